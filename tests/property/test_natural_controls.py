@@ -8,8 +8,7 @@ import pytest
 from controls import caught
 
 from how_much import how_many
-from hybridkv.planner.config import KVCacheConfig
-from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass
+from hybridkv.planner.config import ALIGNMENT_BYTES, KVCacheConfig, SlabClass
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Copy, Step
 from hybridkv.testing import FakeWorker, digest_model

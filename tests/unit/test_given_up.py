@@ -13,7 +13,7 @@ from hybridkv.cache.journal import Observers
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.eviction.blocks import BlockNeeds
-from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
+from hybridkv.planner.config import ALIGNMENT_BYTES, SlabClass, SlabLayout
 
 Ids = NDArray[np.int32]
 

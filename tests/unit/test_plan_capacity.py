@@ -25,7 +25,6 @@ from hybridkv.specs import (
 from hybridkv.units import GiB
 
 plan = partial(planner.plan, layout="reference")
-plan = partial(planner.plan, layout="reference")
 
 TINY: dict[str, object] = {
     "model_type": "llama",

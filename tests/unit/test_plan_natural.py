@@ -19,8 +19,7 @@ from hybridkv.models import Layer, Model, read_model
 from hybridkv.planner import KVCacheConfig, Plan, SlabClass, SlabLayout, plan, plan_from_json, plan_to_json
 from hybridkv.planner.capacity import blocks_needed, reserved_blocks
 from hybridkv.planner.comparison import facts_of, padding_of
-from hybridkv.planner.natural import natural_config
-from hybridkv.planner.packing import LayerKind, packings, worst_padding
+from hybridkv.planner.natural import LayerKind, natural_config, packings, worst_padding
 from hybridkv.planner.plan import DEFAULT_PLACEMENTS, LAYOUTS
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,

@@ -16,7 +16,7 @@ from hybridkv.cache.spaces.one_size import FreeOrder
 from hybridkv.cache.spaces.slab_holes import BUCKETS, SlabCandidates, SlabHoles
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import BlockError, CacheError, ConfigError
-from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
+from hybridkv.planner.config import ALIGNMENT_BYTES, SlabClass, SlabLayout
 from oracles.slabs import CACHED, HELD, HOLE, OracleSlabs
 
 ACTIONS = ("take",) * 4 + ("append",) * 3 + ("prepend",) * 3 + ("room", "room", "remove", "age_first", "lock", "unlock")

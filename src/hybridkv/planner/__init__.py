@@ -7,10 +7,9 @@ natural     Model -> packing (groups, k, slab bytes) -> natural (tensors, slabs)
 
 from hybridkv.planner.capacity import Capacity, GroupCapacity, capacity_of
 from hybridkv.planner.comparison import LayoutFacts, compare_layouts
-from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlabClass, SlabLayout
 from hybridkv.planner.document import plan_from_json, plan_to_json, read_plan, read_plan_from
 from hybridkv.planner.plan import Plan, plan
-from hybridkv.planner.slabs import SlabClass, SlabLayout
 
 __all__ = [
     "Capacity",

@@ -6,21 +6,51 @@
 
 Layer i's view starts ``offset_bytes`` into the arena; block ``id`` is ``id * block_stride_bytes`` further, its kernel
 block j another ``j * block_stride_bytes / kernel blocks``.
+
+The search decides which layers form groups, and how many blocks of each group fill a slab.
+
+    layers   10 full (F), 52 sliding (S), equal pages
+    groups   F10   S10 S10 S10 S10 S10   S2          sizes: layers side by side in one block
+    slab     10 pages: k = 1 for groups of 10, k = 5 for the group of 2, nothing is lost
+
+A slab of S bytes holds ``k = S // b`` blocks of b bytes; what is left of it is padding. Wanted, in this order:
+
+1. padding of at most 1% in every group, whatever is held of which (then 5%, 25%, any);
+2. S of at most the preferred bytes (a 600th of the pool: slabs that many move easily), else the smallest;
+3. the lowest cost: one for each group (a block table a request), and one for each layer whose blocks do not have a
+   slab of their own (k > 1: live blocks may have to move to free a slab);
+4. the least padding; 5. the smallest S.
+
+Tried are the S that up to 128 blocks of some group fill. For each, a dynamic program over the layers of a kind finds
+the sizes of lowest cost: exact, O(candidates * layers^2) in numpy, under a second for 100 layers. Nothing here depends
+on the memory but the preferred bytes, and these only order the answers: whoever takes the first that fits finds one if
+there is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hybridkv.errors import ConfigError
-from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, NamedSpec
-from hybridkv.planner.packing import LayerKind, Packing, packings
+from hybridkv.planner.config import (
+    ALIGNMENT_BYTES,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    NamedSpec,
+    SlabClass,
+    SlabLayout,
+)
 from hybridkv.planner.reference import layer_types
-from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
 from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits, UniformTypeKVCacheSpecs
-from hybridkv.units import ceil_div, round_up
+from hybridkv.units import MOST_BYTES, ceil_div, round_up, shown
 
 SLABS_PREFERRED: Final = 600
 """Slabs that a pool should have: from there on, moving whole slabs costs nothing that simulation could see."""
@@ -62,7 +92,7 @@ class NaturalChoice:
 def natural_choices(
     layers: Sequence[NamedSpec], memory_bytes: int, limits: RequestLimits, kernel_block_size: int | None = None
 ) -> Iterator[NaturalChoice]:
-    """Ways to pack ``layers``, best first (packing.py); the memory orders them, and leaves none out.
+    """Ways to pack ``layers``, best first; the memory orders them, and leaves none out.
 
     kernel_block_size: tokens that the attention kernel reads as one block; None for the block itself.
     Raises ConfigError for no layers, and for a block that is no multiple of the kernel's.
@@ -95,7 +125,7 @@ def _kinds(layers: Sequence[NamedSpec], kernel_block_size: int | None) -> tuple[
 
 
 def _packings(kinds: Sequence[_Kind], preferred_bytes: int) -> Iterator[Packing]:
-    """Those of packing.py; layers that all share a group are one block, which is the slab."""
+    """Packings of ``kinds``; layers that all share a group are one block, which is the slab."""
     if len(kinds) == 1:
         (kind,) = kinds
         pages = [ceil_div(kind.spec.layer_spec(name).page_size_bytes, kind.kernel_blocks) for name, _ in kind.members]
@@ -163,3 +193,142 @@ def _tensors(group: KVCacheGroupSpec, at: int, slabs: SlabLayout) -> Iterator[KV
         raise ConfigError(
             f"group {at} needs {offset_bytes} bytes in each of {parts} parts of a block of {of.block_bytes} bytes"
         )
+
+
+# -- the search
+
+PADDING_TARGETS: Final = (Fraction(1, 100), Fraction(5, 100), Fraction(25, 100), None)
+"""Padding over content that is accepted, strictest first; None: any."""
+
+MOST_LAYERS: Final = 256
+"""That are packed: time and memory grow with their third power; these take some three seconds and 100 MiB."""
+
+_MOST_BLOCKS: Final = 128
+_NEVER: Final = 1 << 40
+"""Cost of what cannot be."""
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers that may share a group: equal pages, equal needs.
+
+    layers: how many. page_bytes: of one block in one layer. kernel_blocks: parts that a block is made of.
+    """
+
+    layers: int
+    page_bytes: int
+    kernel_blocks: int = 1
+
+    @property
+    def layer_bytes(self) -> int:
+        """What a layer takes in a block: its page, every part aligned."""
+        return self.kernel_blocks * round_up(ceil_div(self.page_bytes, self.kernel_blocks), ALIGNMENT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """An answer. sizes: for each kind, the layers of each group. blocks_per_slab: the k of each of those groups."""
+
+    slab_bytes: int
+    sizes: tuple[tuple[int, ...], ...]
+    blocks_per_slab: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Per candidate S, the best split of a kind: cost and padding; choice[n]: size of the last group of n layers."""
+
+    cost: Int64
+    padding: NDArray[np.float64]
+    choice: NDArray[np.int16]
+
+
+def packings(kinds: Sequence[LayerKind], preferred_bytes: int) -> Iterator[Packing]:
+    """Answers, the best first; never none, and the same ones in another order for other ``preferred_bytes``.
+
+    Raises ConfigError for more layers than MOST_LAYERS and for pages of more bytes than can be computed with.
+    """
+    if sum(kind.layers for kind in kinds) > MOST_LAYERS:
+        raise ConfigError(
+            f"{sum(kind.layers for kind in kinds)} layers of {len(kinds)} kinds: the natural layout packs at most "
+            f"{MOST_LAYERS}, use the reference layout (--layout reference)"
+        )
+    largest = max(kind.layers * kind.layer_bytes for kind in kinds)
+    if largest > MOST_BYTES // _MOST_BLOCKS:
+        raise ConfigError(
+            f"a block takes {shown(largest)} bytes in the layers of one kind, at most {MOST_BYTES // _MOST_BLOCKS} are "
+            "planned: lower block_size (--block-size), or correct the sizes in the model's config"
+        )
+    slabs = _candidates(kinds)
+    for target in PADDING_TARGETS:
+        splits = [_split(kind, slabs, target) for kind in kinds]
+        cost = np.sum([one.cost for one in splits], axis=0)
+        padding = np.max([one.padding for one in splits], axis=0)
+        order = np.lexsort((slabs, padding, cost, np.maximum(slabs, preferred_bytes)))
+        for at in order[cost[order] < _NEVER]:
+            found = _pack(kinds, int(slabs[at]), [_sizes(one.choice[:, at]) for one in splits])
+            if target is None or worst_padding(kinds, found) <= target:
+                yield found
+
+
+def worst_padding(kinds: Sequence[LayerKind], packing: Packing) -> Fraction:
+    """Padding over content of the group that loses most."""
+    return max(
+        Fraction(packing.slab_bytes, k * size * kind.page_bytes) - 1
+        for kind, sizes, ks in zip(kinds, packing.sizes, packing.blocks_per_slab, strict=True)
+        for size, k in zip(sizes, ks, strict=True)
+    )
+
+
+def _candidates(kinds: Sequence[LayerKind]) -> Int64:
+    """Every S that up to 128 blocks of some group fill and that holds a page of every kind, ascending."""
+    blocks = [kind.layer_bytes * np.arange(1, kind.layers + 1) for kind in kinds]
+    slabs = np.unique(np.multiply.outer(np.concatenate(blocks), np.arange(1, _MOST_BLOCKS + 1)))
+    return slabs[slabs >= max(kind.layer_bytes for kind in kinds)].astype(np.int64)
+
+
+def _split(kind: LayerKind, slabs: Int64, target: Fraction | None) -> _Split:
+    """The sizes of lowest cost for every S: ``best(n) = min over g of best(n - g) + cost of a group of g``."""
+    sizes = range(1, kind.layers + 1)
+    prices, paddings = zip(*(_price(kind, size, slabs, target) for size in sizes), strict=True)
+    cost = np.zeros((kind.layers + 1, slabs.size), np.int64)
+    padding = np.zeros((kind.layers + 1, slabs.size))
+    choice = np.zeros((kind.layers + 1, slabs.size), np.int16)
+    for held in sizes:
+        cost[held] = _NEVER
+        # largest first, and only a lower cost replaces: of equal ones the largest groups stay
+        for size in range(held, 0, -1):
+            asked = cost[held - size] + prices[size - 1]
+            better = asked < cost[held]
+            cost[held][better] = asked[better]
+            padding[held][better] = np.maximum(padding[held - size], paddings[size - 1])[better]
+            choice[held][better] = size
+    return _Split(cost[-1], padding[-1], choice)
+
+
+def _price(kind: LayerKind, size: int, slabs: Int64, target: Fraction | None) -> tuple[Int64, NDArray[np.float64]]:
+    """Cost and padding of a group of ``size`` layers for every S."""
+    k = slabs // (size * kind.layer_bytes)
+    padding = slabs / (np.maximum(k, 1) * (size * kind.page_bytes)) - 1
+    fits = (k > 0) if target is None else (k > 0) & (padding <= float(target))
+    return np.where(fits, np.where(k > 1, 1 + size, 1), _NEVER).astype(np.int64), padding
+
+
+def _sizes(choice: NDArray[np.int16]) -> tuple[int, ...]:
+    """The groups of one S, largest first."""
+    found, left = [], len(choice) - 1
+    while left:
+        found.append(int(choice[left]))
+        left -= found[-1]
+    return tuple(sorted(found, reverse=True))
+
+
+def _pack(kinds: Sequence[LayerKind], slab_bytes: int, sizes: Sequence[tuple[int, ...]]) -> Packing:
+    """S rounded up until every group's blocks fill it with aligned kernel blocks."""
+    ks = tuple(
+        tuple(slab_bytes // (size * kind.layer_bytes) for size in of) for kind, of in zip(kinds, sizes, strict=True)
+    )
+    unit = lcm(*(k * kind.kernel_blocks for kind, of in zip(kinds, ks, strict=True) for k in of))
+    return Packing(round_up(slab_bytes, unit * ALIGNMENT_BYTES), tuple(sizes), ks)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hybridkv.extra_keys import EncoderInput
-from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.planner.config import ALIGNMENT_BYTES, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from hybridkv.planner.natural import natural_config, slab_layout
-from hybridkv.planner.slabs import ALIGNMENT_BYTES
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from hybridkv.planner.slabs import SlabLayout
+from hybridkv.planner.config import SlabLayout
 from hybridkv.testing.model import Prefix
 from oracles.pool import OraclePool
 from oracles.slabs import HELD, OracleSlabs

@@ -35,7 +35,7 @@ from hybridkv.cache.spaces.slab_audit import check_slabs
 from hybridkv.cache.spaces.slab_holes import NO_SLAB, Part, SlabHoles, counters
 from hybridkv.cache.spaces.space import Room, Weight
 from hybridkv.errors import BlockError, CacheError
-from hybridkv.planner.slabs import SlabLayout
+from hybridkv.planner.config import SlabLayout
 
 Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
