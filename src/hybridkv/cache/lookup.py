@@ -90,15 +90,10 @@ class PrefixLookup:
         if self._hasher is None or not request.reads_prefix_cache:
             return self._longest(request, 0)
         hit = self._longest(request, request.num_tokens - 1)
-        uncached = max(self._kept.known_tokens(request) - hit.tokens, hit.uncached_tokens)
-        branch = hit.tokens + uncached if uncached else 0
-        return hit._replace(
-            uncached_tokens=uncached,
-            evictions=self._pool.keys.evictions,
-            branch_tokens=branch,
-            request=request,
-            truncations=request.truncations,
-        )
+        uncached = self._kept.known_tokens(request) - hit.tokens
+        if uncached <= hit.uncached_tokens:
+            return hit
+        return hit._replace(uncached_tokens=uncached, branch_tokens=hit.tokens + uncached)
 
     def of_each(self, request: Request) -> tuple[Hit, ...]:
         """The longest cached prefix of all but the last token in each group alone. O(blocks of all)."""
@@ -184,15 +179,24 @@ class PrefixLookup:
                         dropped.clear()
                 if group.kind.publishes and not longest:
                     longest = candidate
-        found = tuple(tuple(missing[group.number]) for group in self._groups)
-        asked = self._no_hit._replace(
-            uncached_tokens=longest - candidate, missing=found, seen=tuple(seen), additions=tuple(additions)
+        asked, sources = self._no_hit.groups, self._no_hit.sources
+        if candidate:
+            asked = tuple(hits[group.number] for group in self._groups)
+            sources = tuple(group.policy.hits.source(views[group.number], candidate) for group in self._groups)
+            seen.append(np.array([source for source in sources if source], np.int32))
+        return CommonHit(
+            candidate,
+            asked,
+            longest - candidate,
+            tuple(tuple(missing[group.number]) for group in self._groups),
+            tuple(seen),
+            tuple(additions),
+            sources,
+            self._pool.keys.evictions,
+            longest if longest > candidate else 0,
+            request,
+            request.truncations,
         )
-        if not candidate:
-            return asked
-        sources = tuple(group.policy.hits.source(views[group.number], candidate) for group in self._groups)
-        asked = asked._replace(tokens=candidate, groups=tuple(hits[group.number] for group in self._groups))
-        return asked._replace(sources=sources, seen=(*seen, np.array([s for s in sources if s], np.int32)))
 
     def _longest_of(self, group: CacheGroup, request: Request, search: Search) -> CommonHit:
         """_longest of one group alone, of which every prefix of a hit is one: it agrees with itself at once."""
@@ -200,11 +204,15 @@ class PrefixLookup:
         if group.kind.drops:
             search = search._replace(past=1)
         hit = hits.longest(view, group.keys(request), search)
+        evictions, missing, additions = self._pool.keys.evictions, (hit.missing,), (hit.additions,)
         if not hit.tokens:
-            return self._no_hit._replace(missing=(hit.missing,), seen=(hit.seen,), additions=(hit.additions,))
+            none = self._no_hit
+            return CommonHit(0, none.groups, 0, missing, (hit.seen,), additions, none.sources, evictions)
         source = hits.source(view, hit.tokens)
         seen = (hit.seen, np.array([source], np.int32)) if source else (hit.seen,)
-        return CommonHit(hit.tokens, (hit,), 0, (hit.missing,), seen, (hit.additions,), (source,))
+        return CommonHit(
+            hit.tokens, (hit,), 0, missing, seen, additions, (source,), evictions, 0, request, request.truncations
+        )
 
     # -- blocks to begin with
 
