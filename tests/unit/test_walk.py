@@ -5,6 +5,7 @@ The cache is built as a user builds it: KVCacheManager(plan(read_model(NAME), me
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,11 +32,14 @@ class Walk:
     last: str = ""
 
     def __enter__(self) -> Self:
+        gc.collect()  # else what other tests left is finalized, and counted, inside
+        gc.disable()
         sys.setprofile(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        gc.enable()
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
@@ -85,8 +89,8 @@ def walk(model: str, layout: str) -> tuple[Walk, Walk]:
 
 
 CEILINGS = {
-    ("qwen3-next-80b-a3b", "natural"): ((31, 65, 487, 900), (17, 23, 73, 113)),
-    ("qwen3-next-80b-a3b", "reference"): ((27, 42, 329, 577), (17, 22, 73, 111)),
+    ("qwen3-next-80b-a3b", "natural"): ((31, 65, 486, 898), (17, 23, 73, 113)),
+    ("qwen3-next-80b-a3b", "reference"): ((26, 42, 312, 559), (17, 22, 73, 111)),
     ("llama-3-8b", "natural"): ((30, 61, 362, 650), (15, 21, 66, 95)),
     ("llama-3-8b", "reference"): ((22, 36, 200, 297), (15, 20, 66, 94)),
 }

@@ -18,7 +18,6 @@ array operation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import cbor2
 import numpy as np
@@ -41,8 +40,8 @@ class CacheGroup:
     """What the manager keeps of one group.
 
     number: position in the config. kind: its spec and flags. states: where a row's lie; None where blocks hold tokens.
-    rows: block tables of the resident requests. each_published, each_label: the same as those without, quick to read
-    singly.
+    holds_all: no window bounds what a request holds. rows: block tables of the resident requests.
+    each_published, each_label: the same as those without, quick to read singly.
     published: int64[rows], how many leading columns of a row are published or passed over. label:
     int64[rows], token count of the state that a row's last step leaves. pending: row -> token counts of its
     states that could not be published yet. accepted: int64[rows], the column of the state of a row's last accepted
@@ -55,9 +54,9 @@ class CacheGroup:
         self.kind = kind
         self.policy = policy
         self.states = policy.states
-        self._holds_all = isinstance(policy, FixedPolicy) or (
+        self.holds_all = isinstance(policy, FixedPolicy) or (
             isinstance(policy, AttentionPolicy) and isinstance(policy.span, FullSpan)
-        )  # no window bounds what a request holds
+        )
         self.index = index
         self.rows = BlockRows()
         self.published = np.zeros(len(self.rows.start), np.int64)
@@ -200,12 +199,11 @@ class CacheGroup:
     def peak_blocks(self, limits: RequestLimits, steps: int, tokens: int, encoder_tokens: int) -> int:
         """Return the most blocks that a request of ``tokens`` tokens holds at once, ``steps`` in flight.
 
-        limits: with which windows bound it; ``tokens`` and ``encoder_tokens`` are in place of its own.
+        limits: of that very request, but for groups that hold all.
         """
         most = self.policy.most_columns(tokens, encoder_tokens)
-        if self._holds_all:
+        if self.holds_all:
             return most
-        limits = replace(limits, max_model_len=tokens, max_encoder_tokens=encoder_tokens)
         bound = self.kind.spec.max_request_blocks(limits) + (steps - 1 if self.states is not None else 0)
         return min(most, bound)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,7 @@ class CacheBounds:
         self.stops = parts.checkpoints.stops
         self.refuse_stranger = parts.residents.refuse_stranger
         self._groups = tuple(groups)
+        self._holds_all = all(group.holds_all for group in groups)
         self._pool = pool
 
     def refuse_drafts(self, num_drafts: int) -> None:
@@ -95,6 +97,8 @@ class CacheBounds:
         integer("max_in_flight", max_in_flight, 1, MOST_COUNT)
         tokens = limits.max_model_len if tokens is None else integer("tokens", tokens, 1, MOST_COUNT)
         encoder = limits.max_encoder_tokens if encoder_tokens is None else encoder_tokens
+        if not self._holds_all:
+            limits = replace(limits, max_model_len=tokens, max_encoder_tokens=encoder)
         return self._pool.units([group.peak_blocks(limits, max_in_flight, tokens, encoder) for group in self._groups])
 
 

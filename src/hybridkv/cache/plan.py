@@ -8,7 +8,9 @@ tokens  [ computed before | hit | external | new | lookahead ]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +31,7 @@ from hybridkv.specs import Keeps, RequestLimits
 Int32 = NDArray[np.int32]
 
 _NO_BLOCKS = np.empty(0, np.int32)
+_HOLDS_ALL = attrgetter("holds_all")
 
 
 class Reason(StrEnum):
@@ -211,7 +214,9 @@ class SlotPlanner:
     def blocks_to_come(self, request: Request, limits: RequestLimits) -> int:
         """See EngineSide.blocks_to_come."""
         whole = Admission(limits, 0)
-        return self._pool.units([max(_unheld(group, request.row, 0, whole), 0) for group in self._groups])
+        return self._pool.units(
+            [max(most, 0) for most in _unheld(self._groups, request.row, [0] * len(self._groups), whole)]
+        )
 
     def _adopted(self, request: Request, wanted: SlotDemand) -> Sequence[Int32]:
         """Blocks that a new row begins with, by group: those handed over, and the encoder's output if it is there.
@@ -401,22 +406,24 @@ def _later_blocks(
     groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], row: int, admission: Admission
 ) -> list[int]:
     """What an admitted request may need besides, up to its peak, by group. row: -1, or what it was loaded into."""
+    unheld = _unheld(groups, row, [plan.drop for plan in plans], admission)
     return [
-        max(_unheld(group, row, plan.drop, admission) - int(np.count_nonzero(plan.reuse)) - plan.take, 0)
-        for group, plan in zip(groups, plans, strict=True)
+        max(most - int(np.count_nonzero(plan.reuse)) - plan.take, 0) for most, plan in zip(unheld, plans, strict=True)
     ]
 
 
-def _unheld(group: CacheGroup, row: int, dropped: int, admission: Admission) -> int:
-    """Blocks of a request at its peak but those that ``row``, -1 for none, has behind its ``dropped`` columns."""
-    held = _NO_BLOCKS if row < 0 else group.rows.ids(row)[dropped:]
-    return group.peak_blocks(admission.full, admission.steps, *_size_of(admission)) - int(np.count_nonzero(held))
-
-
-def _size_of(admission: Admission) -> tuple[int, int]:
-    """Tokens of the request, and of its encoder's input."""
+def _unheld(groups: Sequence[CacheGroup], row: int, dropped: Sequence[int], admission: Admission) -> list[int]:
+    """Blocks of a request at its peak but those that ``row``, -1 for none, has after its ``dropped`` columns."""
     full, tokens, encoder = admission.full, admission.tokens, admission.encoder_tokens
-    return full.max_model_len if tokens is None else tokens, full.max_encoder_tokens if encoder is None else encoder
+    tokens = full.max_model_len if tokens is None else tokens
+    encoder = full.max_encoder_tokens if encoder is None else encoder
+    if not all(map(_HOLDS_ALL, groups)):
+        full = replace(full, max_model_len=tokens, max_encoder_tokens=encoder)
+    unheld = []
+    for group, columns in zip(groups, dropped, strict=True):
+        held = 0 if row < 0 else int(np.count_nonzero(group.rows.ids(row)[columns:]))
+        unheld.append(group.peak_blocks(full, admission.steps, tokens, encoder) - held)
+    return unheld
 
 
 def _unwritten_prefix(
