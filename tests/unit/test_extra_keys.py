@@ -42,19 +42,6 @@ def test_nothing_is_none() -> None:
     assert request(None, cache_salt="s", lora=LORA).extra_keys(0, 5) is None  # not hashed at all
 
 
-def test_order() -> None:
-    """An adapter, items, the salt, embeddings, the encoder's input."""
-    both = [MultimodalItem("dog", 0, 1), IMAGE]
-    everything = extras(lora=LORA, multimodal=both, cache_salt="s", prompt_embeds=EMBEDS, encoder=ENCODER)
-    keys = everything.of_blocks(0, 1)
-    assert keys is not None
-    (first,) = keys
-    assert first is not None
-    assert first[:4] == (LORA_KEY, ("mm", "dog", 0), ("mm", "cat", 2), ("cache_salt", "s"))
-    assert [key[0] for key in first[4:]] == ["prompt_embeds", "encoder"]
-    assert first[5] == ("encoder", b"audio")
-
-
 @st.composite
 def known_extras(draw: st.DrawFn) -> dict[str, Any]:
     """Any extras of a prompt of PROMPT tokens."""
@@ -137,19 +124,6 @@ def test_equal_embeddings_in_other_objects_have_equal_keys() -> None:
         assert extras(prompt_embeds=equal).of_blocks(0, 3) == keys
 
 
-def test_other_embeddings_have_other_keys_in_their_own_blocks() -> None:
-    keys = extras(prompt_embeds=EMBEDS).of_blocks(0, 2)
-    assert keys is not None
-    changed = EMBEDS.copy()
-    changed[5, 1] += 1
-    other = extras(prompt_embeds=changed).of_blocks(0, 2)
-    assert other is not None
-    assert (other[0] == keys[0], other[1] == keys[1]) == (True, False)
-    longer = extras(prompt_embeds=np.concatenate((EMBEDS, EMBEDS[:1]))).of_blocks(0, 2)
-    assert longer is not None
-    assert (longer[0] == keys[0], longer[1] == keys[1]) == (True, False)
-
-
 def test_the_same_bytes_of_another_shape_or_type_are_other_content() -> None:
     zeros = [np.zeros((4, 2), np.float32), np.zeros((4, 1), np.float64), np.zeros((4, 4), np.float16)]
     zeros += [np.zeros((4, 2), np.int32), np.zeros((2, 4), np.float32), np.zeros((4, 2), ">f4")]
@@ -217,11 +191,6 @@ def test_numbers_of_numpy_are_numbers() -> None:
     hasher = BlockHasher(SIZE)
     item = MultimodalItem("cat", np.int64(2), np.int64(5))  # type: ignore[arg-type]  # what users hand in
     assert request(hasher, multimodal=[item]).hashes == request(hasher, multimodal=[IMAGE]).hashes
-
-
-def test_the_id_of_an_adapter_is_no_key() -> None:
-    hasher = BlockHasher(SIZE)
-    assert request(hasher, lora=LORA).hashes == request(hasher, lora=LoraAdapter("sql", "/adapters/sql", 9)).hashes
 
 
 @given(known_extras(), st.integers(1, 5))
@@ -331,14 +300,6 @@ def test_a_block_of_several_hash_blocks_has_the_keys_of_all_of_them() -> None:
         ("sql", ("dog", -1), ("dog", -1)),  # in both hash blocks
         ("sql", ("dog", -9)),  # in the first of them only
     )
-
-
-def test_equal_slices_of_embeddings_are_told_as_often_as_they_are_hashed() -> None:
-    (_, large), _ = events_of((4, 8), 16, prompt_embeds=np.zeros((12, 2), np.float32))
-    keys = large.extra_keys
-    assert keys is not None
-    assert [len(key or ()) for key in keys] == [2, 1]
-    assert len({digest for key in keys if key for digest in key}) == 1
 
 
 def hash_block_keys(published: tuple[object, ...] | None, stride: int, *, lora: bool) -> list[Extra | None]:

@@ -73,14 +73,6 @@ def test_numbers_by_hand() -> None:
     assert group.blocks_per_request == 7
 
 
-def test_the_layout_of_one_group() -> None:
-    config = plan(tiny(), 20 * BLOCK_BYTES).config
-    page = BLOCK_BYTES // 3
-    assert [tensor.shared_by for tensor in config.tensors] == [(f"model.layers.{i}.self_attn",) for i in range(3)]
-    assert [tensor.offset_bytes for tensor in config.tensors] == [0, 20 * page, 40 * page]
-    assert {(tensor.size, tensor.block_stride_bytes) for tensor in config.tensors} == {(20 * page, page)}
-
-
 def test_padding_of_a_group_smaller_than_the_others() -> None:
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float16")
     other = ChunkedLocalAttentionSpec(
@@ -97,44 +89,6 @@ def test_padding_of_a_group_smaller_than_the_others() -> None:
     # a request of n tokens takes ceil(n / 16) blocks of each group: 12 usable blocks hold 64 tokens
     assert holds.tokens_that_fit == 64
     assert holds.concurrency == 12 / 9
-
-
-@given(
-    length=st.integers(1, 5000),
-    block_size=st.integers(1, 64),
-    layers=st.integers(1, 8),
-    kv_heads=st.sampled_from([1, 2, 4]),
-)
-def test_exactly_enough_is_enough_and_a_byte_less_is_not(
-    length: int, block_size: int, layers: int, kv_heads: int
-) -> None:
-    config = {**TINY, "num_hidden_layers": layers, "num_key_value_heads": kv_heads, "max_position_embeddings": length}
-    model = read_model(config, block_size=block_size)
-    needed = (-(-length // block_size) + 1) * int(model.kv_bytes_per_token) * block_size
-    made = plan(model, needed)
-    assert made.config.num_blocks == -(-length // block_size) + 1
-    assert made.capacity.longest_context == length
-    assert made.capacity.concurrency == 1
-    assert made.capacity.unused_bytes == 0
-    with pytest.raises(CapacityError, match=f"{needed} bytes"):
-        plan(model, needed - 1)
-
-
-@given(memory=st.integers(10 * BLOCK_BYTES, 10**7), max_model_len=st.integers(1, 100), block_size=st.integers(1, 32))
-def test_what_is_promised_fits_and_one_block_more_does_not(memory: int, max_model_len: int, block_size: int) -> None:
-    model = tiny(block_size=block_size)
-    made = plan(model, memory, max_model_len=max_model_len)
-    holds, config = made.capacity, made.config
-    per_token = int(model.kv_bytes_per_token)
-    assert config.arena_bytes <= memory < config.arena_bytes + block_size * per_token
-    assert holds.unused_bytes == memory - config.arena_bytes
-    assert holds.tokens_that_fit is not None
-    # the blocks promised hold that many tokens, and not one more
-    assert -(-holds.tokens_that_fit // block_size) == config.num_blocks - 1
-    assert -(-(holds.tokens_that_fit + 1) // block_size) == config.num_blocks
-    whole = int(holds.concurrency)
-    per_request = -(-max_model_len // block_size)
-    assert whole * per_request <= config.num_blocks - 1 < (whole + 1) * per_request
 
 
 def test_too_little_memory_says_what_is_needed_and_what_would_fit() -> None:

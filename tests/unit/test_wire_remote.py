@@ -1,7 +1,7 @@
 """Both ends of a connection: failures, Steps that were lost, other schemas, and an end that is gone."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -282,10 +282,20 @@ def test_bytes_that_are_no_step_are_answered_and_end_the_worker(
     assert faulty.seen == []
 
 
-def test_a_result_that_cannot_be_written_is_a_failure() -> None:
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (
+            lambda step: StepResult(step.id, Csr(np.arange(len(step) + 1), np.zeros(len(step)))),  # type: ignore[arg-type]  # floats
+            "WireError: result.sampled.values: no array of a message is float64",
+        ),
+        (lambda _: None, "WireError: a reply must be one of StepResult, StepFailure, Unreadable, got NoneType"),
+    ],
+)
+def test_a_result_that_cannot_be_written_is_a_failure(result: Callable[[Step], StepResult], said: str) -> None:
     class Careless:
         def execute(self, step: Step) -> StepResult:
-            return StepResult(step.id, Csr(np.arange(len(step) + 1), np.zeros(len(step))))  # type: ignore[arg-type]  # floats
+            return result(step)
 
     server = Server(Careless())
     try:
@@ -295,23 +305,8 @@ def test_a_result_that_cannot_be_written_is_a_failure() -> None:
     finally:
         server.close()
     assert isinstance(reply, StepFailure)
-    assert str(reply).startswith("WireError: result.sampled.values: no array of a message is float64")
+    assert str(reply).startswith(said)
     assert server.served == 0
-
-
-def test_a_worker_that_returns_nothing_is_a_failure() -> None:
-    class Forgetful:
-        def execute(self, _: Step) -> StepResult:
-            return None  # type: ignore[return-value]  # on purpose
-
-    server = Server(Forgetful())
-    try:
-        worker = RemoteWorker(server.channel)
-        worker.send(scheduler(1).schedule())
-        reply = worker.receive()
-    finally:
-        server.close()
-    assert str(reply) == "WireError: a reply must be one of StepResult, StepFailure, Unreadable, got NoneType"
 
 
 def test_replies_to_steps_given_up_are_passed_over(server: Server) -> None:
