@@ -61,7 +61,7 @@ def decode_step(data: bytes) -> Step:
     Raises SchemaError for another schema version, WireError for anything else that ``encode_step`` never writes: bytes
     missing or left over, fields missing, unknown or of another type, and arrays that do not fit each other.
     """
-    return _decode("step", data, _STEPS).step()
+    return _decode("step", data, _STEPS).value()
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -76,7 +76,7 @@ def encode_reply(reply: Reply) -> bytes:
 
 def decode_reply(data: bytes) -> Reply:
     """Return the reply of a message. Raises as ``decode_step``."""
-    return _decode("reply", data, _REPLIES).reply()
+    return _decode("reply", data, _REPLIES).value()
 
 
 def _encode(kind: str, value: Step | Reply, decoder: Decoder[Any]) -> bytes:

@@ -15,11 +15,11 @@ import operator
 from collections.abc import Iterator
 from itertools import pairwise
 from math import prod
-from typing import Annotated, Any, Final, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 
 import numpy as np
 from msgspec import Meta, Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, astuple
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WireError
@@ -84,13 +84,31 @@ Int32Quads = Array[Literal["int32"], tuple[Count, Literal[4]]]
 Int32Table = Array[Literal["int32"], tuple[Count, Count]]
 
 
+class _Part(Struct, forbid_unknown_fields=True):
+    """A part of a message. made: the class of the value that it describes; it has the same fields in the same order."""
+
+    made: ClassVar[type[Any]]
+
+    def value(self) -> Any:  # noqa: ANN401  # of class ``made``
+        """Return the value. Raises ConfigError for sampling that SamplingParams refuses."""
+        return self.made(*map(_value, astuple(self)))
+
+
+def _value(part: object) -> Any:  # noqa: ANN401  # what a part stands for
+    if isinstance(part, Array):
+        return part.copy()
+    return part.value() if isinstance(part, _Part) else part
+
+
 def _require_one_length(message: Struct, *names: str) -> None:
     if len({len(getattr(message, name)) for name in names}) != 1:
         raise WireError(f"{', '.join(names[:-1])} and {names[-1]} must have one length")
 
 
-class CsrMessage(Struct, forbid_unknown_fields=True):
+class CsrMessage(_Part):
     """Lists of token ids."""
+
+    made: ClassVar = Csr
 
     indptr: Int64s
     values: Int32s
@@ -103,10 +121,6 @@ class CsrMessage(Struct, forbid_unknown_fields=True):
     def __len__(self) -> int:
         return len(self.indptr) - 1
 
-    def csr(self) -> Csr:
-        """Return the lists."""
-        return Csr(self.indptr.copy(), self.values.copy())
-
 
 # -- Steps
 
@@ -117,8 +131,10 @@ StepId = Annotated[int, Meta(ge=0)]
 Version = Annotated[int, Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
 
 
-class CellsMessage(Struct, forbid_unknown_fields=True):
+class CellsMessage(_Part):
     """Cells of block tables."""
+
+    made: ClassVar = Cells
 
     group: Int32s
     row: Int32s
@@ -128,13 +144,11 @@ class CellsMessage(Struct, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         _require_one_length(self, "group", "row", "column", "block")
 
-    def cells(self) -> Cells:
-        """Return the cells."""
-        return Cells(self.group.copy(), self.row.copy(), self.column.copy(), self.block.copy())
 
-
-class CopyMessage(Struct, forbid_unknown_fields=True):
+class CopyMessage(_Part):
     """One copy of a block."""
+
+    made: ClassVar = Copy
 
     stage: Literal["before", "after"]
     group: Int32
@@ -143,7 +157,7 @@ class CopyMessage(Struct, forbid_unknown_fields=True):
     kind: Literal["move", "block", "state"]
 
 
-class EncoderMessage(Struct, forbid_unknown_fields=True):
+class EncoderMessage(_Part):
     """What cross attention reads of a row."""
 
     digest: Annotated[bytes, Meta(min_length=1)]
@@ -152,15 +166,15 @@ class EncoderMessage(Struct, forbid_unknown_fields=True):
     digest_is_text: bool
 
     def __post_init__(self) -> None:
-        self.read()  # text must be UTF-8
+        self.value()  # text must be UTF-8
 
-    def read(self) -> EncoderRead:
-        """Return what is read."""
+    def value(self) -> EncoderRead:
+        """Return the value."""
         digest = self.digest.decode() if self.digest_is_text else self.digest
         return EncoderRead(digest, self.num_tokens, self.encodes)
 
 
-class SamplingMessage(Struct, forbid_unknown_fields=True):
+class SamplingMessage(_Part):
     """How tokens are drawn. SamplingParams checks the values."""
 
     temperature: float
@@ -189,8 +203,8 @@ class SamplingMessage(Struct, forbid_unknown_fields=True):
         if any(one[0] >= other[0] for one, other in pairwise(self.logit_bias)):
             raise WireError("token ids of logit_bias must ascend")
 
-    def params(self) -> SamplingParams:
-        """Return the parameters. Raises ConfigError for values that no sampling has."""
+    def value(self) -> SamplingParams:
+        """Return the value. Raises ConfigError for values that SamplingParams refuses."""
         return SamplingParams(**asdict(self) | {"seed": int.from_bytes(self.seed, "little", signed=True)})
 
 
@@ -200,8 +214,10 @@ def seed_bytes(seed: int) -> bytes:
     return seed.to_bytes(seed.bit_length() // 8 + 1, "little", signed=True)
 
 
-class NewRowMessage(Struct, forbid_unknown_fields=True):
+class NewRowMessage(_Part):
     """A row that begins."""
+
+    made: ClassVar = NewRow
 
     row: Annotated[int, Meta(ge=0)]
     request_id: str
@@ -224,20 +240,8 @@ class NewRowMessage(Struct, forbid_unknown_fields=True):
         lists = (asked.stop, asked.stop_token_ids, asked.logit_bias, asked.bad_words, self.held_ids, *asked.bad_words)
         return 1 + sum(map(len, lists))
 
-    def new_row(self) -> NewRow:
-        """Return the row."""
-        return NewRow(
-            self.row,
-            self.request_id,
-            self.token_ids.copy(),
-            self.num_prompt_tokens,
-            self.sampling.params(),
-            None if self.encoder is None else self.encoder.read(),
-            self.held_ids,
-        )
 
-
-class StepMessage(Struct, tag_field="kind", tag="step", forbid_unknown_fields=True):
+class StepMessage(_Part, tag_field="kind", tag="step"):
     """A Step."""
 
     id: StepId
@@ -282,30 +286,16 @@ class StepMessage(Struct, tag_field="kind", tag="step", forbid_unknown_fields=Tr
         if len(writers) and not 0 <= writers.min() <= writers.max() < rows:
             raise WireError(f"state_writes must begin with places in rows, 0 .. {rows - 1}")
 
-    def step(self) -> Step:
-        """Return the Step. Raises WireError for sampling that SamplingParams refuses."""
-        return Step(
-            self.id,
-            self.after,
-            self.rows.copy(),
-            self.num_computed.copy(),
-            self.num_scheduled.copy(),
-            self.samples.copy(),
-            self.token_ids.csr(),
-            self.drafts.csr(),
-            self.cells.cells(),
-            self.finished_rows.copy(),
-            tuple(self._new_rows()),
-            self.zero.copy(),
-            tuple(Copy(one.stage, one.group, one.source, one.destination, one.kind) for one in self.copies),
-            self.state_read.copy(),
-            self.state_writes.copy(),
-        )
+    def value(self) -> Step:
+        """Return the value. Raises WireError for sampling that SamplingParams refuses."""
+        parts = {name: _value(part) for name, part in asdict(self).items()}
+        copies = tuple(copy.value() for copy in self.copies)
+        return Step(**parts | {"new_rows": tuple(self._new_rows()), "copies": copies})
 
     def _new_rows(self) -> Iterator[NewRow]:
         for i, new in enumerate(self.new_rows):
             try:
-                yield new.new_row()
+                yield new.value()
             except ConfigError as error:
                 raise WireError(f"step.new_rows[{i}].sampling: {str(error)[:MOST_REFUSED]}") from None
 
@@ -313,8 +303,10 @@ class StepMessage(Struct, tag_field="kind", tag="step", forbid_unknown_fields=Tr
 # -- replies
 
 
-class LogprobsMessage(Struct, forbid_unknown_fields=True):
+class LogprobsMessage(_Part):
     """Log probabilities of tokens."""
+
+    made: ClassVar = Logprobs
 
     row: Int32s
     position: Int32s
@@ -329,21 +321,11 @@ class LogprobsMessage(Struct, forbid_unknown_fields=True):
         if len(self.best_logprobs) != len(self.best.values):
             raise WireError(f"best_logprobs must be one for each of the {len(self.best.values)} tokens of best")
 
-    def logprobs(self) -> Logprobs:
-        """Return the log probabilities."""
-        return Logprobs(
-            self.row.copy(),
-            self.position.copy(),
-            self.token.copy(),
-            self.logprob.copy(),
-            self.rank.copy(),
-            self.best.csr(),
-            self.best_logprobs.copy(),
-        )
 
-
-class ResultMessage(Struct, tag_field="kind", tag="result", forbid_unknown_fields=True):
+class ResultMessage(_Part, tag_field="kind", tag="result"):
     """A StepResult."""
+
+    made: ClassVar = StepResult
 
     id: StepId
     sampled: CsrMessage
@@ -358,15 +340,6 @@ class ResultMessage(Struct, tag_field="kind", tag="result", forbid_unknown_field
             raise WireError(f"logprobs must be of places in rows, 0 .. {rows - 1}")
         if self.num_accepted is not None and len(self.num_accepted) != rows:
             raise WireError(f"num_accepted is for {len(self.num_accepted)} rows, sampled for {rows}")
-
-    def reply(self) -> StepResult:
-        """Return the result."""
-        return StepResult(
-            self.id,
-            self.sampled.csr(),
-            None if self.num_accepted is None else self.num_accepted.copy(),
-            None if self.logprobs is None else self.logprobs.logprobs(),
-        )
 
 
 class StepFailure(Struct, frozen=True, tag_field="kind", tag="failure", forbid_unknown_fields=True):
@@ -388,7 +361,7 @@ class StepFailure(Struct, frozen=True, tag_field="kind", tag="failure", forbid_u
     def __str__(self) -> str:
         return f"{self.error}: {self.message}"
 
-    def reply(self) -> StepFailure:
+    def value(self) -> StepFailure:
         """Return the failure itself."""
         return self
 
@@ -405,7 +378,7 @@ class Unreadable(Struct, frozen=True, tag_field="kind", tag="unreadable", forbid
         """Return the reply to bytes that raised ``error``."""
         return cls(*_described(error))
 
-    def reply(self) -> Unreadable:
+    def value(self) -> Unreadable:
         """Return the reply itself."""
         return self
 
