@@ -23,7 +23,7 @@ from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import Layer, Model
 from hybridkv.models.json_text import DocumentError, parse_json, read_json
-from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.planner.natural import natural_config
 from hybridkv.planner.plan import LAYOUTS, NATURAL, NO_STATES, Plan
 from hybridkv.regular_files import open_regular
@@ -51,47 +51,34 @@ def plan_to_json(plan: Plan) -> str:
     """Return the document of a plan; equal plans give equal text."""
     instance("plan", plan, Plan)
     specs = list(dict.fromkeys(layer.spec for layer in plan.model.layers))
-    facts = {one.name: getattr(plan.model, one.name) for one in fields(Model) if one.name != "layers"}
-    if plan.model.dtype_from is None:
-        del facts["dtype_from"]
-    if plan.model.read_from:
-        facts["read_from"] = [asdict(fact) for fact in plan.model.read_from]
-    else:
-        del facts["read_from"]
-    for later in ("num_layers", "weight_bytes"):
-        if not facts[later]:
-            del facts[later]
     layers = [{"name": one.name, "index": one.index, "spec": specs.index(one.spec)} for one in plan.model.layers]
+    facts = {name: value for name, value in _to_json(plan.model).items() if name != "layers"}
     document = {
         "schema": SCHEMA,
         "version": VERSION,
         "layout": plan.layout,
         **({} if plan.states_kept is None else {"placement": plan.states_kept}),
         "memory_bytes": plan.memory_bytes,
-        "limits": {key: value for key, value in asdict(plan.limits).items() if value or key != "prefill_checkpoints"},
-        "model": {**facts, "specs": [spec_to_json(spec) for spec in specs], "layers": layers},
-        "config": {
-            "num_blocks": plan.config.num_blocks,
-            "tensors": [asdict(tensor) for tensor in plan.config.tensors],
-            "groups": [_group_to_json(group) for group in plan.config.groups],
-            **({} if plan.config.slabs is None else {"slabs": asdict(plan.config.slabs)}),
-        },
+        "limits": _to_json(plan.limits),
+        "model": {**facts, "specs": _to_json(tuple(specs)), "layers": layers},
+        "config": _to_json(plan.config),
         "capacity": asdict(plan.capacity),
     }
     return json.dumps(document, indent=2) + "\n"
 
 
-def _group_to_json(group: KVCacheGroupSpec) -> dict[str, object]:
-    eagle = {"is_eagle_group": True} if group.is_eagle_group else {}
-    return {"layer_names": group.layer_names, "spec": spec_to_json(group.spec), **eagle}
-
-
-def spec_to_json(spec: KVCacheSpec) -> dict[str, object]:
-    """Return the object of a spec: ``kind``, the name of its class, and the fields of the class."""
-    values = {one.name: getattr(spec, one.name) for one in fields(spec)}
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        values["layers"] = [{"name": name, "spec": spec_to_json(one)} for name, one in spec.layers]
-    return {"kind": type(spec).__name__, **values}
+def _to_json(value: Any) -> Any:  # noqa: ANN401  # a value of a plan, and what JSON has for it
+    """Return the fields of a dataclass, without empty ones of _OMITTED. A spec has its class as ``kind``."""
+    if isinstance(value, tuple):
+        return [_to_json(one) for one in value]
+    if not is_dataclass(value):
+        return value
+    found = {one.name: getattr(value, one.name) for one in fields(value)}
+    found = {name: _to_json(one) for name, one in found.items() if one or name not in _OMITTED}
+    if isinstance(value, UniformTypeKVCacheSpecs):
+        found["layers"] = [{"name": name, "spec": spec} for name, spec in found["layers"]]
+    kind = {"kind": type(value).__name__} if isinstance(value, KVCacheSpec) else {}
+    return kind | found
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -193,9 +180,12 @@ def _check_schema(head: _Head) -> None:
 # -- what a document has: Structs, made of the fields of the values that it describes
 
 _MOST_SAID: Final = 400
-_LATER: Final = {
-    *("page_size_padded", "is_eagle_group", "slabs", "prefill_checkpoints", "max_encoder_tokens", "num_layers"),
-    *("num_speculative_tokens", "hidden_size", "query_heads", "weight_bytes", "dtype_from", "read_from"),
+_OMITTED: Final = {
+    *("prefill_checkpoints", "num_layers", "weight_bytes", "dtype_from", "read_from", "is_eagle_group", "slabs"),
+}
+"""Fields that a document has only where they say something."""
+_LATER: Final = _OMITTED | {
+    *("page_size_padded", "max_encoder_tokens", "num_speculative_tokens", "hidden_size", "query_heads"),
 }
 """Fields that older documents do not have: they get the default of the class."""
 _Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
