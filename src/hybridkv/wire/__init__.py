@@ -3,10 +3,10 @@
     Scheduler --Step--> RemoteWorker.send ~~~bytes~~~> serve --Step--> worker.execute
         ^---- reply --- RemoteWorker.receive <~~bytes~~ serve <--StepResult, or what it raised
 
-Who may connect decides who runs what: a Step is taken from whoever sends it. A pipe is between parent and child; a
-Unix socket is for whoever may write to its file; on TCP both ends must show one key (``Listener``, ``connect``), and a
-connection that was not made so is refused. What comes is bounded all the same: a message of another kind, of any size
-up to ``MOST_BYTES``, costs time and memory in proportion to its bytes, and is refused by name.
+A worker runs every Step that its connection brings. A pipe connects parent and child. A Unix socket is open to
+everybody who may write to its file. On TCP both ends must show one key (``Listener``, ``connect``); other TCP
+connections are refused. Messages are bounded all the same: one of another kind, of any size up to ``MOST_BYTES``,
+costs time and memory in proportion to its bytes, and raises a named error.
 
 Needs numpy and msgspec only. Both ends check each message against itself. The worker and the scheduler check the rest,
 as in process: numbers that depend on sizes (rows, blocks, token ids), and the order of Steps.

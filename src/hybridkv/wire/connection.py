@@ -1,13 +1,12 @@
-"""Who is at the other end, and how much may come from there at once.
+"""Connections: which peers may connect, and how many bytes a message may have.
 
     pipe            parent and child: nobody else has it, no key
-    Unix socket     whoever may write to its file: no key, unless one is given
-    TCP             whoever reaches the port: both ends show that they have one key before anything else is sent
+    Unix socket     everybody who may write to its file: no key, unless one is given
+    TCP             everybody who reaches the port: both ends show one key before anything else is sent
 
-Showing it is multiprocessing's: each end answers the other's random challenge with its HMAC (MD5 before Python 3.12,
-SHA-256 since), in messages of at most 256 bytes; nothing is ever unpickled. A key says who may connect. It hides
-nothing, and guards nothing that follows against those who can change packets on their way: over a network of others,
-go through a tunnel.
+The handshake is that of multiprocessing: each end answers a random challenge with its HMAC (MD5 before Python 3.12,
+SHA-256 since), in messages of at most 256 bytes. Nothing is unpickled. The key does not encrypt, and it does not
+protect later messages against changes on their way: over a foreign network, use a tunnel.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Channel(Protocol):
 
 
 class Link(Connection):
-    """A connection whose other end has shown the key, or needs none; from ``connect`` and ``Listener.accept``."""
+    """A connection to a peer that has shown the key, or needs none; from ``connect`` and ``Listener.accept``."""
 
 
 class Listener:
@@ -196,10 +195,10 @@ class Listener:
 def connect(
     address: Address, *, authkey: bytes | None = None, trusted: bool = False, timeout_s: float = HANDSHAKE_S
 ) -> Link:
-    """A connection to the Listener at ``address``; ``authkey`` and ``trusted`` as there.
+    """Connect to the Listener at ``address``; ``authkey`` and ``trusted`` as there.
 
-    Raises ConfigError as ``Listener``; OSError, such as TimeoutError, where nobody listens; WireError for another key
-    at the other end, or none, or no answer in ``timeout_s`` seconds.
+    Raises ConfigError as ``Listener``. Raises OSError, such as TimeoutError, where nothing listens. Raises WireError
+    for another key at the other end, or none, or no answer in ``timeout_s`` seconds.
     """
     _check_key(address, authkey, trusted=trusted)
     if isinstance(address, str):
@@ -215,7 +214,7 @@ def connect(
 
 
 def require_trust(channel: Channel, *, trusted: bool) -> None:
-    """ConfigError for a TCP connection whose other end nobody has asked for a key. Other channels are the caller's."""
+    """Raise ConfigError for a TCP connection whose peer was not asked for a key. Callers answer for other channels."""
     if trusted or isinstance(channel, Link) or not isinstance(channel, Connection):
         return
     try:
@@ -232,9 +231,9 @@ def require_trust(channel: Channel, *, trusted: bool) -> None:
 
 
 def next_message(channel: Channel, most_bytes: int) -> bytes:
-    """The next message. EOFError or ConnectionError once the other end is closed, WireError for none that is whole.
+    """Return the next message. Raises EOFError or ConnectionError once the other end is closed.
 
-    A length beyond ``most_bytes`` is refused before anything is made for it.
+    Raises WireError for a message that is cut, or longer than ``most_bytes``: before memory is asked for.
     """
     try:
         return channel.recv_bytes(most_bytes)
@@ -248,7 +247,7 @@ def next_message(channel: Channel, most_bytes: int) -> bytes:
 
 
 def check_size(what: str, data: bytes, most_bytes: int) -> None:
-    """WireError for a message that the other end would refuse as too long."""
+    """Raise WireError for a message that the other end would refuse as too long."""
     if len(data) > most_bytes:
         raise WireError(
             f"{what} has {len(data):,} bytes, and a message may have {most_bytes:,}: let fewer rows begin at once, or "
@@ -268,7 +267,7 @@ def _check_key(address: Address, authkey: bytes | None, *, trusted: bool) -> Non
 
 
 def _linked(made: socket.socket, authkey: bytes | None, seconds: float, *, listening: bool) -> Link:
-    """``made`` as a connection, both ends of which have shown ``authkey`` if there is one."""
+    """Return ``made`` as a connection, after both ends have shown ``authkey`` if there is one."""
     made.settimeout(None)
     if made.family in _TCP:
         # the length of a message and the rest are two writes: do not hold the rest back for the first one's receipt
@@ -285,7 +284,7 @@ def _linked(made: socket.socket, authkey: bytes | None, seconds: float, *, liste
 
 
 def _handshake(link: Link, second: socket.socket, authkey: bytes, seconds: float, *, listening: bool) -> None:
-    """WireError unless the other end has ``authkey``, and shows it in time. second: the same socket."""
+    """Raise WireError unless the other end shows ``authkey`` in time. second: the same socket."""
     late = threading.Event()
 
     def give_up() -> None:

@@ -1,13 +1,13 @@
-"""Both ends of a connection: the loop in front of a worker, and what stands for the worker where the scheduler is.
+"""Both ends of a connection: ``serve`` runs at the worker, ``RemoteWorker`` stands for the worker at the scheduler.
 
     Steps, in order            0   1   2   3                4
     sent                      [0] [1] [2] [3]              [4]     after: 1, 2 and 3 have failed by then
     the worker                 ok  ok  raises  refused: builds on 2   ok
     replies, one a message     R0  R1  F2      F3 is passed over      R4
 
-Replies come in the order of the Steps. A worker that raised goes on: what it did is undone by Scheduler.fail, and the
-next Step says in ``after`` which ones count. A connection carries byte strings with their ends, and nothing else;
-who may be at its other end, hybridkv.wire.connection says.
+Replies come in the order of the Steps. A worker that raised goes on: Scheduler.fail undoes its Step, and ``after`` of
+the next Step says which Steps count. A connection carries whole byte strings; hybridkv.wire.connection says which peers
+may connect.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Executor(Protocol):
 
 
 def serve(channel: Channel, worker: Executor, *, trusted: bool = False, most_bytes: int = MOST_BYTES) -> int:
-    """Run the Steps that come in until the other end is closed, one reply each; how many brought a result.
+    """Run the Steps that come in, one reply each, until the other end is closed. Return how many brought a result.
 
     channel: a pipe, or what ``connect`` and ``Listener.accept`` give; another TCP connection is a ConfigError, unless
     ``trusted`` says that its other end was asked for a key elsewhere. most_bytes: of a message, either way.
@@ -72,7 +72,7 @@ def serve(channel: Channel, worker: Executor, *, trusted: bool = False, most_byt
 
 
 def _run(worker: Executor, step: Step, most_bytes: int) -> tuple[bytes, bool]:
-    """The reply to ``step``, and whether it is a result."""
+    """Run ``step``. Return the reply, and whether it is a result."""
     try:
         reply = encode_reply(worker.execute(step))
         check_size("the result", reply, most_bytes)
@@ -85,7 +85,7 @@ def _run(worker: Executor, step: Step, most_bytes: int) -> tuple[bytes, bool]:
 
 
 def _next(channel: Channel, most_bytes: int) -> bytes | None:
-    """The next message, None once the other end is closed."""
+    """Return the next message, None once the other end is closed."""
     try:
         return next_message(channel, most_bytes)
     except (EOFError, ConnectionError):
@@ -140,7 +140,7 @@ class RemoteWorker:
         return len(self._in_flight)
 
     def send(self, step: Step) -> None:
-        """``step`` is on its way.
+        """Send ``step``.
 
         Raises as ``encode_step``, WireError for more than ``most_bytes``, and WorkerError when the worker is gone.
         """
@@ -172,15 +172,15 @@ class RemoteWorker:
         return reply
 
     def give_up(self, error: BaseException) -> StepFailure:
-        """All Steps in flight fail for ``error``, say a time-out; replies to them are passed over from now on.
+        """Fail all Steps in flight for ``error``, say a time-out. Later replies to them are passed over.
 
-        The failure is that of the oldest, as ``receive`` gives it. WorkerError when nothing is in flight.
+        Returns the failure of the oldest, as ``receive`` does. Raises WorkerError when nothing is in flight.
         """
         self._require_one()
         return self._failed(type(error).__name__, str(error))
 
     def statistics(self) -> RemoteStatistics:
-        """Counts so far."""
+        """Return the counts so far."""
         return RemoteStatistics(**self._counts)
 
     def _require_one(self) -> None:
@@ -188,14 +188,14 @@ class RemoteWorker:
             raise WorkerError("no Step is in flight, so no reply will come: send a Step first")
 
     def _failed(self, error: str, message: str) -> StepFailure:
-        """The failure of the oldest Step in flight; with it fail those behind it."""
+        """Fail all Steps in flight. Return the failure of the oldest."""
         self._counts["failures"] += 1
         oldest, self._given_up = self._in_flight[0], self._in_flight[-1]
         self._in_flight.clear()
         return StepFailure(oldest, error, message)
 
     def _next_reply(self) -> Reply:
-        """The next reply to a Step that was not given up."""
+        """Return the next reply to a Step that was not given up."""
         while True:
             try:
                 data = next_message(self._channel, self._most_bytes)
