@@ -13,13 +13,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from hybridkv.worker import (
-    KVPages,
-    paged_batch,
-    triton_batch,
-    triton_paged_attention,
-    triton_write_kv,
-)
+from hybridkv.worker import KVPages, paged_batch, triton_batch, triton_paged_attention, triton_write_kv
 
 
 @dataclass(frozen=True)

@@ -134,10 +134,7 @@ def ngram(model: str, prompts: Answers, new: int, dtype: str, drafts: int) -> Ru
     from hybridkv.request import SamplingParams
 
     sampling = SamplingParams(max_tokens=new, ignore_eos=True)
-    with (
-        engine_of(model, prompts, new, dtype, drafts) as drafting,
-        engine_of(model, prompts, new, dtype) as plain,
-    ):
+    with engine_of(model, prompts, new, dtype, drafts) as drafting, engine_of(model, prompts, new, dtype) as plain:
         both = (drafting, plain)
         before = [one.statistics().steps for one in both]
         for one in both:

@@ -95,13 +95,7 @@ class HybridKVAdapter:
 
     # -- requests
 
-    def request(
-        self,
-        rid: str,
-        tokens: list[int],
-        hasher: BlockHasher,
-        continues: Request | None = None,
-    ) -> Request:
+    def request(self, rid: str, tokens: list[int], hasher: BlockHasher, continues: Request | None = None) -> Request:
         """A new request, its prompt hashed; what it shares with ``continues`` is not hashed anew."""
         return Request(rid, tokens, ENDLESS, hasher=hasher, continues=continues)
 

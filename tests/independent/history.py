@@ -34,11 +34,7 @@ class History:
         ranks = self.world.plan.limits.cp
         arena = Arena(self.world.plan.config, ranks, self.world.interleave, np.random.default_rng(seed))
         self._executor = Executor(
-            arena,
-            self.world.cache,
-            self.world.plan.limits,
-            self._stories,
-            segments=self._scheduler.limits.segments,
+            arena, self.world.cache, self.world.plan.limits, self._stories, segments=self._scheduler.limits.segments
         )
         self._flights: deque[tuple[Step, StepResult | None, bytes]] = deque()
         self._ended: set[str] = set()

@@ -9,15 +9,7 @@ from wrong_values import arguments_of, unnamed_errors, untyped_fields
 
 from hybridkv import models, planner, specs
 from hybridkv.models import Layer, ReadFact, known_model, read_model
-from hybridkv.planner import (
-    capacity_of,
-    compare_layouts,
-    plan,
-    plan_from_json,
-    plan_to_json,
-    read_plan,
-    read_plan_from,
-)
+from hybridkv.planner import capacity_of, compare_layouts, plan, plan_from_json, plan_to_json, read_plan, read_plan_from
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -110,10 +102,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plan_from_json": (plan_from_json, {"text": plan_to_json(PLAN)}),
     "read_plan": (read_plan, {"path": Path("none")}),
     "read_plan_from": (read_plan_from, {"file": BytesIO(plan_to_json(PLAN).encode())}),
-    "capacity_of": (
-        capacity_of,
-        {"config": PLAN.config, "memory_bytes": PLAN.memory_bytes, "limits": PLAN.limits},
-    ),
+    "capacity_of": (capacity_of, {"config": PLAN.config, "memory_bytes": PLAN.memory_bytes, "limits": PLAN.limits}),
     "compare_layouts": (compare_layouts, {"make": lambda layout: plan(MODEL, "16GiB", layout=layout)}),
     "is_uniform_type": (UniformTypeKVCacheSpecs.is_uniform_type, {"kv_cache_specs": {"a": FULL}}),
     "from_specs": (UniformTypeKVCacheSpecs.from_specs, {"kv_cache_specs": {"a": FULL}}),

@@ -5,14 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from runner_support import (
-    TOLERANCE,
-    EngineFactory,
-    EveryLogit,
-    greedy,
-    loaded_model,
-    relative_difference,
-)
+from runner_support import TOLERANCE, EngineFactory, EveryLogit, greedy, loaded_model, relative_difference
 
 from hybridkv.runner import TINY_ENCODER_DECODERS, Completion, Engine, LoadedModel
 from hybridkv.runner.check import forced_logits, generate_greedy

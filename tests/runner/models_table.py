@@ -36,11 +36,7 @@ _SEEDS = 3
 """Of each model; what has fewer is not done, and says so."""
 _SUPERPOSITION = "superposition"
 _CLAMPED = "bounds its step size in calls of several tokens only (off here)"
-LIMITS = {
-    "llama4": "chunks of 32 tokens here, 8,192 in published models",
-    "nemotron_h": _CLAMPED,
-    "zamba2": _CLAMPED,
-}
+LIMITS = {"llama4": "chunks of 32 tokens here, 8,192 in published models", "nemotron_h": _CLAMPED, "zamba2": _CLAMPED}
 """What a reader of a model's row should know of it."""
 
 

@@ -6,15 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from runner_support import (
-    TOLERANCE,
-    EngineFactory,
-    EveryLogit,
-    failing,
-    greedy,
-    reference_logits,
-    relative_difference,
-)
+from runner_support import TOLERANCE, EngineFactory, EveryLogit, failing, greedy, reference_logits, relative_difference
 
 from hybridkv.runner import Completion, Engine, LoadedModel
 from hybridkv.runner.check import NEAR_TIE_FACTOR

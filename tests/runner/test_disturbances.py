@@ -25,8 +25,7 @@ def unlike_prompts(count: int, seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "eviction"),
-    models_with(EVICTIONS, {"mamba": ["lru"], "qwen3_next": EVICTIONS, "falcon_h1": ["hazard"]}),
+    ("name", "eviction"), models_with(EVICTIONS, {"mamba": ["lru"], "qwen3_next": EVICTIONS, "falcon_h1": ["hazard"]})
 )
 def test_memory_for_three_requests_evicts_and_moves(name: str, eviction: str, make_engine: EngineFactory) -> None:
     prompts = unlike_prompts(12, 3)

@@ -6,12 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from listening import HEARD, LAYOUTS, NAMES, OUTPUT, Listening, sound
-from runner_support import (
-    TOLERANCE,
-    EngineFactory,
-    failing,
-    greedy,
-)
+from runner_support import TOLERANCE, EngineFactory, failing, greedy
 from scripted import ScriptedDrafter
 
 from hybridkv.extra_keys import ExtraKeys

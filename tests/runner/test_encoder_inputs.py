@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 import torch
 from listening import LAYOUTS, NAMES, OUTPUT, Listening, feed, sound
-from runner_support import (
-    EngineFactory,
-    drained,
-    failing,
-    greedy,
-    loaded_model,
-)
+from runner_support import EngineFactory, drained, failing, greedy, loaded_model
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.runner import AsyncEngine, Completion, Engine, load, plan_for, tiny_model

@@ -2,16 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runner_support import (
-    MODELS,
-    EngineFactory,
-    EveryLogit,
-    failing,
-    generated,
-    greedy,
-    loaded_model,
-    shared_prompts,
-)
+from runner_support import MODELS, EngineFactory, EveryLogit, failing, generated, greedy, loaded_model, shared_prompts
 
 from hybridkv.errors import CapacityError, ConfigError, WorkerError
 from hybridkv.models import read_model

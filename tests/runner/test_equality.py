@@ -49,14 +49,7 @@ def test_six_regimes_equal_plain_transformers(name: str, seed: int, make_engine:
     continues = sorted({str(how) for how in make_engine(loaded, prompts[:1], OUTPUT).runner.continues.values()})
     note_model(
         ModelResult(
-            name,
-            seed,
-            layers_of(loaded),
-            found.regimes,
-            found.tokens,
-            found.near_ties,
-            found.largest,
-            tuple(continues),
+            name, seed, layers_of(loaded), found.regimes, found.tokens, found.near_ties, found.largest, tuple(continues)
         )
     )
 

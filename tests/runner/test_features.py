@@ -115,8 +115,7 @@ def test_marked_positions_are_hit_to_the_token(name: str, make_engine: EngineFac
 @pytest.mark.parametrize(
     ("name", "layout"),
     models_with(
-        LAYOUTS,
-        {"gpt_oss": ["natural"], "mamba": ["reference"], "qwen3_next": ["natural"], "falcon_h1": ["reference"]},
+        LAYOUTS, {"gpt_oss": ["natural"], "mamba": ["reference"], "qwen3_next": ["natural"], "falcon_h1": ["reference"]}
     ),
 )
 def test_forks_go_on_by_themselves_and_one_can_be_aborted(name: str, layout: str, make_engine: EngineFactory) -> None:

@@ -18,15 +18,7 @@ from image_models import (
     prompt_of,
     require_nothing_held,
 )
-from runner_support import (
-    TOLERANCE,
-    EngineFactory,
-    EveryLogit,
-    drained,
-    failing,
-    greedy,
-    relative_difference,
-)
+from runner_support import TOLERANCE, EngineFactory, EveryLogit, drained, failing, greedy, relative_difference
 
 from hybridkv.errors import ConfigError
 from hybridkv.planner.plan import REFERENCE

@@ -78,11 +78,7 @@ GRID = PIXELS["image_grid_thw"]
         (GIVEN.ids, {**PIXELS, "image_grid_thw": GRID * 2}, "has 48 patches, but image_grid_thw asks for 384"),
         (GIVEN.ids, {**PIXELS, "image_grid_thw": GRID[0]}, r"must be \[images, 3\]"),
         (GIVEN.ids, {**PIXELS, "image_grid_thw": -GRID}, r"must be \[images, 3\]"),
-        (
-            GIVEN.ids,
-            {**PIXELS, "pixel_values": PIXELS["pixel_values"] * math.nan},
-            "pixel_values must hold numbers",
-        ),
+        (GIVEN.ids, {**PIXELS, "pixel_values": PIXELS["pixel_values"] * math.nan}, "pixel_values must hold numbers"),
         (GIVEN.ids, {**PIXELS, "pixel_values": "a cat"}, "pixel_values must be one tensor"),
         (GIVEN.ids, {**PIXELS, "pixel_values": PIXELS["pixel_values"][:, :5]}, "does not take this image"),
         (GIVEN.ids, ["a cat"], "pictures need the processor of qwen3_vl"),

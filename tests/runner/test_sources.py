@@ -184,10 +184,7 @@ def test_what_is_nowhere_is_refused_by_name(name: str, message: str) -> None:
 
 @pytest.mark.parametrize(("code", "fetched"), [(False, False), (True, True)])
 def test_code_is_fetched_only_where_it_is_trusted(
-    code: bool,
-    fetched: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    code: bool, fetched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
 

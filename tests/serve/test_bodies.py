@@ -23,10 +23,7 @@ FEW = {"max_tokens": 2, "max_output_tokens": 2}
 
 TEXT = st.text(st.characters(codec=None), max_size=5)  # lone surrogates, too
 NUMBERS = st.one_of(
-    st.integers(-3, 9),
-    st.sampled_from([0, 1, -1, 1 << 31, 1 << 63, 1 << 300, 10**400]),
-    st.floats(-3, 3),
-    st.floats(),
+    st.integers(-3, 9), st.sampled_from([0, 1, -1, 1 << 31, 1 << 63, 1 << 300, 10**400]), st.floats(-3, 3), st.floats()
 )
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXT,

@@ -193,10 +193,7 @@ def test_the_readmes_line_and_what_outlasts_the_grace() -> None:
             process.send_signal(signal.SIGTERM)
             with pytest.raises(httpx2.TransportError):
                 list(lines)
-        assert ended(process)[:2] == (
-            1,
-            "ended: answers that took longer than the 0.3 s of --grace were cut off: 1\n",
-        )
+        assert ended(process)[:2] == (1, "ended: answers that took longer than the 0.3 s of --grace were cut off: 1\n")
 
 
 @pytest.mark.thorough

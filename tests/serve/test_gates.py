@@ -19,13 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hybridkv.errors import ConfigError
 from hybridkv.serve import ApiKeys, ServeOptions
-from hybridkv.serve.bodies import (
-    MOST_MESSAGES,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    ResponseBody,
-)
+from hybridkv.serve.bodies import MOST_MESSAGES, ChatBody, CompletionBody, DetokenizeBody, ResponseBody
 from hybridkv.serve.errors import ApiError
 from hybridkv.serve.gates import MOST_VALUES, BodyGate, Pace, ValueCounter
 

@@ -23,10 +23,7 @@ from hybridkv.simulator import ReplaySettings, TraceFile, plan_for_trace, simula
 from hybridkv.simulator.recording import Recording
 
 PYTHON = os.environ.get("CLIENTS_PYTHON")
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.skipif(PYTHON is None, reason="CLIENTS_PYTHON names no Python"),
-]
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(PYTHON is None, reason="CLIENTS_PYTHON names no Python")]
 BLOCK = 16
 SECONDS = 240.0
 NAME = "tiny/llama"

@@ -218,13 +218,7 @@ def looked_at(*salts: str | None) -> Diagnosis:
 def test_a_server_whose_requests_share() -> None:
     told = looked_at(*[None] * 6)
     assert told.findings == ()
-    assert told.figures.keys() == {
-        "found",
-        "blocks_and_prefixes",
-        "salts",
-        "states_read_again",
-        "states_and_requests",
-    }
+    assert told.figures.keys() == {"found", "blocks_and_prefixes", "salts", "states_read_again", "states_and_requests"}
 
 
 def test_a_server_of_a_salt_for_each_request() -> None:

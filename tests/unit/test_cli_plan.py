@@ -186,10 +186,7 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
         (("plan", "llama-3-8b", "--memory", "4GiB", "--compare", "--layout", "natural", "--json"), "drop --layout, --"),
         (("plan", "llama-3-8b", "--memory", "1MiB", "--compare"), "513 slabs of 2 MiB, one of them always empty"),
         (("plan", "--compare"), "CONFIG is missing"),
-        (
-            ("plan", "llama-3-8b", "--memory", "4GiB", "--placement", "all"),
-            "none, ends, interval:N, align or align:N",
-        ),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--placement", "all"), "none, ends, interval:N, align or align:N"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--placement", "interval:0"), "interval:528"),
         (
             ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "reference", "--placement", "ends"),

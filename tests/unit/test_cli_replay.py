@@ -408,10 +408,7 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (("workload:chat", *BASE, "--layout", "slabs"), "'reference', 'natural'"),
         (("workload:chat", *BASE, "--placement", "all"), "use none, ends, interval:N, align or align:N"),
         (("workload:chat", *BASE, "--layout", "reference", "--placement", "ends"), "choose align or none"),
-        (
-            ("workload:uniform", *BASE, "--eviction", "lruu"),
-            "use lru, hazard (did you mean lru?)",
-        ),
+        (("workload:uniform", *BASE, "--eviction", "lruu"), "use lru, hazard (did you mean lru?)"),
         (
             ("workload:uniform", *BASE, "--layout", "reference", "--eviction", "hazard"),
             "eviction hazard needs the natural layout",

@@ -38,7 +38,7 @@ def test_the_names_and_what_they_say() -> None:
             "l4",
             "mi300x",
             "epyc-9654",
-        ),
+        )
     ]
     assert hardware_named("h100") is H100
     for one in HARDWARE.values():

@@ -41,10 +41,7 @@ class Failing(BlockHasher):
         return super().hash_chain(parent, tokens, extras)
 
     def hash_rows(
-        self,
-        parents: Sequence[bytes | None],
-        tokens: NDArray[np.integer],
-        extras: Sequence[Extra | None] | None = None,
+        self, parents: Sequence[bytes | None], tokens: NDArray[np.integer], extras: Sequence[Extra | None] | None = None
     ) -> list[bytes]:
         self._refuse(tokens)
         return super().hash_rows(parents, tokens, extras)

@@ -9,15 +9,7 @@ import pytest
 from cli_support import error, run
 
 from hybridkv.models import read_model
-from hybridkv.simulator import (
-    ReplaySettings,
-    TraceFile,
-    convert,
-    describe,
-    plan_for_trace,
-    replay,
-    replay_replicas,
-)
+from hybridkv.simulator import ReplaySettings, TraceFile, convert, describe, plan_for_trace, replay, replay_replicas
 
 BASE = ("--model", "llama-3-8b", "--memory", "1GiB")
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

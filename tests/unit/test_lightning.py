@@ -86,8 +86,7 @@ LING_3_FLASH: dict[str, object] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "memory"),
-    [("minimax-m1", MINIMAX_M1, 640 * GiB), ("ring-mini-linear-2.0", RING_MINI, 40 * GiB)],
+    ("name", "config", "memory"), [("minimax-m1", MINIMAX_M1, 640 * GiB), ("ring-mini-linear-2.0", RING_MINI, 40 * GiB)]
 )
 def test_the_plan_is_the_golden_one(name: str, config: dict[str, object], memory: int) -> None:
     made = plan(read_model({**config, "_name_or_path": name}), memory, layout="reference")

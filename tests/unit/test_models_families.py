@@ -14,13 +14,7 @@ from transformers import (
 )
 
 from hybridkv.models import Layer, Model, read_model
-from hybridkv.specs import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from hybridkv.specs import AttentionSpec, ChunkedLocalAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 ATTENTION = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
 DENSE = {**ATTENTION, "intermediate_size": 48}

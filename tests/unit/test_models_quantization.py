@@ -65,10 +65,7 @@ def sidecar(algorithm: object) -> dict[str, object]:
             {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
             "quantization_config.kv_cache_quant_algo",
         ),
-        (
-            {"quant_method": "modelopt", **sidecar("FP8")},
-            "quantization_config.quantization.kv_cache_quant_algo",
-        ),
+        ({"quant_method": "modelopt", **sidecar("FP8")}, "quantization_config.quantization.kv_cache_quant_algo"),
     ],
 )
 def test_keys_and_values_in_eight_bit_floats(quantization: dict[str, object], said: str) -> None:

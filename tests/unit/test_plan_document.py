@@ -125,20 +125,11 @@ def changed(change: Callable[[Document], object]) -> str:
         (lambda d: d.update(model=[]), "plan.model: Expected `object`, got `array`"),
         (lambda d: d["model"].pop("vocab_size"), "plan.model: Object missing required field `vocab_size`"),
         (lambda d: d["model"].update(name=7), "plan.model.name: Expected `str`, got `int`"),
-        (
-            lambda d: d["model"].update(max_model_len="long"),
-            r"model.max_model_len: Expected `int \| null`, got `str`",
-        ),
-        (
-            lambda d: d["model"]["layers"][3].pop("spec"),
-            r"model.layers\[3\]: Object missing required field `spec`",
-        ),
+        (lambda d: d["model"].update(max_model_len="long"), r"model.max_model_len: Expected `int \| null`, got `str`"),
+        (lambda d: d["model"]["layers"][3].pop("spec"), r"model.layers\[3\]: Object missing required field `spec`"),
         (lambda d: d["model"]["layers"][3].update(spec=1), "spec of layer .* is 1, but there are 1 specs"),
         (lambda d: d["model"]["specs"][0].update(kind="XSpec"), r"plan.model.specs\[0\].kind: Invalid value 'XSpec'"),
-        (
-            lambda d: d["model"]["specs"][0].update(kind="MambaSpec"),
-            r"specs\[0\]: .*missing required field `shapes`",
-        ),
+        (lambda d: d["model"]["specs"][0].update(kind="MambaSpec"), r"specs\[0\]: .*missing required field `shapes`"),
         (
             lambda d: d["model"]["specs"][0].update(block_size=10**30),
             r"specs\[0\].block_size: Expected `int` <= 46116860184",
@@ -151,10 +142,7 @@ def changed(change: Callable[[Document], object]) -> str:
         (lambda d: d["config"].update(tensors=3), "plan.config.tensors: Expected `array`, got `int`"),
         (lambda d: d["config"].update(groups=[]), "at least one group"),
         (lambda d: d["config"].update(num_blocks=True), "plan.config.num_blocks: Expected `int`, got `bool`"),
-        (
-            lambda d: d["config"]["tensors"][0].update(shared_by=[1]),
-            r"tensors\[0\].shared_by\[0\]: Expected `str`",
-        ),
+        (lambda d: d["config"]["tensors"][0].update(shared_by=[1]), r"tensors\[0\].shared_by\[0\]: Expected `str`"),
         (lambda d: d["config"].update(num_blocks=7), "tensor 0 does not hold"),
         (lambda d: d["config"]["tensors"][1].update(offset_bytes=16), "tensor 1 overlaps the one before"),
         (lambda d: d["config"]["tensors"].pop(), "do not have the same layers"),

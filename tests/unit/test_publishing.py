@@ -49,12 +49,7 @@ def test_eagle_goes_one_block_past_each_edge() -> None:
 @pytest.mark.parametrize("chunks", [(61,), (20, 20, 21)])
 @pytest.mark.parametrize(
     ("retention", "expected"),
-    [
-        (None, list(range(15))),
-        (0, [13, 14]),
-        (16, [2, 3, 6, 7, 10, 11, 13, 14]),
-        (4, list(range(15))),
-    ],
+    [(None, list(range(15))), (0, [13, 14]), (16, [2, 3, 6, 7, 10, 11, 13, 14]), (4, list(range(15)))],
 )
 def test_windows_kept(chunks: tuple[int, ...], retention: int | None, expected: list[int]) -> None:
     assert columns((full(4), window(8, 4)), chunks, 1, retention=retention) == expected

@@ -19,16 +19,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner import Plan
 from hybridkv.report import Chart, page, plan_page, replay_page, sweep_page, tune_page
-from hybridkv.simulator import (
-    Cell,
-    ReplayReport,
-    ReplaySettings,
-    Swept,
-    Tried,
-    Workload,
-    plan_for_trace,
-    simulation_of,
-)
+from hybridkv.simulator import Cell, ReplayReport, ReplaySettings, Swept, Tried, Workload, plan_for_trace, simulation_of
 from hybridkv.simulator.aims import parse_aims
 from hybridkv.simulator.recording import MOST_SAMPLES, Recorded, Recording
 

@@ -14,13 +14,7 @@ Batch = tuple[float, list[Any]]
 
 
 def stored(parent: int | str | None, *hashes: float | str, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - as JSON has it
-    return {
-        "type": "BlockStored",
-        "block_hashes": list(hashes),
-        "parent_block_hash": parent,
-        "block_size": 16,
-        **more,
-    }
+    return {"type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": parent, "block_size": 16, **more}
 
 
 def recording(folder: Path, *batches: Batch, known: int = 0) -> TraceFile:

@@ -48,10 +48,7 @@ def without(record: Record, name: str) -> Record:
 def test_a_token_exact_line(write: Write) -> None:
     (request,) = TraceFile(write(PIECES))
     assert request == TraceRequest(
-        1.5,
-        Pieces(PROMPT_SEGMENT, ((120, 0, 40), (4, 10, 2))),
-        Pieces(PROMPT_SEGMENT, ((5, 0, 3),)),
-        origin="line 1",
+        1.5, Pieces(PROMPT_SEGMENT, ((120, 0, 40), (4, 10, 2))), Pieces(PROMPT_SEGMENT, ((5, 0, 3),)), origin="line 1"
     )
     assert (request.num_prompt_tokens, request.num_output_tokens, request.num_tokens) == (42, 3, 45)
     # a later prompt that repeats the output has its very ids
@@ -162,10 +159,7 @@ MALFORMED = [
     ("[" * 100_000, "not JSON"),
     ('{"timestamp": ' + "9" * 5000 + "}", "not JSON that can be read"),
     ("[1, 2]", "a line must be a JSON object, not list"),
-    (
-        "{}",
-        r"no format is recognised by the fields \[\]: name it \(--format\), one of mooncake, token-exact, azure, ",
-    ),
+    ("{}", r"no format is recognised by the fields \[\]: name it \(--format\), one of mooncake, token-exact, azure, "),
     (without(PIECES, "timestamp"), "the field 'timestamp' is missing"),
     (without(PIECES, "output"), "the field 'output' is missing"),
     (without(PIECES, "prompt"), "the field 'prompt' is missing"),

@@ -144,10 +144,7 @@ def test_the_reason_of_a_refusal_is_told(tmp_path: Path) -> None:
 
 
 def test_hardware_without_a_price(tmp_path: Path) -> None:
-    with (
-        ThreadPoolExecutor(1) as executor,
-        pytest.raises(ConfigError, match="no price for l40s, h100"),
-    ):
+    with ThreadPoolExecutor(1) as executor, pytest.raises(ConfigError, match="no price for l40s, h100"):
         tune(SOURCE, AXES, parse_aims("ttft-p99=1s"), {"l4": 1.0}, tmp_path, executor=executor)
 
 

@@ -270,10 +270,7 @@ def test_steps_of_another_scheduler_are_refused(mixed: type[Any]) -> None:
         worker.execute_model(output(STEP))
 
 
-@pytest.mark.parametrize(
-    "specs",
-    [HYBRID, WINDOWS, (HYBRID[0],), (FULL,)],
-)
+@pytest.mark.parametrize("specs", [HYBRID, WINDOWS, (HYBRID[0],), (FULL,)])
 def test_layers_of_a_group_share_no_byte_and_begin_where_kernels_read_fast(
     mixed: type[Any], specs: Sequence[object]
 ) -> None:

@@ -70,10 +70,7 @@ REGIMES = (
     Regime("chunks", {"max_num_batched_tokens": 48}),
     Regime("preempted", little=True, everywhere=True),
     Regime("preempted, by priority", {"scheduling_policy": "priority"}, little=True, priorities=True),
-    Regime(
-        "drafts",
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
-    ),
+    Regime("drafts", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}),
     Regime("aborts", abort=2),
     Regime("events", {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}),
     Regime("all kept", {"prefix_cache_retention_interval": None}),

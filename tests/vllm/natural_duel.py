@@ -26,9 +26,7 @@ MODELS = (
     Match("mistral", {"head_dim": 32}, {}),
     # kernels of the delta rule on CPUs take no float32
     Match(
-        "qwen3_next",
-        {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
-        {"dtype": "bfloat16"},
+        "qwen3_next", {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}, {"dtype": "bfloat16"}
     ),
     Match("mamba2", {"n_groups": 1}, {}),
 )
@@ -86,12 +84,7 @@ REGIMES = (
     Regime("interval:64", ours=placed("interval:64")),
     Regime("align:32", ours=placed("align:32")),
     Regime("nothing kept", ours=placed("none"), alike=True),
-    Regime(
-        "on one grid",
-        {"max_num_seqs": 1, "max_num_batched_tokens": 64},
-        ours=placed("interval:64"),
-        alike=True,
-    ),
+    Regime("on one grid", {"max_num_seqs": 1, "max_num_batched_tokens": 64}, ours=placed("interval:64"), alike=True),
     Regime("captured", {"enforce_eager": False}, captured=True),
     Regime("two ranks", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
 )

@@ -17,11 +17,7 @@ from hybridkv.step import Step
 SOURCE = Path(bare_engine.__file__).read_text("utf-8")
 
 
-IN_CI = {
-    "natural": tuple(REGIMES),
-    "reference": ("hits", "all"),
-    "in place": ("hits", "preemption", "drafts", "all"),
-}
+IN_CI = {"natural": tuple(REGIMES), "reference": ("hits", "all"), "in place": ("hits", "preemption", "drafts", "all")}
 """What a worker does with a Step is met in one layout; others where blocks or states lie elsewhere."""
 
 

@@ -18,13 +18,7 @@ def split(case: SlotCase) -> tuple[list[int], list[int]]:
 
 def on_rank(rank: int, ranks: int, interleave: int, ids: tuple[int, ...] = (7, 3), block_size: int = 4) -> BlockTable:
     table = BlockTable(
-        block_size,
-        1,
-        len(ids),
-        64,
-        cp_kv_cache_interleave_size=interleave,
-        dcp_world_size=ranks,
-        dcp_rank=rank,
+        block_size, 1, len(ids), 64, cp_kv_cache_interleave_size=interleave, dcp_world_size=ranks, dcp_rank=rank
     )
     table.add_row(ids, 0)
     table.commit_block_table(1)

@@ -11,14 +11,7 @@ from hypothesis import given, settings
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.specs import MambaSpec
-from hybridkv.worker import (
-    TORCH,
-    CopyKernels,
-    StateCopier,
-    StateCopies,
-    StatePart,
-    state_parts,
-)
+from hybridkv.worker import TORCH, CopyKernels, StateCopier, StateCopies, StatePart, state_parts
 from hybridkv.worker.copies.copy_kernels import Shifts, stack_layers
 
 CONV = StatePart((5, 2), torch.bfloat16, "conv", 0)

@@ -597,22 +597,8 @@ def assemble(
     planner = SlotPlanner(
         pool, residents, publisher=publisher, log=log, loads=loads, max_model_len=limits.max_model_len
     )
-    slots = Slots(
-        pool,
-        residents,
-        planner=planner,
-        publisher=publisher,
-        transfers=transfers,
-        checkpoints=checkpoints,
-    )
-    strides = Strides(
-        pool,
-        residents,
-        slots=slots,
-        publisher=publisher,
-        transfers=transfers,
-        checkpoints=checkpoints,
-    )
+    slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
+    strides = Strides(pool, residents, slots=slots, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
     return CacheParts(
         layout,
         hasher,

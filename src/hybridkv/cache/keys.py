@@ -56,12 +56,7 @@ class BlockKeys:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        num_groups: int = 1,
-        *,
-        observers: Observers = NOBODY,
-        silent: Sequence[int] = (),
+        self, num_blocks: int, num_groups: int = 1, *, observers: Observers = NOBODY, silent: Sequence[int] = ()
     ) -> None:
         self.evictions = 0
         self.indexes = tuple(PrefixIndex(self) for _ in range(num_groups))

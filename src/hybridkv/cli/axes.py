@@ -43,10 +43,7 @@ _Layouts = Annotated[str, typer.Option("--layout", help="natural, reference.", r
 _Placements = Annotated[
     str | None,
     typer.Option(
-        "--placement",
-        help="Where recurrent states are kept.",
-        show_default="that of the layout",
-        rich_help_panel=CACHE,
+        "--placement", help="Where recurrent states are kept.", show_default="that of the layout", rich_help_panel=CACHE
     ),
 ]
 _Evictions = Annotated[

@@ -50,9 +50,7 @@ def explain_command(
     found: list[Explained] = []
     source = _UntilFound(run.source, found)
     run.simulation.run(
-        source,
-        summary=run.summary,
-        on_explained=lambda one: found.append(one) if one.number == request else None,
+        source, summary=run.summary, on_explained=lambda one: found.append(one) if one.number == request else None
     )
     (explained,) = found
     if as_json:

@@ -14,8 +14,7 @@ from hybridkv.simulator import HARDWARE
 from hybridkv.simulator.cost import WEIGHT_BYTES
 
 HardwareOption = Annotated[
-    str,
-    typer.Option(help="A name of `hybridkv hardware`, or a TOML file.", metavar="NAME|FILE", rich_help_panel=RUN),
+    str, typer.Option(help="A name of `hybridkv hardware`, or a TOML file.", metavar="NAME|FILE", rich_help_panel=RUN)
 ]
 HardwareList = Annotated[
     str, typer.Option(help="Names of `hybridkv hardware`, or TOML files.", metavar="NAMES", rich_help_panel=RUN)

@@ -237,11 +237,7 @@ def _progress(requests: int, begun: float) -> Iterator[Callable[[Progress], None
 
         def show(now: Progress) -> None:
             bar.update(
-                task,
-                completed=now.requests,
-                running=now.running,
-                waiting=now.waiting,
-                steps=format_count(now.steps),
+                task, completed=now.requests, running=now.running, waiting=now.waiting, steps=format_count(now.steps)
             )
 
         yield show

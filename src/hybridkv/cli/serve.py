@@ -64,8 +64,7 @@ def serve_command(
     host: Annotated[str, typer.Option(help="Where to listen.", rich_help_panel=RUN)] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=_MOST_PORT, help="0 is any free one.", rich_help_panel=RUN)] = 8000,
     served_model_name: Annotated[
-        str | None,
-        typer.Option(help="What clients call it.", show_default="that of --model", rich_help_panel=REQUESTS),
+        str | None, typer.Option(help="What clients call it.", show_default="that of --model", rich_help_panel=REQUESTS)
     ] = None,
     api_key_file: Annotated[
         Path | None,
@@ -90,8 +89,7 @@ def serve_command(
         ),
     ] = None,
     header_timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="For the headers of a request to arrive.", rich_help_panel=REQUESTS),
+        float, typer.Option(metavar="SECONDS", help="For the headers of a request to arrive.", rich_help_panel=REQUESTS)
     ] = 10.0,
     body_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="For its body to arrive.", rich_help_panel=REQUESTS)

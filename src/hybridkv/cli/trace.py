@@ -44,8 +44,7 @@ def describe_command(
     trace: TraceArgument,
     options: SourceOptions,
     block_sizes: Annotated[
-        str,
-        typer.Option(help="Of the endless cache whose hits are told, in tokens.", rich_help_panel=OUTPUT),
+        str, typer.Option(help="Of the endless cache whose hits are told, in tokens.", rich_help_panel=OUTPUT)
     ] = ",".join(map(str, BLOCK_SIZES)),
     as_json: AsJson = False,
 ) -> None:

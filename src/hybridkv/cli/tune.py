@@ -44,8 +44,7 @@ def tune_command(
     trials: Annotated[int, typer.Option(help="Settings tried at most.", rich_help_panel=RUN)] = _TRIALS,
     axes: AxesOptions,
     slo: Annotated[
-        str,
-        typer.Option(help="Aims: ttft-p99=1s,tpot-p99=50ms; also mean, p50, p90.", rich_help_panel=REQUESTS),
+        str, typer.Option(help="Aims: ttft-p99=1s,tpot-p99=50ms; also mean, p50, p90.", rich_help_panel=REQUESTS)
     ],
     price: Annotated[
         str,

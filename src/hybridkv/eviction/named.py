@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from hybridkv.cache.placement.stops import (
-    CornerPlacement,
-    Placement,
-)
+from hybridkv.cache.placement.stops import CornerPlacement, Placement
 from hybridkv.errors import ConfigError
 from hybridkv.eviction.hazard import HazardRanking
 from hybridkv.eviction.ranking import Ranking

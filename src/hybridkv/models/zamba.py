@@ -92,13 +92,7 @@ def _shared_block(fields: Fields, heads: Heads, inner: int) -> int:
 
 
 def _layers(
-    types: tuple[str, ...],
-    heads: Heads,
-    mixer: Mamba1 | Mamba2,
-    fields: Fields,
-    options: ReadOptions,
-    *,
-    block: str,
+    types: tuple[str, ...], heads: Heads, mixer: Mamba1 | Mamba2, fields: Fields, options: ReadOptions, *, block: str
 ) -> tuple[Layer, ...]:
     refuse_layer_types(types, fields.name, _TYPES)
     full, state = heads.full(fields, options), mixer.spec(fields, options)

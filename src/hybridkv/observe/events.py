@@ -9,12 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from hybridkv.cache.journal import (
-    BlockRemoved,
-    BlockStored,
-    EventsDropped,
-    KVCacheEvent,
-)
+from hybridkv.cache.journal import BlockRemoved, BlockStored, EventsDropped, KVCacheEvent
 
 MAX_EVENT_BLOCKS: Final = 100_000
 """Unless told: about 100 MB of events with 16 tokens a block."""

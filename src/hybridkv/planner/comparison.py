@@ -9,12 +9,7 @@ from typing import Final
 
 from hybridkv.arguments import instance
 from hybridkv.errors import CapacityError, ConfigError
-from hybridkv.planner.capacity import (
-    blocks_needed,
-    copies_that_fit,
-    longest_that,
-    reserved_blocks,
-)
+from hybridkv.planner.capacity import blocks_needed, copies_that_fit, longest_that, reserved_blocks
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.planner.plan import LAYOUTS, Plan
 from hybridkv.specs import Keeps, RequestLimits

@@ -181,11 +181,11 @@ def _check_schema(head: _Head) -> None:
 
 _MOST_SAID: Final = 400
 _OMITTED: Final = {
-    *("prefill_checkpoints", "num_layers", "weight_bytes", "dtype_from", "read_from", "is_eagle_group", "slabs"),
+    *("prefill_checkpoints", "num_layers", "weight_bytes", "dtype_from", "read_from", "is_eagle_group", "slabs")
 }
 """Fields that a document has only where they say something."""
 _LATER: Final = _OMITTED | {
-    *("page_size_padded", "max_encoder_tokens", "num_speculative_tokens", "hidden_size", "query_heads"),
+    *("page_size_padded", "max_encoder_tokens", "num_speculative_tokens", "hidden_size", "query_heads")
 }
 """Fields that older documents do not have: they get the default of the class."""
 _Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]

@@ -133,8 +133,7 @@ def _packings(kinds: Sequence[_Kind], preferred_bytes: int) -> Iterator[Packing]
         yield Packing(block_bytes, ((len(kind.members),),), ((1,),))
         return
     yield from packings(
-        [LayerKind(len(kind.members), kind.spec.page_size_bytes, kind.kernel_blocks) for kind in kinds],
-        preferred_bytes,
+        [LayerKind(len(kind.members), kind.spec.page_size_bytes, kind.kernel_blocks) for kind in kinds], preferred_bytes
     )
 
 

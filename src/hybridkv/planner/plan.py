@@ -11,13 +11,7 @@ from typing import Final
 from hybridkv.arguments import check_fields, flag, instance, integer, one_of, or_none
 from hybridkv.errors import AssumptionWarning, CapacityError, ConfigError
 from hybridkv.models import Model
-from hybridkv.planner.capacity import (
-    Capacity,
-    blocks_needed,
-    capacity_of,
-    reserved_blocks,
-    tokens_that_fit,
-)
+from hybridkv.planner.capacity import Capacity, blocks_needed, capacity_of, reserved_blocks, tokens_that_fit
 from hybridkv.planner.config import KVCacheConfig, NamedSpec
 from hybridkv.planner.natural import NaturalChoice, natural_choices
 from hybridkv.planner.reference import group_layers, reference_layout, with_placement

@@ -120,10 +120,7 @@ def _ages(kinds: list[Kind], recorded: Recorded) -> Chart:
 
 def _queue(recorded: Recorded) -> Chart:
     samples = recorded.samples
-    traces = [
-        steps("run", samples.time_s, samples.running, 0),
-        steps("wait", samples.time_s, samples.waiting, ALERT),
-    ]
+    traces = [steps("run", samples.time_s, samples.running, 0), steps("wait", samples.time_s, samples.waiting, ALERT)]
     said = (
         "Requests that run and that wait. Waiting for long means too little memory, or too few rows or tokens a step."
     )

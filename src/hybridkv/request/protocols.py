@@ -58,10 +58,7 @@ class Hasher(Protocol):
         ...
 
     def hash_rows(
-        self,
-        parents: Sequence[bytes | None],
-        tokens: NDArray[np.int32],
-        extras: Sequence[Extra | None] | None = None,
+        self, parents: Sequence[bytes | None], tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None = None
     ) -> list[bytes]:
         """Hashes of unrelated blocks, one a row of ``tokens`` [n, block_size], each with its own parent."""
         ...

@@ -203,11 +203,7 @@ def _items(value: object) -> tuple[Any, ...] | None:
     return tuple(value)
 
 
-_EDITS: Final[Mapping[str, Check]] = {
-    "logit_bias": _biases,
-    "bad_words": _words,
-    "logits_processors": _processors,
-}
+_EDITS: Final[Mapping[str, Check]] = {"logit_bias": _biases, "bad_words": _words, "logits_processors": _processors}
 _CHECKS: Final[Mapping[type, Check]] = {float: real, int: integer, NoneType: or_none(integer)}
 """Of the type of each number's default."""
 _LOGPROBS: Final = (NoneType, 0, MAX_TOKEN_ID, "0 or more and below 2**31, or None (off)")

@@ -292,11 +292,7 @@ class AsyncEngine:
         return [completion for outputs in done for completion in outputs]
 
     async def _completions(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None,
-        encoder: Given | None,
-        images: Images | None,
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None, encoder: Given | None, images: Images | None
     ) -> list[Completion]:
         """All outputs of one prompt, in their order."""
         done: dict[int, Completion] = {}

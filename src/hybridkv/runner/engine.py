@@ -115,12 +115,7 @@ class Engine:
             self.plan = plan_of(self.loaded, plan, memory, max_model_len, options=self.options, drafts=drafts)
             self._undrawn: dict[str, Exception] = {}
             parts = assemble(
-                self.loaded,
-                self.plan,
-                self.options,
-                drafts=drafts,
-                observer=observer,
-                undrawn=self._undrawn.setdefault,
+                self.loaded, self.plan, self.options, drafts=drafts, observer=observer, undrawn=self._undrawn.setdefault
             )
             self.cache, self.scheduler, self.runner = parts
             undo.callback(self.runner.detach)

@@ -111,12 +111,7 @@ def plan_for(
     def planned(memory_bytes: int) -> Plan:
         # a step may hold a whole prompt, and no more than that of one request
         return plan(
-            model,
-            memory_bytes,
-            max_model_len=limit,
-            max_batched_tokens=limit,
-            layout=layout,
-            placement=placement,
+            model, memory_bytes, max_model_len=limit, max_batched_tokens=limit, layout=layout, placement=placement
         )
 
     if memory is not None:

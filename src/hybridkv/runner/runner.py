@@ -45,13 +45,7 @@ from hybridkv.runner.inputs import require_callable
 from hybridkv.runner.linears import padded_linears
 from hybridkv.runner.load import require_model
 from hybridkv.runner.model_call import ModelCall
-from hybridkv.runner.probe import (
-    forms_of,
-    page_layout,
-    probe,
-    set_attention,
-    state_layout,
-)
+from hybridkv.runner.probe import forms_of, page_layout, probe, set_attention, state_layout
 from hybridkv.runner.row_blocks import require_blocks
 from hybridkv.runner.sampling.logprobs import LogprobRows, logprobs_of
 from hybridkv.runner.sampling.rows import NONE_DRAWN, RowState

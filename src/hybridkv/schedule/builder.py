@@ -91,14 +91,7 @@ class StepBuilder:
         return RowSpans(rows, computed, counts - num_drafts, drafts)
 
     def freeze(
-        self,
-        step_id: int,
-        after: int,
-        spans: RowSpans,
-        *,
-        pending: Int64,
-        ended_rows: list[int],
-        transfers: Transfers,
+        self, step_id: int, after: int, spans: RowSpans, *, pending: Int64, ended_rows: list[int], transfers: Transfers
     ) -> Step:
         """The Step of ``spans``. pending: per row, tokens that steps in flight sample. transfers: the cache's."""
         cache, (rows, computed, certain, drafts) = self._cache, spans

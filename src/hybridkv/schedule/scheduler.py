@@ -72,12 +72,7 @@ class Scheduler:
         self._outcomes = Outcomes(cache, *queues, self._inbox, self._forks)
         self._admission = AdmissionControl(cache, self.limits, *queues, forks=self._forks, outcomes=self._outcomes)
         self._strides = Strides(
-            cache,
-            self.limits,
-            self._running,
-            forks=self._forks,
-            admission=self._admission,
-            outcomes=self._outcomes,
+            cache, self.limits, self._running, forks=self._forks, admission=self._admission, outcomes=self._outcomes
         )
         self._in_flight: deque[InFlight] = deque()
         self._next_id = 0

@@ -220,12 +220,7 @@ class ToolCall(Body):
 class ChatMessage(Body):
     """One turn. content: text, or pieces of it; none where an assistant only called tools."""
 
-    says_nothing = {
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-        "function_call": (),
-    }
+    says_nothing = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], _FIRST] | None = None

@@ -23,14 +23,7 @@ from hybridkv.simulator.formats import FORMATS, TraceRequest
 from hybridkv.simulator.hardware import H100, H100_UNBOUNDED, HARDWARE, Hardware, hardware_named
 from hybridkv.simulator.loop import Progress, SimulatedClock, replay_through
 from hybridkv.simulator.report import GroupReport, ReplayReport
-from hybridkv.simulator.setup import (
-    ReplaySettings,
-    Simulation,
-    plan_for_trace,
-    plan_with_length,
-    replay,
-    simulation_of,
-)
+from hybridkv.simulator.setup import ReplaySettings, Simulation, plan_for_trace, plan_with_length, replay, simulation_of
 from hybridkv.simulator.speculation import Speculation
 from hybridkv.simulator.sweep import Swept, processes, sweep
 from hybridkv.simulator.tokens import Pieces

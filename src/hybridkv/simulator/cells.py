@@ -91,11 +91,7 @@ class Cell:
     def read(self) -> Model:
         """The model. ConfigError where there is none, or none that is sharded so."""
         return read_model(
-            self.model,
-            block_size=self.block_size,
-            tp=self.tp,
-            dtype=self.dtype,
-            num_speculative_tokens=self.drafts,
+            self.model, block_size=self.block_size, tp=self.tp, dtype=self.dtype, num_speculative_tokens=self.drafts
         )
 
     def settings(self) -> ReplaySettings:

@@ -101,13 +101,7 @@ HARDWARE: Final[Mapping[str, Hardware]] = MappingProxyType(
         "mi300x": _gpu("MI300X", 1307.4, 2614.9, 192, 5300, 448, "AMD Instinct MI300X data sheet"),
         "epyc-9654": replace(
             _gpu(
-                "EPYC 9654",
-                14.7,
-                0,
-                0,
-                460.8,
-                64,
-                "AMD EPYC 9654 page: 96 cores, 2.4 GHz; 64 bf16 operations a cycle",
+                "EPYC 9654", 14.7, 0, 0, 460.8, 64, "AMD EPYC 9654 page: 96 cores, 2.4 GHz; 64 bf16 operations a cycle"
             ),
             overhead_s=0.005,
         ),

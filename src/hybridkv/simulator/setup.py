@@ -133,11 +133,7 @@ def plan_for_trace(
 
 
 def plan_with_length(
-    summary: TraceSummary,
-    plan: Plan,
-    max_model_len: int | None = None,
-    *,
-    token_budget: int = TOKEN_BUDGET,
+    summary: TraceSummary, plan: Plan, max_model_len: int | None = None, *, token_budget: int = TOKEN_BUDGET
 ) -> Plan:
     """``plan`` with its maximum length replaced, by the same rule; its blocks stay as they are.
 

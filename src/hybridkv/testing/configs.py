@@ -117,11 +117,7 @@ def chunk_spec(block_size: int, chunk: int) -> ChunkedLocalAttentionSpec:
 def state_spec(block_size: int, drafts: int = 0, mode: str = "align") -> MambaSpec:
     """A recurrent state, and one for each draft."""
     return MambaSpec(
-        block_size=block_size,
-        shapes=((2,),),
-        dtypes=("float32",),
-        num_speculative_blocks=drafts,
-        cache_mode=mode,
+        block_size=block_size, shapes=((2,),), dtypes=("float32",), num_speculative_blocks=drafts, cache_mode=mode
     )
 
 

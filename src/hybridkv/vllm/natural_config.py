@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, UniformTypeKVCacheSpecs
 
 from hybridkv.vllm.natural import natural_spec
 from hybridkv.vllm.specs import layer_specs
@@ -45,10 +40,7 @@ def natural_config(theirs: Config, ours: OurConfig) -> NaturalConfig:
         first = next(iter(kept.values()))
         alike = all(spec == first for spec in kept.values())
         groups.append(
-            KVCacheGroupSpec(
-                list(group.layer_names),
-                first if alike else UniformTypeKVCacheSpecs.from_specs(kept),
-            )
+            KVCacheGroupSpec(list(group.layer_names), first if alike else UniformTypeKVCacheSpecs.from_specs(kept))
         )
     tensors = [
         KVCacheTensor(

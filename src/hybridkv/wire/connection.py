@@ -72,12 +72,7 @@ class Listener:
     """
 
     def __init__(
-        self,
-        address: Address,
-        *,
-        authkey: bytes | None = None,
-        trusted: bool = False,
-        handshake_s: float = HANDSHAKE_S,
+        self, address: Address, *, authkey: bytes | None = None, trusted: bool = False, handshake_s: float = HANDSHAKE_S
     ) -> None:
         _check_key(address, authkey, trusted=trusted)
         self._authkey, self._handshake_s = authkey, handshake_s

@@ -40,12 +40,7 @@ Dtype = TypeVar("Dtype", bound=str)
 Shape = TypeVar("Shape", bound=tuple[int, ...])
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 
-DTYPES: Final = {
-    "bool": np.dtype("?"),
-    "int32": np.dtype("<i4"),
-    "int64": np.dtype("<i8"),
-    "float32": np.dtype("<f4"),
-}
+DTYPES: Final = {"bool": np.dtype("?"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8"), "float32": np.dtype("<f4")}
 
 
 class Array(Struct, Generic[Dtype, Shape], array_like=True, forbid_unknown_fields=True):

@@ -14,15 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hybridkv.extra_keys import EncoderInput
 from oracles.rig import Rig
 from oracles.rig_options import RigOptions
-from oracles.strategies import (
-    INPUTS,
-    SALTS,
-    natural_rig_options,
-    prompts,
-    rig_options,
-    stop_token_ids,
-    verdicts,
-)
+from oracles.strategies import INPUTS, SALTS, natural_rig_options, prompts, rig_options, stop_token_ids, verdicts
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -11,16 +11,7 @@ from hybridkv.specs import KVCacheSpec, MambaSpec
 from hybridkv.testing.configs import small_numbers, small_spec
 from oracles.rig_options import RigOptions
 
-_KINDS = {
-    "full": 8,
-    "window": 6,
-    "chunk": 3,
-    "state": 7,
-    "sink": 1,
-    "scratch": 0.7,
-    "cross": 0.3,
-    "encoder_only": 0.7,
-}
+_KINDS = {"full": 8, "window": 6, "chunk": 3, "state": 7, "sink": 1, "scratch": 0.7, "cross": 0.3, "encoder_only": 0.7}
 _SIZES = ((1,), (2,), (3,), (4,), (1, 2, 4), (2, 4), (2, 6), (3, 6), (4, 8), (1, 3), (4, 12))
 
 

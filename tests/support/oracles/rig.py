@@ -269,12 +269,7 @@ class Rig:
         self.check()
 
     def probe(
-        self,
-        prompt: Sequence[int],
-        salt: str | None = None,
-        *,
-        reads: bool = True,
-        encoder: EncoderInput | None = None,
+        self, prompt: Sequence[int], salt: str | None = None, *, reads: bool = True, encoder: EncoderInput | None = None
     ) -> int:
         """A look-up that nothing follows; tokens hit."""
         asked = RigRequest(tuple(prompt), 1, salt=salt, reads=reads, encoder=encoder if self.has_cross else None)

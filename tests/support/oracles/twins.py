@@ -192,12 +192,7 @@ class Twins(Rig):
         self.check()
 
     def probe(
-        self,
-        prompt: Sequence[int],
-        salt: str | None = None,
-        *,
-        reads: bool = True,
-        encoder: EncoderInput | None = None,
+        self, prompt: Sequence[int], salt: str | None = None, *, reads: bool = True, encoder: EncoderInput | None = None
     ) -> int:
         """See Rig."""
         asked = RigRequest(tuple(prompt), 1, salt=salt, reads=reads, encoder=encoder if self.has_cross else None)

@@ -11,10 +11,7 @@ from kernel_attention_support import CASE, MATRIX, Call, KernelCase, kernel_case
 
 from hybridkv.worker import AttentionMask, KVPages, triton_paged_attention, triton_write_kv
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
 LONG = replace(
     CASE, requests=((3000, 1), (500, 4), (0, 200), (77, 1)), block_size=32, kv_heads=2, group=4, widths=(128, 128)

@@ -12,10 +12,7 @@ from hypothesis import given
 
 from hybridkv.worker import TORCH, CopyKernels, StateCopier, StateCopies, StatePart, triton_kernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
 
 KERNELS: dict[str, Callable[[], CopyKernels]] = {"torch": lambda: TORCH, "triton": triton_kernels}
 

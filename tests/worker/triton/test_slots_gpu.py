@@ -8,10 +8,7 @@ from slot_support import SlotCase, slot_cases
 
 from hybridkv.worker import BlockTable
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
 
 @settings(max_examples=settings().max_examples)

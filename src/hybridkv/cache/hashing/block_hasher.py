@@ -18,14 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import instance, integer, text
-from hybridkv.cache.hashing.digests import (
-    ArrayDigests,
-    BlockDigests,
-    CompiledDigests,
-    Digest,
-    Tails,
-    compiled_module,
-)
+from hybridkv.cache.hashing.digests import ArrayDigests, BlockDigests, CompiledDigests, Digest, Tails, compiled_module
 from hybridkv.cache.hashing.remembered import LEAST_BLOCKS, RememberedChains
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import Extra
@@ -121,10 +114,7 @@ class BlockHasher:
         return self._digests.chain(self.root if parent is None else parent, whole, _tails(extras, blocks))
 
     def hash_rows(
-        self,
-        parents: Sequence[bytes | None],
-        tokens: NDArray[np.integer],
-        extras: Sequence[Extra | None] | None = None,
+        self, parents: Sequence[bytes | None], tokens: NDArray[np.integer], extras: Sequence[Extra | None] | None = None
     ) -> list[bytes]:
         """Hashes of unrelated blocks, one a row of ``tokens`` [n, block_size], each behind its own parent."""
         root = self.root

@@ -31,10 +31,7 @@ class EngineHashes:
         return []
 
     def hash_rows(
-        self,
-        parents: Sequence[bytes | None],
-        tokens: NDArray[np.int32],
-        extras: Sequence[Extra | None] | None = None,
+        self, parents: Sequence[bytes | None], tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None = None
     ) -> list[bytes]:
         """ConfigError."""
         del parents

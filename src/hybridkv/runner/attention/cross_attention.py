@@ -51,11 +51,7 @@ class CrossAttention:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        layers: Sequence[CrossLayer],
-        tables: MultiGroupBlockTable,
-        context: StepContext,
+        self, model: PreTrainedModel, layers: Sequence[CrossLayer], tables: MultiGroupBlockTable, context: StepContext
     ) -> None:
         self.inputs = EncoderInputs()
         self.encoded = 0

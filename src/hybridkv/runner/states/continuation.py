@@ -25,14 +25,7 @@ import torch
 
 from hybridkv.errors import UnsupportedModelError
 from hybridkv.runner.states.every_state import Recurrence, recurrence_of, run_every
-from hybridkv.runner.states.recurrent import (
-    Continuation,
-    MixerState,
-    RecurrentMixer,
-    States,
-    run_decode,
-    run_segment,
-)
+from hybridkv.runner.states.recurrent import Continuation, MixerState, RecurrentMixer, States, run_decode, run_segment
 from hybridkv.runner.states.superposition import has_scan
 
 logger = logging.getLogger(__name__)

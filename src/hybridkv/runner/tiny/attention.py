@@ -39,8 +39,7 @@ ATTENTION: Final = {
     "qwen2": TinyFamily("qwen2", {key: value for key, value in _WIDE.items() if key != "head_dim"}),
     "mistral": TinyFamily("mistral", {**_WIDE, "sliding_window": WINDOW}),
     "gemma2": TinyFamily(
-        "gemma2",
-        {**HEADS, "num_hidden_layers": 4, "sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+        "gemma2", {**HEADS, "num_hidden_layers": 4, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
     ),
     "gemma3": TinyFamily(
         "gemma3_text",

@@ -11,12 +11,7 @@ _LINEAR: Final = "linear_attention"
 
 _HYBRID: Final[dict[str, Any]] = {key: value for key, value in HEADS.items() if key != "head_dim"}
 _MAMBA1: Final[dict[str, Any]] = {"num_hidden_layers": 3, "state_size": 8, "time_step_rank": 4}
-_MAMBA2: Final[dict[str, Any]] = {
-    "mamba_n_heads": 8,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 2,
-    "mamba_chunk_size": 16,
-}
+_MAMBA2: Final[dict[str, Any]] = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 _UNCLAMPED: Final = 1e-9
 """NemotronH and Zamba2 raise the step size to ``time_step_min`` in prompts but not in decoding: so low that none is."""
 

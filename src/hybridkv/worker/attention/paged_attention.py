@@ -222,12 +222,7 @@ def _attend(
 
 
 def check_layer(
-    query: torch.Tensor,
-    pages: KVPages,
-    batch: PagedBatch,
-    *,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
+    query: torch.Tensor, pages: KVPages, batch: PagedBatch, *, softcap: float | None, sink_logits: torch.Tensor | None
 ) -> None:
     """Raise WorkerError unless a layer's queries and pages fit a batch. O(1)."""
     if sink_logits is not None and batch.share.size > 1:

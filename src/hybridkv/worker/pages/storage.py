@@ -22,14 +22,7 @@ import torch
 
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig, KVCacheTensor
-from hybridkv.specs import (
-    AttentionSpec,
-    Keeps,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-)
+from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec, MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from hybridkv.units import format_bytes
 
 _FP8: Final = {"fp8": torch.float8_e4m3fn}
