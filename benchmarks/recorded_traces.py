@@ -6,8 +6,8 @@ python benchmarks/recorded_traces.py
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from hybridkv.kv_events.publisher import EventForm, Writer
 from hybridkv.kv_events.recorder import line_of
-from hybridkv.kv_events.schema import EventForm, Writer
 from hybridkv.models import read_model
 from hybridkv.planner import Plan
 from hybridkv.simulator import (

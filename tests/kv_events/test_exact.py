@@ -16,7 +16,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.eviction import eviction_named
 from hybridkv.kv_events import SNAPSHOT, KVEventPublisher
 from hybridkv.kv_events.exact import Exact
-from hybridkv.kv_events.told import Told
+from hybridkv.kv_events.publisher import Told
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler

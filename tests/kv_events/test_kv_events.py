@@ -28,7 +28,7 @@ from events_support import (
 from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events import SNAPSHOT, EventForm, KVEventPublisher
-from hybridkv.kv_events.told import Told
+from hybridkv.kv_events.publisher import Told
 
 FLOODED_MS = 3_000
 

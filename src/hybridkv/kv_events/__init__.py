@@ -10,8 +10,7 @@
 Needs pyzmq (extra ``events``), and nothing of a model.
 """
 
-from hybridkv.kv_events.publisher import SNAPSHOT, KVEventPublisher
+from hybridkv.kv_events.publisher import SNAPSHOT, EventForm, KVEventPublisher
 from hybridkv.kv_events.recorder import Recorded, record
-from hybridkv.kv_events.schema import EventForm
 
 __all__ = ["SNAPSHOT", "EventForm", "KVEventPublisher", "Recorded", "record"]

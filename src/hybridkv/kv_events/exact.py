@@ -13,7 +13,9 @@ A chain of blocks is told as far as its last end; inside a block an end is told 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import repeat
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -28,7 +30,6 @@ from hybridkv.cache.journal import (
     KVCacheEvent,
 )
 from hybridkv.errors import ConfigError
-from hybridkv.kv_events.told import single_blocks
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
@@ -41,6 +42,20 @@ from hybridkv.specs import (
 
 _Part = tuple[bytes, bytes]  # parent, tail
 _TOKEN_BYTES: Final = 4
+
+
+def single_blocks(event: BlockStored) -> Iterator[BlockStored]:
+    """``event`` as one event a block."""
+    size, parent = event.block_size, event.parent_block_hash
+    for at, key in enumerate(event.block_hashes):
+        yield replace(
+            event,
+            block_hashes=(key,),
+            parent_block_hash=parent,
+            token_ids=event.token_ids[at * size : (at + 1) * size],
+            extra_keys=None if event.extra_keys is None else event.extra_keys[at : at + 1],
+        )
+        parent = key
 
 
 def without_ends(events: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
@@ -83,7 +98,7 @@ class Exact:
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
-        kinds = [(number, _inner(group.spec)) for number, group in enumerate(config.groups)]
+        kinds = [(number, kind_of(group.spec)) for number, group in enumerate(config.groups)]
         tokens = [(number, spec) for number, spec in kinds if spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}]
         self._windows = {n: s.sliding_window for n, s in tokens if isinstance(s, SlidingWindowSpec)}
         self._full = [number for number, _ in tokens if number not in self._windows]
@@ -284,7 +299,7 @@ class Exact:
                     stored.append((at.depth, block))
         touched, self._touched = self._touched, {}
         self._drop(touched)
-        return removed + [block for _, block in sorted(stored, key=_depth)]
+        return removed + [block for _, block in sorted(stored, key=itemgetter(0))]
 
     def _back(self, at: _Position, more: int) -> None:
         """One thing more, or less, backs ``at``; what is not backed backs nothing."""
@@ -308,10 +323,6 @@ class Exact:
                 one = parent
 
 
-def _depth(found: tuple[int, BlockStored]) -> int:
-    return found[0]
-
-
 def _columns(window: int, block_size: int) -> int:
     """Whole blocks that are read before one, at most."""
     return -(-max(window - 1, 1) // block_size)
@@ -321,7 +332,8 @@ def _extras_of(block: BlockStored) -> object:
     return None if block.extra_keys is None else block.extra_keys[0]
 
 
-def _inner(spec: KVCacheSpec) -> KVCacheSpec:
+def kind_of(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the spec of one layer of a group of ``spec``."""
     return spec.layers[0][1] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 

@@ -1,4 +1,4 @@
-"""A thread that publishes: whoever steps only puts events in a queue.
+"""A thread that publishes events as messages of vLLM's schema: whoever steps only puts events in a queue.
 
     PUB      topic, sequence number (8 bytes, big-endian), batch
     ROUTER   asked with a sequence number: the batches from there on
@@ -7,6 +7,14 @@
 
 A consumer that comes late asks for a snapshot, or for batches from 0 on, and goes on with the next number. Where those
 that it asks for are not kept any more, it gets a clearing and all that can be hit in their place, under their numbers.
+
+Batches are MessagePack, events tagged maps or positional arrays:
+
+    batch   [seconds, [event, ...], rank]
+    event   {"type": "BlockStored", "block_hashes": [...], ...}        or ["BlockStored", [...], ...]
+
+A salt stands in both places where consumers look: among the extra keys of a prompt's first block, as its hash has it,
+and, in maps, as ``cache_salt`` of every event of such a prompt.
 """
 
 from __future__ import annotations
@@ -14,28 +22,40 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from threading import Thread
-from typing import Final, Self
+from typing import Any, Final, Self
 
+import msgspec
 import zmq
 
-from hybridkv.arguments import flag, instance, integer
-from hybridkv.cache.journal import AllBlocksCleared, KVCacheEvent
+from hybridkv.arguments import check_fields, flag, instance, integer
+from hybridkv.cache.journal import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.errors import ConfigError
-from hybridkv.kv_events.exact import Exact, without_ends
-from hybridkv.kv_events.schema import EventForm, Writer
-from hybridkv.kv_events.told import Told
+from hybridkv.kv_events.exact import Exact, kind_of, single_blocks, without_ends
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.units import ceil_div
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT: Final = b"snapshot"
-_NUMBER_BYTES: Final = 8
-_END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+STORED: Final = "BlockStored"
+CLEARED: Final = "AllBlocksCleared"
+_KINDS: Final = {
+    "FullAttentionSpec": "full_attention",
+    "MLAAttentionSpec": "mla_attention",
+    "SinkFullAttentionSpec": "sink_full_attention",
+    "SlidingWindowSpec": "sliding_window",
+    "SlidingWindowMLASpec": "sliding_window_mla",
+    "ChunkedLocalAttentionSpec": "chunked_local_attention",
+    "MambaSpec": "mamba",
+    "CrossAttentionSpec": "cross_attention",
+}
+NUMBER_BYTES: Final = 8
+_END: Final = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 _SNAPSHOT_BLOCKS: Final = 1024
 """Of one batch of a snapshot."""
 _POLL_SECONDS: Final = 0.02
@@ -191,7 +211,7 @@ class KVEventPublisher:
         """Return the batches of a replay or a snapshot. Any other request has none."""
         if asked == SNAPSHOT:
             return [(self._last_told, batch) for batch in self._snapshot()]
-        if len(asked) == _NUMBER_BYTES:
+        if len(asked) == NUMBER_BYTES:
             return self._from(int.from_bytes(asked, "big"))
         return ()
 
@@ -214,4 +234,124 @@ class KVEventPublisher:
 
 
 def _bytes_of(number: int) -> bytes:
-    return number.to_bytes(_NUMBER_BYTES, "big")
+    return number.to_bytes(NUMBER_BYTES, "big")
+
+
+# -- messages
+
+
+@dataclass(frozen=True, slots=True)
+class EventForm:
+    """How events are written. as_arrays: by position, without ``cache_salt``. whole_hashes: bytes, not 64 bits of them.
+
+    Integers are the last 64 bits of a hash, which is what most routers take.
+    """
+
+    as_arrays: bool = False
+    whole_hashes: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, flag, "as_arrays", "whole_hashes")
+
+    def hash(self, key: bytes | None) -> int | bytes | None:
+        """``key`` as it is told."""
+        return key if key is None or self.whole_hashes else int.from_bytes(key[-8:], "big")
+
+
+class Writer:
+    """Batches of one cache's events. config: of its plan, whose groups are told by number, kind and window."""
+
+    def __init__(self, config: KVCacheConfig, form: EventForm) -> None:
+        self._form = form
+        specs = [kind_of(group.spec) for group in config.groups]
+        self._groups = [
+            (_KINDS.get(type(one).__name__, "unknown"), getattr(one, "sliding_window", None)) for one in specs
+        ]
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def batch(self, events: Sequence[KVCacheEvent], seconds: float) -> bytes:
+        """One message. O(blocks)."""
+        return self._encoder.encode([seconds, [self._written(one) for one in events], 0])
+
+    def _written(self, event: KVCacheEvent) -> object:
+        """By name, in the order of positions."""
+        match event:
+            case BlockStored():
+                fields = self._stored(event)
+            case BlockRemoved():
+                fields = {
+                    "type": "BlockRemoved",
+                    "block_hashes": [self._form.hash(key) for key in event.block_hashes],
+                    "medium": event.medium,
+                    "group_idx": event.group_idx,
+                }
+            case _:  # cleared, or unknown what was lost: who forgets all believes in nothing that is not there
+                fields = {"type": CLEARED}
+        return list(fields.values()) if self._form.as_arrays else fields
+
+    def _stored(self, event: BlockStored) -> dict[str, Any]:
+        kind, window = self._groups[event.group_idx]
+        fields: dict[str, Any] = {
+            "type": STORED,
+            "block_hashes": [self._form.hash(key) for key in event.block_hashes],
+            "parent_block_hash": self._form.hash(event.parent_block_hash),
+            "token_ids": event.token_ids,
+            "block_size": event.block_size,
+            "lora_id": event.lora_id,
+            "medium": event.medium,
+            "lora_name": event.lora_name,
+            "extra_keys": event.extra_keys,
+            "group_idx": event.group_idx,
+            "kv_cache_spec_kind": kind,
+            "kv_cache_spec_sliding_window": window,
+        }
+        if not self._form.as_arrays and event.cache_salt is not None:
+            fields["cache_salt"] = event.cache_salt
+        return fields
+
+
+# -- for consumers that come late
+
+
+class Told:
+    """Blocks that events told of, each as an event of its own; several blocks of one key count as often."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, bytes], BlockStored] = {}
+        self._copies = Counter[tuple[int, bytes]]()
+
+    def hear(self, events: Iterable[KVCacheEvent]) -> None:
+        """``events`` are told. O(blocks)."""
+        for event in events:
+            match event:
+                case BlockStored():
+                    for one in single_blocks(event):
+                        key = event.group_idx, one.block_hashes[0]
+                        self._blocks[key] = one
+                        self._copies[key] += 1
+                case BlockRemoved():
+                    for block in event.block_hashes:
+                        key = event.group_idx, block
+                        self._copies[key] -= 1
+                        if self._copies[key] <= 0:
+                            del self._copies[key]
+                            self._blocks.pop(key, None)
+                case _:
+                    self._blocks.clear()
+                    self._copies.clear()
+
+    def snapshot(self) -> list[BlockStored]:
+        """All of them, parents in front of their children. O(blocks)."""
+        told: list[BlockStored] = []
+        seen: set[tuple[int, bytes]] = set()
+        for key in self._blocks:
+            chain: list[BlockStored] = []
+            at: tuple[int, bytes] | None = key
+            while at is not None and at in self._blocks and at not in seen:
+                seen.add(at)
+                block = self._blocks[at]
+                chain += [block] * self._copies[at]
+                parent = block.parent_block_hash
+                at = None if parent is None else (at[0], parent)
+            told += reversed(chain)
+        return told

@@ -20,9 +20,9 @@ import zmq
 
 from hybridkv.arguments import real
 from hybridkv.errors import ConfigError
+from hybridkv.kv_events.publisher import CLEARED, NUMBER_BYTES, STORED
 from hybridkv.units import shown
 
-_NUMBER_BYTES: Final = 8
 _POLL_MS: Final = 200
 _ANSWER_MS: Final = 5000
 _FRAMES: Final = ("topic", "number", "batch")
@@ -32,8 +32,6 @@ _POSITIONS: Final = (
 )
 """Of vLLM's arrays; None is not kept."""
 _KEPT: Final = tuple(name for name in _POSITIONS if name is not None)
-_STORED: Final = "BlockStored"
-_CLEARED: Final = "AllBlocksCleared"
 
 Numbered = tuple[int, bytes]
 
@@ -101,7 +99,7 @@ def _asked(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> list[Numbe
     """All batches that are kept, from number 0 on."""
     found: list[Numbered] = []
     with closing(_connected(context, zmq.DEALER, endpoint)) as socket:
-        socket.send_multipart((b"", bytes(_NUMBER_BYTES)))
+        socket.send_multipart((b"", bytes(NUMBER_BYTES)))
         while socket.poll(_ANSWER_MS):
             *_, number, batch = socket.recv_multipart()
             if int.from_bytes(number, "big", signed=True) < 0:
@@ -139,14 +137,14 @@ def _stands_for_others(batches: Sequence[Numbered]) -> bool:
         return False
     decoded = [_decoded(*one) for one in batches]
     _, first = decoded[0]
-    cleared = bool(first) and first[0].get("type") == _CLEARED
+    cleared = bool(first) and first[0].get("type") == CLEARED
     return cleared and len({seconds for seconds, _ in decoded}) == 1
 
 
 def line_of(number: int, batch: bytes, *, known: bool) -> tuple[str, int]:
     """What is kept of a batch, and how many blocks. ConfigError for what is no batch."""
     seconds, events = _decoded(number, batch)
-    stored = [fields for fields in events if fields.get("type") == _STORED]
+    stored = [fields for fields in events if fields.get("type") == STORED]
     for one in stored:
         hashes, size = one.get("block_hashes"), one.get("block_size")
         if not isinstance(hashes, list) or not hashes or not isinstance(size, int) or size < 1:
