@@ -12,7 +12,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 from serve_support import LONG, PATH, Served, engine_of, serving, until
 
 from hybridkv.errors import ConfigError
-from hybridkv.serve import spans as request_spans
+from hybridkv.serve import generation
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -91,7 +91,7 @@ def test_what_is_refused_and_who_leaves(recorded: tuple[Served, list[Recorded]])
     with served.streaming(**LONG):
         pass
     until(lambda: spans[1].ended == 1)
-    assert spans[1].attributes["error.type"] == request_spans.CLIENT_LEFT
+    assert spans[1].attributes["error.type"] == generation.CLIENT_LEFT
     assert "gen_ai.response.finish_reasons" not in spans[1].attributes
     served.refused(PATH, 400, prompt="a", nonsense=1)  # no body that could be asked: no span
     assert len(spans) == 2
@@ -99,7 +99,7 @@ def test_what_is_refused_and_who_leaves(recorded: tuple[Served, list[Recorded]])
 
 def test_without_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"hybridkv\[cli,serve,otel\]"), request_spans.exporting():
+    with pytest.raises(ConfigError, match=r"hybridkv\[cli,serve,otel\]"), generation.exporting():
         pass
 
 

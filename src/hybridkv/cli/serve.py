@@ -203,7 +203,7 @@ def serve_command(
             events = ending.enter_context(publisher)
         tracer = None
         if spans:
-            from hybridkv.serve.spans import exporting  # noqa: PLC0415  # OpenTelemetry's SDK is an extra
+            from hybridkv.serve.generation import exporting  # noqa: PLC0415  # OpenTelemetry's SDK is an extra
 
             tracer = ending.enter_context(exporting())
         app = create_app(engine, served, events=events, tracer=tracer)

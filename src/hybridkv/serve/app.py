@@ -7,6 +7,7 @@ requests: figures come from ``/live``, for clients that may have them.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -31,7 +32,7 @@ from hybridkv.serve import forms
 from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from hybridkv.serve.errors import ApiError, ErrorBody, answer_errors
 from hybridkv.serve.front import Front, ServeOptions
-from hybridkv.serve.gates import BYTES_PER_SECOND, MOST_VALUES, BodyGate, KeyGate, OriginGate, Pace
+from hybridkv.serve.gates import BYTES_PER_SECOND, MOST_VALUES, BodyGate, HeadGate, Pace, check_key, check_origin
 from hybridkv.serve.generation import Answer, Asked
 from hybridkv.serve.metrics import Snapshot, SnapshotCollector
 from hybridkv.serve.tokens import Piece, TokenTexts
@@ -53,14 +54,15 @@ _STREAM: Final[dict[int | str, dict[str, Any]]] = {
 }
 _PIECE: Final = 1 << 10  # tokens whose texts are made at once: some 20 ms
 _PAGE: Final = {
-    "/": ("page.html", "text/html; charset=utf-8"),
-    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/page/uplot.css": ("uplot.css", "text/css; charset=utf-8"),
-    "/page/uplot.js": ("uplot.js", "text/javascript; charset=utf-8"),
-    "/page/uplot.LICENSE": ("uplot.LICENSE", "text/plain; charset=utf-8"),
+    "page.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "uplot.css": "text/css",
+    "uplot.js": "text/javascript",
+    "uplot.LICENSE": "text/plain",
 }
-"""Of each route of the page: its file in the folder ``page``, and the file's type."""
+"""Of each file of the page, in the folder ``page``: its type."""
+_PAGE_ROUTES: Final = {name: "/" if name == "page.html" else f"/page/{name}" for name in _PAGE}
 _PAGE_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -68,7 +70,7 @@ _PAGE_HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_OPEN_ROUTES: Final = frozenset({"/health", "/ready", *_PAGE})
+_OPEN_ROUTES: Final = frozenset({"/health", "/ready", *_PAGE_ROUTES.values()})
 """Asked by programs that start and stop servers; the page, which has no figures before it gives a key."""
 
 
@@ -103,11 +105,7 @@ def create_app(
         docs_url=None,  # pages that fetch scripts from elsewhere
         redoc_url=None,
         responses=_ERRORS,
-        middleware=[
-            *_gates_of_pages(front.options),
-            Middleware(KeyGate, keys=front.options.keys, open_routes=_OPEN_ROUTES),
-            Middleware(BodyGate, most_values=max(MOST_VALUES, 2 * front.max_model_len), pace=Pace(BYTES_PER_SECOND)),
-        ],
+        middleware=_gates(front),
         telemetry={"tracing": False},
     )
     app.state.front = front
@@ -120,15 +118,20 @@ def create_app(
     return app
 
 
-def _gates_of_pages(options: ServeOptions) -> list[Middleware]:
-    """The gates before all others, for what browsers send."""
-    gates: list[Middleware] = []
+def _gates(front: Front) -> list[Middleware]:
+    """What a request passes before the routes: for what browsers send, for keys, for bodies."""
+    options, gates = front.options, list[Middleware]()
     if options.keys is None:
-        gates.append(Middleware(OriginGate, hosts=options.allow_hosts, origins=options.allow_origins))
+        hosts = {*options.allow_hosts, socket.gethostname().lower()}
+        gates.append(Middleware(HeadGate, check=partial(check_origin, hosts, options.allow_origins)))
     if options.allow_origins:
         gates.append(
             Middleware(CORSMiddleware, allow_origins=options.allow_origins, allow_methods=["*"], allow_headers=["*"])
         )
+    gates.append(Middleware(HeadGate, check=partial(check_key, options.keys, _OPEN_ROUTES)))
+    gates.append(
+        Middleware(BodyGate, most_values=max(MOST_VALUES, 2 * front.max_model_len), pace=Pace(BYTES_PER_SECOND))
+    )
     return gates
 
 
@@ -336,13 +339,15 @@ def _add_operations(app: FastAPI, front: Front) -> None:
 
 
 def _add_page(app: FastAPI, front: Front) -> None:
-    def add_file(path: str, content: bytes, kind: str) -> None:
-        @app.get(path, include_in_schema=False)
-        async def file() -> Response:
-            return Response(content, media_type=kind, headers=_PAGE_HEADERS)
+    def add_file(name: str, kind: str) -> None:
+        content = (Path(__file__).parent / "page" / name).read_bytes()
 
-    for path, (name, kind) in _PAGE.items():
-        add_file(path, (Path(__file__).parent / "page" / name).read_bytes(), kind)
+        @app.get(_PAGE_ROUTES[name], include_in_schema=False)
+        async def file() -> Response:
+            return Response(content, media_type=f"{kind}; charset=utf-8", headers=_PAGE_HEADERS)
+
+    for name, kind in _PAGE.items():
+        add_file(name, kind)
 
     @app.get("/live", include_in_schema=False)
     async def live() -> Response:

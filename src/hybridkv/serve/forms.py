@@ -23,7 +23,7 @@ from hybridkv.runner.sampling.logprobs import TokenLogprob
 from hybridkv.schedule import FinishReason
 from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, ResponseBody, StreamOptions, TemplateBody
 from hybridkv.serve.front import Front
-from hybridkv.serve.generation import Asked, Event, Part
+from hybridkv.serve.generation import Asked, Event
 from hybridkv.serve.tokens import TokenTexts
 
 DEFAULT_MAX_TOKENS: Final = 16
@@ -37,8 +37,7 @@ async def ask_completion(front: Front, body: CompletionBody, request: Request) -
 
     Raises ApiError and ConfigError if it cannot be served, and ClientGoneError if the client of ``request`` leaves.
     """
-    front.require_model(body.model)
-    salt = front.salt(request, body.cache_salt)
+    salt = front.salt(request, body)
     if not body.return_token_ids:
         front.require_text()
     front.places.require(len(body.prompts) * (body.n or 1))
@@ -59,8 +58,7 @@ async def ask_completion(front: Front, body: CompletionBody, request: Request) -
 
 async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
     """Return what ``body`` asks an engine for. Raises as ask_completion."""
-    front.require_model(body.model)
-    salt = front.salt(request, body.cache_salt)
+    salt = front.salt(request, body)
     prompts = [await front.tokens.conversation(request, body.messages, body)]
     sampling = body.sampling(
         front.most_tokens(prompts, body.most_tokens),
@@ -72,8 +70,7 @@ async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
 
 async def ask_response(front: Front, body: ResponseBody, request: Request) -> Asked:
     """Return what ``body`` asks an engine for. Raises as ask_completion."""
-    front.require_model(body.model)
-    salt = front.salt(request, body.cache_salt)
+    salt = front.salt(request, body)
     prompts = [await front.tokens.conversation(request, body.messages, TemplateBody())]
     sampling = body.sampling(front.most_tokens(prompts, body.max_output_tokens))
     return Asked(f"resp_{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
@@ -323,11 +320,11 @@ class CompletionForm(ChoicesForm):
         self._writers: dict[int, ColumnWriter] = {}
         self._prompt_alone = body.max_tokens == 0
 
-    def part(self, part: Part) -> Iterable[Event]:
+    def part(self, choice: int, new: Increment) -> Iterable[Event]:
         """Tell what is new of an output, if anything is."""
-        choice = self._choice(part.choice, part.increment, part.increment.completion)
-        if choice["text"] or not self._says_nothing(part.increment, choice):
-            yield Event(self._chunk(choice))
+        told = self._choice(choice, new, new.completion)
+        if told["text"] or not self._says_nothing(new, told):
+            yield Event(self._chunk(told))
 
     def whole(self, done: Sequence[Completion]) -> object:
         """Tell all outputs at once."""
@@ -391,12 +388,12 @@ class ChatForm(ChoicesForm):
             chunk = self._chunk({"index": number, "delta": delta, "logprobs": None, "finish_reason": None})
             yield Event(self._with_prompt(chunk))
 
-    def part(self, part: Part) -> Iterable[Event]:
+    def part(self, choice: int, new: Increment) -> Iterable[Event]:
         """Tell what is new of an output, if anything is."""
-        choice = self._choice(part.choice, part.increment, part.increment.completion)
-        if not self._says_nothing(part.increment, choice):
-            choice["delta"] = {"content": part.increment.text} if part.increment.text else {}
-            yield Event(self._chunk(choice))
+        told = self._choice(choice, new, new.completion)
+        if not self._says_nothing(new, told):
+            told["delta"] = {"content": new.text} if new.text else {}
+            yield Event(self._chunk(told))
 
     def whole(self, done: Sequence[Completion]) -> object:
         """Tell all outputs at once."""
@@ -489,11 +486,11 @@ class ResponseForm:
         yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None))
         yield self._at_text("response.content_part.added", part=_text(""))
 
-    def part(self, part: Part) -> Iterable[Event]:
+    def part(self, choice: int, new: Increment) -> Iterable[Event]:  # noqa: ARG002  # there is one output
         """Tell what is new of the text."""
-        self._done = part.increment.completion
-        if part.increment.text:
-            yield self._at_text("response.output_text.delta", delta=part.increment.text, logprobs=[])
+        self._done = new.completion
+        if new.text:
+            yield self._at_text("response.output_text.delta", delta=new.text, logprobs=[])
 
     def end(self) -> Iterable[Event]:
         """Tell all of it once more."""

@@ -16,8 +16,9 @@ from hybridkv.arguments import check_fields, each, integer, one_of, or_none, tex
 from hybridkv.errors import ConfigError
 from hybridkv.runner.async_engine import AsyncEngine, EventSink
 from hybridkv.runner.engine import Engine
+from hybridkv.serve.bodies import SamplingBody
 from hybridkv.serve.errors import ApiError
-from hybridkv.serve.gates import ApiKeys, host_name, origin, salt_for, tenant_of
+from hybridkv.serve.gates import ApiKeys, host_name, origin, tenant_of
 from hybridkv.serve.live import Live
 from hybridkv.serve.metrics import PREFIX, RequestMetrics, metrics_prefix
 from hybridkv.serve.tokens import Tokens
@@ -117,9 +118,20 @@ class Front:
                 404, f"model {asked!r} is not served here: ask for {self.name!r}", param="model", code="model_not_found"
             )
 
-    def salt(self, request: Request, asked: str | None) -> str | None:
-        """Return the salt for ``request``, whose body asks for ``asked``. ApiError 403 for another tenant's."""
-        return salt_for(tenant_of(request), asked, self.options.keys)
+    def salt(self, request: Request, body: SamplingBody) -> str | None:
+        """Return the salt for ``body``, sent by ``request``.
+
+        Raises ApiError 404 for another model than the one that is served, 403 for another tenant's salt.
+        """
+        self.require_model(body.model)
+        tenant, asked, keys = tenant_of(request), body.cache_salt, self.options.keys
+        if asked is not None:
+            text("cache_salt", asked)
+        if tenant is not None and asked not in (None, tenant):
+            raise ApiError(403, "cache_salt: this API key has a salt of its own, leave it out", param="cache_salt")
+        if tenant is None and keys is not None and asked in keys.bound:
+            raise ApiError(403, "cache_salt: that one belongs to another API key", param="cache_salt")
+        return tenant or asked
 
     def most_tokens(self, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
         """Return the most output tokens after each of ``prompts``: those ``asked`` for.

@@ -22,8 +22,8 @@ import asyncio
 import ipaddress
 import json
 import re
-import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
@@ -59,22 +59,18 @@ _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|(?P<open>\\?)\Z)', re.DOT
 class HeadGate:
     """An ASGI application before another: requests that ``check`` raises an ApiError for do not reach it."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, check: Callable[[Scope, Headers], None]) -> None:
+        self._app, self._check = app, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as an ASGI application."""
         if scope["type"] == "http":
             try:
-                self.check(scope, Headers(scope=scope))
+                self._check(scope, Headers(scope=scope))
             except ApiError as refused:
                 await refused.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-    def check(self, scope: Scope, headers: Headers) -> None:
-        """Raise ApiError for a request that is refused."""
-        raise NotImplementedError
 
 
 # API keys
@@ -130,54 +126,34 @@ def _digest(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-class KeyGate(HeadGate):
-    """Lets requests with a known key pass, before anything of a body is read; ``tenant_of`` then tells their salt.
+def check_key(keys: ApiKeys | None, open_routes: Collection[str], scope: Scope, headers: Headers) -> None:
+    """Let requests with one of ``keys`` pass, before anything of a body is read; ``tenant_of`` then tells their salt.
 
-    Args:
-        app: is asked if a request is not refused.
-        keys: those that are known; None lets all pass.
-        open_routes: need no key.
+    keys: None lets all pass. open_routes: need no key.
+    Raises ApiError 401 for an unknown key, 403 for a tenant's where a route concerns all tenants.
     """
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None, open_routes: Collection[str]) -> None:
-        super().__init__(app)
-        self._keys, self._open_routes = keys, open_routes
-
-    def check(self, scope: Scope, headers: Headers) -> None:
-        """Raise ApiError 401 for an unknown key, 403 for a tenant's where a route concerns all tenants."""
-        scope.setdefault("state", {})["tenant"] = None
-        path = scope["path"]
-        if self._keys is None or path in self._open_routes:
-            return
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or key.strip() not in self._keys:
-            raise ApiError(
-                401,
-                "give a known API key: Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        tenant = self._keys.salt(key.strip())
-        if tenant is not None and not path.startswith(TENANT_ROUTES):
-            raise ApiError(403, f"{path} concerns all tenants: ask with a key that has no salt")
-        scope["state"]["tenant"] = tenant
+    scope.setdefault("state", {})["tenant"] = None
+    path = scope["path"]
+    if keys is None or path in open_routes:
+        return
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or key.strip() not in keys:
+        raise ApiError(
+            401,
+            "give a known API key: Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    tenant = keys.salt(key.strip())
+    if tenant is not None and not path.startswith(TENANT_ROUTES):
+        raise ApiError(403, f"{path} concerns all tenants: ask with a key that has no salt")
+    scope["state"]["tenant"] = tenant
 
 
 def tenant_of(request: Request) -> str | None:
     """Return the salt of all that this client asks for; None for a client that may choose."""
     tenant: str | None = request.state.tenant
     return tenant
-
-
-def salt_for(tenant: str | None, asked: str | None, keys: ApiKeys | None) -> str | None:
-    """Return the salt of a request of ``tenant`` whose body asks for ``asked``. ApiError 403 for another tenant's."""
-    if asked is not None:
-        text("cache_salt", asked)
-    if tenant is not None and asked not in (None, tenant):
-        raise ApiError(403, "cache_salt: this API key has a salt of its own, leave it out", param="cache_salt")
-    if tenant is None and keys is not None and asked in keys.bound:
-        raise ApiError(403, "cache_salt: that one belongs to another API key", param="cache_salt")
-    return tenant or asked
 
 
 # pages of other sites
@@ -203,62 +179,50 @@ def origin(name: str, value: object) -> str:
     return given
 
 
-class OriginGate(HeadGate):
-    """Refuses requests that pages of others send, with status 403.
+def check_origin(allowed_hosts: Collection[str], allowed_origins: Collection[str], _: Scope, headers: Headers) -> None:
+    """Refuse requests that pages of others send: ApiError 403 for a Host or an Origin that is not allowed.
 
-    Args:
-        app: is asked if a request is not refused.
-        hosts: allowed in Host, beside IP addresses, names without a dot, and names of private networks.
-        origins: allowed in Origin, beside that of Host.
+    allowed_hosts: beside IP addresses, names without a dot, and names of private networks.
+    allowed_origins: beside that of Host.
     """
+    hosts = [one.lower() for one in headers.getlist("host")]
+    for one in hosts:
+        if one and not _is_safe(one, allowed_hosts):
+            raise ApiError(
+                403,
+                f"Host {one!r} is not known here: start the server with --allow-host NAME, or with keys",
+                code="host_not_allowed",
+            )
+    origins = headers.getlist("origin")
+    if (
+        headers.get("sec-fetch-site") == "cross-site"  # a picture or a script of another page: no Origin is sent
+        and headers.get("sec-fetch-mode") != "navigate"
+        and not origins
+    ):
+        raise ApiError(403, "pages of other sites may not ask this server", code="origin_not_allowed")
+    for one in origins:
+        if one.lower() not in allowed_origins and not any(_is_of(one.lower(), host) for host in hosts):
+            raise ApiError(
+                403,
+                f"pages of {one!r} may not ask this server: start it with --allow-origin ORIGIN, or with keys",
+                code="origin_not_allowed",
+            )
 
-    def __init__(self, app: ASGIApp, hosts: Iterable[str], origins: Iterable[str]) -> None:
-        super().__init__(app)
-        self._origins = frozenset(origins)
-        self._hosts = frozenset(hosts) | {socket.gethostname().lower()}
 
-    def check(self, scope: Scope, headers: Headers) -> None:  # noqa: ARG002  # the base's
-        """Raise ApiError 403 for a Host or an Origin that is not allowed."""
-        hosts = [one.lower() for one in headers.getlist("host")]
-        for one in hosts:
-            if one and not self._is_safe(one):
-                raise ApiError(
-                    403,
-                    f"Host {one!r} is not known here: start the server with --allow-host NAME, or with keys",
-                    code="host_not_allowed",
-                )
-        origins = headers.getlist("origin")
-        if (
-            headers.get("sec-fetch-site") == "cross-site"  # a picture or a script of another page: no Origin is sent
-            and headers.get("sec-fetch-mode") != "navigate"
-            and not origins
-        ):
-            raise ApiError(403, "pages of other sites may not ask this server", code="origin_not_allowed")
-        for one in origins:
-            if one.lower() not in self._origins and not any(_is_of(one.lower(), host) for host in hosts):
-                raise ApiError(
-                    403,
-                    f"pages of {one!r} may not ask this server: start it with --allow-origin ORIGIN, or with keys",
-                    code="origin_not_allowed",
-                )
-
-    def _is_safe(self, host: str) -> bool:
-        name = _split(host)[0].rstrip(".")
-        if ANY_HOST in self._hosts or name in self._hosts or is_address(name):
-            return True
-        return bool(name) and ("." not in name or name.endswith(_PRIVATE))
+def _is_safe(host: str, allowed: Collection[str]) -> bool:
+    name = _split(host)[0].rstrip(".")
+    if ANY_HOST in allowed or name in allowed or is_address(name):
+        return True
+    return bool(name) and ("." not in name or name.endswith(_PRIVATE))
 
 
 def _split(host: str) -> tuple[str, int | None]:
     """Name and port; an empty name if it is no host."""
-    try:
+    with suppress(ValueError):
         parts = urlsplit(f"//{host}")
-        port = parts.port
-    except ValueError:
-        return "", None
-    if parts.netloc != host or "@" in host or parts.hostname is None:
-        return "", None
-    return parts.hostname, port
+        if parts.netloc == host and "@" not in host and parts.hostname is not None:
+            return parts.hostname, parts.port
+    return "", None
 
 
 def is_address(name: str) -> bool:

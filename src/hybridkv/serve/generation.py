@@ -4,6 +4,10 @@
 
 A client that goes away ends what it asked for: within a step its rows are free. All tokens of a server pass here, in
 the interpreter that the engine's thread needs as well: a step of a stream costs one task's turn and one ``send``.
+
+A body that is answered may have a span of OpenTelemetry, by its conventions for generative models: from the question
+to the last token, or to what went wrong, as a child of the client's traceparent. Spans tell of counts, times and how it
+was sampled, never of prompts, outputs or salts.
 """
 
 from __future__ import annotations
@@ -14,13 +18,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 from fastapi.responses import JSONResponse, Response
+from opentelemetry import propagate
+from opentelemetry.trace import SpanKind, StatusCode, Tracer
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from hybridkv.errors import ConfigError
 from hybridkv.request import Hints, SamplingParams
 from hybridkv.runner.async_engine import Reading
 from hybridkv.runner.completion import Completion, Increment
@@ -29,9 +36,13 @@ from hybridkv.runner.stream import Stream
 from hybridkv.serve.errors import ClientGoneError, api_error, leaves
 from hybridkv.serve.front import Front
 from hybridkv.serve.metrics import Watch
-from hybridkv.serve.spans import RequestSpan
 from hybridkv.serve.tokens import Piece
 
+CLIENT_LEFT: Final = "client_left"
+"""The kind of error of a span whose client went away."""
+_SERVICE: Final = "hybridkv"
+_SAMPLED: Final = ("max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
+"""What a span tells of how a body was sampled."""
 _STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
 
 
@@ -69,13 +80,8 @@ class Asked:
         return [partial(queued, number) for number in range(len(self.prompts))]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What is new of an output. choice: its number among all outputs of the body; prompt: that of its prompt."""
-
-    choice: int
-    prompt: int
-    increment: Increment
+Part = tuple[int, Increment]
+"""The number of an output among all outputs of the body, and what is new of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +105,8 @@ class Form(Protocol):
         """Return the events before everything."""
         ...
 
-    def part(self, part: Part) -> Iterable[Event]:
-        """Return the events of something new."""
+    def part(self, choice: int, new: Increment) -> Iterable[Event]:
+        """Return the events of what is new of an output."""
         ...
 
     def end(self) -> Iterable[Event]:
@@ -110,6 +116,61 @@ class Form(Protocol):
     def whole(self, done: Sequence[Completion]) -> object:
         """Return the answer of all outputs, in their order."""
         ...
+
+
+class RequestSpan:
+    """A span of one body: ``asked``, by ``request``, of ``model``. Leaving its context ends it, and tells the error."""
+
+    def __init__(self, tracer: Tracer, model: str, request: Request, asked: Asked) -> None:
+        self._asked, self._begun = asked, time.monotonic()
+        self._outputs = self._cached = 0
+        self._finished: dict[int, str] = {}
+        operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
+        told: dict[str, str | int | float | None] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": _SERVICE,
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+            "gen_ai.response.id": asked.id,
+            "gen_ai.request.choice.count": asked.outputs,
+            "gen_ai.usage.input_tokens": sum(map(len, asked.prompts)),
+            **{f"gen_ai.request.{name}": getattr(asked.sampling, name) for name in _SAMPLED},
+        }
+        self._span = tracer.start_span(
+            f"{operation} {model}",
+            context=propagate.extract(request.headers),
+            kind=SpanKind.SERVER,
+            attributes={name: value for name, value in told.items() if value is not None},
+        )
+
+    def came(self, choice: int, new: Increment) -> None:
+        """Tell what is new of an output."""
+        tokens, done = len(new.token_ids), new.completion
+        if tokens and not self._outputs:
+            self._span.set_attribute("gen_ai.response.time_to_first_chunk", time.monotonic() - self._begun)
+        self._outputs += tokens
+        if done is None:
+            return
+        self._finished[choice] = str(done.finish_reason)
+        if choice % self._asked.sampling.n == 0:  # its others found the same prompt
+            self._cached += done.hit_tokens
+            self._span.set_attribute("hybridkv.queue_seconds", done.queue_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ClientGoneError):
+            self._span.set_attribute("error.type", str(api_error(error).status))
+            self._span.set_status(StatusCode.ERROR)
+        elif error is not None:  # a task that is cancelled has lost its client, too
+            self._span.set_attribute("error.type", CLIENT_LEFT)
+        self._span.set_attribute("gen_ai.usage.output_tokens", self._outputs)
+        if len(self._finished) == self._asked.outputs:
+            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", self._cached)
+            reasons = [one for _, one in sorted(self._finished.items())]
+            self._span.set_attribute("gen_ai.response.finish_reasons", reasons)
+        self._span.end()
 
 
 class Generation:
@@ -126,13 +187,13 @@ class Generation:
 
         Raises what went wrong, and ClientGoneError.
         """
-        found = [Part(prompt * self._outputs + one.output, prompt, one) for prompt, one in await self._reading.next()]
+        found = [(prompt * self._outputs + one.output, one) for prompt, one in await self._reading.next()]
         if self._gone:
             raise ClientGoneError
-        for part in found:
-            self._watches[part.choice].came(len(part.increment.token_ids), part.increment.completion)
+        for choice, new in found:
+            self._watches[choice].came(len(new.token_ids), new.completion)
             if self._span is not None:
-                self._span.came(part)
+                self._span.came(choice, new)
         return found
 
     @property
@@ -140,18 +201,8 @@ class Generation:
         """Whether nothing more will come, and the client is there."""
         return self._reading.ended and not self._gone
 
-    @contextmanager
-    def watched(self, receive: Receive) -> Iterator[None]:
-        """End it when its client goes, even while something is sent."""
-        leaving = asyncio.ensure_future(leaves(receive))
-        leaving.add_done_callback(self._leave)
-        try:
-            yield
-        finally:
-            leaving.remove_done_callback(self._leave)
-            leaving.cancel()
-
-    def _leave(self, _: object) -> None:
+    def leave(self, _: object = None) -> None:
+        """End it, since its client has gone."""
         self._gone = True
         self._reading.leave()
 
@@ -171,13 +222,12 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as an ASGI application."""
         try:
-            if self._stream:
-                with self._generated(receive) as generation:
+            with self._generated(receive) as generation:
+                if self._stream:
                     await self._send_events(generation, send)
-            else:
-                with self._generated(receive) as generation:
-                    done = await _completions(generation)
-                await (await self._whole(done))(scope, receive, send)
+                    return
+                done = await _completions(generation)
+            await (await self._whole(done))(scope, receive, send)
         except ClientGoneError:
             if not self._begun:
                 raise
@@ -193,8 +243,13 @@ class Answer(Response):
         asked, front, span = self._asked, self._front, self._span
         with span or nullcontext(), front.places.take(asked.outputs), front.engine.read(asked.requests()) as reading:
             generation = Generation(front, asked, reading, span)
-            with generation.watched(receive):
+            leaving = asyncio.ensure_future(leaves(receive))  # ends it even while something is sent
+            leaving.add_done_callback(generation.leave)
+            try:
                 yield generation
+            finally:
+                leaving.remove_done_callback(generation.leave)
+                leaving.cancel()
 
     async def _send_events(self, generation: Generation, send: Send) -> None:
         parts = await generation.next()
@@ -202,7 +257,7 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
         events = [*self._form.begin()]
         while parts:
-            events += [event for part in parts for event in self._form.part(part)]
+            events += [event for choice, new in parts for event in self._form.part(choice, new)]
             if generation.ended:
                 break  # the end goes with the last part
             await _send(send, events, more=True)
@@ -230,7 +285,26 @@ async def _completions(generation: Generation) -> list[Completion]:
     """All outputs, whole, in their order."""
     done: dict[int, Completion] = {}
     while parts := await generation.next():
-        for part in parts:
-            if part.increment.completion is not None:
-                done[part.choice] = part.increment.completion
+        done.update((choice, new.completion) for choice, new in parts if new.completion is not None)
     return [done[choice] for choice in sorted(done)]
+
+
+@contextmanager
+def exporting() -> Iterator[Tracer]:
+    """Give a tracer that sends spans to OTEL_EXPORTER_OTLP_ENDPOINT; the last ones when its context ends.
+
+    ConfigError if OpenTelemetry's SDK is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415  # an extra
+        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415  # same
+        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415  # same
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # same
+    except ImportError as error:
+        raise ConfigError("spans need OpenTelemetry's SDK: pip install 'hybridkv[cli,serve,otel]'") from error
+    provider = TracerProvider(resource=Resource.create({"service.name": _SERVICE}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    try:
+        yield provider.get_tracer(_SERVICE)
+    finally:
+        provider.shutdown()
