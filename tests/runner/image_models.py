@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from hybridkv.runner import Engine, LoadedModel, wrap
-from hybridkv.runner.tiny.weights import fill
+from hybridkv.runner.tiny import fill
 
 _GRIDS = ("qwen", "glm")
 IMAGE, VIDEO, START, END, VOCABULARY = 260, 261, 262, 263, 300

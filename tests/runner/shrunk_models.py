@@ -13,8 +13,7 @@ from kept_models import REPAIRS, config_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hybridkv.runner import tiny_model
-from hybridkv.runner.tiny.tokenizer import VOCAB_SIZE
-from hybridkv.runner.tiny.weights import fill
+from hybridkv.runner.tiny import VOCAB_SIZE, fill
 
 LAYERS, _HEADS = 4, 4
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
@@ -155,7 +154,7 @@ TINY = ("jamba", "zamba", "zamba2")
 
 
 def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """In float32 on the CPU, with weights with which what is cached matters (hybridkv.runner.tiny.weights)."""
+    """In float32 on the CPU, with weights with which what is cached matters (hybridkv.runner.tiny)."""
     if model_type in TINY:
         return tiny_model(model_type, seed)
     model = AutoModelForCausalLM.from_config(small_config(model_type), attn_implementation="eager").float().eval()
