@@ -13,8 +13,7 @@ from hybridkv.cli.speculation import Speculate
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.runner import EngineOptions
-from hybridkv.runner.drafters import AdaptiveDrafter, NgramDrafter
-from hybridkv.runner.drafters.step_seconds import StepSeconds
+from hybridkv.runner.drafters import AdaptiveDrafter, NgramDrafter, StepSeconds
 from hybridkv.runner.load import LoadedModel
 
 
@@ -178,7 +177,7 @@ def test_what_was_right_long_ago_counts_less() -> None:
 
 
 def test_requests_that_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridkv.runner.drafters.adaptive._KEPT", 10)
+    monkeypatch.setattr("hybridkv.runner.drafters._KEPT", 10)
     drafter = AdaptiveDrafter(Told())
     for at in range(40):
         drafter.propose([Request(str(at), [1])])
