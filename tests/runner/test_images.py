@@ -25,9 +25,7 @@ from hybridkv.planner.plan import REFERENCE
 from hybridkv.runner import AsyncEngine, Completion, Engine, assembly
 from hybridkv.runner.drafters import NgramDrafter
 from hybridkv.runner.forwards import Forwards
-from hybridkv.runner.images import prompt_images, step_images
-from hybridkv.runner.images.image_call import COMPARED, ImageCall
-from hybridkv.runner.images.prompt_images import PromptImages
+from hybridkv.runner.images import COMPARED, ImageCall, Picture, PromptImages, StepImages, _picture, prompt_images
 
 OUTPUT = 12
 WIDE, TALL, SMALL = Size(3, 4), Size(5, 2), Size(2, 2)
@@ -345,12 +343,14 @@ def test_streams_and_tasks_take_images(make_engine: EngineFactory) -> None:
 
 
 def _one_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = prompt_images._picture
-    monkeypatch.setattr(prompt_images, "_picture", lambda values: replace(own(values), digest=own(values).kind))
+    def by_kind(values: dict[str, torch.Tensor]) -> Picture:
+        return replace(_picture(values), digest=_picture(values).kind)
+
+    monkeypatch.setattr("hybridkv.runner.images._picture", by_kind)
 
 
 def _straight_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_images, "_positions", lambda *_: None)
+    monkeypatch.setattr("hybridkv.runner.images._positions", lambda *_: None)
 
 
 def _no_delta(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,17 +372,15 @@ def _no_deepstack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = prompt_images.prompt_images
-
     def other(*args: Any) -> tuple[list[int], PromptImages]:  # noqa: ANN401
-        ids, images = own(*args)
+        ids, images = prompt_images(*args)
         return ids, replace(images, pictures=images.pictures[::-1], row=images.row % 4)
 
-    monkeypatch.setattr("hybridkv.runner.images.step_images.prompt_images", other)
+    monkeypatch.setattr("hybridkv.runner.images.prompt_images", other)
 
 
 def _token_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_images.StepImages, "_features", lambda *_: None)
+    monkeypatch.setattr(StepImages, "_features", lambda *_: None)
 
 
 DAMAGES: list[Callable[[pytest.MonkeyPatch], None]] = [

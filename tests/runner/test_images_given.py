@@ -24,7 +24,6 @@ from transformers import AutoProcessor
 
 from hybridkv.errors import ConfigError
 from hybridkv.runner import Engine, byte_tokenizer, load, wrap
-from hybridkv.runner.images import image_call
 
 OUTPUT = 12
 WIDE = Size(3, 4)
@@ -104,7 +103,7 @@ def test_models_without_images_say_so(make_engine: EngineFactory, monkeypatch: p
     engine = make_engine(loaded_model("llama"), [GIVEN.ids], OUTPUT)
     with pytest.raises(ConfigError, match="LlamaForCausalLM takes no images"):
         engine.add(HEAD, greedy(OUTPUT), images=PIXELS)
-    monkeypatch.setattr(image_call, "COMPARED", ("llava",))
+    monkeypatch.setattr("hybridkv.runner.images.COMPARED", ("llava",))
     engine = make_engine(image_model("qwen3_vl"), [GIVEN.ids], OUTPUT)
     with pytest.raises(ConfigError, match=r"images of qwen3_vl were not compared .* images run with llava"):
         engine.add(GIVEN.ids, greedy(OUTPUT), images=PIXELS)

@@ -21,10 +21,9 @@ from transformers import AutoProcessor, CLIPImageProcessorPil, LlavaProcessor
 
 from hybridkv.cli.outcome import run as entry
 from hybridkv.errors import ConfigError
-from hybridkv.runner import byte_tokenizer, load, wrap
+from hybridkv.runner import byte_tokenizer, load, picture_files, wrap
 from hybridkv.runner.chat import chat_ids, chat_prompt, checked_messages
-from hybridkv.runner.images import picture_files
-from hybridkv.runner.images.picture_files import open_picture
+from hybridkv.runner.picture_files import open_picture
 
 Call = Callable[..., tuple[int, str, str]]
 TEMPLATE = (

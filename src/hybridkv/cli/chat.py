@@ -120,7 +120,7 @@ def _talk(engine: Engine, sampling: SamplingParams, system: str | None) -> None:
 def _shown(engine: Engine, name: str) -> list[dict[str, Any]]:
     """The picture in the file ``name`` as a part of a message; none, and why not is said, where it cannot be one."""
     from hybridkv.runner.chat import require_pictures  # noqa: PLC0415  # see chat_command
-    from hybridkv.runner.images.picture_files import open_picture  # noqa: PLC0415  # same
+    from hybridkv.runner.picture_files import open_picture  # noqa: PLC0415  # same
 
     try:
         require_pictures(engine.loaded)

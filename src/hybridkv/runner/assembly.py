@@ -13,7 +13,7 @@ from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_
 from hybridkv.planner import Plan
 from hybridkv.runner.attention.paged import AttentionBackend, attention_backend
 from hybridkv.runner.decode_graphs import compile_option
-from hybridkv.runner.images.image_call import attends_both_ways
+from hybridkv.runner.images import attends_both_ways
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model

@@ -29,7 +29,7 @@ from hybridkv.request import Hints, SamplingParams
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.encoder_inputs import Given, one_input_each
 from hybridkv.runner.engine import Engine, engine_closed
-from hybridkv.runner.images.prompt_images import Images, images_each
+from hybridkv.runner.images import Images, images_each
 from hybridkv.runner.inputs import one_each
 from hybridkv.runner.stream import Stream
 from hybridkv.schedule import SchedulerStatistics

@@ -19,11 +19,10 @@ from typing import Any, Final
 
 from hybridkv.arguments import instance, text
 from hybridkv.errors import ConfigError
-from hybridkv.runner.images.image_call import ImageCall
-from hybridkv.runner.images.picture_files import is_picture, open_picture, require_pillow
-from hybridkv.runner.images.prompt_images import Images, require_processor
+from hybridkv.runner.images import ImageCall, Images, require_processor
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.picture_files import is_picture, open_picture, require_pillow
 from hybridkv.units import shown
 
 Message = dict[str, Any]

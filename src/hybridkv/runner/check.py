@@ -23,7 +23,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion
-from hybridkv.runner.images.prompt_images import OF_TEXT, TOKEN_KINDS, Images
+from hybridkv.runner.images import OF_TEXT, TOKEN_KINDS, Images
 from hybridkv.runner.inputs import with_word_ids
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.plain_transformers import plain_transformers

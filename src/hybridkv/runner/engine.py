@@ -23,7 +23,7 @@ from hybridkv.runner.assembly import EngineOptions, assemble, plan_of
 from hybridkv.runner.completion import Completion, Progress, count_step, raise_first
 from hybridkv.runner.encoder_inputs import EncoderFeed, Given, InputName, encoder_feed, one_input_each
 from hybridkv.runner.forward_thread import ForwardThread
-from hybridkv.runner.images.prompt_images import Images, PromptImages, images_each
+from hybridkv.runner.images import Images, PromptImages, images_each
 from hybridkv.runner.inputs import (
     as_list,
     detokenizer_of,

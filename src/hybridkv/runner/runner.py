@@ -39,8 +39,7 @@ from hybridkv.runner.attention.step_cache import RowCache, StepCache
 from hybridkv.runner.decode_graphs import DecodeGraphs, compile_option, refusal
 from hybridkv.runner.encoder_decoder import decode
 from hybridkv.runner.forwards import Forwards, forwards_of, rows_of
-from hybridkv.runner.images.image_call import attends_both_ways, kept_attention
-from hybridkv.runner.images.step_images import ImageRead, StepImages
+from hybridkv.runner.images import ImageRead, StepImages, attends_both_ways, kept_attention
 from hybridkv.runner.inputs import require_callable
 from hybridkv.runner.linears import padded_linears
 from hybridkv.runner.load import require_model
@@ -390,7 +389,7 @@ class ModelRunner:
         self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, images: ImageRead | None
     ) -> torch.Tensor:
         """The model over a flattened step: logits behind the tokens ``keep``, [n, vocabulary]."""
-        more = {} if images is None else images.arguments()
+        more = {} if images is None else images.arguments
         if self.forwards is Forwards.BY_ROW:
             row = RowCache(
                 self._views, self._context, positions, {layer: read.mask for layer, read in self._reads.items()}
