@@ -1,16 +1,19 @@
 """Checks of what callers hand in: numbers, text, flags, arrays of integers, objects of a class.
 
 Each check returns the value as the plain kind that is stored (numpy's numbers as Python's), or raises ConfigError with
-the name of the argument. Code after the check trusts the value. ``check_fields`` checks the fields of a frozen
-dataclass.
+the name of the argument. Code after the check trusts the value. ``check_types`` checks the fields of a frozen dataclass
+by their annotations.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import cache
 from numbers import Integral, Real
-from typing import TypeVar
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,8 +109,37 @@ def integers(name: str, values: object, least: int, most: int = MOST_COUNT) -> N
 
 # -- fields of frozen dataclasses
 
-Check = Callable[[str, object], object]
+Check = Callable[[str, object], Any]
 """A function of a name and a value: the value to keep, or ConfigError that names it."""
+
+
+def check_types(owner: Any) -> None:  # noqa: ANN401  # an object of any frozen dataclass
+    """Replace the fields of ``owner``, a frozen dataclass, by what the checks of their annotations return.
+
+    ``int`` takes integers, ``tuple[X, ...]`` a list, a class its objects; ``Annotated`` names another check.
+    """
+    for name, check in _checks(type(owner)).items():
+        check_fields(owner, check, name)
+
+
+@cache
+def _checks(owner: type) -> dict[str, Check]:
+    hints = get_type_hints(owner, include_extras=True)
+    return {field.name: _check_of(hints[field.name]) for field in fields(owner)}
+
+
+def _check_of(kind: Any) -> Check:  # noqa: ANN401  # a type, or what typing makes of several
+    """Return the check for values of ``kind``."""
+    if get_origin(kind) is Annotated:
+        check: Check = kind.__metadata__[0]
+        return check
+    inner = get_args(kind)
+    if NoneType in inner:
+        return or_none(_check_of(inner[0]))
+    if get_origin(kind) is tuple:
+        return each(_check_of(inner[0]))
+    numbers: dict[type, Check] = {int: integer, bool: flag}
+    return numbers.get(kind) or one_of(kind)
 
 
 def check_fields(owner: object, check: Check, *names: str) -> None:
@@ -122,6 +154,11 @@ def check_fields(owner: object, check: Check, *names: str) -> None:
 def at_least(least: int) -> Check:
     """Return a check for integers of ``least`` or more."""
     return lambda name, value: integer(name, value, least)
+
+
+Count = Annotated[int, at_least(0)]
+Positive = Annotated[int, at_least(1)]
+"""Of fields that ``check_types`` checks."""
 
 
 def or_none(check: Check) -> Check:

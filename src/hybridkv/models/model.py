@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final
+from typing import Annotated, Final
 
-from hybridkv.arguments import check_fields, each, integer, one_of, or_none, text
+from hybridkv.arguments import check_types, text
 from hybridkv.errors import ConfigError
 from hybridkv.specs import Keeps, KVCacheSpec
 
@@ -25,14 +25,12 @@ class Layer:
     A decoder layer that keeps two things (attention and a recurrent state) gives two Layers with one index.
     """
 
-    name: str
+    name: Annotated[str, text]
     spec: KVCacheSpec
     index: int
 
     def __post_init__(self) -> None:
-        check_fields(self, text, "name")
-        check_fields(self, one_of(KVCacheSpec), "spec")
-        check_fields(self, integer, "index")
+        check_types(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class ReadFact:
     source: str
 
     def __post_init__(self) -> None:
-        check_fields(self, one_of(str), "what", "value", "field", "source")
+        check_types(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +71,12 @@ class Model:
     num_layers: decoder layers, whatever they keep; 0 for as many as keep something.
     """
 
-    name: str
-    model_type: str
+    name: str  # a config may call itself anything: what is printed is escaped
+    model_type: Annotated[str, text]
     layers: tuple[Layer, ...]
     max_model_len: int | None
     vocab_size: int
-    dtype: str
+    dtype: Annotated[str, text]
     parameters: int
     active_parameters: int
     block_size: int
@@ -87,21 +85,13 @@ class Model:
     num_speculative_tokens: int = 0
     hidden_size: int = 0
     query_heads: int = 0
-    dtype_from: str | None = None
+    dtype_from: Annotated[str, text] | None = None
     read_from: tuple[ReadFact, ...] = ()
     num_layers: int = 0
     weight_bytes: int = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, one_of(str), "name")  # a config may call itself anything: what is printed is escaped
-        check_fields(self, text, "model_type", "dtype")
-        check_fields(self, each(one_of(Layer)), "layers")
-        check_fields(self, or_none(integer), "max_model_len")
-        check_fields(self, or_none(text), "dtype_from")
-        check_fields(self, each(one_of(ReadFact)), "read_from")
-        check_fields(self, integer, "vocab_size", "parameters", "active_parameters", "block_size", "tp")
-        check_fields(self, integer, "max_encoder_tokens", "num_speculative_tokens", "hidden_size", "query_heads")
-        check_fields(self, integer, "num_layers", "weight_bytes")
+        check_types(self)
         if not self.layers:
             raise ConfigError(f"{self.name} has no layer that keeps anything in the cache")
         if len(self.layers) > 2 * MOST_LAYERS:  # a decoder layer may keep two things

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hybridkv.arguments import check_fields, each, flag, integer, one_of, or_none
+from hybridkv.arguments import Positive, check_types
 from hybridkv.errors import ConfigError
 from hybridkv.specs import KVCacheSpec
 from hybridkv.units import MOST_COUNT, format_count
@@ -45,18 +45,14 @@ class SlabClass:
     block_bytes: from one block to the next, padding included. blocks_per_slab: k. groups: their numbers.
     """
 
-    block_bytes: int
-    blocks_per_slab: int
+    block_bytes: Positive
+    blocks_per_slab: Positive
     groups: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_fields(self, integer, "block_bytes", "blocks_per_slab")
-        check_fields(self, each(integer), "groups")
-        if self.block_bytes < 1 or self.blocks_per_slab < 1 or not self.groups:
-            raise ConfigError(
-                f"a class of slabs needs a group and at least one block of one byte, got {len(self.groups)} groups, "
-                f"{self.blocks_per_slab} blocks of {self.block_bytes} bytes"
-            )
+        check_types(self)
+        if not self.groups:
+            raise ConfigError("a class of slabs needs a group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +65,12 @@ class SlabLayout:
     """
 
     slab_bytes: int
-    num_slabs: int
+    num_slabs: Positive
     classes: tuple[SlabClass, ...]
     kernel_blocks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_fields(self, integer, "slab_bytes", "num_slabs")
-        check_fields(self, each(one_of(SlabClass)), "classes")
-        check_fields(self, each(integer), "kernel_blocks")
-        if self.num_slabs < 1:
-            raise ConfigError(f"num_slabs must be at least 1 (the null slab), got {self.num_slabs}")
+        check_types(self)
         if sorted(group for one in self.classes for group in one.groups) != list(range(len(self.kernel_blocks))):
             raise ConfigError("every group must be in exactly one class of slabs")
         for one in self.classes:
@@ -121,8 +113,7 @@ class KVCacheTensor:
     block_stride_bytes: int
 
     def __post_init__(self) -> None:
-        check_fields(self, integer, "size", "offset_bytes", "block_stride_bytes")
-        check_fields(self, each(one_of(str)), "shared_by")
+        check_types(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +128,7 @@ class KVCacheGroupSpec:
     is_eagle_group: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, each(one_of(str)), "layer_names")
-        check_fields(self, one_of(KVCacheSpec), "spec")
-        check_fields(self, flag, "is_eagle_group")
+        check_types(self)
         if not self.layer_names:
             raise ConfigError("a group needs at least one layer")
 
@@ -162,18 +151,13 @@ class KVCacheConfig:
     ``blocks_of`` the blocks of a group.
     """
 
-    num_blocks: int
+    num_blocks: Positive
     tensors: tuple[KVCacheTensor, ...]
     groups: tuple[KVCacheGroupSpec, ...]
     slabs: SlabLayout | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, integer, "num_blocks")
-        check_fields(self, each(one_of(KVCacheTensor)), "tensors")
-        check_fields(self, each(one_of(KVCacheGroupSpec)), "groups")
-        check_fields(self, or_none(one_of(SlabLayout)), "slabs")
-        if self.num_blocks < 1:
-            raise ConfigError(f"num_blocks must be at least 1 (the null block), got {self.num_blocks}")
+        check_types(self)
         if not self.groups:
             raise ConfigError("a KVCacheConfig needs at least one group")
         classes = () if self.slabs is None else self.slabs.classes

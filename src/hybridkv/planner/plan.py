@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from hybridkv.arguments import check_fields, flag, instance, integer, one_of, or_none
+from hybridkv.arguments import check_types, flag, instance, integer, one_of, or_none
 from hybridkv.errors import AssumptionWarning, CapacityError, ConfigError
 from hybridkv.models import Model
 from hybridkv.planner.capacity import Capacity, blocks_needed, capacity_of, reserved_blocks, tokens_that_fit
@@ -46,12 +46,7 @@ class Plan:
     states_kept: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, one_of(Model), "model")
-        check_fields(self, one_of(KVCacheConfig), "config")
-        check_fields(self, integer, "memory_bytes")
-        check_fields(self, one_of(RequestLimits), "limits")
-        check_fields(self, one_of(str), "layout")
-        check_fields(self, or_none(one_of(str)), "states_kept")
+        check_types(self)
 
     @property
     def max_model_len(self) -> int:

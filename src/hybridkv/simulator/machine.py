@@ -16,7 +16,7 @@ from hybridkv.models import Model
 from hybridkv.planner import Plan
 from hybridkv.simulator.cost import WEIGHT_BYTES
 from hybridkv.simulator.hardware import UNBOUNDED, Hardware
-from hybridkv.specs.attention import AttentionSpec
+from hybridkv.specs import AttentionSpec
 from hybridkv.units import format_bytes
 
 _MOST_RANKS: Final = 1024

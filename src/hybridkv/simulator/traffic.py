@@ -12,7 +12,7 @@ A row has ``c`` computed tokens and runs ``s`` more; ``b`` is what a token takes
 
 and copies of blocks, as the Step lists them, move 2 * content of the group's block each.
 
-Sources: what each kind reads is the definition of its mask (hybridkv.specs.attention). Idealised: keys and
+Sources: what each kind reads is the definition of its mask (hybridkv.specs). Idealised: keys and
 values are read once for all queries of a row (FlashAttention, arXiv 2205.14135, reads them once a tile of
 queries), and a scan carries its state through a chunk of the prompt without visiting memory (the chunked scan of
 Mamba-2, arXiv 2405.21060, section 6, writes one state a tile). New tokens count once, as read; a row that begins

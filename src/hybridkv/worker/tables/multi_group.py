@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.planner.config import KVCacheConfig
-from hybridkv.specs import KVCacheSpec
-from hybridkv.specs.base import Keeps, RequestLimits
+from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.step import SCHEMA_VERSION, Step
 from hybridkv.units import ceil_div
 from hybridkv.worker.tables.block_table import BlockTable, KernelSize
