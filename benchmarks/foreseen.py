@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
+from hybridkv.simulator.described import Edge, Prefixes, leading, runs_of
 from hybridkv.simulator.formats import TraceRequest
-from hybridkv.simulator.prefixes import Edge, Prefixes, leading, runs_of
 
 
 class _Known:

@@ -1,12 +1,16 @@
-"""Opens files whose paths users give: regular files alone, and never with a wait."""
+"""Files whose paths users give: regular files are read alone, without a wait; files are written whole or not at all."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+from typing import BinaryIO
 
 
 def open_regular(path: str | Path) -> BufferedReader:
@@ -28,3 +32,28 @@ def open_regular(path: str | Path) -> BufferedReader:
 def _open_now(path: str, flags: int) -> int:
     """Open a pipe without a wait for its writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))  # Windows has neither
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file beside ``path`` that takes its place at the end; after an error nothing is left of it."""
+    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        Path(name).chmod(0o666 & ~mask)
+        Path(name).replace(path)
+    except BaseException:
+        with suppress(OSError):
+            Path(name).unlink()
+        raise
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """``content`` as the file at ``path``. OSError where there is no room, or no right to."""
+    with written_whole(path) as file:
+        file.write(content)

@@ -20,7 +20,7 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, load
 from hybridkv.runner.chat import chat_ids
 from hybridkv.simulator import ReplaySettings, TraceFile, plan_for_trace, simulation_of
-from hybridkv.simulator.recording import Recording
+from hybridkv.simulator.report import Recording
 
 PYTHON = os.environ.get("CLIENTS_PYTHON")
 pytestmark = [pytest.mark.thorough, pytest.mark.skipif(PYTHON is None, reason="CLIENTS_PYTHON names no Python")]

@@ -13,7 +13,7 @@ import pytest
 from cli_support import error, run
 from token_traces import trace
 
-from hybridkv.doctor import traces
+from hybridkv import doctor
 from hybridkv.models import read_model
 from hybridkv.planner import Plan
 from hybridkv.planner import plan as make_plan
@@ -135,7 +135,7 @@ def test_a_short_trace_whose_requests_come_at_once(tmp_path: Path) -> None:
 def test_remedies_are_replayed_on_as_many_ranks(ranks: tuple[int, int], tmp_path: Path, replayed: list[Plan]) -> None:
     source = trace(tmp_path / "t.jsonl", *([[1, 0, 800], [2 + at, 0, 50]] for at in range(4)))
     made = make_plan(read_model("llama-3-8b", block_size=512), "8GiB", layout="reference", dcp=ranks[0], pcp=ranks[1])
-    found = traces.examine_trace(source, made, ReplaySettings())
+    found = doctor.examine_trace(source, made, ReplaySettings())
     assert [one.name for one in found.findings] == ["blocks_and_prefixes"]
     assert [one.layout for one in replayed] == ["reference", "natural"]
     assert {(one.limits.dcp, one.limits.pcp) for one in replayed} == {ranks}
@@ -150,7 +150,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         seen.append(plan)
         return simulation_of(plan, settings)
 
-    monkeypatch.setattr(traces, "simulation_of", see)
+    monkeypatch.setattr(doctor, "simulation_of", see)
     return seen
 
 
@@ -158,7 +158,7 @@ def test_remedies_are_replayed_with_as_much_of_an_encoder(tmp_path: Path, replay
     source = trace(tmp_path / "t.jsonl", *([[1, 0, 450], [2 + at, 0, 50]] for at in range(4)))
     model = read_model("flan-t5-large", block_size=512)
     given = make_plan(model, "4GiB", max_model_len=1024, max_encoder_tokens=10, layout="reference")
-    traces.examine_trace(source, given, ReplaySettings())
+    doctor.examine_trace(source, given, ReplaySettings())
     assert [one.limits.max_encoder_tokens for one in replayed] == [10, 10]
 
 
@@ -166,7 +166,7 @@ def test_remedies_are_replayed_with_blocks_that_the_kernel_reads(tmp_path: Path,
     source = trace(tmp_path / "t.jsonl", *([[at % 4, 0, 6000], [100 + at, 0, 20]] for at in range(8)))
     model = read_model("gemma-3-27b", block_size=32)
     given = make_plan(model, "6GiB", max_model_len=8000, windows_as_full=True, kernel_block_size=16)
-    found = traces.examine_trace(source, given, ReplaySettings())
+    found = doctor.examine_trace(source, given, ReplaySettings())
     assert [one.name for one in found.findings] == ["windows"]
     assert [one.kernel_block_size for one in replayed] == [16, 16]
     assert make_plan(model, "6GiB", max_model_len=8000).kernel_block_size is None

@@ -15,7 +15,7 @@ from hybridkv.cache import Miss, MissReason
 from hybridkv.models import read_model
 from hybridkv.schedule import Scheduler
 from hybridkv.simulator import ReplaySettings, TraceFile, Workload, plan_for_trace, simulation_of
-from hybridkv.simulator.explained import AT_MOST, ESTIMATE, Explained, explained_file
+from hybridkv.simulator.report import AT_MOST, ESTIMATE, Explained, explained_file
 
 LLAMA = ("--model", "llama-3-8b")
 SMALL = ("workload:chat", *LLAMA, "--memory", "1GiB", "--hours", "0.03")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_support import error, run
 
-from hybridkv.doctor import traces
+from hybridkv import doctor
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.models.catalog import known_models
@@ -26,8 +26,7 @@ from hybridkv.simulator import (
     replay_replicas,
     sweep,
 )
-from hybridkv.simulator.hardware import hardware_named
-from hybridkv.simulator.machine import machine_in_words, room_for_cache, too_large
+from hybridkv.simulator.hardware import hardware_named, machine_in_words, room_for_cache, too_large
 
 SOURCE = UniformWorkload(conversations=4)
 LLAMA_70B = ("workload:uniform", "--model", "llama-3-70b", "--memory", "40GiB")
@@ -159,7 +158,7 @@ def test_the_doctor_asks_for_no_memory_that_the_machine_lacks() -> None:
     source = UniformWorkload(conversations=16, turns=1, gap_s=0.0)
     made = plan_for_trace(source.summary(), model, "1GiB")
     told: list[str] = []
-    found = traces.examine_trace(source, made, ReplaySettings(hardware=small), on_replay=told.append)
+    found = doctor.examine_trace(source, made, ReplaySettings(hardware=small), on_replay=told.append)
     (finding,) = [one for one in found.findings if one.name == "states_and_requests"]
     assert finding.remedy == "more ranks or replicas: the cache has what weights leave of one H100 SXM"
     assert finding.proof is None

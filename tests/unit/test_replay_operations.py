@@ -11,7 +11,7 @@ from test_replay_cost import step
 from hybridkv.models import read_model
 from hybridkv.planner import plan
 from hybridkv.simulator import H100, StepCost
-from hybridkv.simulator.operations import Operations
+from hybridkv.simulator.cost import Operations
 
 ROWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=5)
 

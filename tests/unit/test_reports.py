@@ -20,8 +20,8 @@ from hybridkv.models import read_model
 from hybridkv.planner import Plan
 from hybridkv.report import Chart, page, plan_page, replay_page, sweep_page, tune_page
 from hybridkv.simulator import Cell, ReplayReport, ReplaySettings, Swept, Tried, Workload, plan_for_trace, simulation_of
-from hybridkv.simulator.aims import parse_aims
-from hybridkv.simulator.recording import MOST_SAMPLES, Recorded, Recording
+from hybridkv.simulator.report import MOST_SAMPLES, Recorded, Recording
+from hybridkv.simulator.tune import parse_aims
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SOURCE = Workload("chat", hours=0.03)

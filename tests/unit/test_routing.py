@@ -22,8 +22,7 @@ from hybridkv.simulator import (
     replay,
     replay_replicas,
 )
-from hybridkv.simulator.fleet import FleetReport
-from hybridkv.simulator.routing import ROUND_ROBIN, _Told
+from hybridkv.simulator.fleet import ROUND_ROBIN, FleetReport, _Told
 from hybridkv.simulator.trace import summarise
 
 SOURCE = UniformWorkload(templates=5, conversations=11, gap_s=0.02)

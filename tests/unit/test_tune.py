@@ -11,8 +11,8 @@ from cli_support import error, run
 
 from hybridkv.errors import ConfigError
 from hybridkv.simulator import Tried, UniformWorkload, tune
-from hybridkv.simulator.aims import Aim, parse_aims, parse_prices, worst
-from hybridkv.simulator.cells import Cell
+from hybridkv.simulator.sweep import Cell
+from hybridkv.simulator.tune import Aim, parse_aims, parse_prices, worst
 
 AXES: dict[str, Sequence[object]] = {
     "model": ["llama-3-8b"],

@@ -16,10 +16,9 @@ from hybridkv.errors import ConfigError
 from hybridkv.models import DTYPE_NAMES
 from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.simulator import Cell, ReplaySettings
-from hybridkv.simulator.cost import BF16
-from hybridkv.simulator.hardware import DEFAULT_HARDWARE
-from hybridkv.simulator.routing import ROUND_ROBIN, ROUTERS
-from hybridkv.simulator.speculation import ACCEPTANCE
+from hybridkv.simulator.fleet import ROUND_ROBIN, ROUTERS
+from hybridkv.simulator.hardware import BF16, DEFAULT_HARDWARE
+from hybridkv.simulator.loop import ACCEPTANCE
 from hybridkv.units import GiB, MiB, format_count, parse_bytes, shown
 
 _MOST_CELLS: Final = 100_000

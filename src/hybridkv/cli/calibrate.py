@@ -32,7 +32,8 @@ from hybridkv.simulator.calibration import (
     steps_of,
     toml_of,
 )
-from hybridkv.simulator.cost import BF16, FP32, StepCost
+from hybridkv.simulator.cost import StepCost
+from hybridkv.simulator.hardware import BF16, FP32
 from hybridkv.units import MOST_COUNT, format_count
 
 if TYPE_CHECKING:  # it needs torch, which is loaded once the command runs

@@ -20,7 +20,7 @@ from hybridkv.cli.running import Prepared, RunOptions
 from hybridkv.cli.why import RememberOption, remembered, sentence
 from hybridkv.errors import ConfigError
 from hybridkv.simulator import RequestSource, TraceRequest
-from hybridkv.simulator.explained import Explained
+from hybridkv.simulator.report import Explained
 from hybridkv.units import format_count
 
 _WIDTH: Final = 24

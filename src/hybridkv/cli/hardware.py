@@ -11,7 +11,7 @@ import typer
 from hybridkv.cli.output import console, table
 from hybridkv.cli.panels import OUTPUT, RUN
 from hybridkv.simulator import HARDWARE
-from hybridkv.simulator.cost import WEIGHT_BYTES
+from hybridkv.simulator.hardware import WEIGHT_BYTES
 
 HardwareOption = Annotated[
     str, typer.Option(help="A name of `hybridkv hardware`, or a TOML file.", metavar="NAME|FILE", rich_help_panel=RUN)

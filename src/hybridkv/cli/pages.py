@@ -10,7 +10,7 @@ import typer
 
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.errors import ConfigError
-from hybridkv.simulator.written import write_whole
+from hybridkv.regular_files import write_whole
 
 PageFile = Annotated[
     Path | None,

@@ -25,8 +25,7 @@ from hybridkv.cli.running import Prepared, RunOptions
 from hybridkv.cli.why import WHY, WhyOptions
 from hybridkv.report import replay_page
 from hybridkv.simulator import Progress, ReplayReport
-from hybridkv.simulator.explained import explained_file
-from hybridkv.simulator.recording import Recording
+from hybridkv.simulator.report import Recording, explained_file
 from hybridkv.units import format_bytes, format_count
 
 _SECONDS_PER_LINE: Final = 10.0

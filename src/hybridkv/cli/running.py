@@ -43,9 +43,8 @@ from hybridkv.simulator import (
     plan_with_length,
     simulation_of,
 )
-from hybridkv.simulator.cost import BF16
-from hybridkv.simulator.hardware import DEFAULT_HARDWARE
-from hybridkv.simulator.speculation import ACCEPTANCE, Speculation
+from hybridkv.simulator.hardware import BF16, DEFAULT_HARDWARE
+from hybridkv.simulator.loop import ACCEPTANCE, Speculation
 
 _DEFAULT: Final = ReplaySettings()
 _SAID_NOTHING: Final = SourceOptions()

@@ -25,7 +25,7 @@ from hybridkv.cli.printable import printable
 from hybridkv.cli.requests import SourceOptions, TraceArgument
 from hybridkv.report import sweep_page
 from hybridkv.simulator import Swept, processes, sweep
-from hybridkv.simulator.cells import differing, machines_of
+from hybridkv.simulator.sweep import differing, machines_of
 from hybridkv.units import format_count
 
 

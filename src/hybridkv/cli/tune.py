@@ -24,8 +24,8 @@ from hybridkv.cli.printable import printable
 from hybridkv.cli.requests import SourceOptions, TraceArgument
 from hybridkv.report import tune_page
 from hybridkv.simulator import Tried, processes, tune
-from hybridkv.simulator.aims import parse_aims, parse_prices
-from hybridkv.simulator.cells import differing, in_words, machines_of
+from hybridkv.simulator.sweep import differing, in_words, machines_of
+from hybridkv.simulator.tune import parse_aims, parse_prices
 from hybridkv.units import format_count
 
 _SHOWN: Final = 10

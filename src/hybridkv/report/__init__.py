@@ -1,12 +1,10 @@
 """Pictures of plans, replays, sweeps and searches: one HTML file each, which needs no network (docs/reports.md).
 
-plan, replay, sweep, tune (which charts there are) -> charts (their forms) -> page (the file)
+caches, settings (which charts there are) -> page (their forms, and the file)
 """
 
+from hybridkv.report.caches import plan_page, replay_page
 from hybridkv.report.page import Chart, Table, page
-from hybridkv.report.plan import plan_page
-from hybridkv.report.replay import replay_page
-from hybridkv.report.sweep import sweep_page
-from hybridkv.report.tune import tune_page
+from hybridkv.report.settings import sweep_page, tune_page
 
 __all__ = ["Chart", "Table", "page", "plan_page", "replay_page", "sweep_page", "tune_page"]

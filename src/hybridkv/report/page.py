@@ -1,18 +1,24 @@
 """One HTML file with everything in it: facts, charts, and the library that draws them (plotly, its minified script).
 
 Charts are Plotly's own JSON, without colours of their own: the page gives them those of light or dark, and says what
-each one shows in a sentence.
+each one shows in a sentence. Forms that charts share: lines that hold until the next one, layers that add up, bars.
 """
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from hybridkv.errors import ConfigError
+from hybridkv.planner import Plan
+from hybridkv.specs import Keeps
 
 Trace = Mapping[str, Any]
 """One of Plotly's traces. ``colour``, a number, is what the page colours it by: equal ones are alike in all charts."""
@@ -158,3 +164,91 @@ function draw() {
 draw();
 dark.addEventListener("change", draw);
 """
+
+
+Float64 = NDArray[np.float64]
+
+PADDING, FREE, ALERT = 7, 9, 4
+"""Colours of what nobody can use, of what nobody uses, and of what one should look at."""
+_OF_KINDS: Final[Mapping[str, int]] = {
+    Keeps.TOKENS: 0,
+    Keeps.WINDOW: 5,
+    Keeps.STATE: 1,
+    Keeps.ENCODER: 8,
+    Keeps.NOTHING: PADDING,
+}
+_SAID: Final[Mapping[str, str]] = {Keeps.TOKENS: "keys and values", Keeps.WINDOW: "windows", Keeps.STATE: "states"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What groups of a plan keep, the same in every chart.
+
+    block_bytes, content_bytes: of each group's blocks, as they lie in memory and what of it is used, float64[groups], 0
+    for groups of other kinds.
+    """
+
+    name: str
+    colour: int
+    block_bytes: Float64
+    content_bytes: Float64
+
+    @property
+    def padding(self) -> float:
+        """Share of its memory that nothing is in, where blocks of its groups are equally many."""
+        return 1 - float(self.content_bytes.sum() / self.block_bytes.sum())
+
+
+def kinds_of(plan: Plan) -> list[Kind]:
+    """All that the plan has, in the order of its groups."""
+    config, index = plan.config, {layer.name: layer.index for layer in plan.model.layers}
+    keeps = [str(group.spec.keeps) for group in config.groups]
+    blocks = np.array([config.block_bytes_of(at) for at in range(len(keeps))], np.float64)
+    contents = np.array([group.content_bytes for group in config.groups], np.float64)
+    found = []
+    for kind in dict.fromkeys(keeps):
+        mine = np.array([one == kind for one in keeps])
+        groups = [group for group, one in zip(config.groups, mine, strict=True) if one]
+        layers = {index[name] for group in groups for name in group.layer_names}
+        name = f"{_SAID.get(kind, kind)} of {len(layers)} layers"
+        found.append(Kind(name, _OF_KINDS[kind], blocks * mine, contents * mine))
+    return found
+
+
+def numbers(values: ArrayLike, digits: int = 6) -> list[float | None]:
+    """``values`` for JSON, rounded to so many digits that count; None, a gap, for NaN."""
+    each = np.asarray(values, np.float64).tolist()
+    return [None if math.isnan(one) else float(f"{one:.{digits}g}") for one in each]
+
+
+def line(name: str, x: ArrayLike, y: ArrayLike, colour: int, **more: Any) -> Trace:  # noqa: ANN401 - Plotly's
+    """A line."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": numbers(x),
+        "y": numbers(y),
+        "colour": colour,
+        **more,
+    }
+
+
+def steps(name: str, x: ArrayLike, y: ArrayLike, colour: int) -> Trace:
+    """A line that holds until the next point."""
+    return line(name, x, y, colour, line={"shape": "hv"})
+
+
+def layers(x: ArrayLike, parts: Iterable[tuple[str, ArrayLike, int]], **more: Any) -> list[Trace]:  # noqa: ANN401 - as above
+    """``parts``, name, values and colour, one above the other."""
+    return [line(name, x, y, colour, stackgroup="all", line={"width": 0.5}, **more) for name, y, colour in parts]
+
+
+def bars(name: str, x: Sequence[str], y: ArrayLike, colour: int, **more: Any) -> Trace:  # noqa: ANN401 - Plotly's
+    """Bars by name."""
+    return {"type": "bar", "name": name, "x": list(x), "y": numbers(y), "colour": colour, **more}
+
+
+def lying(name: str, y: Sequence[str], x: ArrayLike, colour: int, **more: Any) -> Trace:  # noqa: ANN401 - Plotly's
+    """Bars that lie, the first at the bottom."""
+    return {"type": "bar", "orientation": "h", "name": name, "y": list(y), "x": numbers(x), "colour": colour, **more}

@@ -2,36 +2,29 @@
 
 TraceFile | Workload  ->  TraceRequest  ->  replay(source, plan)  ->  ReplayReport
 
-formats, records, trace, tokens    the readers, and token ids out of pieces
-workloads, uniform        generators
-prefixes, described, converted    what requests share, what a source holds, and any as a token-exact trace
-cost, traffic, hardware             modelled time, and the bytes of the cache in it
-machine                   whether a machine holds weights and cache, and its name in reports
+formats, trace, tokens    the readers, and token ids out of pieces
+workloads                 generators
+described                 what requests share, what a source holds, and any as a token-exact trace
+cost, hardware            modelled time, the bytes of the cache in it, and machines
 loop, report              the loop, what came of it
-fleet, routing            several replicas behind a router
-aims, tune                the cheapest of many settings that keeps the aims
-cells, sweep              many settings over one source, each a file
+fleet                     several replicas behind a router
+sweep, tune               many settings over one source, each a file, and the cheapest of them that keeps the aims
 setup                     plan, manager, scheduler and loop put together
 """
 
-from hybridkv.simulator.cells import Cell
-from hybridkv.simulator.converted import convert
-from hybridkv.simulator.cost import StepCost
-from hybridkv.simulator.described import TraceDescription, describe
+from hybridkv.simulator.cost import CacheTraffic, StepCost
+from hybridkv.simulator.described import TraceDescription, convert, describe
 from hybridkv.simulator.fleet import FleetReport, replay_replicas
 from hybridkv.simulator.formats import FORMATS, TraceRequest
 from hybridkv.simulator.hardware import H100, H100_UNBOUNDED, HARDWARE, Hardware, hardware_named
-from hybridkv.simulator.loop import Progress, SimulatedClock, replay_through
+from hybridkv.simulator.loop import Progress, SimulatedClock, Speculation, replay_through
 from hybridkv.simulator.report import GroupReport, ReplayReport
 from hybridkv.simulator.setup import ReplaySettings, Simulation, plan_for_trace, plan_with_length, replay, simulation_of
-from hybridkv.simulator.speculation import Speculation
-from hybridkv.simulator.sweep import Swept, processes, sweep
+from hybridkv.simulator.sweep import Cell, Swept, processes, sweep
 from hybridkv.simulator.tokens import Pieces
 from hybridkv.simulator.trace import RequestSource, TraceFile, TraceSummary
-from hybridkv.simulator.traffic import CacheTraffic
 from hybridkv.simulator.tune import Tried, tune
-from hybridkv.simulator.uniform import UniformWorkload
-from hybridkv.simulator.workloads import WORKLOADS, Workload
+from hybridkv.simulator.workloads import WORKLOADS, UniformWorkload, Workload
 
 __all__ = [
     "FORMATS",

@@ -13,23 +13,58 @@ from each rank (Patarasuk, Yuan, J. Parallel Distrib. Comput. 69, 2009).
 tokens: those the step runs. A weight takes 4 bytes (fp32), 2 (bf16), 1 (fp8) or a half (int4, scales left out); fp8
 computes at the rate of fp8 where the hardware has one, int4 at that of bf16, to which it is unpacked (Lin et al., AWQ,
 arXiv 2306.00978, section 4). Weights read: all, once a step; of a mixture of experts no more than its tokens can
-choose, ``min(parameters, active parameters * tokens)``. Cache bytes moved are those of one rank, by layer kind:
-hybridkv.simulator.traffic.
+choose, ``min(parameters, active parameters * tokens)``. Cache bytes moved are those of one rank, by layer kind.
 
 Two operations per weight and token is the usual count of a forward (Kaplan et al., arXiv 2001.08361, section
-2.1); those of attention and of recurrent states are in hybridkv.simulator.operations; the roofline is Williams,
+2.1); those of attention and of recurrent states are below (Operations); the roofline is Williams,
 Waterman, Patterson, CACM 52(4), 2009. An encoder-decoder's encoder runs in the step that begins a request with another
 input: its weights, which are those that no decoder's token is multiplied with, are read once a step, and multiplied
 with the tokens of each input. Left out: attention inside encoders, those of pictures and sound that a decoder reads as
 tokens, sampling; context parallel ranks share the cache and attention, not the weights' operations. Durations decide
 only who runs beside whom: hits, blocks and preemptions come from the real scheduler and manager.
+
+CacheTraffic: bytes of the cache that a step moves through one rank's memory, layer kind by layer kind.
+
+A row has ``c`` computed tokens and runs ``s`` more; ``b`` is what a token takes in a layer. A step reads
+
+    full attention, MLA     (c + s) * b                          every token of the request
+    window of W             min(c + s, s + W - 1) * b            s queries, each of itself and the W - 1 before it
+    chunk of C              (c % C + s) * b                      from the start of the chunk that token c is in
+    attention sinks         sink_len * b                         besides
+    cross attention         encoder tokens * b                   whatever s is
+    recurrent layer         2 * its state                        read and written, once a step and row
+    encoder-only            0                                    nothing is kept between steps
+
+and copies of blocks, as the Step lists them, move 2 * content of the group's block each.
+
+Sources: what each kind reads is the definition of its mask (hybridkv.specs). Idealised: keys and
+values are read once for all queries of a row (FlashAttention, arXiv 2205.14135, reads them once a tile of
+queries), and a scan carries its state through a chunk of the prompt without visiting memory (the chunked scan of
+Mamba-2, arXiv 2405.21060, section 6, writes one state a tile). New tokens count once, as read; a row that begins
+at zero counts alike, its state is cleared instead of read.
+
+Attention that a kernel masks but the cache keeps whole (windows managed as full attention) reads its window.
+Context parallel ranks hold, and read, 1 / (dcp * pcp) of the tokens of a request; states and the encoder's
+tokens are whole on each. Padding of pages is not read.
+
+Operations: those of a step besides the weights': attention over its context, and recurrent states.
+
+    attention   2 (width of a key + width of a value) * query heads for each pair of a token and one that it sees: a
+                product and a sum each, twice (Kaplan et al., arXiv 2001.08361, section 2.1, count the keys' half);
+                latents as they are absorbed, 4 * their width (DeepSeek-V2, arXiv 2405.04434, section 2.1.2)
+    states      6 for each element and token: it decays, is written and is read (Mamba-2, arXiv 2405.21060, section 2.1)
+
+Pairs are those of the mask, so a causal prompt has half of its square. Ranks of decode context parallelism are tensor
+parallel ones, each with the query heads of all of them and its part of the tokens, which comes to the same; those of
+prefill share a prompt's queries. Of an encoder only what decoders read of it is counted. Where nobody knows the query
+heads attention counts nothing, and so do layers that read what others keep (they have no cache of their own).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, Self
 
 import numpy as np
@@ -39,25 +74,196 @@ from hybridkv.cache import Transfer
 from hybridkv.errors import ConfigError
 from hybridkv.models import Model
 from hybridkv.planner import Plan
-from hybridkv.simulator.hardware import H100, Hardware
-from hybridkv.simulator.operations import NONE_BESIDES, Operations
-from hybridkv.simulator.traffic import CacheTraffic
-from hybridkv.specs import Keeps
+from hybridkv.simulator.hardware import BF16, FP8, H100, WEIGHT_BYTES, Hardware, weights_named
+from hybridkv.specs import (
+    AttentionSpec,
+    Keeps,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+)
 from hybridkv.step import Copy, Step
-from hybridkv.units import shown
 
-FP32: Final = "fp32"
-BF16: Final = "bf16"
-FP8: Final = "fp8"
-WEIGHT_BYTES: Final[Mapping[str, float]] = MappingProxyType({FP32: 4, BF16: 2, FP8: 1, "int4": 0.5})
-"""Of one weight, by what weights are kept in."""
+Spans = tuple[tuple[int, float], ...]
+"""(tokens of the window or chunk, bytes of a token in all layers that have it), by tokens."""
 
 
-def weights_named(name: str) -> str:
-    """``name``. ConfigError for what weights are not kept in."""
-    if name not in WEIGHT_BYTES:
-        raise ConfigError(f"weights (--weights) must be one of {', '.join(WEIGHT_BYTES)}, got {shown(name)}")
-    return name
+@dataclass(frozen=True, slots=True)
+class CacheTraffic:
+    """What one rank moves; build it with ``of``.
+
+    token_bytes: of a token that stays. windows, chunks: of tokens that are read for a while. row_bytes: of a
+    row, whatever its length. copy_bytes: of one copied block, by group.
+    """
+
+    token_bytes: float = 0.0
+    windows: Spans = ()
+    chunks: Spans = ()
+    row_bytes: float = 0.0
+    copy_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """That of ``plan``'s model in its cache; every request has an encoder input of the largest size."""
+        limits = plan.limits
+        windows, chunks = defaultdict[int, float](float), defaultdict[int, float](float)
+        tokens = rows = 0.0
+        for spec in (layer.spec for layer in plan.model.layers):
+            token_bytes = spec.content_bytes / spec.block_size
+            window, chunk = spec.mask
+            if window is not None:
+                windows[window] += token_bytes / limits.cp
+            elif chunk is not None:
+                chunks[chunk] += token_bytes / limits.cp
+            elif spec.keeps is Keeps.TOKENS:
+                tokens += token_bytes / limits.cp
+            elif spec.keeps is Keeps.ENCODER:
+                rows += limits.max_encoder_tokens * token_bytes
+            elif spec.keeps is Keeps.STATE:
+                rows += 2 * spec.content_bytes
+            if isinstance(spec, SinkFullAttentionSpec):
+                rows += spec.sink_len * token_bytes / limits.cp
+        copies = tuple(2 * group.content_bytes for group in plan.config.groups)
+        return cls(tokens, _spans(windows), _spans(chunks), rows, copies)
+
+    def bytes_of(self, step: Step) -> float:
+        """Bytes that ``step`` moves. O(rows + copies)."""
+        computed, scheduled = step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64)
+        context = computed + scheduled
+        moved = self.token_bytes * int(context.sum()) + self.row_bytes * len(step)
+        for window, token_bytes in self.windows:
+            moved += token_bytes * int(np.minimum(context, scheduled + window - 1).sum())
+        for chunk, token_bytes in self.chunks:
+            moved += token_bytes * int((computed % chunk + scheduled).sum())
+        return moved + sum(self.copy_bytes[copy.group] for copy in step.copies)
+
+    def decode_bytes(
+        self, computed: NDArray[np.int64], steps: int, copies: Sequence[Transfer | Copy] = ()
+    ) -> NDArray[np.float64]:
+        """Bytes of each of ``steps`` steps in which rows of ``computed`` tokens, int64[rows], run one token each.
+
+        float64[steps], to the bit those of ``bytes_of``. copies: in each of the steps. O(rows + steps) and, for rows
+        that are not as long as a window yet and for chunks, O(rows * steps).
+        """
+        more = np.arange(1, steps + 1)
+        rows = len(computed)
+        context = (int(computed.sum()) + rows * more).astype(np.float64)
+        moved: NDArray[np.float64] = self.token_bytes * context + self.row_bytes * rows
+        for window, token_bytes in self.windows:
+            moved += token_bytes * window_reads(computed, more, window)
+        for chunk, token_bytes in self.chunks:
+            moved += token_bytes * chunk_reads(computed, more, chunk)
+        moved += sum(self.copy_bytes[copy.group] for copy in copies)
+        return moved
+
+
+def window_reads(computed: NDArray[np.int64], more: NDArray[np.int64], window: int) -> NDArray[np.int64]:
+    """Tokens that all rows of ``computed`` tokens read in a window, each in its step ``more``, counted from 1."""
+    short = computed[computed < window]
+    read: NDArray[np.int64] = np.minimum(short[:, None] + more, window).sum(axis=0)
+    return read + (len(computed) - len(short)) * window
+
+
+def chunk_reads(computed: NDArray[np.int64], more: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
+    """The same in the chunks that their tokens are in."""
+    read: NDArray[np.int64] = ((computed[:, None] + (more - 1)) % chunk + 1).sum(axis=0)
+    return read
+
+
+def _spans(token_bytes: Mapping[int, float]) -> Spans:
+    return tuple(sorted(token_bytes.items()))
+
+
+_OF_ELEMENT: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Of one rank; build it with ``of``.
+
+    pair: of a token and one that it sees in all layers that keep every token. windows, chunks: the same by their
+    length. token: of one token, whatever its context.
+    """
+
+    pair: float = 0.0
+    windows: Spans = ()
+    chunks: Spans = ()
+    token: float = 0.0
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """Those of ``plan``'s model."""
+        limits, heads = plan.limits, plan.model.query_heads / plan.model.tp
+        windows, chunks = defaultdict[int, float](float), defaultdict[int, float](float)
+        pair = token = 0.0
+        for spec in (layer.spec for layer in plan.model.layers):
+            if isinstance(spec, MambaSpec):
+                token += _OF_ELEMENT * sum(float(np.prod(shape)) for shape in spec.shapes)
+                continue
+            if not isinstance(spec, AttentionSpec):
+                continue
+            of_pair = _of_pair(spec) * heads / (1 if spec.keeps is Keeps.ENCODER else limits.pcp)
+            window, chunk = spec.mask
+            if window is not None:
+                windows[window] += of_pair
+            elif chunk is not None:
+                chunks[chunk] += of_pair
+            elif spec.keeps is Keeps.ENCODER:
+                token += of_pair * limits.max_encoder_tokens
+            elif spec.keeps is Keeps.TOKENS:
+                pair += of_pair
+        return cls(pair, tuple(sorted(windows.items())), tuple(sorted(chunks.items())), token)
+
+    def of_rows(self, computed: NDArray[np.int64], scheduled: NDArray[np.int64]) -> float:
+        """Of rows that run ``scheduled`` tokens behind ``computed``. O(rows)."""
+        done = computed + scheduled
+        made = self.token * int(scheduled.sum()) + self.pair * int((_triangle(done) - _triangle(computed)).sum())
+        for window, of_pair in self.windows:
+            made += of_pair * int((_windowed(done, window) - _windowed(computed, window)).sum())
+        for chunk, of_pair in self.chunks:
+            made += of_pair * int((_chunked(done, chunk) - _chunked(computed, chunk)).sum())
+        return made
+
+    def of_decodes(self, computed: NDArray[np.int64], steps: int) -> NDArray[np.float64]:
+        """Of each of ``steps`` steps in which rows of ``computed`` tokens run one token each, to the bit ``of_rows``.
+
+        float64[steps]. O(rows + steps); O(rows * steps) where CacheTraffic.decode_bytes is.
+        """
+        more = np.arange(1, steps + 1)
+        context = (int(computed.sum()) + len(computed) * more).astype(np.float64)
+        made: NDArray[np.float64] = self.token * len(computed) + self.pair * context
+        for window, of_pair in self.windows:
+            made += of_pair * window_reads(computed, more, window)
+        for chunk, of_pair in self.chunks:
+            made += of_pair * chunk_reads(computed, more, chunk)
+        return made
+
+
+NONE_BESIDES: Final = Operations()
+
+
+def _of_pair(spec: AttentionSpec) -> float:
+    """Operations of one query head."""
+    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+        return 4 * spec.head_size
+    return 2 * spec.elements_per_token
+
+
+def _triangle(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Pairs of the first ``tokens`` tokens: each sees itself and those before it."""
+    return tokens * (tokens + 1) // 2
+
+
+def _windowed(tokens: NDArray[np.int64], window: int) -> NDArray[np.int64]:
+    """Pairs of the first ``tokens`` tokens, each with those in its window."""
+    behind: NDArray[np.int64] = np.maximum(tokens - window, 0) * window
+    return _triangle(np.minimum(tokens, window)) + behind
+
+
+def _chunked(tokens: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
+    """Pairs of the first ``tokens`` tokens, each with those of its chunk."""
+    return tokens // chunk * (chunk * (chunk + 1) // 2) + _triangle(tokens % chunk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,119 @@
-"""What a trace holds, without replaying it: lengths, rates, what prompts share, what a cache that forgets nothing hits.
+"""What a trace holds, without a replay, and any source as a token-exact trace.
 
-Shares of prompts by length count requests; hit rates count tokens. Both suppose that every request has ended before the
-next begins, so that a replay in any memory finds at most that, and less where requests run side by side.
+describe tells lengths, rates, what prompts share, and what a cache that forgets nothing hits. Shares of prompts by
+length count requests; hit rates count tokens. Both suppose that every request has ended before the next begins, so that
+a replay in any memory finds at most that, and less where requests run side by side.
+
+convert writes times, pieces, marks, tenants and hints, and nothing that was text.
+
+    runs_of([prompt, output])   ->  [((kind, segment), offset, length), ...]
+    Prefixes().add(runs)        ->  leading tokens that were there before
 """
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 from array import array
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Final
+from pathlib import Path
+from typing import BinaryIO, Final
 
 from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError, TraceError
-from hybridkv.simulator.prefixes import Prefixes
+from hybridkv.regular_files import written_whole
+from hybridkv.request import NO_HINTS
+from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.report import Distribution
+from hybridkv.simulator.tokens import Pieces
 from hybridkv.simulator.trace import RequestSource
 from hybridkv.units import MOST_COUNT, shown
+
+Run = tuple[Hashable, int, int]
+"""(what tells its segment from others, offset, length), in tokens."""
+
+
+class Edge:
+    """Tokens that go on behind another edge: who comes through here has them all."""
+
+    __slots__ = ("children", "length")
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.children: dict[tuple[Hashable, int], Edge] = {}
+
+
+class Prefixes:
+    """Every run of tokens that was added, from the first token on. Memory: O(pieces)."""
+
+    def __init__(self) -> None:
+        self._root = Edge(0)
+
+    def add(self, runs: Sequence[Run]) -> int:
+        """How many of the leading tokens were there before; an edge ends behind them, and one behind the last token."""
+        at, shared, new = self._root, 0, False
+        for segment, first, tokens in runs:
+            offset, length = first, tokens
+            while length:
+                edge = at.children.get((segment, offset))
+                if edge is None:
+                    new = True
+                    edge = at.children[segment, offset] = Edge(length)
+                elif edge.length > length:
+                    rest = Edge(edge.length - length)
+                    rest.children, edge.children = edge.children, {(segment, offset + length): rest}
+                    edge.length = length
+                shared += 0 if new else edge.length
+                at, offset, length = edge, offset + edge.length, length - edge.length
+        return shared
+
+    def path(self, runs: Sequence[Run]) -> Iterator[Edge]:
+        """The edges of ``runs``, which were added."""
+        at = self._root
+        for segment, first, tokens in runs:
+            offset, end = first, first + tokens
+            while offset < end:
+                at = at.children[segment, offset]
+                yield at
+                offset += at.length
+
+    def shared_tokens(self, request: TraceRequest) -> int:
+        """Leading tokens of its prompt that can be found, the last one aside, which runs; then it is added.
+
+        Not the last token of its output, which is sampled and never run.
+        """
+        prompt = runs_of([request.prompt])
+        shared = self.add(leading(prompt, request.num_prompt_tokens - 1))
+        self.add(leading(runs_of([request.prompt, request.output]), request.num_tokens - 1))
+        return shared
+
+
+def leading(runs: Sequence[Run], tokens: int) -> list[Run]:
+    """The first ``tokens``."""
+    found = list[Run]()
+    for segment, offset, length in runs:
+        if tokens > 0:
+            found.append((segment, offset, min(length, tokens)))
+        tokens -= length
+    return found
+
+
+def runs_of(parts: Sequence[Pieces]) -> list[Run]:
+    """Of ``parts``, one behind the other; what goes on in the same segment is one run."""
+    runs = list[Run]()
+    for pieces in parts:
+        for number, offset, length in pieces.pieces:
+            segment = pieces.kind, number
+            if runs and runs[-1][0] == segment and runs[-1][1] + runs[-1][2] == offset:
+                runs[-1] = (segment, runs[-1][1], runs[-1][2] + length)
+            else:
+                runs.append((segment, offset, length))
+    return runs
+
 
 SCHEMA: Final = "hybridkv.trace"
 VERSION: Final = 1
@@ -144,3 +240,56 @@ def _bins(lengths: Sequence[int]) -> tuple[LengthBin, ...]:
     return tuple(
         LengthBin(1 << bits >> 1, (1 << bits) - 1, counts.get(bits, 0)) for bits in range(min(counts), max(counts) + 1)
     )
+
+
+_NO_HINTS = asdict(NO_HINTS)
+
+
+def convert(source: RequestSource, path: str | Path) -> int:
+    """Write ``source`` to ``path``, gzip where it ends in .gz, and say how many requests.
+
+    The file is there whole or not at all. Segments are numbered as they come: equal tokens stay equal, and no id of the
+    source is told. O(pieces); some 100 bytes are kept for each segment. Raises TraceError as iterating does, OSError
+    where it cannot be written.
+    """
+    path, requests = Path(path), 0
+    with written_whole(path) as raw, _zipped(path, raw) as file:
+        for line in _lines(source):
+            file.write(line)
+            requests += 1
+    return requests
+
+
+def _zipped(path: Path, raw: BinaryIO) -> AbstractContextManager[gzip.GzipFile | BinaryIO]:
+    """What writes to ``raw`` as the name of ``path`` says; ``raw`` itself stays open."""
+    if path.suffix != ".gz":
+        return nullcontext(raw)
+    return gzip.GzipFile("", "wb", fileobj=raw, mtime=0)
+
+
+def _lines(source: RequestSource) -> Iterator[bytes]:
+    numbers: defaultdict[tuple[int, int], int] = defaultdict(itertools.count().__next__)
+    for request in source:
+        yield json.dumps(_record(request, numbers), separators=(",", ":")).encode() + b"\n"
+
+
+def _record(request: TraceRequest, numbers: defaultdict[tuple[int, int], int]) -> dict[str, object]:
+    def numbered(run: Pieces) -> list[list[int]] | int:
+        if not request.tokens_known:
+            return run.num_tokens
+        return [[numbers[run.kind, segment], offset, length] for segment, offset, length in run.pieces]
+
+    milliseconds = round(request.timestamp_s * 1000, 3)
+    made: dict[str, object] = {
+        "timestamp": int(milliseconds) if milliseconds.is_integer() else milliseconds,
+        "prompt": numbered(request.prompt),
+        "output": numbered(request.output),
+    }
+    if request.marks:
+        made["marks"] = list(request.marks)
+    if request.tenant is not None:
+        made["tenant"] = request.tenant
+    hints = {name: value for name, value in asdict(request.hints).items() if value != _NO_HINTS[name]}
+    if hints:
+        made["hints"] = hints
+    return made

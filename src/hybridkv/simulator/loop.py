@@ -7,6 +7,11 @@
 Simulated time stands still but for steps, and jumps to the next arrival when nothing is left to do; the
 scheduler, too, must know no other (``clock``). A request is built, and hashed, when it arrives and dropped
 when it finishes.
+
+Speculation: each draft is accepted with one probability if those before it were, the model of Leviathan, Kalman, Matias
+(arXiv 2211.17192, section 3.1): a step of n drafts and acceptance a gives (1 - a**(n + 1)) / (1 - a) tokens on average.
+Whether one comes true is a function of the request's output and the position alone: a replay is the same every time.
+Drafts run as tokens of the step, and take their time there; what proposes them takes none.
 """
 
 from __future__ import annotations
@@ -21,20 +26,186 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import check_fields, integer, real
 from hybridkv.cache import Miss, Transfer
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams
+from hybridkv.request_rows import grown
 from hybridkv.schedule import Scheduler, Uniform
 from hybridkv.simulator.cost import StepCost
-from hybridkv.simulator.explained import Explained
 from hybridkv.simulator.formats import TraceRequest
-from hybridkv.simulator.outputs import Live, OutputRows
-from hybridkv.simulator.recording import Recording
-from hybridkv.simulator.report import Distribution, GroupReport, ReplayReport
-from hybridkv.simulator.speculation import Speculation
+from hybridkv.simulator.report import Distribution, Explained, GroupReport, Recording, ReplayReport
+from hybridkv.simulator.tokens import UInt64, chances_at, token_ids_at
 from hybridkv.simulator.trace import RequestSource, TraceSummary
-from hybridkv.step import Copy, Step, StepResult
+from hybridkv.step import Copy, Csr, NewRow, Step, StepResult
+from hybridkv.units import shown
+
+MOST_DRAFTS: Final = 64
+ACCEPTANCE: Final = 0.7
+"""Of a draft, where nobody says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """drafts: of each row that decodes, in a step. acceptance: of a draft whose forerunners were accepted, 0 .. 1.
+
+    ConfigError for values out of range.
+    """
+
+    drafts: int
+    acceptance: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, partial(integer, least=1, most=MOST_DRAFTS), "drafts")
+        if not 0 <= real("acceptance", self.acceptance) <= 1:
+            raise ConfigError(f"acceptance (--acceptance) must lie in 0 .. 1, got {shown(self.acceptance)}")
+
+    def accepted(self, starts: UInt64, positions: UInt64) -> NDArray[np.int64]:
+        """How many of its drafts each row would accept, int64[n]. starts, positions: of its next token. O(n)."""
+        if self.acceptance in {0, 1}:
+            return np.full(len(starts), self.drafts * int(self.acceptance))
+        run = np.log(np.maximum(chances_at(starts, positions), 2.0**-60)) / math.log(self.acceptance)
+        return np.minimum(run.astype(np.int64), self.drafts)
+
+
+class Live:
+    """A request between arrival and end. piece: index of the output piece that comes next."""
+
+    __slots__ = ("begun_s", "first_token_s", "piece", "trace")
+
+    def __init__(self, trace: TraceRequest) -> None:
+        self.trace = trace
+        self.begun_s: float | None = None
+        self.first_token_s = 0.0
+        self.piece = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its first token is out."""
+        return self.first_token_s > 0
+
+
+class OutputRows:
+    """What the requests in the scheduler's rows say next, as columns over the rows.
+
+    starts, positions: uint64, the next output token (tokens.py). left: int64, tokens left of the current
+    piece. silent: bool, no token yet. live: who has the row.
+    """
+
+    def __init__(self) -> None:
+        self.starts = np.zeros(64, np.uint64)
+        self.positions = np.zeros(64, np.uint64)
+        self.left = np.zeros(64, np.int64)
+        self.silent = np.zeros(64, np.bool_)
+        self.live: list[Live | None] = [None] * 64
+
+    def begin(self, new: NewRow, live: Live) -> None:
+        """``new`` begins or, after a preemption, goes on. O(pieces of the output)."""
+        self._make_room(new.row + 1)
+        said = len(new.token_ids) - new.num_prompt_tokens
+        self.live[new.row] = live
+        self.silent[new.row] = said == 0
+        live.piece = 0
+        self._next_piece(new.row, live)
+        while said > self.left[new.row]:
+            said -= self.left.item(new.row)
+            self._next_piece(new.row, live)
+        self.positions[new.row] += np.uint64(said)
+        self.left[new.row] -= said
+
+    def sample(self, step: Step) -> tuple[Csr, NDArray[np.int32]]:
+        """The sampled tokens of ``step``, and the rows that gave their first one. A few numpy calls."""
+        rows = step.rows[step.samples]
+        indptr = np.zeros(len(step) + 1, np.int64)
+        np.cumsum(step.samples, out=indptr[1:])
+        self._begin_pieces(rows)
+        positions = self.positions[rows]
+        tokens = token_ids_at(self.starts[rows], positions)
+        self.positions[rows] = positions + np.uint64(1)
+        self.left[rows] -= 1
+        first = rows[self.silent[rows]]
+        if first.size:
+            self.silent[first] = False
+        return Csr(indptr, tokens), first
+
+    def drafts(self, rows: NDArray[np.int64], speculation: Speculation) -> list[list[int]]:
+        """The next tokens of each of ``rows``: as many as drafts, none where it has not had its first one.
+
+        One token of the piece stays to be sampled behind them. A few numpy calls.
+        """
+        self._begin_pieces(rows)
+        more = np.arange(speculation.drafts).astype(np.uint64)
+        tokens = token_ids_at(self.starts[rows][:, None], self.positions[rows][:, None] + more).tolist()
+        most = np.where(self.silent[rows], 0, self.left[rows] - 1).tolist()
+        return [some[:count] for some, count in zip(tokens, most, strict=True)]
+
+    def sample_drafted(self, step: Step, speculation: Speculation) -> tuple[Csr, NDArray[np.int32]]:
+        """As ``sample``, with the drafts of each row that come true in front."""
+        rows = step.rows[step.samples]
+        self._begin_pieces(rows)
+        starts, positions = self.starts[rows], self.positions[rows]
+        num_drafts = np.diff(step.drafts.indptr)[step.samples]
+        counts = np.minimum(speculation.accepted(starts, positions), num_drafts) + 1
+        indptr = np.zeros(len(step) + 1, np.int64)
+        indptr[1:][step.samples] = counts
+        np.cumsum(indptr, out=indptr)
+        owner = np.repeat(np.arange(len(rows)), counts)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        tokens = token_ids_at(starts[owner], positions[owner] + place.astype(np.uint64))
+        self.positions[rows] = positions + counts.astype(np.uint64)
+        self.left[rows] -= counts
+        first = rows[self.silent[rows]]
+        self.silent[first] = False
+        return Csr(indptr, tokens), first
+
+    def say(self, rows: NDArray[np.int64], most: int) -> NDArray[np.int32]:
+        """What ``rows`` sample in as many of the next ``most`` steps as can be said at once; int32[rows, steps].
+
+        No column where one has its first token to say. Nothing is said until ``pass_by``. A few numpy calls.
+        """
+        if self.silent[rows].any():
+            return np.empty((len(rows), 0), np.int32)
+        self._begin_pieces(rows)
+        more = np.arange(min(most, int(self.left[rows].min()))).astype(np.uint64)
+        positions = self.positions[rows][:, None] + more
+        return token_ids_at(self.starts[rows][:, None], positions)
+
+    def pass_by(self, rows: NDArray[np.int64], steps: int) -> None:
+        """``rows`` have said their next ``steps`` tokens."""
+        self.positions[rows] += np.uint64(steps)
+        self.left[rows] -= steps
+
+    def note_first(self, rows: NDArray[np.int32], now_s: float) -> None:
+        """The first token of ``rows`` came out now."""
+        for row in rows.tolist():
+            self._owner(row).first_token_s = now_s
+
+    def _owner(self, row: int) -> Live:
+        live = self.live[row]
+        if live is None:
+            raise CacheError(f"a step names row {row}, which no request began")
+        return live
+
+    def _begin_pieces(self, rows: NDArray[np.integer]) -> None:
+        """The next piece of each of ``rows`` that has said all of its last one."""
+        for row in rows[self.left[rows] == 0].tolist():
+            self._next_piece(row, self._owner(row))
+
+    def _next_piece(self, row: int, live: Live) -> None:
+        if live.piece == len(live.trace.output.pieces):
+            raise CacheError(f"{live.trace.origin} was asked for more tokens than its trace has")
+        starts, positions, lengths = live.trace.output.columns()
+        self.starts[row] = starts[live.piece]
+        self.positions[row] = positions[live.piece]
+        self.left[row] = lengths[live.piece]
+        live.piece += 1
+
+    def _make_room(self, rows: int) -> None:
+        for name in ("starts", "positions", "left", "silent"):
+            setattr(self, name, grown(getattr(self, name), rows))
+        self.live += [None] * (len(self.left) - len(self.live))
+
 
 _STEPS_PER_PROGRESS: Final = 64
 _MOST_EMPTY_STEPS: Final = 1000

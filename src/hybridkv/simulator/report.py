@@ -1,17 +1,35 @@
-"""What came of a replay: counts of the scheduler and latencies of simulated time.
+"""What came of a replay: counts and latencies, what it looked like on the way, why each request missed what.
 
-Everything here follows from the inputs alone: equal inputs give byte-equal documents. Wall time is no part of it.
+ReplayReport   counts of the scheduler and latencies of simulated time; it follows from the inputs alone: equal inputs
+               give byte-equal documents, and wall time is no part of it
+Recording      steps -> look(now) -> at most MOST_SAMPLES samples: when there are more, every other one goes and the
+                                     next are twice as far apart
+               ends  -> end(...)  -> a row for each request
+               A stride is looked at before and behind, never within: nobody comes or goes there, and what it wrote is
+               as old as its end.
+Explained      {"request": 7, "origin": "line 8", ..., "prompt_tokens": 900, "hit_tokens": 512,
+                "misses": [{"first": 512, ...}]}; hit tokens and those of the misses are the prompt
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
-from hybridkv.cache import EndStatistics, TenantStatistics
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache import EndStatistics, Miss, MissReason, TenantStatistics
+from hybridkv.errors import ConfigError
+from hybridkv.regular_files import written_whole
+from hybridkv.schedule import Scheduler
+from hybridkv.simulator.formats import TraceRequest
 
 SCHEMA: Final = "hybridkv.replay"
 VERSION: Final = 1
@@ -139,3 +157,202 @@ class ReplayReport:
     def to_json(self, settings: Mapping[str, object]) -> str:
         """The document as text, one line per value."""
         return json.dumps(self.to_dict(settings), indent=2) + "\n"
+
+
+Float64 = NDArray[np.float64]
+
+MOST_SAMPLES: Final = 1024
+_FIRST_INTERVAL_S: Final = 1 / 16
+_REASONS: Final = tuple(MissReason)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Columns of n samples.
+
+    time_s: float64[n]. running, waiting: requests, int64[n]. prompt_tokens, hit_tokens: of requests that began so far,
+    int64[n]. held, evictable: blocks of each group, int64[n, groups]. usage: float64[n]. missed: tokens by MissReason
+    so far, int64[n, reasons], zeros where misses are not explained.
+    """
+
+    time_s: Float64
+    running: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int64]
+    hit_tokens: NDArray[np.int64]
+    held: NDArray[np.int64]
+    evictable: NDArray[np.int64]
+    usage: Float64
+    missed: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Columns of all requests, in the order of their ends, float64[requests]: seconds of the trace, and tokens.
+
+    begun_s: when the first step began that it was in.
+    """
+
+    arrival_s: Float64
+    begun_s: Float64
+    first_token_s: Float64
+    end_s: Float64
+    prompt_tokens: Float64
+    hit_tokens: Float64
+    output_tokens: Float64
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """All of it. idle: by group, how many cached blocks nobody came for how long, at the end (EDGES_S)."""
+
+    samples: Samples
+    requests: RequestTimes
+    idle: tuple[tuple[int, ...], ...]
+
+
+class Recording:
+    """Of a replay over ``scheduler``, whose cache counts block times."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._samples: list[tuple[float, ...]] = []
+        self._groups = len(scheduler.cache.groups)
+        self._interval_s, self._next_s = _FIRST_INTERVAL_S, 0.0
+        self._requests = tuple(array("d") for _ in RequestTimes.__dataclass_fields__)
+
+    def look(self, now_s: float, *, last: bool = False) -> None:
+        """A sample, if it is time for one, or the ``last``. O(blocks)."""
+        if now_s < self._next_s and not last:
+            return
+        self._samples.append(self._sample(now_s))
+        if len(self._samples) > MOST_SAMPLES:
+            self._samples = self._samples[::2]
+            self._interval_s *= 2
+        self._next_s = now_s + self._interval_s
+
+    def _sample(self, now_s: float) -> tuple[float, ...]:
+        scheduler = self._scheduler
+        counts, kept = scheduler.statistics(), scheduler.cache.statistics()
+        return (
+            now_s,
+            counts.running,
+            counts.waiting,
+            counts.prompt_tokens,
+            counts.hit_tokens,
+            scheduler.cache.usage,
+            *(group.held_blocks for group in kept.groups),
+            *(group.evictable_blocks for group in kept.groups),
+            *(counts.misses.get(reason, 0) for reason in _REASONS),
+        )
+
+    def end(self, times: tuple[float, float, float, float], tokens: tuple[int, int, int]) -> None:
+        """A request: when it arrived, began, said its first token and ended; tokens of prompt, hit and output."""
+        for column, value in zip(self._requests, (*times, *tokens), strict=True):
+            column.append(value)
+
+    def recorded(self) -> Recorded:
+        """So far."""
+        table = np.array(self._samples, np.float64).reshape(len(self._samples), -1)
+        time_s, running, waiting, prompt, hit, usage = table[:, :6].T
+        held, evictable, missed = np.split(table[:, 6:].astype(np.int64), (self._groups, 2 * self._groups), axis=1)
+        running, waiting, prompt, hit = (column.astype(np.int64) for column in (running, waiting, prompt, hit))
+        samples = Samples(time_s, running, waiting, prompt, hit, held, evictable, usage, missed)
+        idle = self._scheduler.cache.engine.idle_blocks()
+        return Recorded(samples, RequestTimes(*map(np.array, self._requests)), idle)
+
+
+AT_MOST: Final = "at_most"
+ESTIMATE: Final = "estimate"
+_ROWS_AT_ONCE: Final = 4096
+_PARQUET: Final = ".parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Request ``number`` of a trace, the first being 0, as it began. misses: of its prompt, in order."""
+
+    number: int
+    trace: TraceRequest
+    begun_s: float
+    hit_tokens: int
+    misses: tuple[Miss, ...]
+
+    def to_dict(self, *, in_order: bool) -> dict[str, object]:
+        """As a line has it. in_order: KVCacheManager.evicts_in_order, which makes ``more_bytes`` a bound."""
+        return {
+            "request": self.number,
+            "origin": self.trace.origin,
+            "arrival_s": self.trace.timestamp_s,
+            "begun_s": round(self.begun_s, 6),
+            "prompt_tokens": self.trace.num_prompt_tokens,
+            "hit_tokens": self.hit_tokens,
+            "misses": [_said(miss, AT_MOST if in_order else ESTIMATE) for miss in self.misses],
+        }
+
+
+def _said(miss: Miss, bound: str) -> dict[str, object]:
+    """What there is to say of it."""
+    said = {name: value for name, value in asdict(miss).items() if value is not None}
+    interval = said.pop("interval", None)
+    if "more_bytes" in said:
+        said["more_bytes_is"] = bound
+    if interval is not None:
+        said |= {"placement": f"interval:{interval}", "state_at": miss.interval_state}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in said.items()}
+
+
+@contextmanager
+def explained_file(path: Path, *, in_order: bool) -> Iterator[Callable[[Explained], None]]:
+    """What to call with each request; the file is there at the end, whole, or not at all.
+
+    A line of JSON each, or columns where ``path`` ends in .parquet. in_order: as Explained.to_dict. ConfigError for
+    Parquet without pyarrow, and where the file cannot be written.
+    """
+    rows: list[dict[str, object]] = []
+    form = _parquet if path.suffix == _PARQUET else _lines
+    try:
+        with written_whole(path) as file, form(file) as write:
+
+            def add(explained: Explained) -> None:
+                rows.append(explained.to_dict(in_order=in_order))
+                if len(rows) == _ROWS_AT_ONCE:
+                    write(rows)
+                    rows.clear()
+
+            yield add
+            write(rows)
+    except OSError as error:
+        raise ConfigError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _lines(file: Any) -> Iterator[Callable[[list[dict[str, object]]], None]]:  # noqa: ANN401 - a binary file
+    yield lambda rows: file.writelines((json.dumps(row) + "\n").encode() for row in rows)
+
+
+@contextmanager
+def _parquet(file: Any) -> Iterator[Callable[[list[dict[str, object]]], None]]:  # noqa: ANN401 - as above
+    """Tokens by reason are columns besides, so that they are summed up without unnesting."""
+    try:
+        import pyarrow as pa  # noqa: PLC0415  # an extra
+        from pyarrow import parquet  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("Parquet needs pyarrow: pip install 'hybridkv[parquet]', or name a .jsonl file") from error
+    whole, seconds, text = pa.int64(), pa.float64(), pa.string()
+    one = {"first": whole, "tokens": whole, "reason": text, "group": whole, "ago_s": seconds, "more_bytes": whole}
+    one |= {"more_bytes_is": text, "idle_s": seconds, "by": text, "nearest_state": whole, "placement": text}
+    columns = {"request": whole, "origin": text, "arrival_s": seconds, "begun_s": seconds, "prompt_tokens": whole}
+    columns |= {"hit_tokens": whole, **{reason.value: whole for reason in MissReason}}
+    misses = pa.list_(pa.struct([*one.items(), ("state_at", whole)]))
+    schema = pa.schema([*columns.items(), ("misses", misses)])
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row |= {reason.value: 0 for reason in MissReason}
+            for miss in row["misses"]:
+                row[miss["reason"]] += miss["tokens"]
+        writer.write_table(pa.Table.from_pylist(rows, schema))
+
+    with parquet.ParquetWriter(file, schema) as writer:
+        yield write

@@ -18,14 +18,10 @@ from hybridkv.planner.plan import DEFAULT_LAYOUT, NO_STATES
 from hybridkv.request import Hasher
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.schedule.limits import short_share
-from hybridkv.simulator.cost import BF16, StepCost, weights_named
-from hybridkv.simulator.explained import Explained
-from hybridkv.simulator.hardware import H100, Hardware
-from hybridkv.simulator.loop import Progress, Replica, SimulatedClock, replay_through
-from hybridkv.simulator.machine import machine_in_words, too_large
-from hybridkv.simulator.recording import Recording
-from hybridkv.simulator.report import ReplayReport
-from hybridkv.simulator.speculation import Speculation
+from hybridkv.simulator.cost import StepCost
+from hybridkv.simulator.hardware import BF16, H100, Hardware, machine_in_words, too_large, weights_named
+from hybridkv.simulator.loop import Progress, Replica, SimulatedClock, Speculation, replay_through
+from hybridkv.simulator.report import Explained, Recording, ReplayReport
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, shown
 
