@@ -59,7 +59,7 @@ class Crowd:
         """Seconds of the update that finds ``QUEUED`` aborts of other threads, or as many as there are requests."""
         step = self.scheduler.schedule()
         for name in self.names[:QUEUED]:
-            self.scheduler._inbox.abort(name)
+            self.scheduler._waiting.abort(name)
         result = StepResult(step.id, Csr.from_lists([[7] if samples else [] for samples in step.samples.tolist()]))
         return _seconds(lambda: self.scheduler.update(result))
 

@@ -17,7 +17,7 @@ from hybridkv.cache import CacheGroup
 from hybridkv.cache.policies.attention import WindowSpan
 from hybridkv.cache.publisher import WriteLog
 from hybridkv.extra_keys import ExtraKeys
-from hybridkv.schedule.running import Outcomes
+from hybridkv.schedule.running import RunningRows
 from hybridkv.step import Cells, Step
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -170,7 +170,7 @@ def _failures_stay_published(patch: pytest.MonkeyPatch) -> None:
             self.mark_written(step)
 
     patch.setattr(WriteLog, "revoke", mark_all)
-    patch.setattr(Outcomes, "_distrust_moved", lambda self, failed: set())  # noqa: ARG005
+    patch.setattr(RunningRows, "_distrust_moved", lambda self, failed: set())  # noqa: ARG005
 
 
 def _drafts_leave_no_state(patch: pytest.MonkeyPatch) -> None:

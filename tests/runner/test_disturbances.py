@@ -60,7 +60,7 @@ def test_who_was_preempted_goes_on_from_what_was_kept(name: str, layout: str, ma
         if number in {3, 12} and engine.scheduler.num_running:
             last = engine.scheduler._running.requests[-1]  # whom a lack of memory would hit
             given_up.append(last.num_computed_tokens)
-            engine.scheduler._outcomes.preempt_last(engine.scheduler._in_flight)
+            engine.scheduler._running.preempt_last(engine.scheduler._in_flight)
         done += engine.step()
         if engine.idle:
             break
@@ -85,7 +85,7 @@ def test_two_steps_in_flight_in_little_memory(name: str, make_engine: EngineFact
         done += engine.step()
         # who lacks memory is preempted anyway; not every model grows
         if len(checked.steps) in {6, 14} and engine.scheduler.num_in_flight == 1:
-            engine.scheduler._outcomes.preempt_last(engine.scheduler._in_flight)
+            engine.scheduler._running.preempt_last(engine.scheduler._in_flight)
             preempted += 1
     checked.check(done)
     assert all(len(one.token_ids) == OUTPUT for one in done)

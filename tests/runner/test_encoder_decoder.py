@@ -66,7 +66,7 @@ def test_preempted_and_failed(name: str, layout: str, make_engine: EngineFactory
         else:
             done += engine.step()
         if number in {5, 25} and engine.scheduler.num_running and engine.scheduler.num_in_flight == 1:
-            engine.scheduler._outcomes.preempt_last(engine.scheduler._in_flight)
+            engine.scheduler._running.preempt_last(engine.scheduler._in_flight)
     done.sort(key=lambda one: int(one.request_id))
     listening.check(done, listening.sounds)
     assert sum(one.preemptions for one in done) > 0

@@ -40,7 +40,7 @@ def preempted(listening: Listening) -> None:
         if engine.idle:
             break
         if number in PREEMPTIONS:
-            engine.scheduler._outcomes.preempt_last(engine.scheduler._in_flight)
+            engine.scheduler._running.preempt_last(engine.scheduler._in_flight)
         done += engine.step()
     assert sum(one.preemptions for one in done) == len(PREEMPTIONS)
     listening.check(sorted(done, key=lambda one: int(one.request_id)), listening.sounds)

@@ -92,7 +92,7 @@ def test_aborts_preemptions_salts_and_steps_ahead(
             break
         done += engine.step()
         if number in {3, 6} and engine.scheduler.num_running:
-            engine.scheduler._outcomes.preempt_last(engine.scheduler._in_flight)
+            engine.scheduler._running.preempt_last(engine.scheduler._in_flight)
         if number == 5:
             assert engine.abort(ids[4])
     checked.check(done)

@@ -227,7 +227,7 @@ def test_random_patterns_in_little_memory(name: str, seed: int, make_engine: Eng
             break
         done += engine.step()
         if number in {6, 9} and engine.scheduler.num_running:
-            engine.scheduler._outcomes.preempt_last(engine.scheduler._in_flight)
+            engine.scheduler._running.preempt_last(engine.scheduler._in_flight)
     pair.checked.check(done)
     by_id = {one.request_id: one for one in done}
     pair.same([by_id[one] for one in ids])

@@ -209,7 +209,7 @@ def test_a_preempted_request_whose_late_token_cannot_be_hashed(config: Config) -
     b = add(sched, "b", range(20, 20 + BLOCK - 1))
     step = sched.schedule()
     rows = sched._in_flight[-1].requests
-    sched._outcomes.preempt_last(sched._in_flight)
+    sched._running.preempt_last(sched._in_flight)
     outcome = sched.update(result(step, rows, "b", 0))
     sched.check()
     assert ended([outcome]) == {"b": "error"}

@@ -1,7 +1,7 @@
 """Strides: many steps taken as one leave what the same steps leave one by one."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,7 @@ from hybridkv.planner import Plan, plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Choose, Scheduler, SchedulerLimits
 from hybridkv.schedule.admission import AdmissionControl, Standstill
-from hybridkv.schedule.builder import StepBudget
+from hybridkv.schedule.builder import StepBuilder
 from hybridkv.simulator import (
     H100_UNBOUNDED,
     WORKLOADS,
@@ -236,9 +236,9 @@ def test_a_step_in_which_refusals_change_is_noticed(fault: str, monkeypatch: pyt
     if fault == "patience":
         still = AdmissionControl.standstill
 
-        def patient(one: AdmissionControl, budget: StepBudget, now: float) -> Standstill | None:
-            found = still(one, budget, now)
-            return found and replace(found, since_s=None)
+        def patient(one: AdmissionControl, builder: StepBuilder, now: float) -> Standstill | None:
+            found = still(one, builder, now)
+            return found and found._replace(since_s=None)
 
         monkeypatch.setattr(AdmissionControl, "standstill", patient)
     else:

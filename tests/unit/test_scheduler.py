@@ -369,14 +369,14 @@ def test_an_abort_is_for_the_request_that_was_there(monkeypatch: pytest.MonkeyPa
     add(sched, "a", range(3), max_tokens=1)
     step = sched.schedule()
     in_thread(lambda: sched.abort("a"))
-    original = sched._outcomes.append
+    original = sched._running.append
 
     def meanwhile(flight: InFlight, sampled: Csr) -> Csr:
         appended = original(flight, sampled)
         add(sched, "a", range(3), max_tokens=2)
         return appended
 
-    monkeypatch.setattr(sched._outcomes, "append", meanwhile)  # the moment between end and inbox
+    monkeypatch.setattr(sched._running, "append", meanwhile)  # the moment between end and inbox
     assert ended(sched.update(result(step))) == [("a", "length")]
     monkeypatch.undo()
     assert sched.num_waiting == 1

@@ -1,5 +1,7 @@
 """Where prefill chunks end: docs/contracts.md, 6."""
 
+from functools import partial
+
 import pytest
 from kinds_support import cache_of, full, published, state
 
@@ -7,7 +9,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.extra_keys import MultimodalItem
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.schedule.builder import AlignSplit, ItemSplit
+from hybridkv.schedule.builder import split_at_blocks, split_at_items
 from hybridkv.step import Csr, Step, StepResult
 
 
@@ -16,7 +18,7 @@ def share(prompt: int, computed: int, asked: int, *, outputs: int = 0, branch: i
     for token in range(outputs):
         request.append(token)
     request.branch_tokens = branch
-    return AlignSplit(16, 64, drops).share(request, computed, asked)
+    return split_at_blocks(request, computed, asked, size=16, largest=64, drops=drops)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +75,13 @@ def test_chunks_with_eagle(prompt: int, computed: int, asked: int, given: int) -
 )
 def test_items_that_run_whole(computed: int, asked: int, given: int) -> None:
     request = Request("a", range(60), multimodal=[MultimodalItem("x", 20, 10), MultimodalItem("y", 40, 10)])
-    assert ItemSplit(None).share(request, computed, asked) == given
+    assert split_at_items(request, computed, asked, other=None) == given
 
 
 def test_items_that_run_whole_are_cut_where_states_are_kept() -> None:
     request = Request("a", range(100), multimodal=[MultimodalItem("x", 50, 20)])
-    cut = ItemSplit(AlignSplit(16, 64))
-    assert [cut.share(request, at, 64) for at in (0, 64)] == [50, 32]
+    at_blocks = partial(split_at_blocks, size=16, largest=64, drops=False)
+    assert [split_at_items(request, at, 64, other=at_blocks) for at in (0, 64)] == [50, 32]
 
 
 def test_resumed_requests() -> None:
@@ -92,10 +94,9 @@ def test_resumed_requests() -> None:
 
 def test_a_block_larger_than_every_chunk() -> None:
     request = Request("a", range(100))
-    split = AlignSplit(80, 32)
-    assert split.share(request, 0, 32) == 32
-    assert split.share(request, 64, 32) == 16  # to the end of the block
-    assert AlignSplit(80, 80).share(request, 0, 32) == 0
+    assert split_at_blocks(request, 0, 32, size=80, largest=32, drops=False) == 32
+    assert split_at_blocks(request, 64, 32, size=80, largest=32, drops=False) == 16  # to the end of the block
+    assert split_at_blocks(request, 0, 32, size=80, largest=80, drops=False) == 0
 
 
 # -- a scheduler over states

@@ -92,13 +92,13 @@ class Crowd:
     def abort_in_one_go(self) -> None:
         """As from other threads: the owner finds all of them when it looks."""
         for request in self.requests[:OPERATIONS]:
-            self.scheduler._inbox.abort(request.request_id)
+            self.scheduler._waiting.abort(request.request_id)
         step = self.scheduler._in_flight[0].step
         self.scheduler.update(StepResult(step.id, Csr.from_lists([[7]])))
 
     def ask(self) -> None:
         for request in self.requests[:OPERATIONS]:
-            assert self.queue.find(request) is not None
+            assert self.queue.find(request.request_id) is request
             assert self.queue.complete(request)
             assert self.scheduler.num_waiting == len(self.requests)
 
@@ -150,7 +150,7 @@ def test_all_are_aborted_at_the_price_of_each() -> None:
     for waiting in (FEW, 4 * FEW):
         crowd = Crowd(waiting, "fcfs")
         for request in crowd.requests:
-            crowd.scheduler._inbox.abort(request.request_id)
+            crowd.scheduler._waiting.abort(request.request_id)
         costs.append(bytecodes(lambda crowd=crowd: crowd.scheduler.finish("nobody")))  # type: ignore[misc]  # of this turn
         assert crowd.scheduler.num_waiting == 0
         crowd.scheduler.check()

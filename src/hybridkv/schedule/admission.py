@@ -1,6 +1,15 @@
 """Who may come in, whether it fits now, and its first step: branches first, then waiting requests in order.
 
 One that does not fit lets others pass, within bounds.
+
+Many steps are taken as one while every running request decodes and nothing else happens (docs/design/0027):
+
+    steps   [ arrival, prefill | 1 token each | 1 token each | ... | 1 token each, the first request ends | ... ]
+                               ^ stride                                                                   ^
+
+What a step of one token a row does, and the result behind it, is done for all of them at once: as many steps are
+counted, tokens appended and hashed, blocks taken, dropped, published, and whoever is done ends. There is no Step: for
+those who know the tokens beforehand.
 """
 
 from __future__ import annotations
@@ -9,9 +18,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.cache import (
     Admission,
@@ -26,23 +37,33 @@ from hybridkv.cache import (
 )
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
-from hybridkv.schedule.builder import StepBudget, StepBuilder
-from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
-from hybridkv.schedule.queue import Forks, QueueKey, Wait, Waiting, WaitingQueue, WaitReason
-from hybridkv.schedule.running import Outcomes, RunningRows
+from hybridkv.schedule.builder import StepBuilder
+from hybridkv.schedule.limits import (
+    NO_STRIDE,
+    Choose,
+    Finished,
+    FinishReason,
+    SchedulerLimits,
+    Stride,
+    StrideTimes,
+    Uniform,
+)
+from hybridkv.schedule.queue import QueueKey, Wait, Waiting, WaitingQueue, WaitReason
+from hybridkv.schedule.running import RunningRows
 from hybridkv.specs import RequestLimits
 from hybridkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+Int64 = NDArray[np.int64]
 OnExplained = Callable[[Request, int, tuple[Miss, ...]], None]
 """Called with a request that begins for the first time, its hit tokens and why the others were not found."""
 
 _MOST_PASSED: Final = 16  # refused requests that a step looks at: each costs a look-up
+_MOST_STEPS: Final = 512  # of one stride: what a stride makes of each step and row is held at once
 
 
-@dataclass(frozen=True, slots=True)
-class Standstill:
+class Standstill(NamedTuple):
     """What comes of those that wait in each of some steps: nobody comes in.
 
     refused: how many, by reason. takes: by group, what those would take that are refused for what comes later. hits: of
@@ -56,28 +77,19 @@ class Standstill:
 
 
 class AdmissionControl:
-    """Moves requests from ``forks`` and ``waiting`` to ``running`` and into a step.
+    """Moves requests from ``waiting`` to ``running`` and into a step.
 
     prompt_tokens, hit_tokens: of first admissions, so far; misses: the others, by reason, where they are explained.
     refusals: by reason, so far. on_explained: who is told of each request, where misses are explained.
     """
 
     def __init__(
-        self,
-        cache: KVCacheManager,
-        limits: SchedulerLimits,
-        waiting: WaitingQueue,
-        running: RunningRows,
-        *,
-        forks: Forks,
-        outcomes: Outcomes,
+        self, cache: KVCacheManager, limits: SchedulerLimits, waiting: WaitingQueue, running: RunningRows
     ) -> None:
         self._cache = cache
         self._limits = limits
         self._waiting = waiting
         self._running = running
-        self._forks = forks
-        self._outcomes = outcomes
         self.prompt_tokens = self.hit_tokens = 0
         self.refusals: Counter[Reason] = Counter()
         self.misses: Counter[MissReason] = Counter()
@@ -158,55 +170,55 @@ class AdmissionControl:
         ``max_overtaken_seconds`` since it was first refused. Branches whose parent is ready and that do not come in
         wait like others from now on.
         """
-        if self._forks.families:
+        if self._waiting.families:
             self._admit_branches(builder, room=room)
         if room:
             self._admit_waiting(builder, now)
 
     def _admit_branches(self, builder: StepBuilder, *, room: bool) -> None:
         """Branch off every parent that is ready."""
-        ready = self._forks.parents(self._running.requests)  # sorted, so it is a heap
+        ready = self._waiting.parents(self._running.requests)  # sorted, so it is a heap
         while ready:
             _, parent = heappop(ready)
             computed, known = parent.num_computed_tokens, parent.num_tokens
             if self._running.steps[parent.row] or computed < known - 1:
                 continue
             late: list[Waiting] = []
-            for child in self._forks.take(parent):
+            for child in self._waiting.take_children(parent):
                 entry = self._waiting.entry(child)
                 fits = room and not late and child.num_tokens == known and computed == known - 1
                 if not (fits and self._admit_branch(parent, entry, builder)):
                     late.append(entry)
-                elif (order := self._forks.order_of(child)) is not None:
-                    heappush(ready, (order, child))
+                elif (family := self._waiting.families.get(child.request_id)) is not None:
+                    heappush(ready, (family.order, child))
             self._waiting.return_to_front(late)
 
     def _admit_branch(self, parent: Request, entry: Waiting, builder: StepBuilder) -> bool:
         """Give a child a row that begins as the parent's, and its one token; whether it fits."""
-        if not builder.budget.left or not self._running.has_seat:
+        if not builder.left or not self._running.seats_free:
             return False
-        plan, _ = self._plan(entry.request, *self._cache.engine.blocks_to_share(parent), builder.budget, alone=False)
+        plan, _ = self._plan(entry.request, *self._cache.engine.blocks_to_share(parent), builder, alone=False)
         if plan is None:
             return False
         self._begin(plan, entry.queue_key, builder)
         return True
 
     def _admit_waiting(self, builder: StepBuilder, now: float) -> None:
-        budget, refused = builder.budget, list[Waiting]()
+        refused = list[Waiting]()
         with closing(self._waiting.in_order()) as entries:
-            while budget.left and self._running.has_seat:
+            while builder.left and self._running.seats_free:
                 entry = next(entries, None)
                 if entry is None:
                     break
                 try:
                     hit = None if entry.in_flight_steps else self._hit(entry)
-                    if hit is not None and self._waits_for_tokens(entry, hit, budget, now):
+                    if hit is not None and self._waits_for_tokens(entry, hit, builder, now):
                         if not self._passes(entry, now):
                             break
                         continue
-                    plan = None if hit is None else self._plan_behind_hit(entry, hit, budget)
+                    plan = None if hit is None else self._plan_behind_hit(entry, hit, builder)
                 except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
-                    self._outcomes.end([Finished(entry.request, FinishReason.ERROR, error)])
+                    self._running.end([Finished(entry.request, FinishReason.ERROR, error)])
                     continue
                 if plan is not None:
                     self._begin(plan, entry.queue_key, builder)
@@ -221,13 +233,13 @@ class AdmissionControl:
                     break
         self._num_passed = 0
 
-    def _waits_for_tokens(self, entry: Waiting, hit: CommonHit, budget: StepBudget, now: float) -> bool:
+    def _waits_for_tokens(self, entry: Waiting, hit: CommonHit, builder: StepBuilder, now: float) -> bool:
         """Whether all tokens that are left are kept for requests that lack fewer than that of ``entry``."""
-        if not budget.keeps:
+        if not builder.keeps:
             return False
         if not self._may_be_overtaken(entry, now):
-            budget.keep_nothing()
-        return not budget.room_for(entry.request.num_tokens - hit.tokens)
+            builder.keep_nothing()
+        return not builder.room_for(entry.request.num_tokens - hit.tokens)
 
     def _passes(self, entry: Waiting, now: float) -> bool:
         """Pass by ``entry``; whether a step looks at those behind it."""
@@ -244,8 +256,8 @@ class AdmissionControl:
         waited = 0 if entry.refused_at is None else now - entry.refused_at
         return entry.overtaken < self._limits.max_overtaken and waited < self._limits.max_overtaken_seconds
 
-    def count_short(self, budget: StepBudget, now: float) -> int:
-        """Tokens of the waiting requests that may go ahead: they lack no more than ``budget.ahead``, and they fit.
+    def count_short(self, builder: StepBuilder, now: float) -> int:
+        """Tokens of the waiting requests that may go ahead: they lack no more than ``builder.ahead``, and they fit.
 
         In order, behind the entry that is looked at. Only remembers look-ups. now: seconds.
         """
@@ -254,10 +266,10 @@ class AdmissionControl:
             return 0
         with closing(self._waiting.in_order()) as entries:
             for entry in entries:
-                tokens = self._short_tokens(entry, budget, budget.ahead - kept)
+                tokens = self._short_tokens(entry, builder, builder.ahead - kept)
                 if tokens:
                     kept, seats = kept + tokens, seats - 1
-                    if kept == budget.ahead or not seats:
+                    if kept == builder.ahead or not seats:
                         break
                     continue
                 passed += 1
@@ -265,7 +277,7 @@ class AdmissionControl:
                     break
         return kept
 
-    def _short_tokens(self, entry: Waiting, budget: StepBudget, most: int) -> int:
+    def _short_tokens(self, entry: Waiting, builder: StepBuilder, most: int) -> int:
         """Tokens with which ``entry`` begins, if it lacks ``most`` at most and fits; else 0."""
         if entry.in_flight_steps:
             return 0
@@ -274,20 +286,20 @@ class AdmissionControl:
             if request.num_tokens - hit.tokens > most:
                 return 0
             alone = not self._running.seats_taken
-            plan, _ = self._plan(request, hit, hit.tokens, budget, alone=alone)
+            plan, _ = self._plan(request, hit, hit.tokens, builder, alone=alone)
         except Exception:  # noqa: BLE001 - its request ends for it when it is its turn
             return 0
         return 0 if plan is None else plan.certain_tokens - plan.hit_tokens
 
     # -- many steps
 
-    def standstill(self, budget: StepBudget, now: float) -> Standstill | None:
+    def standstill(self, builder: StepBuilder, now: float) -> Standstill | None:
         """What the next step makes of those that wait, and all do like it as long as FastForward.refuses.
 
-        None where somebody may come in, or has yet to be looked up. Changes nothing. budget: what is left to them.
+        None where somebody may come in, or has yet to be looked up. Changes nothing. builder: has what is left to them.
         """
         refused, takes, hits, since = Counter[Reason](), list[tuple[int, ...]](), list[CommonHit](), list[float]()
-        if not (budget.left and len(self._waiting) and self._running.has_seat):
+        if not (builder.left and len(self._waiting) and self._running.seats_free):
             return Standstill(refused)
         with closing(self._waiting.in_order()) as entries:
             for looked, entry in enumerate(entries, 1):
@@ -298,10 +310,10 @@ class AdmissionControl:
                     return None
                 hits.append(hit)
                 if not self._may_be_overtaken(entry, now):
-                    budget.keep_nothing()
+                    builder.keep_nothing()
                 self._num_passed = looked - 1  # as in the step itself: what is kept depends on it
                 try:
-                    plan, refusal = self._plan(request, hit, hit.tokens, budget, alone=False)
+                    plan, refusal = self._plan(request, hit, hit.tokens, builder, alone=False)
                 finally:
                     self._num_passed = 0
                 if plan is not None:
@@ -316,18 +328,63 @@ class AdmissionControl:
                 since.append(entry.refused_at)
         return Standstill(refused, tuple(takes), tuple(hits), min(since, default=None))
 
-    def count_refused(self, refused: Counter[Reason], steps: int) -> None:
-        """As many were refused in each of ``steps`` steps."""
-        for reason, count in refused.items():
-            self.refusals[reason] += count * steps
+    def take_stride(self, choose: Choose, times: StrideTimes | None, builder: StepBuilder, now: float) -> Stride:
+        """One stride, none where the next step is not uniform; see Scheduler.stride. No step is in flight.
+
+        builder: of a step, its tokens without those of running rows. now: seconds. O(running * steps) in array
+        operations, some Python calls a block.
+        """
+        cache, rows, requests = self._cache, self._running.order, self._running.requests
+        if builder.left < 0 or not self._all_decode(rows) or (still := self.standstill(builder, now)) is None:
+            return NO_STRIDE
+        most = self._most_steps(rows, still)
+        if not most:
+            return NO_STRIDE
+        patience_s = self._limits.max_overtaken_seconds
+        tokens = choose(Uniform(rows, cache.rows.num_computed[rows], most, still.since_s, patience_s))
+        if tokens.dtype != np.int32 or tokens.ndim != 2 or len(tokens) != len(rows) or tokens.shape[1] > most:
+            raise ConfigError(
+                f"a stride of {tokens.dtype} tokens {tokens.shape}: choose int32, a row for each of the {len(rows)} "
+                f"requests that run and at most {most} steps"
+            )
+        advance = cache.fast_forward.advance(rows, tokens, None if times is None else times.begin)
+        if not advance.steps:
+            return NO_STRIDE
+        for reason, count in still.refused.items():
+            self.refusals[reason] += count * advance.steps
+        copies = cache.fields.take_transfers().copies
+        if times is not None:
+            times.end(advance.steps, copies)
+        done = np.flatnonzero(cache.rows.num_tokens[rows] >= self._running.limit[rows])
+        self._running.end(Finished(requests[place], FinishReason.LENGTH) for place in done.tolist())
+        return Stride(advance.steps, len(rows), copies, advance.peak_usage, self._running.take_finished())
+
+    def _all_decode(self, rows: Int64) -> bool:
+        """Whether all that run compute their last token next, and go on until their limit. O(running)."""
+        running, columns, limits = self._running, self._cache.rows, self._limits
+        if limits.num_speculative_tokens or limits.num_lookahead_tokens:
+            return False
+        if not rows.size or running.num_dead or self._waiting.families:
+            return False
+        return bool((columns.num_tokens[rows] - columns.num_computed[rows] == 1).all()) and not running.may_stop(rows)
+
+    def _most_steps(self, rows: Int64, still: Standstill) -> int:
+        """How many of the next steps are uniform. O(running)."""
+        cache = self._cache
+        left = int((self._running.limit[rows] - cache.rows.num_tokens[rows]).min())
+        steps = cache.fast_forward.most_steps(rows, min(left, _MOST_STEPS))
+        if still.hits:
+            while steps and not cache.fast_forward.refuses(rows, steps, still.takes, still.hits):
+                steps //= 2
+        return steps
 
     # -- answers
 
     def waits(self) -> list[Wait]:
         """Who waits in the queue, in order, then branches that wait for their parents, and why. O(n log n)."""
-        seat = self._running.has_seat
+        seat = self._running.seats_free > 0
         queued = [Wait(entry.request, _why(entry, seat=seat)) for entry in self._waiting.entries()]
-        return queued + [Wait(child, WaitReason.PARENT) for child in self._forks.requests()]
+        return queued + [Wait(child, WaitReason.PARENT) for child in self._waiting.branches()]
 
     # -- one request
 
@@ -339,12 +396,12 @@ class AdmissionControl:
             request.branch_tokens = entry.hit.branch_tokens
         return entry.hit
 
-    def _plan_behind_hit(self, entry: Waiting, hit: CommonHit, budget: StepBudget) -> SlotPlan | None:
+    def _plan_behind_hit(self, entry: Waiting, hit: CommonHit, builder: StepBuilder) -> SlotPlan | None:
         """Slots for the first chunk of a waiting request behind ``hit``; None while it does not fit."""
         request, alone = entry.request, not self._running.seats_taken
-        plan, refusal = self._plan(request, hit, hit.tokens, budget, alone=alone)
+        plan, refusal = self._plan(request, hit, hit.tokens, builder, alone=alone)
         if refusal is not None and alone and any(hit.sources):  # what is copied may be in the way of the copy
-            plan, refusal = self._plan(request, None, 0, budget, alone=alone)
+            plan, refusal = self._plan(request, None, 0, builder, alone=alone)
         entry.lacked = None
         if refusal is not None:
             entry.lacked = refusal.reason
@@ -356,7 +413,7 @@ class AdmissionControl:
         request: Request,
         hit: KVCacheBlocks | CommonHit | None,
         hit_tokens: int,
-        budget: StepBudget,
+        builder: StepBuilder,
         *,
         alone: bool,
     ) -> tuple[SlotPlan | None, Refusal | None]:
@@ -366,7 +423,7 @@ class AdmissionControl:
         preempted at once.
         """
         cache, limits = self._cache, self._limits
-        count = budget.first_chunk(request, hit_tokens)
+        count = builder.first_chunk(request, hit_tokens)
         if not count:
             return None, None
         plan = cache.plan_slots(

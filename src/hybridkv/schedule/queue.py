@@ -1,8 +1,8 @@
 """Requests that have not begun: they arrive, wait in order, or wait for the parent that they branch off.
 
-    arriving   asked for by any thread, until the owner of the scheduler looks (Inbox)
-    waiting    first come first served, or by priority (WaitingQueue)
-    branches   wait for their parent, which waits or runs (Forks)
+    arriving   asked for by any thread, until the owner of the scheduler looks
+    waiting    first come first served, or by priority
+    branches   wait for their parent, which waits or runs
 
 A forked parent that runs waits for its steps in flight and stops before its last known token, so that every branch
 computes that token itself. Then its children are admitted with its blocks, before requests that wait:
@@ -25,14 +25,11 @@ from heapq import heapify, heappop, heappush
 from typing import Final, Literal, NamedTuple
 
 from hybridkv.cache import CommonHit, KVCacheManager, Reason
-from hybridkv.errors import ConfigError, OwnershipError
+from hybridkv.errors import CacheError, ConfigError, OwnershipError
 from hybridkv.request import Request, branch_id
 
 QueueKey = tuple[float, float, int]
-
-
 """What requests are sorted by; unique."""
-
 
 _FEW: Final = 64  # keys of entries that left: as many are never looked for
 
@@ -82,27 +79,160 @@ class Waiting:
     refused_at: float | None = None
 
 
-class WaitingQueue:
-    """Entries in the order in which they are tried. Adding and removing are O(log waiting), amortised; finding is O(1).
+class Arrival(NamedTuple):
+    """A request that arrived, or the abort of one: of that very one, since its id may be used again by then.
 
-    policy: "fcfs", where a preempted request returns to the front, or "priority": least
-    Request.priority first, then the earliest arrival. cache: hears who waits, where that changes what it keeps.
-
-    The order is a heap of keys. The key of an entry that leaves stays there until it comes up, or until more keys
-    are of entries that left than of those that wait.
+    children: that branch off it.
     """
 
-    def __init__(self, policy: Literal["fcfs", "priority"] = "fcfs", cache: KVCacheManager | None = None) -> None:
+    request: Request
+    abort: bool
+    children: tuple[Request, ...] = ()
+
+
+@dataclass(slots=True)
+class Family:
+    """A parent and its children that wait, in order. order: when it forked; before its children did."""
+
+    parent: Request
+    order: int
+    children: dict[Request, None] = field(default_factory=dict)
+
+
+class WaitingQueue:
+    """Requests that have not begun, and all that are known by id.
+
+    A request is known from its arrival until it ends; its id is in use until its blocks are back, too.
+
+    policy: "fcfs", where a preempted request returns to the front, or "priority": least Request.priority first, then
+    the earliest arrival. cache: hears who waits, where that changes what it keeps. shares_in_part: whether a branch can
+    begin inside a block; else no child waits for its parent.
+
+    For reading: arrivals (requests and aborts that were not taken in yet, in order), num_arriving (of requests, their
+    children among them), families (parents with children that wait for them, by the parent's id).
+
+    The order is a heap of keys: adding and removing are O(log waiting), amortised. The key of an entry that leaves
+    stays there until it comes up, or until more keys are of entries that left than of those that wait.
+    """
+
+    def __init__(
+        self,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+        cache: KVCacheManager | None = None,
+        *,
+        shares_in_part: bool = False,
+    ) -> None:
         self._cache = cache if cache is not None and cache.kept.judges else None
         self._by_priority = policy == "priority"
+        self._shares_in_part = shares_in_part
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self.arrivals: deque[Arrival] = deque()
+        self.num_arriving = 0
+        self._known: dict[str, Request] = {}
+        self._ended: set[str] = set()
         self._entries: dict[Request, Waiting] = {}
         self._at: dict[QueueKey, Waiting] = {}
         self._queue_keys: list[QueueKey] = []
-        self._arrived = 0
-        self._returned = 0
+        self._arrived = self._returned = self._forked = 0
+        self.families: dict[str, Family] = {}
+        self._parent_of: dict[Request, str] = {}
 
     def __len__(self) -> int:
+        """Requests that wait in order."""
         return len(self._entries)
+
+    @property
+    def num_all(self) -> int:
+        """All that have not begun: those that arrive, wait in order, or wait for their parents."""
+        return len(self._entries) + len(self._parent_of) + self.num_arriving
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing arrives, aborts among it, and nobody waits."""
+        return not (self.arrivals or self._entries or self.families)
+
+    # -- the owner, and what other threads ask for
+
+    def claim(self) -> None:
+        """The calling thread is the owner from its first call on. OwnershipError for any other one."""
+        me = threading.get_ident()
+        if self._owner is None:
+            self._owner = me
+        elif self._owner != me:
+            raise OwnershipError(
+                "another thread drives this scheduler: only its owner may schedule, update, fail and finish; "
+                "add and abort may come from anywhere"
+            )
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether the calling thread is the owner."""
+        return self._owner == threading.get_ident()
+
+    def arrive(self, request: Request, children: tuple[Request, ...] = ()) -> None:
+        """A request arrives, and those that branch off it. ConfigError, and none of them known, if an id is in use."""
+        with self._lock:
+            self._know((request, *children))
+            self.arrivals.append(Arrival(request, abort=False, children=children))
+            self.num_arriving += 1 + len(children)
+
+    def know(self, requests: Sequence[Request]) -> None:
+        """``requests`` are here without having arrived. ConfigError, and none of them known, if an id is in use."""
+        with self._lock:
+            self._know(requests)
+
+    def _know(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.request_id in self._known or request.request_id in self._ended:
+                raise ConfigError(f"a request {request.request_id!r} is already here: request ids must be unique")
+        self._known.update({request.request_id: request for request in requests})
+
+    def abort(self, request_id: str) -> bool:
+        """An abort arrives. False, and nothing done, for an unknown id."""
+        with self._lock:
+            request = self._known.get(request_id)
+            if request is not None:
+                self.arrivals.append(Arrival(request, abort=True))
+            return request is not None
+
+    def take_arrivals(self) -> Generator[Request]:
+        """Take in what arrived, in order: requests wait from now on. Those to abort, each once it is its turn."""
+        while self.arrivals:
+            with self._lock:
+                request, abort, children = self.arrivals.popleft()
+                if not abort:
+                    self.num_arriving -= 1 + len(children)
+            if not abort:
+                self.append(request)
+                self.add_children(request, children)
+            elif self.find(request.request_id) is request:
+                yield request
+
+    def find(self, request_id: str) -> Request | None:
+        """The request known by ``request_id``."""
+        return self._known.get(request_id)
+
+    def end(self, request: Request) -> bool:
+        """``request`` ends but may still hold blocks; whether it was known. Its children wait in front of the queue."""
+        with self._lock:
+            if self._known.pop(request.request_id, None) is None:
+                return False
+            self._ended.add(request.request_id)
+        self.queue_children(request)
+        return True
+
+    def forget(self, request: Request) -> None:
+        """A request that ended holds nothing any longer: its id is free."""
+        with self._lock:
+            self._ended.discard(request.request_id)
+
+    def arriving(self) -> tuple[Request, ...]:
+        """Requests that arrived and were not taken in yet, their children among them. O(arrivals)."""
+        with self._lock:
+            return tuple(one for item in self.arrivals if not item.abort for one in (item.request, *item.children))
+
+    # -- in order
 
     def in_order(self) -> Generator[Waiting]:
         """Entries in order, O(log waiting) each; to be closed when done: only then are those handed out in order again.
@@ -145,200 +275,44 @@ class WaitingQueue:
         if self._cache is not None:
             self._cache.kept.expect(entry.request)
 
-    def find(self, request: Request) -> Waiting | None:
-        """The entry of ``request``, None when it does not wait."""
-        return self._entries.get(request)
-
     def complete(self, request: Request) -> bool:
-        """A step in flight has nothing more to say about ``request``; whether it waits."""
-        entry = self.find(request)
-        if entry is None:
-            return False
-        entry.in_flight_steps -= 1
-        return True
+        """A step in flight has nothing more to say about ``request``; whether it waits in order."""
+        entry = self._entries.get(request)
+        if entry is not None:
+            entry.in_flight_steps -= 1
+        return entry is not None
 
     def remove(self, request: Request) -> None:
-        """Take ``request`` out, if it waits."""
+        """Take ``request`` out, if it waits, in order or for its parent."""
         entry = self._entries.pop(request, None)
-        if entry is None:
-            return
-        del self._at[entry.queue_key]
-        if self._cache is not None:
-            self._cache.kept.expect_no_longer(request)
-        if len(self._queue_keys) > 2 * len(self._at) + _FEW:
-            self._queue_keys = [key for key in self._queue_keys if key in self._at]
-            heapify(self._queue_keys)
-
-    def untried(self) -> list[Request]:
-        """Those that wait but are in no order, so that nobody would ever try them: none. O(waiting)."""
-        keys = set(self._queue_keys)
-        return [entry.request for key, entry in self._at.items() if key not in keys]
+        if entry is not None:
+            del self._at[entry.queue_key]
+            if self._cache is not None:
+                self._cache.kept.expect_no_longer(request)
+            if len(self._queue_keys) > 2 * len(self._at) + _FEW:
+                self._queue_keys = [key for key in self._queue_keys if key in self._at]
+                heapify(self._queue_keys)
+        elif (parent_id := self._parent_of.pop(request, None)) is not None:
+            children = self.families[parent_id].children
+            del children[request]
+            if not children:
+                del self.families[parent_id]
 
     def entries(self) -> list[Waiting]:
-        """All that wait, in order. O(waiting * log waiting)."""
+        """All that wait in order. O(waiting * log waiting)."""
         return [self._at[key] for key in sorted(self._at)]
 
     def requests(self) -> tuple[Request, ...]:
         """Those requests."""
         return tuple(entry.request for entry in self.entries())
 
+    # -- branches
 
-class Arrival(NamedTuple):
-    """A request that arrived, or the abort of one: of that very one, since its id may be used again by then.
-
-    children: that branch off it.
-    """
-
-    request: Request
-    abort: bool
-    children: tuple[Request, ...] = ()
-
-
-class Inbox:
-    """Requests and aborts in order of arrival, and who is known by id.
-
-    A request is known from its arrival until it ends; its id is in use until its blocks are back, too.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._items: deque[Arrival] = deque()
-        self._num_arriving = 0
-        self._known: dict[str, Request] = {}
-        self._ended: set[str] = set()
-        self._owner: int | None = None
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def claim(self) -> None:
-        """The calling thread is the owner from its first call on. OwnershipError for any other one."""
-        me = threading.get_ident()
-        if self._owner is None:
-            self._owner = me
-        elif self._owner != me:
-            raise OwnershipError(
-                "another thread drives this scheduler: only its owner may schedule, update, fail and finish; "
-                "add and abort may come from anywhere"
-            )
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether the calling thread is the owner."""
-        return self._owner == threading.get_ident()
-
-    def add(self, request: Request, children: tuple[Request, ...] = ()) -> None:
-        """A request arrives, and those that branch off it. ConfigError, and none of them known, if an id is in use."""
-        with self._lock:
-            self._know((request, *children))
-            self._items.append(Arrival(request, abort=False, children=children))
-            self._num_arriving += 1 + len(children)
-
-    def know(self, requests: Sequence[Request]) -> None:
-        """``requests`` are here without having arrived. ConfigError, and none of them known, if an id is in use."""
-        with self._lock:
-            self._know(requests)
-
-    def _know(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request.request_id in self._known or request.request_id in self._ended:
-                raise ConfigError(f"a request {request.request_id!r} is already here: request ids must be unique")
-        self._known.update({request.request_id: request for request in requests})
-
-    def abort(self, request_id: str) -> bool:
-        """An abort arrives. False, and nothing done, for an unknown id."""
-        with self._lock:
-            request = self._known.get(request_id)
-            if request is None:
-                return False
-            self._items.append(Arrival(request, abort=True))
-            return True
-
-    def take(self) -> Arrival | None:
-        """The oldest item."""
-        with self._lock:
-            if not self._items:
-                return None
-            item = self._items.popleft()
-            if not item.abort:
-                self._num_arriving -= 1 + len(item.children)
-            return item
-
-    def find(self, request_id: str) -> Request | None:
-        """The request known by ``request_id``."""
-        with self._lock:
-            return self._known.get(request_id)
-
-    def end(self, request: Request) -> bool:
-        """``request`` ends but may still hold blocks; whether it was known."""
-        with self._lock:
-            if self._known.pop(request.request_id, None) is None:
-                return False
-            self._ended.add(request.request_id)
-            return True
-
-    def forget(self, request: Request) -> None:
-        """A request that ended holds nothing any longer: its id is free."""
-        with self._lock:
-            self._ended.discard(request.request_id)
-
-    @property
-    def num_arriving(self) -> int:
-        """Requests that arrived and were not taken yet, their children among them."""
-        return self._num_arriving
-
-    def arriving(self) -> tuple[Request, ...]:
-        """Those requests. O(items)."""
-        with self._lock:
-            return tuple(one for item in self._items if not item.abort for one in (item.request, *item.children))
-
-    def known_ids(self) -> set[str]:
-        """Ids of all requests known."""
-        with self._lock:
-            return set(self._known)
-
-
-def branches_of(parent: Request, n: int) -> tuple[Request, ...]:
-    """``n`` more requests PARENT#1, #2, ... with the parent's tokens; number k draws with the parent's seed + k."""
-    first = parent.branches + 1
-    parent.branches += n
-    return tuple(
-        parent.branch(branch_id(parent.request_id, k), parent.sampling.of_branch(k)) for k in range(first, first + n)
-    )
-
-
-@dataclass(slots=True)
-class Family:
-    """A parent and its children that wait, in order. order: when it forked; before its children did."""
-
-    parent: Request
-    order: int
-    children: dict[Request, None] = field(default_factory=dict)
-
-
-class Forks:
-    """Children that wait for their parents, which wait or run. Adding and removing one is O(1).
-
-    shares_in_part: whether a branch can begin inside a block; else no child waits for its parent.
-    families: parents with children that wait for them, by the parent's id; for reading.
-    """
-
-    def __init__(self, waiting: WaitingQueue, *, shares_in_part: bool) -> None:
-        self._waiting = waiting
-        self._shares_in_part = shares_in_part
-        self.families: dict[str, Family] = {}
-        self._parent_of: dict[Request, str] = {}
-        self._forked = 0
-
-    def __len__(self) -> int:
-        """Children that wait."""
-        return len(self._parent_of)
-
-    def add(self, parent: Request, children: Sequence[Request]) -> None:
+    def add_children(self, parent: Request, children: Sequence[Request]) -> None:
         """``children`` wait for ``parent``, or in the queue where no blocks can be shared in part."""
         if not self._shares_in_part:
             for child in children:
-                self._waiting.append(child)
+                self.append(child)
         elif children:
             self._forked += 1
             family = self.families.setdefault(parent.request_id, Family(parent, self._forked))
@@ -354,16 +328,11 @@ class Forks:
         found = [self.families[one.request_id] for one in running if one.request_id in self.families]
         return sorted((family.order, family.parent) for family in found)
 
-    def order_of(self, parent: Request) -> int | None:
-        """When ``parent`` forked, None when no children wait for it."""
-        family = self.families.get(parent.request_id)
-        return None if family is None else family.order
-
-    def requests(self) -> tuple[Request, ...]:
-        """All children that wait."""
+    def branches(self) -> tuple[Request, ...]:
+        """All children that wait for their parents."""
         return tuple(self._parent_of)
 
-    def take(self, parent: Request) -> list[Request]:
+    def take_children(self, parent: Request) -> list[Request]:
         """The children of ``parent``, which wait for it no longer."""
         family = self.families.get(parent.request_id)
         if family is None or family.parent is not parent:
@@ -375,14 +344,29 @@ class Forks:
 
     def queue_children(self, parent: Request) -> None:
         """``parent`` gives up its row, or ends: its children wait in front of the queue."""
-        self._waiting.return_to_front([self._waiting.entry(child) for child in self.take(parent)])
+        if self.families:
+            self.return_to_front([self.entry(child) for child in self.take_children(parent)])
 
-    def remove(self, child: Request) -> None:
-        """``child`` ends, if it waits here."""
-        parent_id = self._parent_of.pop(child, None)
-        if parent_id is None:
-            return
-        children = self.families[parent_id].children
-        del children[child]
-        if not children:
-            del self.families[parent_id]
+    # -- invariants
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Known are exactly the requests that arrive, wait, run or are to branch off; who waits holds no row."""
+        queued = (*self.requests(), *self._parent_of)
+        with self._lock:
+            known = set(self._known)
+        if {request.request_id for request in (*self.arriving(), *queued, *running)} != known:
+            raise CacheError("the requests known are not those that arrive, wait or run")
+        if any(request.row >= 0 for request in queued):
+            raise CacheError("a request waits and holds a row")
+        keys = set(self._queue_keys)
+        if untried := [entry.request for key, entry in self._at.items() if key not in keys]:
+            raise CacheError(f"request {untried[0].request_id!r} waits, and nobody would try it")
+
+
+def branches_of(parent: Request, n: int) -> tuple[Request, ...]:
+    """``n`` more requests PARENT#1, #2, ... with the parent's tokens; number k draws with the parent's seed + k."""
+    first = parent.branches + 1
+    parent.branches += n
+    return tuple(
+        parent.branch(branch_id(parent.request_id, k), parent.sampling.of_branch(k)) for k in range(first, first + n)
+    )

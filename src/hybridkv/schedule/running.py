@@ -23,14 +23,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.errors import HashError, WorkerError
+from hybridkv.errors import CacheError, HashError, WorkerError
 from hybridkv.request import MAX_TOKEN_ID, Request
 from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
-from hybridkv.schedule.queue import Forks, Inbox, QueueKey, Waiting, WaitingQueue
+from hybridkv.schedule.queue import QueueKey, Waiting, WaitingQueue
 from hybridkv.step import Csr, Step, StepResult
 
-Int64 = NDArray[np.int64]
+logger = logging.getLogger(__name__)
 
+Int64 = NDArray[np.int64]
+Ended = dict[int, tuple[FinishReason, HashError | None]]
+"""Who is done, by place in the step, and why."""
 
 _NO_STOP = -1
 
@@ -64,32 +67,34 @@ class InFlight:
 
 
 class RunningRows:
-    """Columns indexed by row, ``max_running`` long; rows are those of the cache manager.
+    """Running requests, what steps sample for them, and the rows of those that end, are preempted or had a step fail.
 
+    Columns indexed by row, ``max_running`` long; rows are those of the cache manager.
     order: int64[running], rows in order of admission. pending: tokens that steps in flight sample.
-    steps: steps in flight that hold the row. limit: most tokens. stop_ids: int32[rows, width], -1 filled.
-    dead: ended with steps in flight. num_drafts: of the step in flight, whose result must come before the row runs
-    again.
+    steps: steps in flight that hold the row. limit: most tokens. dead: ended with steps in flight. num_drafts: of the
+    step in flight, whose result must come before the row runs again.
+    num_finished, num_preempted, failed_steps: so far.
     """
 
-    def __init__(self, limits: SchedulerLimits, max_model_len: int) -> None:
+    def __init__(self, cache: KVCacheManager, limits: SchedulerLimits, waiting: WaitingQueue) -> None:
+        self._cache = cache
+        self._waiting = waiting
+        self._in_turn = limits.policy == "fcfs"
+        self._max_running = limits.max_running
         self.order = np.empty(0, np.int64)
         self.requests: tuple[Request, ...] = ()
         self._queue_keys: list[QueueKey] = []
-        self._in_turn = limits.policy == "fcfs"
-        self._max_running = limits.max_running
-        self._max_model_len = max_model_len
         self.pending = np.zeros(limits.max_running, np.int64)
         self.steps = np.zeros(limits.max_running, np.int64)
         self.limit = np.zeros(limits.max_running, np.int64)
+        self.num_drafts = np.zeros(limits.max_running, np.int64)
         self.dead = np.zeros(limits.max_running, np.bool_)
         self.num_dead = 0
-        self.num_drafts = np.zeros(limits.max_running, np.int64)
-        self._stop_ids = np.full((limits.max_running, 1), _NO_STOP, np.int32)
-
-    def __len__(self) -> int:
-        """Running requests, dead ones not counted."""
-        return len(self.requests)
+        self._stop_ids = np.full((limits.max_running, 1), _NO_STOP, np.int32)  # of each row, filled up
+        self.num_finished = self.num_preempted = self.failed_steps = 0
+        self._ended_rows: list[int] = []
+        self._finished: list[Finished] = []
+        self._distrusted: set[int] = set()
 
     @property
     def seats_taken(self) -> int:
@@ -97,18 +102,13 @@ class RunningRows:
         return len(self.requests) + self.num_dead
 
     @property
-    def has_seat(self) -> bool:
-        """Whether one more may run."""
-        return self.seats_taken < self._max_running
-
-    @property
     def seats_free(self) -> int:
         """How many more may run."""
-        return self._max_running - self.seats_taken
+        return self._max_running - len(self.requests) - self.num_dead
 
     def limit_tokens(self, request: Request) -> int:
         """Most tokens that ``request`` may have, prompt and output."""
-        return min(request.num_prompt_tokens + request.sampling.max_tokens, self._max_model_len)
+        return min(request.num_prompt_tokens + request.sampling.max_tokens, self._cache.max_model_len)
 
     def admit(self, request: Request, queue_key: QueueKey) -> None:
         """``request``, which has a row, runs from now on: last in order, or by priority, where ``queue_key`` says."""
@@ -126,7 +126,7 @@ class RunningRows:
         self._stop_ids[row] = _NO_STOP
         self._stop_ids[row, : len(stops)] = stops
 
-    def remove(self, rows: list[int]) -> None:
+    def _remove(self, rows: list[int]) -> None:
         """``rows`` run no longer."""
         keep = ~np.isin(self.order, rows)
         kept = keep.nonzero()[0].tolist()
@@ -134,19 +134,14 @@ class RunningRows:
         self._queue_keys = [self._queue_keys[place] for place in kept]
         self.order = self.order[keep]
 
-    def queue_key_of(self, request: Request) -> QueueKey:
-        """The queue key with which ``request`` was admitted."""
-        return self._queue_keys[self.requests.index(request)]
-
     def schedule(self, flight: InFlight) -> None:
         """Rows of ``flight`` wait for it."""
         self.pending[flight.rows] += flight.step.samples
         self.steps[flight.rows] += 1
-        num_drafts = flight.num_drafts
-        if num_drafts is not None:
-            self.num_drafts[flight.rows] = num_drafts
+        if flight.num_drafts is not None:
+            self.num_drafts[flight.rows] = flight.num_drafts
 
-    def complete(self, flight: InFlight) -> NDArray[np.bool_]:
+    def _complete(self, flight: InFlight) -> NDArray[np.bool_]:
         """Rows of ``flight`` wait for it no longer; which of them still belong to the request it ran, bool[R]."""
         held = flight.held
         self.steps[flight.rows[held]] -= 1
@@ -155,62 +150,24 @@ class RunningRows:
             self.num_drafts[flight.rows[held]] = 0
         return held
 
-    def mark_dead(self, row: int) -> None:
-        """A row that was removed still has steps in flight."""
-        self.dead[row] = True
-        self.num_dead += 1
-
-    def unmark_dead(self, row: int) -> None:
-        """The last step of a dead row is complete."""
-        self.dead[row] = False
-        self.num_dead -= 1
-
     def may_stop(self, rows: Int64) -> bool:
         """Whether any of ``rows`` has a stop token."""
         return bool((self._stop_ids[rows] != _NO_STOP).any())
-
-    def stops(self, rows: Int64, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Whether ``tokens[i]`` is a stop token of ``rows[i]``."""
-        found: NDArray[np.bool_] = (self._stop_ids[rows] == tokens[:, None]).any(axis=1)
-        return found
-
-
-logger = logging.getLogger(__name__)
-
-
-class Outcomes:
-    """Takes in what steps sampled, and frees the rows of requests that end, are preempted or had a step fail.
-
-    num_finished, num_preempted, failed_steps: so far.
-    """
-
-    def __init__(
-        self, cache: KVCacheManager, waiting: WaitingQueue, running: RunningRows, inbox: Inbox, forks: Forks
-    ) -> None:
-        self.num_finished = self.num_preempted = self.failed_steps = 0
-        self._ended_rows: list[int] = []
-        self._cache = cache
-        self._waiting = waiting
-        self._running = running
-        self._inbox = inbox
-        self._forks = forks
-        self._finished: list[Finished] = []
-        self._distrusted: set[int] = set()
 
     # -- results
 
     def append(self, flight: InFlight, sampled: Csr) -> Csr:
         """Append the ``sampled`` tokens of ``flight`` and end who is done; what was really appended, CSR."""
-        running, rows = self._running, flight.rows
-        num_drafts, held = flight.num_drafts, running.complete(flight)
+        rows, num_drafts, held = flight.rows, flight.num_drafts, self._complete(flight)
         self._cache.rows.complete(rows[held], flight.step.num_scheduled[held])
-        alive = held & ~running.dead[rows] if running.num_dead else held
+        alive = held & ~self.dead[rows] if self.num_dead else held
         taken = flight.step.samples & alive
-        appended = taken.astype(np.int64)
-        if num_drafts is None:
-            ended = self._append_one(rows, taken.nonzero()[0], sampled, appended)
+        appended, places = taken.astype(np.int64), taken.nonzero()[0]
+        if num_drafts is None:  # one token each
+            tokens = sampled.values if len(places) == len(sampled.values) else sampled.values[sampled.indptr[places]]
+            ended = self._append_rows(rows[places], places, tokens, appended)
         else:
-            ended = self._append_several(rows, taken.nonzero()[0], sampled, appended)
+            ended = self._append_several(rows, places, sampled, appended)
             kept = np.minimum(np.diff(sampled.indptr) - 1, appended)
             some = (held & (num_drafts > 0)).nonzero()[0]
             self._cache.accept_drafts(rows[some], num_drafts[some], kept[some])  # what is not kept was never there
@@ -221,11 +178,6 @@ class Outcomes:
         if appended.sum() == len(sampled.values):
             return sampled
         return _heads(sampled, appended)
-
-    def _append_one(self, rows: Int64, places: Int64, sampled: Csr, appended: Int64) -> Ended:
-        """The one token of each of the ``places`` in the step; who is done, and why."""
-        tokens = sampled.values if len(places) == len(sampled.values) else sampled.values[sampled.indptr[places]]
-        return self._append_rows(rows[places], places, tokens, appended)
 
     def _append_several(self, rows: Int64, places: Int64, sampled: Csr, appended: Int64) -> Ended:
         """Token after token of all ``places``, up to where each is done. ``appended``: tokens of each, is filled in."""
@@ -247,10 +199,9 @@ class Outcomes:
 
         ``appended`` is one less where the token could not be taken.
         """
-        running = self._running
         failed = self._cache.rows.append(rows, tokens)
-        stopped = running.stops(rows, tokens)
-        done = stopped | (self._cache.rows.num_tokens[rows] >= running.limit[rows])
+        stopped = (self._stop_ids[rows] == tokens[:, None]).any(axis=1)
+        done = stopped | (self._cache.rows.num_tokens[rows] >= self.limit[rows])
         if not (failed or done.any()):
             return {}
         ended: Ended = {
@@ -273,7 +224,7 @@ class Outcomes:
                 self.end([Finished(request, FinishReason.ERROR, error)])
                 return count - 1
             stopped = token in request.stop_ids
-            if stopped or request.num_tokens >= self._running.limit_tokens(request):
+            if stopped or request.num_tokens >= self.limit_tokens(request):
                 self.end([Finished(request, FinishReason.STOP if stopped else FinishReason.LENGTH)])
                 return count
         return len(sampled)
@@ -282,7 +233,7 @@ class Outcomes:
 
     def preempt_last(self, in_flight: Iterable[InFlight]) -> None:
         """The last in order gives its blocks back and waits, with the steps ``in_flight`` that hold it."""
-        request = self._running.requests[-1]
+        request = self.requests[-1]
         logger.debug("request %r is preempted", request.request_id)
         self.num_preempted += 1
         request.num_preemptions += 1
@@ -296,14 +247,14 @@ class Outcomes:
         flights, rows = tuple(in_flight), [request.row for request in requests]
         entries = []
         for request, row in zip(requests, rows, strict=True):
-            self._forks.queue_children(request)
+            self._waiting.queue_children(request)
             in_flight_steps = sum(flight.release(request, row) for flight in flights)
             if written and not in_flight_steps:
                 self._cache.keep_end(request)
             self._cache.free(request)
             request.num_computed_tokens = 0
-            entries.append(Waiting(request, self._running.queue_key_of(request), in_flight_steps))
-        self._running.remove(rows)
+            entries.append(Waiting(request, self._queue_keys[self.requests.index(request)], in_flight_steps))
+        self._remove(rows)
         self._ended_rows += rows
         self._waiting.return_to_front(entries)
 
@@ -320,26 +271,25 @@ class Outcomes:
                 self._end(one, rows)
         finally:  # one that raises leaves those before it ended
             if rows:
-                self._running.remove(rows)
+                self._remove(rows)
 
     def _end(self, one: Finished, rows: list[int]) -> None:
         """One leaves; its row joins ``rows``, which run no longer."""
         request = one.request
-        if not self._inbox.end(request):
+        if not self._waiting.end(request):
             return
         if one.error is not None:
             logger.warning("request %r ended: %s", request.request_id, one.error, exc_info=one.error)
         self._finished.append(one)
         self.num_finished += 1
-        self._forks.queue_children(request)
         if request.row < 0:
             self._waiting.remove(request)
-            self._forks.remove(request)
-            self._inbox.forget(request)
+            self._waiting.forget(request)
             return
         rows.append(request.row)
-        if self._running.steps[request.row]:
-            self._running.mark_dead(request.row)
+        if self.steps[request.row]:
+            self.dead[request.row] = True
+            self.num_dead += 1
         else:
             self._free(request)
 
@@ -355,10 +305,10 @@ class Outcomes:
 
     def free_dead(self, flight: InFlight, *, written: bool = True) -> None:
         """Dead rows of ``flight`` that no other step holds give their blocks back. written: it ran."""
-        running = self._running
-        mask = flight.held & running.dead[flight.rows] & (running.steps[flight.rows] == 0)
+        mask = flight.held & self.dead[flight.rows] & (self.steps[flight.rows] == 0)
         for i in mask.nonzero()[0].tolist():
-            running.unmark_dead(int(flight.rows[i]))
+            self.dead[flight.rows[i]] = False
+            self.num_dead -= 1
             self._free(flight.requests[i], written=written)
 
     def _free(self, request: Request, *, written: bool = True) -> None:
@@ -369,7 +319,7 @@ class Outcomes:
         self._distrusted.discard(request.row)
         self._ended_rows.append(request.row)
         self._cache.free(request)
-        self._inbox.forget(request)
+        self._waiting.forget(request)
 
     # -- after a failure
 
@@ -385,7 +335,7 @@ class Outcomes:
         for flight in failed:
             touched.update(self._undo(flight))
         touched.update(self._distrust_moved(failed))
-        requests = [request for request in self._running.requests if request.row in touched]
+        requests = [request for request in self.requests if request.row in touched]
         self._send_back(requests, in_flight, written=False)
         for flight in failed:
             self.free_dead(flight, written=False)
@@ -393,7 +343,7 @@ class Outcomes:
     def _undo(self, flight: InFlight) -> list[int]:
         """Rows and waiting requests expect nothing more of ``flight``; its rows that still belong to those it held."""
         self._ended_rows += flight.step.finished_rows.tolist()
-        held = self._running.complete(flight)
+        held = self._complete(flight)
         rows = flight.rows[held]
         self._cache.rows.retract(rows, flight.step.num_scheduled[held])
         for request in flight.released.values():
@@ -411,13 +361,29 @@ class Outcomes:
 
     def _distrust(self, rows: Iterable[int]) -> None:
         """Blocks of ``rows`` may hold anything: of those that are dead nothing more is published."""
-        self._distrusted.update(row for row in rows if self._running.dead[row])
+        self._distrusted.update(row for row in rows if self.dead[row])
 
+    # -- invariants
 
-Ended = dict[int, tuple[FinishReason, HashError | None]]
-
-
-"""Who is done, by place in the step, and why."""
+    def check(self, in_flight: Iterable[InFlight]) -> None:
+        """Rows that hold blocks run or are dead, and expect exactly what the steps ``in_flight`` will bring."""
+        resident = {request.row for request in self._cache.engine.resident_requests()}
+        dead, rows = set(np.flatnonzero(self.dead).tolist()), set(self.order.tolist())
+        if rows & dead or (rows | dead) != resident:
+            raise CacheError(f"rows {sorted(rows)} run and {sorted(dead)} are dead, but {sorted(resident)} hold blocks")
+        if len(dead) != self.num_dead or [request.row for request in self.requests] != self.order.tolist():
+            raise CacheError("the order of running requests and their rows differ")
+        steps, pending, num_drafts = (np.zeros_like(self.steps) for _ in range(3))
+        for flight in in_flight:
+            held = flight.held
+            steps[flight.rows[held]] += 1
+            pending[flight.rows[held & flight.step.samples]] += 1
+            if flight.num_drafts is not None:
+                num_drafts[flight.rows[held]] += flight.num_drafts[held]
+        live = sorted(resident)
+        pairs = (steps, self.steps), (pending, self.pending), (num_drafts, self.num_drafts)
+        if not all(np.array_equal(found[live], expected[live]) for found, expected in pairs):
+            raise CacheError("the steps in flight differ from what the rows expect of them")
 
 
 def _heads(lists: Csr, counts: Int64) -> Csr:

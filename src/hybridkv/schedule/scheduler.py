@@ -5,7 +5,7 @@
               +---- preempted <------+          a failed step sends its requests back to waiting, too
 
 A step's budget goes to running requests first, in order of admission (or of priority), then to waiting
-ones; within a share of it, short work goes ahead of long prompts (StepBudget). When blocks run out, the last
+ones; within a share of it, short work goes ahead of long prompts (StepBuilder). When blocks run out, the last
 in that order gives all of its back and waits at the front (or at its place); a step that preempted admits
 nobody. One that does not fit lets others pass for a while.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +24,21 @@ from hybridkv.arguments import instance, integer
 from hybridkv.cache import KVCacheManager, Reason, RowSpans
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import MOST_OUTPUTS, Request
-from hybridkv.schedule import audit
 from hybridkv.schedule.admission import AdmissionControl, OnExplained
-from hybridkv.schedule.builder import StepBudget, StepBuilder, split_of
-from hybridkv.schedule.fast_forward import NO_STRIDE, Choose, Stride, Strides, StrideTimes
-from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
-from hybridkv.schedule.queue import Forks, Inbox, Wait, WaitingQueue, WaitReason, branches_of
-from hybridkv.schedule.running import InFlight, Outcomes, RunningRows, check_result
+from hybridkv.schedule.builder import StepBuilder, split_of
+from hybridkv.schedule.limits import (
+    NO_STRIDE,
+    Choose,
+    Finished,
+    FinishReason,
+    Outcome,
+    SchedulerLimits,
+    SchedulerStatistics,
+    Stride,
+    StrideTimes,
+)
+from hybridkv.schedule.queue import Wait, WaitingQueue, WaitReason, branches_of
+from hybridkv.schedule.running import InFlight, RunningRows, check_result
 from hybridkv.schedule.speculation import Speculation, check_drafts
 from hybridkv.step import Step, StepResult
 from hybridkv.units import MOST_COUNT, shown
@@ -58,21 +66,15 @@ class Scheduler:
         self.cache = instance("cache", cache, KVCacheManager)
         self.limits = SchedulerLimits() if limits is None else instance("limits", limits, SchedulerLimits)
         self._clock = clock
-        self._inbox = Inbox()
-        self._waiting = WaitingQueue(self.limits.policy, cache)
-        self._running = RunningRows(self.limits, cache.max_model_len)
-        queues = self._waiting, self._running
-        self._forks = Forks(self._waiting, shares_in_part=cache.bounds.shares_in_part)
-        self._split = split_of(cache, self.limits, self._forks.families)
+        self._waiting = WaitingQueue(self.limits.policy, cache, shares_in_part=cache.bounds.shares_in_part)
+        self._running = RunningRows(cache, self.limits, self._waiting)
+        self._admission = AdmissionControl(cache, self.limits, self._waiting, self._running)
+        self._split = split_of(cache, self.limits, None)
+        self._split_with_branches = split_of(cache, self.limits, self._waiting.families)
         share = self.limits.short_share_of(follows_vllm=cache.bounds.follows_vllm)
         self._short_tokens = int(share * self.limits.max_batched_tokens)
         self._speculation = (
             Speculation(cache, self._running, self.limits) if self.limits.num_speculative_tokens else None
-        )
-        self._outcomes = Outcomes(cache, *queues, self._inbox, self._forks)
-        self._admission = AdmissionControl(cache, self.limits, *queues, forks=self._forks, outcomes=self._outcomes)
-        self._strides = Strides(
-            cache, self.limits, self._running, forks=self._forks, admission=self._admission, outcomes=self._outcomes
         )
         self._in_flight: deque[InFlight] = deque()
         self._next_id = 0
@@ -90,7 +92,7 @@ class Scheduler:
         """
         self._admission.refuse_impossible(instance("request", request, Request))
         branches = branches_of(request, request.sampling.n - 1)
-        self._inbox.add(request, branches)
+        self._waiting.arrive(request, branches)
         return branches
 
     def fork(self, parent_id: str, n: int) -> tuple[Request, ...]:
@@ -100,15 +102,15 @@ class Scheduler:
         as they are, its last one and its state copied; else they find what is cached. By the owner's thread only.
         ConfigError for an unknown parent, n below 1 or an id in use.
         """
-        self._inbox.claim()
+        self._waiting.claim()
         integer("n", n, 1, MOST_OUTPUTS)
         self._empty_inbox()
-        parent = self._inbox.find(instance("parent_id", parent_id, str))
+        parent = self._waiting.find(instance("parent_id", parent_id, str))
         if parent is None:
             raise ConfigError(f"cannot fork {parent_id!r}: name a request that waits or runs")
         children = branches_of(parent, n)
-        self._inbox.know(children)
-        self._forks.add(parent, children)
+        self._waiting.know(children)
+        self._waiting.add_children(parent, children)
         return children
 
     def abort(self, request_id: str) -> bool:
@@ -116,23 +118,23 @@ class Scheduler:
 
         Its blocks return at once, or after the update of the last step in flight that holds them.
         """
-        if not self._inbox.abort(instance("request_id", request_id, str)):
+        if not self._waiting.abort(instance("request_id", request_id, str)):
             logger.info("abort of %r: no such request", request_id)
             return False
-        if self._inbox.is_owner:
+        if self._waiting.is_owner:
             self._empty_inbox()
         return True
 
     def statistics(self) -> SchedulerStatistics:
         """Counts so far."""
-        speculation, admission, outcomes = self._speculation, self._admission, self._outcomes
+        speculation, admission, running = self._speculation, self._admission, self._running
         return SchedulerStatistics(
             steps=self._next_id,
             waiting=self.num_waiting,
-            running=len(self._running),
-            requests_finished=outcomes.num_finished,
-            preemptions=outcomes.num_preempted,
-            failed_steps=outcomes.failed_steps,
+            running=self.num_running,
+            requests_finished=running.num_finished,
+            preemptions=running.num_preempted,
+            failed_steps=running.failed_steps,
             prompt_tokens=admission.prompt_tokens,
             hit_tokens=admission.hit_tokens,
             computed_tokens=self._computed_tokens,
@@ -158,22 +160,22 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait, those just added among them."""
-        return len(self._waiting) + len(self._forks) + self._inbox.num_arriving
+        return self._waiting.num_all
 
     @property
     def num_running(self) -> int:
         """Requests that run."""
-        return len(self._running)
+        return len(self._running.requests)
 
     def running_requests(self) -> tuple[Request, ...]:
         """Who runs, in order. By the owner's thread only."""
-        self._inbox.claim()
+        self._waiting.claim()
         return self._running.requests
 
     def waits(self) -> list[Wait]:
         """Who waits, in order, branches last, and why. By the owner's thread only. O(waiting * log waiting)."""
-        self._inbox.claim()
-        arriving = [Wait(request, WaitReason.ARRIVED) for request in self._inbox.arriving()]
+        self._waiting.claim()
+        arriving = [Wait(request, WaitReason.ARRIVED) for request in self._waiting.arriving()]
         return self._admission.waits() + arriving
 
     @property
@@ -192,7 +194,7 @@ class Scheduler:
 
         Steps still in flight then hold nobody's rows; hand their results in before more is scheduled.
         """
-        return not (self._inbox or self._waiting or self._forks.families or self._running.seats_taken)
+        return self._waiting.is_idle and not self._running.seats_taken
 
     @property
     def waits_for_drafts(self) -> bool:
@@ -213,22 +215,22 @@ class Scheduler:
         have (one is sampled behind the drafts), the step's budget, blocks that nobody has to give up. By the owner's
         thread only. ConfigError, and nothing proposed, for what is no token id. O(drafts).
         """
-        self._inbox.claim()
+        self._waiting.claim()
         check_drafts(drafts)
         if self._speculation is not None:
-            self._speculation.propose(drafts, self._inbox.find)
+            self._speculation.propose(drafts, self._waiting.find)
 
     def schedule(self) -> Step:
         """The next Step, empty when nothing can run now. Every Step wants its update (or fail).
 
         CacheError when max_in_flight steps wait for their results already.
         """
-        self._inbox.claim()
+        self._waiting.claim()
         if len(self._in_flight) >= self.limits.max_in_flight:
             raise CacheError(f"{len(self._in_flight)} steps are in flight: update or fail the oldest before the next")
         now = self._clock()
         self._empty_inbox()
-        builder = StepBuilder(self.cache, self._budget(now))
+        builder = self._builder(now)
         try:
             with self.cache.step(self._next_id):
                 preempted = self._schedule_running(builder)
@@ -241,29 +243,29 @@ class Scheduler:
         self._peak_usage = max(self._peak_usage, self.cache.usage)
         return self._issue(builder, spans)
 
-    def _budget(self, now: float) -> StepBudget:
-        """The tokens of a step that begins ``now``."""
-        return StepBudget(
-            self.limits.max_batched_tokens,
+    def _builder(self, now: float, taken: int = 0) -> StepBuilder:
+        """A step that begins ``now``. taken: tokens that are not its own."""
+        return StepBuilder(
+            self.limits.max_batched_tokens - taken,
             self.cache,
-            self._split,
+            self._split_with_branches if self._waiting.families else self._split,
             short_tokens=self._short_tokens,
-            count_short=lambda budget: self._admission.count_short(budget, now),
+            count_short=lambda builder: self._admission.count_short(builder, now),
         )
 
     def _schedule_running(self, builder: StepBuilder) -> bool:
         """Give running requests their tokens; whether somebody had to be preempted."""
-        preempted, start, held, budget = False, 0, self._held_rows(), builder.budget
+        preempted, start, held = False, 0, self._held_rows()
         speculation = self._speculation
         while True:
             rows = self._running.order[start:]
-            shares = budget.shares(rows, self._wanted(rows, held))
+            shares = builder.shares(rows, self._wanted(rows, held))
             if not shares.all():
                 some = shares.nonzero()[0]
                 places, rows, shares = some + start, rows[some], shares[some]
             else:
                 places = None
-            num_drafts = None if speculation is None else speculation.room(rows, shares, budget)
+            num_drafts = None if speculation is None else speculation.room(rows, shares, builder)
             counts = shares if num_drafts is None else shares + num_drafts
             slots = self.cache.allocate_batch(rows, counts, self.limits.num_lookahead_tokens)
             done = slots.accepted
@@ -281,15 +283,15 @@ class Scheduler:
             if slots.reason is Reason.FRAGMENTED:
                 start += 1  # its blocks are there, but not in this step
                 continue
-            self._outcomes.preempt_last(self._in_flight)
-            budget.keep_nothing()
+            self._running.preempt_last(self._in_flight)
+            builder.keep_nothing()
             preempted = True
 
     def _held_rows(self) -> list[int]:
         """Return the rows of parents that wait for their steps in flight. O(running)."""
-        if not self._forks.families:
+        if not self._waiting.families:
             return []
-        parents = self._forks.parents(self._running.requests)
+        parents = self._waiting.parents(self._running.requests)
         return [parent.row for _, parent in parents if self._running.steps[parent.row]]
 
     def _wanted(self, rows: Int64, held: list[int]) -> Int64:
@@ -311,7 +313,7 @@ class Scheduler:
             self._after,
             spans,
             pending=self._running.pending,
-            ended_rows=self._outcomes.take_ended_rows(),
+            ended_rows=self._running.take_ended_rows(),
             transfers=transfers,
         )
         self.cache.rows.schedule(rows, step.num_scheduled.astype(np.int64))
@@ -345,7 +347,7 @@ class Scheduler:
 
         WorkerError, and nothing changed, for a result that does not fit that Step.
         """
-        self._inbox.claim()
+        self._waiting.claim()
         instance("result", result, StepResult)
         if not self._in_flight:
             raise CacheError(f"result of step {result.id}, but no step is in flight")
@@ -356,29 +358,29 @@ class Scheduler:
         self._computed_tokens += flight.step.num_tokens
         if self._speculation is not None:
             self._speculation.verify(flight.num_drafts, result.num_accepted)
-        appended = self._outcomes.append(flight, result.sampled)
+        appended = self._running.append(flight, result.sampled)
         if self._running.num_dead:
-            self._outcomes.free_dead(flight)
+            self._running.free_dead(flight)
         self._empty_inbox()
-        return Outcome(flight.step.id, flight.requests, appended, self._outcomes.take_finished())
+        return Outcome(flight.step.id, flight.requests, appended, self._running.take_finished())
 
     def take_finished(self) -> tuple[Finished, ...]:
         """Who ended since the last update or call: aborts, and whom the caller finished, in between.
 
         By the owner's thread only: what another one took, its owner would never hear of.
         """
-        self._inbox.claim()
-        return self._outcomes.take_finished()
+        self._waiting.claim()
+        return self._running.take_finished()
 
     def finish(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> bool:
         """End a request for a reason that only the caller can see, such as a stop string. False if it is not here."""
-        self._inbox.claim()
+        self._waiting.claim()
         instance("reason", reason, FinishReason)
         self._empty_inbox()
-        request = self._inbox.find(instance("request_id", request_id, str))
+        request = self._waiting.find(instance("request_id", request_id, str))
         if request is None:
             return False
-        self._outcomes.end([Finished(request, reason)])
+        self._running.end([Finished(request, reason)])
         return True
 
     # -- many steps as one
@@ -394,12 +396,13 @@ class Scheduler:
         is the last one then. times: told when steps begin and the last one ends, so that the clock can say so: ends
         are kept, and judged, by it. ConfigError for chosen tokens of another shape.
         """
-        self._inbox.claim()
+        self._waiting.claim()
         self._empty_inbox()
         if self._in_flight:
             return NO_STRIDE
         now = self._clock()
-        stride = self._strides.take(choose, times, self._budget(now), now)
+        builder = self._builder(now, taken=len(self._running.requests))
+        stride = self._admission.take_stride(choose, times, builder, now)
         if stride.steps:
             self._next_id += stride.steps
             self._after = self._next_id - 1
@@ -415,7 +418,7 @@ class Scheduler:
         What they should have written can be hit no longer; their requests return to the front of the queue
         with 0 computed, in order. CacheError for a step that is not in flight.
         """
-        self._inbox.claim()
+        self._waiting.claim()
         integer("step_id", step_id, most=MOST_COUNT)
         if not isinstance(error, BaseException | str):
             raise ConfigError(f"error must be an exception or a message, got {shown(error)}")
@@ -426,7 +429,7 @@ class Scheduler:
         for _ in failed:
             self._in_flight.pop()
         self._after = failed[0].step.after
-        self._outcomes.take_back(failed, self._in_flight)
+        self._running.take_back(failed, self._in_flight)
         self._empty_inbox()
 
     # -- invariants
@@ -434,24 +437,12 @@ class Scheduler:
     def check(self) -> None:
         """The cache's own check, and: rows that hold blocks are those that run or are dead. O(blocks + keys)."""
         self.cache.check()
-        audit.check_rows(self.cache, self._running)
-        audit.check_in_flight(self.cache, self._running, self._in_flight)
-        audit.check_known(self._inbox, self._waiting, self._running, self._forks)
+        self._running.check(self._in_flight)
+        self._waiting.check(self._running.requests)
 
     # -- inside
 
     def _empty_inbox(self) -> None:
         """Requests that arrived wait from now on; those to abort end."""
-        if self._inbox:
-            self._outcomes.end(Finished(request, FinishReason.ABORT) for request in self._aborted())
-
-    def _aborted(self) -> Iterator[Request]:
-        """Take in what arrived, in order: each request to abort, once it is its turn."""
-        while (item := self._inbox.take()) is not None:
-            request = item.request
-            if not item.abort:
-                self._waiting.append(request)
-                if item.children:
-                    self._forks.add(request, item.children)
-            elif self._inbox.find(request.request_id) is request:
-                yield request
+        if self._waiting.arrivals:
+            self._running.end(Finished(request, FinishReason.ABORT) for request in self._waiting.take_arrivals())

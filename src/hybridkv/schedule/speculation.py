@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, token_array
-from hybridkv.schedule.builder import StepBudget, share_budget
+from hybridkv.schedule.builder import StepBuilder, share_budget
 from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.running import RunningRows
 from hybridkv.step import Csr
@@ -65,17 +65,17 @@ class Speculation:
         )
         return decodes
 
-    def room(self, rows: Int64, shares: Int64, budget: StepBudget) -> Int64 | None:
+    def room(self, rows: Int64, shares: Int64, builder: StepBuilder) -> Int64 | None:
         """How many drafts each of ``rows`` runs behind its share, int64[rows]; None when nobody has any.
 
-        budget: of the step, ``shares`` not taken from it. First come first served.
+        builder: of the step, ``shares`` not taken from its tokens. First come first served.
         """
         if not self._any:
             return None
         most = self._running.limit[rows] - 1 - self._cache.rows.num_tokens[rows]
         asked = np.minimum(self._proposed[rows], most)
         asked[(asked < 0) | (shares != 1) | ~self._decodes(rows)] = 0
-        return share_budget(asked, budget.for_running - int(shares.sum())) if asked.any() else None
+        return share_budget(asked, builder.for_running - int(shares.sum())) if asked.any() else None
 
     def tokens_of(self, rows: Int64, counts: Int64) -> Csr:
         """The first ``counts[i]`` drafts of each of ``rows``."""

@@ -110,7 +110,7 @@ class Comparison:
         same("usage", round(self._cache.usage, 9), round(oracle.pool.usage, 9))
         running = [request.request_id for request in scheduler._running.requests]
         same("running", running, [request.request_id for request in oracle.running])
-        arriving = [request.request_id for request in scheduler._inbox.arriving()]
+        arriving = [request.request_id for request in scheduler._waiting.arriving()]
         queued = [one.request_id for one in oracle.waiting if one.request_id not in arriving]
         same("waiting", [request.request_id for request in scheduler._waiting.requests()], queued)
         same("number waiting", scheduler.num_waiting, oracle.num_waiting)

@@ -156,7 +156,7 @@ class Rig:
         if refused:
             return False
         self.requests[name] = request, self.oracle.add(expected, asked.arrival_time)
-        arriving = {one.request_id: one for one in self.scheduler._inbox.arriving()}
+        arriving = {one.request_id: one for one in self.scheduler._waiting.arriving()}
         for child in self._fork_oracle(self.requests[name][1], asked.n - 1):
             self.requests[child.request_id] = arriving[child.request_id], child
         return True

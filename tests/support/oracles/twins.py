@@ -91,7 +91,7 @@ class Twins(Rig):
                 taken.append(False)
             else:
                 taken.append(True)
-                arriving = [one for one in side.scheduler._inbox.arriving() if one.request_id not in side.requests]
+                arriving = [one for one in side.scheduler._waiting.arriving() if one.request_id not in side.requests]
                 side.requests.update({one.request_id: one for one in arriving})
         same("taken in", *taken)
         if taken[0]:

@@ -81,7 +81,7 @@ class AlignPlacement:
     """Where the reference layout (vLLM's align mode) keeps them: at ends of the blocks that it gives to states.
 
     tokens: of such a block, B. Not every multiple: the last one that a chunk reaches, the last one that serves the same
-    prompt again (token P-1 must be run), and the last one before a branch point: where AlignSplit ends chunks.
+    prompt again (token P-1 must be run), and the last one before a branch point: where split_at_blocks ends chunks.
     ConfigError for tokens out of range.
 
         chunk   [ ... | B | B | B | rest ]        kept: the last multiple in it
