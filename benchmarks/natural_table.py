@@ -30,7 +30,7 @@ from hybridkv.cache.placement import placement_of
 from hybridkv.eviction import LRU
 from hybridkv.models import Model, read_model
 from hybridkv.planner import Plan
-from hybridkv.planner.comparison import padding_of
+from hybridkv.planner.plan import padding_of
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.simulator import H100_UNBOUNDED, ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
 

@@ -118,7 +118,7 @@ def check_types(owner: Any) -> None:  # noqa: ANN401  # an object of any frozen 
 
     ``int`` takes integers, ``tuple[X, ...]`` a list, a class its objects; ``Annotated`` names another check.
     """
-    for name, check in _checks(type(owner)).items():
+    for name, check in _checks(owner.__class__).items():
         check_fields(owner, check, name)
 
 

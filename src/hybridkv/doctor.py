@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from hybridkv.cache import MissReason
 from hybridkv.planner import Plan
 from hybridkv.planner import plan as make_plan
-from hybridkv.planner.capacity import blocks_needed, copies_that_fit
+from hybridkv.planner.config import blocks_needed, copies_that_fit
 from hybridkv.planner.plan import NATURAL, NO_STATES
 from hybridkv.simulator import (
     Progress,

@@ -8,7 +8,7 @@ import pytest
 from assumed import plan_of
 from hybridkv.models import known_models, read_model
 from hybridkv.planner import KVCacheConfig, Plan, plan, plan_from_json, plan_to_json
-from hybridkv.planner.comparison import facts_of, padding_of
+from hybridkv.planner.plan import facts_of, padding_of
 from hybridkv.units import GiB
 
 SHORTER = {"llama-4-scout": 131_072}

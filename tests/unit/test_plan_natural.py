@@ -17,10 +17,9 @@ from hybridkv.cache.placement import DEFAULT_PLACEMENT
 from hybridkv.errors import CapacityError, ConfigError, SchemaError
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.planner import KVCacheConfig, Plan, SlabClass, SlabLayout, plan, plan_from_json, plan_to_json
-from hybridkv.planner.capacity import blocks_needed, reserved_blocks
-from hybridkv.planner.comparison import facts_of, padding_of
+from hybridkv.planner.config import blocks_needed, reserved_blocks
 from hybridkv.planner.natural import LayerKind, natural_config, packings, worst_padding
-from hybridkv.planner.plan import DEFAULT_PLACEMENTS, LAYOUTS
+from hybridkv.planner.plan import DEFAULT_PLACEMENTS, LAYOUTS, facts_of, padding_of
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,

@@ -8,8 +8,7 @@ from typing import Final
 
 from hybridkv.cli.output import console, floor, share, table
 from hybridkv.planner import LayoutFacts, Plan, compare_layouts
-from hybridkv.planner.comparison import SHORT_TOKENS
-from hybridkv.planner.plan import LAYOUTS
+from hybridkv.planner.plan import LAYOUTS, SHORT_TOKENS
 from hybridkv.units import format_bytes, format_count
 
 _NOT_THERE: Final = "-"

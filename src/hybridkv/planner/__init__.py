@@ -5,11 +5,18 @@ natural     Model -> packing (groups, k, slab bytes) -> natural (tensors, slabs)
                                                                     Plan = model + config + limits <-> JSON
 """
 
-from hybridkv.planner.capacity import Capacity, GroupCapacity, capacity_of
-from hybridkv.planner.comparison import LayoutFacts, compare_layouts
-from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlabClass, SlabLayout
+from hybridkv.planner.config import (
+    Capacity,
+    GroupCapacity,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlabClass,
+    SlabLayout,
+    capacity_of,
+)
 from hybridkv.planner.document import plan_from_json, plan_to_json, read_plan, read_plan_from
-from hybridkv.planner.plan import Plan, plan
+from hybridkv.planner.plan import LayoutFacts, Plan, compare_layouts, plan
 
 __all__ = [
     "Capacity",

@@ -17,17 +17,21 @@ of memory is the slab, which a class of groups cuts into blocks:
 
 Block ``id`` of a class starts at byte ``id * block_bytes``, whatever its slab, so that a layer's pages are one strided
 view of the arena. That takes k blocks which fill the slab to the byte: ``k * block_bytes == slab_bytes``.
+
+What a config holds is counted in units that the pool gives out: blocks in the reference layout, slabs in the natural
+one, where a class that needs n blocks takes ``ceil(n / k)`` slabs. It is exact: what is reported can be allocated, one
+more block could not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
-from hybridkv.arguments import Positive, check_types
+from hybridkv.arguments import Positive, check_types, instance, integer
 from hybridkv.errors import ConfigError
-from hybridkv.specs import KVCacheSpec
+from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.units import MOST_COUNT, format_count
 
 NamedSpec = tuple[str, KVCacheSpec]
@@ -210,3 +214,166 @@ class KVCacheConfig:
         if self.slabs is not None:
             return self.slabs.arena_bytes
         return max((t.offset_bytes + t.size for t in self.tensors), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChoice:
+    """One way to lay out a model. config: makes it, of as many blocks or slabs.
+
+    unit_bytes: of a block or slab. needed_units: for one request and the sinks, the null one included.
+    """
+
+    unit_bytes: int
+    needed_units: int
+    config: Callable[[int], KVCacheConfig]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of ``needed_units``."""
+        return self.needed_units * self.unit_bytes
+
+
+# -- what a config holds
+
+_ANY_LENGTH: Final = 1 << 62
+"""Tokens of a request that no memory holds, if any layer keeps them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCapacity:
+    """One group. kind: class of its spec. page_bytes: one block in one layer (of a uniform type: in all).
+
+    block_bytes: what one block holds in all layers of the group. padding_bytes: what a block takes beyond that,
+    in its pages and in tensors where the group has no layer. blocks_per_request: of a request of the longest context.
+    """
+
+    kind: str
+    layers: int
+    block_size: int
+    page_bytes: int
+    block_bytes: int
+    padding_bytes: int
+    blocks_per_request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A plan in numbers.
+
+    num_blocks: the null block included. block_bytes: what one block takes, padding included. In the natural layout
+    both are of slabs. unused_bytes: memory left over, less than one block. padding_bytes: lost inside blocks while one
+    request of the longest context runs. tokens_that_fit: the longest request that all blocks but the null block and
+    sinks can hold; None where a request of any length fits (no layer keeps every token).
+    longest_context: the same, no longer than max_model_len. concurrency: how many requests of the longest
+    context fit, sharing nothing; behind the point, what is left over as a part of what one more would take.
+    """
+
+    memory_bytes: int
+    arena_bytes: int
+    unused_bytes: int
+    num_blocks: int
+    block_bytes: int
+    padding_bytes: int
+    tokens_that_fit: int | None
+    longest_context: int
+    concurrency: float
+    groups: tuple[GroupCapacity, ...]
+
+
+def blocks_needed(groups: Sequence[KVCacheGroupSpec], limits: RequestLimits) -> tuple[int, ...]:
+    """Most blocks that one request within ``limits`` needs in each group."""
+    return tuple(group.spec.max_request_blocks(limits) for group in groups)
+
+
+def longest_that(fits: Callable[[int], bool]) -> int | None:
+    """The largest n that fits where no smaller one does not; None where any fits. Doubling, then bisection."""
+    if fits(_ANY_LENGTH):
+        return None
+    high = 1
+    while fits(high):
+        high *= 2
+    low = high // 2
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def tokens_that_fit(config: KVCacheConfig, limits: RequestLimits, keeps: Keeps | None = None) -> int | None:
+    """The longest request that ``config`` can hold beside its sinks, whatever ``limits.max_model_len`` says.
+
+    keeps: count only the blocks of layers that keep this. None where a request of any length fits. No group's need
+    falls as a request grows.
+    """
+    sinks = reserved_blocks(config.groups, limits)
+    counted = [keeps is None or group.spec.keeps is keeps for group in config.groups]
+
+    def fits(tokens: int) -> bool:
+        needed = blocks_needed(config.groups, replace(limits, max_model_len=tokens))
+        blocks = [sink + own * count for sink, own, count in zip(sinks, needed, counted, strict=True)]
+        return config.units_for(blocks) < config.num_blocks
+
+    return longest_that(fits)
+
+
+def reserved_blocks(groups: Sequence[KVCacheGroupSpec], limits: RequestLimits) -> tuple[int, ...]:
+    """Blocks of each group that belong to the layers, whoever runs: those of sinks."""
+    return tuple(group.spec.reserved_blocks(limits.cp) for group in groups)
+
+
+def copies_that_fit(config: KVCacheConfig, limits: RequestLimits, blocks: Sequence[int]) -> tuple[int, float]:
+    """How often ``blocks[i]`` blocks of every group i fit beside the sinks.
+
+    The second number adds what is left over, as a part of what one more takes: its floor is the first.
+    Where no block is needed, every unit counts as one.
+    """
+    sinks = reserved_blocks(config.groups, limits)
+
+    def units(copies: int) -> int:
+        return config.units_for([own + copies * each for own, each in zip(sinks, blocks, strict=True)])
+
+    usable = config.num_blocks - 1
+    free = usable - units(0)
+    if free <= 0 or not any(blocks):
+        return max(free, 0), float(max(free, 0))
+    most = longest_that(lambda copies: units(copies) <= usable)
+    if most is None:
+        raise AssertionError("a pool of blocks holds no endless number of them")
+    left, more = usable - units(most), units(most + 1) - units(most)
+    # one division: exact where units are blocks
+    return most, (most * more + left) / more
+
+
+def capacity_of(config: KVCacheConfig, memory_bytes: int, limits: RequestLimits) -> Capacity:
+    """The numbers of a config planned for ``memory_bytes`` and requests within ``limits``."""
+    instance("config", config, KVCacheConfig)
+    memory_bytes = integer("memory_bytes", memory_bytes)
+    instance("limits", limits, RequestLimits)
+    fit = tokens_that_fit(config, limits)
+    longest = limits.max_model_len if fit is None else min(limits.max_model_len, fit)
+    # a pool without room for one token still has to be reported
+    needed = blocks_needed(config.groups, replace(limits, max_model_len=max(1, longest)))
+    groups = tuple(
+        GroupCapacity(
+            kind=type(group.spec).__name__,
+            layers=len(group.layer_names),
+            block_size=group.spec.block_size,
+            page_bytes=group.spec.page_size_bytes,
+            block_bytes=group.content_bytes,
+            padding_bytes=config.block_bytes_of(at) - group.content_bytes,
+            blocks_per_request=blocks,
+        )
+        for at, (group, blocks) in enumerate(zip(config.groups, needed, strict=True))
+    )
+    return Capacity(
+        memory_bytes=memory_bytes,
+        arena_bytes=config.arena_bytes,
+        unused_bytes=memory_bytes - config.arena_bytes,
+        num_blocks=config.num_blocks,
+        block_bytes=config.unit_bytes,
+        padding_bytes=sum(group.padding_bytes * group.blocks_per_request for group in groups),
+        tokens_that_fit=fit,
+        longest_context=longest,
+        concurrency=copies_that_fit(config, limits, needed)[1],
+        groups=groups,
+    )

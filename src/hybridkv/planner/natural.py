@@ -29,9 +29,11 @@ there is one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from math import lcm
 from typing import Final
 
@@ -44,12 +46,13 @@ from hybridkv.planner.config import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    LayoutChoice,
     NamedSpec,
     SlabClass,
     SlabLayout,
 )
-from hybridkv.planner.reference import layer_types
-from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits, UniformTypeKVCacheSpecs
+from hybridkv.planner.reference import merged_types
+from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.units import MOST_BYTES, ceil_div, round_up, shown
 
 SLABS_PREFERRED: Final = 600
@@ -65,63 +68,34 @@ class _Kind:
     kernel_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class NaturalChoice:
-    """One way to pack layers. needed_slabs: for one request and the sinks, the null slab included."""
-
-    kinds: tuple[_Kind, ...]
-    packing: Packing
-    needed_slabs: int
-
-    @property
-    def needed_bytes(self) -> int:
-        """Of ``needed_slabs``."""
-        return self.needed_slabs * self.packing.slab_bytes
-
-    def config(self, num_slabs: int) -> KVCacheConfig:
-        """With ``num_slabs`` slabs, the null slab included."""
-        dealt = zip(self.kinds, self.packing.sizes, strict=True)
-        groups = tuple(group for kind, sizes in dealt for group in _deal(kind, sizes))
-        parts = tuple(
-            kind.kernel_blocks for kind, sizes in zip(self.kinds, self.packing.sizes, strict=True) for _ in sizes
-        )
-        ks = tuple(k for of in self.packing.blocks_per_slab for k in of)
-        return natural_config(groups, slab_layout(self.packing.slab_bytes, num_slabs, ks, parts))
-
-
 def natural_choices(
     layers: Sequence[NamedSpec], memory_bytes: int, limits: RequestLimits, kernel_block_size: int | None = None
-) -> Iterator[NaturalChoice]:
+) -> Iterator[LayoutChoice]:
     """Ways to pack ``layers``, best first; the memory orders them, and leaves none out.
 
     kernel_block_size: tokens that the attention kernel reads as one block; None for the block itself.
     Raises ConfigError for no layers, and for a block that is no multiple of the kernel's.
     """
-    kinds = _kinds(layers, kernel_block_size)
+    kinds = [
+        _Kind(tuple(members), spec, _kernel_blocks(spec, kernel_block_size)) for members, spec in merged_types(layers)
+    ]
     needs = [kind.spec.max_request_blocks(limits) + kind.spec.reserved_blocks(limits.cp) for kind in kinds]
     for packing in _packings(kinds, memory_bytes // SLABS_PREFERRED):
-        blocks: dict[int, int] = {}
+        blocks: Counter[int] = Counter()
         for need, ks in zip(needs, packing.blocks_per_slab, strict=True):
             for k in ks:
-                blocks[k] = blocks.get(k, 0) + need
-        yield NaturalChoice(kinds, packing, 1 + sum(ceil_div(count, k) for k, count in blocks.items()))
+                blocks[k] += need
+        needed = 1 + sum(ceil_div(count, k) for k, count in blocks.items())
+        yield LayoutChoice(packing.slab_bytes, needed, partial(_config_of, kinds, packing))
 
 
-def _kinds(layers: Sequence[NamedSpec], kernel_block_size: int | None) -> tuple[_Kind, ...]:
-    """Layers by type; one kind where all layers are of one uniform type."""
-    if not layers:
-        raise ConfigError("a plan needs at least one layer that keeps something in the cache")
-    types = layer_types(layers)
-    uniform = UniformTypeKVCacheSpecs.from_specs(dict(layers)) if len(types) > 1 else None
-    if uniform is not None:
-        return (_Kind(tuple(layers), uniform, _kernel_blocks(uniform, kernel_block_size)),)
-    if len(types) == 1:
-        types = [list(layers)]
-    merged = [type(members[0][1]).merge([spec for _, spec in members]) for members in types]
-    return tuple(
-        _Kind(tuple(members), spec, _kernel_blocks(spec, kernel_block_size))
-        for members, spec in zip(types, merged, strict=True)
-    )
+def _config_of(kinds: Sequence[_Kind], packing: Packing, num_slabs: int) -> KVCacheConfig:
+    """The config of ``num_slabs`` slabs, the null slab included."""
+    dealt = list(zip(kinds, packing.sizes, strict=True))
+    groups = tuple(group for kind, sizes in dealt for group in _deal(kind, sizes))
+    parts = tuple(kind.kernel_blocks for kind, sizes in dealt for _ in sizes)
+    ks = tuple(k for of in packing.blocks_per_slab for k in of)
+    return natural_config(groups, slab_layout(packing.slab_bytes, num_slabs, ks, parts))
 
 
 def _packings(kinds: Sequence[_Kind], preferred_bytes: int) -> Iterator[Packing]:

@@ -1,22 +1,35 @@
-"""plan: a model and a memory budget into a KVCacheConfig, or an error that says what would work."""
+"""plan: a model and a memory budget into a KVCacheConfig, or an error that says what would work.
+
+compare_layouts: what each layout makes of the same memory.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
 from hybridkv.arguments import check_types, flag, instance, integer, one_of, or_none
 from hybridkv.errors import AssumptionWarning, CapacityError, ConfigError
 from hybridkv.models import Model
-from hybridkv.planner.capacity import Capacity, blocks_needed, capacity_of, reserved_blocks, tokens_that_fit
-from hybridkv.planner.config import KVCacheConfig, NamedSpec
-from hybridkv.planner.natural import NaturalChoice, natural_choices
-from hybridkv.planner.reference import group_layers, reference_layout, with_placement
+from hybridkv.planner.config import (
+    Capacity,
+    KVCacheConfig,
+    LayoutChoice,
+    NamedSpec,
+    blocks_needed,
+    capacity_of,
+    copies_that_fit,
+    tokens_that_fit,
+)
+from hybridkv.planner.natural import natural_choices
+from hybridkv.planner.reference import reference_choice, with_placement
 from hybridkv.planner.reference import windows_as_full as as_full
-from hybridkv.specs import BATCHED_TOKENS, KVCacheSpec, MambaSpec, RequestLimits
+from hybridkv.specs import BATCHED_TOKENS, Keeps, MambaSpec, RequestLimits
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes, shown
 
 REFERENCE: Final = "reference"
@@ -59,8 +72,8 @@ class Plan:
 
         In the reference layout the groups say it. In the natural layout they only say whether states are kept at all.
         """
-        modes = (_cache_mode(group.spec.layer_spec(group.layer_names[0])) for group in self.config.groups)
-        mode = next((mode for mode in modes if mode is not None), None)
+        specs = (group.layer_specs[0] for group in self.config.groups)
+        mode = next((spec.cache_mode for spec in specs if isinstance(spec, MambaSpec)), None)
         if self.config.slabs is None or mode is None or mode == NO_STATES:
             return mode
         return DEFAULT_PLACEMENTS[NATURAL] if self.states_kept is None else self.states_kept
@@ -76,10 +89,6 @@ class Plan:
     def capacity(self) -> Capacity:
         """What the config holds."""
         return capacity_of(self.config, self.memory_bytes, self.limits)
-
-
-def _cache_mode(spec: KVCacheSpec) -> str | None:
-    return spec.cache_mode if isinstance(spec, MambaSpec) else None
 
 
 def plan(
@@ -120,22 +129,24 @@ def plan(
     instance("layout", layout, str)
     or_none(one_of(str))("placement", placement)
     windows_as_full = flag("windows_as_full", windows_as_full)
-    for name, value in (
-        ("max_model_len", max_model_len),
-        ("max_encoder_tokens", max_encoder_tokens),
-        ("kernel_block_size", kernel_block_size),
-    ):
-        or_none(integer)(name, value)
+    max_model_len = or_none(partial(integer, least=1, most=MOST_COUNT))("max_model_len", max_model_len)
+    max_encoder_tokens = or_none(integer)("max_encoder_tokens", max_encoder_tokens)
+    kernel_block_size = or_none(integer)("kernel_block_size", kernel_block_size)
     memory_bytes = parse_bytes(memory if isinstance(memory, str) else integer("memory", memory))
     limits = RequestLimits(
         _longest(model, max_model_len),
         integer("max_batched_tokens", max_batched_tokens, 0, MOST_COUNT) * integer("max_in_flight", max_in_flight, 1),
         dcp=dcp,
         pcp=pcp,
-        max_encoder_tokens=_longest_input(model, max_encoder_tokens),
+        max_encoder_tokens=model.max_encoder_tokens if max_encoder_tokens is None else max_encoder_tokens,
         num_speculative_tokens=model.num_speculative_tokens,
         prefill_checkpoints=prefill_checkpoints,
     )
+    if limits.max_encoder_tokens > model.max_encoder_tokens:
+        raise ConfigError(
+            f"max_encoder_tokens {limits.max_encoder_tokens} exceeds the {model.max_encoder_tokens} that the encoder "
+            f"of {model.name} takes: lower it"
+        )
     if prefill_checkpoints and layout == NATURAL:
         raise ConfigError(f"prefill_checkpoints mean nothing in the {NATURAL} layout: leave them out")
     wanted = DEFAULT_PLACEMENTS.get(layout, ALIGN) if placement is None else placement
@@ -160,49 +171,24 @@ def _config(
     layout: str,
     kernel_block_size: int | None,
 ) -> KVCacheConfig:
-    """The config of ``layout``. CapacityError where it does not hold one request."""
+    """The best choice of ``layout`` that holds one request; CapacityError about the one that needs least."""
     if layout == NATURAL:
-        return _natural(model, layers, memory_bytes, limits, kernel_block_size)
-    if layout != REFERENCE:
+        choices = natural_choices(layers, memory_bytes, limits, kernel_block_size)
+    elif layout != REFERENCE:
         raise ConfigError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
-    if kernel_block_size is not None:
+    elif kernel_block_size is not None:
         raise ConfigError(f"kernel_block_size means nothing in the {REFERENCE} layout: leave it out")
-    grouping = group_layers(layers)
-    num_blocks = memory_bytes // grouping.block_bytes
-    needed_blocks = sum(blocks_needed(grouping.groups, limits)) + sum(reserved_blocks(grouping.groups, limits)) + 1
-    config = reference_layout(grouping, max(1, num_blocks))
-    if num_blocks < needed_blocks:
-        raise _too_small(model, config, memory_bytes, needed_blocks, limits)
-    return config
-
-
-def _natural(
-    model: Model, layers: list[NamedSpec], memory_bytes: int, limits: RequestLimits, kernel_block_size: int | None
-) -> KVCacheConfig:
-    """The best choice that holds one request; where none does, the error is about the one that needs least."""
-    least: NaturalChoice | None = None
-    for choice in natural_choices(layers, memory_bytes, limits, kernel_block_size):
-        num_slabs = memory_bytes // choice.packing.slab_bytes
-        if num_slabs >= choice.needed_slabs:
-            return choice.config(num_slabs)
+    else:
+        choices = iter([reference_choice(layers, limits)])
+    least: LayoutChoice | None = None
+    for choice in choices:
+        if memory_bytes // choice.unit_bytes >= choice.needed_units:
+            return choice.config(memory_bytes // choice.unit_bytes)
         if least is None or choice.needed_bytes < least.needed_bytes:
             least = choice
     if least is None:
         raise AssertionError("packings are never none")
-    config = least.config(max(1, memory_bytes // least.packing.slab_bytes))
-    raise _too_small(model, config, memory_bytes, least.needed_slabs, limits)
-
-
-def _longest_input(model: Model, asked: int | None) -> int:
-    """The max_encoder_tokens to plan for."""
-    if asked is None:
-        return model.max_encoder_tokens
-    if asked > model.max_encoder_tokens:
-        raise ConfigError(
-            f"max_encoder_tokens {asked} exceeds the {model.max_encoder_tokens} that the encoder of {model.name} "
-            "takes: lower it"
-        )
-    return asked
+    raise _too_small(model, least, memory_bytes, limits)
 
 
 def _longest(model: Model, asked: int | None) -> int:
@@ -211,10 +197,6 @@ def _longest(model: Model, asked: int | None) -> int:
         if model.max_model_len is None:
             raise ConfigError(f"{model.name} sets no maximum length: give max_model_len (--max-model-len)")
         return model.max_model_len
-    if asked < 1:
-        raise ConfigError(f"max_model_len must be at least 1 token, got {shown(asked)}")
-    if asked > MOST_COUNT:
-        raise ConfigError(f"max_model_len must be at most {MOST_COUNT} tokens, got {shown(asked)}")
     if model.max_model_len is not None and asked > model.max_model_len:
         raise ConfigError(
             f"max_model_len {asked} exceeds the {model.max_model_len} tokens that the config of {model.name} allows: "
@@ -223,19 +205,104 @@ def _longest(model: Model, asked: int | None) -> int:
     return asked
 
 
-def _too_small(
-    model: Model, config: KVCacheConfig, memory_bytes: int, needed: int, limits: RequestLimits
-) -> CapacityError:
-    """How much one request needs, and the longest that would fit where a shorter one would.
-
-    config: what the memory holds, or the null block alone. needed: blocks or slabs, that of null included.
-    """
-    unit, each_bytes = config.unit, config.unit_bytes
+def _too_small(model: Model, choice: LayoutChoice, memory_bytes: int, limits: RequestLimits) -> CapacityError:
+    """How much one request needs, and the longest that would fit where a shorter one would."""
+    config = choice.config(max(1, memory_bytes // choice.unit_bytes))
     fit = tokens_that_fit(config, limits)
     shorter = f", or lower max_model_len (--max-model-len) to {fit}" if fit else ""
     return CapacityError(
         f"{format_bytes(memory_bytes)} ({memory_bytes} bytes) of memory is too small: one request of "
-        f"{format_count(limits.max_model_len)} tokens of {model.name} needs {format_bytes(needed * each_bytes)} "
-        f"({needed * each_bytes} bytes: {needed} {unit}s of {format_bytes(each_bytes)}, one of them always empty): "
-        f"raise memory (--memory) to that{shorter}"
+        f"{format_count(limits.max_model_len)} tokens of {model.name} needs {format_bytes(choice.needed_bytes)} "
+        f"({choice.needed_bytes} bytes: {choice.needed_units} {config.unit}s of {format_bytes(config.unit_bytes)}, "
+        f"one of them always empty): raise memory (--memory) to that{shorter}"
     )
+
+
+# -- two plans of one model side by side
+
+SHORT_TOKENS: Final = 1024
+"""Tokens of the short request in a comparison."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFacts:
+    """A plan as a comparison shows it. What does not exist in a model is None.
+
+    attention_block_tokens: sizes of the blocks that attention has. unit_bytes: what the pool gives out, a block or a
+    slab, and units how many of them, the null one included. blocks_per_slab: of each group. padding: over content, of
+    the group that loses most. short_requests: how many requests of 1,024 tokens fit. short_request_bytes: what one of
+    them takes beside the others, whose blocks share slabs with its own; short_requests of them are the memory.
+    short_request_alone_bytes: what one takes alone, in whole units. attention_tokens: kept if all memory held full
+    attention. states: kept if all held states, each of all recurrent layers.
+    """
+
+    layout: str
+    attention_block_tokens: tuple[int, ...]
+    groups: int
+    units: int
+    unit_bytes: int
+    blocks_per_slab: tuple[int, ...]
+    padding: float
+    unused_bytes: int
+    longest_context: int
+    concurrency: float
+    short_requests: float
+    short_request_bytes: int
+    short_request_alone_bytes: int
+    attention_tokens: int | None
+    states: int | None
+
+
+def compare_layouts(make: Callable[[str], Plan]) -> tuple[LayoutFacts | None, ...]:
+    """Facts of each of LAYOUTS, None where one request does not fit. make: the plan in the layout of that name.
+
+    Raises CapacityError when it fits in no layout.
+    """
+    if not callable(make):
+        raise ConfigError(f"make must be a function of a layout's name, got {shown(make)}")
+    facts: list[LayoutFacts | None] = []
+    for layout in LAYOUTS:
+        try:
+            facts.append(facts_of(instance("what make returns", make(layout), Plan)))
+        except CapacityError:
+            facts.append(None)
+            if len(facts) == len(LAYOUTS) and not any(facts):
+                raise
+    return tuple(facts)
+
+
+_NOT_ATTENTION: Final = (Keeps.STATE, Keeps.NOTHING)
+
+
+def facts_of(plan: Plan) -> LayoutFacts:
+    """What a comparison shows of ``plan``."""
+    config, limits, holds = plan.config, plan.limits, plan.capacity
+    short = blocks_needed(config.groups, replace(limits, max_model_len=min(SHORT_TOKENS, limits.max_model_len)))
+    kept = [group.spec.keeps for group in config.groups]
+    states = [one is Keeps.STATE for one in kept]
+    attention = {group.spec.block_size for group in config.groups if group.spec.keeps not in _NOT_ATTENTION}
+    blocks_per_slab = tuple(config.null_blocks_of(at) for at in range(len(config.groups)))
+    # units that the blocks take where others' blocks fill the rest of their slabs
+    among_others = [Fraction(blocks, slab) for blocks, slab in zip(short, blocks_per_slab, strict=True)]
+    return LayoutFacts(
+        layout=plan.layout,
+        attention_block_tokens=tuple(sorted(attention)),
+        groups=len(config.groups),
+        units=config.num_blocks,
+        unit_bytes=config.unit_bytes,
+        blocks_per_slab=blocks_per_slab,
+        padding=float(padding_of(config)),
+        unused_bytes=holds.unused_bytes,
+        longest_context=holds.longest_context,
+        concurrency=holds.concurrency,
+        short_requests=copies_that_fit(config, limits, short)[1],
+        short_request_bytes=round(sum(among_others) * config.unit_bytes),
+        short_request_alone_bytes=config.units_for(short) * config.unit_bytes,
+        attention_tokens=tokens_that_fit(config, limits, Keeps.TOKENS) if Keeps.TOKENS in kept else None,
+        states=copies_that_fit(config, limits, states)[0] if any(states) else None,
+    )
+
+
+def padding_of(config: KVCacheConfig) -> Fraction:
+    """Bytes beyond content over content, of the group that loses most."""
+    return max(Fraction(config.block_bytes_of(at), group.content_bytes) - 1 for at, group in enumerate(config.groups))

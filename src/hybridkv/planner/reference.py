@@ -24,13 +24,22 @@ but for a group of a uniform type, which is alone: its tensors have the page of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from functools import partial
 from math import ceil
 from typing import Final
 
 from hybridkv.errors import ConfigError
-from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, NamedSpec
+from hybridkv.planner.config import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    LayoutChoice,
+    NamedSpec,
+    blocks_needed,
+    reserved_blocks,
+)
 from hybridkv.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -38,7 +47,7 @@ from hybridkv.specs import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowMLASpec,
+    RequestLimits,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -112,32 +121,10 @@ def _with_page(spec: KVCacheSpec, page_bytes: int) -> KVCacheSpec:
 
 
 def _as_full(spec: KVCacheSpec) -> KVCacheSpec:
-    match spec:
-        case SlidingWindowMLASpec():
-            return MLAAttentionSpec(
-                block_size=spec.block_size,
-                head_size=spec.head_size,
-                dtype=spec.dtype,
-                sliding_window=spec.sliding_window,
-            )
-        case SlidingWindowSpec():
-            return _full(spec, sliding_window=spec.sliding_window)
-        case ChunkedLocalAttentionSpec():
-            return _full(spec, attention_chunk_size=spec.attention_chunk_size)
-        case _:
-            return spec
-
-
-def _full(spec: AttentionSpec, **remembered: int) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        block_size=spec.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        head_size_v=spec.head_size_v,
-        dtype=spec.dtype,
-        page_size_padded=spec.page_size_padded,
-        **remembered,
-    )
+    if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+        return spec
+    made = MLAAttentionSpec if spec.is_latent else FullAttentionSpec
+    return made(**{field.name: getattr(spec, field.name) for field in fields(spec)})
 
 
 # -- groups
@@ -191,20 +178,29 @@ def group_layers(layers: Sequence[NamedSpec]) -> Grouping:
 
     Raises ConfigError for no layers and for a kind of spec that nobody described.
     """
+    types = merged_types(layers)
+    if isinstance(types[0][1], UniformTypeKVCacheSpecs):
+        group = KVCacheGroupSpec(tuple(name for name, _ in layers), types[0][1])
+        return Grouping((group,), tuple(spec.page_size_bytes for _, spec in layers))
+    parts = [list(layers)] if len(types) == 1 else layer_types(unify_pages(layers))
+    size = group_size([len(members) for members in parts])
+    groups = tuple(group for members in parts for group in _deal(members, size))
+    return Grouping(groups, (groups[0].spec.page_size_bytes,) * size)
+
+
+def merged_types(layers: Sequence[NamedSpec]) -> list[tuple[list[NamedSpec], KVCacheSpec]]:
+    """Layers by type with what they merge into; one type where all merge or are of one uniform type.
+
+    Raises ConfigError for no layers and for a kind of spec that nobody described.
+    """
     if not layers:
         raise ConfigError("a plan needs at least one layer that keeps something in the cache")
     types = layer_types(layers)
-    if len(types) == 1:
-        types = [list(layers)]
-    else:
-        uniform = UniformTypeKVCacheSpecs.from_specs(dict(layers))
-        if uniform is not None:
-            group = KVCacheGroupSpec(tuple(name for name, _ in layers), uniform)
-            return Grouping((group,), tuple(spec.page_size_bytes for _, spec in layers))
-        types = layer_types(unify_pages(layers))
-    size = group_size([len(members) for members in types])
-    groups = tuple(group for members in types for group in _deal(members, size))
-    return Grouping(groups, (groups[0].spec.page_size_bytes,) * size)
+    uniform = UniformTypeKVCacheSpecs.from_specs(dict(layers)) if len(types) > 1 else None
+    if uniform is not None:
+        return [(list(layers), uniform)]
+    types = [list(layers)] if len(types) == 1 else types
+    return [(members, type(members[0][1]).merge([spec for _, spec in members])) for members in types]
 
 
 def _deal(members: Sequence[NamedSpec], size: int) -> list[KVCacheGroupSpec]:
@@ -222,6 +218,13 @@ def _joined(merged: KVCacheSpec, spec: KVCacheSpec) -> KVCacheSpec | None:
         return type(merged).merge([merged, spec])
     except ConfigError:
         return None
+
+
+def reference_choice(layers: Sequence[NamedSpec], limits: RequestLimits) -> LayoutChoice:
+    """The one way to lay out ``layers`` here. Raises ConfigError as ``group_layers``."""
+    grouping = group_layers(layers)
+    needed = sum(blocks_needed(grouping.groups, limits)) + sum(reserved_blocks(grouping.groups, limits)) + 1
+    return LayoutChoice(grouping.block_bytes, needed, partial(reference_layout, grouping))
 
 
 # -- tensors

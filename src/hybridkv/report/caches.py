@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hybridkv.cache import EDGES_S, MissReason
 from hybridkv.planner import Plan
-from hybridkv.planner.capacity import blocks_needed, copies_that_fit
+from hybridkv.planner.config import blocks_needed, copies_that_fit
 from hybridkv.report.page import ALERT, FREE, PADDING, Chart, Kind, bars, kinds_of, layers, line, lying, page, steps
 from hybridkv.simulator import ReplayReport
 from hybridkv.simulator.report import Recorded

@@ -9,7 +9,7 @@ from hybridkv.arguments import instance, integer, integers, one_of, or_none
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.planner import Plan, plan
-from hybridkv.planner.capacity import longest_that
+from hybridkv.planner.config import longest_that
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NATURAL
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import planner_model
