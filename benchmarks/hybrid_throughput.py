@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, LoadedModel, load, plan_for
-from hybridkv.runner.attention import attention_gather
+from hybridkv.runner.attention import gather
 from hybridkv.runner.attention.attention_form import dense_attention
 from hybridkv.runner.attention.step_cache import StepCache
 from hybridkv.runner.check import generate_greedy
@@ -113,16 +113,16 @@ def share_outside(steps: int) -> None:
     with (
         patch.object(engine.runner.model, "forward", forward.around(engine.runner.model.forward)),
         patch.object(StepCache, "update", update.around(StepCache.update)),
-        patch.object(attention_gather, "dense_attention", dense.around(dense_attention)),
+        patch.object(gather, "dense_attention", dense.around(dense_attention)),
         patch.object(PagedMixer, "__call__", mixers.around(PagedMixer.__call__)),
         patch.object(recurrent, "_call", own.around(recurrent._call)),
     ):
-        AttentionInterface.register(attention_gather.NAME, attend.around(attention_gather.attend))
+        AttentionInterface.register(gather.NAME, attend.around(gather.attend))
         begun = time.perf_counter()
         for _ in range(steps):
             engine.step()
         whole = time.perf_counter() - begun
-    AttentionInterface.register(attention_gather.NAME, attention_gather.attend)
+    AttentionInterface.register(gather.NAME, gather.attend)
     engine.close()
     parts = {
         "scheduling, tables, batches, sampling": whole - forward.seconds,

@@ -37,7 +37,7 @@ _CONTEXT, _SAME = 41, 5
 class Tried:
     """One model type. outcome: runs, refused, not built, or fails. layers: kinds in order.
 
-    how: hybridkv.runner.forwards.
+    how: hybridkv.runner.probe.
     """
 
     model_type: str

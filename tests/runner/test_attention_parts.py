@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, EngineOptions
-from hybridkv.runner.attention import attention_form, attention_gather, gather_batch
+from hybridkv.runner.attention import attention_form, gather
 from hybridkv.runner.attention.attention_form import (
     Attended,
     AttentionForm,
@@ -20,7 +20,7 @@ from hybridkv.runner.attention.attention_form import (
     eager_function,
     form_of,
 )
-from hybridkv.runner.attention.gather_batch import GatherBatch
+from hybridkv.runner.attention.gather import GatherBatch
 from hybridkv.runner.check import generate_greedy
 from hybridkv.runner.tiny import tiny_model
 
@@ -145,14 +145,14 @@ def prompts(model: PreTrainedModel) -> list[list[int]]:
 @contextmanager
 def batches(seen: list[GatherBatch]) -> Iterator[None]:
     """``seen`` gets every batch that is made."""
-    build = gather_batch._Builder.build
+    build = gather._Builder.build
 
-    def noted(self: gather_batch._Builder, *args: Any) -> GatherBatch:  # noqa: ANN401 - as ``build`` takes them
+    def noted(self: gather._Builder, *args: Any) -> GatherBatch:  # noqa: ANN401 - as ``build`` takes them
         seen.append(build(self, *args))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather_batch._Builder, "build", noted)
+        patch.setattr(gather._Builder, "build", noted)
         yield
 
 
@@ -191,9 +191,9 @@ def test_a_beginning_in_common_is_gathered_once() -> None:
 @pytest.mark.parametrize("fault", ["past weighs as own", "own weighs alone", "past one key short"])
 def test_parts_put_together_wrongly_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "past one key short":
-        of_past = attention_gather._of_past
+        of_past = gather._of_past
         monkeypatch.setattr(
-            attention_gather,
+            gather,
             "_of_past",
             lambda states, past: Attended(
                 states.query[:, :, past.tokens], *(one[:, :, 1:] for one in of_past(states, past)[1:])

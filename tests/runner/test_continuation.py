@@ -16,17 +16,18 @@ from transformers.cache_utils import Cache
 from hybridkv.errors import UnsupportedModelError, WorkerError
 from hybridkv.runner import tiny_model
 from hybridkv.runner.probe import probe
-from hybridkv.runner.states.continuation import continuation, continuations
+from hybridkv.runner.states.continuation import continuation, of_each_kind
 from hybridkv.runner.states.recurrent import (
+    SCAN,
     Continuation,
     MixerState,
     RecurrentMixer,
     StateKind,
     States,
+    functions_of,
     run_decode,
     run_segment,
 )
-from hybridkv.runner.states.superposition import has_scan, superposed_forward
 
 torch.set_num_threads(1)
 
@@ -137,7 +138,7 @@ def test_a_mixer_on_its_states_is_a_mixer_on_transformers_own_cache(name: str) -
 def test_a_model_whose_mixers_run_in_segments_gives_the_same_logits(name: str) -> None:
     model = tiny_model(name)
     mixers = probe(model).mixers
-    ways = dict(zip(mixers, continuations(mixers), strict=True))
+    ways = of_each_kind({mixer: mixer for mixer in mixers}, continuation)
     tokens = torch.randint(32, 127, (1, TOKENS), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         expected = model(input_ids=tokens, use_cache=False).logits
@@ -216,8 +217,8 @@ def test_only_what_begins_has_no_previous_state() -> None:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_architecture_continues_as_expected(name: str) -> None:
-    mixers = mixers_of(name)
-    assert continuations(mixers) == (EXPECTED[name],) * len(mixers)
+    found = of_each_kind(dict(enumerate(mixers_of(name))), continuation)
+    assert set(found.values()) == {EXPECTED[name]}
 
 
 def test_a_check_leaves_the_mixer_alone() -> None:
@@ -337,16 +338,15 @@ def test_a_mixer_whose_prompts_and_decoding_differ_continues_natively_and_the_lo
     assert "NemotronHMamba2Mixer: a prompt in one call and token by token differ by" in caplog.text
 
 
-def test_each_class_and_layout_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_class_and_layout_is_checked_once() -> None:
     asked: list[RecurrentMixer] = []
 
     def counted(mixer: RecurrentMixer) -> Continuation:
         asked.append(mixer)
         return Continuation.TOKEN
 
-    monkeypatch.setattr("hybridkv.runner.states.continuation.continuation", counted)
     mixers = (*mixers_of("mamba2"), *mixers_of("lfm2"), replace(mixers_of("lfm2")[0], parts=()))
-    assert continuations(mixers) == (Continuation.TOKEN,) * 7
+    assert of_each_kind(dict(enumerate(mixers)), counted) == dict.fromkeys(range(7), Continuation.TOKEN)
     assert asked == [mixers[0], mixers[3], mixers[6]]
 
 
@@ -375,20 +375,14 @@ def test_shapes_that_are_not_the_mixers_are_refused() -> None:
 
 def test_what_cannot_be_superposed_is_refused() -> None:
     mamba2, zamba = mixers_of("mamba2")[0], mixers_of("zamba")[0]
-    assert not has_scan(mamba2.module)
-    assert has_scan(zamba.module)
+    assert SCAN not in functions_of(mamba2.module)
     with pytest.raises(WorkerError, match="Mamba2Mixer runs no mamba_selective_scan"):
         run_segment(mamba2, noise(1, 3, 64), random_states(mamba2), Continuation.SUPERPOSITION)
     lfm2 = mixers_of("lfm2")[0]
     with pytest.raises(WorkerError, match="Lfm2ShortConv keeps 0 recurrent states"):
         run_segment(lfm2, noise(1, 3, 64), random_states(lfm2), Continuation.SUPERPOSITION)
+    conv, recurrent = zamba.parts
     for heads, wrong in ((1, "more"), (3, "less")):
+        other = replace(zamba, parts=(conv, replace(recurrent, shape=(heads, *recurrent.shape[1:]))))
         with pytest.raises(WorkerError, match=f"scans {wrong} often than it has heads"), torch.inference_mode():
-            superposed_forward(zamba.module, noise(1, heads, 64, 8))(noise(1, 3, 64))
-    assert not has_scan(torch.nn.Linear(2, 2))
-
-
-def test_parts_say_their_bytes() -> None:
-    assert MixerState(StateKind.CONV, 0, (3, 4), torch.bfloat16).nbytes == 24
-    mixer = mixers_of("mamba2")[0]
-    assert [tuple(state.shape) for state in mixer.zeros(3)] == [(3, 192, 4), (3, 8, 16, 16)]
+            run_segment(other, noise(1, 3, 64), random_states(other), Continuation.SUPERPOSITION)

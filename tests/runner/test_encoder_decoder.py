@@ -12,6 +12,7 @@ from scripted import ScriptedDrafter
 from hybridkv.extra_keys import ExtraKeys
 from hybridkv.request import Request
 from hybridkv.runner import Completion, Engine
+from hybridkv.runner.attention.gather import SegmentBias
 
 ONE_LAYOUT_EACH = pytest.mark.parametrize(
     ("name", "layout"),
@@ -148,7 +149,7 @@ def test_biases_of_another_position_move_the_logits(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listening = Listening(make_engine, "t5")
-    (bias,) = listening.engine.runner._biases
+    (bias,) = (one for one in listening.engine.runner._stand_ins if isinstance(one, SegmentBias))
     own = bias._of
     monkeypatch.setattr(bias, "_of", lambda segment, positions: own(segment, (positions - 1).clamp(min=0)))
     (done,) = listening.engine.generate([[0]], greedy(16), encoders=[sound("t5", 5)])

@@ -11,10 +11,9 @@ from shrunk_models import small_model
 
 from hybridkv.errors import HybridKVError, UnsupportedModelError
 from hybridkv.runner import Engine
-from hybridkv.runner.attention.attention_gather import NAME
-from hybridkv.runner.forwards import Forwards
+from hybridkv.runner.attention.gather import NAME
 from hybridkv.runner.load import wrap
-from hybridkv.runner.probe import attention_implementation
+from hybridkv.runner.probe import Forwards, attention_implementation
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 PROMPTS, PREFIX, LONGEST_TAIL, OUTPUT = 5, 8, 16, 16

@@ -14,8 +14,15 @@ from hybridkv.errors import WorkerError
 from hybridkv.runner import tiny_model
 from hybridkv.runner.probe import probe
 from hybridkv.runner.states.continuation import recurrence
-from hybridkv.runner.states.every_state import Recurrence, recurrence_of, run_every
-from hybridkv.runner.states.recurrent import Continuation, RecurrentMixer, run_decode, run_segment
+from hybridkv.runner.states.recurrent import (
+    Continuation,
+    Recurrence,
+    RecurrentMixer,
+    recurrence_of,
+    run_decode,
+    run_every,
+    run_segment,
+)
 
 
 @pytest.mark.parametrize("name", [*NATIVE, *SUPERPOSED])

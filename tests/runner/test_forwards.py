@@ -11,8 +11,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybridkv.errors import ConfigError
 from hybridkv.runner import Engine, EngineOptions, byte_tokenizer, tiny_model, wrap
-from hybridkv.runner.forwards import Forwards
 from hybridkv.runner.model_call import ModelCall
+from hybridkv.runner.probe import Forwards
 
 PROMPTS = shared_prompts(3, 2)
 OUTPUT = 8

@@ -24,8 +24,8 @@ from hybridkv.errors import ConfigError
 from hybridkv.planner.plan import REFERENCE
 from hybridkv.runner import AsyncEngine, Completion, Engine, assembly
 from hybridkv.runner.drafters import NgramDrafter
-from hybridkv.runner.forwards import Forwards
 from hybridkv.runner.images import COMPARED, ImageCall, Picture, PromptImages, StepImages, _picture, prompt_images
+from hybridkv.runner.probe import Forwards
 
 OUTPUT = 12
 WIDE, TALL, SMALL = Size(3, 4), Size(5, 2), Size(2, 2)

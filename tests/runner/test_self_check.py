@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hybridkv.errors import UnsupportedModelError
 from hybridkv.runner import Engine, EngineOptions, LoadedModel, self_check
-from hybridkv.runner.forwards import Forwards
+from hybridkv.runner.probe import Forwards
 from hybridkv.runner.states.continuation import difference
 from hybridkv.runner.tiny import tiny_model
 

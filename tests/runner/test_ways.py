@@ -26,7 +26,7 @@ def test_engines_cold_warm_and_forked(
     name: str, how: Continuation | None, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how is Continuation.TOKEN:  # which no tiny model needs
-        monkeypatch.setattr("hybridkv.runner.runner.continuations", lambda mixers: (how,) * len(mixers))
+        monkeypatch.setattr("hybridkv.runner.runner.continuation", lambda _mixer: how)
     expected = [generated(loaded_model(name), prompt, OUTPUT) for prompt in PROMPTS]
     checked = CheckedEngine(make_engine, name, PROMPTS * 2, OUTPUT, token_budget=50)
     assert set(checked.engine.runner.continues.values()) == ({how} if how else set())

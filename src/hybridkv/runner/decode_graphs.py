@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -21,14 +22,12 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError
-from hybridkv.runner.attention.attention_form import AttentionForm
-from hybridkv.runner.attention.paged import AttentionBackend, LayerRead, PagedStep
+from hybridkv.runner.attention.paged import AttentionBackend, LayerRead, PagedStep, attending
 from hybridkv.step import Step
 from hybridkv.units import ceil_div, shown
 from hybridkv.worker import (
     KVPages,
     MultiGroupBlockTable,
-    PagedBatch,
     TritonBatch,
     paged_batch,
     triton_batch,
@@ -105,8 +104,8 @@ class DecodeGraphs:
         max_model_len: int,
         name: str,
     ) -> None:
-        self._forward, self._reads, self._pages, self._tables = forward, reads, pages, tables
-        self._max_model_len, self._name = max_model_len, name
+        self.forward, self.reads, self.pages, self.tables = forward, reads, pages, tables
+        self.max_model_len, self._name = max_model_len, name
         self._graphs = dict[int, _Graph]()
         self._failed = False
 
@@ -120,67 +119,50 @@ class DecodeGraphs:
         if self._failed or len(step.drafts.values) or len(tokens) != rows:
             return None
         size = 1 << (rows - 1).bit_length()
-        try:
-            if size not in self._graphs:
-                self._graphs[size] = self._made(size)
-            return self._graphs[size].replayed(step, tokens, positions)
-        except RuntimeError as error:
-            if size in self._graphs and self._graphs[size].recorded:
-                raise
-            self._failed = True
-            why = str(error).partition("\n")[0]
-            logger.warning("%s: its steps cannot be captured, and run as they are: %s", self._name, why)
-            return None
-
-    def _made(self, size: int) -> _Graph:
-        return _Graph(size, self._forward, self._reads, self._pages, self._tables, self._max_model_len)
+        if size in self._graphs:
+            self._graphs[size].fill(step, tokens, positions)
+        else:
+            try:
+                graph = _Graph(self, size)
+                graph.fill(step, tokens, positions)
+                graph.record()
+            except RuntimeError as error:
+                self._failed = True
+                why = str(error).partition("\n")[0]
+                logger.warning("%s: its steps cannot be captured, and run as they are: %s", self._name, why)
+                return None
+            self._graphs[size] = graph
+        return self._graphs[size].run()[:rows].clone()
 
 
 class _Graph:
-    """Of ``size`` rows."""
+    """Of ``size`` rows of ``owner``. run: the forward over its numbers; once recorded, a replay of it."""
 
-    def __init__(  # noqa: PLR0917 - what DecodeGraphs has
-        self,
-        size: int,
-        forward: Forward,
-        reads: Mapping[int, LayerRead],
-        pages: Mapping[int, KVPages],
-        tables: MultiGroupBlockTable,
-        max_model_len: int,
-    ) -> None:
-        self._size, self._tables = size, tables
-        groups = sorted({read.group for read in reads.values()})
-        device = tables[groups[0]].device
+    def __init__(self, owner: DecodeGraphs, size: int) -> None:
+        self._size, self._tables = size, owner.tables
+        groups = sorted({read.group for read in owner.reads.values()})
+        self._device = self._tables[groups[0]].device
         # tokens, positions, then the slots of each group: sent at once
-        self._numbers = torch.zeros(2 + len(groups), size, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(2 + len(groups), size, dtype=torch.int64, device=self._device)
         self._slots = {group: self._numbers[2 + place] for place, group in enumerate(groups)}
         self._batches = dict[LayerRead, TritonBatch]()
         attention = dict[int, PagedStep]()
-        for layer, read in reads.items():
+        for layer, read in owner.reads.items():
             if read not in self._batches:
-                self._batches[read] = self._longest(read, pages[layer], max_model_len)
+                self._batches[read] = self._longest(read, owner.pages[layer], owner.max_model_len)
             write = partial(triton_write_kv, self._slots[read.group])
-            attention[layer] = PagedStep(write, pages, partial(_attend, self._batches[read]))
-        self._run = partial(forward, self._numbers[0], self._numbers[1], attention)
-        self._replay: Run | None = None
+            attention[layer] = PagedStep(write, owner.pages, attending(triton_paged_attention, self._batches[read]))
+        self.run: Run = partial(owner.forward, self._numbers[0], self._numbers[1], attention)
 
-    @property
-    def recorded(self) -> bool:
-        """Whether it was captured."""
-        return self._replay is not None
-
-    def replayed(self, step: Step, tokens: Int64, positions: Int64) -> torch.Tensor:
-        """As DecodeGraphs.logits."""
-        self._fill(step, tokens, positions)
-        if self._replay is None:
-            self._replay = RECORDERS[self._numbers.device.type](self._run)
-        return self._replay()[: len(step)].clone()
+    def record(self) -> None:
+        """Capture what runs."""
+        self.run = RECORDERS[self._device.type](self.run)
 
     def _longest(self, read: LayerRead, pages: KVPages, max_model_len: int) -> TritonBatch:
         """For requests of any length up to the longest, of one query each."""
         assert read.heads is not None  # noqa: S101 - refusal has looked at every layer
         table = self._tables[read.group]
-        widest = torch.zeros(self._size, table.get_device_tensor().shape[1], dtype=torch.int32, device=table.device)
+        widest = torch.zeros(self._size, table.get_device_tensor().shape[1], dtype=torch.int32, device=self._device)
         batch = paged_batch(
             range(self._size + 1),
             [max_model_len] * self._size,
@@ -190,10 +172,10 @@ class _Graph:
         )
         return triton_batch(batch, read.mask, num_heads=read.heads.num_heads, pages=pages, dtype=read.heads.query)
 
-    def _fill(self, step: Step, tokens: Int64, positions: Int64) -> None:
-        """What this step's rows read and write, where the graph reads it; the rows behind them have no slot."""
-        rows, device = len(step), self._numbers.device
-        staged = torch.zeros(self._numbers.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+    def fill(self, step: Step, tokens: Int64, positions: Int64) -> None:
+        """Send what this step's rows read and write to where the graph reads it; the rows behind them have no slot."""
+        rows = len(step)
+        staged = torch.zeros(self._numbers.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         numbers = staged.numpy()
         numbers[0, :rows], numbers[1, :rows] = tokens, positions
         numbers[2:] = -1
@@ -203,20 +185,11 @@ class _Graph:
         lengths = (*(positions + 1).tolist(), *(1 for _ in range(self._size - rows)))
         held = {group: self._cells(step, group, max(lengths)) for group in self._slots}
         for read, made in self._batches.items():
-            batch = made.batch
-            made.refill(
-                PagedBatch(
-                    batch.query_start_loc, lengths, held[read.group], batch.block_size, batch.num_blocks, batch.share
-                )
-            )
+            made.refill(replace(made.batch, seq_lens=lengths, block_table=held[read.group]))
 
     def _cells(self, step: Step, group: int, longest: int) -> torch.Tensor:
         """int32[size, columns]: of the step's rows, then null blocks."""
         table = self._tables[group]
-        rows = torch.from_numpy(step.rows.astype(np.int64)).to(table.device, non_blocking=True)
+        rows = torch.from_numpy(step.rows.astype(np.int64)).to(self._device, non_blocking=True)
         cells = table.get_device_tensor()[rows, : ceil_div(longest, table.block_size)]
         return torch.cat((cells, cells.new_zeros(self._size - len(step), cells.shape[1])))
-
-
-def _attend(batch: TritonBatch, query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
-    return triton_paged_attention(query, pages, batch, form.scale, softcap=form.softcap, sink_logits=form.sinks)[0]

@@ -14,6 +14,8 @@ from typing import Final
 import torch
 from torch.nn import functional
 
+from hybridkv.runner.step_context import StandIn
+
 _ROWS: Final = 16
 """What is filled up to."""
 _LEAST_WEIGHTS: Final = 1 << 19
@@ -55,24 +57,16 @@ def _seconds(hidden: torch.Tensor, weight: torch.Tensor) -> float:
     return time.perf_counter() - began
 
 
-class PaddedLinear:
+class PaddedLinear(StandIn):
     """Takes the place of a linear layer's forward: of ``first`` rows or more, but fewer than 16, it makes 16."""
 
     def __init__(self, module: torch.nn.Linear, first: int) -> None:
-        self._module, self._first = module, first
-
-    def install(self) -> None:
-        """The layer, which has no forward of its own instance, calls this."""
-        self._module.forward = self  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        """It calls its own again, or what was put in the place of this one meanwhile."""
-        if vars(self._module).get("forward") is self:
-            del self._module.forward
+        super().__init__(module)
+        self._linear, self._first = module, first
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # as torch names it
         """[.., width] -> [.., width out]."""
-        module, rows = self._module, input.numel() // input.shape[-1]
+        module, rows = self._linear, input.numel() // input.shape[-1]
         if not self._first <= rows < _ROWS:
             return functional.linear(input, module.weight, module.bias)
         padded = functional.pad(input.reshape(rows, -1), (0, 0, 0, _ROWS - rows))

@@ -1,4 +1,15 @@
-"""A forward over 3 tokens that shows what a model keeps, and the proof that the plan is of this model."""
+"""A forward over 3 tokens shows what a model keeps: the proof that the plan is of this model, and how Steps can run.
+
+A Step becomes forwards in one of two ways, all of its rows in one, or each row in one of its own:
+
+    together   one flattened forward; the model is handed every token's position, and attends through
+               transformers' attention interface
+    by row     a forward a row: the model makes positions, biases and masks of its own from a cache that says how many
+               tokens of this one request it has, as transformers' caches do
+
+By row runs whatever runs on a standard cache, at the price of a forward for each row. What a model can do is seen from
+a forward (``forwards_of``); whether it does it rightly, by the self-check.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +17,21 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any, Final, NoReturn
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, HybridKVError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
-from hybridkv.runner.attention.attention_form import FormNotes
+from hybridkv.runner.attention import gather
+from hybridkv.runner.attention.attention_form import Attended, AttentionForm, attention_modules, eager_function, form_of
 from hybridkv.runner.encoder_decoder import decode, is_encoder_decoder
 from hybridkv.runner.model_call import ModelCall
 from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind
-from hybridkv.runner.step_context import StepContext
+from hybridkv.runner.step_context import EmptyCache, StepContext
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -30,6 +43,7 @@ from hybridkv.specs import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from hybridkv.step import Csr, Step
 from hybridkv.worker import PagePart
 
 PROBE_TOKENS: Final = 3
@@ -79,14 +93,14 @@ def _with_configs(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     return (one for one in model.modules() if isinstance(one, PreTrainedModel))
 
 
-class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
+class ProbeCache(EmptyCache):
     """Keeps nothing but the shapes and dtypes of what each layer hands over, and which module did.
 
     updated, keys: the index of the layer that cached tokens last, and which.
     """
 
     def __init__(self) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.updated: int | None = None
         self.keys: torch.Tensor | None = None
         self.attention: dict[int, tuple[PagePart, ...]] = {}
@@ -135,10 +149,6 @@ class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
         kept = self.states.setdefault((self.callers[-1], layer_idx), {})
         kept[kind, state_idx] = MixerState(kind, state_idx, shape, dtype)
 
-    def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
-        """Nothing is cached."""
-        return False
-
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Nothing is cached."""
 
@@ -148,21 +158,6 @@ class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def update_indexer(self, *_args: object, **_kwargs: object) -> NoReturn:
         """Pages have no room for them."""
         raise UnsupportedModelError("an indexer's keys are kept beside keys and values: not supported")
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """Nothing is."""
-        del layer_idx
-        return False
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nothing is cached."""
-        del layer_idx
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As long as the query."""
-        del layer_idx
-        return query_length, 0
 
     def mixers(self) -> tuple[RecurrentMixer, ...]:
         """The modules that kept states, in the order of their layers."""
@@ -220,6 +215,48 @@ def probe(model: PreTrainedModel) -> Probed:
     if not cache.attention and not cache.states:
         raise UnsupportedModelError(f"{type(model).__name__} cached nothing in a forward: not supported")
     return Probed(cache.attention, cache.mixers(), crossed.attention, takes_positions, frozenset(cache.ran))
+
+
+class FormNotes:
+    """Takes the place of every attention in a forward with ``cache``, which hands back what it is handed."""
+
+    def __init__(self, cache: ProbeCache) -> None:
+        self._cache = cache
+        self._found: dict[torch.nn.Module, AttentionForm | None] = {}
+        self._modules_of: dict[int | None, set[torch.nn.Module]] = {}
+        self._heads: dict[int | None, set[tuple[int, torch.dtype] | None]] = {}
+
+    def __call__(self, module: torch.nn.Module, states: Attended, handed: Mapping[str, Any]) -> torch.Tensor:
+        """Note the form of ``module``, and attend."""
+        eager, cached = eager_function(module), self._cache.keys
+        if module not in self._found:
+            self._found[module] = form_of(module, eager, states, handed)
+        self._modules_of.setdefault(self._cache.updated, set()).add(module)
+        same = cached is not None and states.key.shape == cached.shape and states.key.data_ptr() == cached.data_ptr()
+        heads = (states.query.shape[1], states.query.dtype) if same else None
+        self._heads.setdefault(self._cache.updated, set()).add(heads)
+        nothing_hidden = states.query.new_zeros((1, 1, states.query.shape[2], states.key.shape[2]))  # some need a mask
+        return eager(module, *states, nothing_hidden, **handed)[0]
+
+    @property
+    def forms(self) -> dict[torch.nn.Module, AttentionForm]:
+        """By module; the others run their own attention."""
+        return {module: form for module, form in self._found.items() if form is not None}
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """By index, those all of whose attention is known: its context may come in parts."""
+        known = set(self.forms)
+        return frozenset(layer for layer, some in self._modules_of.items() if layer is not None and some <= known)
+
+    @property
+    def heads(self) -> dict[int, tuple[int, torch.dtype]]:
+        """Query heads and their dtype by index, of those ``layers`` that attend to the keys as they were cached.
+
+        A kernel may read those from pages.
+        """
+        one = {layer: next(iter(found)) for layer, found in self._heads.items() if len(found) == 1}
+        return {layer: found for layer, found in one.items() if layer in self.layers and found is not None}
 
 
 def forms_of(model: PreTrainedModel, context: StepContext) -> FormNotes:
@@ -348,10 +385,7 @@ def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...
     cross = {layer.index: layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER}
     layout = _token_layout(planned.name, "caches", own, probed.attention)
     layout |= _token_layout(planned.name, "reads an encoder's output", cross, probed.cross)
-    states = state_layout(planned, probed)
-    return layout | {
-        name: tuple(PagePart(part.shape, part.dtype) for part in mixer.parts) for name, mixer in states.items()
-    }
+    return layout | {name: _page_parts(mixer) for name, mixer in state_layout(planned, probed).items()}
 
 
 def _token_layout(
@@ -375,9 +409,13 @@ def state_layout(planned: Model, probed: Probed) -> dict[str, RecurrentMixer]:
     mixers = {mixer.layer_index: mixer for mixer in probed.mixers}
     _require_layers(planned.name, "keeps states", set(states), set(mixers))
     for index, layer in states.items():
-        parts = mixers[index].parts
-        _require_bytes(planned.name, layer, sum(part.nbytes for part in parts), f"states {_shapes(parts)}")
+        parts = _page_parts(mixers[index])
+        _require_bytes(planned.name, layer, sum(part.token_bytes for part in parts), f"states {_shapes(parts)}")
     return {layer.name: mixers[index] for index, layer in states.items()}
+
+
+def _page_parts(mixer: RecurrentMixer) -> tuple[PagePart, ...]:
+    return tuple(PagePart(part.shape, part.dtype) for part in mixer.parts)
 
 
 def _require_layers(name: str, does: str, planned: set[int], probed: set[int]) -> None:
@@ -396,5 +434,70 @@ def _require_bytes(name: str, layer: Layer, held: int, what: str) -> None:
         )
 
 
-def _shapes(parts: Sequence[PagePart] | Sequence[MixerState]) -> str:
+def _shapes(parts: Sequence[PagePart]) -> str:
     return " and ".join(f"{part.shape} {str(part.dtype).removeprefix('torch.')}" for part in parts)
+
+
+# -- how a Step becomes forwards
+
+
+class Forwards(StrEnum):
+    """Of a Step."""
+
+    TOGETHER = "together"
+    BY_ROW = "by row"
+
+
+def forwards_of(model: PreTrainedModel, probed: Probed) -> Forwards:
+    """TOGETHER where every layer that attends can be handed positions and gathered contexts, else BY_ROW.
+
+    Raises UnsupportedModelError for attention in both directions (of an encoder-decoder, what is not causal in its
+    decoder is cross attention), and for encoder-decoders that cannot run together.
+    """
+    crosses = is_encoder_decoder(model)
+    modules = [one for one in attention_modules(model.get_decoder() if crosses else model) if one in probed.ran]
+    for module in modules:
+        if not (module.is_causal or crosses):
+            raise UnsupportedModelError(f"{type(module).__name__} attends in both directions: not supported")
+    if probed.attention and not probed.takes_positions:
+        return Forwards.BY_ROW
+    gather.register()
+    try:
+        for module in modules:
+            eager_function(module)
+        with attention_implementation(model, gather.NAME):
+            pass
+    except UnsupportedModelError:
+        if crosses:
+            raise
+        return Forwards.BY_ROW
+    return Forwards.TOGETHER
+
+
+def rows_of(step: Step) -> Iterator[Step]:
+    """``step`` row by row, as far as a forward is concerned: what is done before it is in none of them."""
+    for row in range(len(step)):
+        mine = slice(row, row + 1)
+        writes = step.state_writes[step.state_writes[:, 0] == row].copy()
+        writes[:, 0] = 0
+        yield replace(
+            step,
+            rows=step.rows[mine],
+            num_computed=step.num_computed[mine],
+            num_scheduled=step.num_scheduled[mine],
+            samples=step.samples[mine],
+            token_ids=_row(step.token_ids, row),
+            drafts=_row(step.drafts, row),
+            finished_rows=np.empty(0, np.int32),
+            new_rows=(),
+            zero=np.empty((0, 2), np.int32),
+            copies=(),
+            state_read=step.state_read[mine],
+            state_writes=writes,
+        )
+
+
+def _row(lists: Csr, row: int) -> Csr:
+    """One of ``lists``, alone."""
+    values = lists[row]
+    return Csr(np.array([0, len(values)], np.int64), values)

@@ -22,11 +22,9 @@ from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.models import Model
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.runner import step_context
-from hybridkv.runner.attention import attention_gather
-from hybridkv.runner.attention.attention_form import FormNotes
-from hybridkv.runner.attention.attention_gather import segment_biases
+from hybridkv.runner.attention import gather
 from hybridkv.runner.attention.cross_attention import CrossAttention, CrossLayer
-from hybridkv.runner.attention.gather_batch import GatherBatch, gather_batch
+from hybridkv.runner.attention.gather import GatherBatch, gather_batch, segment_biases
 from hybridkv.runner.attention.paged import (
     AttentionBackend,
     LayerRead,
@@ -38,19 +36,28 @@ from hybridkv.runner.attention.paged import (
 from hybridkv.runner.attention.step_cache import RowCache, StepCache
 from hybridkv.runner.decode_graphs import DecodeGraphs, compile_option, refusal
 from hybridkv.runner.encoder_decoder import decode
-from hybridkv.runner.forwards import Forwards, forwards_of, rows_of
 from hybridkv.runner.images import ImageRead, StepImages, attends_both_ways, kept_attention
 from hybridkv.runner.inputs import require_callable
 from hybridkv.runner.linears import padded_linears
 from hybridkv.runner.load import require_model
 from hybridkv.runner.model_call import ModelCall
-from hybridkv.runner.probe import forms_of, page_layout, probe, set_attention, state_layout
+from hybridkv.runner.probe import (
+    FormNotes,
+    Forwards,
+    forms_of,
+    forwards_of,
+    page_layout,
+    probe,
+    rows_of,
+    set_attention,
+    state_layout,
+)
 from hybridkv.runner.row_blocks import require_blocks
 from hybridkv.runner.sampling.logprobs import LogprobRows, logprobs_of
 from hybridkv.runner.sampling.rows import NONE_DRAWN, RowState
 from hybridkv.runner.sampling.sampler import sample
 from hybridkv.runner.sampling.verify import Draws, check_drafts
-from hybridkv.runner.states.continuation import continuations, recurrences
+from hybridkv.runner.states.continuation import continuation, of_each_kind, recurrence
 from hybridkv.runner.states.recurrent import RecurrentMixer
 from hybridkv.runner.states.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
 from hybridkv.runner.step_context import StepContext
@@ -117,9 +124,9 @@ class ModelRunner:
         self.forwards = forwards_of(model, probed) if forwards is None else one_of(Forwards)("forwards", forwards)
         mixers = state_layout(planned, probed)
         require_class_forwards(mixers.values())
-        self.continues = dict(zip(mixers, continuations(list(mixers.values())), strict=True))
+        self.continues = of_each_kind(mixers, continuation)
         drafted = any(isinstance(one.spec, MambaSpec) and one.spec.num_speculative_blocks for one in config.groups)
-        self.recurrences = dict(zip(mixers, recurrences(list(mixers.values())), strict=True)) if drafted else {}
+        self.recurrences = of_each_kind(mixers, recurrence) if drafted else {}
         self.model, self.config, self.observer = model, config, observer
         self.attention, compiled = attention_backend("attention", attention), compile_option("compiled", compiled)
         self._prepare = kernel_of(self.attention, model.device)
@@ -172,27 +179,23 @@ class ModelRunner:
         self._drafts_at_once = set(self._state_groups) - by_token
         cross = [CrossLayer(one.index, group_of[one.name], self.storage.views[one.name]) for one in crossing]
         self.cross = CrossAttention(self.model, cross, self.tables, self._context) if cross else None
-        self._biases = segment_biases(self.model.get_decoder(), self._context) if cross else []
-        self._linears = padded_linears(self.model)
+        biases = segment_biases(self.model.get_decoder(), self._context) if cross else []
+        self._stand_ins = [*self._mixers, *padded_linears(self.model), *biases]
 
     def _attach(self) -> None:
         """From here on the model runs on pages."""
-        attention_gather.register()
+        gather.register()
         self._own_attention: str = self.model.config._attn_implementation
         with kept_attention(self.model):
-            set_attention(self.model, attention_gather.NAME if self.forwards is Forwards.TOGETHER else "eager")
+            set_attention(self.model, gather.NAME if self.forwards is Forwards.TOGETHER else "eager")
         self._attached = True
         step_context.attach(self.model, self._context)
         try:
             notes = None
             if self.forwards is Forwards.TOGETHER and self.attention is not AttentionBackend.EAGER:
                 notes = forms_of(self.model, self._context)
-            for mixer in self._mixers:
-                mixer.install()
-            for one in self._linears:
+            for one in self._stand_ins:
                 one.install()
-            for bias in self._biases:
-                bias.install()
             if notes is not None:
                 self._read_by(notes)
         except BaseException:  # whatever a model raises: it is free again
@@ -252,12 +255,8 @@ class ModelRunner:
         if not self._attached:
             return
         self._attached = False
-        for mixer in self._mixers:
-            mixer.remove()
-        for one in self._linears:
+        for one in self._stand_ins:
             one.remove()
-        for bias in self._biases:
-            bias.remove()
         step_context.detach(self.model, self._context)
         set_attention(self.model, self._own_attention)
 

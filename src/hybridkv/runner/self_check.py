@@ -25,11 +25,10 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import step_context
 from hybridkv.runner.attention.paged import AttentionBackend
 from hybridkv.runner.encoder_decoder import is_encoder_decoder
-from hybridkv.runner.forwards import Forwards, forwards_of
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.plain_transformers import plain_transformers
 from hybridkv.runner.planning import plan_for
-from hybridkv.runner.probe import attention_implementation, planner_model, probe
+from hybridkv.runner.probe import Forwards, attention_implementation, forwards_of, planner_model, probe
 from hybridkv.runner.runner import ModelRunner
 from hybridkv.runner.sampling.verify import Draws
 from hybridkv.runner.states.continuation import depends_on_calls, difference

@@ -1,4 +1,7 @@
-"""What the modules of a model must know of the Step that runs: one value, in all of them, changed before a forward."""
+"""What stands between a model and its pages: a StepContext that all modules know, stand-ins for methods, caches.
+
+The StepContext says what the modules must know of the Step that runs: one value, changed before a forward.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from hybridkv.runner.attention.attention_form import Attended, AttentionForm
-    from hybridkv.runner.attention.attention_gather import CrossRead
-    from hybridkv.runner.attention.gather_batch import GatherBatch
+    from hybridkv.runner.attention.gather import CrossRead, GatherBatch
     from hybridkv.runner.attention.paged import PagedStep
     from hybridkv.runner.states.state_batch import StateBatch
 
+Int64 = NDArray[np.int64]
 Noting = Callable[[torch.nn.Module, "Attended", Mapping[str, Any]], torch.Tensor]
 """(module, what it attends with, what else it hands to its attention) -> what it attends to."""
 
@@ -102,3 +108,56 @@ def detach(model: torch.nn.Module, context: StepContext) -> None:
     for module in model.modules():
         if vars(module).get(CONTEXT) is context:
             delattr(module, CONTEXT)
+
+
+class StandIn:
+    """Takes the place of ``method`` of a module's instance, which has none of its own: ``install`` to ``remove``."""
+
+    def __init__(self, module: torch.nn.Module, method: str = "forward") -> None:
+        self._module, self._method = module, method
+
+    def install(self) -> None:
+        """Let the module call this instead of its class's method."""
+        vars(self._module)[self._method] = self
+
+    def remove(self) -> None:
+        """Let it call its own again, or what was put in the place of this one meanwhile."""
+        if vars(self._module).get(self._method) is self:
+            del vars(self._module)[self._method]
+
+
+class EmptyCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """A transformers Cache that says, unless a subclass knows better, that nothing is cached before the call."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
+        """Whether there is a state, or padding that masks must hide."""
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether states can be rolled back: they cannot."""
+        del layer_idx
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+        """Return how many tokens are cached."""
+        del layer_idx
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return how many keys there are, and where they begin: masks are as long as the query."""
+        del layer_idx
+        return query_length, 0
+
+
+def on_device(values: Int64, device: torch.device) -> torch.Tensor:
+    """Return ``values`` as a tensor on ``device``."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+
+def places_of(tokens: Int64, device: torch.device) -> slice | torch.Tensor:
+    """Return where ascending ``tokens`` stand in the step's flattened row: a slice where they are neighbours."""
+    contiguous = len(tokens) == tokens[-1] - tokens[0] + 1
+    return slice(int(tokens[0]), int(tokens[-1]) + 1) if contiguous else on_device(tokens, device)

@@ -89,7 +89,7 @@ def test_what_is_not_sent_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
     model = tiny_model("llama", 0, fields={"num_hidden_layers": 2})
     first, *asked = prompts(model, (3, 7, 5))
     wanted = alone(model, asked)
-    fill = decode_graphs._Graph._fill
+    fill = decode_graphs._Graph.fill
     done = set[object]()
 
     def faulty(graph: Any, step: Step, tokens: Any, positions: Any) -> None:  # noqa: ANN401 - as it is
@@ -107,7 +107,7 @@ def test_what_is_not_sent_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
                     made.table.copy_(table)
         done.add(graph)
 
-    monkeypatch.setattr(decode_graphs._Graph, "_fill", faulty)
+    monkeypatch.setattr(decode_graphs._Graph, "fill", faulty)
     with engine(model) as made:
         made.generate([first, first[:2]], SamplingParams(max_tokens=2, ignore_eos=True))
         assert [one.token_ids for one in made.generate(asked, SAMPLING)] != wanted

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -182,52 +182,3 @@ def _same(form: AttentionForm, noise: Attended, mask: torch.Tensor, wanted: torc
             return False
         found, _ = with_sink(found, lse.flatten(0, 1), form.sinks)
     return wanted.shape == out.shape and difference(found.view(out.shape), wanted) <= _TOLERANCE
-
-
-class Cached(Protocol):
-    """A cache that says what it was handed last: by which layer, and which keys."""
-
-    updated: int | None
-    keys: torch.Tensor | None
-
-
-class FormNotes:
-    """Takes the place of every attention in a forward with ``cache``, which hands back what it is handed."""
-
-    def __init__(self, cache: Cached) -> None:
-        self._cache = cache
-        self._found: dict[torch.nn.Module, AttentionForm | None] = {}
-        self._modules_of: dict[int | None, set[torch.nn.Module]] = {}
-        self._heads: dict[int | None, set[tuple[int, torch.dtype] | None]] = {}
-
-    def __call__(self, module: torch.nn.Module, states: Attended, handed: Mapping[str, Any]) -> torch.Tensor:
-        """Note the form of ``module``, and attend."""
-        eager, cached = eager_function(module), self._cache.keys
-        if module not in self._found:
-            self._found[module] = form_of(module, eager, states, handed)
-        self._modules_of.setdefault(self._cache.updated, set()).add(module)
-        same = cached is not None and states.key.shape == cached.shape and states.key.data_ptr() == cached.data_ptr()
-        heads = (states.query.shape[1], states.query.dtype) if same else None
-        self._heads.setdefault(self._cache.updated, set()).add(heads)
-        nothing_hidden = states.query.new_zeros((1, 1, states.query.shape[2], states.key.shape[2]))  # some need a mask
-        return eager(module, *states, nothing_hidden, **handed)[0]
-
-    @property
-    def forms(self) -> dict[torch.nn.Module, AttentionForm]:
-        """By module; the others run their own attention."""
-        return {module: form for module, form in self._found.items() if form is not None}
-
-    @property
-    def layers(self) -> frozenset[int]:
-        """By index, those all of whose attention is known: its context may come in parts."""
-        known = set(self.forms)
-        return frozenset(layer for layer, some in self._modules_of.items() if layer is not None and some <= known)
-
-    @property
-    def heads(self) -> dict[int, tuple[int, torch.dtype]]:
-        """Query heads and their dtype by index, of those ``layers`` that attend to the keys as they were cached.
-
-        A kernel may read those from pages.
-        """
-        one = {layer: next(iter(found)) for layer, found in self._heads.items() if len(found) == 1}
-        return {layer: found for layer, found in one.items() if layer in self.layers and found is not None}

@@ -20,13 +20,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hybridkv.errors import WorkerError
-from hybridkv.runner.attention.attention_gather import CrossRead
-from hybridkv.runner.attention.gather_batch import cross_batch
+from hybridkv.runner.attention.gather import CrossRead, cross_batch
 from hybridkv.runner.encoder_decoder import decode, encode
 from hybridkv.runner.encoder_inputs import EncoderInputs
 from hybridkv.runner.probe import ProbeCache, attention_implementation
 from hybridkv.runner.row_blocks import require_blocks
-from hybridkv.runner.step_context import StepContext
+from hybridkv.runner.step_context import EmptyCache, StepContext
 from hybridkv.step import EncoderRead, NewRow, Step
 from hybridkv.worker import MultiGroupBlockTable
 
@@ -110,16 +109,14 @@ class CrossAttention:
         first = torch.zeros(1, dtype=torch.int64, device=output.device)
         decode(self._model, first, first, output, caches=(ProbeCache(), taking))
         for layer in self._layers:
+            table = self._tables[layer.group]
+            at = np.arange(output.shape[1])
+            offset = torch.from_numpy(at % table.block_size).to(output.device)
             for new in rows:
-                self._write(layer, new.row, taking.taken[layer.index])
-
-    def _write(self, layer: CrossLayer, row: int, states: Pages) -> None:
-        """Keys and values [1, heads, tokens, width] into the blocks of ``row``."""
-        at, size = np.arange(states[0].shape[2]), self._tables[layer.group].block_size
-        blocks = self._tables[layer.group].get_numpy_array()[row, at // size].astype(np.int64)
-        block, offset = (torch.from_numpy(one).to(states[0].device) for one in (blocks, at % size))
-        for pages, state in zip(layer.pages, states, strict=True):
-            pages.index_put_((block, offset), state[0].transpose(0, 1).to(pages.dtype))
+                blocks = table.get_numpy_array()[new.row, at // table.block_size].astype(np.int64)
+                block = torch.from_numpy(blocks).to(output.device)
+                for pages, state in zip(layer.pages, taking.taken[layer.index], strict=True):
+                    pages.index_put_((block, offset), state[0].transpose(0, 1).to(pages.dtype))
 
     # -- the forward
 
@@ -144,11 +141,11 @@ def _read_of(step: Step, new: NewRow) -> EncoderRead:
     return new.encoder
 
 
-class _TakingCache(Cache):  # type: ignore[misc]  # transformers is not typed
+class _TakingCache(EmptyCache):
     """Takes what cross attention makes of an encoder's output. taken: keys and values by layer index."""
 
     def __init__(self) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.taken: dict[int, Pages] = {}
 
     def update(
@@ -157,11 +154,6 @@ class _TakingCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Keep [1, heads, tokens, width] of keys and values, and hand them back."""
         self.taken[layer_idx] = (key_states, value_states)
         return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nothing is cached."""
-        del layer_idx
-        return 0
 
 
 class _PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed

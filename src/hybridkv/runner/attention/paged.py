@@ -25,6 +25,7 @@ from hybridkv.worker import (
     BlockTable,
     KVPages,
     PagedBatch,
+    TritonBatch,
     copy_kernels,
     paged_attention,
     triton_write_kv,
@@ -58,6 +59,10 @@ def attention_backend(name: str, value: object) -> AttentionBackend:
 
 Attend = Callable[[torch.Tensor, KVPages, AttentionForm], torch.Tensor]
 """Queries [tokens, heads, width] over the pages of a layer: [tokens, heads, width of a value]."""
+Prepare = Callable[[PagedBatch, AttentionMask, LayerShape, KVPages], Attend]
+"""For a Step's reads under a mask, in layers like that of the pages."""
+Write = Callable[[KVPages, torch.Tensor, torch.Tensor], None]
+"""The pages of a layer, and the keys and values of a Step's tokens, [tokens, heads, width] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +76,6 @@ class LayerRead:
     mask: AttentionMask
     whole: bool = True
     heads: LayerShape | None = None
-
-
-Write = Callable[[KVPages, torch.Tensor, torch.Tensor], None]
-"""The pages of a layer, and the keys and values of a Step's tokens, [tokens, heads, width] each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,24 +95,22 @@ class PagedStep:
         return self.attend(query[0].transpose(0, 1), self.pages[layer], form).to(query.dtype)[None]
 
 
-Prepare = Callable[[PagedBatch, AttentionMask, LayerShape, KVPages], Attend]
-"""For a Step's reads under a mask, in layers like that of the pages."""
+def attending(attention: Callable[..., tuple[torch.Tensor, torch.Tensor]], batch: PagedBatch | TritonBatch) -> Attend:
+    """Make what reads ``batch`` with a kernel of the worker."""
 
-
-def _torch(reads: PagedBatch, mask: AttentionMask, _heads: LayerShape, _pages: KVPages) -> Attend:
-    return _attending(functools.partial(paged_attention, mask=mask), reads)
-
-
-def _triton(reads: PagedBatch, mask: AttentionMask, heads: LayerShape, pages: KVPages) -> Attend:
-    made = triton_batch(reads, mask, num_heads=heads.num_heads, pages=pages, dtype=heads.query)
-    return _attending(triton_paged_attention, made)
-
-
-def _attending(attention: Callable[..., tuple[torch.Tensor, torch.Tensor]], batch: object) -> Attend:
     def attend(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
         return attention(query, pages, batch, form.scale, softcap=form.softcap, sink_logits=form.sinks)[0]
 
     return attend
+
+
+def _torch(reads: PagedBatch, mask: AttentionMask, _heads: LayerShape, _pages: KVPages) -> Attend:
+    return attending(functools.partial(paged_attention, mask=mask), reads)
+
+
+def _triton(reads: PagedBatch, mask: AttentionMask, heads: LayerShape, pages: KVPages) -> Attend:
+    made = triton_batch(reads, mask, num_heads=heads.num_heads, pages=pages, dtype=heads.query)
+    return attending(triton_paged_attention, made)
 
 
 def kernel_of(backend: AttentionBackend, device: torch.device) -> Prepare | None:

@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from transformers.cache_utils import Cache
 
-from hybridkv.runner.attention.gather_batch import GatherBatch, gathered
+from hybridkv.runner.attention.gather import GatherBatch, gathered
 from hybridkv.runner.attention.paged import PagedStep
-from hybridkv.runner.step_context import StepContext
+from hybridkv.runner.step_context import EmptyCache, StepContext
 from hybridkv.worker import CAUSAL, AttentionMask
 
 
-class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
+class StepCache(EmptyCache):
     """Scatters a flattened step into the arena and gathers what its rows attend to.
 
     views: for every layer index its keys and values, [num_blocks, block_size, heads, width] each.
@@ -30,7 +29,7 @@ class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def __init__(
         self, views: Mapping[int, tuple[torch.Tensor, ...]], context: StepContext, positions: torch.Tensor
     ) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self._views = views
         self._context = context
         self._offsets = positions - torch.arange(len(positions), device=positions.device)
@@ -48,11 +47,9 @@ class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         if isinstance(batch, PagedStep):
             batch.write(layer_idx, key_states, value_states)
             return key_states, value_states
-        return _through(keys, key_states, batch), _through(values, value_states, batch)
-
-    def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
-        """False: what is asked for is a mask of padding, and there is none."""
-        return False
+        for pages, states in ((keys, key_states), (values, value_states)):
+            pages.index_put_((batch.write_block, batch.write_offset), states[0].transpose(0, 1))
+        return gathered(keys, batch), gathered(values, batch)
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
         """What makes positions of places in the step: int64[tokens], position less place, other in every row.
@@ -62,11 +59,6 @@ class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """
         del layer_idx
         return self._offsets
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As long as the query: the backend makes its own masks."""
-        del layer_idx
-        return query_length, 0
 
 
 class RowCache(StepCache):
@@ -114,9 +106,3 @@ class RowCache(StepCache):
     def _length(self, layer_idx: int) -> int:
         batch = self._context.attention.get(layer_idx)
         return batch.segments[0].length if isinstance(batch, GatherBatch) else self._computed + self._tokens
-
-
-def _through(pages: torch.Tensor, states: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
-    """Write the step's tokens into ``pages``, then gather the contexts."""
-    pages.index_put_((batch.write_block, batch.write_offset), states[0].transpose(0, 1))
-    return gathered(pages, batch)

@@ -3,25 +3,56 @@
     hidden [rows, tokens, width] + states [rows, *shape] -> the mixer's own forward on a StateCache -> hidden, states
 
 A mixer sees a cache of its one layer. The forward that runs is always that of the mixer's class, so that the
-instance's may be replaced by one that calls these functions.
+instance's may be replaced by one that calls these functions. Where something else has to run inside of it, the forward
+runs with globals of its own: modelling modules keep their kernels as such globals, and stay as they are.
+
+Superposition. Transformers' selective scan starts from zero. The recurrence h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t,
+y_t = C_t h_t (Mamba, arXiv 2312.00752, equation 2) is linear in h: what h_0 leaves at token t is
+exp(A * (dt_1 + ... + dt_t)) h_0, whatever x was. So the scan runs from zero, and the state's part is added:
+
+    y_t += C_t exp(A * cumsum(dt)_t) h_0    before the gate
+    h_T += exp(A * sum(dt)) h_0             the state behind the last token
+
+Drafts. Several tokens of each of several rows run in one call, with the states behind every token:
+
+    drafts [rows, tokens, width]   projections, convolution, norms   in one go, by the mixer's own forward
+                                   the recurrence                    token by token: which drafts are accepted is not
+                                                                     known yet, and the next step goes on from any
+    states behind token t          the convolution's last inputs up to t, and what the recurrence left there
+
+The recurrence is the function among the globals of the forward that is handed the recurrent state; it is found by
+running the forward (``recurrence_of``). A stand-in runs it token by token and keeps every state. The two kinds of
+selective scan that transformers has are handed no state, or fill every call up to a chunk: the function that decodes
+one token runs in their place, as the forward itself calls it. They are known by their names.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from types import FunctionType
+from typing import Any, Final
 
 import torch
-from transformers.cache_utils import Cache
+import torch.nn.functional as F  # noqa: N812  # the usual name
 
 from hybridkv.errors import WorkerError
-from hybridkv.runner.states.superposition import superposed_forward
+from hybridkv.runner.step_context import EmptyCache
 
 States = tuple[torch.Tensor, ...]
 """One tensor [rows, *shape] for every MixerState of a mixer, in its order."""
+Function = Callable[..., Any]
+Name = int | str
+"""Of an argument: its place, or its keyword."""
+
+SCAN: Final = "mamba_selective_scan"
+"""What modelling modules call the scan over a sequence, as a global that their mixers' forward looks up."""
+_PROBED: Final = (2, 5)
+"""Rows and tokens of the calls that show the recurrence: unlike each other, and more than one."""
+_CHUNK: Final = "chunk_size"
+"""What recurrences call the number of tokens that they fill up to."""
 
 
 class StateKind(StrEnum):
@@ -52,11 +83,6 @@ class MixerState:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one request's."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentMixer:
@@ -72,30 +98,26 @@ class RecurrentMixer:
     parts: tuple[MixerState, ...]
 
     def zeros(self, rows: int = 1) -> States:
-        """The states of ``rows`` requests before their first token."""
+        """Return the states of ``rows`` requests before their first token."""
         device = next(self.module.parameters()).device
         return tuple(torch.zeros((rows, *part.shape), dtype=part.dtype, device=device) for part in self.parts)
 
 
-class StateCache(Cache):  # type: ignore[misc]  # transformers is not typed
+class StateCache(EmptyCache):
     """The transformers Cache of one mixer over one call: ``states`` at first, some of them written in place.
 
     continues: whether there is something before the call; without it the states must be zeros.
     """
 
     def __init__(self, mixer: RecurrentMixer, states: States, *, continues: bool) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self._parts, self._continues = mixer.parts, continues
         self.layers = _OneLayer(mixer.parts, states)
 
     @property
     def states(self) -> States:
         """As the last call left them."""
-        layer = self.layers
-        return tuple(
-            (layer.conv_states if part.kind is StateKind.CONV else layer.recurrent_states)[part.index]
-            for part in self._parts
-        )
+        return tuple(self.layers.of_kind[part.kind][part.index] for part in self._parts)
 
     def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
         """Whether the mixer is to go on from the states."""
@@ -110,11 +132,6 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """As ``get_conv_state``."""
         del layer_idx
         return self.layers.recurrent_states[state_idx] if self._continues else None
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """No: nothing is rolled back here."""
-        del layer_idx
-        return False
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
@@ -143,21 +160,22 @@ class _OneLayer(list[Any]):
 
     def __init__(self, parts: Sequence[MixerState], states: States) -> None:
         super().__init__()
-        self.conv_states = _by_index(StateKind.CONV, parts, states)
-        self.recurrent_states = _by_index(StateKind.RECURRENT, parts, states)
+        self.of_kind: dict[StateKind, dict[int, torch.Tensor]] = {kind: {} for kind in StateKind}
+        for part, state in zip(parts, states, strict=True):
+            self.of_kind[part.kind][part.index] = state
+        self.conv_states, self.recurrent_states = (self.of_kind[kind] for kind in StateKind)
 
     def __getitem__(self, _index: object) -> _OneLayer:
         return self
 
 
-def _by_index(kind: StateKind, parts: Sequence[MixerState], states: States) -> dict[int, torch.Tensor]:
-    return {part.index: state for part, state in zip(parts, states, strict=True) if part.kind is kind}
+# -- running a mixer
 
 
 def run_segment(
     mixer: RecurrentMixer, hidden: torch.Tensor, states: States | None, how: Continuation
 ) -> tuple[torch.Tensor, States]:
-    """``mixer`` over one request's tokens: its output [1, tokens, width] and the states behind them, [1, *shape] each.
+    """Run ``mixer`` over one request's tokens: its output [1, tokens, width] and the states behind them, [1, *shape].
 
     hidden: [1, tokens, width], at least one token. states: before them, left as they are; None where a request begins.
     Raises WorkerError for shapes or dtypes that are not the mixer's.
@@ -172,15 +190,16 @@ def run_segment(
     if how is Continuation.TOKEN and hidden.shape[1] > 1:
         out = torch.cat([_call(mixer, hidden[:, at : at + 1], cache) for at in range(hidden.shape[1])], dim=1)
     elif how is Continuation.SUPERPOSITION and hidden.shape[1] > 1:
-        forward = superposed_forward(mixer.module, _only_recurrent(mixer, states))
-        out = forward(hidden, **{mixer.cache_parameter: cache})
+        scans = _SuperposedScans(mixer, states)
+        out = _call(mixer, hidden, cache, {SCAN: scans})
+        scans.require_all()
     else:
         out = _call(mixer, hidden, cache)
     return out, cache.states
 
 
 def run_decode(mixer: RecurrentMixer, hidden: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
-    """``mixer`` over one token of each of several requests, as one batch: output [rows, 1, width], states behind it.
+    """Run ``mixer`` over one token of each of several requests: output [rows, 1, width], and the states behind it.
 
     hidden: [rows, 1, width]. states: [rows, *shape] each, zeros for a request that begins; the mixer may **overwrite**
     them, for gathering them made a copy already. Raises WorkerError for shapes or dtypes that are not the mixer's.
@@ -190,19 +209,6 @@ def run_decode(mixer: RecurrentMixer, hidden: torch.Tensor, states: States) -> t
     _check(mixer, hidden, states)
     cache = StateCache(mixer, states, continues=True)
     return _call(mixer, hidden, cache), cache.states
-
-
-def _call(mixer: RecurrentMixer, hidden: torch.Tensor, cache: StateCache) -> torch.Tensor:
-    """The forward of the mixer's class."""
-    out: torch.Tensor = type(mixer.module).forward(mixer.module, hidden, **{mixer.cache_parameter: cache})
-    return out
-
-
-def _only_recurrent(mixer: RecurrentMixer, states: States) -> torch.Tensor:
-    found = [state for part, state in zip(mixer.parts, states, strict=True) if part.kind is StateKind.RECURRENT]
-    if len(found) != 1:
-        raise WorkerError(f"{type(mixer.module).__name__} keeps {len(found)} recurrent states: superposition needs one")
-    return found[0]
 
 
 def _check(mixer: RecurrentMixer, hidden: torch.Tensor, states: States | None) -> None:
@@ -215,3 +221,312 @@ def _check(mixer: RecurrentMixer, hidden: torch.Tensor, states: States | None) -
     given = [(tuple(state.shape), state.dtype) for state in states]
     if given != wanted:
         raise WorkerError(f"{name} keeps states {wanted}, got {given}")
+
+
+def _call(
+    mixer: RecurrentMixer, hidden: torch.Tensor, cache: StateCache, replaced: Mapping[str, Any] | None = None
+) -> torch.Tensor:
+    """Run the forward of the mixer's class; with functions ``replaced``, by name, without what decorates it."""
+    forward = type(mixer.module).forward
+    if replaced is not None:
+        own = inspect.unwrap(forward)
+        known = {**own.__globals__, **replaced}
+        forward = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
+        forward.__kwdefaults__ = own.__kwdefaults__
+    out: torch.Tensor = forward(mixer.module, hidden, **{mixer.cache_parameter: cache})
+    return out
+
+
+def functions_of(module: torch.nn.Module) -> dict[str, Function]:
+    """Return the functions that the forward of ``module``'s class looks up among its globals, by name."""
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType):
+        return {}
+    used = {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
+    return {name: one for name, one in used.items() if callable(one) and not isinstance(one, type)}
+
+
+# -- superposition
+
+
+class _SuperposedScans:
+    """Stands in for the scan: each call goes on from the state of one head, or of all channels, instead of zero.
+
+    Raises WorkerError for a mixer without a scan, or with another number of recurrent states than one.
+    """
+
+    def __init__(self, mixer: RecurrentMixer, states: States) -> None:
+        name, functions = type(mixer.module).__name__, functions_of(mixer.module)
+        found = [state for part, state in zip(mixer.parts, states, strict=True) if part.kind is StateKind.RECURRENT]
+        if len(found) != 1:
+            raise WorkerError(f"{name} keeps {len(found)} recurrent states: superposition needs one")
+        if SCAN not in functions:
+            raise WorkerError(f"{name} runs no {SCAN}: it cannot be superposed")
+        self._scan = functions[SCAN]
+        # [rows, heads, channels, state size] of a mixer that scans head by head, else [rows, channels, state size]
+        self._left = iter(found[0].unbind(1) if found[0].dim() == 4 else found)
+
+    def __call__(
+        self,
+        *scanned: torch.Tensor,
+        return_last_state: bool = False,
+        **options: Any,  # noqa: ANN401 - go on to the scan
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """As transformers' scan of hidden states, dt, a, b and c, in this order.
+
+        hidden states, dt, options' z: [rows, channels, tokens]; b, c: [rows, state size, tokens]. a: [channels, state
+        size], negative. options' delta_bias: [channels].
+        """
+        state = next(self._left, None)
+        if state is None:
+            raise WorkerError("the mixer scans more often than it has heads: it cannot be superposed")
+        out, final = self._scan(*scanned, return_last_state=True, **options)
+        _, dt, a, _, c = scanned
+        state, bias, z = state.float(), options.get("delta_bias"), options.get("z")
+        if bias is not None:
+            dt = dt + bias.to(dt.dtype)[..., None]
+        # step sizes as the scan makes them
+        elapsed = (F.softplus(dt) if options.get("delta_softplus", False) else dt).float().cumsum(dim=-1)
+        added = torch.zeros_like(elapsed)
+        for one in range(state.shape[-1]):  # a tensor of all of them would be as large as the scan's largest
+            added += torch.exp(a[None, :, one, None] * elapsed) * state[..., one, None] * c[:, None, one].float()
+        if z is not None:
+            added *= F.silu(z.float())
+        out = (out.float() + added).to(out.dtype)
+        final = final + torch.exp(a[None] * elapsed[..., -1:]) * state
+        return (out, final) if return_last_state else out
+
+    def require_all(self) -> None:
+        """Raise WorkerError when some head was not scanned."""
+        if next(self._left, None) is not None:
+            raise WorkerError("the mixer scans less often than it has heads: it cannot be superposed")
+
+
+# -- the states behind every token
+
+
+class _Stepped:
+    """Stands in for ``function``, which is called for one token after the other from ``state`` on.
+
+    sliced: its arguments that have a token each, [rows, tokens, ...]. states: behind each token; another number of them
+    where the mixer did not call it once for every head.
+    """
+
+    def __init__(self, function: Function, state: torch.Tensor, sliced: frozenset[Name]) -> None:
+        self._function, self._state, self._sliced = function, state, sliced
+        self._heads: list[list[torch.Tensor]] = []
+        self.states: list[torch.Tensor] = []
+
+    def _scan(
+        self,
+        state: torch.Tensor,
+        scanned: Sequence[torch.Tensor],
+        axis: int,
+        **options: Any,  # noqa: ANN401 - of the function
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the output and the states behind each token along ``axis`` of ``scanned``: hidden, dt, a, b and c."""
+        hidden, dt, a, b, c = scanned
+        outputs, states, skip, z = [], list[torch.Tensor](), options.pop("skip"), options.pop("z")
+        for at in range(hidden.shape[axis]):
+            state = state.clone()
+            now, step, b_now, c_now = (one.select(axis, at) for one in (hidden, dt, b, c))
+            gate = None if z is None else z.select(axis, at)
+            outputs.append(self._function(state, now, step, a, b_now, c_now, skip, z=gate, **options))
+            states.append(state)
+        return torch.stack(outputs, dim=axis), states
+
+
+class _SteppedRecurrence(_Stepped):
+    """A recurrence that is handed its state, over [rows, tokens, ...]."""
+
+    def __call__(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return its output [rows, tokens, ...] and the last state."""
+        given = dict[Name, Any]([*enumerate(args), *kwargs.items()])
+        if _CHUNK in given:
+            given[_CHUNK] = 1
+        tokens = {given[name].shape[1] for name in self._sliced}
+        outputs, state = [], self._state
+        for token in range(*tokens):
+            now = {name: given[name][:, token : token + 1] for name in self._sliced}
+            now |= {name: state for name, value in given.items() if value is self._state}
+            now = given | now
+            out, state = self._function(*(now[at] for at in range(len(args))), **{name: now[name] for name in kwargs})
+            outputs.append(out)
+            self.states.append(state)
+        return torch.cat(outputs, dim=1), state
+
+
+class _SteppedScans(_Stepped):
+    """Mamba's scan, once or once a head, [rows, channels, tokens] each. Its function decodes a token, in place."""
+
+    def __call__(
+        self,
+        *scanned: torch.Tensor,
+        return_last_state: bool = False,
+        **options: Any,  # noqa: ANN401 - of the scan
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """As transformers' scan of hidden states, dt, a, b and c. b, c: [rows, state size, tokens]."""
+        by_head = self._state.dim() == 4
+        out, states = self._scan(
+            self._state[:, len(self._heads)] if by_head else self._state,
+            scanned,
+            -1,
+            skip=options.get("D"),
+            z=options.get("z"),
+            dt_bias=options.get("delta_bias"),
+            dt_softplus=options.get("delta_softplus", False),
+        )
+        self._heads.append(states)
+        complete = len(self._heads) == (self._state.shape[1] if by_head else 1)
+        whole = [torch.stack(heads, dim=1) for heads in zip(*self._heads, strict=True)] if by_head else states
+        self.states = whole if complete else []
+        return (out, states[-1]) if return_last_state else out
+
+
+class _SteppedStateSpaces(_Stepped):
+    """Mamba-2's scan over [rows, tokens, heads, width]. Its function decodes a token, in place."""
+
+    def __call__(
+        self,
+        *scanned: torch.Tensor,
+        return_final_states: bool = False,
+        **options: Any,  # noqa: ANN401 - of the scan
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """As transformers' scan of hidden states, dt, a, b and c.
+
+        dt: [rows, tokens, heads]; a: [heads]; b, c: [rows, tokens, groups, state size].
+        """
+        hidden, dt, a, b, c = scanned
+        width = hidden.shape[-1]
+        skip, bias = (
+            None if one is None else one[:, None].expand(-1, width) for one in map(options.get, ("D", "dt_bias"))
+        )
+        each = (hidden, dt[..., None].expand(*dt.shape, width), a[:, None, None].expand(-1, width, b.shape[-1]), b, c)
+        softplus = options.get("dt_softplus", False)
+        out, states = self._scan(
+            self._state, each, 1, skip=skip, z=options.get("z"), dt_bias=bias, dt_softplus=softplus
+        )
+        self.states += states
+        return (out, states[-1]) if return_final_states else out
+
+
+_BY_NAME: Final[Mapping[str, tuple[str, type[_SteppedScans | _SteppedStateSpaces]]]] = {
+    SCAN: ("mamba_selective_state_update", _SteppedScans),
+    "mamba2_chunk_scan": ("mamba2_selective_state_update", _SteppedStateSpaces),
+}
+"""By the name of a scan: that of the function which decodes one token, and what calls it for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """What runs token by token in a mixer's forward; ``core`` is None where it keeps a convolution's inputs alone.
+
+    core: the global that the forward calls for it over several tokens. step: the one that runs one token: that of the
+    forward's own decoding where it is known or called alike, else ``core``. sliced: arguments of ``core`` that have a
+    token each, [rows, tokens, ...]; none of what is known by name.
+    """
+
+    core: str | None = None
+    step: str = ""
+    sliced: frozenset[Name] = frozenset()
+
+
+def recurrence_of(mixer: RecurrentMixer) -> Recurrence | None:
+    """Find the recurrence of ``mixer``; None where there are more, or none is seen. Up to two short forwards."""
+    recurrent = [part for part in mixer.parts if part.kind is StateKind.RECURRENT]
+    if not isinstance(inspect.unwrap(type(mixer.module).forward), FunctionType) or len(recurrent) > 1:
+        return None
+    if not recurrent:
+        return Recurrence()
+    used = functions_of(mixer.module)
+    for core, (step, _) in _BY_NAME.items():
+        if core in used and step in used:
+            return Recurrence(core, step)
+    over_several, over_one = (_seen(mixer, tokens) for tokens in (_PROBED[1], 1))
+    if over_several is None:
+        return None
+    core, names, sliced = over_several
+    return Recurrence(core, over_one[0] if over_one is not None and over_one[1] == names else core, sliced)
+
+
+def run_every(
+    mixer: RecurrentMixer, hidden: torch.Tensor, states: States, recurrence: Recurrence
+) -> tuple[torch.Tensor, list[States]]:
+    """Run ``mixer`` over [rows, tokens, width] from ``states``: its output, and the states behind each of the tokens.
+
+    states: [rows, *shape] each, left as they are. Raises WorkerError for a mixer that does not run as it did when its
+    recurrence was looked for.
+    """
+    cache, replaced = _KeepingInputs(mixer, states), dict[str, _Stepped]()
+    if recurrence.core is not None:
+        made = _BY_NAME[recurrence.core][1] if recurrence.core in _BY_NAME else _SteppedRecurrence
+        step = inspect.unwrap(type(mixer.module).forward).__globals__[recurrence.step]
+        replaced[recurrence.core] = made(step, cache.recurrent, recurrence.sliced)
+    out, tokens, parts = _call(mixer, hidden, cache, replaced), hidden.shape[1], list[list[torch.Tensor]]()
+    for part in mixer.parts:
+        if part.kind is StateKind.RECURRENT:
+            behind = [state.to(part.dtype) for stepped in replaced.values() for state in stepped.states]
+            if len(behind) != tokens:
+                raise WorkerError("the mixer did not run its recurrence once: its drafts must run token by token")
+        else:
+            joined = cache.joined.get(part.index)
+            if joined is None:
+                raise WorkerError("the mixer did not hand its inputs to the cache: its drafts must run token by token")
+            width, end = part.shape[-1], joined.shape[-1] - tokens + 1
+            behind = [joined[..., end + token - width : end + token] for token in range(tokens)]
+        parts.append(behind)
+    return out, list(zip(*parts, strict=True))
+
+
+class _KeepingInputs(StateCache):
+    """Remembers the inputs of convolutions, [rows, channels, kept + tokens], and overwrites nothing."""
+
+    def __init__(self, mixer: RecurrentMixer, states: States) -> None:
+        super().__init__(mixer, states, continues=True)
+        self.joined: dict[int, torch.Tensor] = {}
+
+    @property
+    def recurrent(self) -> torch.Tensor:
+        """The one recurrent state."""
+        (state,) = self.layers.recurrent_states.values()
+        return state
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
+    ) -> torch.Tensor:
+        """Return what was kept before and [rows, channels, tokens] together."""
+        del layer_idx
+        kept = self.layers.conv_states[state_idx]
+        self.joined[state_idx] = torch.cat((kept, conv_states.to(kept.dtype)), dim=-1)
+        return self.joined[state_idx]
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
+    ) -> torch.Tensor:
+        """Return the state behind the last token; it was seen where it was made."""
+        del layer_idx, state_idx
+        return recurrent_states
+
+
+def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], frozenset[Name]] | None:
+    """The one global that a forward over ``tokens`` hands the state to: its name, its arguments, those of tokens."""
+    cache, shape = _KeepingInputs(mixer, mixer.zeros(_PROBED[0])), (_PROBED[0], tokens)
+    found = list[tuple[str, tuple[Name, ...], frozenset[Name]]]()
+
+    def watched(name: str, function: Function) -> Function:
+        def call(*args: object, **kwargs: object) -> object:
+            given = dict[Name, object]([*enumerate(args), *kwargs.items()])
+            tensors = {at: one for at, one in given.items() if isinstance(one, torch.Tensor)}
+            others = {at: one for at, one in tensors.items() if one is not cache.recurrent}
+            if len(others) < len(tensors):
+                sliced = frozenset(at for at, one in others.items() if one.dim() > 2 and one.shape[:2] == shape)
+                found.append((name, tuple(given), sliced))
+            return function(*args, **kwargs)
+
+        return call
+
+    functions = {name: watched(name, one) for name, one in functions_of(mixer.module).items()}
+    hidden = next(mixer.module.parameters()).new_zeros(*shape, mixer.width)
+    with torch.inference_mode():
+        _call(mixer, hidden, cache, functions)
+    return found[0] if len(found) == 1 else None

@@ -6,7 +6,7 @@
     token by token    [d0 d1 d2]  [x1 x2]  [x1]  [p p p p]  [p p]
 
 Rows that decode are true batches: those that run equally many tokens in one call, which leaves the states behind each
-token (hybridkv.runner.states.every_state), else token by token. Every other row is cut where its state is written. A
+token (``run_every``), else token by token. Every other row is cut where its state is written. A
 state is read from its block once, goes on from call to call, and is only ever written to blocks that the Step names.
 """
 
@@ -21,9 +21,16 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import UnsupportedModelError, WorkerError
-from hybridkv.runner.states.every_state import Recurrence, run_every
-from hybridkv.runner.states.recurrent import Continuation, RecurrentMixer, States, run_decode, run_segment
-from hybridkv.runner.step_context import StepContext
+from hybridkv.runner.states.recurrent import (
+    Continuation,
+    Recurrence,
+    RecurrentMixer,
+    States,
+    run_decode,
+    run_every,
+    run_segment,
+)
+from hybridkv.runner.step_context import StandIn, StepContext, on_device, places_of
 from hybridkv.step import Step
 
 Int64 = NDArray[np.int64]
@@ -141,8 +148,10 @@ class _GroupStates:
         begins = np.flatnonzero(self.step.num_computed[single] == 0)
         tokens = None
         if lengths.min() == lengths.max():
-            tokens = self._places((self.first[single, None] + np.arange(lengths[0])).ravel())
-        return DecodeRows(self._tensor(self.read[single]), self._tensor(begins), tuple(waves), tokens)
+            tokens = places_of((self.first[single, None] + np.arange(lengths[0])).ravel(), self.device)
+        return DecodeRows(
+            on_device(self.read[single], self.device), on_device(begins, self.device), tuple(waves), tokens
+        )
 
     def _wave(self, rows: Int64, before: Int64, at: int) -> Wave:
         """The ``at``-th token of each of ``rows``. before: the rows of the wave before it."""
@@ -151,10 +160,10 @@ class _GroupStates:
         mine = self.writes[(self.writes[:, 1] == at + 1) & (place[self.writes[:, 0]] >= 0)]
         written = place[mine[:, 0]]
         return Wave(
-            tokens=self._places(self.first[rows] + at),
-            goes_on=None if len(rows) == len(before) else self._tensor(np.searchsorted(before, rows)),
-            written=self._tensor(written),
-            blocks=self._tensor(mine[:, 2]),
+            tokens=places_of(self.first[rows] + at, self.device),
+            goes_on=None if len(rows) == len(before) else on_device(np.searchsorted(before, rows), self.device),
+            written=on_device(written, self.device),
+            blocks=on_device(mine[:, 2], self.device),
             whole=bool(len(written) == len(rows) and (written == np.arange(len(rows))).all()),
         )
 
@@ -165,19 +174,10 @@ class _GroupStates:
         counts = np.unique(mine[:, 1])  # ascending; the last is the end of the row
         edges = [first, *(first + counts).tolist()]
         segments = tuple(
-            (slice(begin, end), self._tensor(mine[mine[:, 1] == count, 2]))
+            (slice(begin, end), on_device(mine[mine[:, 1] == count, 2], self.device))
             for begin, end, count in zip(edges, edges[1:], counts.tolist(), strict=False)
         )
         return Chain(int(self.read[row]) if self.step.num_computed[row] else None, segments)
-
-    def _places(self, tokens: Int64) -> slice | torch.Tensor:
-        """Of ascending ``tokens`` in the step's flattened row."""
-        if len(tokens) == tokens[-1] - tokens[0] + 1:
-            return slice(int(tokens[0]), int(tokens[-1]) + 1)
-        return self._tensor(tokens)
-
-    def _tensor(self, values: Int64) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
 def require_class_forwards(mixers: Iterable[RecurrentMixer]) -> None:
@@ -190,7 +190,7 @@ def require_class_forwards(mixers: Iterable[RecurrentMixer]) -> None:
             )
 
 
-class PagedMixer:
+class PagedMixer(StandIn):
     """Stands in for the forward of a recurrent mixer: runs it over a flattened step, from blocks to blocks.
 
     how: the mixer continues. views: its states, [blocks, *shape] each. context: has the StateBatch of ``group``.
@@ -207,17 +207,9 @@ class PagedMixer:
         *,
         recurrence: Recurrence | None = None,
     ) -> None:
+        super().__init__(mixer.module)
         self._mixer, self._how, self._recurrence, self._views = mixer, how, recurrence, tuple(views)
         self._context, self._group = context, group
-
-    def install(self) -> None:
-        """The mixer's instance, which has no forward of its own, calls this instead of its class's."""
-        self._mixer.module.forward = self
-
-    def remove(self) -> None:
-        """It calls its own again, or what was put in the place of this one meanwhile."""
-        if vars(self._mixer.module).get("forward") is self:
-            del self._mixer.module.forward
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401  # whatever the model hands to its mixers
         """[1, tokens, width] of the step -> [1, tokens, width]. Masks and the model's cache are of no use here.
