@@ -122,24 +122,22 @@ class ColumnWriter:
         """Return the columns of an echoed prompt, ``values`` being of all tokens but its first, and of its output."""
         first = self._texts.text(ids[0], None)
         self._before, self._offset = ids[0], len(first)
-        made = self.output([*values, *output])
-        made["tokens"].insert(0, first)
-        made["token_logprobs"].insert(0, None)
-        made["top_logprobs"].insert(0, None)
-        made["text_offset"].insert(0, 0)
-        return made
+        made: Columns = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+        return self._extended(made, [*values, *output])
 
     def output(self, values: Sequence[TokenLogprob]) -> Columns:
         """Return the columns of the next tokens."""
-        made: Columns = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        return self._extended({"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}, values)
+
+    def _extended(self, made: Columns, values: Sequence[TokenLogprob]) -> Columns:
         for one in values:
-            shown = self._texts.text(one.token_id, self._before)
+            shown, value = self._texts.text(one.token_id, self._before), max(one.logprob, LEAST)
             best: dict[str, float] = {}
-            for token, value in one.best:  # of tokens of one text the most probable is shown
-                best.setdefault(self._texts.text(token, self._before), max(value, LEAST))
-            best.setdefault(shown, max(one.logprob, LEAST))
+            for token, its in one.best:  # of tokens of one text the most probable is shown
+                best.setdefault(self._texts.text(token, self._before), max(its, LEAST))
+            best.setdefault(shown, value)
             made["tokens"].append(shown)
-            made["token_logprobs"].append(max(one.logprob, LEAST))
+            made["token_logprobs"].append(value)
             made["top_logprobs"].append(best)
             made["text_offset"].append(self._offset)
             self._before, self._offset = one.token_id, self._offset + len(shown)
@@ -184,26 +182,36 @@ class Usage(TypedDict):
     prompt_tokens_details: CachedTokens | None
 
 
-class CompletionChoice(TypedDict):
+class Choice(TypedDict):
     """An output, or what is new of it. token_ids: where return_token_ids asks."""
 
     index: int
-    text: str
-    logprobs: Columns | None
     finish_reason: str | None
     token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
 
 
-class CompletionAnswer(TypedDict):
+class Choices(TypedDict):
     """All outputs, or a chunk of a stream."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
+
+
+class CompletionChoice(Choice):
+    """One of a completion."""
+
+    text: str
+    logprobs: Columns | None
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class CompletionAnswer(Choices):
+    """Of /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
 
 
 class Message(TypedDict):
@@ -221,26 +229,19 @@ class Delta(TypedDict, total=False):
     content: str
 
 
-class ChatChoice(TypedDict):
-    """An output. token_ids: where return_token_ids asks."""
+class ChatChoice(Choice):
+    """One of a chat."""
 
-    index: int
     message: NotRequired[Message]
     delta: NotRequired[Delta]
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    token_ids: NotRequired[list[int]]
 
 
-class ChatAnswer(TypedDict):
-    """All outputs, or a chunk of a stream."""
+class ChatAnswer(Choices):
+    """Of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion", "chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -263,17 +264,37 @@ class ChoicesForm:
         """Nothing comes first."""
         return ()
 
+    def part(self, choice: int, new: Increment) -> Iterable[Event]:
+        """Tell what is new of an output, if anything is: nothing may be for a part of a character."""
+        told = self._choice(choice, new)
+        if new.text or any(told.get(name) for name in ("text", "finish_reason", "logprobs")) or "token_ids" in told:
+            yield Event(self._chunk(told))
+
     def end(self) -> Iterable[Event]:
         """Tell the counts, where they are asked for; then that it is over."""
         if self._stream.include_usage:
             yield Event(self._answer(self.kinds[1], []) | {"usage": self._usage()})
         yield DONE
 
-    def _says_nothing(self, new: Increment, choice: CompletionChoice | ChatChoice) -> bool:
-        """Whether ``choice`` of a chunk would hold nothing that is ``new``, as for a part of a character."""
-        return not (new.text or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice)
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """Tell all outputs at once."""
+        choices = [self._choice(number, one) for number, one in enumerate(done)]
+        return self._answer(self.kinds[0], choices) | {"usage": self._usage()}
 
-    def _chunk(self, choice: CompletionChoice | ChatChoice) -> dict[str, Any]:
+    def _choice(self, number: int, new: Increment | Completion) -> dict[str, Any]:
+        """What ``new`` says of an output."""
+        raise NotImplementedError
+
+    def _ended(self, number: int, new: Increment | Completion) -> str | None:
+        """Why an output has ended, None while it goes on. The first of each prompt says what was cached."""
+        done = new if isinstance(new, Completion) else new.completion
+        if done is None:
+            return None
+        if number % self._asked.sampling.n == 0:
+            self._cached = (self._cached or 0) + done.hit_tokens
+        return str(done.finish_reason)
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._answer(self.kinds[1], [choice])
         if self._stream.continuous_usage_stats:
             chunk["usage"] = self._usage()
@@ -281,10 +302,7 @@ class ChoicesForm:
             chunk["usage"] = None
         return chunk
 
-    def _whole(self, choices: Sequence[CompletionChoice | ChatChoice]) -> dict[str, Any]:
-        return self._answer(self.kinds[0], choices) | {"usage": self._usage()}
-
-    def _answer(self, kind: str, choices: Sequence[CompletionChoice | ChatChoice]) -> dict[str, Any]:
+    def _answer(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._asked.id,
             "object": kind,
@@ -292,12 +310,6 @@ class ChoicesForm:
             "model": self._front.name,
             "choices": choices,
         }
-
-    def _count(self, tokens: int, done: Completion | None, output: int) -> None:
-        """Count more ``tokens``. done: of the ``output``-th output of a prompt; the first says what was cached."""
-        self._output_tokens += tokens
-        if done is not None and output == 0:
-            self._cached = (self._cached or 0) + done.hit_tokens
 
     def _usage(self) -> Usage:
         """Return the counts so far. Each prompt counts once, however many outputs it has."""
@@ -320,29 +332,18 @@ class CompletionForm(ChoicesForm):
         self._writers: dict[int, ColumnWriter] = {}
         self._prompt_alone = body.max_tokens == 0
 
-    def part(self, choice: int, new: Increment) -> Iterable[Event]:
-        """Tell what is new of an output, if anything is."""
-        told = self._choice(choice, new, new.completion)
-        if told["text"] or not self._says_nothing(new, told):
-            yield Event(self._chunk(told))
-
-    def whole(self, done: Sequence[Completion]) -> object:
-        """Tell all outputs at once."""
-        return self._whole([self._choice(number, one, one) for number, one in enumerate(done)])
-
-    def _choice(self, number: int, new: Increment | Completion, done: Completion | None) -> CompletionChoice:
+    def _choice(self, number: int, new: Increment | Completion) -> dict[str, Any]:
         """What ``new`` says of an output; the first time with its prompt, where that is wanted."""
-        place, output = divmod(number, self._asked.sampling.n)
+        place = number // self._asked.sampling.n
         prompt, first = self._asked.prompts[place], number not in self._writers
         tokens = () if self._prompt_alone else new.token_ids
-        self._count(len(tokens), done, output)
-        text = "" if self._prompt_alone else new.text or ""
+        self._output_tokens += len(tokens)
         echoed = self._prompt_text(place) if first and self._body.echo else ""
-        made: CompletionChoice = {
+        made = {
             "index": number,
-            "text": echoed + text,
+            "text": echoed + ("" if self._prompt_alone else new.text or ""),
             "logprobs": self._columns(number, prompt, new),
-            "finish_reason": None if done is None else str(done.finish_reason),
+            "finish_reason": self._ended(number, new),
         }
         if self._returns_ids:
             made["token_ids"] = list(tokens)
@@ -388,33 +389,24 @@ class ChatForm(ChoicesForm):
             chunk = self._chunk({"index": number, "delta": delta, "logprobs": None, "finish_reason": None})
             yield Event(self._with_prompt(chunk))
 
-    def part(self, choice: int, new: Increment) -> Iterable[Event]:
-        """Tell what is new of an output, if anything is."""
-        told = self._choice(choice, new, new.completion)
-        if not self._says_nothing(new, told):
-            told["delta"] = {"content": new.text} if new.text else {}
-            yield Event(self._chunk(told))
-
-    def whole(self, done: Sequence[Completion]) -> object:
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         """Tell all outputs at once."""
-        choices = [self._choice(number, one, one) for number, one in enumerate(done)]
-        for choice, one in zip(choices, done, strict=True):
-            choice["message"] = {"role": "assistant", "content": one.text or "", "refusal": None}
-        return self._with_prompt(self._whole(choices))
+        return self._with_prompt(super().whole(done))
 
     def _with_prompt(self, answer: dict[str, Any]) -> dict[str, Any]:
         if self._returns_ids:
             answer["prompt_token_ids"] = list(self._asked.prompts[0])
         return answer
 
-    def _choice(self, number: int, new: Increment | Completion, done: Completion | None) -> ChatChoice:
-        """What ``new`` says of an output, but for its text."""
-        self._count(len(new.token_ids), done, number)
-        made: ChatChoice = {
-            "index": number,
-            "logprobs": None if new.logprobs is None else self._writers[number].output(new.logprobs),
-            "finish_reason": None if done is None else str(done.finish_reason),
-        }
+    def _choice(self, number: int, new: Increment | Completion) -> dict[str, Any]:
+        self._output_tokens += len(new.token_ids)
+        made: dict[str, Any] = {"index": number}
+        if isinstance(new, Completion):
+            made["message"] = {"role": "assistant", "content": new.text or "", "refusal": None}
+        else:
+            made["delta"] = {"content": new.text} if new.text else {}
+        made["logprobs"] = None if new.logprobs is None else self._writers[number].output(new.logprobs)
+        made["finish_reason"] = self._ended(number, new)
         if self._returns_ids:
             made["token_ids"] = list(new.token_ids)
         return made
