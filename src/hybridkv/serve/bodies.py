@@ -25,6 +25,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS
 Text = Annotated[str, Field(min_length=1)]
 _FIRST: Final = Field(fail_fast=True)
 """Of a list: one wrong value is enough. To collect an error for each of 262,144 takes seconds."""
+_SOME: Final = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
 _MOST_BIASED: Final = 1 << 12
 
 Ids = Annotated[list[int], _FIRST]
@@ -281,7 +282,7 @@ class ChatBody(ChoicesBody, TemplateBody):
         "skip_special_tokens": (True,),
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], _SOME]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -308,7 +309,7 @@ class TokenizeBody(TemplateBody):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] | None = None
+    messages: Annotated[list[ChatMessage], _SOME] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -358,7 +359,7 @@ class ResponseBody(SamplingBody):
         "user": (),
     }
 
-    input: Text | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    input: Text | Annotated[list[InputMessage], _SOME]
     instructions: Text | None = None
     max_output_tokens: int | None = None
 

@@ -13,7 +13,6 @@ import json
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,11 +20,9 @@ import numpy as np
 from hybridkv.cache import MissReason
 from hybridkv.errors import CacheError
 from hybridkv.observe.block_map import BlockMap, block_map
-from hybridkv.request import Request
 from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.completion import Completion
 from hybridkv.runner.engine import Engine
-from hybridkv.schedule import Wait
 from hybridkv.serve.metrics import RequestMetrics, Snapshot
 
 EVERY_S: Final = 1.0
@@ -43,20 +40,17 @@ _STATES: Final = " cpr"
 _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(NamedTuple):
     """At an engine, in its own thread: values alone, as requests go on while they are told.
 
-    seats: how many may run. runs, queue: of the first of those that run and wait, what the page reads of each.
+    told: what the page reads of them. cell_bytes: of the smallest block.
     """
 
-    snapshot: Snapshot
+    told: dict[str, Any]
     blocks: BlockMap
     num_blocks: int
     arena_bytes: int
-    seats: int
-    runs: tuple[tuple[str, int, int, int, int, int], ...]
-    queue: tuple[tuple[str, int, str], ...]
+    cell_bytes: int
 
 
 class _Ended(NamedTuple):
@@ -132,39 +126,20 @@ class Live:
 
     def _told(self, look: Look) -> dict[str, Any]:
         """``look`` as the page reads it."""
-        now, scheduler, cache = look.snapshot, look.snapshot.scheduler, look.snapshot.cache
         ended = [one for one in self._ended if self._made_at - one.at < _ENDED_FOR_S]
         slowest = sorted(ended, key=lambda one: -one.whole_s)[:MOST_ENDED]
         return {
             "time": round(time.time(), 3),
             "model": self._metrics.families.model_name,
-            "running": scheduler.running,
-            "waiting": scheduler.waiting,
-            "waits": {str(reason): count for reason, count in now.waits.items()},
-            "seats": look.seats,
-            "usage": now.usage,
-            "queries": scheduler.prompt_tokens,
-            "hits": scheduler.hit_tokens,
-            "misses": {str(one): scheduler.misses.get(one, 0) for one in MissReason} if now.explains else None,
             "output": self._metrics.output_tokens,
-            "preemptions": scheduler.preemptions,
-            "evictions": cache.evictions,
-            "ended": scheduler.requests_finished,
-            "arena": look.arena_bytes,
-            "groups": [
-                [kind, size, one.held_blocks, one.cached_blocks, one.evictable_blocks, one.published, one.evictions]
-                for kind, size, one in zip(now.kinds, now.sizes, cache.groups, strict=True)
-            ],
+            **look.told,
             "map": self._map(look),
-            "runs": look.runs,
-            "queue": look.queue,
             "slowest": [[one.id, round(self._made_at - one.at, 4), *one.told] for one in slowest],
         }
 
     def _map(self, look: Look) -> dict[str, str]:
         """A letter a cell of equal bytes, for the block in its middle: state, group, and age, twice as much a digit."""
-        blocks, smallest = look.blocks, min(look.snapshot.sizes)
-        cells = min(MOST_CELLS, max(look.arena_bytes // max(smallest, 1), 1))
+        blocks, cells = look.blocks, min(MOST_CELLS, max(look.arena_bytes // max(look.cell_bytes, 1), 1))
         middles = ((np.arange(cells) + 0.5) * (look.arena_bytes / cells)).astype(np.int64)
         there = blocks.at(middles)
         ages = self._ages.of(blocks, look.num_blocks, self._made_at)
@@ -183,22 +158,36 @@ class Live:
 
 def _look(engine: Engine) -> Look:
     """In the engine's thread. O(num_blocks)."""
-    cache, scheduler = engine.cache, engine.scheduler
-    return Look(
-        Snapshot.of(engine),
-        block_map(cache.config, cache.block_pool, cache.groups, cache.pins),
-        cache.block_pool.num_blocks,
-        cache.config.arena_bytes,
-        engine.options.max_running,
-        tuple(map(_run_told, scheduler.running_requests()[:MOST_REQUESTS])),
-        tuple(map(_wait_told, scheduler.waits()[:MOST_REQUESTS])),
-    )
-
-
-def _run_told(one: Request) -> tuple[str, int, int, int, int, int]:
-    hit, output = one.first_hit_tokens or 0, one.num_output_tokens
-    return one.request_id, one.num_prompt_tokens, hit, one.num_computed_tokens, output, one.num_preemptions
-
-
-def _wait_told(one: Wait) -> tuple[str, int, str]:
-    return one.request.request_id, one.request.num_tokens, str(one.reason)
+    cache, scheduler, snapshot = engine.cache, engine.scheduler, Snapshot.of(engine)
+    now, arena_bytes = snapshot.scheduler, cache.config.arena_bytes
+    told = {
+        "running": now.running,
+        "waiting": now.waiting,
+        "waits": {str(reason): count for reason, count in snapshot.waits.items()},
+        "seats": engine.options.max_running,
+        "usage": snapshot.usage,
+        "queries": now.prompt_tokens,
+        "hits": now.hit_tokens,
+        "misses": {str(one): now.misses.get(one, 0) for one in MissReason} if snapshot.explains else None,
+        "preemptions": now.preemptions,
+        "evictions": snapshot.cache.evictions,
+        "ended": now.requests_finished,
+        "arena": arena_bytes,
+        "groups": [
+            [kind, size, one.held_blocks, one.cached_blocks, one.evictable_blocks, one.published, one.evictions]
+            for kind, size, one in zip(snapshot.kinds, snapshot.sizes, snapshot.cache.groups, strict=True)
+        ],
+        "runs": [
+            [
+                *(one.request_id, one.num_prompt_tokens, one.first_hit_tokens or 0),
+                *(one.num_computed_tokens, one.num_output_tokens, one.num_preemptions),
+            ]
+            for one in scheduler.running_requests()[:MOST_REQUESTS]
+        ],
+        "queue": [
+            [one.request.request_id, one.request.num_tokens, str(one.reason)]
+            for one in scheduler.waits()[:MOST_REQUESTS]
+        ],
+    }
+    blocks = block_map(cache.config, cache.block_pool, cache.groups, cache.pins)
+    return Look(told, blocks, cache.block_pool.num_blocks, arena_bytes, min(snapshot.sizes))

@@ -70,26 +70,21 @@ class Snapshot:
 
 
 class Families:
-    """Makes families of one server: their names have its prefix, their samples its model's name."""
+    """Makes families of one server: their names have its prefix, their samples its model's name.
+
+    samples: a number, or values of ``labels`` and the number, one by one.
+    """
 
     def __init__(self, prefix: str, model_name: str) -> None:
         self.prefix, self.model_name = prefix, model_name
 
-    def gauge(self, name: str, said: str, value: float) -> Metric:
-        """Return a gauge of one sample."""
-        return self.gauges(name, said, [((), value)])
+    def gauge(self, name: str, said: str, samples: float | Samples, *labels: str) -> Metric:
+        """Return a gauge."""
+        return self._filled(GaugeMetricFamily, name, said, samples, labels)
 
-    def gauges(self, name: str, said: str, samples: Samples, *labels: str) -> Metric:
-        """Return a gauge. samples: values of ``labels`` and the number, one by one."""
-        return self._filled(GaugeMetricFamily(f"{self.prefix}:{name}", said, labels=[_MODEL, *labels]), samples)
-
-    def counter(self, name: str, said: str, value: float) -> Metric:
-        """Return a counter of one sample."""
-        return self.counters(name, said, [((), value)])
-
-    def counters(self, name: str, said: str, samples: Samples, *labels: str) -> Metric:
-        """Return a counter. samples: as gauges has them."""
-        return self._filled(CounterMetricFamily(f"{self.prefix}:{name}", said, labels=[_MODEL, *labels]), samples)
+    def counter(self, name: str, said: str, samples: float | Samples, *labels: str) -> Metric:
+        """Return a counter."""
+        return self._filled(CounterMetricFamily, name, said, samples, labels)
 
     def histogram(self, name: str, said: str, edges: Sequence[float], counts: Sequence[int], total: float) -> Metric:
         """Return a histogram. counts: of each bucket, which an edge ends; the last has no end. total: of all values."""
@@ -98,8 +93,16 @@ class Families:
         made.add_metric([self.model_name], list(zip(ends, map(float, accumulate(counts)), strict=True)), total)
         return made
 
-    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
-        for values, number in samples:
+    def _filled(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        said: str,
+        samples: float | Samples,
+        labels: Sequence[str],
+    ) -> Metric:
+        family = kind(f"{self.prefix}:{name}", said, labels=[_MODEL, *labels])
+        for values, number in [((), samples)] if isinstance(samples, int | float) else samples:
             family.add_metric([self.model_name, *values], number)
         return family
 
@@ -166,7 +169,7 @@ class RequestMetrics:
             yield one.family(self.families)
         yield self.families.counter("generation_tokens", "Output tokens.", self.output_tokens)
         ended = (((reason,), count) for reason, count in self._ended.items())
-        yield self.families.counters("request_success", "Requests that ended.", ended, "finished_reason")
+        yield self.families.counter("request_success", "Requests that ended.", ended, "finished_reason")
 
 
 class Watch:
@@ -195,49 +198,20 @@ class SnapshotCollector:
     """The families of ``snapshot``, and of ``requests``."""
 
     def __init__(self, snapshot: Snapshot, requests: RequestMetrics) -> None:
-        self._snapshot, self._requests, self._made = snapshot, requests, requests.families
+        self._now, self._requests, self._made = snapshot, requests, requests.families
 
     def collect(self) -> Iterator[Metric]:
         """Give all families."""
-        now = self._snapshot
         yield from self._requests.collect()
-        yield from self._gauges(now)
-        yield from self._counters(now.scheduler)
-        yield from self._groups(now)
-        if now.cache.ends:  # some eviction ranks them
-            yield from self._kept_ends(now.cache)
-        if now.explains:
-            missed = (((reason,), now.scheduler.misses.get(reason, 0)) for reason in MissReason)
-            yield self._made.counters("prompt_tokens_missed", "Prompt tokens not found, by reason.", missed, "reason")
-        if now.cache.times is not None:
-            for name, said, counts in (
-                (
-                    "kv_block_lifetime_seconds",
-                    "From a block's first key until it lost its keys.",
-                    now.cache.times.lifetime,
-                ),
-                (
-                    "kv_block_idle_before_evict_seconds",
-                    "From its last hit, or first key, until then.",
-                    now.cache.times.idle,
-                ),
-                ("kv_block_reuse_gap_seconds", "Between two hits of a block.", now.cache.times.gap),
-            ):
-                yield self._made.histogram(name, said, EDGES_S, counts.counts, counts.sum_s)
+        yield from self._scheduler(self._now.scheduler)
+        yield from self._cache(self._now.cache)
 
-    def _gauges(self, now: Snapshot) -> Iterator[Metric]:
-        for name, said, value in (
-            ("num_requests_running", "Requests that run.", now.scheduler.running),
-            ("num_requests_waiting", "Requests that wait.", now.scheduler.waiting),
-            ("kv_cache_usage_perc", "Share of the cache that requests hold, 0 to 1.", now.usage),
-            ("kv_cache_peak_usage_perc", "The most of it so far.", now.scheduler.peak_usage),
-            ("kv_cache_pinned_blocks", "Blocks held by pins.", now.cache.pinned_blocks),
-        ):
-            yield self._made.gauge(name, said, value)
-        waits = (((reason,), now.waits.get(reason, 0)) for reason in WaitReason)
-        yield self._made.gauges("num_requests_waiting_by_reason", "Requests that wait, by what for.", waits, "reason")
-
-    def _counters(self, now: SchedulerStatistics) -> Iterator[Metric]:
+    def _scheduler(self, now: SchedulerStatistics) -> Iterator[Metric]:
+        made = self._made
+        yield made.gauge("num_requests_running", "Requests that run.", now.running)
+        yield made.gauge("num_requests_waiting", "Requests that wait.", now.waiting)
+        waits = (((reason,), self._now.waits.get(reason, 0)) for reason in WaitReason)
+        yield made.gauge("num_requests_waiting_by_reason", "Requests that wait, by what for.", waits, "reason")
         for name, said, value in (
             ("prompt_tokens", "Prompt tokens of requests that came in.", now.prompt_tokens),
             ("prompt_tokens_cached", "Those of them found in the cache.", now.hit_tokens),
@@ -251,43 +225,55 @@ class SnapshotCollector:
             ("engine_steps", "Steps scheduled.", now.steps),
             ("engine_failed_steps", "Steps that brought no result.", now.failed_steps),
         ):
-            yield self._made.counter(name, said, value)
-        accepted = (((str(place),), value) for place, value in enumerate(now.accepted_by_position))
-        name = "spec_decode_num_accepted_tokens_per_pos"
-        yield self._made.counters(name, "Drafts accepted, by place.", accepted, "position")
-        refused = (((reason,), value) for reason, value in now.refusals.items())
-        said = "Looks at a waiting request that did not come in."
-        yield self._made.counters("admission_refusals", said, refused, "reason")
+            yield made.counter(name, said, value)
         sources = [(("local_compute",), now.prompt_tokens - now.hit_tokens), (("local_cache_hit",), now.hit_tokens)]
-        said = "Prompt tokens, computed here or found."
-        yield self._made.counters("prompt_tokens_by_source", said, sources, "source")
-
-    def _groups(self, now: Snapshot) -> Iterator[Metric]:
-        groups = [((str(number), kind), now.cache.groups[number]) for number, kind in enumerate(now.kinds)]
-        blocks = [
-            ((*group, state), count)
-            for group, one in groups
-            for state, count in (
-                ("held", one.held_blocks),
-                ("cached", one.cached_blocks),
-                ("evictable", one.evictable_blocks),
-            )
-        ]
-        yield self._made.gauges("kv_group_blocks", "Blocks of a group: see docs.", blocks, "group", "kind", "state")
-        sizes = [(group, size) for (group, _), size in zip(groups, now.sizes, strict=True)]
-        yield self._made.gauges("kv_group_block_bytes", "Of one block of a group.", sizes, "group", "kind")
-        for name, said, counts in (
-            ("kv_group_published", "Keys given to blocks of a group.", [(g, one.published) for g, one in groups]),
-            ("kv_group_evictions", "Keys that a group's blocks lost.", [(g, one.evictions) for g, one in groups]),
+        accepted = (((str(place),), value) for place, value in enumerate(now.accepted_by_position))
+        refused = (((reason,), value) for reason, value in now.refusals.items())
+        for name, said, samples, label in (
+            ("spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by place.", accepted, "position"),
+            ("admission_refusals", "Looks at a waiting request that did not come in.", refused, "reason"),
+            ("prompt_tokens_by_source", "Prompt tokens, computed here or found.", sources, "source"),
         ):
-            yield self._made.counters(name, said, counts, "group", "kind")
-        yield self._made.counter("kv_moved_blocks", "Blocks that passed from slab to slab.", now.cache.moved_blocks)
+            yield made.counter(name, said, samples, label)
+        if self._now.explains:
+            missed = (((reason,), now.misses.get(reason, 0)) for reason in MissReason)
+            yield made.counter("prompt_tokens_missed", "Prompt tokens not found, by reason.", missed, "reason")
+
+    def _cache(self, now: CacheStatistics) -> Iterator[Metric]:
+        made, kinds = self._made, self._now.kinds
+        yield made.gauge("kv_cache_usage_perc", "Share of the cache that requests hold, 0 to 1.", self._now.usage)
+        yield made.gauge("kv_cache_peak_usage_perc", "The most of it so far.", self._now.scheduler.peak_usage)
+        yield made.gauge("kv_cache_pinned_blocks", "Blocks held by pins.", now.pinned_blocks)
+        groups = [((str(number), kind), now.groups[number]) for number, kind in enumerate(kinds)]
+        blocks = [
+            ((*group, state), getattr(one, f"{state}_blocks"))
+            for group, one in groups
+            for state in ("held", "cached", "evictable")
+        ]
+        yield made.gauge("kv_group_blocks", "Blocks of a group: see docs.", blocks, "group", "kind", "state")
+        sizes = [(group, size) for (group, _), size in zip(groups, self._now.sizes, strict=True)]
+        yield made.gauge("kv_group_block_bytes", "Of one block of a group.", sizes, "group", "kind")
+        for name, said in (
+            ("published", "Keys given to blocks of a group."),
+            ("evictions", "Keys that a group's blocks lost."),
+        ):
+            counts = [(group, getattr(one, name)) for group, one in groups]
+            yield made.counter(f"kv_group_{name}", said, counts, "group", "kind")
+        yield made.counter("kv_moved_blocks", "Blocks that passed from slab to slab.", now.moved_blocks)
+        if now.ends:  # some eviction ranks them
+            yield from self._kept_ends(now)
+        if now.times is not None:
+            for name, said, times in (
+                ("lifetime", "From a block's first key until it lost its keys.", now.times.lifetime),
+                ("idle_before_evict", "From its last hit, or first key, until then.", now.times.idle),
+                ("reuse_gap", "Between two hits of a block.", now.times.gap),
+            ):
+                yield made.histogram(f"kv_block_{name}_seconds", said, EDGES_S, times.counts, times.sum_s)
 
     def _kept_ends(self, now: CacheStatistics) -> Iterator[Metric]:
         """Where prompts can be resumed, by kind."""
-        ends = {one.kind: one for one in now.ends}
-        kept = (((kind,), one.kept) for kind, one in ends.items())
-        yield self._made.gauges("kv_ends", "Ends kept now: where prompts can be resumed.", kept, "kind")
+        kept = (((one.kind,), one.kept) for one in now.ends)
+        yield self._made.gauge("kv_ends", "Ends kept now: where prompts can be resumed.", kept, "kind")
         for name, said, field in (
             ("kv_ends_stored", "Ends that were kept.", "made"),
             ("kv_end_hits", "Hits of kept ends.", "hits"),
@@ -296,5 +282,5 @@ class SnapshotCollector:
             ("kv_ends_evicted", "Ends given up.", "given_up"),
             ("kv_ends_evicted_unused", "Those never hit.", "unused"),
         ):
-            counts = (((kind,), getattr(one, field)) for kind, one in ends.items())
-            yield self._made.counters(name, said, counts, "kind")
+            counts = (((one.kind,), getattr(one, field)) for one in now.ends)
+            yield self._made.counter(name, said, counts, "kind")
