@@ -64,20 +64,6 @@ def ref_count_too_high(cache: KVCacheManager) -> None:
     cache.block_pool._ref[held(cache)] += 1
 
 
-def ref_count_too_low(cache: KVCacheManager) -> None:
-    pool = cache.block_pool
-    block = held(cache)
-    pool._ref[block] = 0
-    pool._free.append(ids(block))
-
-
-def ref_count_of_a_free_block(cache: KVCacheManager) -> None:
-    pool = cache.block_pool
-    block = free(pool, cached=False)
-    pool._ref[block] = 1
-    pool._free.remove(ids(block))
-
-
 def twice_in_the_free_order(cache: KVCacheManager) -> None:
     order = cache.block_pool._free
     real = order.order()
@@ -90,10 +76,6 @@ def missing_from_the_free_order(cache: KVCacheManager) -> None:
 
 def held_in_the_free_order(cache: KVCacheManager) -> None:
     cache.block_pool._free.append(ids(held(cache)))
-
-
-def null_in_the_free_order(cache: KVCacheManager) -> None:
-    cache.block_pool._free.append(ids(0))
 
 
 def free_count(cache: KVCacheManager) -> None:
@@ -148,12 +130,6 @@ def another_groups_block(cache: KVCacheManager) -> None:
     one, two = (group.rows for group in cache.groups)
     row = rows(cache)[0]
     one.cells[one.start[row]] = two.ids(row)[0]
-
-
-def blocks_in_the_wrong_order(cache: KVCacheManager) -> None:
-    table = cache.groups[0].rows
-    start = table.start[rows(cache)[0]]
-    table.cells[start : start + 2] = table.cells[start : start + 2][::-1].copy()
 
 
 def null_in_a_row(cache: KVCacheManager) -> None:
@@ -211,22 +187,12 @@ def published_too_high(cache: KVCacheManager) -> None:
     cache._residents.refresh(row)
 
 
-def published_too_low(cache: KVCacheManager) -> None:
-    group, row = cache.groups[0], rows(cache)[0]
-    group.published[row] -= 1
-    cache._residents.refresh(row)
-
-
 def next_event(cache: KVCacheManager) -> None:
     cache._residents._next_event[rows(cache)[0]] += 1
 
 
 def a_resident_too_many(cache: KVCacheManager) -> None:
     cache._residents._by_id["ghost"] = Request("ghost", [1], hasher=cache.hasher)
-
-
-def a_resident_too_few(cache: KVCacheManager) -> None:
-    cache._residents._by_id.popitem()
 
 
 def a_row_mixed_up(cache: KVCacheManager) -> None:
@@ -237,18 +203,9 @@ def a_hash_too_few(cache: KVCacheManager) -> None:
     cache.engine.resident_requests()[0].hashes.pop()
 
 
-def a_hash_of_other_tokens(cache: KVCacheManager) -> None:
-    cache.engine.resident_requests()[0].hashes[0] = b"k" * 32
-
-
 def unwritten_by_another_step(cache: KVCacheManager) -> None:
     pool = cache.block_pool
     pool.keys._step[int(np.flatnonzero(pool.keys._step >= 0)[0])] += 40
-
-
-def unwritten_for_ever(cache: KVCacheManager) -> None:
-    pool = cache.block_pool
-    pool.keys._step[held(cache)] = 0
 
 
 def unwritten_without_key(cache: KVCacheManager) -> None:
@@ -258,12 +215,9 @@ def unwritten_without_key(cache: KVCacheManager) -> None:
 
 CORRUPTIONS: tuple[tuple[Callable[[KVCacheManager], None], str], ...] = (
     (ref_count_too_high, "has ref count 2, 1 rows hold it"),
-    (ref_count_too_low, "has ref count 0, 1 rows hold it"),
-    (ref_count_of_a_free_block, "has ref count 1, 0 rows hold it"),
     (twice_in_the_free_order, "a block stands twice in the free order"),
     (missing_from_the_free_order, "is held by nobody but not in the free order"),
     (held_in_the_free_order, "is held or null but stands in the free order"),
-    (null_in_the_free_order, "block 0 is held or null but stands in the free order"),
     (free_count, "blocks are counted as free"),
     (cached_before_empty, "a cached block would be taken before an empty one"),
     (key_of_another_block, "is indexed under a key in group 0 that it does not carry"),
@@ -273,7 +227,6 @@ CORRUPTIONS: tuple[tuple[Callable[[KVCacheManager], None], str], ...] = (
     (key_without_group, "has a key without group"),
     (another_requests_block, "carries another key than its tokens"),
     (another_groups_block, "is held in 2 groups"),
-    (blocks_in_the_wrong_order, "carries another key than its tokens"),
     (null_in_a_row, "has a null column that it has not dropped"),
     (foreign_id_in_a_row, "holds an id outside the pool"),
     (the_same_block_twice_in_a_row, "holds a block twice"),
@@ -283,15 +236,11 @@ CORRUPTIONS: tuple[tuple[Callable[[KVCacheManager], None], str], ...] = (
     (blocks_of_nobody, "holds blocks but belongs to nobody"),
     (too_few_blocks, "computed tokens in"),
     (published_too_high, "published columns, more than full ones"),
-    (published_too_low, "carries another key than its tokens"),
     (next_event, "expects its next event at"),
     (a_resident_too_many, "the rows and the list of resident requests differ"),
-    (a_resident_too_few, "the rows and the list of resident requests differ"),
     (a_row_mixed_up, "which says row"),
     (a_hash_too_few, "hashes for"),
-    (a_hash_of_other_tokens, "carries another key than its tokens"),
     (unwritten_by_another_step, "which does not write it"),
-    (unwritten_for_ever, "waits for step 0, which does not write it"),
     (unwritten_without_key, "waits to be written but has no key"),
 )
 

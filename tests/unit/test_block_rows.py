@@ -4,8 +4,6 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hybridkv.cache.groups import BlockRows
 
@@ -16,58 +14,6 @@ def ids(*blocks: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 def rows64(*rows: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(rows, np.int64)
-
-
-def test_a_row_grows_and_moves() -> None:
-    table = BlockRows()
-    table.extend(3, np.arange(1, 17, dtype=np.int32))
-    before = table.start.item(3)
-    table.extend(3, ids(17))
-    assert table.ids(3).tolist() == list(range(1, 18))
-    assert table.room.item(3) == 32
-    assert table.start.item(3) != before
-    table.extend(0, ids(7))
-    assert table.start.item(0) == before  # what the row left is used again
-
-
-def test_a_short_row_takes_little_room_beside_a_long_one() -> None:
-    table = BlockRows()
-    table.extend(0, np.arange(100_000, dtype=np.int32))
-    table.extend(1, ids(1, 2))
-    assert table.room.item(1) == 16
-    assert table.room.item(0) == 1 << 17
-
-
-@given(st.data())
-def test_is_a_list_of_lists(data: st.DataObject) -> None:
-    table = BlockRows(4)
-    naive: list[list[int]] = [[] for _ in range(4)]
-    fresh = 1
-    for _ in range(data.draw(st.integers(1, 25))):
-        action = data.draw(st.sampled_from(["one", "many", "clear"]))
-        if action == "clear":
-            row = data.draw(st.integers(0, 3))
-            table.clear(row)
-            naive[row] = []
-        elif action == "one":
-            row, n = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 40))
-            table.extend(row, np.arange(fresh, fresh + n, dtype=np.int32))
-            naive[row] += range(fresh, fresh + n)
-            fresh += n
-        else:
-            rows = data.draw(st.lists(st.integers(0, 3), unique=True))
-            counts = [data.draw(st.integers(0, 40)) for _ in rows]
-            total = sum(counts)
-            table.extend_many(rows64(*rows), rows64(*counts), np.arange(fresh, fresh + total, dtype=np.int32))
-            for row, n in zip(rows, counts, strict=True):
-                naive[row] += range(fresh, fresh + n)
-                fresh += n
-        assert [table.ids(row).tolist() for row in range(4)] == naive
-        end = 0
-        for start, room in sorted(table.extents()):
-            assert start >= end
-            end = start + room
-        assert end <= len(table.cells)
 
 
 NOBODYS = 1_000_000

@@ -64,22 +64,6 @@ def test_schema() -> None:
     assert fields(AllBlocksCleared) == ()
 
 
-def test_stored_without_steps_counts_as_written_at_once() -> None:
-    cache = manager()
-    started(cache, range(10))
-    assert cache.take_events() == [BlockStored(keys_of(range(8)), None, tuple(range(8)), 4)]
-    assert cache.take_events() == []
-
-
-def test_what_was_hit_is_not_stored_again() -> None:
-    cache = manager()
-    started(cache, range(8))
-    cache.take_events()
-    started(cache, range(17))
-    keys = keys_of(range(16))
-    assert cache.take_events() == [BlockStored(keys[2:], keys[1], tuple(range(8, 16)), 4)]
-
-
 def test_salt_is_published_untagged_with_the_first_block() -> None:
     cache = manager()
     request = started(cache, range(9), salt="tenant-a")
@@ -96,32 +80,6 @@ def test_extra_keys_lose_their_tags() -> None:
     assert untagged(None) is None
     extra = (("lora", "sql", "/adapters/sql"), ("mm", "image", 3), ("cache_salt", "s"), ("encoder", b"d"))
     assert untagged(extra) == ("sql", ("image", 3), "s", b"d")
-
-
-def test_spans_match_hashes_in_every_group() -> None:
-    cache = manager(32, (4, 8, 12))
-    request = started(cache, range(30))
-    events = cache.take_events()
-    assert [event.group_idx for event in events if isinstance(event, BlockStored)] == [0, 1, 2]
-    for event in events:
-        assert isinstance(event, BlockStored)
-        assert len(event.token_ids) == len(event.block_hashes) * event.block_size
-        reached = 24 // event.block_size  # the last multiple of 24 tokens, where hits of all groups can end
-        assert event.block_hashes == tuple(cache.groups[event.group_idx].keys(request)[:reached])
-
-
-def test_removed_and_cleared() -> None:
-    cache = manager(num_blocks=5)
-    first = started(cache, range(9))
-    cache.free(first)
-    cache.take_events()
-    second = started(cache, range(50, 60))
-    keys = keys_of(range(8))
-    removed = [event for event in cache.take_events() if isinstance(event, BlockRemoved)]
-    assert removed == [BlockRemoved((keys[1],))]
-    cache.free(second)
-    assert cache.reset_prefix_cache()
-    assert cache.take_events() == [AllBlocksCleared()]
 
 
 def test_published_then_written() -> None:
@@ -162,23 +120,6 @@ def test_a_block_that_moved_to_where_one_of_its_step_was_evicted_has_its_event()
     assert told == [keys_of(range(8))[1:], keys_of(range(50, 58))]
 
 
-def test_a_block_that_was_evicted_before_it_was_written_has_no_events() -> None:
-    cache = manager(num_blocks=4)
-    log = cache.write_log
-    log.begin(0)
-    first = started(cache, range(9))
-    log.end()
-    cache.free(first)
-    log.begin(1)
-    started(cache, range(50, 60))
-    log.end()
-    cache.check()
-    log.mark_written(0)
-    assert cache.take_events() == []  # both blocks belong to step 1 now
-    log.mark_written(1)
-    assert cache.take_events() == [BlockStored(keys_of(range(50, 58)), None, tuple(range(50, 58)), 4)]
-
-
 def test_a_stretch_whose_middle_was_evicted_is_told_in_two_events() -> None:
     cache = manager()
     log = cache.write_log
@@ -205,12 +146,6 @@ def test_steps_are_opened_one_at_a_time() -> None:
         log.mark_written(0)
 
 
-def test_off_by_default() -> None:
-    cache = manager(events=False)
-    started(cache, range(9))
-    assert cache.take_events() == []
-
-
 # -- events that nobody takes
 
 
@@ -233,16 +168,6 @@ def test_an_event_of_more_blocks_than_may_wait_is_dropped_itself() -> None:
     assert cache.take_events() == [EventsDropped(1)]
     assert cache.reset_prefix_cache()
     assert cache.take_events() == [AllBlocksCleared()]
-
-
-def test_unless_told_events_of_100000_blocks_wait() -> None:
-    keys = manager().block_pool.keys
-    for number in range(12_000):
-        keys.emit(BlockRemoved((bytes([number % 256]),) * 10))
-    assert keys.take_events() == [
-        EventsDropped(2000),
-        *(BlockRemoved((bytes([number % 256]),) * 10) for number in range(2000, 12_000)),
-    ]
 
 
 @pytest.mark.parametrize("most", [3, 12, 40])

@@ -175,17 +175,6 @@ def test_what_cannot_be(make: Callable[[], object], message: str) -> None:
 # -- hashes of requests
 
 
-@pytest.mark.parametrize(
-    ("known", "expected"),
-    [
-        ({"cache_salt": "tenant-a"}, "d4fdd9f3dab139eafd01550f43781481256e9531b59b55ea4656df8f49124fcf"),
-        ({"lora": LORA}, "af683cf8d41bb9f34989f88b25014e81586ea970a60adbff123aeae94d14982c"),
-    ],
-)
-def test_measured_hashes_of_requests(known: dict[str, Any], expected: str) -> None:
-    assert request(BlockHasher(16), range(1, 17), **known).hashes[0].hex() == expected
-
-
 def test_numbers_of_numpy_are_numbers() -> None:
     """Offsets found with np.flatnonzero are hashed as plain integers."""
     hasher = BlockHasher(SIZE)
@@ -272,34 +261,6 @@ def test_events_tell_adapters_items_salts_and_digests() -> None:
     keys = one.extra_keys(0, 2)
     assert keys is not None
     assert event.extra_keys == (*[(key[0][1],) for key in keys if key], None, None, None)
-
-
-def test_events_of_requests_without_extras_have_none() -> None:
-    (event,), _ = events_of((SIZE,))
-    assert (event.lora_id, event.lora_name, event.extra_keys) == (None, None, None)
-
-
-def test_an_adapter_without_a_number() -> None:
-    (event,), _ = events_of((SIZE,), lora=LoraAdapter("sql", "/adapters/sql"))
-    assert (event.lora_id, event.lora_name) == (None, "sql")
-
-
-def test_a_block_of_several_hash_blocks_has_the_keys_of_all_of_them() -> None:
-    items = [MultimodalItem("cat", 5, 2), MultimodalItem("dog", 7, 10)]
-    (small, large), _ = events_of((4, 8), 24, lora=LORA, multimodal=items, cache_salt="s")
-    assert small.extra_keys == (
-        ("sql", "s"),
-        ("sql", ("cat", 1), ("dog", 3)),
-        ("sql", ("dog", -1)),
-        ("sql", ("dog", -5)),
-        ("sql", ("dog", -9)),
-        ("sql",),
-    )
-    assert large.extra_keys == (
-        ("sql", "s", ("cat", 5), ("dog", 7)),
-        ("sql", ("dog", -1), ("dog", -1)),  # in both hash blocks
-        ("sql", ("dog", -9)),  # in the first of them only
-    )
 
 
 def hash_block_keys(published: tuple[object, ...] | None, stride: int, *, lora: bool) -> list[Extra | None]:

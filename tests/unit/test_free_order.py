@@ -4,42 +4,12 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hybridkv.cache.spaces.one_size import NOWHERE, FreeOrder
+from hybridkv.cache.spaces.one_size import FreeOrder
 
 
 def ids(*blocks: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.array(blocks, np.int32)
-
-
-@given(st.data())
-def test_is_a_doubly_ended_list(data: st.DataObject) -> None:
-    size = data.draw(st.integers(1, 12), label="num_blocks")
-    order, naive = FreeOrder(size), list(range(1, size))
-    for _ in range(data.draw(st.integers(1, 120), label="actions")):
-        out = [block for block in range(1, size) if block not in naive]
-        action = data.draw(st.sampled_from(["take", "remove", "append", "prepend"]))
-        if action == "take":
-            n = data.draw(st.integers(0, len(naive)))
-            assert order.take(n).tolist() == naive[:n]
-            naive = naive[n:]
-        elif action == "remove" and naive:
-            gone = data.draw(st.lists(st.sampled_from(naive), unique=True))
-            order.remove(ids(*gone))
-            naive = [block for block in naive if block not in gone]
-        elif out:
-            back = data.draw(st.lists(st.sampled_from(out), unique=True))
-            if action == "append":
-                order.append(ids(*back))
-                naive = naive + back
-            else:
-                order.prepend(ids(*back))
-                naive = back + naive
-        assert order.order().tolist() == naive
-        assert len(order) == len(naive)
-        assert [block in order for block in range(size)] == [block in naive for block in range(size)]
 
 
 def test_positions_start_anew_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,17 +28,6 @@ def test_positions_start_anew_before_they_overflow(monkeypatch: pytest.MonkeyPat
             naive = gone + naive
         assert order.order().tolist() == naive
         assert np.abs(order._place[naive]).max() <= 30
-
-
-def test_orders_that_share_their_places_start_empty() -> None:
-    place = np.full(8, NOWHERE, np.int32)
-    low, high = FreeOrder(4, place), FreeOrder(4, place)
-    assert (len(low), low.order().tolist(), 1 in low) == (0, [], False)
-    low.append(ids(2, 1))
-    high.append(ids(7))
-    high.prepend(ids(4))
-    assert (low.order().tolist(), high.order().tolist()) == ([2, 1], [4, 7])
-    assert (len(low), len(high)) == (2, 2)
 
 
 def test_a_renamed_block_hands_over_its_place() -> None:

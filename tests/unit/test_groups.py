@@ -17,7 +17,6 @@ from kinds_support import (
     hit_tokens,
     hits,
     mla,
-    published,
     sink,
     start,
     state,
@@ -25,43 +24,12 @@ from kinds_support import (
     window,
 )
 
-from hybridkv.cache import BlockStored, KVCacheManager, Reason, Refusal
+from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
 from hybridkv.specs import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
 PROMPT = list(range(100))
-
-
-def test_each_group_lowers_the_candidate() -> None:
-    cache = cache_of(full(), window(8), window(16))
-    request = start(cache, PROMPT[:64], (64,))
-    probe = Request("probe", PROMPT[:65], hasher=cache.hasher)
-    found = []
-    for group, column in ((None, 0), (1, 14), (2, 11), (0, 9)):
-        if group is not None:
-            evict(cache, request, group, column)
-        one = cache.find_hit(probe)
-        found.append((one.tokens, one.branch_tokens))
-    assert found == [(64, 0), (56, 64), (44, 64), (36, 0)]
-
-
-def test_full_attention_is_asked_first_wherever_it_stands() -> None:
-    """How far it would go is where a window would have helped."""
-    cache = cache_of(window(8), full())
-    request = start(cache, PROMPT[:64], (64,))
-    evict(cache, request, 0, 14)
-    found = cache.find_hit(Request("probe", PROMPT[:65], hasher=cache.hasher))
-    assert (found.tokens, found.uncached_tokens, found.branch_tokens) == (56, 8, 64)
-    evict(cache, request, 1, 13)
-    found = cache.find_hit(Request("probe", PROMPT[:65], hasher=cache.hasher))
-    assert (found.tokens, found.branch_tokens) == (52, 0)
-
-
-def test_states_and_eagle_without_dense_publishing() -> None:
-    cache = cache_of(full(16), state(), use_eagle=True, retention=0)
-    start(cache, PROMPT, (64, 16, 20))
-    assert [hit_tokens(cache, PROMPT[:n]) for n in (100, 81, 82)] == [80, 0, 0]
 
 
 def test_a_flagged_group_drops_alone() -> None:
@@ -138,42 +106,6 @@ def test_hits_where_one_group_drops(flags: tuple[bool, bool], expected: dict[int
     cache = flagged((full(16), flags[0]), (window(8), flags[1]))
     start(cache, PROMPT[:72], (72,))
     assert hits(cache, expected) == expected
-
-
-# -- who takes, and in which order blocks come back
-
-
-def test_an_adopted_hit_is_not_published_again() -> None:
-    cache = cache_of(full(), window(8), state(4), enable_kv_cache_events=True)
-    cache.free(start(cache, PROMPT[:24], (4,) * 6))
-    assert len(cache.take_events()) > 0
-    again = Request("b", PROMPT[:32], hasher=cache.hasher)
-    blocks, tokens = cache.get_computed_blocks(again)
-    assert tokens == 24
-    cache.allocate_slots(again, 4, tokens, blocks)
-    stored = [event for event in cache.take_events() if isinstance(event, BlockStored)]
-    assert [(event.group_idx, event.token_ids) for event in stored] == [(g, tuple(PROMPT[24:28])) for g in range(3)]
-
-
-def test_a_refusal_changes_nothing_but_skipped_blocks() -> None:
-    cache = cache_of(full(), window(), num_blocks=20)
-    request = start(cache, PROMPT[:40], (32,))
-    free, tables = cache.block_pool.free_order(), cache.get_block_ids("a")
-    assert cache.plan_slots(request, 40) == Refusal(Reason.NO_SPACE, 0, 20, 3 + 6)
-    assert (cache.block_pool.free_order(), cache.get_block_ids("a")) == (free, tables)
-    assert cache.allocate_slots(request, 40) is None
-    assert cache.get_block_ids("a") == (tables[0], [0] * 6 + tables[1][6:])
-    assert published(cache, request, 1) == list(range(8))
-    cache.check()
-
-
-def test_common_prefix_blocks() -> None:
-    cache = cache_of(full(), window(), state(4))
-    start(cache, PROMPT[:24], (8, 16))
-    again = Request("b", PROMPT[:25], hasher=cache.hasher)
-    blocks, tokens = cache.get_computed_blocks(again)
-    cache.allocate_slots(again, 1, tokens, blocks)
-    assert cache.get_num_common_prefix_blocks("a", 2) == [6, 0, 0]
 
 
 # -- kinds that publish nothing

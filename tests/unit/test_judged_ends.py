@@ -95,15 +95,6 @@ def talk(cache: Cache, people: int, turns: int) -> int:
 # -- what is kept
 
 
-def test_a_conversation_goes_on_from_its_end() -> None:
-    cache = Cache()
-    assert cache.run(chat(1)) == 0
-    assert [end.tokens for end in cache.ends()] == [10, 13]  # before the prompt's last token, and of what was computed
-    assert cache.run(chat(1, 2)) == 13
-    assert cache.run(chat(1)) == 10
-    assert [end.hits for end in cache.ends()][:2] == [1, 1]
-
-
 def test_what_no_end_needs_goes_first_and_is_kept_again_when_one_does() -> None:
     cache = Cache()
     cache.run(chat(1))
@@ -129,11 +120,6 @@ def test_where_a_request_leaves_what_others_had_is_an_end(specs: tuple[KVCacheSp
     assert [end.tokens for end in cache.ends(Kind.BRANCH)] == [12]
     cache.run([*template, 3, 3, 3])
     assert [end.hits for end in cache.ends(Kind.BRANCH)] == [1]
-
-
-def kept_tokens(cache: Cache) -> dict[int, Node]:
-    """The kept ends by their tokens."""
-    return {node.tokens: node for node in cache.kept._tree.kept()}
 
 
 # -- what is remembered
@@ -229,15 +215,6 @@ def test_what_a_caller_evicts_is_no_end_any_longer() -> None:
     assert cache.run(chat(1)) == 0
 
 
-def test_a_reset_forgets_all() -> None:
-    cache = Cache()
-    cache.run(chat(1))
-    assert cache.cache.reset_prefix_cache()
-    cache.cache.check()
-    assert (cache.ends(), len(cache.kept._ghosts)) == ([], 0)
-    assert cache.run(chat(1)) == 0
-
-
 # -- faults
 
 
@@ -254,33 +231,6 @@ def loses_a_need(cache: Cache) -> None:
     counts[np.flatnonzero(counts)[0]] -= 1
 
 
-def forgets_what_is_saved(cache: Cache) -> None:
-    cache.node(10).end.saved *= 2
-
-
-def loses_an_heir(cache: Cache) -> None:
-    """A child goes with its parent."""
-    node = cache.node(10)
-    for child in node.heirs():
-        child.unlink()
-
-
-def takes_who_goes_on_otherwise(cache: Cache) -> None:
-    """An end stands behind another one inside the same block that it does not begin with."""
-    node = cache.node(11)
-    node.unlink()
-    node.segment = []
-    node.link(cache.node(10))
-
-
-def passes_over_an_end(cache: Cache) -> None:
-    """An end stands behind the root, not behind the end of whole blocks that it begins with."""
-    node = cache.node(10)
-    before = node.unlink()
-    node.segment = before.segment + node.segment
-    node.link(cache.kept._tree.root)
-
-
 def keeps_what_nobody_needs(cache: Cache) -> None:
     space = cache.kept._space
     given = np.flatnonzero(space.given_up())
@@ -288,7 +238,7 @@ def keeps_what_nobody_needs(cache: Cache) -> None:
     space.keep(given)
 
 
-@pytest.mark.parametrize("fault", [loses_a_need, loses_an_heir, keeps_what_nobody_needs, forgets_what_is_saved])
+@pytest.mark.parametrize("fault", [loses_a_need, keeps_what_nobody_needs])
 def test_check_sees_what_is_wrong(fault: Callable[[Cache], None]) -> None:
     cache = Cache(slabs=12)
     cache.run(chat(1))
@@ -298,34 +248,6 @@ def test_check_sees_what_is_wrong(fault: Callable[[Cache], None]) -> None:
     assert not is_caught(cache)
     fault(cache)
     assert is_caught(cache)
-
-
-@pytest.mark.parametrize("fault", [takes_who_goes_on_otherwise, passes_over_an_end])
-def test_check_sees_ends_behind_others_than_they_go_on_from(fault: Callable[[Cache], None]) -> None:
-    cache = Cache(slabs=24)
-    cache.run([*START, *ON, 1, 2], outputs=1)
-    cache.run([*START, *ON, 5, 3, 3, 3], outputs=1)
-    assert {8, 10, 11} <= kept_tokens(cache).keys()
-    fault(cache)
-    cache.kept._needs.counts[:] = cache.kept._blocks.counted(cache.kept._tree.kept())
-    cache.kept._note_stale(cache.kept._tree.kept())
-    with pytest.raises(CacheError, match="stands behind"):
-        cache.cache.check()
-
-
-def saves_as_before(self: JudgedEnds, node: Node, saved: float, now: float) -> bool:
-    """``_worth`` of new ends only."""
-    if not node.ranked and node.end.saved == 0.0:
-        node.end.saved = saved
-        self._rank(node, now)
-    return False
-
-
-def test_what_is_saved_must_be_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JudgedEnds, "_worth", saves_as_before)
-    cache = Cache(slabs=12)
-    with pytest.raises(CacheError, match="a byte, not"):
-        talk(cache, 1, 3)
 
 
 def test_needs_must_follow_moves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ NATURAL = {
 }
 EVERY = [*REFERENCE.values(), *NATURAL.values()]
 IDS = [*(f"reference-{name}" for name in REFERENCE), *(f"natural-{name}" for name in NATURAL)]
-WITH_STATES = [REFERENCE["state"], NATURAL["state"]]
 
 every_layout = pytest.mark.parametrize("config", EVERY, ids=IDS)
 
@@ -134,18 +133,6 @@ def test_of_what_came_in_part_the_rest_is_computed(config: KVCacheConfig) -> Non
 
 
 @every_layout
-def test_nothing_that_came_is_found(config: KVCacheConfig) -> None:
-    cache = made(config)
-    one = loading(cache)
-    assert cache.engine.finish_load(one, 0) == 0
-    assert one.row < 0
-    assert one.num_computed_tokens == 0
-    assert hit_tokens(cache) == 0
-    assert not list(cache.locks)
-    cache.check()
-
-
-@every_layout
 def test_what_is_here_and_what_is_loaded(config: KVCacheConfig) -> None:
     cache = made(config)
     first = request(cache, "first", 9)
@@ -164,31 +151,6 @@ def test_what_is_here_and_what_is_loaded(config: KVCacheConfig) -> None:
     assert {copy.kind for copy in copies} == ({"block"} if natural else set())  # a state comes from elsewhere
     assert cache.engine.finish_load(one) == 16
     cache.check()
-
-
-@pytest.mark.parametrize("config", WITH_STATES, ids=["reference", "natural"])
-def test_a_state_that_came_is_behind_all_of_the_tokens(config: KVCacheConfig) -> None:
-    cache = made(config)
-    one = loading(cache)
-    assert cache.engine.finish_load(one, 16) == 16
-    assert cache.allocate_slots(one, 5) is not None
-    one.num_computed_tokens = 21
-    cache.keep_end(one)
-    cache.free(one)
-    assert hit_tokens(cache, 30) == (21 if cache.placement is not None else 16)
-    cache.check()
-
-
-@every_layout
-def test_its_blocks_are_locked_until_they_are_there(config: KVCacheConfig) -> None:
-    cache = made(config)
-    one = loading(cache)
-    (lock,) = cache.locks
-    held = [ids[ids != 0].tolist() for ids in cache.get_blocks("r").ids]
-    assert [ids.tolist() for ids in lock.blocks] == held
-    assert any(held)
-    cache.engine.finish_load(one)
-    assert not list(cache.locks)
 
 
 def test_ends_behind_what_came_are_published() -> None:
@@ -320,26 +282,6 @@ def test_each_group_says_what_it_has() -> None:
     assert [len(ids) for ids in blocks.blocks] == [2, 0]
     cache.reset_prefix_cache()
     assert cache.engine.get_computed_blocks_per_group(look)[1] == (0, 0)
-
-
-def test_each_group_drops_for_eagle_as_it_does() -> None:
-    cache = made(REFERENCE["full"], use_eagle=True)
-    assert cache.allocate_slots(request(cache), 21) is not None
-    assert cache.engine.get_computed_blocks_per_group(request(cache, "look"))[1] == (hit_tokens(cache),) == (16,)
-
-
-@pytest.mark.parametrize("config", [REFERENCE["window"], NATURAL["window"]], ids=["reference", "natural"])
-def test_groups_that_agree_say_the_same(config: KVCacheConfig) -> None:
-    cache = made(config)
-    one = request(cache)
-    assert cache.allocate_slots(one, 21) is not None
-    one.num_computed_tokens = 21
-    hit = cache.find_hit(request(cache, "look"))
-    blocks, tokens = cache.engine.get_computed_blocks_per_group(request(cache, "look"))
-    assert set(tokens) == {hit.tokens}
-    assert blocks.blocks == cache.engine.blocks_of(hit).blocks
-    short = request(cache, "short", 3)
-    assert cache.engine.get_computed_blocks_per_group(short)[1] == (0, 0) if cache.placement is None else True
 
 
 @pytest.mark.parametrize("config", [REFERENCE["window"], NATURAL["window"]], ids=["reference", "natural"])

@@ -48,14 +48,6 @@ def run(cache: KVCacheManager, one: Request) -> int:
 # -- hits
 
 
-def test_a_prompt_of_14_tokens_hits_12() -> None:
-    cache = manager()
-    assert run(cache, request(cache, range(14))) == 0
-    again = request(cache, range(14))
-    blocks, hit = cache.get_computed_blocks(again)
-    assert (blocks.blocks, hit) == (([1, 2, 3],), 12)
-
-
 def test_requests_with_other_salts_share_nothing() -> None:
     cache = manager()
     run(cache, request(cache, range(14), cache_salt="a"))
@@ -130,11 +122,6 @@ def test_refusals_say_why() -> None:
     assert [str(reason) for reason in Reason] == ["no_space", "fragmented", "admission_limit", "prefix_not_written"]
 
 
-def test_the_largest_group_is_named_in_a_refusal() -> None:
-    cache = manager(num_blocks=6, block_sizes=(8, 4))
-    assert cache.plan_slots(request(cache, range(20)), 20) == Refusal(Reason.NO_SPACE, 1, 8, 5)
-
-
 def test_a_plan_changes_nothing_until_it_is_committed() -> None:
     cache = manager()
     one = request(cache, range(14))
@@ -190,19 +177,6 @@ def test_a_plan_is_stale_after_a_commit_that_takes_no_block(batched: bool) -> No
         cache.commit(plan)
 
 
-def test_no_room_is_taken_beyond_the_longest_request() -> None:
-    cache = KVCacheManager(attention_config(32, (4,)), max_model_len=10)
-    one = request(cache, range(9))
-    new = cache.allocate_slots(one, 9, num_lookahead_tokens=50)
-    assert new is not None
-    assert new.blocks == ([1, 2, 3],)
-    beyond = request(cache, range(30))
-    new = cache.allocate_slots(beyond, 30)
-    assert new is not None
-    assert new.blocks == ([4, 5, 6],)
-    cache.check()
-
-
 def test_delayed_blocks_are_published_when_asked_for() -> None:
     cache = manager()
     one = request(cache, range(14))
@@ -231,27 +205,6 @@ def test_only_held_blocks_are_published() -> None:
 
 
 # -- free and reset
-
-
-def test_freeing_the_unknown_is_a_no_op() -> None:
-    cache = manager()
-    one = request(cache, range(14))
-    cache.free(one)
-    cache.free("nobody")
-    run(cache, one)
-    cache.free(one)
-    cache.free(one)
-    cache.check()
-    assert cache.block_pool.get_num_free_blocks() == 31
-
-
-def test_several_are_freed_in_order() -> None:
-    cache = manager(num_blocks=8, enable_caching=False)
-    first, second = request(cache, range(5)), request(cache, range(5))
-    run(cache, first)
-    run(cache, second)
-    cache.engine.free_many([first, second])
-    assert cache.block_pool.free_order() == [4, 3, 2, 1, 5, 6, 7]
 
 
 def test_reset_only_when_nothing_is_in_use() -> None:
@@ -328,19 +281,6 @@ def test_statistics_of_the_cache() -> None:
     assert cache.usage == pytest.approx(4 / 9)
 
 
-def test_a_remembered_hit_is_looked_up_anew_only_when_it_may_have_changed() -> None:
-    cache = manager(num_blocks=10)
-    first = request(cache, range(9))
-    run(cache, first)
-    longer = request(cache, range(20))
-    hit = cache.find_hit(longer)
-    assert hit.tokens == 8
-    assert cache.is_longest_hit(longer, hit)
-    assert not cache.is_longest_hit(longer, hit._replace(evictions=hit.evictions - 1))
-    run(cache, request(cache, range(13)))
-    assert not cache.is_longest_hit(longer, hit)
-
-
 def test_blocks_of_a_request() -> None:
     blocks = KVCacheBlocks((np.array([1, 2], np.int32), np.array([3], np.int32)))
     more = KVCacheBlocks((np.array([4], np.int32), np.array([], np.int32)))
@@ -377,13 +317,6 @@ def test_a_layer_type_without_policy() -> None:
     spec = OtherSpec(block_size=4, num_kv_heads=1, head_size=1, dtype="float16")
     with pytest.raises(UnsupportedModelError, match="OtherSpec has no cache policy"):
         KVCacheManager(KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), spec),)), 100)
-
-
-def test_the_null_block_alone_refuses_everything() -> None:
-    cache = manager(num_blocks=1)
-    assert cache.usage == 0.0
-    assert cache.allocate_slots(request(cache, range(3)), 1) is None
-    cache.check()
 
 
 def test_blocks_put_together_by_hand_name_no_pool() -> None:
@@ -450,23 +383,6 @@ def test_published_tokens_are_not_forgotten() -> None:
         one.truncate(9)
     one.truncate(12)
     cache.check()
-
-
-@pytest.mark.parametrize("prompt", [b"abc", "abc", np.array([1.5, 2.0]), np.array([[1, 2]])])
-def test_prompts_are_integers_in_a_row(prompt: object) -> None:
-    with pytest.raises(ConfigError, match="token ids must be"):
-        Request("a", prompt)  # type: ignore[arg-type]  # on purpose
-
-
-def test_a_negative_token_is_not_appended() -> None:
-    cache = manager()
-    one = request(cache, range(5))
-    with pytest.raises(ConfigError, match=f"token for {one.request_id!r} must not be negative"):
-        one.append(-1)
-    cache.allocate_slots(one, 5)
-    with pytest.raises(ConfigError, match=f"token for {one.request_id!r} must not be negative"):
-        one.append(-1)
-    assert one.num_tokens == 5
 
 
 def test_the_hit_of_another_prompt_is_not_adopted() -> None:

@@ -126,53 +126,6 @@ def test_without_published_ends_one_class_of_one_block_gives_the_references_ids(
         assert any(any(computed) for *_, computed in cells[0])
 
 
-# -- forks
-
-
-@pytest.mark.parametrize("length", [5, 8, 9])
-def test_n_outputs_compute_the_prompt_once(length: int) -> None:
-    loop = Loop(cache_of())
-    loop.add("parent", tokens(length), outputs=3, n=3)
-    first, second, *_ = steps = loop.run()
-    assert first.num_scheduled.tolist() == [length - 1]
-    assert second.num_scheduled.tolist() == [1, 1, 1]
-    assert [new.request_id for new in second.new_rows] == ["parent#1", "parent#2"]
-    assert [new.sampling.seed for new in second.new_rows] == [1, 2]
-    inside = (length - 1) % B > 0
-    assert [copy.kind for copy in second.copies] == (["block"] * inside + ["state"]) * 2
-    assert sum(step.num_tokens for step in steps) == length - 1 + 3 * 3
-    cells = {
-        (g, r, c): b
-        for g, r, c, b in zip(
-            *(
-                part.tolist()
-                for part in (second.cells.group, second.cells.row, second.cells.column, second.cells.block)
-            ),
-            strict=True,
-        )
-    }
-    shared = [block for (group, _, column), block in cells.items() if group == 0 and column < (length - 1) // B]
-    assert sorted(set(shared)) == sorted(shared[: len(shared) // 2])  # the same full blocks in both branches
-    assert loop.scheduler.statistics().requests_finished == 3
-
-
-def test_a_running_request_is_forked_and_one_branch_aborted() -> None:
-    loop = Loop(cache_of())
-    loop.add("parent", tokens(6), outputs=6)
-    loop.step()
-    loop.step()
-    one, two = loop.scheduler.fork("parent", 2)
-    assert (one.request_id, two.request_id, one.num_tokens) == ("parent#1", "parent#2", 8)
-    step = loop.step()
-    assert step.num_computed.tolist() == [7, 7, 7]
-    assert loop.scheduler.abort("parent#1")
-    loop.run()
-    assert (two.num_output_tokens, loop.requests["parent"].num_output_tokens, one.num_output_tokens) == (6, 6, 3)
-    assert loop.cache.usage == 0
-    with pytest.raises(ConfigError, match="cannot fork 'parent'"):
-        loop.scheduler.fork("parent", 1)
-
-
 # -- slabs
 
 
@@ -292,16 +245,6 @@ def test_what_needs_moves_waits_for_locked_blocks() -> None:
     with pytest.raises(CacheError, match="holds no blocks"):
         cache.engine.lock("nobody")
     cache.check()
-
-
-def test_a_running_request_is_passed_over_while_its_block_must_wait_for_moves() -> None:
-    """Attention has no hole, all free memory is holes of states' neighbours: nobody is preempted for it."""
-    config = config_of((full_spec(B), full_spec(B)), (3, 2), 6)
-    loop = Loop(cache_of(config, max_moved_bytes=1), max_running=8)
-    for number in range(5):
-        loop.add(f"r{number}", tokens(3, 100 * number), outputs=12)
-    loop.run()
-    assert loop.scheduler.statistics().requests_finished == 5
 
 
 def test_placements_belong_to_the_natural_layout() -> None:

@@ -4,8 +4,6 @@ import logging
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hybridkv.cache import AllBlocksCleared, BlockPool, BlockRemoved
 from hybridkv.cache.journal import Observers
@@ -59,22 +57,6 @@ def test_a_pool_needs_the_null_block() -> None:
         BlockPool(0)
 
 
-def test_taking_more_than_is_free_changes_nothing() -> None:
-    pool = BlockPool(4)
-    pool.get_new_blocks(1)
-    with pytest.raises(BlockError, match="3 blocks asked for, 2 are free"):
-        pool.get_new_blocks(3)
-    assert pool.free_order() == [2, 3]
-
-
-def test_taking_nothing() -> None:
-    pool = BlockPool(4)
-    assert pool.get_new_blocks(0).tolist() == []
-    assert pool.free_order() == [1, 2, 3]
-    with pytest.raises(BlockError, match="-1 blocks"):
-        pool.get_new_blocks(-1)
-
-
 @pytest.mark.parametrize("block", [0, -1, 4, 100])
 def test_foreign_ids(block: int) -> None:
     pool = BlockPool(4)
@@ -113,116 +95,6 @@ def test_reset_only_when_nothing_is_in_use(caplog: pytest.LogCaptureFixture) -> 
     assert pool.get_cached_block(key(2)) is None
     assert pool.take_events() == [AllBlocksCleared()]
     assert pool.take_events() == []
-
-
-def test_no_events_unless_asked_for() -> None:
-    pool = BlockPool(3)
-    pool.get_new_blocks(1)
-    hashed(pool, 1)
-    pool.evict_blocks(ids(1))
-    pool.free_blocks(ids(1))
-    pool.reset_prefix_cache()
-    assert pool.take_events() == []
-
-
-def test_only_written_blocks_leave_with_an_event() -> None:
-    pool = BlockPool(4, observers=Observers(events=EventQueue()))
-    pool.get_new_blocks(2)
-    pool.publish(0, [1], [key(1)], step=7)
-    pool.publish(0, [2], [key(2)], step=7)
-    assert not pool.keys.is_written(1)
-    assert pool.keys.mark_written(ids(1), 7).tolist() == [True]
-    assert pool.keys.mark_written(ids(2), 6).tolist() == [False]
-    pool.evict_blocks(ids(1, 2))
-    assert pool.take_events() == [BlockRemoved((key(1),))]
-    assert pool.keys.is_written(2)
-
-
-def test_unpublishing_nothing() -> None:
-    pool = BlockPool(4)
-    pool.get_new_blocks(1)
-    pool.publish(0, [1], [key(1)], step=3)
-    pool.unpublish_unwritten(ids(1), 4)
-    assert pool.get_cached_block(key(1)) == 1
-    pool.unpublish_unwritten(ids(1), 3)
-    assert pool.get_cached_block(key(1)) is None
-
-
-def test_every_change_moves_the_epoch() -> None:
-    pool = BlockPool(4)
-    seen = [pool.epoch]
-    pool.get_new_blocks(2)
-    seen.append(pool.epoch)
-    pool.touch(ids(1))
-    seen.append(pool.epoch)
-    pool.free_blocks(ids(1))
-    seen.append(pool.epoch)
-    hashed(pool, 1)
-    pool.evict_blocks(ids(1))
-    seen.append(pool.epoch)
-    pool.free_blocks(ids(1, 2))
-    seen.append(pool.epoch)
-    pool.reset_prefix_cache()
-    seen.append(pool.epoch)
-    assert seen == sorted(set(seen))
-
-
-@given(st.data())
-def test_freeing_many_is_freeing_one_after_the_other(data: st.DataObject) -> None:
-    pools = BlockPool(16), BlockPool(16)
-    blocks = list(range(1, 1 + data.draw(st.integers(1, 15))))
-    published = data.draw(st.lists(st.sampled_from(blocks), unique=True))
-    shared = data.draw(st.lists(st.sampled_from(blocks), unique=True))
-    parts: list[list[int]] = [[] for _ in range(4)]
-    for block in data.draw(st.permutations(blocks)):
-        parts[data.draw(st.integers(0, 2))].append(block)
-    parts[3] = shared
-    for pool in pools:
-        pool.get_new_blocks(len(blocks))
-        hashed(pool, *published)
-        if shared:
-            pool.touch(ids(*shared))
-    for part in parts:
-        pools[0].free_blocks(ids(*part))
-    pools[1].free_many([ids(*part) for part in parts])
-    assert pools[0].free_order() == pools[1].free_order()
-    assert pools[1].get_num_free_blocks() == 15
-
-
-@pytest.mark.parametrize("bad", [0, 4, 3])
-def test_freeing_many_refuses_what_freeing_one_refuses(bad: int) -> None:
-    pool = BlockPool(4)
-    pool.get_new_blocks(2)
-    with pytest.raises(BlockError, match=f"block {bad}"):
-        pool.free_many([ids(1), ids(2, bad)])
-    assert pool.ref_counts(ids(1, 2)).tolist() == [1, 1]
-    pool.free_many([])
-    pool.free_many([ids()])
-    assert pool.free_order() == [3]
-
-
-def test_whether_keys_were_kept() -> None:
-    pool = BlockPool(6)
-    pool.get_new_blocks(4)
-    hashed(pool, 1, 2, 3, 4)
-    before = pool.evictions
-    assert pool.keys.kept_since(ids(1, 2, 3, 4), before)
-    pool.evict_blocks(ids(2))
-    assert pool.keys.kept_since(ids(1, 3), before)
-    assert not pool.keys.kept_since(ids(1, 2), before)
-    hashed(pool, 2)
-    assert not pool.keys.kept_since(ids(2), before)  # it may be another key
-    assert pool.keys.kept_since(ids(2), pool.evictions)
-    pool.free_blocks(ids(1, 2, 3, 4))
-    after = pool.evictions
-    pool.reset_prefix_cache()
-    assert not pool.keys.kept_since(ids(1), after)
-
-
-def test_many_groups() -> None:
-    pool = BlockPool(4, 200)
-    pool.publish(199, pool.get_new_blocks(1), [b"k" * 32])
-    assert (pool.keys.group_of(1), pool.get_cached_block(b"k" * 32, 199)) == (199, 1)
 
 
 def test_a_tail_that_has_to_go_frees_its_block_for_the_next() -> None:

@@ -143,17 +143,6 @@ def test_sampling_takes_what_means_the_same() -> None:
     assert SamplingParams(**alone) == SamplingParams(stop=("a", "b"), stop_token_ids=(5,))
 
 
-def test_salts_part_requests_from_the_first_block_on() -> None:
-    hasher = BlockHasher(4)
-    plain, salted = (Request("r", range(12), hasher=hasher, cache_salt=salt) for salt in (None, "tenant-a"))
-    assert not set(plain.hashes) & set(salted.hashes)
-    extras = [(("cache_salt", "tenant-a"),), None, None]
-    assert salted.hashes == hasher.hash_chain(None, np.arange(12), extras)
-    assert salted.extra_keys(0, 2) == [(("cache_salt", "tenant-a"),), None]
-    assert salted.extra_keys(1, 2) is None
-    assert plain.extra_keys(0, 3) is None
-
-
 @given(st.data())
 def test_tokens_survive_every_move(data: st.DataObject) -> None:
     hasher = BlockHasher(data.draw(st.integers(1, 5)))
@@ -189,17 +178,6 @@ def test_tokens_survive_every_move(data: st.DataObject) -> None:
             assert request.token_ids(start, stop).tolist() == tokens[start:stop]
             assert request.num_tokens == len(tokens)
             assert request.hashes == hasher.hash_chain(None, np.array(tokens))
-
-
-def test_rows_are_the_lowest_free_ones() -> None:
-    rows = RequestRows(4, capacity=2)
-    requests = [Request(str(i), [1]) for i in range(4)]
-    assert [rows.bind(request) for request in requests[:3]] == [0, 1, 2]
-    assert rows.capacity == 4
-    rows.release(requests[1])
-    rows.release(requests[0])
-    assert [rows.bind(request) for request in (requests[3], requests[0])] == [0, 1]
-    assert rows.owners(np.array([1, 2])) == [requests[0], requests[2]]
 
 
 def test_rows_that_are_not_held() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hybridkv.cache import AllBlocksCleared, BlockHasher, BlockStored, KVCacheManager
+from hybridkv.cache import BlockHasher, KVCacheManager
 from hybridkv.errors import CacheError, CapacityError, ConfigError, OwnershipError, WorkerError
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import FinishReason, Outcome, Scheduler, SchedulerLimits
@@ -68,32 +68,6 @@ def ended(outcome: Outcome) -> list[tuple[str, str]]:
     return [(one.request.request_id, str(one.reason)) for one in outcome.finished]
 
 
-# -- budget
-
-
-def test_a_prompt_runs_in_chunks_and_samples_at_its_end() -> None:
-    sched = scheduler(budget=6)
-    request = add(sched, "a", range(14), max_tokens=2)
-    steps = []
-    for _ in range(4):
-        step = sched.schedule()
-        steps.append((step.num_computed.tolist(), step.num_scheduled.tolist(), step.samples.tolist()))
-        update(sched, step)
-    assert steps == [([0], [6], [False]), ([6], [6], [False]), ([12], [2], [True]), ([14], [1], [True])]
-    assert request.output_token_ids == [TOKEN, TOKEN]
-    assert sched.drained
-
-
-def test_the_budget_is_shared_in_order_of_admission() -> None:
-    sched = scheduler(budget=8)
-    add(sched, "a", range(3))
-    add(sched, "b", range(50, 65))
-    add(sched, "c", range(80, 83))
-    assert turn(sched) == {"a": 3, "b": 5}
-    assert turn(sched) == {"a": 1, "b": 7}
-    assert turn(sched) == {"a": 1, "b": 3, "c": 3}
-
-
 # -- what a Step says
 
 
@@ -115,60 +89,6 @@ def test_a_step_of_new_rows() -> None:
     second = sched.schedule()
     assert (second.id, second.after) == (1, 0)
     assert (second.token_ids[0].tolist(), len(second.cells), second.new_rows) == ([TOKEN], 0, ())
-
-
-def test_steps_own_their_arrays() -> None:
-    sched = scheduler(in_flight=2)
-    add(sched, "a", range(5))
-    step = sched.schedule()
-    seen = [a.tolist() for a in (step.rows, step.num_computed, step.num_scheduled, step.token_ids.values)]
-    second = sched.schedule()
-    update(sched, step)
-    update(sched, second)
-    turn(sched)
-    assert [a.tolist() for a in (step.rows, step.num_computed, step.num_scheduled, step.token_ids.values)] == seen
-
-
-def test_an_empty_step() -> None:
-    sched = scheduler()
-    assert sched.drained
-    step = sched.schedule()
-    assert (len(step), step.num_tokens, len(step.cells)) == (0, 0, 0)
-    assert sched.num_in_flight == 1
-    outcome = update(sched, step)
-    assert (outcome.requests, outcome.finished, len(outcome.appended)) == ((), (), 0)
-
-
-# -- admission and preemption
-
-
-def test_the_last_admitted_is_preempted_and_waits_at_the_front() -> None:
-    sched = scheduler(num_blocks=8, overtaken=0)  # 7 blocks
-    first = add(sched, "a", range(11))
-    second = add(sched, "b", range(50, 62))
-    assert turn(sched) == {"a": 11, "b": 12}  # 3 + 3
-    add(sched, "c", [1, 2, 3])
-    assert turn(sched) == {"a": 1, "b": 1}  # b's 4th block is the 7th
-    step = sched.schedule()  # a needs its 4th
-    assert [int(row) for row in step.rows] == [first.row]
-    assert step.new_rows == ()  # a step that preempted admits nobody
-    assert step.finished_rows.tolist() == [1]
-    assert (second.num_computed_tokens, second.num_preemptions, second.row) == (0, 1, -1)
-    assert second.output_token_ids == [TOKEN, TOKEN]
-    assert (sched.num_running, sched.num_waiting) == (1, 2)
-    update(sched, step)
-    step = sched.schedule()  # 3 blocks are free: "b" needs 4, and nobody overtakes it
-    assert (len(step), step.new_rows, step.finished_rows.tolist()) == (1, (), [])
-    update(sched, step)
-    assert sched.finish("a")
-    step = sched.schedule()
-    assert [new.request_id for new in step.new_rows] == ["b", "c"]
-    assert step.num_computed.tolist()[0] == 12  # resumed through the cache
-    assert step.new_rows[0].token_ids.tolist() == [*range(50, 62), TOKEN, TOKEN]
-    assert step.new_rows[0].num_prompt_tokens == 12
-    update(sched, step)
-    assert sched.statistics().preemptions == 1
-    assert second.first_hit_tokens == 0
 
 
 # -- ends
@@ -273,43 +193,6 @@ def test_a_watermark_is_a_share(watermark: float) -> None:
         SchedulerLimits(watermark=watermark)
 
 
-# -- steps in flight
-
-
-def test_two_steps_in_flight() -> None:
-    sched = scheduler(in_flight=2)
-    request = add(sched, "a", range(4), max_tokens=3)
-    first, second = sched.schedule(), sched.schedule()
-    assert second.token_ids[0].tolist() == [-1]
-    assert (second.num_computed.tolist(), second.samples.tolist()) == ([4], [True])
-    with pytest.raises(CacheError, match="2 steps are in flight"):
-        sched.schedule()
-    update(sched, first, 5)
-    third = sched.schedule()
-    assert third.token_ids[0].tolist() == [-1]
-    update(sched, second, 6)
-    assert len(sched.schedule()) == 0  # the limit is reached by what is in flight
-    assert ended(update(sched, third, 8)) == [("a", "length")]
-    assert request.output_token_ids == [5, 6, 8]
-
-
-def test_a_stop_token_drops_what_was_scheduled_behind_it() -> None:
-    sched = scheduler(in_flight=3)
-    request = add(sched, "a", range(4), stop_token_ids=(9,))
-    steps = [sched.schedule() for _ in range(3)]
-    assert ended(update(sched, steps[0], 9)) == [("a", "stop")]
-    drained = [sched.drained]  # not before the last step that uses its blocks
-    for step in steps[1:]:
-        outcome = update(sched, step, 5)
-        assert (outcome.appended.values.tolist(), ended(outcome)) == ([], [])
-        assert outcome.requests == (request,)
-        drained.append(sched.drained)
-    assert request.output_token_ids == [9]
-    assert drained == [False, False, True]
-    assert sched.cache.usage == 0.0
-    assert sched.schedule().finished_rows.tolist() == [0]
-
-
 # -- results
 
 
@@ -333,24 +216,6 @@ def test_results_that_do_not_fit_change_nothing() -> None:
         sched.check()
     assert sched.num_in_flight == 2
     update(sched, first)
-
-
-def test_a_token_for_a_row_that_does_not_sample() -> None:
-    sched = scheduler(budget=2)
-    add(sched, "a", range(3))
-    step = sched.schedule()
-    with pytest.raises(WorkerError, match="none else"):
-        sched.update(StepResult(0, Csr.from_lists([[1]])))
-    update(sched, step)
-
-
-def test_an_outcome_names_who_got_what() -> None:
-    sched = scheduler(budget=5)
-    one, two = add(sched, "a", range(3)), add(sched, "b", range(50, 59))
-    outcome = update(sched, sched.schedule(), 4)
-    assert outcome.step_id == 0
-    assert outcome.requests == (one, two)
-    assert [outcome.appended[i].tolist() for i in range(2)] == [[4], []]
 
 
 # -- abort
@@ -412,23 +277,6 @@ def test_failing_what_is_not_in_flight() -> None:
     update(sched, sched.schedule())
     with pytest.raises(CacheError, match="step 0 is not in flight"):
         sched.fail(0, "broken")
-
-
-# -- written
-
-
-def test_events_speak_of_written_blocks() -> None:
-    sched = scheduler(events=True)
-    add(sched, "a", range(9), max_tokens=1)
-    step = sched.schedule()
-    assert sched.cache.take_events() == []
-    assert sched.cache.statistics().unwritten_blocks == 2
-    update(sched, step)
-    (event,) = sched.cache.take_events()
-    assert isinstance(event, BlockStored)
-    assert event.token_ids == tuple(range(8))
-    assert sched.cache.reset_prefix_cache()
-    assert sched.cache.take_events() == [AllBlocksCleared()]
 
 
 # -- threads
@@ -506,28 +354,6 @@ def test_many_threads_at_once() -> None:
 
 
 # -- statistics
-
-
-def test_statistics() -> None:
-    sched = scheduler(num_blocks=9)
-    add(sched, "a", range(14), max_tokens=2)
-    turn(sched)
-    add(sched, "b", range(14), max_tokens=1)
-    turn(sched)
-    now = sched.statistics()
-    assert (now.steps, now.waiting, now.running, now.requests_finished) == (2, 0, 0, 2)
-    assert (now.prompt_tokens, now.hit_tokens, now.computed_tokens) == (28, 12, 14 + 1 + 2)
-    assert (now.preemptions, now.failed_steps, now.peak_usage) == (0, 0, 5 / 8)
-
-
-def test_resumed_requests_count_once_as_prompts() -> None:
-    sched = scheduler(num_blocks=6)
-    add(sched, "a", range(12), max_tokens=3)
-    add(sched, "b", range(50, 58), max_tokens=3)
-    while not sched.drained:
-        turn(sched)
-    now = sched.statistics()
-    assert (now.preemptions, now.prompt_tokens, now.hit_tokens) == (1, 20, 0)
 
 
 def test_an_abort_behind_the_last_update_is_told_when_asked() -> None:

@@ -71,37 +71,6 @@ def test_a_short_prompt_has_its_first_token_while_a_long_one_prefills() -> None:
     assert sum(sum(step.values()) for step in run.steps) == 660
 
 
-def test_of_a_queue_the_short_ones_come_in_beside_the_first_long_one() -> None:
-    run = Run(natural())
-    for name, tokens in (("first", 640), ("second", 640), ("a", 10), ("b", 12), ("c", 11)):
-        run.add(name, tokens)
-    assert run.step() == {"first": 42, "a": 10, "b": 12}
-    assert run.step() == {"first": 53, "c": 11}
-    run.finish()
-    assert run.first["first"] < run.first["second"]
-    assert all(sum(step.values()) == BUDGET for step in run.steps[:-1])
-
-
-def test_what_lacks_few_tokens_behind_its_hit_is_short() -> None:
-    run = Run(natural())
-    run.add("reader", 160, shared=150)
-    run.finish()
-    run.add("long", 640)
-    run.step()
-    run.add("again", 170, shared=150)
-    assert run.step() == {"long": 42, "again": 22}  # its hit ends with a block, at 148
-
-
-def test_decoding_rows_run_in_every_step_beside_an_older_long_prompt() -> None:
-    run = Run(natural())
-    run.add("long", 640)
-    run.step()
-    for name in "abc":
-        run.add(name, 5, max_tokens=8)
-    assert run.step() == {"long": 49, "a": 5, "b": 5, "c": 5}
-    assert run.step() == {"long": 61, "a": 1, "b": 1, "c": 1}
-
-
 @pytest.mark.parametrize(("share", "least"), [(0.25, 48), (0.5, 32), (0.9, 7)])
 def test_the_oldest_long_prompt_has_the_rest_of_every_step(share: float, least: int) -> None:
     """However many short ones come, it ends when it must."""
@@ -116,35 +85,6 @@ def test_the_oldest_long_prompt_has_the_rest_of_every_step(share: float, least: 
         assert ran["long"] >= least or "long" in run.first
         assert sum(ran.values()) == BUDGET
     assert len(run.first) > 1
-
-
-def test_no_tokens_are_kept_for_what_does_not_fit() -> None:
-    run = Run(natural(slabs=165), watermark=0.2)
-    run.add("long", 640)
-    for _ in range(8):
-        run.step()
-    run.add("short", 30)
-    assert run.step() == {"long": 64}
-    run.finish()
-    assert set(run.first) == {"long", "short"}
-
-
-@pytest.mark.parametrize("limits", [{"policy": "priority"}, {"short_share": 0.0}])
-def test_by_priority_and_without_a_share_all_have_their_turn(limits: dict[str, object]) -> None:
-    run = Run(natural(), **limits)
-    for name, tokens in (("long", 640), ("second", 200), ("short", 20)):
-        run.add(name, tokens)
-    run.finish()
-    assert run.first == {"long": 9, "second": 13, "short": 13}
-
-
-def test_a_waiting_prompt_that_lets_nobody_pass_keeps_short_ones_behind_it() -> None:
-    """A prompt that runs is not passed by that: it has the rest of each step."""
-    run = Run(natural(), max_overtaken=0)
-    for name, tokens in (("long", 640), ("second", 200), ("short", 20)):
-        run.add(name, tokens)
-    run.finish()
-    assert run.steps[9:12] == [{"long": 64}, {"second": 64}, {"second": 44, "short": 20}]
 
 
 def test_the_reference_layout_has_everybody_in_order_unless_told() -> None:

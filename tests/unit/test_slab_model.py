@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hybridkv.cache.spaces.one_size import FreeOrder
 from hybridkv.cache.spaces.slab_holes import BUCKETS, SlabCandidates, SlabHoles
 from hybridkv.cache.spaces.slabs import SlabSpace
-from hybridkv.errors import BlockError, CacheError, ConfigError
+from hybridkv.errors import BlockError, CacheError
 from hybridkv.planner.config import ALIGNMENT_BYTES, SlabClass, SlabLayout
 from oracles.slabs import CACHED, HELD, HOLE, OracleSlabs
 
@@ -235,31 +235,6 @@ def test_what_fits_can_be_taken_and_nothing_else(
     twins.compare()
 
 
-class Singles(Twins):
-    """The space gets one block at a time, the model all."""
-
-    def take(self, n: int, of: int) -> list[int]:
-        taken = [block for _ in range(n) for block in self.space.take(1, of).tolist()]
-        assert taken == self.oracle.take(n, of)
-        self.ref[taken] = 1
-        return taken
-
-    def both(self, action: str, blocks: list[int]) -> None:
-        if action in ("append", "remove"):
-            for block in blocks:
-                getattr(self.space, action)(ids([block]))
-            getattr(self.oracle, action)(blocks)
-        else:
-            super().both(action, blocks)
-
-
-@given(classes, st.integers(2, 8), histories)
-def test_blocks_are_the_same_however_calls_are_grouped(ks: list[int], num_slabs: int, history: list[Event]) -> None:
-    twins = Singles(num_slabs, ks)
-    for event in history:
-        twins.act(event)
-
-
 def random_twins(seed: int) -> Twins:
     """After a random history that ends with blocks in every state, a locked one among them, and free slabs."""
     random = Random(seed)
@@ -287,11 +262,6 @@ def test_the_null_slab_alone_gives_nothing() -> None:
     assert (twins.space.usage((0, 0)), twins.space.fits((0, 0)), twins.space.fits((1, 0))) == (0.0, True, False)
     with pytest.raises(CacheError, match="no class has a slab for class 0: ask fits"):
         twins.space.make_room(0, twins.ref)
-
-
-def test_more_blocks_than_ids_are_refused() -> None:
-    with pytest.raises(ConfigError, match="plan larger slabs"):
-        space_of(2**29, (5,))
 
 
 @pytest.mark.parametrize(

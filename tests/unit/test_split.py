@@ -43,12 +43,6 @@ def test_chunks(prompt: int, computed: int, asked: int, given: int) -> None:
     assert share(prompt, computed, asked) == given
 
 
-def test_branch_points() -> None:
-    assert share(100, 0, 64, branch=40) == 32
-    assert share(100, 32, 64, branch=40) == 64
-    assert share(100, 0, 64, branch=64) == 64
-
-
 @pytest.mark.parametrize(
     ("prompt", "computed", "asked", "given"),
     [(100, 0, 100, 80), (100, 64, 36, 16), (97, 0, 97, 80), (33, 0, 33, 16), (17, 0, 17, 17)],
@@ -82,14 +76,6 @@ def test_items_that_run_whole_are_cut_where_states_are_kept() -> None:
     request = Request("a", range(100), multimodal=[MultimodalItem("x", 50, 20)])
     at_blocks = partial(split_at_blocks, size=16, largest=64, drops=False)
     assert [split_at_items(request, at, 64, other=at_blocks) for at in (0, 64)] == [50, 32]
-
-
-def test_resumed_requests() -> None:
-    assert share(40, 0, 64, outputs=30) == 64
-    assert share(40, 64, 6, outputs=30) == 6
-    assert share(40, 69, 1, outputs=30) == 1
-    assert share(40, 0, 50, outputs=30) == 48  # outputs are prefilled like the prompt
-    assert share(40, 48, 20, outputs=30) == 16
 
 
 def test_a_block_larger_than_every_chunk() -> None:
@@ -134,23 +120,6 @@ def test_d1_chunks_end_at_the_states_block_not_at_the_smallest() -> None:
     again = Request("again", range(100), hasher=cache.hasher)
     assert cache.get_computed_blocks(again)[1] == 96
     assert published(cache, again, 1) == [0, 1, 2]
-
-
-def test_a_branch_point_leaves_a_state_the_next_time_through() -> None:
-    cache = cache_of(full(16), state())
-    shared = list(range(40))
-    prompts = [shared + [base] * 60 for base in (50, 60, 70)]
-    steps = drive(cache, prompts, 64)
-    firsts = [[row for step in steps for row in step if row[0] == f"r{i}"][:2] for i in range(3)]
-    assert firsts[0] == [("r0", 0, 64), ("r0", 64, 32)]
-    assert firsts[1] == [("r1", 0, 32), ("r1", 32, 64)]  # 32 tokens are known to full attention: a state is left
-    assert firsts[2][0][1] == 32  # and hit
-
-
-def test_states_of_several_blocks_agree() -> None:
-    cache = cache_of(full(16), state(16), state(32))
-    steps = drive(cache, [list(range(100))], 80)
-    assert [step[0][2] for step in steps][:3] == [64, 32, 4]
 
 
 def test_a_prompt_leaves_its_state_where_eagle_resumes() -> None:

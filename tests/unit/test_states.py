@@ -12,25 +12,6 @@ PROMPT = list(range(100))
 # -- tables
 
 
-def test_tables_of_a_prompt_in_chunks() -> None:
-    cache = cache_of(full(16), state())
-    request = Request("a", PROMPT, hasher=cache.hasher)
-    tables = []
-    for chunk in (64, 32, 4):
-        grow(cache, request, chunk)
-        tables.append(table(cache, 1))
-    assert tables == [[0, 0, 0, 5], [0, 0, 0, 5, 0, 8], [0, 0, 0, 0, 0, 8, 10]]
-    request.append(7)
-    grow(cache, request, 1)
-    assert table(cache, 1) == [0, 0, 0, 0, 0, 0, 10]
-
-
-def test_without_dense_publishing_the_dropped_state_is_taken_at_once() -> None:
-    cache = cache_of(full(16), state(), retention=0)
-    start(cache, PROMPT, (64, 32, 4))
-    assert table(cache, 1) == [0, 0, 0, 0, 0, 8, 9]
-
-
 @pytest.mark.parametrize(
     ("drafts", "chunks", "expected"),
     [
@@ -139,17 +120,6 @@ def test_d1_a_delayed_boundary_inside_a_chunk_is_not_published() -> None:
     assert all(table(cache))
     cache.cache_blocks(request, 20)
     assert published(cache, request) == []
-
-
-def test_delayed_states_of_steps_in_flight_are_all_published() -> None:
-    cache = cache_of(state(8))
-    request = Request("a", PROMPT[:33], hasher=cache.hasher)
-    for chunk in (8, 16, 8):
-        cache.allocate_slots(request, chunk, delay_cache_blocks=True)
-        request.num_computed_tokens += chunk
-        cache.rows.in_flight[request.row] += chunk
-    cache.cache_blocks(request, 32)
-    assert published(cache, request) == [0, 2, 3]
 
 
 def test_delayed_states_are_published_when_the_transfer_is_done() -> None:

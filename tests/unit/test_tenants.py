@@ -11,9 +11,8 @@ import pytest
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.index import KnownTokens
 from hybridkv.cache.placement import EndsPlacement, NoStates
-from hybridkv.errors import CacheError, ConfigError
+from hybridkv.errors import ConfigError
 from hybridkv.eviction import EVERYBODY, HAZARD, Share, TenantShares, eviction_named
-from hybridkv.eviction.blocks import BlockNeeds
 from hybridkv.eviction.ranked import JudgedEnds
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
@@ -193,13 +192,6 @@ def test_a_flood_lowers_nobody_below_its_guaranteed_share(specs: tuple[KVCacheSp
     assert drowned < alone <= kept
 
 
-@pytest.mark.thorough
-def test_a_long_flood() -> None:
-    alone = chats(Cache(EVERYBODY, 21), 0, people=6, turns=4)
-    kept = chats(Cache(A_THIRD, 63), 100, people=6, turns=4)
-    assert 0 < alone <= kept
-
-
 def test_a_flood_within_the_greatest_share_of_others() -> None:
     """Nothing is guaranteed, but who is above its greatest share gives way first."""
     shares = TenantShares((Share("b", 0.0, 0.4),))
@@ -242,30 +234,6 @@ def test_a_flood_makes_nobody_forget_where_others_branched_off() -> None:
     other = Request("other", [*shared, 2, 2], hasher=cache.cache.hasher, tenant="a")
     hit = cache.cache.find_hit(other)
     assert (hit.tokens, hit.branch_tokens) == (0, 12)
-
-
-# -- faults
-
-
-def test_a_block_that_is_needed_no_longer_is_charged_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockNeeds, "_discharge", lambda *_: None)
-    cache = Cache(A_THIRD, 9)
-    with pytest.raises(CacheError, match="tenants are charged"):
-        chats(cache, 1)
-
-
-def test_charges_follow_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several tenants a block that moves is paid for by who paid before."""
-    follow = BlockNeeds.follow
-
-    def forgets(self: BlockNeeds, moves: np.ndarray) -> None:
-        follow(self, moves)
-        self.payers[moves[:, 1]] = 0
-
-    monkeypatch.setattr(BlockNeeds, "follow", forgets)
-    cache = Cache(A_THIRD, 9)
-    with pytest.raises(CacheError, match="tenants are charged"):
-        chats(cache, 1)
 
 
 # -- side by side

@@ -1,11 +1,10 @@
 """Sliding windows and local chunks: docs/contracts.md, 4."""
 
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
-from kinds_support import cache_of, chunked, evict, full, grow, hit, hit_tokens, hits, published, start, table, window
+from kinds_support import cache_of, chunked, evict, full, grow, hit_tokens, hits, published, start, table, window
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.index import PrefixIndex
@@ -15,48 +14,7 @@ from hybridkv.specs import KVCacheSpec
 TOKENS = list(range(100, 200))
 
 
-def cached(n: int = 24, chunks: tuple[int, ...] = (8, 8, 8), **known: Any) -> KVCacheManager:  # noqa: ANN401 - as cache_of
-    cache = cache_of(window(), **known)
-    start(cache, TOKENS[:n], chunks)
-    return cache
-
-
 # -- sliding window, W = 8, blocks of 4
-
-
-def test_eagle_looks_one_block_further_and_drops_it() -> None:
-    cache = cached(use_eagle=True)
-    assert [hit_tokens(cache, TOKENS[:n]) for n in (25, 24, 20, 13, 5)] == [20, 16, 12, 8, 0]
-
-
-@pytest.mark.parametrize(
-    ("missing", "expected"),
-    [
-        ((), {17: [1, 2, 3, 4], 13: [1, 2, 3]}),
-        ((2,), {13: [1, 2], 25: [1, 2], 29: [0, 0, 0, 4, 5, 6, 7]}),
-        ((5,), {21: [0, 2, 3, 4, 5], 33: [0, 2, 3, 4, 5]}),
-        ((0,), {5: [], 17: [], 21: [0, 2, 3, 4, 5]}),
-        ((3, 5), {13: [1, 2, 3], 33: [1, 2, 3]}),
-    ],
-)
-def test_columns_that_are_missing(missing: tuple[int, ...], expected: dict[int, list[int]]) -> None:
-    """W = 16: four blocks. Where no run of four is left, the leading run counts."""
-    cache = cache_of(window(16))
-    request = start(cache, range(32), (32,))
-    for column in missing:
-        evict(cache, request, 0, column)
-    assert {n: hit(cache, range(n))[1][0] for n in expected} == expected
-
-
-def test_a_run_ends_on_the_common_alignment() -> None:
-    """W = 40 in blocks of 4 beside blocks of 16: 8 cached columns before a missing one serve 32 tokens, not 36."""
-    cache = cache_of(full(16), window(40))
-    request = start(cache, range(64), (64,))
-    evict(cache, request, 1, 9)
-    assert hits(cache, (49, 65)) == {49: (32, 48), 65: (32, 64)}
-    assert hit(cache, range(49))[1][1] == [5, 6, 7, 8, 9, 10, 11, 12]
-    evict(cache, request, 1, 6)
-    assert hits(cache, (33, 49, 65)) == {33: (16, 32), 49: (16, 48), 65: (16, 64)}
 
 
 def test_a_run_ends_on_the_common_alignment_under_eagle() -> None:
@@ -66,26 +24,6 @@ def test_a_run_ends_on_the_common_alignment_under_eagle() -> None:
     assert hits(cache, (33, 48, 65)) == {33: (16, 0), 48: (32, 0), 65: (48, 0)}
     evict(cache, request, 1, 9)
     assert hits(cache, (65,)) == {65: (32, 48)}
-
-
-def test_a_window_of_large_blocks_beside_small_ones() -> None:
-    cache = cache_of(full(4), window(40, 16))
-    request = start(cache, range(80), (80,))
-    evict(cache, request, 1, 2)
-    assert hits(cache, (49, 65, 81)) == {49: (32, 48), 65: (32, 64), 81: (32, 80)}
-
-
-def test_skipped_blocks_return_the_last_one_first_also_when_the_allocation_fails() -> None:
-    cache = cache_of(window(), num_blocks=8)  # 7 usable
-    request = start(cache, TOKENS[:30], (24,))
-    assert table(cache) == [1, 2, 3, 4, 5, 6]
-    assert cache.block_pool.free_order() == [7]
-    assert cache.allocate_slots(request, 30) is None
-    assert table(cache) == [0, 0, 0, 0, 5, 6]
-    assert cache.block_pool.free_order() == [7, 4, 3, 2, 1]
-    assert cache.plan_slots(request, 900).needed_blocks > 5  # type: ignore[union-attr]  # it does not fit
-    assert table(cache) == [0, 0, 0, 0, 5, 6]  # planning drops nothing
-    cache.check()
 
 
 @pytest.mark.parametrize("spec", [window(), chunked()])
@@ -115,18 +53,6 @@ def test_what_was_dropped_before_a_transfer_was_done_is_not_published() -> None:
     assert published(cache, request) == live == [22, 23, 24]
     assert published(cache, other) == list(range(25))
     cache.check()
-
-
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("spec", [window(8), window(5), window(6), window(7), chunked(8), chunked(12), chunked(6)])
-def test_columns_are_dropped_by_the_first_call_that_may(spec: KVCacheSpec, *, caching: bool) -> None:
-    cache = cache_of(spec, enable_caching=caching)
-    request = start(cache, TOKENS[:6], (6,))
-    for token in range(40):
-        request.append(token)
-        may = cache.groups[0].policy.droppable(request.num_computed_tokens)
-        grow(cache, request, 1)
-        assert [block > 0 for block in table(cache)].index(True) == may
 
 
 def test_a_long_row_keeps_room_for_its_window_only() -> None:
@@ -215,44 +141,6 @@ def test_a_request_that_was_cut_is_looked_up_anew() -> None:
     assert cache.find_hit(one).tokens == 12
 
 
-def publish_again(cache: KVCacheManager, name: str, tokens: int, external: int) -> None:
-    """Publishes what a request of ``tokens`` tokens holds, of which the first ``external`` come from elsewhere."""
-    request = Request(name, range(tokens), hasher=cache.hasher)
-    cache.allocate_slots(request, tokens - external, num_external_computed_tokens=external)
-
-
-def test_every_column_that_bounded_a_hit_is_remembered() -> None:
-    """W = 2: columns 9 and 8 are missing; either of them makes the hit longer."""
-    cache = cache_of(window(2))
-    request = start(cache, range(40), (40,))
-    for column in (9, 8):
-        evict(cache, request, 0, column)
-    probe = Request("probe", range(41), hasher=cache.hasher)
-    found = cache.find_hit(probe)
-    assert found.tokens == 32
-    assert cache.is_longest_hit(probe, found)
-    publish_again(cache, "again", 40, 37)  # holds column 9 alone
-    assert cache.find_hit(probe).tokens == 40
-    assert not cache.is_longest_hit(probe, found)
-
-
-def test_what_proved_a_prefix_is_remembered() -> None:
-    """Chunks of 8 alone: a hit of 16 reads nothing, but rests on column 3."""
-    cache = cache_of(chunked())
-    request = start(cache, range(16), (16,))
-    probe = Request("probe", range(17), hasher=cache.hasher)
-    found = cache.find_hit(probe)
-    assert found.tokens == 16
-    evict(cache, request, 0, 3)
-    assert not cache.is_longest_hit(probe, found)
-    found = cache.find_hit(probe)
-    assert found.tokens == 12
-    assert cache.is_longest_hit(probe, found)
-    publish_again(cache, "again", 16, 12)
-    assert not cache.is_longest_hit(probe, found)
-    assert cache.find_hit(probe).tokens == 16
-
-
 def test_no_column_is_looked_up_more_than_twice() -> None:
     cache = cache_of(window(80, 4), num_blocks=400)
     request = start(cache, list(range(600)), (600,))
@@ -302,19 +190,3 @@ def longest(kept: set[int], size: int, limit: int, tokens: int, *, chunks: bool)
         if live <= kept:
             return n
     return 0
-
-
-# -- chunks of 8, blocks of 4
-
-
-def test_chunks_beside_full_attention() -> None:
-    cache = cache_of(full(), chunked(16))
-    request = start(cache, TOKENS[:40], (40,))
-    group = cache.groups[1]
-    block = group.index.get(group.keys(request)[5])
-    assert block is not None
-    cache.block_pool.evict_blocks(np.array([block], np.int32))
-    assert [hit_tokens(cache, TOKENS[:n]) for n in (21, 25, 29, 33)] == [20, 20, 20, 32]
-    assert hit(cache, TOKENS[:33])[1][1] == [0] * 8
-    evict(cache, request, 1, 7)
-    assert hit_tokens(cache, TOKENS[:33]) == 32  # full attention proves it
