@@ -15,46 +15,26 @@ from hybridkv.cache.allocator import FEW, Batch, Needs, Slots
 from hybridkv.cache.plan import Refusal
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
-from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from hybridkv.specs import KVCacheSpec
+from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from oracles.strategies import prompts
 
-
-def full(size: int) -> KVCacheSpec:
-    return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32")
-
-
-def window(size: int, tokens: int) -> KVCacheSpec:
-    return SlidingWindowSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=tokens)
-
-
-def chunked(size: int, tokens: int) -> KVCacheSpec:
-    return ChunkedLocalAttentionSpec(
-        block_size=size, num_kv_heads=1, head_size=1, dtype="float32", attention_chunk_size=tokens
-    )
-
-
-def state(size: int, mode: str = "align", drafts: int = 0) -> KVCacheSpec:
-    return MambaSpec(
-        block_size=size, shapes=((2,),), dtypes=("float32",), cache_mode=mode, num_speculative_blocks=drafts
-    )
-
-
 MODELS: tuple[tuple[KVCacheSpec, ...], ...] = (
-    *((full(size),) for size in (4, 3, 1)),
-    (full(2), full(4)),
-    (full(4), full(4)),
-    (full(2), full(4), full(8)),
-    (full(3), full(6), full(3)),
-    (window(4, 8),),
-    (window(2, 5), full(4)),
-    (full(4), window(2, 3), window(4, 9)),
-    (chunked(2, 4), full(2)),
-    (state(4),),
-    (full(4), state(4)),
-    (full(2), state(4), state(4), window(4, 6)),
-    (full(4), state(8, drafts=2)),
-    (full(4), state(64, "none")),
-    (full(4), window(4, 8), state(4)),
+    *((full_spec(size),) for size in (4, 3, 1)),
+    (full_spec(2), full_spec(4)),
+    (full_spec(4), full_spec(4)),
+    (full_spec(2), full_spec(4), full_spec(8)),
+    (full_spec(3), full_spec(6), full_spec(3)),
+    (window_spec(4, 8),),
+    (window_spec(2, 5), full_spec(4)),
+    (full_spec(4), window_spec(2, 3), window_spec(4, 9)),
+    (chunk_spec(2, 4), full_spec(2)),
+    (state_spec(4),),
+    (full_spec(4), state_spec(4)),
+    (full_spec(2), state_spec(4), state_spec(4), window_spec(4, 6)),
+    (full_spec(4), state_spec(8, drafts=2)),
+    (full_spec(4), state_spec(64, mode="none")),
+    (full_spec(4), window_spec(4, 8), state_spec(4)),
 )
 MAX_MODEL_LEN = 40
 Int64 = NDArray[np.int64]
@@ -204,13 +184,13 @@ def test_a_batch_is_its_rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_nothing_for_nobody() -> None:
-    twin = Twin(8, (full(4),), caching=True)
+    twin = Twin(8, (full_spec(4),), caching=True)
     slots = twin.batch([], [])
     assert (slots.accepted, slots.block.tolist()) == (0, [])
 
 
 def test_one_count_for_all() -> None:
-    twin = Twin(12, (full(4),), caching=True)
+    twin = Twin(12, (full_spec(4),), caching=True)
     for name in "abc":
         assert twin.admit(name, [*range(4)] if name == "b" else [*range(3)], 4)
     rows = twin.cache.rows.rows_of([twin.requests[name] for name in "abc"])

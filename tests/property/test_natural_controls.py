@@ -56,14 +56,6 @@ class SkipsAMove(FakeWorker):
         super()._move(replace(step, copies=tuple(moves[1:])))
 
 
-class SwapsMoves(FakeWorker):
-    """Moves the last block of a step first."""
-
-    def _move(self, step: Step) -> None:
-        moves = [copy for copy in step.copies if copy.kind == "move"]
-        super()._move(replace(step, copies=(*moves[-1:], *moves[:-1])))
-
-
 class MovesLate(FakeWorker):
     """Moves blocks when the states that begin are zero already and what is hit is copied."""
 
@@ -84,7 +76,7 @@ class SkipsBlockCopies(FakeWorker):
             super()._copy_one(copy)
 
 
-@pytest.mark.parametrize("kind", [SkipsAMove, SwapsMoves, MovesLate, SkipsBlockCopies])
+@pytest.mark.parametrize("kind", [SkipsAMove, MovesLate, SkipsBlockCopies])
 def test_a_faulty_worker_is_caught(kind: type[FakeWorker]) -> None:
     def make(random: Random) -> Rig:
         options = some_options(random)

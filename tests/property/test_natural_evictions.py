@@ -5,7 +5,7 @@ What a ranking says is held against one that keeps no order and looks at all end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -143,18 +143,6 @@ def leaves_decay_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hazard.HazardTable, "decay", lambda *_: None)
 
 
-def counts_ghost_hits_twice(patch: pytest.MonkeyPatch) -> None:
-    """The end that is known and no longer kept is credited once more."""
-    note_hits = JudgedEnds._note_hits
-
-    def twice(self: JudgedEnds, consumed: Node | None, deepest: Node) -> None:
-        note_hits(self, consumed, deepest)
-        if not deepest.kept:
-            self._rankings.of(deepest.end).hit(deepest.end, self._clock())
-
-    patch.setattr(JudgedEnds, "_note_hits", twice)
-
-
 def keeps_what_was_saved(patch: pytest.MonkeyPatch) -> None:
     """D is worked out once."""
     worth = JudgedEnds._worth
@@ -165,23 +153,10 @@ def keeps_what_was_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(JudgedEnds, "_worth", once)
 
 
-def takes_all_behind(patch: pytest.MonkeyPatch) -> None:
-    """An end inside a block is put before all that go on behind the same whole blocks."""
-
-    def behind(self: Node, other: Node, known: Collection[bytes]) -> list[Node]:  # noqa: ARG001 - what is left out
-        length = len(other.segment)
-        passing = self._through(other.segment) if length else []
-        return [one for one in passing if len(one.segment) > length]
-
-    patch.setattr(Node, "behind", behind)
-
-
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     loses_heirs: "the heir of end",
     leaves_decay_out: "hits of class",
-    counts_ghost_hits_twice: "hits of the end of",
     keeps_what_was_saved: "a byte, not",
-    takes_all_behind: "stands behind",
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.observe.block_times import EDGES_S, BlockTimes, TimeCounts
+from hybridkv.observe.block_times import EDGES_S, TimeCounts
 from hybridkv.request import Request
 from hybridkv.testing.configs import full_spec, model_config
 
@@ -19,33 +19,6 @@ def are(said: TimeCounts, *seconds: float) -> bool:
     for one in seconds:
         found[next(i for i, edge in enumerate(edges) if one <= edge)] += 1
     return said.counts == tuple(found) and said.sum_s == pytest.approx(sum(seconds))
-
-
-def ids(*blocks: int) -> np.ndarray:
-    return np.array(blocks, np.int32)
-
-
-def test_times_by_hand() -> None:
-    now = [0.0]
-    times = BlockTimes(8, lambda: now[0])
-    times.begin(ids(1, 2, 3))
-    now[0] = 2.0
-    times.begin(ids(2, 4))  # 2 has a key already
-    times.hit(ids(1, 5))  # 5 has none
-    now[0] = 7.0
-    times.hit(ids(1))
-    times.follow(ids(1), ids(6))
-    now[0] = 20.0
-    times.end(ids(6, 2))
-    assert times.kept().tolist() == [3, 4]
-    said = times.statistics()
-    assert are(said.gap, 2.0, 5.0)
-    assert are(said.lifetime, 20.0, 20.0)
-    assert are(said.idle, 13.0, 20.0)
-    now[0] = 1e6
-    times.clear()
-    assert are(times.statistics().lifetime, 20.0, 20.0, 1e6, 1e6 - 2)
-    assert not times.kept().size
 
 
 def test_a_manager_tells_what_came_of_its_blocks() -> None:

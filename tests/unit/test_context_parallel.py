@@ -3,22 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kinds_support import (
-    cache_of,
-    chunked,
-    config,
-    cross,
-    full,
-    grow,
-    hit,
-    hit_tokens,
-    mla,
-    sink,
-    start,
-    state,
-    table,
-    window,
-)
+from kinds_support import cache_of, chunked, config, cross, full, hit, mla, sink, start, state, table, window
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
@@ -31,25 +16,6 @@ from hybridkv.step import Csr, Step, StepResult
 PROMPT = list(range(200))
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("spec", [full(4), mla(4)])
-def test_a_block_covers_the_tokens_of_all_ranks(ranks: tuple[int, int], spec: KVCacheSpec) -> None:
-    cache = cache_of(spec, dcp_world_size=ranks[0], pcp_world_size=ranks[1])
-    assert cache.hasher is not None
-    assert cache.hasher.block_size == 8
-    start(cache, PROMPT[:22], (22,))
-    assert table(cache) == [1, 2, 3]
-    assert cache.statistics().cached_blocks == 2
-    assert hit_tokens(cache, PROMPT[:23]) == 16
-
-
-def test_both_kinds_of_ranks_multiply() -> None:
-    cache = cache_of(full(4), dcp_world_size=2, pcp_world_size=3)
-    start(cache, PROMPT[:50], (50,))
-    assert len(table(cache)) == 3
-    assert hit_tokens(cache, PROMPT[:50]) == 48
-
-
 def test_a_window_of_several_ranks() -> None:
     """W = 16 over 2 ranks is what W = 16 with blocks of 8 is on one."""
     two, one = cache_of(window(16, 4), dcp_world_size=2), cache_of(window(16, 8))
@@ -58,25 +24,6 @@ def test_a_window_of_several_ranks() -> None:
     assert table(two) == table(one) == [0, 0, 3, 4, 5, 6]
     for n in (49, 48, 25, 9):
         assert hit(two, PROMPT[:n]) == hit(one, PROMPT[:n])
-
-
-def test_states_are_whole_on_every_rank() -> None:
-    cache = cache_of(full(8), state(16), dcp_world_size=2)
-    request = Request("a", PROMPT[:100], hasher=cache.hasher)
-    tables = []
-    for chunk in (64, 32, 4):
-        grow(cache, request, chunk)
-        tables.append(table(cache, 1))
-    assert tables == [[0, 0, 0, 5], [0, 0, 0, 5, 0, 8], [0, 0, 0, 0, 0, 8, 10]]
-    assert hit_tokens(cache, PROMPT[:100]) == 96
-
-
-def test_several_groups_at_once() -> None:
-    cache = cache_of(full(4), full(8), window(24, 4), chunked(16, 4), state(16), dcp_world_size=2)
-    assert [group.policy.block_size for group in cache.groups] == [8, 16, 8, 8, 16]
-    start(cache, PROMPT[:70], (32, 32, 6))
-    assert [len(table(cache, g)) for g in range(5)] == [9, 5, 9, 9, 5]
-    assert hit_tokens(cache, PROMPT[:70]) == 64
 
 
 def test_encoder_outputs_and_sinks() -> None:

@@ -87,41 +87,6 @@ def drafts_of(step: Step) -> list[list[int]]:
 # -- proposals
 
 
-def test_a_step_runs_drafts_behind_the_last_token() -> None:
-    sched, (a, _) = prefilled(natural(full_spec(4)), 8, 6)
-    sched.propose({"a": [1, 2, 3]})
-    step = sched.schedule()
-    assert step.num_computed.tolist() == [8, 6]
-    assert step.num_scheduled.tolist() == [4, 1]
-    assert [step.token_ids[i].tolist() for i in range(2)] == [[TOKEN, 1, 2, 3], [TOKEN]]
-    assert drafts_of(step) == [[1, 2, 3], []]
-    assert step.samples.tolist() == [True, True]
-    outcome = update(sched, step, _0=2)
-    assert [outcome.appended[i].tolist() for i in range(2)] == [[1, 2, TOKEN], [TOKEN]]
-    assert a.output_token_ids == [TOKEN, 1, 2, TOKEN]
-    assert a.num_computed_tokens == 11
-    after = sched.schedule()
-    assert after.num_computed.tolist() == [11, 7]
-    assert drafts_of(after) == [[], []]  # a proposal is for one step
-
-
-def test_who_cannot_take_drafts_gets_none() -> None:
-    sched = scheduler(natural(full_spec(4)), max_batched_tokens=8, max_in_flight=2)
-    add(sched, "a", 12)
-    add(sched, "b", 4)
-    update(sched, sched.schedule())
-    sched.propose({"a": [1], "b": [1]})  # neither is done with its prompt
-    step = sched.schedule()
-    assert drafts_of(step) == [[], []]
-    sched.propose({"a": [1], "b": [1]})  # their results are to come
-    ahead = sched.schedule()
-    assert drafts_of(ahead) == [[], []]
-    update(sched, step)
-    update(sched, ahead)
-    sched.propose({"b": [1], "a": [2]})
-    assert drafts_of(sched.schedule()) == [[2], [1]]
-
-
 @pytest.mark.parametrize("wrong", [[-1], [1, 2**31], ["a"]])
 def test_drafts_must_be_token_ids(wrong: list[int]) -> None:
     sched, _ = prefilled(natural(full_spec(4)), 8, 8)
@@ -210,18 +175,6 @@ def test_a_step_without_drafts_may_say_num_accepted() -> None:
     assert sched.update(StepResult(step.id, Csr.from_lists([[7]]))).appended[0].tolist() == [7]
 
 
-def test_statistics_count_by_position() -> None:
-    sched, _ = prefilled(natural(full_spec(4)), 8, 6)
-    for a, b in ((3, 0), (1, 1), (0, 0)):
-        sched.propose({"a": [1, 2, 3], "b": [1]})
-        update(sched, sched.schedule(), _0=a, _1=b)
-    now = sched.statistics()
-    assert now.drafted_by_position == (6, 3, 3)
-    assert now.accepted_by_position == (3, 1, 1)
-    assert (now.drafted_tokens, now.accepted_tokens) == (12, 5)
-    assert scheduler(natural(full_spec(4))).statistics().drafted_by_position == ()
-
-
 # -- states
 
 
@@ -240,17 +193,6 @@ def test_a_rotation_is_told_when_the_row_runs() -> None:
 
 
 # -- together with others
-
-
-def test_other_rows_run_ahead_of_a_row_with_drafts() -> None:
-    sched, (a, b) = prefilled(natural(full_spec(4)), 8, 8, max_in_flight=3)
-    sched.propose({"a": [1, 2]})
-    steps = [sched.schedule() for _ in range(3)]
-    assert [step.rows.tolist() for step in steps] == [[0, 1], [1], [1]]
-    for step in steps:
-        update(sched, step)
-    assert (a.num_output_tokens, b.num_output_tokens) == (4, 4)
-    assert sched.schedule().rows.tolist() == [0, 1]
 
 
 def test_what_waits_for_drafts_alone_is_known_before_a_step_is_made() -> None:

@@ -105,17 +105,6 @@ def test_what_else_the_output_depends_on_tells_blocks_apart(changed: dict[str, o
     assert encodes(loop.run()) == {"b": True}
 
 
-def test_events_speak_of_decoder_blocks_only() -> None:
-    loop = Loop()
-    loop.add("a")
-    loop.run()
-    assert {getattr(event, "group_idx", None) for event in loop.cache.take_events()} == {0}
-    for group in loop.cache.groups:
-        for _, block in list(group.index.entries()):
-            loop.cache.block_pool.evict_blocks(np.array([block], np.int32))
-    assert {getattr(event, "group_idx", None) for event in loop.cache.take_events()} == {0}
-
-
 def test_encoder_keys_hold_no_tokens_of_the_request() -> None:
     """So its output may be cut back to what it has computed, however long the encoder's is."""
     cache = KVCacheManager(NATURAL, 200, options=CacheOptions(placement=EndsPlacement()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hybridkv.eviction.hazard import BUCKETS, HazardRanking, HazardTable, bucket_of
+from hybridkv.eviction.hazard import BUCKETS, HazardRanking, bucket_of
 from hybridkv.eviction.ranking import End, Kind
 
 
@@ -54,33 +54,6 @@ def follows_a_change(ranking: HazardRanking) -> bool:
 
 def test_a_change_of_what_comes_is_noticed() -> None:
     assert follows_a_change(HazardRanking())
-
-
-def test_without_fading_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HazardTable, "decay", lambda *_: None)
-    assert not follows_a_change(HazardRanking())
-
-
-def test_many_ends_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridkv.eviction.hazard._MOST_LOOKED_AT", 7)
-    monkeypatch.setattr(HazardTable, "decay", lambda *_: None)
-    ranking = HazardRanking()
-    for serial in range(10):
-        ranking.add(end(serial), 0.0)
-    waited = []
-    for _ in range(2):
-        for _ in range(100):
-            ranking.note_request(5.0)
-        waited.append(ranking.table.at_risk[0].sum())
-    assert waited == [7 * 5.0, 10 * 5.0]  # three are looked at first, and four again
-
-
-def test_of_equal_ends_in_two_rings_the_one_made_first_goes() -> None:
-    ranking = HazardRanking()
-    for serial, kind in ((2, Kind.PROMPT), (1, Kind.OUTPUT), (3, Kind.BRANCH)):
-        ranking.add(end(serial, kind), 0.0)
-    assert len({ranking.value(end(serial, kind), 0.0) for serial, kind in ((2, Kind.PROMPT), (1, Kind.OUTPUT))}) == 1
-    assert getattr(ranking.lowest(0.0), "serial", None) == 1
 
 
 def test_ends_in_turns_are_counted_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from test_tenants import HYBRID, Cache, chat, unique
 
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import EndsPlacement
-from hybridkv.errors import CacheError
 from hybridkv.eviction import EVERYBODY, EVICTIONS, Share, TenantShares, eviction_named, resume_points
 from hybridkv.eviction.ranked import JudgedEnds
-from hybridkv.eviction.resume_points import EndTree, KnownQueue, Node
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
@@ -149,25 +145,3 @@ def test_a_scheduler_tells_who_waits(eviction: str) -> None:
 
 
 # -- faults
-
-
-def forgets_what_is_kept(self: KnownQueue, node: Node, tree: EndTree) -> Iterator[tuple[Node, bool]]:  # noqa: ARG001
-    yield from ()
-
-
-@pytest.mark.parametrize("method", ["note_kept", "note_gone"])
-def test_check_sees_who_is_not_followed(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    monkeypatch.setattr(KnownQueue, method, forgets_what_is_kept)
-    cache = Cache(EVERYBODY, 13)
-    with pytest.raises(CacheError, match="waits for another end"):
-        comes_and_goes(cache)
-
-
-def comes_and_goes(cache: Cache) -> None:
-    cache.cache.kept.expect(asked(cache, 1, 2))
-    cache.run(chat(1, 1))
-    for node in cache.kept._tree.kept():
-        cache.kept._release(node, cache.now)
-    cache.cache.check()
-    cache.run(chat(1, 1))
-    cache.cache.check()

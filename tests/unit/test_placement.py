@@ -104,46 +104,6 @@ def test_steps_of_any_size_meet_every_stop_once(placement: Placement, of: Reques
         assert met == whole
 
 
-def test_ends_by_hand() -> None:
-    ends = EndsPlacement()
-    assert ends.stops(request(10), 0, 99) == (9,)
-    assert ends.stops(request(10, marks=[12, 4], branch=6), 0, 99) == (4, 6, 9, 12)
-    assert ends.stops(request(10, marks=[9, 6], branch=6), 0, 99) == (6, 9)  # once each
-    # one token: nothing lies before it
-    assert ends.stops(request(1), 0, 99) == ()
-    assert ends.next_stop(request(1), 0) == NEVER
-    assert [ends.next_stop(request(10, branch=6), after) for after in (0, 5, 6, 8, 9)] == [6, 6, 9, 9, NEVER]
-
-
-def test_grids_by_hand() -> None:
-    # 12 tokens of prompt: the state at 8 serves the same prompt again, that at 12 whoever goes on from it
-    assert AlignPlacement(4).stops(request(12), 0, 12) == (8, 12)
-    assert AlignPlacement(4).stops(request(13), 0, 13) == (12,)
-    assert AlignPlacement(4).stops(request(12), 12, 15) == ()
-    assert AlignPlacement(4).stops(request(12), 12, 16) == (16,)
-    assert AlignPlacement(4).stops(request(30), 0, 10) == (8,)  # the budget ends a chunk in the middle
-    assert AlignPlacement(4).stops(request(12, marks=[5, 8]), 3, 9) == (5, 8)
-    assert AlignPlacement(4).stops(request(30, branch=14), 0, 30) == (12, 28)
-    assert IntervalPlacement(7).stops(request(12), 7, 21) == (14, 21)
-    assert IntervalPlacement(7).next_stop(request(12, marks=[9]), 7) == 9
-    assert AlignPlacement(MOST).next_stop(request(12), MOST) == 2 * MOST < NEVER
-
-
-def test_corners_by_hand() -> None:
-    corner = CornerPlacement(EndsPlacement(), 4)
-    assert corner.stops(request(10), 0, 99) == (8, 9)
-    assert corner.stops(request(9), 0, 99) == (8,)  # before the last token: once
-    assert corner.stops(request(8), 0, 99) == (4, 7)
-    assert corner.stops(request(4), 0, 99) == (3,)
-    assert [corner.next_stop(request(10), after) for after in (0, 8, 9)] == [8, 9, NEVER]
-    assert (corner.name, corner.keeps_states, corner.ends) == ("ends", True, True)
-
-
-def test_no_states_minds_no_mark() -> None:
-    assert NoStates().stops(request(10, marks=[3], branch=5), 0, 99) == ()
-    assert NoStates().next_stop(request(10, marks=[3], branch=5), 0) == NEVER
-
-
 def test_who_keeps_states_and_who_keeps_the_end() -> None:
     assert [one.keeps_states for one in ALL] == [False, True, True, True]
     assert [one.ends for one in ALL] == [False, False, True, True]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hybridkv.cache.hashing import BlockHasher, remembered
+from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.hashing.remembered import LEAST_BLOCKS, Extras, RememberedChains
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
@@ -110,15 +110,6 @@ def test_salts_part_what_is_remembered() -> None:
     assert len({one[-1] for one in made}) == 3
 
 
-def test_ids_of_32_bits_are_hashed_as_they_are() -> None:
-    """They are compared as signed numbers, of which each is one of theirs."""
-    hasher = BlockHasher(SIZE)
-    prompt = np.random.default_rng(0).integers(0, 1 << 32, LONG + 4, dtype=np.uint32)
-    other = np.concatenate((prompt[:LONG], prompt[:4]))
-    for tokens in (prompt, other, prompt):
-        assert hasher.hash_chain(None, tokens) == PLAIN.hash_chain(None, tokens)
-
-
 def hashes_of(count: int) -> list[bytes]:
     return [i.to_bytes(4, "big") * 8 for i in range(count)]
 
@@ -156,25 +147,6 @@ def test_another_thread_remembers_while_one_hashes(max_bytes: int) -> None:
                     assert hasher.hash_chain(None, prompt) == PLAIN.hash_chain(None, prompt)
                     assert hasher.remembered.num_bytes <= max_bytes
                     assert hasher.remembered.num_bytes == sum(run.size_bytes() for run in hasher.remembered._used)
-
-
-def test_most_prompts_never_come_again_and_leave_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One look in a dictionary, no walk; hashes become objects when they are asked for."""
-    walked: list[str] = []
-
-    def counted(*given: object) -> list[object]:
-        walked.append("up")
-        return upwards(*given)  # type: ignore[arg-type, return-value]
-
-    upwards = remembered._upwards
-    monkeypatch.setattr(remembered, "_upwards", counted)
-    hasher, prompt = BlockHasher(SIZE), ids(LONG)
-    hashes = hasher.hash_chain(None, prompt)
-    assert len(walked) == 1
-    (run,) = hasher.remembered._used
-    assert not run._hashes
-    assert hasher.hash_chain(None, prompt) == hashes == run._hashes
-    assert hasher.hash_chain(None, prompt)[-1] is run._hashes[-1]
 
 
 def test_what_is_remembered_are_copies() -> None:

@@ -256,12 +256,6 @@ def test_prompt_logprobs_need_the_prompt_computed(asked: int | None, reads: bool
     assert Request("r", [1], SamplingParams(logprobs=asked)).reads_prefix_cache
 
 
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_negative_logprobs(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} must be 0 or more and below 2\\*\\*31, or None .off., got -1"):
-        SamplingParams(**{name: -1})  # type: ignore[arg-type]  # by name
-
-
 def test_requests_that_do_not_read_or_write() -> None:
     cache = KVCacheManager(attention_config(50, (SIZE,)), 100, log_stats=True)
     silent = Request("silent", range(18), hasher=cache.hasher, skip_writing_prefix_cache=True)
@@ -285,14 +279,3 @@ def test_requests_that_do_not_read_or_write() -> None:
     assert (stats.requests, stats.hits) == (1, 16)
     cache.free(silent)
     cache.check()
-
-
-def test_a_reader_that_does_not_write_adopts_hits() -> None:
-    cache = KVCacheManager(attention_config(50, (SIZE,)), 100)
-    cache.allocate_slots(Request("a", range(18), hasher=cache.hasher), 18)
-    reader = Request("b", [*range(12), *range(50, 60)], hasher=cache.hasher, skip_writing_prefix_cache=True)
-    blocks, tokens = cache.get_computed_blocks(reader)
-    assert tokens == 12
-    cache.allocate_slots(reader, 10, tokens, blocks)
-    cache.check()
-    assert cache.statistics().cached_blocks == 4
