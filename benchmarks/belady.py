@@ -22,7 +22,7 @@ import numpy as np
 from foreseen import Future
 
 from hybridkv.eviction.named import Eviction
-from hybridkv.eviction.ranking import End
+from hybridkv.eviction.ranking import ResumePoint, note_hit
 from hybridkv.request_rows import grown
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.trace import RequestSource, TraceSummary
@@ -33,8 +33,8 @@ class Belady:
 
     def __init__(self, future: Future) -> None:
         self._future = future
-        self._ends: dict[int, tuple[int, End]] = {}
-        self._rows = list[End | None]()
+        self._ends: dict[int, tuple[int, ResumePoint]] = {}
+        self._rows = list[ResumePoint | None]()
         self._free = list[int]()
         self._saved = np.zeros(64)
         self._next = np.zeros(64)
@@ -43,15 +43,15 @@ class Belady:
     def note_request(self, now: float) -> None:
         """Nothing: the clock says it."""
 
-    def promised(self, end: End, promise: int, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
+    def promised(self, end: ResumePoint, promise: int, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
         """Nothing to learn."""
         end.promise = promise
 
-    def hit(self, end: End, now: float) -> None:
+    def hit(self, end: ResumePoint, now: float) -> None:
         """It is used."""
-        end.note_hit(now)
+        note_hit(end, now)
 
-    def add(self, end: End, now: float) -> None:  # noqa: ARG002 - as above
+    def add(self, end: ResumePoint, now: float) -> None:  # noqa: ARG002 - as above
         """It is kept, if it was not."""
         if end.serial not in self._ends:
             row = self._free.pop() if self._free else len(self._rows)
@@ -66,15 +66,15 @@ class Belady:
         row, _ = self._ends[end.serial]
         self._saved[row], self._ranked[row] = end.saved, True
 
-    def remove(self, end: End) -> None:
+    def remove(self, end: ResumePoint) -> None:
         """It stays, and may not be given up."""
         self._ranked[self._ends[end.serial][0]] = False
 
-    def kept(self, end: End, now: float) -> None:
+    def kept(self, end: ResumePoint, now: float) -> None:
         """Note that the request of ``now`` keeps ``end``."""
         end.used = now
 
-    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:  # noqa: ARG002 - as above
+    def given_up(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:  # noqa: ARG002 - as above
         """Whoever would go on from it goes on from the one before."""
         if end.serial in self._ends:
             row, _ = self._ends.pop(end.serial)
@@ -83,17 +83,17 @@ class Belady:
             self._future.give_up(*_prefix(end), end.serial)
             self._disturb(end)
 
-    def forget(self, end: End, now: float) -> None:
+    def forget(self, end: ResumePoint, now: float) -> None:
         """Nothing is known of those that are not kept."""
         self.given_up(end, None, now, declined=False)
 
-    def _disturb(self, end: End) -> None:
+    def _disturb(self, end: ResumePoint) -> None:
         """The nearest one before ``end`` has others to serve."""
         before = self._future.before(*_prefix(end))
         if before is not None:
             self._next[self._ends[before][0]] = -np.inf
 
-    def lowest(self, now: float) -> End | None:
+    def lowest(self, now: float) -> ResumePoint | None:
         """O(kept ends) in array operations, and what changed since."""
         rows = np.flatnonzero(self._ranked)
         if not rows.size:
@@ -105,11 +105,11 @@ class Belady:
         values = self._saved[rows] / (self._next[rows] - now)
         return self._rows[rows.item(values.argmin())]
 
-    def prefers(self, end: End, other: End, now: float) -> bool:
+    def prefers(self, end: ResumePoint, other: ResumePoint, now: float) -> bool:
         """Whether ``end``, not kept yet, is worth more."""
         return self._value(end, now) > self._value(other, now)
 
-    def _value(self, end: End, now: float) -> float:
+    def _value(self, end: ResumePoint, now: float) -> float:
         wanted = self._future.next_use(*_prefix(end), int(now))
         return end.saved / (wanted - now)
 
@@ -122,7 +122,7 @@ class Belady:
         ]
 
 
-def _prefix(end: End) -> tuple[int, int]:
+def _prefix(end: ResumePoint) -> tuple[int, int]:
     """The request that used it last, which begins with it, and its tokens."""
     return int(end.used), end.tokens
 

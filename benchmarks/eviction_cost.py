@@ -26,7 +26,7 @@ from eviction_table import serve_alone
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.eviction import EVICTIONS, LRU, eviction_named
-from hybridkv.eviction.ranking import End, Kind
+from hybridkv.eviction.ranking import Kind, ResumePoint
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult
@@ -172,10 +172,10 @@ def a_turn(eviction: str, ends: int) -> Iterator[float]:
     if made is None:
         return
     ranking, random, now = made(), Random(1), 0.0  # noqa: S311 - seeded
-    kept: dict[int, End] = {}
+    kept: dict[int, ResumePoint] = {}
     for serial in range(ends + _TIMED):
         now += 0.1
-        end = End(serial, random.choice(list(Kind)), 100, now, random.choice([None, 0.5, 20.0, 300.0]))
+        end = ResumePoint(serial, random.choice(list(Kind)), 100, now, random.choice([None, 0.5, 20.0, 300.0]))
         end.saved = random.lognormvariate(0.0, 2.0)
         if serial == ends:
             begun = time.process_time()

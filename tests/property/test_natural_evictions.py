@@ -16,9 +16,9 @@ from hypothesis.stateful import initialize
 from how_much import how_many
 from hybridkv.errors import CacheError
 from hybridkv.eviction import HAZARD, hazard
-from hybridkv.eviction.ranked import JudgedEnds
-from hybridkv.eviction.ranking import End
-from hybridkv.eviction.resume_points import Node
+from hybridkv.eviction.blocks import PointBlocks
+from hybridkv.eviction.ranked import RankedResumePoints
+from hybridkv.eviction.ranking import ResumePoint
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from hybridkv.testing.difference import DifferenceError
 from oracles import RigOptions, random_natural_options, random_run
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 class Backwards(NaiveHazard):
     """The end used last."""
 
-    def allowed(self, now: float) -> list[End | None]:  # noqa: ARG002 - the answer of a ranking
+    def allowed(self, now: float) -> list[ResumePoint | None]:  # noqa: ARG002 - the answer of a ranking
         """O(ends)."""
         return [max(self.ends, key=lambda end: (end.used, end.serial), default=None)]
 
@@ -86,7 +86,7 @@ class WatchedTwins(Twins):
         """See Twins."""
         super().check()
         kept = self.cache._parts.kept
-        if isinstance(kept, JudgedEnds):
+        if isinstance(kept, RankedResumePoints):
             self.plain.check(kept)
 
 
@@ -145,12 +145,8 @@ def leaves_decay_out(patch: pytest.MonkeyPatch) -> None:
 
 def keeps_what_was_saved(patch: pytest.MonkeyPatch) -> None:
     """D is worked out once."""
-    worth = JudgedEnds._worth
-
-    def once(self: JudgedEnds, node: Node, saved: float, now: float) -> bool:
-        return worth(self, node, node.end.saved or saved, now)
-
-    patch.setattr(JudgedEnds, "_worth", once)
+    saved = PointBlocks.saved
+    patch.setattr(PointBlocks, "saved", lambda self, point: point.saved or saved(self, point))
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {

@@ -14,9 +14,9 @@ from test_natural_evictions import MODELS, PAIR
 
 from how_much import how_many
 from hybridkv.eviction import Share, TenantShares
-from hybridkv.eviction.ranked import JudgedEnds
-from hybridkv.eviction.ranking import End, Standing, TenantRankings
-from hybridkv.eviction.resume_points import Node
+from hybridkv.eviction.ranked import RankedResumePoints
+from hybridkv.eviction.ranking import ResumePoint, Standing, TenantRankings
+from hybridkv.eviction.resume_points import keys_of
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing.difference import DifferenceError, same
 from oracles import random_natural_options, random_run
@@ -40,22 +40,22 @@ SHARES = (
 )
 
 
-def needed(kept: JudgedEnds, node: Node) -> set[int]:
+def needed(kept: RankedResumePoints, node: ResumePoint) -> set[int]:
     """Blocks that ``node`` needs, those of its whole prefix among them."""
     found = set(node.own)
     for group in kept._blocks._full + kept._blocks._windows:
         size, stride = group.policy.block_size, group.key_stride
         first = 0 if group.policy.hits.downward_closed else group.policy.hits.first_needed(node.tokens) // size
-        keys = node.keys(0, node.depth)[stride - 1 :: stride]
+        keys = keys_of(node, 0, node.depth)[stride - 1 :: stride]
         found.update(group.index.blocks_of(keys[first : node.tokens // size]))
     return found
 
 
-def weights_of(kept: JudgedEnds, shares: TenantShares) -> list[int]:
+def weights_of(kept: RankedResumePoints, shares: TenantShares) -> list[int]:
     """Bytes of each tenant: salts keep their blocks apart."""
     blocks: list[set[int]] = [set() for _ in shares.of]
     for node in kept._tree.kept():
-        blocks[node.end.tenant] |= needed(kept, node)
+        blocks[node.tenant] |= needed(kept, node)
     bytes_of = [sum(kept._needs.block_bytes[kept._pool.class_of(block)] for block in sorted(mine)) for mine in blocks]
     assert sum(map(len, blocks)) == len(set().union(*blocks))
     return bytes_of
@@ -81,29 +81,29 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, shares: TenantShares) -> None:
         self.shares = shares
         self.victims = [0] * len(shares.of)
-        self.wishes: dict[JudgedEnds, list[int]] = {}
-        self._lowest = JudgedEnds._lowest
+        self.wishes: dict[RankedResumePoints, list[int]] = {}
+        self._lowest = RankedResumePoints._lowest
         self._prefers = TenantRankings.prefers
-        give_way = JudgedEnds._give_way
+        give_way = RankedResumePoints._give_way
 
-        def lowest(kept: JudgedEnds, now: float) -> Node | None:
+        def lowest(kept: RankedResumePoints, now: float) -> ResumePoint | None:
             return self.lowest(kept, now)
 
-        def wish(kept: JudgedEnds, needs: Sequence[int], now: float, wants: End) -> bool:
+        def wish(kept: RankedResumePoints, needs: Sequence[int], now: float, wants: ResumePoint) -> bool:
             self.wishes[kept] = weights_of(kept, self.shares)
             answer = give_way(kept, needs, now, wants)
             del self.wishes[kept]
             same("bytes by tenant after a wish", kept._needs.weights.of, weights_of(kept, self.shares))
             return answer
 
-        def prefers(rankings: TenantRankings, end: End, other: End, now: float) -> bool:
+        def prefers(rankings: TenantRankings, end: ResumePoint, other: ResumePoint, now: float) -> bool:
             return self.prefers(rankings, end, other, now)
 
-        monkeypatch.setattr(JudgedEnds, "_lowest", lowest)
-        monkeypatch.setattr(JudgedEnds, "_give_way", wish)
+        monkeypatch.setattr(RankedResumePoints, "_lowest", lowest)
+        monkeypatch.setattr(RankedResumePoints, "_give_way", wish)
         monkeypatch.setattr(TenantRankings, "prefers", prefers)
 
-    def lowest(self, kept: JudgedEnds, now: float) -> Node | None:
+    def lowest(self, kept: RankedResumePoints, now: float) -> ResumePoint | None:
         """As the library, and what must be true of it."""
         weights = list(kept._needs.weights.of)
         if kept in self.wishes:  # without the ends that would go for it
@@ -112,18 +112,18 @@ class Watch:
         else:
             same("bytes by tenant", weights, weights_of(kept, self.shares))
         found = self._lowest(kept, now)
-        ranked = {node.end.tenant for node in kept._tree.kept() if node.ranked}
+        ranked = {node.tenant for node in kept._tree.kept() if node.ranked}
         first = None
         for tenant in sorted(ranked):
             memory = kept._rankings._memory_bytes
             if first is None or is_before(self.shares, tenant, first, weights, memory):
                 first = tenant
-        same("who gives way", None if found is None else found.end.tenant, first)
+        same("who gives way", None if found is None else found.tenant, first)
         if found is not None:
-            self.victims[found.end.tenant] += 1
+            self.victims[found.tenant] += 1
         return found
 
-    def prefers(self, rankings: TenantRankings, end: End, other: End, now: float) -> bool:
+    def prefers(self, rankings: TenantRankings, end: ResumePoint, other: ResumePoint, now: float) -> bool:
         """Of two tenants the one that gives way first."""
         answer = self._prefers(rankings, end, other, now)
         if end.tenant != other.tenant:

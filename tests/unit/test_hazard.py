@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from hybridkv.eviction.hazard import BUCKETS, HazardRanking, bucket_of
-from hybridkv.eviction.ranking import End, Kind
+from hybridkv.eviction.ranking import Kind, ResumePoint
 
 
-def end(serial: int, kind: Kind = Kind.PROMPT, used: float = 0.0, saved: float = 1.0, gap: float | None = None) -> End:
-    made = End(serial, kind, 100, used, gap)
+def end(
+    serial: int, kind: Kind = Kind.PROMPT, used: float = 0.0, saved: float = 1.0, gap: float | None = None
+) -> ResumePoint:
+    made = ResumePoint(serial, kind, 100, used, gap)
     made.saved = saved
     return made
 
@@ -75,4 +77,4 @@ def test_check_sees_an_end_in_another_ring() -> None:
     one = end(1)
     ranking.add(one, 0.0)
     one.saved *= 4
-    assert ranking.check() == ["an end of 100 tokens stands in the ring (3, 1)"]
+    assert ranking.check() == ["a resume point of 100 tokens stands in the ring (3, 1)"]

@@ -10,7 +10,18 @@ from test_tenants import Cache, chat, unique
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import EVERYBODY, Share, TenantShares
 from hybridkv.eviction.hazard import HazardRanking
-from hybridkv.eviction.ranking import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN, End, Kind, of_session, promise_of
+from hybridkv.eviction.ranking import (
+    BY_ALL,
+    NEVER,
+    NOTHING,
+    SOMETIME,
+    WITHIN,
+    Kind,
+    ResumePoint,
+    of_session,
+    promise_of,
+)
+from hybridkv.eviction.resume_points import keys_of
 from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.simulator import Pieces, TraceRequest
 from hybridkv.simulator.tokens import NEW_OUTPUT, PROMPT_SEGMENT
@@ -90,7 +101,7 @@ def goes(*hints: Hints) -> list[int]:
     for _ in range(2 * len(hints)):
         node = cache.kept._lowest(cache.now)
         assert node is not None
-        gone.append(first.index(node.keys(0, 1)[0]))
+        gone.append(first.index(keys_of(node, 0, 1)[0]))
         cache.kept._release(node, cache.now)
     return gone
 
@@ -124,18 +135,18 @@ def test_a_promise_moves_on_with_its_session() -> None:
     promised = Hints(within_s=60)
     cache.run(chat(1, 1), hints=promised)
     cache.run(chat(1, 2), hints=promised)
-    found = {node.tokens: node.end.promise for node in cache.kept._tree.kept()}
+    found = {node.tokens: node.promise for node in cache.kept._tree.kept()}
     assert (found[11], found[16], found[17]) == (NEVER, WITHIN + 2, WITHIN + 2)
     cache.run(chat(1, 2)[:-1], hints=Hints(over=True))  # on from 16, and nothing new is kept behind it
-    assert {node.tokens: node.end.promise for node in cache.kept._tree.kept()}[16] == NEVER
+    assert {node.tokens: node.promise for node in cache.kept._tree.kept()}[16] == NEVER
     cache.cache.check()
 
 
 def test_what_all_promise_and_nobody_keeps_is_believed_no_longer() -> None:
     ranking = HazardRanking()
 
-    def end(serial: int, promise: int, used: float) -> End:
-        made = End(serial, Kind.OUTPUT, 100, used, None)
+    def end(serial: int, promise: int, used: float) -> ResumePoint:
+        made = ResumePoint(serial, Kind.OUTPUT, 100, used, None)
         made.saved = 1.0
         ranking.promised(made, promise, used)
         return made

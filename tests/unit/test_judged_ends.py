@@ -12,11 +12,10 @@ from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.index import KnownTokens
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError
-from hybridkv.eviction import HAZARD
+from hybridkv.eviction import HAZARD, ranked
 from hybridkv.eviction.blocks import BlockNeeds
-from hybridkv.eviction.ranked import JudgedEnds
-from hybridkv.eviction.ranking import End, Kind
-from hybridkv.eviction.resume_points import Node
+from hybridkv.eviction.ranked import RankedResumePoints
+from hybridkv.eviction.ranking import Kind, ResumePoint
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
@@ -45,17 +44,17 @@ class Cache:
         self._names = count()
 
     @property
-    def kept(self) -> JudgedEnds:
+    def kept(self) -> RankedResumePoints:
         found = self.cache._parts.kept
-        assert isinstance(found, JudgedEnds)
+        assert isinstance(found, RankedResumePoints)
         return found
 
-    def ends(self, kind: Kind | None = None) -> list[End]:
-        self.kept._renew(self.now)
-        return [node.end for node in self.kept._tree.kept() if kind is None or node.end.kind is kind]
+    def ends(self, kind: Kind | None = None) -> list[ResumePoint]:
+        self.kept._renew_stale(self.now)
+        return [node for node in self.kept._tree.kept() if kind is None or node.kind is kind]
 
-    def node(self, tokens: int) -> Node:
-        self.kept._renew(self.now)
+    def node(self, tokens: int) -> ResumePoint:
+        self.kept._renew_stale(self.now)
         return next(node for node in self.kept._tree.kept() if node.tokens == tokens)
 
     def run(self, prompt: list[int], outputs: int = 3, seconds: float = 10.0) -> int:
@@ -149,13 +148,13 @@ def test_known_prefixes_are_forgotten_by_generations() -> None:
     assert known.leading(keys[30:]) == 3
 
 
-def test_ghosts_are_bounded() -> None:
+def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(slabs=7)
-    cache.kept._ghosts.most = 3
+    monkeypatch.setattr(ranked, "_MOST_GHOSTS", 3)
     for person in range(12):
         cache.run(chat(person))
-    assert len(cache.kept._ghosts) <= 3
-    assert len(cache.kept._tree.nodes) <= 3 + len(cache.ends())
+    assert sum(map(len, cache.kept._ghosts.values())) <= 3
+    assert len(cache.kept._tree.points) <= 3 + len(cache.ends())
 
 
 def test_what_became_of_ends_is_counted_by_kind() -> None:

@@ -8,7 +8,7 @@ from test_tenants import HYBRID, Cache, chat, unique
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.eviction import EVERYBODY, EVICTIONS, Share, TenantShares, eviction_named, resume_points
-from hybridkv.eviction.ranked import JudgedEnds
+from hybridkv.eviction.ranked import RankedResumePoints
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
@@ -40,7 +40,7 @@ def test_what_waits_finds_what_it_begins_with(specs: tuple[KVCacheSpec, ...]) ->
         cache.cache.check()
         found.append(cache.cache.find_hit(request).tokens)
         cache.cache.kept.expect_no_longer(request)
-        assert not any(node.end.awaited for node in cache.kept._tree.kept())
+        assert not any(node.awaited for node in cache.kept._tree.kept())
         cache.cache.check()
     assert found == [0, 11]
 
@@ -53,15 +53,15 @@ def test_the_deepest_that_comes_meanwhile_is_waited_for() -> None:
     awaited = []
     for turn in (1, 2):
         cache.run(chat(1, turn))
-        awaited.append([node.tokens for node in cache.kept._tree.kept() if node.end.awaited])
+        awaited.append([node.tokens for node in cache.kept._tree.kept() if node.awaited])
         cache.cache.check()
     assert awaited == [[11], [16, 17]]  # before the last token of the second turn, and behind it
     cache.cache.kept.expect_no_longer(waiting[1])
     cache.cache.kept.expect_no_longer(waiting[1])
-    assert [node.tokens for node in cache.kept._tree.kept() if node.end.awaited] == [17]
+    assert [node.tokens for node in cache.kept._tree.kept() if node.awaited] == [17]
     for node in [node for node in cache.kept._tree.kept() if node.tokens == 17]:
         cache.kept._release(node, cache.now)
-    assert [node.tokens for node in cache.kept._tree.kept() if node.end.awaited] == [16]
+    assert [node.tokens for node in cache.kept._tree.kept() if node.awaited] == [16]
     assert cache.cache.reset_prefix_cache()
     cache.cache.check()
 
@@ -77,7 +77,7 @@ def test_tokens_that_come_while_a_request_waits_are_not_looked_at() -> None:
     for token in prompt[11:]:
         request.append(token)
     cache.cache.check()
-    assert [node.tokens for node in cache.kept._tree.kept() if node.end.awaited] == [10]
+    assert [node.tokens for node in cache.kept._tree.kept() if node.awaited] == [10]
 
 
 def test_where_all_is_waited_for_room_is_made_all_the_same() -> None:
@@ -102,11 +102,11 @@ def test_a_queue_protects_nothing_beyond_a_tenants_share() -> None:
 
 
 def test_of_a_long_queue_the_first_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume_points, "_MOST", 3)
+    monkeypatch.setattr(resume_points, "_MOST_WAITING", 3)
     cache = Cache(EVERYBODY, 13)
     for person in range(9):
         cache.cache.kept.expect(asked(cache, person, 1))
-    assert len(cache.kept._queue) == 3
+    assert len(cache.kept._tree.waiting) == 3
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
@@ -141,7 +141,7 @@ def test_a_scheduler_tells_who_waits(eviction: str) -> None:
     drain()
     assert second.first_hit_tokens == (0 if eviction == "lru" else 12)
     kept = cache._parts.kept
-    assert not isinstance(kept, JudgedEnds) or len(kept._queue) == 0
+    assert not isinstance(kept, RankedResumePoints) or len(kept._tree.waiting) == 0
 
 
 # -- faults

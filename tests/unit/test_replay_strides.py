@@ -12,8 +12,9 @@ from hybridkv.cache import CacheOptions, CommonHit, KVCacheManager
 from hybridkv.cache.fast_forward import Strides as CacheStrides
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.eviction import LRU
-from hybridkv.eviction.ranked import JudgedEnds
-from hybridkv.eviction.ranking import End, TenantRankings
+from hybridkv.eviction.hazard import HazardRanking
+from hybridkv.eviction.ranked import RankedResumePoints
+from hybridkv.eviction.ranking import ResumePoint
 from hybridkv.models import Layer, Model, known_models, read_model
 from hybridkv.planner import Plan, plan
 from hybridkv.request import Request, SamplingParams
@@ -159,18 +160,18 @@ def test_an_eviction_that_minds_the_time() -> None:
 def at_what_time(monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[object]]:
     """When ends were kept and given up in a replay step by step, and when in strides."""
     told: list[object] = []
-    keep, given_up = JudgedEnds.keep, TenantRankings.given_up
+    keep, given_up = RankedResumePoints.keep, HazardRanking.given_up
 
-    def keeps(one: JudgedEnds, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
+    def keeps(one: RankedResumePoints, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
         told.append(("kept", request.request_id, tokens, one._clock()))
         keep(one, request, tokens, states, ended=ended)
 
-    def gives_up(one: TenantRankings, end: End, heir: End | None, now: float, *, declined: bool) -> None:
+    def gives_up(one: HazardRanking, end: ResumePoint, heir: ResumePoint | None, now: float, *, declined: bool) -> None:
         told.append(("given up", end.serial, now))
         given_up(one, end, heir, now, declined=declined)
 
-    monkeypatch.setattr(JudgedEnds, "keep", keeps)
-    monkeypatch.setattr(TenantRankings, "given_up", gives_up)
+    monkeypatch.setattr(RankedResumePoints, "keep", keeps)
+    monkeypatch.setattr(HazardRanking, "given_up", gives_up)
     source = Workload("chat", seed=2, limit=8, hours=0.01, rate=20)
     report, singles = compared(source, tight("llama-3-8b", source, "natural", 2), eviction="hazard")
     assert singles < report.steps / 4

@@ -13,7 +13,7 @@ from hybridkv.cache.index import KnownTokens
 from hybridkv.cache.placement import EndsPlacement, NoStates
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import EVERYBODY, HAZARD, Share, TenantShares, eviction_named
-from hybridkv.eviction.ranked import JudgedEnds
+from hybridkv.eviction.ranked import RankedResumePoints
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
@@ -39,9 +39,9 @@ class Cache:
         self._names = count()
 
     @property
-    def kept(self) -> JudgedEnds:
+    def kept(self) -> RankedResumePoints:
         found = self.cache._parts.kept
-        assert isinstance(found, JudgedEnds)
+        assert isinstance(found, RankedResumePoints)
         return found
 
     def weight(self, tenant: str) -> int:

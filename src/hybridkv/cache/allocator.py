@@ -301,7 +301,7 @@ class Slots:
         total = np.minimum(end + num_lookahead_tokens, most)
         due = self._residents.due(rows, total)
         slots = nothing_new(len(rows))
-        if due.size and due.size <= FEW and self._only_grow and not self._transfers.judges:
+        if due.size and due.size <= FEW and self._only_grow and not self._transfers.ranks:
             slots = self._allocate_few(due, rows[due], end[due], lookahead=num_lookahead_tokens, accepted=len(rows))
             self._pool.advance_epoch()
         elif due.size:
@@ -330,7 +330,7 @@ class Slots:
         needs = needs._replace(plain=needs.plain & ~self._residents.ends_due(due.rows, due.end))
         parts: list[BatchSlots] = []
         for first, last in _runs(needs.plain):
-            together = needs.plain[first] and (last - first > FEW or not self._only_grow or self._transfers.judges)
+            together = needs.plain[first] and (last - first > FEW or not self._only_grow or self._transfers.ranks)
             served = self._serve(due.part(first, last), needs.part(first, last)) if together else None
             if served is None:
                 part = due.part(first, last)
@@ -386,7 +386,7 @@ class Slots:
 
         CacheError where they are not.
         """
-        if self._transfers.judges:  # who is given up for all of a step's rows is not told row after row
+        if self._transfers.ranks:  # who is given up for all of a step's rows is not told row after row
             if (served := self.allocate(rows, 1, 0)).accepted < len(rows):
                 raise CacheError(f"rows {rows} were promised blocks for a token more: {served.reason}")
             return

@@ -66,7 +66,7 @@ from hybridkv.cache.transfers import Checkpoints, TransferLog
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.eviction.blocks import BlockNeeds
 from hybridkv.eviction.named import EVICTIONS, LRU, Eviction, eviction_named, eviction_of
-from hybridkv.eviction.ranked import JudgedEnds
+from hybridkv.eviction.ranked import RankedResumePoints
 from hybridkv.eviction.ranking import EVERYBODY, TenantRankings, TenantShares
 from hybridkv.observe.block_times import BlockTimes
 from hybridkv.observe.events import EventQueue
@@ -579,7 +579,7 @@ def assemble(
     stateful = [group for group in groups if group.states is not None] if placement.keeps_states else []
     kept: KeptEnds = LastUsed(stateful, pool, placement)
     if caching and layout.needs is not None and layout.eviction.ranking is not None:
-        kept = JudgedEnds(
+        kept = RankedResumePoints(
             [group for group in groups if group.kind.publishes],
             pool,
             needs=layout.needs,

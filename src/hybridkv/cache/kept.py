@@ -25,10 +25,10 @@ Int64 = NDArray[np.int64]
 
 
 class KeptEnds(Protocol):
-    """See the module. judges: whether every end is of interest, those without new states, too."""
+    """See the module. ranks: whether every end is of interest, those without new states, too."""
 
     @property
-    def judges(self) -> bool:
+    def ranks(self) -> bool:
         """See the class."""
         ...
 
@@ -82,7 +82,7 @@ class LastUsed:
     groups: those whose states are kept.
     """
 
-    judges = False
+    ranks = False
 
     def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, placement: Placement) -> None:
         self._groups = tuple(groups)

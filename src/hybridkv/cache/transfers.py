@@ -57,7 +57,7 @@ class Checkpoints:
         self._placement = placement
         self._next = np.full(64, NEVER)
         self._kept = kept
-        self.idle = not (self.groups or kept.judges)
+        self.idle = not (self.groups or kept.ranks)
         self._late: dict[int, list[tuple[int, int]]] = {}
         self._ahead = set[int]()  # rows that have a stop ahead, so that steps without any cost nothing
         self.stored = self.declined = 0
@@ -161,7 +161,7 @@ class Checkpoints:
     def _store_one(self, request: Request, tokens: int, column: int | None = None) -> None:
         lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
         if not lacking:
-            if self._kept.judges:
+            if self._kept.ranks:
                 self._kept.keep(request, tokens, (), ended=False)
             return
         needs = [0] * len(self._pool.classes)
@@ -218,7 +218,7 @@ class Checkpoints:
         blocks = [group.rows.cells.item(group.rows.origin.item(request.row) + column) for group in lacking]
         for group, block in zip(lacking, blocks, strict=True):
             self._publish(group, request, tokens, block, WRITTEN)
-        if lacking or self._kept.judges:
+        if lacking or self._kept.ranks:
             self._kept.keep(request, tokens, blocks, ended=ended)
 
 
@@ -308,9 +308,9 @@ class TransferLog:
         return not (self._moves or self._copies or self._stored)
 
     @property
-    def judges(self) -> bool:
+    def ranks(self) -> bool:
         """Whether evictions give up ends, one against the other."""
-        return self._ends.judges
+        return self._ends.ranks
 
     @property
     def held(self) -> list[int]:
@@ -345,7 +345,7 @@ class TransferLog:
 
     def make_way(self, needs: Sequence[int]) -> None:
         """Ends are given up for ``needs`` blocks, by group, at once, if there can be room for all of them."""
-        if not self.judges or not self._pool.gives(needs):
+        if not self.ranks or not self._pool.gives(needs):
             return
         for group, need in zip(self._first_group, self._pool.by_class(needs), strict=True):
             if need:

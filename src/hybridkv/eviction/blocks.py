@@ -1,21 +1,18 @@
-"""Which blocks an end needs, and what it costs: in each group what a hit that ends there reads.
+"""The blocks that resume points need, and what they cost.
 
-full attention      every block of its segment (those before are its parent's), and the one its last tokens lie in
+A resume point needs, in each group, what a hit that ends there reads:
+
+full attention      every block of its segment (those before are its parent's), and the one that holds its last tokens
 windows, chunks     the blocks that the next token reads, and that one
 states              the state after its very tokens
 
-Ends in the tree and the blocks they need, changed together: who comes or goes, and whose cost that changes.
+A block that no kept resume point needs and no request holds can never be hit with profit: it goes first.
 
-put        an end needs its blocks, those behind it no longer what it needs for them
-take_out   it needs nothing, those behind it what it needed for them
-owners     of each block that ends need by themselves: states, and what their last tokens lie in
+    counts[block]   how many kept resume points need it
+    payers[block]   of several tenants, the one whose resume point needed it first; charged until no one needs it
+    owners[block]   the resume points that need it by themselves: a state, or what holds their last tokens
 
-What kept ends need: a block that none needs, and nobody holds, can never be hit with profit and goes first.
-
-    counts[block]   how many kept ends need it; who keeps ends counts (hybridkv.eviction.ranked)
-    payers[block]   of several tenants the one whose end needed it first; who it is charged to until none needs it
-
-A block that loses its key is needed by nobody any longer: ``take_lost`` says which of them some end still counted on.
+A block that loses its key is needed no longer: ``take_lost`` says which of them a resume point still counted on.
 """
 
 from __future__ import annotations
@@ -31,21 +28,41 @@ from numpy.typing import NDArray
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.spaces.space import ClassedSpace
-from hybridkv.eviction.ranking import Weights
-from hybridkv.eviction.resume_points import Node
+from hybridkv.eviction.ranking import ResumePoint, Weights
+from hybridkv.eviction.resume_points import (
+    children_after,
+    children_of,
+    detach,
+    few,
+    keys_of,
+    level_of,
+    link,
+    overtaken_by,
+    siblings_of,
+    unlink,
+)
 from hybridkv.request import Request
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+Ids = NDArray[np.int32] | NDArray[np.int64]
 
 _FEW: Final = 3
-"""So many blocks are priced one by one sooner than it is seen that they have one size."""
+"""Up to so many blocks, pricing each takes less time than seeing whether all have one size."""
 
 
-class EndBlocks:
-    """groups: all that publish. needs: how many ends need each block of ``pool``."""
+class PointBlocks:
+    """Count the blocks of resume points as they come and go.
+
+    groups: all that publish.
+    needs: how many resume points need each block of ``pool``.
+
+    Attributes
+        owners: block -> the resume points that need it by themselves.
+    """
 
     def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, needs: BlockNeeds) -> None:
+        self.owners: dict[int, list[ResumePoint]] = {}
         self._pool = pool
         self._needs = needs
         self._bytes = np.array(needs.block_bytes, np.int64)
@@ -54,67 +71,60 @@ class EndBlocks:
         self._states = tuple(one for one in groups if one.states is not None)
         self._full = tuple(one for one in tokens if one.policy.hits.downward_closed)
         self._windows = tuple(one for one in tokens if not one.policy.hits.downward_closed)
+        self.overlaps = bool(self._windows) or any(group.key_stride > 1 for group in self._full)
+        """Whether a resume point may need blocks before its parent: for windows, and columns of several hash blocks."""
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether what an end needs may reach behind its parent: windows do, and columns of several hash blocks."""
-        return bool(self._windows) or any(group.key_stride > 1 for group in self._full)
+    # -- where they are
 
-    # -- where things are
-
-    def segment(self, node: Node) -> list[int] | None:
-        """Blocks of full attention in its segment, in order; None where one is not there. O(segment)."""
-        start, found = node.depth - len(node.segment), list[int]()
+    def segment(self, point: ResumePoint) -> list[int] | None:
+        """Return the blocks of full attention in its segment, in order; None where one is not there. O(segment)."""
+        start, found = point.depth - len(point.segment), list[int]()
         for group in self._full:
-            found += group.index.blocks_of(_columns(group, node.segment, start))
+            found += group.index.blocks_of(_columns(group, point.segment, start))
         return None if 0 in found else found
 
-    def window(self, node: Node) -> list[int] | None:
-        """Whole blocks that windows and chunks read before it; None where one is not there. O(windows)."""
+    def window(self, point: ResumePoint) -> list[int] | None:
+        """Return the whole blocks that windows and chunks read before it; None where one is not there. O(windows)."""
         found = list[int]()
-        keys_of: dict[tuple[int, int, int], list[bytes]] = {}  # groups with the same window read the same keys
+        keys_read: dict[tuple[int, int, int], list[bytes]] = {}  # groups with the same window read the same keys
         for group in self._windows:
             size, stride = group.policy.block_size, group.key_stride
-            read = group.policy.hits.first_needed(node.tokens) // size, node.tokens // size, stride
-            if read not in keys_of:
-                keys_of[read] = node.keys(read[0] * stride, read[1] * stride)[stride - 1 :: stride]
-            found += group.index.blocks_of(keys_of[read])
+            read = group.policy.hits.first_needed(point.tokens) // size, point.tokens // size, stride
+            if read not in keys_read:
+                keys_read[read] = keys_of(point, read[0] * stride, read[1] * stride)[stride - 1 :: stride]
+            found += group.index.blocks_of(keys_read[read])
         return None if 0 in found else found
 
-    def own(self, request: Request, tokens: int) -> list[int] | None:
-        """Its states and the blocks that its last tokens lie in; None where one is not there."""
-        tails = [_tail(group, request, tokens) for group in (*self._full, *self._windows)]
-        found = tails + [group.view(request).labelled(tokens) for group in self._states]
-        blocks = [block for block in found if block]
-        return None if None in found else blocks
+    def _own(self, request: Request, tokens: int) -> list[int] | None:
+        """Return its states and the blocks that hold its last tokens; None where one is not there."""
+        found = list[int | None]()
+        for group in (*self._full, *self._windows):
+            column, rest = divmod(tokens, group.policy.block_size)
+            hits = group.policy.hits
+            if rest and hits.copies and hits.first_needed(tokens) < tokens:
+                found.append(group.view(request).beginning(column, rest))
+        found += [group.view(request).labelled(tokens) for group in self._states]
+        return None if None in found else [block for block in found if block]
 
-    # -- what it costs
+    # -- what they cost
 
-    def charged(self, node: Node) -> list[int]:
-        """What ``node`` pays for: its own blocks, its windows, and its segment unless ends behind it need that."""
-        return node.own + self._besides(node)
+    def _besides(self, point: ResumePoint) -> list[int]:
+        """Return what ``point`` pays for besides its own blocks: windows, and its segment unless it has children."""
+        found = self.window(point) or [] if self._windows else []
+        return found if point.children else found + (self.segment(point) or [])
 
-    def _besides(self, node: Node) -> list[int]:
-        """All of that but its own blocks. O(its segment)."""
-        found = self.window(node) or [] if self._windows else []
-        return found if node.children else found + (self.segment(node) or [])
-
-    def _classes(self, ids: Int64) -> Int64:
-        of: Int64 = np.searchsorted(self._pool.bases, ids, side="right") - 1
-        return of
-
-    def are_held(self, node: Node) -> bool:
-        """Whether nothing that ``node`` pays for would be free without it, whichever other ends go: all is held."""
+    def are_held(self, point: ResumePoint) -> bool:
+        """Return whether requests hold all that ``point`` pays for, so that nothing would be free without it."""
         held = self._pool.ref_count
-        return all(map(held, node.own)) and all(map(held, self._besides(node)))
+        return all(map(held, point.own)) and all(map(held, self._besides(point)))
 
-    def frees(self, node: Node, gone: Counter[int], taken: dict[int, int]) -> list[int]:
-        """Blocks by class that are free without ``node`` and all those asked before with the same ``gone``.
+    def frees(self, point: ResumePoint, gone: Counter[int], taken: dict[int, int]) -> list[int]:
+        """Return the blocks by class that are free without ``point`` and all those asked before with the same ``gone``.
 
-        gone: for each block that several ends need, how many of those asked do. taken: bytes that each tenant is
-        charged no longer without them, those of ``node`` are added; see BlockNeeds.put_back.
+        gone: for each block that several resume points need, how many of those asked do.
+        taken: bytes that each tenant is charged no longer without them; those of ``point`` are added.
         """
-        ids = np.array(self.charged(node), np.int64)
+        ids = np.array(point.own + self._besides(point), np.int64)
         counts = self._needs.counts[ids]
         shared = ids[counts > 1].tolist()
         gone.update(shared)
@@ -123,256 +133,214 @@ class EndBlocks:
         if self._needs.payers.size:
             self._needs.take_off(loose, taken)
         loose = loose[self._pool.ref_counts(loose) == 0]
-        found: list[int] = np.bincount(self._classes(loose), minlength=len(self._bytes)).tolist()
+        classes = np.searchsorted(self._pool.bases, loose, side="right") - 1
+        found: list[int] = np.bincount(classes, minlength=len(self._bytes)).tolist()
         return found
 
-    def would_need(self, request: Request, parent: Node, depth: int, states: Sequence[int]) -> list[int]:
-        """Blocks by class of an end at ``depth`` hash blocks behind ``parent`` that no other needs, and ``states``."""
+    def saving(self, request: Request, point: ResumePoint, parent: ResumePoint, states: Sequence[int]) -> float:
+        """Return what ``point``, not kept, would save below ``parent``: tokens a byte that no other needs.
+
+        states: blocks by class that it takes. 0.0 where it needs nothing.
+        """
         counts = list(states)
         for group in self._full:
-            keys = _columns(group, request.hashes[parent.depth : depth], parent.depth)
+            keys = _columns(group, request.hashes[parent.depth : point.depth], parent.depth)
             found = np.array(group.index.blocks_of(keys), np.int64)
             counts[self._pool.classes[group.number]] += int(np.count_nonzero(self._needs.counts[found] == 0))
-        return counts
+        size = int(np.dot(self._bytes, counts))
+        return (point.tokens - parent.tokens) / size if size else 0.0
 
-    def saving(self, tokens: int, blocks: Sequence[int]) -> float:
-        """Tokens saved a byte of ``blocks``, by class; 0.0 where there is none."""
-        size = int(np.dot(self._bytes, blocks))
-        return tokens / size if size else 0.0
+    def saved(self, point: ResumePoint) -> float:
+        """Return what ``point``, kept, saves: tokens after its parent, a byte; 0.0 where it pays for nothing.
 
-    def saved(self, node: Node) -> float:
-        """What ``node``, kept, saves: tokens behind its parent, a byte; 0.0 where it pays for nothing.
-
-        Ends that need the same block share what it costs. O(its segment).
+        Resume points that need the same block share what it costs. O(its segment).
         """
-        price = self._price(node.own) + self._price(self._besides(node))
-        before = 0 if node.parent is None else node.parent.end.tokens
-        return (node.end.tokens - before) / price if price else 0.0
+        price = self._price(point.own) + self._price(self._besides(point))
+        before = 0 if point.parent is None else point.parent.tokens
+        return (point.tokens - before) / price if price else 0.0
 
     def _price(self, ids: list[int]) -> float:
-        """Bytes of ``ids``, each shared by those that need it."""
+        """Return the bytes of ``ids``, each shared by those that need it."""
         sizes, bases, counts = self._bytes_of, self._pool.bases, self._needs.each
         if len(ids) > _FEW and (of := bisect_right(bases, min(ids))) == bisect_right(bases, max(ids)):
             size = sizes[of - 1]
             return sum([size / (counts[block] or 1) for block in ids])
         return sum([sizes[bisect_right(bases, block) - 1] / (counts[block] or 1) for block in ids])
 
-    # -- counted
+    # -- resume points come and go
 
-    def count(self, node: Node) -> list[int] | None:
-        """``node``, whose own blocks are known, needs its blocks: its segment.
+    def put(self, request: Request, point: ResumePoint, parent: ResumePoint) -> list[ResumePoint] | None:
+        """Keep ``point``, of ``request``, below ``parent``. Return those whose costs changed. O(its blocks).
 
-        None, and nothing done, where one of all is not there.
+        Returns None, and does nothing, where one of its blocks is not there.
         """
-        segment, window = self.segment(node), self.window(node)
-        if segment is None or window is None:
+        own = self._own(request, point.tokens)
+        if own is None:
             return None
-        self._needs.add(np.array(segment + window + node.own, np.int64), node.end.tenant)
-        return segment
+        point.segment, point.parent, point.own = request.hashes[parent.depth : point.depth], parent, own
+        segment, window = self.segment(point), self.window(point)
+        if segment is None or window is None:
+            point.segment, point.parent, point.own = [], None, []
+            return None
+        self._needs.add(np.array(segment + window + own, np.int64), point.tenant)
+        for block in own:
+            self.owners.setdefault(block, []).append(point)
+        following = self._following(request, point)
+        changed = list[ResumePoint]()
+        if parent.inside[1]:
+            known = following if parent.depth == point.depth else point.segment[:1]
+            changed = [one for late in overtaken_by(parent, known) for one in self._put_below(late, parent)]
+        after, paid = children_after(parent, point, following), not parent.children
+        self._pass_on(point.segment, parent.depth, len(after))
+        for child in after:
+            unlink(child)
+            child.segment = child.segment[len(point.segment) :]
+        link(point, parent)
+        for child in after:
+            link(child, point)
+        point.kept = True
+        changed += after + self._others(point, segment)
+        return [point, parent, *changed] if paid or self.overlaps else [point, *changed]
 
-    def discount(self, node: Node, segment: list[int] | None) -> None:
-        """``node``, just before it leaves the tree, needs nothing; its children need its ``segment`` each.
+    def _pass_on(self, keys: Sequence[bytes], start: int, times: int) -> None:
+        """Let ``times`` resume points leave the hash blocks ``keys``, from ``start`` on, to another."""
+        for group in self._full if times else ():
+            self._needs.counts[group.index.blocks_of(_columns(group, keys, start))] -= times
 
-        What nobody needs or holds any longer is given up.
+    def _following(self, request: Request, point: ResumePoint) -> set[bytes]:
+        """Return the known keys of blocks that begin with the last tokens of ``point``, which fill none."""
+        if not point.inside[1]:
+            return set()
+        keys = {key for block in point.own if (key := self._pool.key_of(block)) is not None}
+        return keys.union(request.hashes[point.depth : point.depth + 1])
+
+    def _put_below(self, point: ResumePoint, parent: ResumePoint) -> list[ResumePoint]:
+        """Put ``point`` below ``parent``, now known to be its prefix. Return those whose costs changed."""
+        changed, at = [point], parent
+        while at is not point.parent and at.parent is not None:
+            changed += [at, *self._others(at, self.segment(at))]
+            at = at.parent
+        before = unlink(point)
+        length = parent.depth - before.depth
+        self._pass_on(point.segment[:length], before.depth, 1)
+        point.segment = point.segment[length:]
+        link(point, parent)
+        return changed
+
+    def take_out(self, point: ResumePoint) -> tuple[ResumePoint, list[ResumePoint]]:
+        """Keep ``point`` no longer: what no one needs or holds any longer is given up. O(its segment, its children).
+
+        Returns its parent, and all whose costs changed. Its children need its segment each.
         """
-        gone = node.own + (self.window(node) or [])[::-1]
-        heirs = node.heirs()
-        if not heirs:
+        segment = self.segment(point)
+        changed = self._others(point, segment)
+        gone, children = point.own + (self.window(point) or [])[::-1], children_of(point)
+        if not children:
             gone += (segment or [])[::-1]
         elif segment:
             ids = np.array(segment, np.int64)
-            self._needs.counts[ids] += len(heirs) - 1
-            self._needs.hand_on(ids, heirs[0].end.tenant)
+            self._needs.counts[ids] += len(children) - 1
+            self._needs.hand_on(ids, children[0].tenant)
         loose = self._needs.drop(np.array(gone, np.int64))
         if loose.size:
             loose = loose[self._pool.ref_counts(loose) == 0]
         if loose.size:
             self._needs.space.give_up(loose)
-
-    def pass_on(self, keys: Sequence[bytes], start: int, times: int) -> None:
-        """``times`` ends that needed the hash blocks ``keys``, from number ``start`` on, leave them to another."""
-        for group in self._full if times else ():
-            self._needs.counts[group.index.blocks_of(_columns(group, keys, start))] -= times
-
-    def counted(self, nodes: Sequence[Node]) -> Int32:
-        """How many of ``nodes`` need each block, int32[blocks], counted anew."""
-        counts = np.zeros_like(self._needs.counts)
-        for node in nodes:
-            np.add.at(counts, self._blocks_of(node), 1)
-        return counts
-
-    def _blocks_of(self, node: Node) -> Int64:
-        """All that it needs, those of its segment and windows that are there."""
-        return np.array([*(self.segment(node) or []), *(self.window(node) or []), *node.own], np.int64)
-
-    def recount(self, nodes: Sequence[Node]) -> None:
-        """``nodes``, whole ones, are all that need anything."""
-        self._needs.recount([(node.end.tenant, self._blocks_of(node)) for node in nodes])
-        self._needs.space.give_up(np.flatnonzero(self._pool.cached() & (self._needs.counts == 0)))
-
-
-def _columns(group: CacheGroup, keys: Sequence[bytes], start: int) -> Sequence[bytes]:
-    """Of ``keys``, those of hash blocks from ``start`` on, the ones that end a column of ``group``."""
-    stride = group.key_stride
-    return keys if stride == 1 else keys[(stride - 1 - start) % stride :: stride]
-
-
-def _tail(group: CacheGroup, request: Request, tokens: int) -> int | None:
-    """The block that the last tokens lie in where they fill none; 0 where they do, None where it is not there."""
-    column, rest = divmod(tokens, group.policy.block_size)
-    hits, view = group.policy.hits, group.view(request)
-    if not (rest and hits.copies) or hits.first_needed(tokens) >= tokens:
-        return 0
-    return view.beginning(column, rest)
-
-
-class EndShares:
-    """groups: all that publish. needs: counts of blocks of ``pool``. For reading: blocks, and owners by block."""
-
-    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, needs: BlockNeeds) -> None:
-        self._pool = pool
-        self.blocks = EndBlocks(groups, pool, needs)
-        self.owners: dict[int, list[Node]] = {}
-
-    def clear(self) -> None:
-        """There are no ends."""
-        self.owners = {}
-
-    # -- who comes and goes
-
-    def put(self, request: Request, node: Node, parent: Node) -> list[Node] | None:
-        """``node``, of ``request``, is kept behind ``parent``; those whose costs are others now. O(its blocks).
-
-        None, and nothing done, where one of its blocks is not there.
-        """
-        own = self.blocks.own(request, node.tokens)
-        node.segment, node.parent = request.hashes[parent.depth : node.depth], parent
-        node.own = own or []
-        segment = None if own is None else self.blocks.count(node)
-        if segment is None:
-            node.parent, node.segment, node.own = None, [], []
-            return None
-        for block in node.own:
-            self.owners.setdefault(block, []).append(node)
-        following = self._following(request, node)
-        changed = list[Node]()
-        if parent.inside[1]:
-            known = following if parent.depth == node.depth else node.segment[:1]
-            changed = [one for late in parent.overtaken_by(known) for one in self._put_behind(late, parent)]
-        behind, paid = parent.behind(node, following), not parent.children
-        self.blocks.pass_on(node.segment, parent.depth, len(behind))
-        for child in behind:
-            child.unlink()
-            child.segment = child.segment[len(node.segment) :]
-        node.link(parent)
-        for child in behind:
-            child.link(node)
-        node.kept = True
-        changed += behind + self.beside(node, segment)
-        return [node, parent, *changed] if paid or self.blocks.overlaps else [node, *changed]
-
-    def _following(self, request: Request, node: Node) -> set[bytes]:
-        """Keys of blocks that begin with the last tokens of ``node``, which fill none: those that are known."""
-        if not node.inside[1]:
-            return set()
-        keys = {key for block in node.own if (key := self._pool.key_of(block)) is not None}
-        return keys.union(request.hashes[node.depth : node.depth + 1])
-
-    def _put_behind(self, node: Node, parent: Node) -> list[Node]:
-        """``node`` is known to begin as ``parent``, which stands behind the same end; whose costs are others now."""
-        changed, at = [node], parent
-        while at is not node.parent and at.parent is not None:
-            changed += [at, *self.beside(at, self.blocks.segment(at))]
-            at = at.parent
-        before = node.unlink()
-        length = parent.depth - before.depth
-        self.blocks.pass_on(node.segment[:length], before.depth, 1)
-        node.segment = node.segment[length:]
-        node.link(parent)
-        return changed
-
-    def take_out(self, node: Node) -> tuple[Node, list[Node]]:
-        """``node`` is kept no longer: its parent, and all whose costs are others now. O(its segment, its children).
-
-        What nobody needs or holds any longer is given up.
-        """
-        segment = self.blocks.segment(node)
-        changed = self.beside(node, segment)
-        self.blocks.discount(node, segment)
-        parent, heirs = self.cut(node)
-        changed = heirs + changed
-        if not parent.children or self.blocks.overlaps:
+        parent, children = self.cut(point)
+        changed = children + changed
+        if not parent.children or self.overlaps:
             changed.append(parent)
         return parent, changed
 
-    def cut(self, node: Node) -> tuple[Node, list[Node]]:
-        """Out of the tree, what it needs being counted as before: its parent, and the children, now that one's."""
-        for block in node.own:
+    def cut(self, point: ResumePoint) -> tuple[ResumePoint, list[ResumePoint]]:
+        """Take ``point`` out of the tree, counts unchanged. Return its parent, and its children, now below that one."""
+        for block in point.own:
             owners = self.owners[block]
-            owners.remove(node)
+            owners.remove(point)
             if not owners:
                 del self.owners[block]
-        around = node.detach()
-        node.own, node.segment, node.kept = [], [], False
+        around = detach(point)
+        point.own, point.segment, point.kept = [], [], False
         return around
 
-    # -- who is concerned
+    def _others(self, point: ResumePoint, segment: list[int] | None) -> list[ResumePoint]:
+        """Return those that may pay for a block that ``point`` needs, but its children, its parent and for windows.
 
-    def beside(self, node: Node, segment: list[int] | None) -> list[Node]:
-        """Ends that may pay for a block that ``node`` needs, children and parent left out; windows are not looked at.
-
-        Those with ends behind them pay for no segment.
+        Those with children pay for no segment.
         """
         owners = self.owners
         found = [
-            one for block in node.own + (segment or []) if block in owners for one in owners[block] if one is not node
+            one for block in point.own + (segment or []) if block in owners for one in owners[block] if one is not point
         ]
-        others = node.siblings()
-        keys = {key for block in node.own if (key := self._pool.key_of(block)) is not None}
-        if keys:  # who goes on behind the block that it ends in
-            others += [one for before in node.level() for key in sorted(keys) for one in before.few(key)]
-        return found + [one for one in others if self.blocks.overlaps or not one.children]
+        others = siblings_of(point)
+        keys = {key for block in point.own if (key := self._pool.key_of(block)) is not None}
+        if keys:  # those that continue after the block that it ends in
+            others += [one for before in level_of(point) for key in sorted(keys) for one in few(before, key)]
+        return found + [one for one in others if self.overlaps or not one.children]
 
     # -- what happens to blocks
 
     def follow(self, moves: Int64) -> None:
-        """Blocks moved, int64[m, 2] of (source, target). O(moves)."""
-        pairs = moves.tolist()
-        found = [(source, target, self.owners.pop(source, None)) for source, target in pairs]
+        """Follow blocks that moved, int64[m, 2] of (source, target). O(moves)."""
+        found = [(source, target, self.owners.pop(source, None)) for source, target in moves.tolist()]
         for source, target, owners in found:
             if owners is None:
                 continue
             self.owners[target] = owners
-            for node in owners:
-                node.own = [target if block == source else block for block in node.own]
+            for point in owners:
+                point.own = [target if block == source else block for block in point.own]
 
-    def lose(self, lost: Mapping[int, int]) -> tuple[set[Node], bool]:
+    def lose(self, lost: Mapping[int, int]) -> tuple[set[ResumePoint], bool]:
         """Forget blocks that lost their keys, as blocks of their own of resume points.
 
-        lost: block -> how many resume points needed it. O(lost and their owners).
+        lost: block -> how many resume points needed it.
 
         Returns the resume points that owned one, and whether no other resume point needed any of them.
         """
-        broken, owned_alone = set[Node](), True
+        broken, owned_alone = set[ResumePoint](), True
         for block, count in lost.items():
             owners = self.owners.pop(block, [])
             owned_alone &= len(owners) == count
-            for node in owners:
-                node.own.remove(block)
-                broken.add(node)
+            for point in owners:
+                point.own.remove(block)
+                broken.add(point)
         return broken, owned_alone
 
+    def counted(self, points: Sequence[ResumePoint]) -> Int32:
+        """Return how many of ``points`` need each block, int32[blocks], counted anew."""
+        counts = np.zeros_like(self._needs.counts)
+        for point in points:
+            np.add.at(counts, self._blocks_of(point), 1)
+        return counts
 
-Ids = NDArray[np.int32] | NDArray[np.int64]
+    def recount(self, points: Sequence[ResumePoint]) -> None:
+        """Count anew: ``points``, whole ones, are all that need anything."""
+        self._needs.recount([(point.tenant, self._blocks_of(point)) for point in points])
+        self._needs.space.give_up(np.flatnonzero(self._pool.cached() & (self._needs.counts == 0)))
 
-_NONE = np.empty(0, np.int32)
+    def _blocks_of(self, point: ResumePoint) -> Int64:
+        """Return all that it needs, as far as its segment and windows are there."""
+        return np.array([*(self.segment(point) or []), *(self.window(point) or []), *point.own], np.int64)
+
+
+def _columns(group: CacheGroup, keys: Sequence[bytes], start: int) -> Sequence[bytes]:
+    """Return those of ``keys``, of hash blocks from ``start`` on, that end a column of ``group``."""
+    stride = group.key_stride
+    return keys if stride == 1 else keys[(stride - 1 - start) % stride :: stride]
 
 
 class BlockNeeds:
-    """Counts for the blocks of ``space``. block_bytes: of each class. tenants: among whom ``weights`` tells apart.
+    """Count how many kept resume points need each block of ``space``.
 
-    For reading: both, counts, and each (the same, quick to read singly); lost (as ``take_lost`` will say); weights;
-    cleared (how often all keys were lost at once).
+    block_bytes: of each class.
+    tenants: among whom ``weights`` divides what is needed.
+
+    Attributes
+        counts, each: int32[blocks], resume points that need each block; ``each`` is quick to read singly.
+        payers: int32[blocks], the tenant that is charged for each block; empty for a single tenant.
+        weights: bytes that each tenant is charged.
+        lost: what ``take_lost`` will return.
+        cleared: how often all keys were lost at once.
     """
 
     def __init__(self, space: ClassedSpace, block_bytes: Sequence[int], tenants: int = 1) -> None:
@@ -388,7 +356,7 @@ class BlockNeeds:
         self.lost: dict[int, int] = {}
 
     def add(self, ids: Ids, tenant: int) -> None:
-        """One more end of ``tenant`` needs each of ``ids``, distinct, with keys; those given up are kept again."""
+        """Count one more resume point of ``tenant`` for each of ``ids``, distinct, with keys."""
         counts = self.counts[ids]
         new = ids[counts == 0]
         self.counts[ids] = counts + 1
@@ -398,18 +366,20 @@ class BlockNeeds:
                 self.weights.add(tenant, self._bytes_of(new))
             self.space.keep(new)
 
-    def recount(self, ends: Sequence[tuple[int, Ids]]) -> None:
-        """Ends of these tenants, each of which needs these blocks, are all there are. O(blocks and what ends need).
+    def recount(self, points: Sequence[tuple[int, Ids]]) -> None:
+        """Count anew what resume points need. O(blocks and needs).
 
         Of two blocks with one key the first may have been lost: the other one, given up before, is needed in its place.
+
+        points: the tenant of each resume point, and the blocks that it needs.
         """
         unneeded = self.counts == 0
         self.counts.fill(0)
-        for _, needed in ends:
+        for _, needed in points:
             np.add.at(self.counts, needed, 1)
         again = np.flatnonzero(unneeded & (self.counts > 0))
         self.space.keep(again)
-        for tenant, needed in reversed(ends) if self.payers.size else ():
+        for tenant, needed in reversed(points) if self.payers.size else ():
             self.payers[np.intersect1d(again, needed)] = tenant
         self.weights.replace(self.charged())
 
@@ -421,7 +391,7 @@ class BlockNeeds:
         return int(self._bytes_of_each(ids).sum())
 
     def hand_on(self, ids: Ids, tenant: int) -> None:
-        """``tenant`` is charged for ``ids``, which its ends need, from now on."""
+        """Charge ``tenant`` for ``ids``, which its resume points need, from now on."""
         if self.payers.size:
             self._discharge(ids)
             self.payers[ids] = tenant
@@ -432,7 +402,7 @@ class BlockNeeds:
             self.take_off(ids, {})
 
     def take_off(self, ids: Ids, taken: dict[int, int]) -> None:
-        """Of several tenants charge none for ``ids``, and add to ``taken`` what each was charged. O(ids log ids)."""
+        """Charge no tenant for ``ids``, and add to ``taken`` what each was charged. O(ids log ids)."""
         payers, place = np.unique(self.payers[ids], return_inverse=True)
         sizes = np.zeros(payers.size, np.int64)
         np.add.at(sizes, place, self._bytes_of_each(ids))
@@ -446,7 +416,7 @@ class BlockNeeds:
             self.weights.add(tenant, size)
 
     def charged(self) -> list[int]:
-        """``weights`` counted anew. O(blocks + tenants)."""
+        """Return ``weights`` counted anew. O(blocks + tenants)."""
         sizes = np.zeros(len(self.weights.of), np.int64)
         if self.payers.size:
             needed = np.flatnonzero(self.counts)
@@ -455,7 +425,7 @@ class BlockNeeds:
         return found
 
     def drop(self, ids: Ids) -> Ids:
-        """One end less needs each of ``ids``, distinct; those that none needs now."""
+        """Count one resume point less for each of ``ids``, distinct. Return those that none needs now."""
         counts = self.counts[ids] - 1
         self.counts[ids] = counts
         loose: Ids = ids[counts == 0]
@@ -463,22 +433,22 @@ class BlockNeeds:
         return loose
 
     def all_needed(self, ids: Ids) -> bool:
-        """Whether some end needs each of ``ids``."""
+        """Return whether some resume point needs each of ``ids``."""
         return bool(self.counts[ids].all())
 
     def release(self, ids: Ids) -> None:
-        """Those that no end needs are given up."""
+        """Give up those of ``ids``, held no longer, that no resume point needs."""
         loose = ids[self.counts[ids] == 0]
         if loose.size:
             self.space.give_up(loose)
 
     def release_one(self, block: int) -> None:
-        """It is given up if no end needs it."""
+        """Do as ``release`` for one block."""
         if not self.each[block]:
             self.space.give_up(np.array([block]))
 
     def lose(self, ids: Ids) -> None:
-        """No end needs them, whatever it counted on."""
+        """Need ``ids``, which lost their keys, no longer."""
         if not (self.counts.item(ids.item(0)) if len(ids) == 1 else self.counts[ids].any()):
             return
         needed = ids[self.counts[ids] > 0]
@@ -487,17 +457,17 @@ class BlockNeeds:
         self.counts[needed] = 0
 
     def lose_one(self, block: int) -> None:
-        """As ``lose``."""
+        """Do as ``lose`` for one block."""
         if self.each[block]:
             self.lose(np.array([block]))
 
     def take_lost(self) -> dict[int, int]:
-        """Return the blocks that lost their keys since the last call, with how many ends needed each: 1 or more."""
+        """Return blocks that lost their keys since the last call, each with how many resume points needed it."""
         lost, self.lost = self.lost, {}
         return lost
 
     def follow(self, moves: Int64) -> None:
-        """Counts go with the blocks, and so do blocks that are lost and not yet taken by ``take_lost``."""
+        """Follow blocks that moved: with their counts, and as blocks that ``take_lost`` has not returned yet."""
         sources, targets = moves[:, 0], moves[:, 1]
         if self.lost:
             moved = dict(moves.tolist())
@@ -508,7 +478,7 @@ class BlockNeeds:
             self.payers[targets] = self.payers[sources]
 
     def clear(self) -> None:
-        """No end needs any block."""
+        """Need nothing."""
         self.counts.fill(0)
         self.weights.replace([0] * len(self.weights.of))
         self.lost = {}

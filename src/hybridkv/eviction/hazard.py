@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.eviction.ranking import End, Ring, class_kind, is_promised, promised_rate
+from hybridkv.eviction.ranking import Heir, ResumePoint, Ring, class_kind, is_promised, note_hit, promised_rate
 from hybridkv.request_rows import grown
 
 Float = NDArray[np.float64]
@@ -56,7 +56,8 @@ class HazardTable:
     """Classes are numbers, 0 the class of all; those of other keys are made when they are first asked for.
 
     For reading: worth, a list of BUCKETS numbers, hits a second, for each class; as of the last ``learn``, of
-    which there were ``learned``.
+    which there were ``learned``. waited: (class, start, end) of resume points that were at risk between two ages,
+    seconds, not added to ``at_risk`` yet.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class HazardTable:
         self._kinds: list[int] = []
         self.hits: Float = np.zeros((16, BUCKETS))
         self._at_risk: Float = np.zeros((16, BUCKETS))
-        self._waited: list[tuple[int, float, float]] = []
+        self.waited: list[tuple[int, float, float]] = []
         self.worth: list[list[float]] = [[]]
         self.learned = 0
         self.learn()
@@ -99,16 +100,12 @@ class HazardTable:
         """An end of class ``of`` was hit at ``age`` seconds; those before it in the chain, too."""
         self.hits[self._chains[of], bucket_of(age)] += 1.0
 
-    def wait(self, of: int, start: float, end: float) -> None:
-        """An end of class ``of`` was at risk between two ages. O(1): it is added up when somebody asks."""
-        self._waited.append((of, start, end))
-
     @property
     def at_risk(self) -> Float:
         """Seconds that ends of each class waited in each bucket, float64[classes or more, BUCKETS]."""
-        if self._waited:
-            of, start, end = zip(*self._waited, strict=True)
-            self._waited = []
+        if self.waited:
+            of, start, end = zip(*self.waited, strict=True)
+            self.waited = []
             self.wait_all(np.array(of), np.array(start), np.array(end))
         return self._at_risk
 
@@ -180,59 +177,32 @@ _HALVED_EVERY: Final = 1000
 """Requests after which a hit counts half."""
 
 _MOST_LOOKED_AT: Final = 8192
-"""Ends whose waiting is counted at once; more take turns."""
+"""Resume points whose waiting is counted at once; more take turns."""
 
-_NOBODY: Final = -1
+_FREE: Final = -1
 
 _ROUNDING: Final = 1e-6
 """Seconds: what sums of times may be wrong by."""
 
 
-class Heir(NamedTuple):
-    """An end that was given up: its class, and when it was last used."""
-
-    of: int
-    used: float
-
-
-class _Memo:
-    """What is known of an end besides. row: in the columns. of: its class. ring: where it stands, None for nowhere.
-
-    value: holds before ``until``, while it stands there and inherits nothing, as of what was ``learned``.
-    """
-
-    __slots__ = ("heir", "learned", "of", "ring", "row", "until", "value")
-
-    def __init__(self, row: int, of: int) -> None:
-        self.row = row
-        self.of = of
-        self.heir: Heir | None = None
-        self.ring: tuple[int, int] | None = None
-        self.value, self.until, self.learned = math.inf, -math.inf, 0
-
-
-class _ValuedRing(Ring):
-    """least: of its two ends that of less value; both hold before ``until``, while what was learned stands."""
-
-    __slots__ = ("least", "until", "value")
-
-    def __init__(self, first: End) -> None:
-        super().__init__()
-        self.least = first
-        self.value, self.until = math.inf, -math.inf
-
-
 class HazardRanking:
-    """For reading: table, and heirs by ``heir_of``."""
+    """Rank resume points by value, learned from hits.
+
+    A resume point that the ranking knows has a ``row`` in its columns: class, last use, and the age up to which its
+    waiting was counted. Its ``value`` holds before ``until``, while it stands in its ring and inherits nothing, as of
+    what was ``learned``.
+
+    Attributes
+        table: the rates and worths of classes.
+    """
 
     def __init__(self) -> None:
         self.table = HazardTable()
-        self._memos: dict[int, _Memo] = {}
-        self._rings: dict[tuple[int, int], _ValuedRing] = {}
+        self._rings: dict[tuple[int, int], Ring] = {}
         self._looked = self.table.learned
-        self._class = np.full(64, _NOBODY)
+        self._class = np.full(64, _FREE)
         self._used = np.zeros(64)
-        self._counted = np.zeros(64)  # the age up to which waiting was counted
+        self._counted = np.zeros(64)
         self._free: list[int] = []
         self._rows = 0
         self._requests = 0
@@ -241,7 +211,7 @@ class HazardRanking:
     # -- learning
 
     def note_request(self, now: float) -> None:
-        """Every hundredth one, what was seen since is learned and all that was seen before fades."""
+        """Count a request. Every hundredth one, learn from what was seen, and let all that was seen before fade."""
         self._requests += 1
         if self._requests % _LEARN_EVERY == 0:
             self._count_waiting(now)
@@ -249,202 +219,191 @@ class HazardRanking:
             self.table.decay(0.5 ** (_LEARN_EVERY / _HALVED_EVERY))
 
     def _count_waiting(self, now: float) -> None:
-        """Of all ends, or of the next of many, in turns."""
+        """Count the waiting of all resume points, or of the next of many, in turns."""
         count = min(self._rows, _MOST_LOOKED_AT)
         if not count:
             return
         rows = (self._turn + np.arange(count)) % self._rows
         self._turn = (self._turn + count) % self._rows
-        rows = rows[self._class[rows] != _NOBODY]
+        rows = rows[self._class[rows] != _FREE]
         ages = now - self._used[rows]
         self.table.wait_all(self._class[rows], self._counted[rows], ages)
         self._counted[rows] = ages
 
-    def kept(self, end: End, now: float) -> None:
+    def kept(self, point: ResumePoint, now: float) -> None:
         """Count how long a ghost waited, now: what is counted later belongs to its new age."""
-        memo = self._memos.get(end.serial)
-        if memo is not None and end.used != now:
-            self._wait(memo, now - end.used)
-            self._used[memo.row], self._counted[memo.row] = now, 0.0
-        end.used = now
+        row = point.row
+        if row >= 0 and point.used != now:
+            self._wait(point, now - point.used)
+            self._used[row], self._counted[row] = now, 0.0
+        point.used = now
 
-    def hit(self, end: End, now: float) -> None:
-        """Its class was hit at its age; it has no heir, and a class of its own hits."""
-        memo = self._memo(end)
-        age = now - end.used
-        self._wait(memo, age)
-        self.table.note_hit(memo.of, age)
-        end.note_hit(now)
-        memo.heir = None
-        memo.of = self._class[memo.row] = self._class_of(end)
-        self._used[memo.row], self._counted[memo.row] = now, 0.0
+    def hit(self, point: ResumePoint, now: float) -> None:
+        """Count a hit of the class of ``point`` at its age. It has no heir now, and a class of its own hits."""
+        row, age = self._row(point), now - point.used
+        self._wait(point, age)
+        self.table.note_hit(point.class_number, age)
+        note_hit(point, now)
+        point.heir = None
+        point.class_number = self._class[row] = self.table.class_of(*class_of(point))
+        self._used[row], self._counted[row] = now, 0.0
 
-    def _wait(self, memo: _Memo, age: float) -> None:
-        self.table.wait(memo.of, self._counted.item(memo.row), age)
-        self._counted[memo.row] = age
+    def _wait(self, point: ResumePoint, age: float) -> None:
+        self.table.waited.append((point.class_number, self._counted.item(point.row), age))
+        self._counted[point.row] = age
 
-    def _memo(self, end: End) -> _Memo:
-        memo = self._memos.get(end.serial)
-        if memo is None:
-            row = self._free.pop() if self._free else self._rows
+    def _row(self, point: ResumePoint) -> int:
+        """Return the row of ``point``, a new one where it has none."""
+        row = point.row
+        if row < 0:
+            row = point.row = self._free.pop() if self._free else self._rows
             self._rows = max(self._rows, row + 1)
-            self._class = grown(self._class, self._rows, _NOBODY)
+            self._class = grown(self._class, self._rows, _FREE)
             self._used, self._counted = grown(self._used, self._rows), grown(self._counted, self._rows)
-            memo = self._memos[end.serial] = _Memo(row, self._class_of(end))
-            self._class[row], self._used[row], self._counted[row] = memo.of, end.used, 0.0
-        return memo
-
-    def _class_of(self, end: End) -> int:
-        return self.table.class_of(*class_of(end))
+            point.class_number = self._class[row] = self.table.class_of(*class_of(point))
+            self._used[row], self._counted[row] = point.used, 0.0
+        return row
 
     # -- rings
 
-    def add(self, end: End, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
-        """Into the ring of its class and what it saves."""
-        memo = self._memo(end)
-        memo.ring = memo.of, math.frexp(end.saved)[1]
-        memo.until = -math.inf
-        ring = self._rings.get(memo.ring)
+    def add(self, point: ResumePoint, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
+        """Put ``point`` into the ring of its class and of what it saves."""
+        self._row(point)
+        key = point.ring = point.class_number, math.frexp(point.saved)[1]
+        point.until = -math.inf
+        ring = self._rings.get(key)
         if ring is None:
-            ring = self._rings[memo.ring] = _ValuedRing(end)
-        if ring.add(end):
+            ring = self._rings[key] = Ring()
+        if ring.add(point):
             ring.until = -math.inf
 
-    def remove(self, end: End) -> None:
-        """Out of it."""
-        memo = self._memos[end.serial]
-        if memo.ring is not None:
-            ring = self._rings[memo.ring]
-            if ring.remove(end):
+    def remove(self, point: ResumePoint) -> None:
+        """Take ``point`` out of its ring."""
+        if point.ring is not None:
+            ring = self._rings[point.ring]
+            if ring.remove(point):
                 ring.until = -math.inf
-            if not len(ring):
-                del self._rings[memo.ring]
-            memo.ring = None
+            if not ring.points:
+                del self._rings[point.ring]
+            point.ring = None
 
-    def lowest(self, now: float) -> End | None:
-        """The least of the two ends of every ring. O(rings)."""
+    def lowest(self, now: float) -> ResumePoint | None:
+        """Return the least of the two ends of every ring. O(rings)."""
         if self._looked != self.table.learned:
             self._looked = self.table.learned
             for ring in self._rings.values():
                 ring.until = -math.inf
-        least, lowest = math.inf, None
+        lowest: ResumePoint | None = None
+        least = math.inf
         for ring in self._rings.values():
             if now >= ring.until:
-                self._look_at(ring, now)
-            if ring.value < least or (ring.value == least and (lowest is None or ring.least.serial < lowest.serial)):
-                least, lowest = ring.value, ring.least
+                self._value_ring(ring, now)
+            point, value = ring.least, ring.value
+            if value < least or (value == least and point and (lowest is None or point.serial < lowest.serial)):
+                least, lowest = value, point
         return lowest
 
-    def _look_at(self, ring: _ValuedRing, now: float) -> None:
-        """Value ``ring`` anew."""
-        ring.value, ring.until = math.inf, math.inf
-        for end in ring.both_ends():
-            memo = self._memos[end.serial]
-            if now >= memo.until or memo.learned != self._looked:
-                self._look_at_end(end, memo, now)
-            ring.until, value = min(ring.until, memo.until), memo.value
-            if value < ring.value or (value == ring.value and end.serial < ring.least.serial):
-                ring.least, ring.value = end, value
+    def _value_ring(self, ring: Ring, now: float) -> None:
+        """Find the least of the two ends of ``ring``, and how long that holds."""
+        ring.least, ring.value, ring.until = None, math.inf, math.inf
+        for point in ring.outer():
+            if now >= point.until or point.learned != self._looked:
+                self._value_point(point, now)
+            ring.until = min(ring.until, point.until)
+            if (
+                ring.least is None
+                or point.value < ring.value
+                or (point.value == ring.value and point.serial < ring.least.serial)
+            ):
+                ring.least, ring.value = point, point.value
 
-    def _look_at_end(self, end: End, memo: _Memo, now: float) -> None:
-        """Value ``end`` anew."""
-        worths, used, heir = self.table.worth, end.used, memo.heir
-        bucket = bucket_of(now - used)
-        worth, until = worths[memo.of][bucket], used + NEXT[bucket]
+    def _value_point(self, point: ResumePoint, now: float) -> None:
+        """Work out the value of ``point``, and how long it holds."""
+        worths, heir = self.table.worth, point.heir
+        bucket = bucket_of(now - point.used)
+        worth, until = worths[point.class_number][bucket], point.used + NEXT[bucket]
         if heir is not None:
             bucket = bucket_of(now - heir.used)
-            worth, until = worth + worths[heir.of][bucket], min(until, heir.used + NEXT[bucket])
-        memo.value, memo.until, memo.learned = worth * end.saved, until - _ROUNDING, self._looked
+            worth, until = worth + worths[heir.class_number][bucket], min(until, heir.used + NEXT[bucket])
+        point.value, point.until, point.learned = worth * point.saved, until - _ROUNDING, self._looked
 
-    def value(self, end: End, now: float) -> float:
-        """Tokens a second and byte that ``end`` is expected to save."""
-        memo = self._memo(end)
-        worth = self.table.worth[memo.of][bucket_of(now - end.used)]
-        if memo.heir is not None:
-            worth += self._worth(memo.heir, now)
-        return worth * end.saved
+    def value(self, point: ResumePoint, now: float) -> float:
+        """Return the tokens a second and byte that ``point`` is expected to save."""
+        self._row(point)
+        worth = self.table.worth[point.class_number][bucket_of(now - point.used)]
+        if point.heir is not None:
+            worth += self._worth(point.heir, now)
+        return worth * point.saved
 
     def _worth(self, heir: Heir, now: float) -> float:
-        return self.table.worth[heir.of][bucket_of(now - heir.used)]
+        return self.table.worth[heir.class_number][bucket_of(now - heir.used)]
 
-    def prefers(self, end: End, other: End, now: float) -> bool:
-        """Whether ``end`` is of more value."""
-        return self.value(end, now) > self.value(other, now)
+    def prefers(self, point: ResumePoint, other: ResumePoint, now: float) -> bool:
+        """Return whether ``point`` is of more value than ``other``."""
+        return self.value(point, now) > self.value(other, now)
 
     # -- inheritance
 
-    def heir_of(self, end: End) -> Heir | None:
-        """Whom ``end`` serves besides."""
-        return self._memo(end).heir
+    def promised(self, point: ResumePoint, promise: int, now: float) -> None:
+        """Give ``point`` the class of ``promise``, from its present age on."""
+        row = self._row(point)
+        if promise != point.promise:
+            self._wait(point, now - point.used)
+            point.promise = promise
+            point.class_number = self._class[row] = self.table.class_of(*class_of(point))
 
-    def promised(self, end: End, promise: int, now: float) -> None:
-        """A class of its own, from its age on."""
-        memo = self._memo(end)
-        if promise != end.promise:
-            self._wait(memo, now - end.used)
-            end.promise = promise
-            memo.of = self._class[memo.row] = self._class_of(end)
-
-    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
-        """``parent`` serves those who would have hit ``end``; of one declined only if nobody ever did."""
-        memo = self._memo(end)
-        if parent is None or (declined and end.hits):
+    def given_up(self, point: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
+        """Let ``parent`` inherit the hits that ``point`` would have had; of one declined only if it was never hit."""
+        self._row(point)
+        if parent is None or (declined and point.hits):
             return
-        theirs = self._memo(parent)
-        heirs = [heir for heir in (theirs.heir, Heir(memo.of, end.used), memo.heir) if heir is not None]
-        theirs.heir = max(heirs, key=lambda heir: self._worth(heir, now))
-        theirs.until = -math.inf
-        if theirs.ring is not None and (ring := self._rings[theirs.ring]).is_outer(parent):
+        self._row(parent)
+        heirs = [one for one in (parent.heir, Heir(point.class_number, point.used), point.heir) if one is not None]
+        parent.heir = max(heirs, key=lambda heir: self._worth(heir, now))
+        parent.until = -math.inf
+        if parent.ring is not None and parent in (ring := self._rings[parent.ring]).outer():
             ring.until = -math.inf
 
-    def forget(self, end: End, now: float) -> None:
-        """How long it waited counts; its row is free."""
-        memo = self._memos.pop(end.serial, None)
-        if memo is not None:
-            self._wait(memo, now - end.used)
-            self._class[memo.row] = _NOBODY
-            self._free.append(memo.row)
+    def forget(self, point: ResumePoint, now: float) -> None:
+        """Count how long ``point`` waited, and free its row."""
+        if point.row >= 0:
+            self._wait(point, now - point.used)
+            self._class[point.row] = _FREE
+            self._free.append(point.row)
+            point.row, point.class_number, point.heir, point.until = -1, -1, None, -math.inf
 
     # -- what must hold
 
     def check(self) -> list[str]:
-        """Each end stands in the ring of its class and what it saves; columns say what ends say."""
+        """Return a line for each violated invariant: rings hold their class, columns say what resume points say."""
         wrong = []
         for key, ring in self._rings.items():
-            for end in ring.ends():
-                memo = self._memos.get(end.serial)
-                if memo is None or memo.ring != key or (self._class_of(end), math.frexp(end.saved)[1]) != key:
-                    wrong.append(f"an end of {end.tokens} tokens stands in the ring {key}")
-                elif self._used.item(memo.row) != end.used or self._class.item(memo.row) != memo.of:
-                    wrong.append(f"the columns of the end of {end.tokens} tokens are another's")
-        known = sum(memo.ring is not None for memo in self._memos.values())
-        if known != sum(map(len, self._rings.values())):
-            wrong.append(f"{known} ends say that they stand in rings")
-        rows = np.flatnonzero(self._class[: self._rows] != _NOBODY).tolist()
-        if sorted(memo.row for memo in self._memos.values()) != rows:
-            wrong.append("rows of ends that are known no longer are in use")
+            for used, _, point in ring.points:
+                if point.ring != key or (self.table.class_of(*class_of(point)), math.frexp(point.saved)[1]) != key:
+                    wrong.append(f"a resume point of {point.tokens} tokens stands in the ring {key}")
+                elif self._used.item(point.row) != used or self._class.item(point.row) != point.class_number:
+                    wrong.append(f"the columns of the resume point of {point.tokens} tokens belong to another")
+        if int(np.count_nonzero(self._class[: self._rows] != _FREE)) + len(self._free) != self._rows:
+            wrong.append("a row is neither in use nor free")
         if self.table.hits.shape[1] != BUCKETS or (self.table.at_risk < 0).any():
-            wrong.append("ends were at risk for less than no time")
+            wrong.append("resume points were at risk for a negative time")
         return wrong
 
 
-def class_of(end: End) -> tuple[int, int, int]:
-    """Kind and what hints promise of it, hits so far up to 3, and gap; see ``least_gap_s``."""
-    return class_kind(end.kind, end.promise), min(end.hits, 3), _gap_of(end)
+def class_of(point: ResumePoint) -> tuple[int, int, int]:
+    """Return kind and promise, hits so far up to 3, and gap; see ``least_gap_s``."""
+    if point.hits:
+        gap_s = math.exp(point.log_gap)
+        gap = 0 if gap_s < 1.0 else min(10, 1 + int(math.log2(gap_s)))
+    elif point.session_gap is None:
+        gap = -1
+    else:
+        gap = 0 if point.session_gap < 1.0 else min(6, 1 + int(math.log(point.session_gap, 3)))
+    return class_kind(point.kind, point.promise), min(point.hits, 3), gap
 
 
 def least_gap_s(hits: int, gap: int) -> float | None:
-    """The seconds from which on an end of so many hits has ``gap``, None for that of new sessions."""
+    """Return the seconds from which on a resume point of so many hits has ``gap``; None for that of new sessions."""
     if gap < 0:
         return None
     return float((2 if hits else 3) ** (gap - 1)) if gap else 0.0
-
-
-def _gap_of(end: End) -> int:
-    """-1 for an end of a new session that was never hit, else how long it, or its session, paused, by powers."""
-    if end.hits:
-        gap = math.exp(end.log_gap)
-        return 0 if gap < 1.0 else min(10, 1 + int(math.log2(gap)))
-    if end.session_gap is None:
-        return -1
-    return 0 if end.session_gap < 1.0 else min(6, 1 + int(math.log(end.session_gap, 3)))

@@ -4,7 +4,7 @@
     hazard   blocks that no kept resume point needs; then the resume point of least value, by how soon similar ones
              were hit
 
-A value knows no blocks: it says how resume points are ranked. JudgedEnds (ranked) keeps them and gives up blocks.
+A value knows no blocks: it says how resume points are ranked. RankedResumePoints keeps them and gives up blocks.
 """
 
 from __future__ import annotations

@@ -1,23 +1,19 @@
-"""Prefixes that were seen, by their keys, long after their blocks are gone: where requests branch off stays known.
+"""Resume points kept by value: their blocks counted, the least valuable given up, others remembered.
 
-Ends that are remembered though they are not kept: of each tenant so many, the oldest go first.
+    kept      in the tree (resume_points), its blocks needed (blocks); ranked unless giving it up would free nothing
+    ghost     given up or declined, and still credited with the hits that it would have had
 
-What became of ends so far, by kind and class; what tenants found, and what more memory would have found.
-
-Ends that are kept by what they are worth: their blocks counted, the least valuable given up, others remembered.
-
-    kept      in the tree (end_tree), its blocks needed (end_blocks), ranked unless nothing would come of giving it up
-    ghost     given up or declined, and still credited with what it would have hit
-
-A block that no kept end needs and nobody holds is given up at once: it can never be hit with profit. So a step that
-needs room takes nothing but blocks given up, and ends are given up until there are enough (docs/design/0019).
+A block that no kept resume point needs and no request holds is given up at once: it can never be hit with profit. So a
+step that needs room takes nothing but blocks given up, and resume points are given up until there are enough
+(docs/design/0019). Prefixes are known by their keys long after their blocks are gone: so it stays known where
+requests branch off.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -27,15 +23,14 @@ from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.index import KnownTokens
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.statistics import CacheStatistics, EndClassStatistics, EndStatistics, TenantStatistics
-from hybridkv.eviction.audit import check_ends
-from hybridkv.eviction.blocks import BlockNeeds, EndShares
+from hybridkv.eviction.audit import check_points
+from hybridkv.eviction.blocks import BlockNeeds, PointBlocks
 from hybridkv.eviction.hazard import class_of, least_gap_s
 from hybridkv.eviction.ranking import (
     NEVER,
-    End,
     Kind,
+    ResumePoint,
     TenantRankings,
-    TenantShares,
     in_words,
     is_of_session,
     kind_of,
@@ -43,146 +38,94 @@ from hybridkv.eviction.ranking import (
     parts_of,
     promise_of,
 )
-from hybridkv.eviction.resume_points import EndTree, KnownQueue, Node
+from hybridkv.eviction.resume_points import ResumePointTree
 from hybridkv.request import NO_HINTS, Request
 
-_MOST: Final = 4000
+Int64 = NDArray[np.int64]
 
-
-class Ghosts:
-    """most: of each tenant."""
-
-    def __init__(self) -> None:
-        self.most = _MOST
-        self._of = defaultdict[int, dict[int, Node]](dict)
-
-    def __len__(self) -> int:
-        """Of all tenants."""
-        return sum(map(len, self._of.values()))
-
-    def __contains__(self, node: Node) -> bool:
-        """Whether it is remembered."""
-        return node.end.serial in self._of[node.end.tenant]
-
-    def add(self, node: Node) -> Node | None:
-        """``node`` is the youngest of its tenant's; the one that is too many."""
-        ghosts = self._of[node.end.tenant]
-        ghosts.pop(node.end.serial, None)
-        ghosts[node.end.serial] = node
-        return next(iter(ghosts.values())) if len(ghosts) > self.most else None
-
-    def discard(self, node: Node) -> None:
-        """``node`` is none, whether or not it was."""
-        self._of[node.end.tenant].pop(node.end.serial, None)
-
-    def clear(self) -> None:
-        """There are none."""
-        self._of.clear()
-
+_MOST_GHOSTS: Final = 4000
+"""Of each tenant; the oldest go first."""
 
 _MORE_BYTES: Final = 1 << 30
-
-
-class EndCounts:
-    """For reading: missed_tokens, which the deepest ghosts would have been hit for, and missed_a_gib_more.
-
-    The latter are those of ghosts since whom no more than a GiB was given up.
-    """
-
-    def __init__(self, shares: TenantShares) -> None:
-        self._shares = shares.of
-        self._asked = defaultdict[int, list[int]](lambda: [0] * 3)
-        self.missed_tokens = self.missed_a_gib_more = 0
-        self._of = {kind: [0] * 6 for kind in Kind}
-        self._of_class: dict[tuple[int, int, int], list[int]] = defaultdict(lambda: [0] * 3)
-        self._given_up_bytes = 0
-        self._gone_at: dict[int, int] = {}
-
-    def note_request(self, tenant: int, prompt_tokens: int, hit_tokens: int) -> None:
-        """A request of ``tenant`` begins for the first time."""
-        counts = self._asked[tenant]
-        counts[0] += 1
-        counts[1] += prompt_tokens
-        counts[2] += hit_tokens
-
-    def note_kept(self, end: End) -> None:
-        """``end`` is kept from now on."""
-        self._of[end.kind][0] += 1
-        self._gone_at.pop(end.serial, None)
-
-    def note_hit(self, end: End) -> None:
-        """``end``, kept, is hit."""
-        self._of[end.kind][1] += 1
-        self._of_class[class_of(end)][0] += 1
-
-    def note_missed(self, end: End, tokens: int) -> None:
-        """``end``, a ghost, would be hit for ``tokens`` more tokens."""
-        self._of[end.kind][2] += 1
-        self._of_class[class_of(end)][1] += 1
-        self.missed_tokens += tokens
-        if self._given_up_bytes - self._gone_at.get(end.serial, 0) <= _MORE_BYTES:
-            self.missed_a_gib_more += tokens
-
-    def note_gone(self, end: End, size: int, *, declined: bool) -> None:
-        """``end``, which needed ``size`` bytes alone, is a ghost from now on."""
-        counts = self._of[end.kind]
-        counts[3 if declined else 4] += 1
-        counts[5] += not (declined or end.hits)
-        if not declined:
-            self._of_class[class_of(end)][2] += 1
-        self._given_up_bytes += size
-        self._gone_at[end.serial] = self._given_up_bytes
-
-    def forget(self, end: End) -> None:
-        """``end`` is no ghost any longer, and not kept."""
-        self._gone_at.pop(end.serial, None)
-
-    def statistics(self, kept: Iterable[End]) -> tuple[EndStatistics, ...]:
-        """One a kind. kept: those that are, now. O(kept)."""
-        of_class = Counter(map(class_of, kept))
-        classes: dict[Kind, list[EndClassStatistics]] = {kind: [] for kind in Kind}
-        kept_of: Counter[Kind] = Counter()
-        for key in sorted({*of_class, *self._of_class}):
-            (kind, promise), hits, gap = parts_of(key[0]), key[1], key[2]
-            kept_of[kind] += of_class[key]
-            counts = self._of_class.get(key, [0] * 3)
-            found = EndClassStatistics(in_words(promise), hits, least_gap_s(hits, gap), of_class[key], *counts)
-            classes[kind].append(found)
-        return tuple(
-            EndStatistics(kind.name.lower(), tuple(classes[kind]), kept_of[kind], *counts)
-            for kind, counts in self._of.items()
-        )
-
-    def tenants(self, weights: Sequence[int]) -> tuple[TenantStatistics, ...]:
-        """One a tenant, none where there is a single one. weights: bytes that are kept of each."""
-        if len(self._shares) == 1:
-            return ()
-        asked = [self._asked.get(number, [0] * 3) for number in range(len(self._shares))]
-        parts = zip(self._shares, weights, asked, strict=True)
-        return tuple(TenantStatistics(share.name, weight, *counts) for share, weight, counts in parts)
-
-
-Int64 = NDArray[np.int64]
 
 _REMEMBERED: Final = 5
 """Keys that are known, of as many as there can be blocks: those cached, and four times as many."""
 
 
 @dataclass(slots=True)
-class _Session:
-    """What a row goes on from: the kept end that it consumed, and how long what it begins with was not used."""
+class PointCounts:
+    """What became of resume points so far, by kind and class, and what tenants found.
 
-    consumed: Node | None = None
+    by_kind: kept, hits, missed, declined, given up, and given up or declined without a hit.
+    by_class: hits, missed, given up.
+    asked: by tenant, its requests, their prompt tokens and hit tokens.
+    missed_tokens: that the deepest ghosts would have been hit for.
+    missed_a_gib_more: of these, those of ghosts that a GiB more of memory would have kept.
+    given_up_bytes: so far. gone_at: what they were when each ghost, by its serial, was given up.
+    """
+
+    by_kind: dict[Kind, list[int]] = field(default_factory=lambda: {kind: [0] * 6 for kind in Kind})
+    by_class: dict[tuple[int, int, int], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0] * 3))
+    asked: dict[int, list[int]] = field(default_factory=dict)
+    missed_tokens: int = 0
+    missed_a_gib_more: int = 0
+    given_up_bytes: int = 0
+    gone_at: dict[int, int] = field(default_factory=dict)
+
+    def note_missed(self, point: ResumePoint, tokens: int) -> None:
+        """Count that ``point``, a ghost, would have been hit for ``tokens`` more tokens."""
+        self.by_kind[point.kind][2] += 1
+        self.by_class[class_of(point)][1] += 1
+        self.missed_tokens += tokens
+        if self.given_up_bytes - self.gone_at.get(point.serial, 0) <= _MORE_BYTES:
+            self.missed_a_gib_more += tokens
+
+    def note_gone(self, point: ResumePoint, size: int, *, declined: bool) -> None:
+        """Count that ``point``, which needed ``size`` bytes alone, becomes a ghost."""
+        counts = self.by_kind[point.kind]
+        counts[3 if declined else 4] += 1
+        counts[5] += not (declined or point.hits)
+        if not declined:
+            self.by_class[class_of(point)][2] += 1
+        self.given_up_bytes += size
+        self.gone_at[point.serial] = self.given_up_bytes
+
+    def kinds(self, kept: Iterable[ResumePoint]) -> tuple[EndStatistics, ...]:
+        """Return the counts of each kind. kept: the resume points kept now. O(kept)."""
+        of_class = Counter(map(class_of, kept))
+        classes: dict[Kind, list[EndClassStatistics]] = {kind: [] for kind in Kind}
+        kept_of: Counter[Kind] = Counter()
+        for key in sorted({*of_class, *self.by_class}):
+            (kind, promise), hits, gap = parts_of(key[0]), key[1], key[2]
+            kept_of[kind] += of_class[key]
+            counts = self.by_class.get(key, [0] * 3)
+            found = EndClassStatistics(in_words(promise), hits, least_gap_s(hits, gap), of_class[key], *counts)
+            classes[kind].append(found)
+        return tuple(
+            EndStatistics(kind.name.lower(), tuple(classes[kind]), kept_of[kind], *counts)
+            for kind, counts in self.by_kind.items()
+        )
+
+
+@dataclass(slots=True)
+class _Session:
+    """What a row resumed from: the kept resume point that it consumed, and how long its prefix was not used."""
+
+    consumed: ResumePoint | None = None
     gap: float | None = None
 
 
-class JudgedEnds:
-    """groups: all that publish. needs: counts of blocks of the pool's space. rankings: whose end goes next.
+class RankedResumePoints:
+    """Keep resume points by what they are worth.
 
-    clock: seconds. hash_block: tokens.
+    groups: all that publish.
+    needs: counts of blocks of the pool's space.
+    rankings: which resume point goes next.
+    clock: seconds.
+    hash_block: tokens.
     """
 
-    judges = True
+    ranks = True
 
     def __init__(
         self,
@@ -197,36 +140,26 @@ class JudgedEnds:
         self._pool = pool
         self._needs = needs
         self._space = needs.space
-        self._shares = EndShares(groups, pool, needs)
-        self._blocks = self._shares.blocks
+        self._blocks = PointBlocks(groups, pool, needs)
         self._rankings = rankings
-        self._counts = EndCounts(rankings.shares)
+        self._counts = PointCounts()
         self._clock = clock
         self._hash_block = hash_block
         self._none = [0] * len(needs.block_bytes)
-        self._ghosts = Ghosts()
-        self._queue = KnownQueue()
+        self._tree = ResumePointTree(hash_block)
+        self._ghosts = defaultdict[int, dict[int, ResumePoint]](dict)  # by tenant and serial, the oldest first
         self._known = defaultdict[int, KnownTokens](lambda: KnownTokens(_REMEMBERED * pool.num_blocks))
-        self._begin()
-
-    def _begin(self) -> None:
-        """Nothing is kept or remembered."""
-        self._tree = EndTree(self._hash_block)
-        self._ghosts.clear()
-        self._queue.forget_ends()
-        self._shares.clear()
         self._sessions: dict[int, _Session] = {}
-        self._parked: dict[int, Node] = {}
-        self._stale: dict[int, Node] = {}
-        self._cleared = self._needs.cleared
-        self._known.clear()
+        self._parked: dict[int, ResumePoint] = {}  # those whose blocks are all held, by serial
+        self._stale: dict[int, ResumePoint] = {}  # those whose worth may have changed, by serial
+        self._cleared = needs.cleared
 
     # -- what happens to requests
 
     def begin(self, request: Request, hit_tokens: int) -> None:
-        """The deepest end of its prompt that is kept, and the deepest that is known, are hit. O(its hash blocks).
+        """Count hits of the deepest resume point of its prompt that is kept, and of the deepest that is known.
 
-        One that was given up, and is hit before its blocks are taken, is kept again.
+        One that was given up, and is hit before its blocks are taken, is kept again. O(its hash blocks).
         """
         self._settle()
         now = self._clock()
@@ -235,72 +168,79 @@ class JudgedEnds:
         if request.first_hit_tokens is not None or not request.reads_prefix_cache:
             return
         tenant = self._rankings.tenant_of(request)
-        self._rankings.note_request(tenant, now)
-        self._counts.note_request(tenant, request.num_prompt_tokens, hit_tokens)
+        self._rankings.of(tenant).note_request(now)
+        asked = self._counts.asked.setdefault(tenant, [0] * 3)
+        asked[0] += 1
+        asked[1] += request.num_prompt_tokens
+        asked[2] += hit_tokens
         found = self._tree.find(request, hit_tokens)
         if found is not None and not found.kept:
             self._insert(request, found, now, is_hit=True)
         path = self._tree.back(request, request.num_prompt_tokens - 1)
         deepest = next(path, None)
-        session.consumed = deepest if deepest is None or deepest.kept else next((one for one in path if one.kept), None)
+        consumed = deepest if deepest is None or deepest.kept else next((one for one in path if one.kept), None)
+        session.consumed = consumed
         if deepest is not None:
-            session.gap = now - deepest.end.used
-            self._note_hits(session.consumed, deepest)
-        for node in {id(node): node for node in (session.consumed, deepest) if node is not None}.values():
-            with_rank = self._unrank(node)
-            self._rankings.of(node.end).hit(node.end, now)
-            if with_rank:
-                self._rank(node, now)
-            if is_of_session(node.end.promise):  # it was kept: what does the session promise now?
-                self._promise(node, of_session(request.hints), now)
-        self._note_branch(request, session.consumed, hit_tokens, now)
+            session.gap = now - deepest.used
+            if consumed is not None:
+                self._counts.by_kind[consumed.kind][1] += 1
+                self._counts.by_class[class_of(consumed)][0] += 1
+                self._hit(consumed, request, now)
+            if deepest is not consumed:
+                self._counts.note_missed(deepest, deepest.tokens - (0 if consumed is None else consumed.tokens))
+                self._hit(deepest, request, now)
+        self._note_branch(request, consumed, hit_tokens, now)
         self._known[tenant].add(request.hashes)
 
-    def _note_branch(self, request: Request, consumed: Node | None, hit_tokens: int, now: float) -> None:
-        """Where ``request`` leaves what others had is an end, though all that it needs was there without one."""
+    def _hit(self, point: ResumePoint, request: Request, now: float) -> None:
+        """Let the ranking learn that ``request`` hits ``point``, or would have."""
+        was_ranked = self._unrank(point)
+        self._rankings.of(point.tenant).hit(point, now)
+        if was_ranked:
+            self._rank(point, now)
+        if is_of_session(point.promise):  # it was kept: what does the session promise now?
+            self._promise(point, of_session(request.hints), now)
+
+    def _note_branch(self, request: Request, consumed: ResumePoint | None, hit_tokens: int, now: float) -> None:
+        """Keep a resume point where ``request`` leaves what others had, though its blocks were there without one."""
         tokens = hit_tokens // self._hash_block * self._hash_block
         before = 0 if consumed is None else consumed.tokens
         if tokens >= before + self._hash_block and self._tree.has_room(request, tokens):
-            tenant = self._rankings.tenant_of(request)
-            node = self._tree.find(request, tokens) or self._tree.make(request, Kind.BRANCH, tokens, now, None, tenant)
-            if not node.kept:
-                self._insert(request, node, now)
-
-    def _note_hits(self, consumed: Node | None, deepest: Node) -> None:
-        if consumed is not None:
-            self._counts.note_hit(consumed.end)
-        if deepest is not consumed:
-            self._counts.note_missed(deepest.end, deepest.tokens - (0 if consumed is None else consumed.tokens))
+            point = self._tree.find(request, tokens)
+            if point is None:
+                point = self._tree.make(request, Kind.BRANCH, tokens, now, None, self._rankings.tenant_of(request))
+            if not point.kept:
+                self._insert(request, point, now)
 
     def expect(self, request: Request) -> None:
-        """What it begins with goes last until ``expect_no_longer``. O(its hash blocks)."""
+        """Let what ``request`` begins with go last until ``expect_no_longer``. O(its hash blocks)."""
         self._settle()
-        self._await(self._queue.add(request, self._tree))
+        self._await(self._tree.expect(request))
 
     def expect_no_longer(self, request: Request) -> None:
-        """O(waiting)."""
+        """Note that ``request`` begins, or never will. O(waiting)."""
         self._settle()
-        self._await(self._queue.remove(request))
+        self._await(self._tree.expect_no_longer(request))
 
-    def _await(self, changed: Iterable[tuple[Node, bool]]) -> None:
+    def _await(self, changed: Iterable[tuple[ResumePoint, bool]]) -> None:
         now = self._clock()
-        for node, awaited in changed:
-            with_rank = self._unrank(node)
-            node.end.awaited = awaited
-            if with_rank:
-                self._rank(node, now)
+        for point, awaited in changed:
+            was_ranked = self._unrank(point)
+            point.awaited = awaited
+            if was_ranked:
+                self._rank(point, now)
 
     def known_tokens(self, request: Request) -> int:
-        """Whole hash blocks before the last token of a new prompt. O(log blocks)."""
+        """Return the known whole hash blocks before the last token of a new prompt, in tokens. O(log blocks)."""
         if request.first_hit_tokens is not None:
             return 0  # what it computed itself
         most = (request.num_prompt_tokens - 1) // self._hash_block
         return self._known[self._rankings.tenant_of(request)].leading(request.hashes[:most]) * self._hash_block
 
-    # -- ends
+    # -- resume points come and go
 
     def admits(self, request: Request, tokens: int, needs: Sequence[int]) -> bool:
-        """Whether all that must be given up for it is worth less. One that is declined is remembered."""
+        """Return whether all that must be given up for a resume point is worth less. One declined is remembered."""
         self._settle()
         wanted, now = self._pool.by_class(needs), self._clock()
         if self._space.spares(wanted, self._none):
@@ -308,23 +248,22 @@ class JudgedEnds:
         if not self._tree.has_room(request, tokens):
             return False
         known = self._tree.find(request, tokens)
-        node = self._make(request, tokens, now, ended=False) if known is None else known
+        point = self._make(request, tokens, now, ended=False) if known is None else known
         parent = self._tree.parent_of(request, tokens)
-        if not node.kept:
-            self._adopt(request, node, now)
-            blocks = self._blocks.would_need(request, parent, node.depth, wanted)
-            node.end.saved = self._blocks.saving(tokens - parent.tokens, blocks)
-        admitted = self._give_way(wanted, now, node.end)
-        if not node.kept and not admitted:
-            self._bury(node, parent, now, declined=True)
+        if not point.kept:
+            self._adopt(request, point, now)
+            point.saved = self._blocks.saving(request, point, parent, wanted)
+        admitted = self._give_way(wanted, now, point)
+        if not point.kept and not admitted:
+            self._bury(point, parent, now, declined=True)
         elif known is None:
-            self._forget(node, now)  # it is made when its blocks are there
+            self._forget(point, now)  # it is made when its blocks are there
         return admitted
 
     def keep(self, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
-        """Count what it needs. O(blocks between its parent and itself + ends that begin as it does).
+        """Keep the resume point at ``tokens``. O(blocks after its parent + resume points that begin as it does).
 
-        An end whose tokens are not all published, or shorter than a hash block, is not kept: its blocks go first.
+        One whose tokens are not all published, or shorter than a hash block, is not kept: its blocks go first.
         """
         self._settle()
         now = self._clock()
@@ -333,107 +272,111 @@ class JudgedEnds:
             self._known[self._rankings.tenant_of(request)].add(request.hashes)
         if not self._tree.has_room(request, tokens):
             return
-        node = self._tree.find(request, tokens) or self._make(request, tokens, now, ended=ended)
+        point = self._tree.find(request, tokens) or self._make(request, tokens, now, ended=ended)
         if request.hints is not NO_HINTS:
-            self._promise(node, promise_of(request, tokens), now)
-        if node.kept and states:
-            self._release(node, now)  # some of its states were lost, and are there again
-        if node.kept or self._insert(request, node, now):
+            self._promise(point, promise_of(request, tokens), now)
+        if point.kept and states:
+            self._release(point, now)  # some of its states were lost, and are there again
+        if point.kept or self._insert(request, point, now):
             self._pass(request, tokens, now)
 
     def _pass(self, request: Request, tokens: int, now: float) -> None:
-        """The session of ``request`` has gone on to ``tokens``: so much for what it went on from."""
+        """Promise no more hits of what ``request`` resumed from, now that its session has reached ``tokens``."""
         session = self._sessions.get(request.row)
         passed = None if session is None else session.consumed
         if session is None or passed is None or passed.tokens >= tokens:
             return
         session.consumed = None
-        if passed.end.tenant != self._rankings.tenant_of(request):
-            return  # whose it is may still go on from there
-        if is_of_session(passed.end.promise):
-            self._promise(passed, NEVER, now)
+        if passed.tenant == self._rankings.tenant_of(request) and is_of_session(passed.promise):
+            self._promise(passed, NEVER, now)  # other tenants may still resume there
 
-    def _make(self, request: Request, tokens: int, now: float, *, ended: bool) -> Node:
+    def _make(self, request: Request, tokens: int, now: float, *, ended: bool) -> ResumePoint:
         session = self._sessions.get(request.row)
         gap = None if session is None else session.gap
         kind, tenant = kind_of(request, tokens, ended=ended), self._rankings.tenant_of(request)
-        node = self._tree.make(request, kind, tokens, now, gap, tenant)
-        self._promise(node, promise_of(request, tokens), now)
-        return node
+        point = self._tree.make(request, kind, tokens, now, gap, tenant)
+        self._promise(point, promise_of(request, tokens), now)
+        return point
 
-    def _promise(self, node: Node, promise: int, now: float) -> None:
-        """``promise`` is what hints say of ``node``."""
-        if promise != node.end.promise:
-            with_rank = self._unrank(node)
-            self._rankings.of(node.end).promised(node.end, promise, now)
-            if with_rank:
-                self._rank(node, now)
+    def _promise(self, point: ResumePoint, promise: int, now: float) -> None:
+        """Note what hints promise of ``point``."""
+        if promise != point.promise:
+            was_ranked = self._unrank(point)
+            self._rankings.of(point.tenant).promised(point, promise, now)
+            if was_ranked:
+                self._rank(point, now)
 
-    def _adopt(self, request: Request, node: Node, now: float) -> None:
-        """``node``, not kept, is of the tenant of ``request``; another's ranking knows it no longer."""
+    def _adopt(self, request: Request, point: ResumePoint, now: float) -> None:
+        """Give ``point``, not kept, to the tenant of ``request``; another's ranking knows it no longer."""
         tenant = self._rankings.tenant_of(request)
-        if node.end.tenant != tenant:
-            self._rankings.of(node.end).forget(node.end, now)
-            self._ghosts.discard(node)
-            node.end.tenant = tenant
+        if point.tenant != tenant:
+            self._rankings.of(point.tenant).forget(point, now)
+            self._ghosts[point.tenant].pop(point.serial, None)
+            point.tenant = tenant
 
-    def _insert(self, request: Request, node: Node, now: float, *, is_hit: bool = False) -> bool:
-        """Keep ``node``, a ghost or new; forget it, and return False, if its tokens are not there.
+    def _insert(self, request: Request, point: ResumePoint, now: float, *, is_hit: bool = False) -> bool:
+        """Keep ``point``, a ghost or new; forget it, and return False, if its tokens are not there.
 
         is_hit: its age ends with the hit that follows, not now.
         """
-        self._adopt(request, node, now)
-        changed = self._shares.put(request, node, self._tree.parent_of(request, node.tokens))
+        self._adopt(request, point, now)
+        changed = self._blocks.put(request, point, self._tree.parent_of(request, point.tokens))
         if changed is None:
-            self._forget(node, now)
+            self._forget(point, now)
             return False
-        self._counts.note_kept(node.end)
-        self._ghosts.discard(node)
+        self._counts.by_kind[point.kind][0] += 1
+        self._counts.gone_at.pop(point.serial, None)
+        self._ghosts[point.tenant].pop(point.serial, None)
         if not is_hit:
-            self._rankings.of(node.end).kept(node.end, now)
-        if len(self._queue):
-            self._await(self._queue.note_kept(node, self._tree))
+            self._rankings.of(point.tenant).kept(point, now)
+        if self._tree.waiting:
+            self._await(self._tree.note_kept(point))
         self._note_stale(changed)
         return True
 
-    def _release(self, node: Node, now: float) -> None:
-        """``node`` is kept no longer, and remembered. O(its segment times its children)."""
-        self._unlist(node)
-        parent, changed = self._shares.take_out(node)
-        self._await(self._queue.note_gone(node, self._tree))
-        self._bury(node, parent, now, declined=False)
+    def _release(self, point: ResumePoint, now: float) -> None:
+        """Keep ``point`` no longer, and remember it. O(its segment times its children)."""
+        self._unlist(point)
+        parent, changed = self._blocks.take_out(point)
+        self._await(self._tree.note_gone(point))
+        self._bury(point, parent, now, declined=False)
         self._note_stale(changed)
 
-    def _unlist(self, node: Node) -> None:
-        """``node`` cannot be given up, nor will what it saves be looked at."""
-        self._unrank(node)
-        self._parked.pop(node.end.serial, None)
-        self._stale.pop(node.end.serial, None)
+    def _unlist(self, point: ResumePoint) -> None:
+        """Neither give ``point`` up nor look at what it saves."""
+        self._unrank(point)
+        self._parked.pop(point.serial, None)
+        self._stale.pop(point.serial, None)
 
     # -- ghosts
 
-    def _bury(self, node: Node, parent: Node | None, now: float, *, declined: bool) -> None:
-        """``node``, not kept, is a ghost; the oldest of too many is forgotten. parent: who serves its requests now."""
-        heir = None if parent is None or parent is self._tree.root else parent.end
-        self._rankings.given_up(node.end, heir, now, declined=declined)
-        before = 0 if parent is None else parent.tokens
-        size = round((node.tokens - before) / node.end.saved) if node.end.saved else 0
-        self._counts.note_gone(node.end, size, declined=declined)
-        oldest = self._ghosts.add(node)
-        if oldest is not None:
-            self._forget(oldest, now)
+    def _bury(self, point: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
+        """Make ``point``, not kept, a ghost; forget the oldest of too many. parent: serves its requests now.
 
-    def _forget(self, node: Node, now: float) -> None:
-        """``node``, not kept, is known no longer."""
-        self._ghosts.discard(node)
-        self._tree.forget(node)
-        self._counts.forget(node.end)
-        self._rankings.of(node.end).forget(node.end, now)
+        A parent of another tenant inherits nothing.
+        """
+        is_heir = parent is not None and parent is not self._tree.root and parent.tenant == point.tenant
+        self._rankings.of(point.tenant).given_up(point, parent if is_heir else None, now, declined=declined)
+        before = 0 if parent is None else parent.tokens
+        size = round((point.tokens - before) / point.saved) if point.saved else 0
+        self._counts.note_gone(point, size, declined=declined)
+        ghosts = self._ghosts[point.tenant]
+        ghosts.pop(point.serial, None)
+        ghosts[point.serial] = point
+        if len(ghosts) > _MOST_GHOSTS:
+            self._forget(next(iter(ghosts.values())), now)
+
+    def _forget(self, point: ResumePoint, now: float) -> None:
+        """Know ``point``, not kept, no longer."""
+        self._ghosts[point.tenant].pop(point.serial, None)
+        self._tree.forget(point)
+        self._counts.gone_at.pop(point.serial, None)
+        self._rankings.of(point.tenant).forget(point, now)
 
     # -- room
 
     def make_way(self, n: int, group: int) -> None:
-        """Give up ends until ``n`` blocks of ``group`` are there or given up. O(rings) an end."""
+        """Give up resume points until ``n`` blocks of ``group`` are free or given up. O(rings) each."""
         of = self._pool.classes[group]
         if self._space.has_spare(n, of):
             return
@@ -441,150 +384,160 @@ class JudgedEnds:
         needs, now = self._none.copy(), self._clock()
         needs[of] = n
         while not self._space.spares(needs, self._none):
-            node = self._lowest(now)
-            if node is None:
+            point = self._lowest(now)
+            if point is None:
                 break
-            self._release(node, now)
+            self._release(point, now)
 
-    def _give_way(self, needs: Sequence[int], now: float, wants: End) -> bool:
-        """Whether there is room for ``needs`` now, ends given up for it, but none worth more than ``wants``."""
-        more, victims, gone = list(self._none), list[Node](), Counter[int]()
+    def _give_way(self, needs: Sequence[int], now: float, wants: ResumePoint) -> bool:
+        """Give up resume points worth less than ``wants`` until ``needs`` fit. Return whether they do."""
+        more, victims, gone = list(self._none), list[ResumePoint](), Counter[int]()
         enough, taken = True, dict[int, int]()
         while not self._space.spares(needs, more):
-            node = self._lowest(now)
-            if node is None or not self._rankings.prefers(wants, node.end, now):
+            point = self._lowest(now)
+            if point is None or not self._rankings.prefers(wants, point, now):
                 enough = False
                 break
-            self._unrank(node)
-            victims.append(node)
-            more = [a + b for a, b in zip(more, self._blocks.frees(node, gone, taken), strict=True)]
+            self._unrank(point)
+            victims.append(point)
+            more = [a + b for a, b in zip(more, self._blocks.frees(point, gone, taken), strict=True)]
         self._needs.put_back(taken)
-        for node in victims:
+        for point in victims:
             if not enough or self._space.spares(needs, self._none):
-                self._rank(node, now)
+                self._rank(point, now)
             else:
-                self._release(node, now)
+                self._release(point, now)
         return enough
 
-    def _lowest(self, now: float) -> Node | None:
-        """The end to give up next, ranked still. Those of which somebody holds all are set aside."""
-        self._renew(now)
+    def _lowest(self, now: float) -> ResumePoint | None:
+        """Return the resume point to give up next, still ranked. Those whose blocks are all held are set aside."""
+        self._renew_stale(now)
         again = bool(self._parked)
         while True:
-            end = self._rankings.lowest(now)
-            if end is None:
+            lowest = self._rankings.lowest(now)
+            if lowest is None:
                 if not again:
                     return None
                 again = False
                 self._unpark(now)
-                continue
-            node = self._tree.nodes[end.serial]
-            if self._worth(node, self._blocks.saved(node), now):
-                continue  # an end that is not beside it came or went
-            if not self._blocks.are_held(node):
-                return node
-            self._unrank(node)
-            self._parked[end.serial] = node
+            elif self._renew(lowest, now):
+                continue  # a resume point that is not its relative came or went
+            elif not self._blocks.are_held(lowest):
+                return lowest
+            else:
+                self._unrank(lowest)
+                self._parked[lowest.serial] = lowest
 
     # -- ranked
 
-    def _rank(self, node: Node, now: float) -> None:
-        """``node`` may be given up, if that frees anything as far as that is known."""
-        if node.end.saved > 0.0 and node.kept and not node.ranked and node.end.serial not in self._parked:
-            node.ranked = True
-            self._rankings.add(node.end, now)
+    def _rank(self, point: ResumePoint, now: float) -> None:
+        """Let ``point`` be given up, if that frees anything as far as that is known."""
+        if point.saved > 0.0 and point.kept and not point.ranked and point.serial not in self._parked:
+            point.ranked = True
+            self._rankings.add(point, now)
 
-    def _unrank(self, node: Node) -> bool:
-        """Whether it was ranked."""
-        was, node.ranked = node.ranked, False
+    def _unrank(self, point: ResumePoint) -> bool:
+        """Let ``point`` not be given up. Return whether it was ranked."""
+        was, point.ranked = point.ranked, False
         if was:
-            self._rankings.remove(node.end)
+            self._rankings.remove(point)
         return was
 
     def _unpark(self, now: float) -> None:
-        """What was held by somebody may be free by now."""
-        parked, self._parked = self._parked, {}
-        for node in parked.values():
-            self._rank(node, now)
+        """Rank those whose blocks were all held: they may be free by now."""
+        if self._parked:
+            parked, self._parked = self._parked, {}
+            for point in parked.values():
+                self._rank(point, now)
 
-    def _note_stale(self, nodes: Iterable[Node]) -> None:
-        """What ``nodes`` save a byte may have changed: it is worked out before anybody is ranked by it, if at all."""
-        self._stale.update((node.end.serial, node) for node in nodes if node is not self._tree.root)
+    def _note_stale(self, points: Iterable[ResumePoint]) -> None:
+        """Note that what ``points`` save may have changed: it is worked out before anything is ranked by it."""
+        self._stale.update([(point.serial, point) for point in points if point is not self._tree.root])
 
-    def _renew(self, now: float) -> None:
-        """What ends save a byte, since ends around them changed."""
+    def _renew_stale(self, now: float) -> None:
         stale, self._stale = self._stale, {}
-        for node in stale.values():
-            self._worth(node, self._blocks.saved(node), now)
+        for point in stale.values():
+            self._renew(point, now)
 
-    def _worth(self, node: Node, saved: float, now: float) -> bool:
-        """``node`` saves so much a byte; whether that is new."""
-        if saved == node.end.saved and node.ranked:
+    def _renew(self, point: ResumePoint, now: float) -> bool:
+        """Work out what ``point`` saves a byte. Return whether that changed."""
+        saved = self._blocks.saved(point)
+        if saved == point.saved and point.ranked:
             return False
-        is_new = saved != node.end.saved
-        self._unrank(node)
-        node.end.saved = saved
-        self._rank(node, now)
+        is_new = saved != point.saved
+        self._unrank(point)
+        point.saved = saved
+        self._rank(point, now)
         return is_new
 
     # -- what happens to blocks
 
     def follow(self, moves: Int64) -> None:
-        """Blocks moved, int64[m, 2] of (source, target). O(moves)."""
-        self._shares.follow(moves)
+        """Follow blocks that moved, int64[m, 2] of (source, target). O(moves)."""
+        self._blocks.follow(moves)
 
     def _settle(self) -> None:
-        """Follow what was lost since: what failed steps should have written, what callers evicted, or all."""
+        """Follow losses since the last call: of failed steps, of callers' evictions, of a reset."""
         if self._needs.cleared != self._cleared:
-            now = self._clock()
-            for node in self._tree.nodes.values():
-                self._unrank(node)
-                self._rankings.of(node.end).forget(node.end, now)
-            self._begin()
+            self._forget_all()
             return
         if not self._needs.lost:
             return
-        broken, owned_alone = self._shares.lose(self._needs.take_lost())
+        broken, owned_alone = self._blocks.lose(self._needs.take_lost())
         if not owned_alone:
             self._recount(broken)
             return
         now = self._clock()
-        for node in sorted(broken, key=lambda one: (one.tokens, one.end.serial), reverse=True):
-            self._release(node, now)
+        for point in sorted(broken, key=lambda one: (one.tokens, one.serial), reverse=True):
+            self._release(point, now)
 
-    def _recount(self, broken: set[Node]) -> None:
-        """Count anew, without ``broken`` ends and those whose tokens are gone. O(kept ends and their segments)."""
-        now, cut = self._clock(), set[Node]()
+    def _forget_all(self) -> None:
+        """Keep and remember nothing, since all keys were lost at once."""
+        now = self._clock()
+        for point in self._tree.points.values():
+            self._unrank(point)
+            self._rankings.of(point.tenant).forget(point, now)
+        self._tree.clear()
+        for remembered in (self._ghosts, self._blocks.owners, self._sessions, self._parked, self._stale, self._known):
+            remembered.clear()
+        self._cleared = self._needs.cleared
+
+    def _recount(self, broken: set[ResumePoint]) -> None:
+        """Count anew, without ``broken`` ones and those whose tokens are gone. O(kept ones and segments)."""
+        now, cut = self._clock(), set[ResumePoint]()
         kept = self._tree.kept()
-        for node in kept:
-            if node.parent in cut or self._blocks.segment(node) is None:
-                cut.add(node)
+        for point in kept:
+            if point.parent in cut or self._blocks.segment(point) is None:
+                cut.add(point)
         gone = [one for one in kept if one in cut or one in broken or self._blocks.window(one) is None]
-        for node in reversed(gone):  # those behind first
-            self._unlist(node)
-            self._shares.cut(node)
-            self._await(self._queue.note_gone(node, self._tree))
-            self._bury(node, None, now, declined=False)
+        for point in reversed(gone):  # children first
+            self._unlist(point)
+            self._blocks.cut(point)
+            self._await(self._tree.note_gone(point))
+            self._bury(point, None, now, declined=False)
         left = self._tree.kept()
         self._blocks.recount(left)
         self._note_stale(left)
 
-    # -- what came of it
+    # -- statistics, and what must hold
 
     def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
-        """Those of ends. O(ends)."""
+        """Return ``counts`` with those of resume points and tenants. O(resume points)."""
+        shares, found = self._rankings.shares.of, self._counts
+        asked = [found.asked.get(number, [0] * 3) for number in range(len(shares))]
+        tenants = zip(shares, self._needs.weights.of, asked, strict=True)
         return replace(
             counts,
-            ends=self._counts.statistics(node.end for node in self._tree.nodes.values() if node.kept),
-            tenants=self._counts.tenants(self._needs.weights.of),
-            missed_tokens=self._counts.missed_tokens,
-            missed_a_gib_more=self._counts.missed_a_gib_more,
+            ends=found.kinds(point for point in self._tree.points.values() if point.kept),
+            tenants=tuple(TenantStatistics(share.name, weight, *counted) for share, weight, counted in tenants)
+            if len(shares) > 1
+            else (),
+            missed_tokens=found.missed_tokens,
+            missed_a_gib_more=found.missed_a_gib_more,
         )
 
-    # -- what must hold
-
     def check(self) -> Iterator[str]:
-        """A line for each thing that is not what it would be when made anew from the ends. O(ends and segments)."""
+        """Yield a line for each violated invariant. O(resume points and segments)."""
         self._settle()
-        self._renew(self._clock())
-        yield from check_ends(self)
+        self._renew_stale(self._clock())
+        yield from check_points(self)

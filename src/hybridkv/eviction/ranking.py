@@ -33,9 +33,9 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final, Protocol, Self
+from typing import Final, NamedTuple, Protocol, Self
 
 from hybridkv.arguments import check_fields, each, one_of, or_none, real, text
 from hybridkv.errors import ConfigError
@@ -47,6 +47,9 @@ NEVER: Final = 1
 BY_ALL: Final = 2
 SOMETIME: Final = 3
 WITHIN: Final = 4
+
+WHOLE: Final = (b"", b"")
+"""``ResumePoint.inside`` at the edge of a hash block."""
 
 _SHORTEST_GAP: Final = 1e-3
 """Seconds between two hits: at less they count as this."""
@@ -61,104 +64,108 @@ class Kind(IntEnum):
     GRID = 3
 
 
-class End:
-    """An end, kept or remembered (a ghost).
+@dataclass(slots=True, eq=False)
+class ResumePoint:
+    """A token count of a prefix at which a later request can resume: kept, or remembered (a ghost).
 
-    tokens: of the prefix. serial: in the order in which ends were first made. used: when it was kept or last hit.
-    hits: so far. log_gap: of the natural logarithm of the seconds between hits, the mean of which the last counts half;
-    0.0 before the first. session_gap: seconds that its session had paused when it was made, None where it was new.
-    saved: tokens that it saves a byte, those behind the nearest kept end before it. tenant: by number, whose memory it
-    takes. promise: see the module. awaited: a request that waits goes on from it.
+    Attributes
+        serial: number in the order in which resume points were first made.
+        kind, promise: what it was made as, and what hints promise of it; see the module.
+        tokens: of the prefix.
+        used: seconds, when it was kept or last hit.
+        session_gap: seconds that its session had paused when it was made; None for a new session.
+        tenant: number of the tenant that is charged for its blocks.
+        depth, chain, inside, parent, children, segment: its place in the tree (hybridkv.eviction.resume_points).
+        own: blocks that no other kind of resume point shares: its states, and those that hold its last tokens.
+        kept: whether it is no ghost.
+        ranked: whether it may be given up.
+        hits: so far.
+        log_gap: mean of the natural logarithm of the seconds between hits, in which the last counts half; 0.0 before
+            the first.
+        saved: tokens behind its parent for each byte that it needs.
+        awaited: whether a waiting request will resume here.
+        class_number, row, ring, heir, value, until, learned: kept by its ranking (hybridkv.eviction.hazard).
     """
 
-    __slots__ = (
-        "awaited",
-        "hits",
-        "kind",
-        "log_gap",
-        "promise",
-        "saved",
-        "serial",
-        "session_gap",
-        "tenant",
-        "tokens",
-        "used",
-    )
+    serial: int
+    kind: Kind
+    tokens: int
+    used: float
+    session_gap: float | None
+    tenant: int = 0
+    depth: int = 0
+    chain: bytes = b""
+    inside: tuple[bytes, bytes] = WHOLE
+    parent: ResumePoint | None = field(default=None, repr=False)
+    children: dict[bytes, list[ResumePoint]] = field(default_factory=dict, repr=False)
+    segment: list[bytes] = field(default_factory=list, repr=False)
+    own: list[int] = field(default_factory=list)
+    kept: bool = False
+    ranked: bool = False
+    hits: int = 0
+    log_gap: float = 0.0
+    saved: float = 0.0
+    promise: int = NOTHING
+    awaited: bool = False
+    class_number: int = -1
+    row: int = -1
+    ring: tuple[int, int] | None = None
+    heir: Heir | None = None
+    value: float = math.inf
+    until: float = -math.inf
+    learned: int = 0
 
-    def __init__(  # noqa: PLR0917 - what an end is
-        self, serial: int, kind: Kind, tokens: int, used: float, session_gap: float | None, tenant: int = 0
-    ) -> None:
-        self.serial = serial
-        self.kind = kind
-        self.tokens = tokens
-        self.used = used
-        self.session_gap = session_gap
-        self.hits = 0
-        self.log_gap = 0.0
-        self.saved = 0.0
-        self.promise = NOTHING
-        self.awaited = False
-        self.tenant = tenant
 
-    def note_hit(self, now: float) -> None:
-        """It is used now."""
-        gap = math.log(max(now - self.used, _SHORTEST_GAP))
-        self.log_gap = (self.log_gap + gap) / 2 if self.hits else gap
-        self.hits += 1
-        self.used = now
+class Heir(NamedTuple):
+    """A resume point that was given up: its class, and when it was last used."""
+
+    class_number: int
+    used: float
+
+
+def note_hit(point: ResumePoint, now: float) -> None:
+    """Count a hit of ``point``, which is used ``now``."""
+    gap = math.log(max(now - point.used, _SHORTEST_GAP))
+    point.log_gap = (point.log_gap + gap) / 2 if point.hits else gap
+    point.hits += 1
+    point.used = now
 
 
 class Ring:
-    """Ends in the order of their last use. O(log n) in Python, and a shift of the list."""
+    """Hold resume points in the order of their last use. O(log n) in Python, and a shift of the list.
 
-    __slots__ = ("_ends", "_keys")
+    Attributes
+        points: (used, serial, resume point), ascending.
+        least, value, until: the end of the ring of less value, as of ``until``; kept by the ranking that owns the ring.
+    """
+
+    __slots__ = ("least", "points", "until", "value")
 
     def __init__(self) -> None:
-        self._keys: list[tuple[float, int]] = []
-        self._ends: dict[int, End] = {}
+        self.points: list[tuple[float, int, ResumePoint]] = []
+        self.least: ResumePoint | None = None
+        self.value, self.until = math.inf, -math.inf
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, end: End) -> bool:
-        return end.serial in self._ends
-
-    def add(self, end: End) -> bool:
-        """``end``, which is in no ring. Whether it is the first or the last one now."""
-        keys, key = self._keys, (end.used, end.serial)
-        self._ends[end.serial] = end
-        if not keys or keys[-1] < key:  # as nearly always
-            keys.append(key)
+    def add(self, point: ResumePoint) -> bool:
+        """Add ``point``, which is in no ring. Return whether it is the first or the last one now."""
+        points, entry = self.points, (point.used, point.serial, point)
+        if not points or points[-1] < entry:  # as nearly always
+            points.append(entry)
             return True
-        place = bisect_left(keys, key)
-        keys.insert(place, key)
+        place = bisect_left(points, entry)
+        points.insert(place, entry)
         return not place
 
-    def remove(self, end: End) -> bool:
-        """``end``, whose last use has not changed since it was added. Whether it was the first or the last one."""
-        keys = self._keys
-        place = bisect_left(keys, (end.used, end.serial))
-        del keys[place], self._ends[end.serial]
-        return not place or place == len(keys)
+    def remove(self, point: ResumePoint) -> bool:
+        """Remove ``point``, whose last use is as it was when added. Return whether it was the first or the last one."""
+        place = bisect_left(self.points, (point.used, point.serial))
+        del self.points[place]
+        return not place or place == len(self.points)
 
-    def is_outer(self, end: End) -> bool:
-        """Whether ``end``, one of them, is the first or the last."""
-        return end.serial in {self._keys[0][1], self._keys[-1][1]}
-
-    def ends(self) -> Iterator[End]:
-        """All of them, in no order."""
-        return iter(self._ends.values())
-
-    def first(self) -> End:
-        """Used longest ago."""
-        return self._ends[self._keys[0][1]]
-
-    def both_ends(self) -> tuple[End, ...]:
-        """The one used longest ago, and the one used last, if that is another."""
-        keys, ends = self._keys, self._ends
-        if len(keys) == 1:
-            return (ends[keys[0][1]],)
-        return ends[keys[0][1]], ends[keys[-1][1]]
+    def outer(self) -> tuple[ResumePoint, ...]:
+        """Return the one used longest ago, and the one used last where that is another."""
+        points = self.points
+        return (points[0][2],) if len(points) == 1 else (points[0][2], points[-1][2])
 
 
 class Ranking(Protocol):
@@ -171,39 +178,39 @@ class Ranking(Protocol):
         """One more request begins."""
         ...
 
-    def add(self, end: End, now: float) -> None:
+    def add(self, end: ResumePoint, now: float) -> None:
         """``end`` is kept, and may be given up."""
         ...
 
-    def remove(self, end: End) -> None:
+    def remove(self, end: ResumePoint) -> None:
         """``end``, added before, may not be given up, or is kept no longer."""
         ...
 
-    def kept(self, end: End, now: float) -> None:
+    def kept(self, end: ResumePoint, now: float) -> None:
         """``end``, a ghost or new and not added now, is kept from now on: it is used now, and a new age begins."""
         ...
 
-    def hit(self, end: End, now: float) -> None:
+    def hit(self, end: ResumePoint, now: float) -> None:
         """``end``, not added now, was hit, or would have been; its ``used`` is that before."""
         ...
 
-    def promised(self, end: End, promise: int, now: float) -> None:
+    def promised(self, end: ResumePoint, promise: int, now: float) -> None:
         """``promise`` is what hints say of ``end``, not added now, from now on."""
         ...
 
-    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
+    def given_up(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
         """``end`` is kept no longer, or was declined. parent: the kept end that serves its requests now."""
         ...
 
-    def forget(self, end: End, now: float) -> None:
+    def forget(self, end: ResumePoint, now: float) -> None:
         """``end``, a ghost, is remembered no longer."""
         ...
 
-    def lowest(self, now: float) -> End | None:
+    def lowest(self, now: float) -> ResumePoint | None:
         """The end to give up next, None where there is none."""
         ...
 
-    def prefers(self, end: End, other: End, now: float) -> bool:
+    def prefers(self, end: ResumePoint, other: ResumePoint, now: float) -> bool:
         """Whether ``other``, which is kept, is to be given up for ``end``."""
         ...
 
@@ -394,21 +401,17 @@ def _fraction(number: str) -> float:
     return float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
 
 
+@dataclass(slots=True)
 class _Tenant:
-    """What is kept of a tenant that has had a request. ends: how many may be given up. standing: its place in order."""
+    """What is kept of a tenant that has had a request. points: how many may be given up. standing: its place in order.
 
-    __slots__ = ("awaited", "ends", "ranking", "standing")
+    awaited: those that a request waits for, which go after all that ``ranking`` ranks.
+    """
 
-    def __init__(self, ranking: Ranking) -> None:
-        self.ranking = ranking
-        self.awaited = Ring()
-        self.ends = 0
-        self.standing: Standing | None = None
-
-    def lowest(self, now: float) -> End | None:
-        """The end of this tenant to give up next."""
-        found = self.ranking.lowest(now)
-        return self.awaited.first() if found is None and len(self.awaited) else found
+    ranking: Ranking
+    awaited: Ring = field(default_factory=Ring)
+    points: int = 0
+    standing: Standing | None = None
 
 
 class Weights:
@@ -454,64 +457,65 @@ class TenantRankings:
         self._moved = set[int]()
 
     def tenant_of(self, request: Request) -> int:
-        """Its number."""
+        """Return the number of the tenant of ``request``."""
         return self._numbers.get(request.tenant, 0) if request.tenant is not None else 0
 
-    def _tenant(self, number: int) -> _Tenant:
-        found = self._tenants.get(number)
+    def of(self, tenant: int) -> Ranking:
+        """Return the ranking of ``tenant``."""
+        return self._of(tenant).ranking
+
+    def _of(self, tenant: int) -> _Tenant:
+        found = self._tenants.get(tenant)
         if found is None:
-            found = self._tenants[number] = _Tenant(self._ranking())
+            found = self._tenants[tenant] = _Tenant(self._ranking())
         return found
 
-    def of(self, end: End) -> Ranking:
-        """That of its tenant."""
-        return self._tenant(end.tenant).ranking
-
-    def add(self, end: End, now: float) -> None:
-        """See Ranking; an end that somebody waits for goes after all others of its tenant."""
-        tenant = self._tenant(end.tenant)
-        if end.awaited:
-            tenant.awaited.add(end)
+    def add(self, point: ResumePoint, now: float) -> None:
+        """Rank ``point``; one that a request waits for goes after all others of its tenant."""
+        tenant = self._of(point.tenant)
+        if point.awaited:
+            tenant.awaited.add(point)
         else:
-            tenant.ranking.add(end, now)
-        tenant.ends += 1
-        if tenant.ends == 1:
-            self._moved.add(end.tenant)
+            tenant.ranking.add(point, now)
+        tenant.points += 1
+        if tenant.points == 1:
+            self._moved.add(point.tenant)
 
-    def remove(self, end: End) -> None:
-        """See Ranking."""
-        tenant = self._tenants[end.tenant]
-        if end.awaited:
-            tenant.awaited.remove(end)
+    def remove(self, point: ResumePoint) -> None:
+        """Rank ``point`` no longer."""
+        tenant = self._tenants[point.tenant]
+        if point.awaited:
+            tenant.awaited.remove(point)
         else:
-            tenant.ranking.remove(end)
-        tenant.ends -= 1
-        if not tenant.ends:
-            self._moved.add(end.tenant)
+            tenant.ranking.remove(point)
+        tenant.points -= 1
+        if not tenant.points:
+            self._moved.add(point.tenant)
 
-    def note_request(self, tenant: int, now: float) -> None:
-        """One more request of ``tenant`` begins."""
-        self._tenant(tenant).ranking.note_request(now)
-
-    def lowest(self, now: float) -> End | None:
-        """Return the end to give up next: of the tenants that have one, the first that gives way.
+    def lowest(self, now: float) -> ResumePoint | None:
+        """Return the resume point to give up next: of the tenants that have one, the first that gives way.
 
         O(log tenants) and a shift of a list, for each tenant whose bytes have changed since the last call.
         """
         if len(self.shares.of) == 1:
-            return self._tenants[0].lowest(now)
-        self._place()
-        return self._tenants[self._order[0][-1]].lowest(now) if self._order else None
+            tenant = self._tenants[0]
+        else:
+            self._place()
+            if not self._order:
+                return None
+            tenant = self._tenants[self._order[0][-1]]
+        found = tenant.ranking.lowest(now)
+        return tenant.awaited.outer()[0] if found is None and tenant.awaited.points else found
 
     def _place(self) -> None:
-        """Bring tenants whose bytes changed, or whose first or last end came or went, to their places."""
+        """Bring tenants whose bytes changed, or whose first or last resume point came or went, to their places."""
         for number in self._moved | self._weights.changed:
             tenant = self._tenants.get(number)
             if tenant is None:
                 continue
             if tenant.standing is not None:
                 del self._order[bisect_left(self._order, tenant.standing)]
-            tenant.standing = self._standing(number) if tenant.ends else None
+            tenant.standing = self._standing(number) if tenant.points else None
             if tenant.standing is not None:
                 insort(self._order, tenant.standing)
         self._moved.clear()
@@ -520,28 +524,23 @@ class TenantRankings:
     def _standing(self, tenant: int) -> Standing:
         return self.shares.standing(tenant, self._weights.of[tenant], self._memory_bytes)
 
-    def prefers(self, end: End, other: End, now: float) -> bool:
-        """Whether ``other``, which is kept, goes for ``end``; one of another tenant, if that one gives way first."""
-        if end.tenant == other.tenant:
-            return not other.awaited and self.of(end).prefers(end, other, now)
-        return self._standing(other.tenant) < self._standing(end.tenant)
-
-    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
-        """See Ranking; a parent of another tenant inherits nothing."""
-        own = None if parent is None or parent.tenant != end.tenant else parent
-        self.of(end).given_up(end, own, now, declined=declined)
+    def prefers(self, point: ResumePoint, other: ResumePoint, now: float) -> bool:
+        """Return whether ``other``, which is kept, goes for ``point``: of another tenant, if that gives way first."""
+        if point.tenant == other.tenant:
+            return not other.awaited and self.of(point.tenant).prefers(point, other, now)
+        return self._standing(other.tenant) < self._standing(point.tenant)
 
     def check(self, ranked: Mapping[int, int]) -> Iterator[str]:
-        """See Ranking. ranked: how many ends of each tenant may be given up."""
+        """Yield a line for each violated invariant. ranked: resume points of each tenant that may be given up."""
         for number, tenant in self._tenants.items():
             yield from tenant.ranking.check()
             yield from (
-                f"an end of {end.tokens} tokens is awaited by nobody"
-                for end in tenant.awaited.ends()
-                if not end.awaited
+                f"no request waits for the awaited resume point of {point.tokens} tokens"
+                for _, _, point in tenant.awaited.points
+                if not point.awaited
             )
-            if tenant.ends != ranked.get(number, 0):
-                yield f"tenant {number} has {tenant.ends} ends that may go by count, not {ranked.get(number, 0)}"
+            if tenant.points != ranked.get(number, 0):
+                yield f"tenant {number} counts {tenant.points} ranked resume points, not {ranked.get(number, 0)}"
         self._place()
         if len(self.shares.of) > 1 and self._order != sorted(map(self._standing, ranked)):
             yield f"tenants give way as {self._order}, not by what they have too much"

@@ -122,7 +122,7 @@ class WaitingQueue:
         *,
         shares_in_part: bool = False,
     ) -> None:
-        self._cache = cache if cache is not None and cache.kept.judges else None
+        self._cache = cache if cache is not None and cache.kept.ranks else None
         self._by_priority = policy == "priority"
         self._shares_in_part = shares_in_part
         self._lock = threading.Lock()

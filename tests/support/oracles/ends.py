@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import pytest
 
-from hybridkv.eviction.ranked import JudgedEnds
-from hybridkv.eviction.ranking import End, Kind
-from hybridkv.eviction.resume_points import EndTree, Node
+from hybridkv.eviction.ranked import RankedResumePoints
+from hybridkv.eviction.ranking import Kind, ResumePoint
+from hybridkv.eviction.resume_points import ResumePointTree, is_crowded
 from hybridkv.request import Request
 from hybridkv.testing.difference import DifferenceError, same
 
@@ -41,39 +41,41 @@ class PlainEnds:
     """
 
     def __init__(self) -> None:
-        self.prefixes: dict[Node, Prefix] = {}
+        self.prefixes: dict[ResumePoint, Prefix] = {}
         self.unknown = self.compared = 0
         self.hits: Counter[bool] = Counter()
 
-    def expected_hits(self, kept: JudgedEnds, request: Request, without: Node | None = None) -> list[Node]:
+    def expected_hits(
+        self, kept: RankedResumePoints, request: Request, without: ResumePoint | None = None
+    ) -> list[ResumePoint]:
         """The deepest end that is kept, and the deepest that is known, if nobody knew ``without``."""
         whole = prefix_of(request, request.num_prompt_tokens - 1, kept._hash_block)
-        known = [node for node in kept._tree.nodes.values() if node is not without]
+        known = [node for node in kept._tree.points.values() if node is not without]
         known = [node for node in known if self.prefixes[node].begins(whole)]
         deepest = max(known, key=lambda node: node.tokens, default=None)
         consumed = max((node for node in known if node.kept), key=lambda node: node.tokens, default=None)
         return [node for node in known if node in {deepest, consumed}]
 
-    def check(self, kept: JudgedEnds) -> None:
+    def check(self, kept: RankedResumePoints) -> None:
         """DifferenceError where an end stands behind one that it does not begin with, or saves something else."""
-        kept._renew(kept._clock())
-        nodes = [node for node in kept._tree.nodes.values() if node.kept]
+        kept._renew_stale(kept._clock())
+        nodes = [node for node in kept._tree.points.values() if node.kept]
         before = {node: self.before(node, nodes) or kept._tree.root for node in nodes}
         needs = {node: self.needs(kept, node, before[node]) for node in nodes}
         counts = Counter(block for blocks in needs.values() for block in blocks)
         sizes = kept._needs.block_bytes
         for node in nodes:
             self.compared += 1
-            if kept._blocks.overlaps or node.crowded:
+            if kept._blocks.overlaps or is_crowded(node):
                 continue
             leaf = node not in before.values()
             blocks = [block for block in needs[node] if leaf or block in node.own]
             price = sum(sizes[kept._pool.class_of(block)] / counts[block] for block in blocks)
             saved = (node.tokens - before[node].tokens) / price if price else 0.0
-            if node.end.saved != pytest.approx(saved, rel=1e-9):
-                raise DifferenceError(f"the end of {node.tokens} tokens saves {saved} a byte, not {node.end.saved}")
+            if node.saved != pytest.approx(saved, rel=1e-9):
+                raise DifferenceError(f"the end of {node.tokens} tokens saves {saved} a byte, not {node.saved}")
 
-    def before(self, node: Node, nodes: list[Node]) -> Node | None:
+    def before(self, node: ResumePoint, nodes: list[ResumePoint]) -> ResumePoint | None:
         """The last end that ``node`` begins with, None without one."""
         own, real = self.prefixes[node], node.parent
         found = [one for one in nodes if one is not node and self.prefixes[one].begins(own)]
@@ -87,7 +89,7 @@ class PlainEnds:
         self.unknown += 1
         return None if real.parent is None else real
 
-    def needs(self, kept: JudgedEnds, node: Node, before: Node) -> list[int]:
+    def needs(self, kept: RankedResumePoints, node: ResumePoint, before: ResumePoint) -> list[int]:
         """Its own blocks, and those of whole hash blocks behind ``before``."""
         keys = self.prefixes[node].keys[before.depth :]
         return node.own + [group.index.get(key) or 0 for group in kept._blocks._full for key in keys]
@@ -96,20 +98,20 @@ class PlainEnds:
 @contextmanager
 def watched() -> Iterator[PlainEnds]:
     """Every end, and every request that begins, is looked at: DifferenceError where another is hit than should be."""
-    plain, make, begin = PlainEnds(), EndTree.make, JudgedEnds.begin
+    plain, make, begin = PlainEnds(), ResumePointTree.make, RankedResumePoints.begin
 
     def watch_make(  # noqa: PLR0917 - what an end is
-        self: EndTree, request: Request, kind: Kind, tokens: int, now: float, gap: float | None, tenant: int
-    ) -> Node:
+        self: ResumePointTree, request: Request, kind: Kind, tokens: int, now: float, gap: float | None, tenant: int
+    ) -> ResumePoint:
         node = make(self, request, kind, tokens, now, gap, tenant)
         plain.prefixes[node] = prefix_of(request, tokens, self._hash_block)
         return node
 
-    def watch_begin(self: JudgedEnds, request: Request, hit_tokens: int) -> None:
+    def watch_begin(self: RankedResumePoints, request: Request, hit_tokens: int) -> None:
         self._settle()
         before = {end: end.hits for end in ends_of(self)}
         known = self._tree.find(request, hit_tokens)
-        expected, again, lost = list[Node](), None, list[Node]()
+        expected, again, lost = list[ResumePoint](), None, list[ResumePoint]()
         if request.first_hit_tokens is None and request.reads_prefix_cache:
             expected = plain.expected_hits(self, request)
             if known is not None and not known.kept and known.tokens < request.num_prompt_tokens:
@@ -118,14 +120,14 @@ def watched() -> Iterator[PlainEnds]:
                 expected, again, lost = [*deeper, known], known, plain.expected_hits(self, request, known)
         plain.hits.update(node.kept for node in expected)
         begin(self, request, hit_tokens)
-        wanted = {node.end for node in (expected if again is None or again.kept else lost)}
+        wanted = set(expected if again is None or again.kept else lost)
         for end in ends_of(self):
             same(f"hits of the end of {end.tokens} tokens", end.hits - before.get(end, 0), int(end in wanted))
 
-    with patch.object(EndTree, "make", watch_make), patch.object(JudgedEnds, "begin", watch_begin):
+    with patch.object(ResumePointTree, "make", watch_make), patch.object(RankedResumePoints, "begin", watch_begin):
         yield plain
 
 
-def ends_of(kept: JudgedEnds) -> list[End]:
+def ends_of(kept: RankedResumePoints) -> list[ResumePoint]:
     """Kept and remembered."""
-    return [node.end for node in kept._tree.nodes.values()]
+    return list(kept._tree.points.values())

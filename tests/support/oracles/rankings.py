@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from hybridkv.eviction import HAZARD, Eviction
 from hybridkv.eviction.hazard import HazardRanking
-from hybridkv.eviction.ranking import End, Ranking, class_kind, is_promised, promised_rate
+from hybridkv.eviction.ranking import Ranking, ResumePoint, class_kind, is_promised, promised_rate
 from hybridkv.testing.difference import DifferenceError
 
 EDGES = [0.0, *(1.5**k for k in range(23))]
@@ -33,6 +33,7 @@ class Record:
     equals: those that were worth as much as it when it was chosen.
     """
 
+    end: ResumePoint
     of: Key
     used: float
     promise: int
@@ -48,7 +49,7 @@ def bucket(age: float) -> int:
     return sum(age >= edge for edge in EDGES[1:23])
 
 
-def class_of(end: End, record: Record) -> Key:
+def class_of(end: ResumePoint, record: Record) -> Key:
     """Kind and promise, hits up to three, and how long it, or its session, paused."""
     if record.hits:
         gap = math.exp(record.log_gap)
@@ -76,7 +77,7 @@ class NaiveHazard:
 
     def __init__(self) -> None:
         self.records: dict[int, Record] = {}
-        self.ends: list[End] = []
+        self.ends: list[ResumePoint] = []
         self.hits: dict[Key, list[float]] = defaultdict(lambda: [0.0] * 23)
         self.risk: dict[Key, list[float]] = defaultdict(lambda: [0.0] * 23)
         self.classes: set[Key] = set()
@@ -94,15 +95,15 @@ class NaiveHazard:
                 self.risk[of][place] += spent
         record.counted = age
 
-    def know(self, end: End) -> Record:
+    def know(self, end: ResumePoint) -> Record:
         """Its record."""
         record = self.records.get(end.serial)
         if record is None:
-            record = self.records[end.serial] = Record((), end.used, end.promise, end.hits, end.log_gap)
+            record = self.records[end.serial] = Record(end, (), end.used, end.promise, end.hits, end.log_gap)
             self.classify(end, record)
         return record
 
-    def classify(self, end: End, record: Record) -> None:
+    def classify(self, end: ResumePoint, record: Record) -> None:
         """Into its class; one that hints make counts from its first end on."""
         record.of = class_of(end, record)
         is_new = record.of[:1] not in self.classes
@@ -144,7 +145,7 @@ class NaiveHazard:
             of = of[:-1]
         return self.learned[of][bucket(age)]
 
-    def value(self, end: End, now: float) -> float:
+    def value(self, end: ResumePoint, now: float) -> float:
         """Tokens a second and byte."""
         record = self.know(end)
         heir = 0.0 if record.heir is None else self.worth(record.heir[0], now - record.heir[1])
@@ -152,23 +153,23 @@ class NaiveHazard:
 
     # -- ends
 
-    def add(self, end: End, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
+    def add(self, end: ResumePoint, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
         """One more."""
         self.know(end)
         self.ends.append(end)
 
-    def remove(self, end: End) -> None:
+    def remove(self, end: ResumePoint) -> None:
         """One less."""
         self.ends.remove(end)
 
-    def kept(self, end: End, now: float) -> None:
+    def kept(self, end: ResumePoint, now: float) -> None:
         """A new age begins."""
         record = self.records.get(end.serial)
         if record is not None:
             self.waited(record, now - record.used)
             record.used, record.counted = now, 0.0
 
-    def hit(self, end: End, now: float) -> None:
+    def hit(self, end: ResumePoint, now: float) -> None:
         """Those who would have hit its heir hit it from now on."""
         record = self.know(end)
         age = now - record.used
@@ -181,7 +182,7 @@ class NaiveHazard:
         record.used, record.counted, record.heir = now, 0.0, None
         self.classify(end, record)
 
-    def promised(self, end: End, promise: int, now: float) -> None:
+    def promised(self, end: ResumePoint, promise: int, now: float) -> None:
         """Another class from now on."""
         record = self.know(end)
         if promise != record.promise:
@@ -189,7 +190,7 @@ class NaiveHazard:
             record.promise = promise
             self.classify(end, record)
 
-    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
+    def given_up(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
         """The parent inherits, of one declined what nobody had hit; it has one heir, the most valuable."""
         record = self.know(end)
         if parent is None or (declined and record.hits):
@@ -200,16 +201,16 @@ class NaiveHazard:
         theirs.equals = [heir for heir, worth in zip(heirs, worths, strict=True) if worth * (1 + CLOSE) >= max(worths)]
         theirs.heir = theirs.equals[0]
 
-    def agree(self, parent: End, real: Ranking) -> None:
+    def agree(self, parent: ResumePoint, real: Ranking) -> None:
         """Of heirs that are worth the same the one that ``real`` has chosen."""
         record = self.records.get(parent.serial)
-        if record is None or not isinstance(real, HazardRanking) or (heir := real.heir_of(parent)) is None:
+        if record is None or not isinstance(real, HazardRanking) or (heir := parent.heir) is None:
             return
-        of = next(key for key, number in real.table._numbers.items() if number == heir.of)
+        of = next(key for key, number in real.table._numbers.items() if number == heir.class_number)
         if (of, heir.used) in record.equals:
             record.heir = of, heir.used
 
-    def forget(self, end: End, now: float) -> None:
+    def forget(self, end: ResumePoint, now: float) -> None:
         """It waited till now."""
         record = self.records.pop(end.serial, None)
         if record is not None:
@@ -217,9 +218,9 @@ class NaiveHazard:
 
     # -- answers
 
-    def allowed(self, now: float) -> list[End | None]:
+    def allowed(self, now: float) -> list[ResumePoint | None]:
         """Of each class and power of two of what is saved the ends used first and last; of those the least value."""
-        rings: dict[tuple[Key, int], list[End]] = {}
+        rings: dict[tuple[Key, int], list[ResumePoint]] = {}
         for end in sorted(self.ends, key=lambda end: (end.used, end.serial)):
             rings.setdefault((self.know(end).of, math.floor(math.log2(end.saved))), []).append(end)
         outer = [end for ring in rings.values() for end in (ring[0], ring[-1])]
@@ -228,7 +229,7 @@ class NaiveHazard:
         least = min(self.value(end, now) for end in outer)
         return [end for end in outer if self.value(end, now) <= least * (1 + CLOSE)]
 
-    def prefers(self, end: End, other: End, now: float) -> bool | None:
+    def prefers(self, end: ResumePoint, other: ResumePoint, now: float) -> bool | None:
         """By value."""
         mine, theirs = self.value(end, now), self.value(other, now)
         return None if math.isclose(mine, theirs, rel_tol=CLOSE) else mine > theirs
@@ -243,10 +244,10 @@ class NaiveHazard:
                 if not all(map(_alike, mine[of], theirs[number].tolist())):
                     return f"{name} of class {of} are {theirs[number].tolist()}, not {mine[of]}"
         numbers = {number: of for of, number in table._numbers.items()}
-        for serial, memo in other._memos.items():
-            heir = None if memo.heir is None else (numbers[memo.heir.of], memo.heir.used)
-            if heir != self.records[serial].heir:
-                return f"the heir of end {serial} is {heir}, not {self.records[serial].heir}"
+        for serial, record in self.records.items():
+            heir = record.end.heir and (numbers[record.end.heir.class_number], record.end.heir.used)
+            if record.end.row >= 0 and heir != record.heir:
+                return f"the heir of end {serial} is {heir}, not {record.heir}"
         return None
 
 
@@ -287,51 +288,51 @@ class Beside:
         self.real.note_request(now)
         self._compare()
 
-    def add(self, end: End, now: float) -> None:
+    def add(self, end: ResumePoint, now: float) -> None:
         """See Ranking."""
         self.naive.add(end, now)
         self.real.add(end, now)
 
-    def remove(self, end: End) -> None:
+    def remove(self, end: ResumePoint) -> None:
         """See Ranking."""
         self.naive.remove(end)
         self.real.remove(end)
 
-    def kept(self, end: End, now: float) -> None:
+    def kept(self, end: ResumePoint, now: float) -> None:
         """See Ranking."""
         self.naive.kept(end, now)
         self.real.kept(end, now)
 
-    def hit(self, end: End, now: float) -> None:
+    def hit(self, end: ResumePoint, now: float) -> None:
         """See Ranking."""
         self.naive.hit(end, now)
         self.real.hit(end, now)
 
-    def promised(self, end: End, promise: int, now: float) -> None:
+    def promised(self, end: ResumePoint, promise: int, now: float) -> None:
         """See Ranking."""
         self.naive.promised(end, promise, now)
         self.real.promised(end, promise, now)
 
-    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
+    def given_up(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
         """See Ranking."""
         self.naive.given_up(end, parent, now, declined=declined)
         self.real.given_up(end, parent, now, declined=declined)
         if parent is not None:
             self.naive.agree(parent, self.real)
 
-    def forget(self, end: End, now: float) -> None:
+    def forget(self, end: ResumePoint, now: float) -> None:
         """See Ranking."""
         self.naive.forget(end, now)
         self.real.forget(end, now)
 
-    def lowest(self, now: float) -> End | None:
+    def lowest(self, now: float) -> ResumePoint | None:
         """See Ranking."""
         found, allowed = self.real.lowest(now), self.naive.allowed(now)
         if found not in allowed:
             raise DifferenceError(f"{_name(found)} goes next, not {' or '.join(map(_name, allowed))}")
         return found
 
-    def prefers(self, end: End, other: End, now: float) -> bool:
+    def prefers(self, end: ResumePoint, other: ResumePoint, now: float) -> bool:
         """See Ranking."""
         expected = self.naive.prefers(end, other, now)
         found = self.real.prefers(end, other, now)
@@ -344,7 +345,7 @@ class Beside:
         return self.real.check()
 
 
-def _name(end: End | None) -> str:
+def _name(end: ResumePoint | None) -> str:
     return "nobody" if end is None else f"end {end.serial} of {end.tokens} tokens"
 
 
