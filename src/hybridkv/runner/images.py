@@ -17,7 +17,6 @@ import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
@@ -159,16 +158,6 @@ def towers_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part not in text and text.isdisjoint(part.modules()):
             yield part
-
-
-@contextmanager
-def kept_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Whatever attention ``model`` is given meanwhile, its towers have their own again at the end."""
-    own = [(part, part.config._attn_implementation) for part in towers_of(model)]
-    yield
-    for part, name in own:
-        if part.config._attn_implementation != name:
-            part.set_attn_implementation(name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ a forward (``forwards_of``); whether it does it rightly, by the self-check.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hybridkv.errors import ConfigError, HybridKVError, UnsupportedModelError
-from hybridkv.models import Layer, Model, read_model
+from hybridkv.models import Model, read_model
 from hybridkv.runner.attention import gather
 from hybridkv.runner.attention.attention_form import Attended, AttentionForm, attention_modules, eager_function, form_of
 from hybridkv.runner.encoder_decoder import decode, is_encoder_decoder
@@ -37,7 +37,6 @@ from hybridkv.specs import (
     CrossAttentionSpec,
     FullAttentionSpec,
     Keeps,
-    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -60,16 +59,23 @@ _RUNNABLE: Final = (
 
 
 @contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """``model`` with the attention function ``name`` for a while; UnsupportedModelError when it cannot switch."""
-    before = {id(one.config): (one, one.config._attn_implementation) for one in _with_configs(model)}
+def kept_attention(parts: Iterable[PreTrainedModel]) -> Iterator[None]:
+    """Whatever attention ``parts`` of a model are given meanwhile, they have their own again at the end."""
+    own = [(part, part.config._attn_implementation) for part in parts]
     try:
-        set_attention(model, name)
         yield
     finally:
-        for part, own in before.values():
-            if part.config._attn_implementation != own:
-                part.set_attn_implementation(own)
+        for part, name in own:
+            if part.config._attn_implementation != name:
+                part.set_attn_implementation(name)
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """``model`` with the attention function ``name`` for a while; UnsupportedModelError when it cannot switch."""
+    with kept_attention(_with_configs(model)):
+        set_attention(model, name)
+        yield
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -77,7 +83,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
     The stacks of T5 have configs of their own, which a switch of the whole does not reach.
     """
-    for part in {id(one.config): one for one in _with_configs(model)}.values():
+    for part in _with_configs(model):
         if part.config._attn_implementation == name:
             continue
         part.set_attn_implementation(name)
@@ -88,9 +94,9 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
             )
 
 
-def _with_configs(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Parts of ``model`` that have a config."""
-    return (one for one in model.modules() if isinstance(one, PreTrainedModel))
+def _with_configs(model: PreTrainedModel) -> Iterable[PreTrainedModel]:
+    """Return a part of ``model`` for each config in it."""
+    return {id(one.config): one for one in model.modules() if isinstance(one, PreTrainedModel)}.values()
 
 
 class ProbeCache(EmptyCache):
@@ -128,26 +134,25 @@ class ProbeCache(EmptyCache):
     ) -> torch.Tensor:
         """Note [1, channels, tokens], of which as many columns are kept as the kernel is wide, and hand it back."""
         columns = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
-        self._note(StateKind.CONV, layer_idx, state_idx, (*conv_states.shape[1:-1], columns), conv_states.dtype)
-        return conv_states
+        return self._noted(conv_states, StateKind.CONV, layer_idx, state_idx, (*conv_states.shape[1:-1], columns))
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
     ) -> torch.Tensor:
         """Note [1, *shape] and hand it back."""
         shape = tuple(recurrent_states.shape[1:])
-        self._note(StateKind.RECURRENT, layer_idx, state_idx, shape, recurrent_states.dtype)
-        return recurrent_states
+        return self._noted(recurrent_states, StateKind.RECURRENT, layer_idx, state_idx, shape)
 
-    def _note(
-        self, kind: StateKind, layer_idx: int, state_idx: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
+    def _noted(
+        self, states: torch.Tensor, kind: StateKind, layer_idx: int, state_idx: int, shape: tuple[int, ...]
+    ) -> torch.Tensor:
         if not self.callers:
             raise UnsupportedModelError(
                 "states are kept outside of the modules that were handed the cache: not supported"
             )
         kept = self.states.setdefault((self.callers[-1], layer_idx), {})
-        kept[kind, state_idx] = MixerState(kind, state_idx, shape, dtype)
+        kept[kind, state_idx] = MixerState(kind, state_idx, shape, states.dtype)
+        return states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Nothing is cached."""
@@ -218,45 +223,40 @@ def probe(model: PreTrainedModel) -> Probed:
 
 
 class FormNotes:
-    """Takes the place of every attention in a forward with ``cache``, which hands back what it is handed."""
+    """Takes the place of every attention in a forward with ``cache``, which hands back what it is handed.
+
+    forms: by module; the others run their own attention.
+    """
 
     def __init__(self, cache: ProbeCache) -> None:
+        self.forms: dict[torch.nn.Module, AttentionForm] = {}
         self._cache = cache
-        self._found: dict[torch.nn.Module, AttentionForm | None] = {}
-        self._modules_of: dict[int | None, set[torch.nn.Module]] = {}
-        self._heads: dict[int | None, set[tuple[int, torch.dtype] | None]] = {}
+        self._seen: dict[int | None, dict[torch.nn.Module, set[tuple[int, torch.dtype] | None]]] = {}
 
     def __call__(self, module: torch.nn.Module, states: Attended, handed: Mapping[str, Any]) -> torch.Tensor:
         """Note the form of ``module``, and attend."""
         eager, cached = eager_function(module), self._cache.keys
-        if module not in self._found:
-            self._found[module] = form_of(module, eager, states, handed)
-        self._modules_of.setdefault(self._cache.updated, set()).add(module)
+        if not any(module in seen for seen in self._seen.values()):
+            form = form_of(module, eager, states, handed)
+            if form is not None:
+                self.forms[module] = form
         same = cached is not None and states.key.shape == cached.shape and states.key.data_ptr() == cached.data_ptr()
         heads = (states.query.shape[1], states.query.dtype) if same else None
-        self._heads.setdefault(self._cache.updated, set()).add(heads)
+        self._seen.setdefault(self._cache.updated, {}).setdefault(module, set()).add(heads)
         nothing_hidden = states.query.new_zeros((1, 1, states.query.shape[2], states.key.shape[2]))  # some need a mask
         return eager(module, *states, nothing_hidden, **handed)[0]
 
     @property
-    def forms(self) -> dict[torch.nn.Module, AttentionForm]:
-        """By module; the others run their own attention."""
-        return {module: form for module, form in self._found.items() if form is not None}
+    def layers(self) -> dict[int, tuple[int, torch.dtype] | None]:
+        """Those all of whose attention is known, by index: their contexts may come in parts.
 
-    @property
-    def layers(self) -> frozenset[int]:
-        """By index, those all of whose attention is known: its context may come in parts."""
-        known = set(self.forms)
-        return frozenset(layer for layer, some in self._modules_of.items() if layer is not None and some <= known)
-
-    @property
-    def heads(self) -> dict[int, tuple[int, torch.dtype]]:
-        """Query heads and their dtype by index, of those ``layers`` that attend to the keys as they were cached.
-
-        A kernel may read those from pages.
+        Query heads and their dtype of those that attend to the keys as they were cached, which a kernel may read from
+        pages; None of the others.
         """
-        one = {layer: next(iter(found)) for layer, found in self._heads.items() if len(found) == 1}
-        return {layer: found for layer, found in one.items() if layer in self.layers and found is not None}
+        known = {
+            layer: set().union(*seen.values()) for layer, seen in self._seen.items() if seen.keys() <= self.forms.keys()
+        }
+        return {layer: heads.pop() if len(heads) == 1 else None for layer, heads in known.items() if layer is not None}
 
 
 def forms_of(model: PreTrainedModel, context: StepContext) -> FormNotes:
@@ -325,20 +325,11 @@ def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
 def planner_model(
     model: PreTrainedModel, *, block_size: int, name: str | None = None, num_speculative_tokens: int = 0
 ) -> Model:
-    """``planner_view`` of a model that can be run. Raises UnsupportedModelError as require_runnable does."""
-    planned = planner_view(model, block_size=block_size, name=name, num_speculative_tokens=num_speculative_tokens)
-    require_runnable(planned)
-    return planned
-
-
-def planner_view(
-    model: PreTrainedModel, *, block_size: int, name: str | None = None, num_speculative_tokens: int = 0
-) -> Model:
-    """The planner's view of ``model``: from its config, with the dtype of its weights.
+    """Read the planner's view of ``model`` from its config, with the dtype of its weights.
 
     num_speculative_tokens: drafts a step for which recurrent layers have room.
     The config's own dtype is that of a checkpoint, which may have been cast. Nothing is assumed: what layers keep is
-    compared with what a forward leaves behind (page_layout).
+    compared with what a forward leaves behind (page_layout). Raises UnsupportedModelError as require_runnable does.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     source = {**model.config.to_dict(), "dtype": dtype}
@@ -353,6 +344,7 @@ def planner_view(
         backend="transformers",
         num_speculative_tokens=num_speculative_tokens,
     )
+    require_runnable(planned)
     return replace(planned, read_from=tuple(fact for fact in planned.read_from if fact not in planned.assumptions))
 
 
@@ -361,7 +353,8 @@ def require_runnable(planned: Model) -> None:
 
     It runs attention over all tokens, a window or a chunk, MLA, cross attention, and recurrent states.
     """
-    wrong = [f"{layer.name} ({type(layer.spec).__name__})" for layer in planned.layers if not _is_runnable(layer.spec)]
+    kinds = [(layer.name, type(layer.spec)) for layer in planned.layers]
+    wrong = [f"{name} ({kind.__name__})" for name, kind in kinds if kind not in _RUNNABLE]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise UnsupportedModelError(
@@ -370,72 +363,53 @@ def require_runnable(planned: Model) -> None:
         )
 
 
-def _is_runnable(spec: KVCacheSpec) -> bool:
-    """Whether ``spec`` is of a kind that the backends know, none of its relatives."""
-    return type(spec) in _RUNNABLE
-
-
 def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...]]:
-    """The page parts of every planned layer: keys and values of a token, or the states of a recurrent layer.
+    """Return the page parts of every planned layer: keys and values of a token, or the states of a recurrent layer.
 
     Raises ConfigError unless the forward cached in exactly the planned layers, tokens and states, and as many bytes
     in each.
     """
-    own = {layer.index: layer for layer in planned.layers if layer.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}}
-    cross = {layer.index: layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER}
-    layout = _token_layout(planned.name, "caches", own, probed.attention)
-    layout |= _token_layout(planned.name, "reads an encoder's output", cross, probed.cross)
-    return layout | {name: _page_parts(mixer) for name, mixer in state_layout(planned, probed).items()}
-
-
-def _token_layout(
-    name: str, does: str, planned: Mapping[int, Layer], probed: Mapping[int, tuple[PagePart, ...]]
-) -> dict[str, tuple[PagePart, ...]]:
-    """The parts of a token in every one of ``planned``, which the forward must have shown. does: for the message."""
-    _require_layers(name, does, set(planned), set(probed))
-    for index, layer in planned.items():
-        parts = probed[index]
-        held = layer.spec.block_size * sum(part.token_bytes for part in parts)
-        _require_bytes(name, layer, held, f"{layer.spec.block_size} tokens of {_shapes(parts)}")
-    return {layer.name: probed[index] for index, layer in planned.items()}
+    own = _checked(planned, {Keeps.TOKENS, Keeps.WINDOW}, "caches", probed.attention)
+    crossed = _checked(planned, {Keeps.ENCODER}, "reads an encoder's output", probed.cross)
+    return own | crossed | {name: _page_parts(mixer) for name, mixer in state_layout(planned, probed).items()}
 
 
 def state_layout(planned: Model, probed: Probed) -> dict[str, RecurrentMixer]:
-    """The mixer of every planned layer that keeps a state; its parts lie in the layer's page one after the other.
+    """Return the mixer of every planned layer that keeps a state; its parts lie in its page one after the other.
 
     Raises ConfigError unless the forward kept states in exactly the planned layers, and as many bytes in each.
     """
-    states = {layer.index: layer for layer in planned.layers if layer.spec.keeps is Keeps.STATE}
     mixers = {mixer.layer_index: mixer for mixer in probed.mixers}
-    _require_layers(planned.name, "keeps states", set(states), set(mixers))
-    for index, layer in states.items():
-        parts = _page_parts(mixers[index])
-        _require_bytes(planned.name, layer, sum(part.token_bytes for part in parts), f"states {_shapes(parts)}")
-    return {layer.name: mixers[index] for index, layer in states.items()}
+    found = {index: _page_parts(mixer) for index, mixer in mixers.items()}
+    states = _checked(planned, {Keeps.STATE}, "keeps states", found)
+    return {layer.name: mixers[layer.index] for layer in planned.layers if layer.name in states}
 
 
 def _page_parts(mixer: RecurrentMixer) -> tuple[PagePart, ...]:
     return tuple(PagePart(part.shape, part.dtype) for part in mixer.parts)
 
 
-def _require_layers(name: str, does: str, planned: set[int], probed: set[int]) -> None:
-    if planned != probed:
+def _checked(
+    planned: Model, kinds: Set[Keeps], does: str, found: Mapping[int, tuple[PagePart, ...]]
+) -> dict[str, tuple[PagePart, ...]]:
+    """Return what was ``found`` in layers that keep one of ``kinds``, by name. does: what the forward did, in words."""
+    layers = {layer.index: layer for layer in planned.layers if layer.spec.keeps in kinds}
+    if layers.keys() != found.keys():
         raise ConfigError(
-            f"{name}: planned layers {sorted(planned)}, but a forward {does} in layers {sorted(probed)}: "
+            f"{planned.name}: planned layers {sorted(layers)}, but a forward {does} in layers {sorted(found)}: "
             "the config does not describe this model"
         )
-
-
-def _require_bytes(name: str, layer: Layer, held: int, what: str) -> None:
-    if held != layer.spec.page_size_bytes:
-        raise ConfigError(
-            f"{name}, layer {layer.name}: planned {layer.spec.page_size_bytes} bytes a page, but a forward "
-            f"caches {held} ({what}): the config does not describe this model"
-        )
-
-
-def _shapes(parts: Sequence[PagePart]) -> str:
-    return " and ".join(f"{part.shape} {str(part.dtype).removeprefix('torch.')}" for part in parts)
+    for index, layer in layers.items():
+        tokens = 1 if layer.spec.keeps is Keeps.STATE else layer.spec.block_size
+        held = tokens * sum(part.token_bytes for part in found[index])
+        if held != layer.spec.page_size_bytes:
+            shapes = " and ".join(f"{part.shape} {str(part.dtype).removeprefix('torch.')}" for part in found[index])
+            what = f"states {shapes}" if layer.spec.keeps is Keeps.STATE else f"{tokens} tokens of {shapes}"
+            raise ConfigError(
+                f"{planned.name}, layer {layer.name}: planned {layer.spec.page_size_bytes} bytes a page, but a forward "
+                f"caches {held} ({what}): the config does not describe this model"
+            )
+    return {layer.name: found[index] for index, layer in layers.items()}
 
 
 # -- how a Step becomes forwards

@@ -36,7 +36,7 @@ from hybridkv.runner.attention.paged import (
 from hybridkv.runner.attention.step_cache import RowCache, StepCache
 from hybridkv.runner.decode_graphs import DecodeGraphs, compile_option, refusal
 from hybridkv.runner.encoder_decoder import decode
-from hybridkv.runner.images import ImageRead, StepImages, attends_both_ways, kept_attention
+from hybridkv.runner.images import ImageRead, StepImages, attends_both_ways, towers_of
 from hybridkv.runner.inputs import require_callable
 from hybridkv.runner.linears import padded_linears
 from hybridkv.runner.load import require_model
@@ -46,6 +46,7 @@ from hybridkv.runner.probe import (
     Forwards,
     forms_of,
     forwards_of,
+    kept_attention,
     page_layout,
     probe,
     rows_of,
@@ -186,7 +187,7 @@ class ModelRunner:
         """From here on the model runs on pages."""
         gather.register()
         self._own_attention: str = self.model.config._attn_implementation
-        with kept_attention(self.model):
+        with kept_attention(towers_of(self.model)):
             set_attention(self.model, gather.NAME if self.forwards is Forwards.TOGETHER else "eager")
         self._attached = True
         step_context.attach(self.model, self._context)
@@ -218,13 +219,15 @@ class ModelRunner:
     def _read_by(self, notes: FormNotes) -> None:
         """Layers whose attention is known read parts of contexts, or pages where there is a kernel for it."""
         self._context.forms = notes.forms
-        self._reads |= {layer: replace(self._reads[layer], whole=False) for layer in notes.layers}
+        layers = notes.layers
+        self._reads |= {layer: replace(self._reads[layer], whole=False) for layer in layers}
         if self._prepare is None:
             return
-        for layer, (queries, dtype) in notes.heads.items():
-            self._pages[layer] = KVPages.of_views(self._views[layer])
-            heads = LayerShape.of(queries, self._pages[layer], dtype)
-            self._reads[layer] = replace(self._reads[layer], heads=heads)
+        for layer, heads in layers.items():
+            if heads is not None:
+                self._pages[layer] = KVPages.of_views(self._views[layer])
+                shape = LayerShape.of(heads[0], self._pages[layer], heads[1])
+                self._reads[layer] = replace(self._reads[layer], heads=shape)
         gathered = len(self._reads) - len(self._pages)
         if gathered:
             logger.info("%s: contexts of %d layers are gathered all the same", type(self.model).__name__, gathered)
