@@ -14,7 +14,7 @@ a forward (``forwards_of``); whether it does it rightly, by the self-check.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -46,6 +46,8 @@ from hybridkv.step import Csr, Step
 from hybridkv.worker import PagePart
 
 PROBE_TOKENS: Final = 3
+Heads = tuple[int, torch.dtype]
+"""Query heads of a layer, and the dtype of its queries."""
 
 _RUNNABLE: Final = (
     FullAttentionSpec,
@@ -231,7 +233,7 @@ class FormNotes:
     def __init__(self, cache: ProbeCache) -> None:
         self.forms: dict[torch.nn.Module, AttentionForm] = {}
         self._cache = cache
-        self._seen: dict[int | None, dict[torch.nn.Module, set[tuple[int, torch.dtype] | None]]] = {}
+        self._seen: dict[int | None, dict[torch.nn.Module, set[Heads | None]]] = {}
 
     def __call__(self, module: torch.nn.Module, states: Attended, handed: Mapping[str, Any]) -> torch.Tensor:
         """Note the form of ``module``, and attend."""
@@ -247,16 +249,18 @@ class FormNotes:
         return eager(module, *states, nothing_hidden, **handed)[0]
 
     @property
-    def layers(self) -> dict[int, tuple[int, torch.dtype] | None]:
+    def layers(self) -> dict[int, Heads | None]:
         """Those all of whose attention is known, by index: their contexts may come in parts.
 
         Query heads and their dtype of those that attend to the keys as they were cached, which a kernel may read from
         pages; None of the others.
         """
-        known = {
-            layer: set().union(*seen.values()) for layer, seen in self._seen.items() if seen.keys() <= self.forms.keys()
-        }
-        return {layer: heads.pop() if len(heads) == 1 else None for layer, heads in known.items() if layer is not None}
+        found = dict[int, Heads | None]()
+        for layer, seen in self._seen.items():
+            if layer is not None and seen.keys() <= self.forms.keys():
+                heads = set[Heads | None]().union(*seen.values())
+                found[layer] = heads.pop() if len(heads) == 1 else None
+        return found
 
 
 def forms_of(model: PreTrainedModel, context: StepContext) -> FormNotes:
@@ -390,7 +394,7 @@ def _page_parts(mixer: RecurrentMixer) -> tuple[PagePart, ...]:
 
 
 def _checked(
-    planned: Model, kinds: Set[Keeps], does: str, found: Mapping[int, tuple[PagePart, ...]]
+    planned: Model, kinds: Collection[Keeps], does: str, found: Mapping[int, tuple[PagePart, ...]]
 ) -> dict[str, tuple[PagePart, ...]]:
     """Return what was ``found`` in layers that keep one of ``kinds``, by name. does: what the forward did, in words."""
     layers = {layer.index: layer for layer in planned.layers if layer.spec.keeps in kinds}
