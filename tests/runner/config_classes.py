@@ -19,9 +19,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from hybridkv.models.families import NOT_YET
 from hybridkv.models.general import READ
-from hybridkv.models.reader import FAMILIES, LANGUAGE_PARTS
+from hybridkv.models.reader import FAMILIES, LANGUAGE_PARTS, NOT_YET
 from hybridkv.models.reading import MADE_BY_CLASS
 
 COMPOSED = {"musicgen": "musicgen_decoder", "musicgen_melody": "musicgen_melody_decoder"}

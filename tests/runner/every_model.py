@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hybridkv.errors import HybridKVError
 from hybridkv.models import read_model
-from hybridkv.models.families import NOT_YET
+from hybridkv.models.reader import NOT_YET
 from hybridkv.runner import Engine
 from hybridkv.runner.self_check import tolerance
 from hybridkv.runner.states.continuation import difference

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
-from hybridkv.models.families import NOT_YET
+from hybridkv.models.reader import NOT_YET
 
 torch.set_num_threads(1)
 

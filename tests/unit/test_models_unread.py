@@ -13,9 +13,8 @@ from transformers.models.auto.modeling_auto import (
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import known_model, known_models, read_model
-from hybridkv.models.families import NOT_YET
 from hybridkv.models.fields import Fields
-from hybridkv.models.reader import FAMILIES, OTHER_STATES, text_fields
+from hybridkv.models.reader import FAMILIES, NOT_YET, OTHER_STATES, text_fields
 from hybridkv.models.unread import refuse_unread
 
 LLAMA: dict[str, object] = {

@@ -12,10 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from hybridkv.models.attention import Heads
-from hybridkv.models.kinds import FULL, LINEAR, SLIDING
+from hybridkv.models.layers import FULL, LINEAR, SLIDING, Heads, Weights, experts, language_model, mla_weights
 from hybridkv.models.reading import MADE_BY_CLASS, Reading
-from hybridkv.models.weights import Weights, experts, language_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +188,7 @@ class _Counting:
         """Projections, their biases and norms."""
         recipe, hidden = self.recipe, self.hidden
         if self.reading.key(("kv_lora_rank",)) is not None and one.kind != LINEAR:
-            return self._latent(one.heads.heads) + (self._indexer() if one.indexer else 0)
+            return mla_weights(self.fields, one.heads.heads) + (self._indexer() if one.indexer else 0)
         if one.kind == LINEAR:  # lightning attention: Q, K, V, an output gate and the output, and a norm
             norms = 2 * one.heads.head_dim if recipe.qk_norm and self._has(recipe.qk_if) else 0
             return (5 * hidden + 1) * one.heads.heads * one.heads.head_dim + norms
@@ -283,16 +281,6 @@ class _Counting:
     def _mlp(self, inner: int) -> int:
         biases = ((self.recipe.matrices - 1) * inner + self.hidden) * self._has(self.recipe.mlp_bias)
         return self.recipe.matrices * self.hidden * inner + biases
-
-    def _latent(self, heads: int) -> int:
-        latent, rope, nope, value = (
-            self.fields.integer(key) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-        )
-        rank, hidden, bias = self.fields.optional("q_lora_rank"), self.hidden, self._has(self.recipe.bias)
-        queries = heads * (nope + rope)
-        made = hidden * queries if rank is None else (hidden + bias + 1 + queries) * rank
-        made += hidden * (latent + rope) + (latent + rope) * bias + latent + latent * heads * (nope + value)
-        return made + heads * value * hidden + hidden * bias
 
     def _indexer(self) -> int:
         width, heads = self.fields.integer("index_head_dim"), self.fields.integer("index_n_heads")

@@ -19,11 +19,10 @@ from functools import partial
 from typing import Final
 
 from hybridkv.errors import UnsupportedModelError
-from hybridkv.models.attention import Heads, refuse_layer_types
 from hybridkv.models.counting import COUNTED, Attention, count
-from hybridkv.models.families import FamilyFacts, ReadOptions, ranges
 from hybridkv.models.fields import Fields
-from hybridkv.models.kinds import CHUNKED, FULL, INDEXED, LAYER_TYPES, NOTHING, SLIDING, WINDOW, layer_types
+from hybridkv.models.kinds import INDEXED, LAYER_TYPES, NOTHING, WINDOW, layer_types
+from hybridkv.models.layers import CHUNKED, FULL, SLIDING, FamilyFacts, Heads, ReadOptions, ranges, refuse_layer_types
 from hybridkv.models.model import MOST_LAYERS, Layer
 from hybridkv.models.mtp import FIELDS as MTP_FIELDS
 from hybridkv.models.mtp import MTP, mtp_layers

@@ -8,14 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from hybridkv.models.attention import refuse_layer_types
-from hybridkv.models.families import ranges
+from hybridkv.models.layers import CHUNKED, FULL, LINEAR, SLIDING, ranges, refuse_layer_types
 from hybridkv.models.reading import CONFIG, Reading
 
-FULL: Final = "full_attention"
-SLIDING: Final = "sliding_attention"
-CHUNKED: Final = "chunked_attention"
-LINEAR: Final = "linear_attention"
 INDEXED: Final = ("indexed_attention", "minimax_m3_sparse")
 NOTHING: Final = ("mlp", "moe")
 KINDS: Final = (FULL, SLIDING, CHUNKED, *INDEXED, *NOTHING)

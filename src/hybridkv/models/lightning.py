@@ -10,18 +10,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from hybridkv.models.attention import Heads, refuse_layer_types
 from hybridkv.models.counting import Attention
-from hybridkv.models.deepseek import mla_spec
-from hybridkv.models.families import FamilyFacts, ReadOptions, ranges
 from hybridkv.models.fields import Fields
 from hybridkv.models.general import facts, heads_of, layer_count
-from hybridkv.models.kinds import ATTENTION_CODES, FULL, LINEAR, coded_types
+from hybridkv.models.kinds import ATTENTION_CODES, coded_types
+from hybridkv.models.layers import (
+    FULL,
+    LINEAR,
+    FamilyFacts,
+    Heads,
+    ReadOptions,
+    mla_spec,
+    per_rank,
+    ranges,
+    refuse_layer_types,
+)
 from hybridkv.models.model import Layer
 from hybridkv.models.other_states import state_of, types_of
-from hybridkv.models.parallel import kv_heads_per_rank
 from hybridkv.models.reading import Reading, class_defaults
-from hybridkv.models.states import DeltaNet, per_rank
+from hybridkv.models.states import DeltaNet
 from hybridkv.specs import KVCacheSpec
 
 MINIMAX: Final = ("minimax", "minimax_m1", "minimax_text_01", "minimax_vl_01", "MiniMaxM1", "MiniMaxText01")
@@ -62,8 +69,7 @@ def bailing(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
     if reading.key(("kv_lora_rank",)) is None:
         full: KVCacheSpec = heads.full(fields, options)
     else:
-        kv_heads_per_rank(heads.heads, heads.heads, options.tp, fields.name)
-        full = mla_spec(fields, options)
+        full = mla_spec(fields, options, heads.heads)
     if reading.key((_SHORT_CONV,)) is None:
         # their code keeps the recurrence in float32, vLLM in the dtype of the model
         dtype = "float32" if options.backend == "transformers" else options.state_dtype

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from hybridkv.errors import ConfigError
-from hybridkv.models.attention import Heads, refuse_layer_types
-from hybridkv.models.families import FamilyFacts, ReadOptions
 from hybridkv.models.fields import Fields
 from hybridkv.models.general import WIDTH, facts, heads_of, layer_count, spec_of
-from hybridkv.models.kinds import FULL, LINEAR, WINDOW
+from hybridkv.models.kinds import WINDOW
+from hybridkv.models.layers import FULL, LINEAR, FamilyFacts, Heads, ReadOptions, refuse_layer_types
 from hybridkv.models.model import Layer
 from hybridkv.models.reading import Reading, class_defaults
 from hybridkv.models.states import ShortConv

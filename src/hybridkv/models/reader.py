@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError, MissingFieldError, UnsupportedModelError
-from hybridkv.models.attention import refuse_layer_types
 from hybridkv.models.catalog import known_model
-from hybridkv.models.deepseek import deepseek
-from hybridkv.models.delta import kimi_linear, lfm2, olmo_hybrid, qwen3_next, qwen35, qwen35_moe
-from hybridkv.models.encoder_decoder import t5, whisper
-from hybridkv.models.families import Counting, Family, NotingFamily, ReadOptions, refuse_not_yet
+from hybridkv.models.decoders import DECODERS, ENCODER_DECODERS
 from hybridkv.models.fields import DTYPE_NAMES, Fields, config_dtype, max_model_len
 from hybridkv.models.general import HEADS, LAYERS, general
-from hybridkv.models.hybrids import bamba, falcon_h1, granite_hybrid, jamba, nemotron_h
+from hybridkv.models.hybrids import HYBRIDS
 from hybridkv.models.json_text import DocumentError, read_json
+from hybridkv.models.layers import Counting, Family, FamilyFacts, ReadOptions, Weights, refuse_layer_types
 from hybridkv.models.lightning import BAILING, MINIMAX, bailing, minimax
-from hybridkv.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from hybridkv.models.mamba import mamba, mamba2
 from hybridkv.models.model import ASSUMED, Model, ReadFact
 from hybridkv.models.mtp import with_mtp
 from hybridkv.models.other_states import inkling, lfm2_moe, recurrent_gemma, rwkv, xlstm, zaya
@@ -28,47 +23,22 @@ from hybridkv.models.quantization import QUANTIZED, SIDECAR, KVDtype, kv_dtype
 from hybridkv.models.reading import text_parts
 from hybridkv.models.unread import refuse_unread
 from hybridkv.models.weight_bytes import weight_bytes
-from hybridkv.models.weights import Weights
-from hybridkv.models.windowed import gemma2, gemma3, gpt_oss, llama4
-from hybridkv.models.zamba import zamba, zamba2
 from hybridkv.regular_files import open_regular
 from hybridkv.units import MOST_BYTES, MOST_COUNT, dtype_bytes, dtype_name, shown
 
 ASSUMED_DTYPE: Final = "bfloat16"
 BACKENDS: Final = ("vllm", "transformers")
 
-FAMILIES: Final[Mapping[str, Family]] = {
-    "bamba": bamba,
-    "deepseek_v2": deepseek,
-    "deepseek_v3": deepseek,
-    "falcon_h1": falcon_h1,
-    "falcon_mamba": mamba,
-    "gemma2": gemma2,
-    "gemma3_text": gemma3,
-    "gpt_oss": gpt_oss,
-    "granitemoehybrid": granite_hybrid,
-    "jamba": jamba,
-    "kimi_k2": deepseek,
-    "kimi_linear": kimi_linear,
-    "lfm2": lfm2,
-    "llama": LLAMA,
-    "llama4_text": llama4,
-    "mamba": mamba,
-    "mamba2": mamba2,
-    "mimo": QWEN2,
-    "mistral": MISTRAL,
-    "nemotron_h": nemotron_h,
-    "olmo_hybrid": olmo_hybrid,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "qwen3_5_moe_text": qwen35_moe,
-    "qwen3_5_text": qwen35,
-    "qwen3_next": qwen3_next,
-    "t5": t5,
-    "whisper": whisper,
-    "zamba": zamba,
-    "zamba2": zamba2,
-}
+FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **ENCODER_DECODERS, **HYBRIDS}
+
+
+class NotingFamily(Protocol):
+    """A family that notes what it read from where; given: fields that the caller said."""
+
+    def __call__(self, fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+        """Layers, and what was read from where. Raises ConfigError and UnsupportedModelError."""
+
+
 OTHER_STATES: Final[Mapping[str, NotingFamily]] = {
     **dict.fromkeys(BAILING, bailing),
     **dict.fromkeys(MINIMAX, minimax),
@@ -79,11 +49,23 @@ OTHER_STATES: Final[Mapping[str, NotingFamily]] = {
     "xlstm": xlstm,
     "zaya": zaya,
 }
+NOT_YET: Final = {
+    "blt": "bytes, patches and the hidden states of three models",
+    "cpmant": "the tokens of a prompt of its own before every request's",
+    "deepseek_v4": "compressed keys and values, and the tokens that are not compressed yet",
+    "gemma4_assistant": "nothing: they read keys and values of the model that they draft for",
+    "gemma4_unified_assistant": "nothing: they read keys and values of the model that they draft for",
+    "openai-gpt": "nothing: every token is computed anew",
+    "qwen4_exp_text": "an indexer's keys of which some are compressed",
+    "reformer": "buckets of hidden states",
+    "xlm": "nothing: every token is computed anew",
+    "xlnet": "hidden states of the last tokens",
+}
+"""Model types whose layers keep something that cannot be planned yet."""
 LANGUAGE_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 """Where a config keeps that of its language model."""
 MOST_NESTED: Final = 4
 """Of LANGUAGE_PARTS in one another."""
-ENCODER_DECODERS: Final = (whisper, t5)
 
 
 def read_model(
@@ -127,10 +109,13 @@ def read_model(
     model_type = part.text("model_type")
     if model_type is None:
         raise UnsupportedModelError(f"config of {name}: model_type is missing: add it, or say --set model_type=NAME")
-    refuse_not_yet(model_type, name)
+    if model_type in NOT_YET:
+        raise UnsupportedModelError(
+            f"model type {shown(model_type)} of {name} is not supported yet: its layers keep {NOT_YET[model_type]}"
+        )
     family = FAMILIES.get(model_type)
     crossed = part.flag("is_encoder_decoder") or part.flag("add_cross_attention")
-    if crossed and family is not None and family not in ENCODER_DECODERS:
+    if crossed and family is not None and model_type not in ENCODER_DECODERS:
         refuse_layer_types(["cross_attention"] * part.layers("num_hidden_layers"), name)
     quantized = _quantized(source, config, name) if dtype is None else None
     said = config_dtype(part) if quantized is None else quantized.name

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridkv.errors import ConfigError
-from hybridkv.models.families import ReadOptions
 from hybridkv.models.fields import Fields
-from hybridkv.models.parallel import MOST_NAMED
-from hybridkv.models.weights import linear
+from hybridkv.models.layers import ReadOptions, linear, per_rank
 from hybridkv.specs import MambaSpec
 from hybridkv.units import dtype_name
 
@@ -125,25 +122,13 @@ class DeltaNet:
 
     @property
     def weights(self) -> int:
-        """Of one gated delta rule mixer: QKV, gate, two numbers a head, convolution, norm, output."""
+        """Of one mixer: QKV, gates, convolution, norm, output. Kimi's gates are low-rank, with a decay a channel."""
         value = self.value_heads * self.value_dim
-        inputs = self.hidden * (self.channels + value + 2 * self.value_heads)
-        return inputs + self.channels * self.kernel + 2 * self.value_heads + self.value_dim + value * self.hidden
-
-    @property
-    def kda_weights(self) -> int:
-        """Of one Kimi delta attention: QKV, low-rank forget and output gates, convolution, norm, output."""
-        width = self.value_heads * self.value_dim
-        gates = 2 * (self.hidden * self.value_dim + self.value_dim * width) + self.hidden * self.value_heads
-        decay = width + self.value_heads
-        return (
-            self.hidden * self.channels
-            + self.channels * self.kernel
-            + gates
-            + decay
-            + self.value_dim
-            + width * self.hidden
-        )
+        shared = self.hidden * self.channels + self.channels * self.kernel + self.value_dim + value * self.hidden
+        if self.mamba_type == "kda_attention":
+            gates = 2 * (self.hidden * self.value_dim + self.value_dim * value) + self.hidden * self.value_heads
+            return shared + gates + value + self.value_heads
+        return shared + self.hidden * (value + 2 * self.value_heads) + 2 * self.value_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +150,6 @@ class ShortConv:
         hidden = self.hidden
         conv = hidden * self.kernel + (hidden if self.bias else 0)
         return linear(hidden, 3 * hidden, bias=self.bias) + conv + linear(hidden, hidden, bias=self.bias)
-
-
-def per_rank(count: int, tp: int, what: str, name: str) -> int:
-    """``count / tp``. ConfigError naming the sizes that work where it is no integer."""
-    if count % tp:
-        valid = ", ".join(str(one) for one in range(1, min(count, MOST_NAMED) + 1) if count % one == 0)
-        raise ConfigError(f"tp={tp} does not divide the {count} {what} of {name}: use one of {valid}")
-    return count // tp
 
 
 def _spec(

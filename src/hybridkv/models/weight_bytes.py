@@ -19,7 +19,7 @@ from typing import Final
 
 from hybridkv.errors import ConfigError
 from hybridkv.models.fields import Fields
-from hybridkv.models.weights import Weights
+from hybridkv.models.layers import Weights
 
 _ALGORITHMS: Final[Mapping[str, Fraction]] = {
     "fp8": Fraction(8),
