@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runner_support import EngineFactory, greedy, loaded_model
 
-from hybridkv.cli.speculation import Speculate
+from hybridkv.cli.engine_options import Speculate
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.runner import EngineOptions
@@ -246,6 +246,8 @@ def test_an_engine_says_what_its_steps_took(make_engine: EngineFactory) -> None:
 
 
 def test_the_command_line_drafts_where_it_pays() -> None:
-    drafter = Speculate.parse("ngram:3").drafter([8], EngineOptions())
+    drafts = Speculate.parse("ngram:3")
+    assert drafts is not None
+    drafter = drafts.drafter(EngineOptions(), [8])
     assert isinstance(drafter, AdaptiveDrafter)
     assert drafter.num_speculative_tokens == 3

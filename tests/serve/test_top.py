@@ -13,8 +13,7 @@ from rich.console import Console
 from serve_support import PATH, Quiet, Served, answering, engine_of, serving
 
 from hybridkv.cli import top
-from hybridkv.cli.exposition import Exposition
-from hybridkv.cli.scrape import metrics_url, read_metrics
+from hybridkv.cli.top import Exposition, metrics_url, read_metrics
 from hybridkv.doctor import Diagnosis, examine_server
 from hybridkv.errors import ConfigError
 from hybridkv.serve import ApiKeys, ServeOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
-from hybridkv.cli.gathered import gathered
+from hybridkv.cli.options import gathered
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def test_fields_become_parameters_and_values_again() -> None:
     flat = gathered(command, without=["left_out"])
     parameters = inspect.signature(flat).parameters
     assert list(parameters) == ["needed", "other", "first", "deep", "last"]
-    assert [one.default for one in parameters.values()][2:] == [1, 3, False]
+    assert [one.default for one in parameters.values()][2:] == [1, 5, False]
     assert parameters["deep"].annotation is int
 
     flat(first=7, needed="x", other="y", deep=8, last=True)

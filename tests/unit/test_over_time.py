@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from cli_support import run
 
-from hybridkv.cli.over_time import OverTime
+from hybridkv.cli.replay import OverTime
 from hybridkv.simulator import Progress
 
 

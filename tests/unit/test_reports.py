@@ -14,7 +14,7 @@ from cli_support import error, run
 
 from assumed import plan_of
 from hybridkv.cache import EDGES_S
-from hybridkv.cli.pages import checked_page
+from hybridkv.cli.options import checked_page
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner import Plan

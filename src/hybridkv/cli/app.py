@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
-from typing import Annotated, Any
+from importlib.util import find_spec
+from typing import Annotated, Any, Final
 
 import typer
 
-from hybridkv.cli import (
-    calibrate,
-    chat,
-    demo,
-    doctor,
-    explain,
-    generate,
-    hardware,
-    models,
-    plan,
-    replay,
-    serve,
-    sweep,
-    top,
-    trace,
-    tune,
-)
+from hybridkv.cli import calibrate, chat, doctor, explain, generate, models, plan, replay, serve, sweep, top, trace
+from hybridkv.cli.options import gathered
 
 app = typer.Typer(
     name="hybridkv",
@@ -33,6 +21,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+)
+_traces = typer.Typer(
+    help="What a trace holds, any format as the token-exact one, and KV events as a trace.", no_args_is_help=True
+)
+_DEMO: Final = (
+    ("plan", "llama-3-8b", "--memory", "40GiB"),
+    ("replay", "workload:chat", "--hours", "0.05", "--model", "llama-3-8b", "--memory", "40GiB"),
+    ("generate", "--model", "tiny:llama", "--repeat", "2", "--check"),
 )
 
 
@@ -46,6 +42,9 @@ def _top(
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())  # panels are printed by it, and nothing is returned
+    if sys.stderr is None or not sys.stderr.isatty():
+        # bars of what takes long, a file fetched or dequantized, are no part of other output
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when torch is imported
 
 
 @cache  # options are read from signatures and hints: some milliseconds
@@ -54,21 +53,34 @@ def command() -> Callable[..., Any]:
     return typer.main.get_command(app)
 
 
-for _command in (
-    plan,
-    generate,
-    chat,
-    serve,
-    top,
-    replay,
-    explain,
-    doctor,
-    sweep,
-    tune,
-    trace,
-    hardware,
-    calibrate,
-    models,
-    demo,
-):
-    _command.register(app)
+def demo_command() -> None:
+    """Plan a real model, replay a workload, and generate cold and warm, compared with plain transformers."""
+    for name in ("torch", "transformers"):  # of the last command: those before take half a minute
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    for words in _DEMO:
+        print(f"\n$ hybridkv {' '.join(words)}", flush=True)
+        failed = app(list(words), standalone_mode=False)
+        sys.stdout.flush()
+        if failed:
+            raise typer.Exit(int(failed))
+
+
+app.command("plan")(gathered(plan.plan_command, first=["memory", "max_model_len", "tp"]))
+app.command("generate")(gathered(generate.generate_command))
+app.command("chat", epilog=chat.HELP)(gathered(chat.chat_command))
+app.command("serve")(gathered(serve.serve_command))
+app.command("top")(top.top_command)
+app.command("replay")(gathered(replay.replay_command))
+app.command("explain")(gathered(explain.explain_command))
+app.command("doctor")(gathered(doctor.doctor_command))
+app.command("sweep")(gathered(sweep.sweep_command))
+app.command("tune")(gathered(sweep.tune_command))
+app.add_typer(_traces, name="trace")
+_traces.command("describe")(gathered(trace.describe_command, without=["marks"]))  # which change no token
+_traces.command("convert")(gathered(trace.convert_command))
+_traces.command("record")(trace.record_command)
+app.command("hardware")(models.hardware_command)
+app.command("calibrate")(gathered(calibrate.calibrate_command))
+app.command("models")(models.models_command)
+app.command("demo")(demo_command)

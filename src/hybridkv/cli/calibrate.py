@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import numpy as np
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
-from hybridkv.cli.output import console, table
-from hybridkv.cli.panels import CACHE, OUTPUT, RUN
-from hybridkv.cli.stepping import AttentionOption
+from hybridkv.cli.engine_options import AttentionOption, ModelOptions
+from hybridkv.cli.options import cache_option, output_option, run_option
+from hybridkv.cli.output import console, progress_bar, table
 from hybridkv.errors import ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.simulator.calibration import (
@@ -43,39 +38,23 @@ if TYPE_CHECKING:  # it needs torch, which is loaded once the command runs
 _LONGEST: Final = 2048
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("calibrate")(calibrate_command)
-
-
 def calibrate_command(
     *,
-    model: ModelOption,
-    trust_remote_code: TrustOption = False,
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where the machine is written, TOML.", rich_help_panel=OUTPUT)
-    ] = Path("machine.toml"),
-    memory: Annotated[str, typer.Option(help="For the cache: 8GiB, or bytes.", rich_help_panel=CACHE)] = "2GiB",
-    repeat: Annotated[
-        int, typer.Option(min=1, max=MOST_COUNT, help="Runs of each shape; the fastest counts.", rich_help_panel=RUN)
-    ] = 3,
-    scale: Annotated[
-        int,
-        typer.Option(
-            min=1, max=1024, help="Multiplies the prompts: a GPU needs long ones to be busy.", rich_help_panel=RUN
-        ),
-    ] = 1,
+    model: ModelOptions,
+    out: Annotated[Path, output_option("Where the machine is written, TOML.", metavar="FILE")] = Path("machine.toml"),
+    memory: Annotated[str, cache_option("For the cache: 8GiB, or bytes.")] = "2GiB",
+    repeat: Annotated[int, run_option("Runs of each shape; the fastest counts.", min=1, max=MOST_COUNT)] = 3,
+    scale: Annotated[int, run_option("Multiplies the prompts: a GPU needs long ones to be busy.", min=1, max=1024)] = 1,
     attention: AttentionOption = "gather",
 ) -> None:
     """Measure this machine through the engine: a few prompts and decodes, and what was held back.
 
     Writes a file for `replay --hardware FILE`, and prints by how much replays with it are off.
     """
-    bars_for_terminals()
     if out.suffix != ".toml":
         raise ConfigError(f"--out must end in .toml, got {out}: that is how --hardware knows a file")
-    loaded = load_quietly(model, trust_remote_code=trust_remote_code)
-    from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # see load_quietly
+    loaded = model.load()
+    from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # see ModelOptions.load
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     options = EngineOptions(attention=attention)
@@ -84,7 +63,7 @@ def calibrate_command(
         weights = _weights(loaded)
         cost = StepCost.of(engine.plan, weights=weights)
         asked = [shapes_within((one.scaled(scale) for one in shapes), engine.plan) for shapes in (FITTED, HELD_BACK)]
-        with _progress(repeat * sum(map(len, asked))) as advance:
+        with progress_bar("measuring", repeat * sum(map(len, asked)), "runs") as advance:
             spent = _spent(engine, [one for shapes in asked for one in shapes], repeat, advance)
         limits = engine.scheduler.limits
         seen, held_back = (
@@ -108,7 +87,7 @@ def _longest(loaded: LoadedModel, scale: int) -> int:
 
 def _weights(loaded: LoadedModel) -> str:
     """What they are kept in, as cost models name it."""
-    import torch  # noqa: PLC0415  # see load_quietly
+    import torch  # noqa: PLC0415  # see ModelOptions.load
 
     return FP32 if next(loaded.model.parameters()).dtype == torch.float32 else BF16
 
@@ -137,12 +116,3 @@ def _print(measured: Sequence[Measured], cost: StepCost, off: Sequence[float]) -
         seconds = f"{one.seconds:.3f} s", f"{predicted(one, cost):.3f} s"
         rows.add_row(str(one.shape), format_count(len(one.steps)), *seconds, f"{by:+.1%}")
     console().print(rows)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error."""
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)

@@ -15,21 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
-from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
-from hybridkv.cli.outcome import INTERRUPTED
-from hybridkv.cli.panels import CACHE
-from hybridkv.cli.printable import printable, printable_lines
-from hybridkv.cli.sampling import (
-    MaxNewTokensOption,
-    SeedOption,
-    StopOption,
-    SystemOption,
-    TemperatureOption,
-    TopPOption,
-    sampling_of,
-)
+from hybridkv.cli.engine_options import ModelOptions, SamplingOptions, SystemOption
+from hybridkv.cli.options import cache_option
+from hybridkv.cli.outcome import INTERRUPTED, printable, printable_lines
 from hybridkv.errors import ConfigError
 from hybridkv.units import format_count
 
@@ -42,42 +30,29 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
 EXIT: Final = "/exit"
 FORGET: Final = "/new"
 SHOW: Final = "/image"
-_HELP: Final = (
+HELP: Final = (
     f"{EXIT}, an end of file or Ctrl-C ends the conversation, {FORGET} begins another, {SHOW} FILE adds a picture to "
     "what is said next."
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("chat", epilog=_HELP)(chat_command)
-
-
 def chat_command(
     *,
-    model: ModelOption,
-    trust_remote_code: TrustOption = False,
+    model: ModelOptions,
     system: SystemOption = None,
-    max_new_tokens: MaxNewTokensOption = 256,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
-    seed: SeedOption = 0,
-    stop: StopOption = None,
-    memory: Annotated[
-        str | None, typer.Option(help="For the cache: 64MiB, or bytes.", show_default="1GiB", rich_help_panel=CACHE)
-    ] = None,
+    sampling: SamplingOptions = SamplingOptions(max_new_tokens=256),  # noqa: B008  # its fields' defaults
+    memory: Annotated[str | None, cache_option("For the cache: 64MiB, or bytes.", show_default="1GiB")] = None,
 ) -> int:
     """Talk with a model: its answers as they come, and how much of each turn was in the cache."""
-    sampling = sampling_of(max_new_tokens, temperature, top_p, seed, stop)
-    bars_for_terminals()
-    loaded = load_quietly(model, trust_remote_code=trust_remote_code)
+    params = sampling.params()
+    loaded = model.load()
     from hybridkv.runner.chat import require_chat  # noqa: PLC0415  # torch takes seconds: only this command pays
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     require_chat(loaded)
     with Engine(loaded, memory=memory) as engine, _interruptible():
         try:
-            _talk(engine, sampling, system)
+            _talk(engine, params, system)
         except KeyboardInterrupt:
             print(flush=True)
             return INTERRUPTED

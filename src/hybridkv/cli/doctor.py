@@ -9,13 +9,10 @@ from typing import Annotated, Final
 
 import typer
 
-from hybridkv.cli.gathered import gathered
-from hybridkv.cli.output import console
-from hybridkv.cli.panels import OUTPUT, REQUESTS
-from hybridkv.cli.printable import printable
-from hybridkv.cli.requests import WORKLOAD
-from hybridkv.cli.running import RunOptions
-from hybridkv.cli.scrape import MOST_BYTES, metrics_url, read_metrics
+from hybridkv.cli.options import output_option, request_option
+from hybridkv.cli.output import say
+from hybridkv.cli.running import WORKLOAD, RunOptions
+from hybridkv.cli.top import EVERYBODY_HAS, MOST_BYTES, Exposition, metrics_url, read_metrics
 from hybridkv.doctor import Diagnosis, Finding, examine_plan, examine_server, examine_trace
 from hybridkv.errors import ConfigError
 from hybridkv.models.json_text import DocumentError, parse_json
@@ -24,12 +21,6 @@ from hybridkv.planner.document import SCHEMA
 from hybridkv.regular_files import open_regular
 
 _LOOKED_AT: Final = 1 << 16
-_METRICS: Final = ":num_requests_running"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("doctor")(gathered(doctor_command))
 
 
 def doctor_command(
@@ -45,14 +36,13 @@ def doctor_command(
     options: RunOptions,
     api_key: Annotated[
         str | None,
-        typer.Option(
+        request_option(
+            "For a server with keys: one without a salt; better named in the environment.",
             envvar="HYBRIDKV_API_KEY",
-            help="For a server with keys: one without a salt; better named in the environment.",
             show_default="none",
-            rich_help_panel=REQUESTS,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.", rich_help_panel=OUTPUT)] = False,
+    as_json: Annotated[bool, output_option("Print it as JSON.", "--json")] = False,
 ) -> None:
     """Say what is wrong, the figure that shows it, and what to change; of a trace, with the replay that proves it."""
     diagnosis = _diagnosis(subject, options, api_key)
@@ -69,9 +59,9 @@ def _diagnosis(subject: str, options: RunOptions, api_key: str | None) -> Diagno
     beginning = "" if subject.startswith(WORKLOAD) else _read(subject, _LOOKED_AT)
     if beginning.lstrip().startswith("{") and f'"{SCHEMA}"' in beginning:
         return examine_plan(read_plan(subject), options.max_running)
-    if _METRICS in beginning:
+    if EVERYBODY_HAS in beginning:
         return _server(subject, _read(subject, MOST_BYTES))
-    if not options.plan_file and (options.model is None or options.memory is None) and _is_document(beginning):
+    if not options.plan_file and (options.model is None or options.planned.memory is None) and _is_document(beginning):
         raise ConfigError(f"{subject} is no plan (schema {SCHEMA}), no trace and no metrics: name one of these")
     run = options.prepare(subject, options.settings())
     return examine_trace(
@@ -84,8 +74,6 @@ def _diagnosis(subject: str, options: RunOptions, api_key: str | None) -> Diagno
 
 
 def _server(subject: str, text: str) -> Diagnosis:
-    from hybridkv.cli.exposition import Exposition  # noqa: PLC0415  # prometheus_client: who asks of servers pays
-
     try:
         return examine_server(subject, Exposition.parse(text, 0.0))
     except ConfigError as error:
@@ -110,17 +98,16 @@ def _is_document(beginning: str) -> bool:
 
 
 def _show(diagnosis: Diagnosis) -> None:
-    out = console()
-    out.print(printable(diagnosis.subject), soft_wrap=True)
+    say(diagnosis.subject)
     for finding in diagnosis.findings:
         for line in _in_words(finding):
-            out.print(printable(line), soft_wrap=True)
-    wrong = {finding.name for finding in diagnosis.findings}
-    fine = {name: figure for name, figure in diagnosis.figures.items() if name not in wrong}
+            say(line)
     if not diagnosis.findings:
-        out.print("nothing wrong was found")
-    for name, figure in fine.items():
-        out.print(printable(f"fine: {name.replace('_', ' ')}: {figure}"), soft_wrap=True)
+        say("nothing wrong was found")
+    wrong = {finding.name for finding in diagnosis.findings}
+    for name, figure in diagnosis.figures.items():
+        if name not in wrong:
+            say(f"fine: {name.replace('_', ' ')}: {figure}")
 
 
 def _in_words(finding: Finding) -> list[str]:

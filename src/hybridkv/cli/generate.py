@@ -1,191 +1,126 @@
-"""`hybridkv generate`: a real model through the paged cache."""
+"""`hybridkv generate`: a real model through the paged cache, printed as one JSON document, or as tables for people.
+
+The document is ``hybridkv.generate``, version 2. Of each request it has ``logprobs``, one for each output token, and
+``prompt_logprobs``, one for each prompt token but the first; null where they were not asked for. One is an object:
+``token_id``, ``logprob``, ``rank`` (1: the most probable token) and ``best``, pairs of a token id and its log
+probability, as many as were asked for. Version 1 had neither. ``tenants`` is what each of ``shares`` found and has.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
 
-from hybridkv.cli.generate_output import (
-    GenerateRun,
-    lines_of,
-    print_document,
-    print_tables,
-    require_writable,
-    write_lines,
-)
-from hybridkv.cli.keeping import EvictionOption, ShareOption
-from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
-from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
-from hybridkv.cli.planning import BlockSize, Layout, LayoutOption, PlacementOption, PlanOptions
-from hybridkv.cli.sampling import (
-    MaxNewTokensOption,
-    SeedOption,
-    StopOption,
+from hybridkv.cli.engine_options import (
+    ModelOptions,
+    SamplingOptions,
+    Speculate,
+    SpeculateOption,
+    StepOptions,
     SystemOption,
-    TemperatureOption,
-    TopPOption,
-    sampling_of,
 )
-from hybridkv.cli.speculation import Speculate, SpeculateOption
-from hybridkv.cli.stepping import (
-    AttentionOption,
-    MaxRunningOption,
-    NoPrefixCachingOption,
-    ShortShareOption,
-    TokenBudgetOption,
-)
+from hybridkv.cli.options import SkipBadLines, as_option, cache_option, output_option, request_option, run_option
+from hybridkv.cli.outcome import printable, printable_lines
+from hybridkv.cli.output import console, print_facts, progress_bar, share, show_tenants, table
+from hybridkv.cli.running import BlockSize, Layout, LayoutOption, PlacementOption, require_placement
 from hybridkv.errors import ConfigError
-from hybridkv.eviction import TenantShares
+from hybridkv.eviction import eviction_of
 from hybridkv.planner import Plan, read_plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT
+from hybridkv.regular_files import write_whole
 from hybridkv.request import SamplingParams, output_ids
+from hybridkv.units import format_bytes, format_count
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.assembly import EngineOptions
+    from hybridkv.runner.check import CheckReport
     from hybridkv.runner.completion import Completion
     from hybridkv.runner.drafters import Drafter
     from hybridkv.runner.engine import Engine
     from hybridkv.runner.load import LoadedModel
     from hybridkv.runner.prompts import Hear, Prompts
+    from hybridkv.runner.sampling.logprobs import TokenLogprob
+    from hybridkv.schedule import SchedulerStatistics
 
-CHECK_FAILED: Final = 1
-MOST_ROUNDS: Final = 1 << 16
+_CHECK_FAILED: Final = 1
+_MOST_ROUNDS: Final = 1 << 16
 """All outputs are kept to the end."""
-
-PromptsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON lines with prompt, encoder, sampling, marks, tenant and hints, or text.",
-        show_default="a few built-in ones",
-        rich_help_panel=REQUESTS,
-    ),
-]
-MessagesOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON lines of conversations, pictures among them, by the chat template.", rich_help_panel=REQUESTS
-    ),
-]
-OutputOption = Annotated[
-    Path | None, typer.Option(help="Write all requests there, outputs whole, as JSON lines.", rich_help_panel=OUTPUT)
-]
-MemoryOption = Annotated[
-    str | None,
-    typer.Option(help="For the cache: 64MiB, or bytes.", show_default="enough for all prompts", rich_help_panel=CACHE),
-]
-CheckOption = Annotated[
-    bool, typer.Option("--check", help="Compare with plain transformers; exit 1 if it differs.", rich_help_panel=OUTPUT)
-]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("generate")(generate_command)
+_SHOWN_CHARACTERS: Final = 40
 
 
 def generate_command(
     *,
-    model: ModelOption,
-    trust_remote_code: TrustOption = False,
-    prompts: PromptsOption = None,
-    messages: MessagesOption = None,
+    model: ModelOptions,
+    prompts: Annotated[
+        Path | None,
+        request_option(
+            "JSON lines with prompt, encoder, sampling, marks, tenant and hints, or text.",
+            show_default="a few built-in ones",
+        ),
+    ] = None,
+    messages: Annotated[
+        Path | None, request_option("JSON lines of conversations, pictures among them, by the chat template.")
+    ] = None,
     system: SystemOption = None,
-    max_new_tokens: MaxNewTokensOption = 32,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
-    seed: SeedOption = 0,
-    stop: StopOption = None,
+    sampling: SamplingOptions,
     block_size: BlockSize = None,
-    memory: MemoryOption = None,
+    memory: Annotated[
+        str | None, cache_option("For the cache: 64MiB, or bytes.", show_default="enough for all prompts")
+    ] = None,
     layout: LayoutOption = None,
     placement: PlacementOption = None,
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="A plan of this model from --json.", rich_help_panel=CACHE)
-    ] = None,
-    max_running: MaxRunningOption = 64,
-    token_budget: TokenBudgetOption = 2048,
-    short_share: ShortShareOption = None,
-    no_prefix_caching: NoPrefixCachingOption = False,
-    eviction: EvictionOption = None,
-    shares: ShareOption = None,
-    attention: AttentionOption = "gather",
+    plan_file: Annotated[Path | None, cache_option("A plan of this model from --json.", "--plan")] = None,
+    stepping: StepOptions,
     compiled: Annotated[
-        str | None,
-        typer.Option(
-            "--compile", metavar="WHAT", help="decode: steps that only decode as CUDA graphs.", rich_help_panel=RUN
-        ),
+        str | None, run_option("decode: steps that only decode as CUDA graphs.", "--compile", metavar="WHAT")
     ] = None,
     repeat: Annotated[
-        int,
-        typer.Option(
-            max=MOST_ROUNDS,
-            metavar="N",
-            help="Rounds over the prompts: the second finds a warm cache.",
-            rich_help_panel=RUN,
-        ),
+        int, run_option("Rounds over the prompts: the second finds a warm cache.", max=_MOST_ROUNDS, metavar="N")
     ] = 1,
-    in_flight: Annotated[
-        int, typer.Option(metavar="N", help="Steps scheduled ahead of their results, 1 or 2.", rich_help_panel=RUN)
-    ] = 1,
+    in_flight: Annotated[int, run_option("Steps scheduled ahead of their results, 1 or 2.", metavar="N")] = 1,
     speculate: SpeculateOption = None,
-    check: CheckOption = False,
-    skip_bad_lines: Annotated[
-        bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.", rich_help_panel=REQUESTS)
-    ] = False,
-    output: OutputOption = None,
-    whole: Annotated[
-        bool, typer.Option("--whole", help="Print whole outputs, not their beginnings.", rich_help_panel=OUTPUT)
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.", rich_help_panel=OUTPUT)] = False,
+    check: Annotated[bool, output_option("Compare with plain transformers; exit 1 if it differs.", "--check")] = False,
+    skip_bad_lines: SkipBadLines = False,
+    output: Annotated[Path | None, output_option("Write all requests there, outputs whole, as JSON lines.")] = None,
+    whole: Annotated[bool, output_option("Print whole outputs, not their beginnings.", "--whole")] = False,
+    as_json: Annotated[bool, output_option("Print one JSON document.", "--json")] = False,
 ) -> int:
     """Generate with an unmodified Hugging Face model: continuous batching on the paged cache."""
     rules = _rules(plan_file, block_size=block_size, memory=memory, layout=layout, placement=placement)
     if repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {repeat}")
-    asked = None if speculate is None else Speculate.parse(speculate)
+    drafts = Speculate.parse(speculate)
     if prompts is not None and messages is not None:
         raise ConfigError("--prompts and --messages name what is run, each by itself: drop one of them")
     if system is not None and messages is None:
         raise ConfigError("--system begins conversations: name a file of them with --messages")
-    require_writable(output)
-    defaults = sampling_of(max_new_tokens, temperature, top_p, seed, stop)
-    bars_for_terminals()
-    from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
-
-    options = EngineOptions(
-        max_running,
-        token_budget,
-        in_flight,
-        not no_prefix_caching,
-        attention=attention,
-        compile=compiled,
-        eviction=eviction,
-        shares=TenantShares.parse(shares or ()),
-        short_share=short_share,
-    )
-    loaded = load_quietly(model, trust_remote_code=trust_remote_code)
+    _require_writable(output)
+    defaults = sampling.params()
+    options = stepping.engine_options(in_flight=in_flight, compile=compiled)
+    loaded = model.load()
     if messages is None:
         found = _prompts(loaded, prompts, defaults, skip_bad_lines=skip_bad_lines)
     else:
         found = _conversations(loaded, messages, defaults, system=system, skip_bad_lines=skip_bad_lines)
-    drafter = None if asked is None else asked.drafter(_lengths(found), options, trust_remote_code=trust_remote_code)
-    plan = _plan(loaded, found, plan_file, rules, drafts=0 if asked is None else asked.drafts)
+    lengths = [len(one.token_ids) + one.sampling.max_tokens for one in found.prompts for _ in range(one.sampling.n)]
+    drafter = drafts.drafter(options, lengths, trust_remote_code=model.trust_remote_code) if drafts else None
+    plan = _plan(loaded, lengths, plan_file, rules, drafts=drafts.drafts if drafts else 0)
     run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter)
     if output is not None:
-        write_lines(output, lines_of(run))
+        _write_lines(output, _lines_of(run))
     if as_json:
-        print_document(run)
+        print(json.dumps(_document(run), indent=2))  # equal runs give equal documents, so it holds no times
     else:
-        print_tables(run, whole=whole)
-    return 0 if run.report is None or run.report.ok else CHECK_FAILED
+        _print_tables(run, whole=whole)
+    return 0 if run.report is None or run.report.ok else _CHECK_FAILED
 
 
 def _rules(plan_file: Path | None, *, layout: Layout | None, placement: str | None, **others: object) -> dict[str, Any]:
@@ -196,15 +131,12 @@ def _rules(plan_file: Path | None, *, layout: Layout | None, placement: str | No
     rules = {**others, "layout": layout, "placement": placement}
     given = {name: value for name, value in rules.items() if value is not None}
     if plan_file is not None and given:
-        named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        named = " and ".join(map(as_option, given))
         raise ConfigError(
             f"--plan holds memory, block size, layout and placement already: drop {named}, or drop --plan"
         )
-    PlanOptions(layout=layout, placement=placement).rules_of(layout or DEFAULT_LAYOUT)
+    require_placement(placement, layout or DEFAULT_LAYOUT)
     return given
-
-
-# -- the run
 
 
 def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *, skip_bad_lines: bool) -> Prompts:
@@ -247,20 +179,15 @@ def _hear(loaded: LoadedModel, folder: Path) -> Hear | None:
     return lambda given: read_encoder_input(loaded, given, folder)
 
 
-def _lengths(found: Prompts) -> list[int]:
-    """Tokens of each request, prompt and output together."""
-    return [len(one.token_ids) + one.sampling.max_tokens for one in found.prompts for _ in range(one.sampling.n)]
-
-
 def _plan(
-    loaded: LoadedModel, found: Prompts, plan_file: Path | None, given: Mapping[str, Any], *, drafts: int
+    loaded: LoadedModel, lengths: Sequence[int], plan_file: Path | None, given: Mapping[str, Any], *, drafts: int
 ) -> Plan:
     """The plan in ``plan_file``, or one for the prompts, and so many drafts a step, by the rules that were given."""
     from hybridkv.runner.planning import plan_for  # noqa: PLC0415  # see generate_command
 
     if plan_file is not None:
         return read_plan(plan_file)
-    return plan_for(loaded, _lengths(found), num_speculative_tokens=drafts, **given)
+    return plan_for(loaded, lengths, num_speculative_tokens=drafts, **given)
 
 
 def _run(
@@ -272,7 +199,7 @@ def _run(
     repeat: int,
     check: bool,
     drafter: Drafter | None,
-) -> GenerateRun:
+) -> _Run:
     from hybridkv.runner.check import LogitRecorder, check_completions  # noqa: PLC0415  # see generate_command
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
@@ -281,7 +208,7 @@ def _run(
     rounds: list[list[Completion]] = []
     seconds: list[float] = []
     try:
-        with _progress(repeat * sum(one.sampling.n for one in found.prompts)) as advance:
+        with progress_bar("generating", repeat * sum(one.sampling.n for one in found.prompts), "requests") as advance:
             for _ in range(repeat):
                 begun = time.perf_counter()
                 rounds.append(_round(engine, found, advance))
@@ -297,7 +224,7 @@ def _run(
         images = [one.images for one in found.prompts for _ in range(one.sampling.n)] * repeat
         done = [one for each in rounds for one in each]
         report = check_completions(loaded, done, sampling, recorder, encoders, images=images)
-    return GenerateRun(loaded, plan, found, rounds, engine, report, seconds)
+    return _Run(loaded, plan, found, rounds, engine, report, seconds)
 
 
 def _round(engine: Engine, found: Prompts, advance: Callable[[], None]) -> list[Completion]:
@@ -324,10 +251,175 @@ def _round(engine: Engine, found: Prompts, advance: Callable[[], None]) -> list[
     return [done[one] for one in ids]
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error."""
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn())
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A finished run. rounds: its completions, one list a round; seconds: of each."""
+
+    loaded: LoadedModel
+    plan: Plan
+    prompts: Prompts
+    rounds: list[list[Completion]]
+    engine: Engine
+    report: CheckReport | None
+    seconds: list[float]
+
+
+# -- what is printed
+
+
+def _document(run: _Run) -> dict[str, object]:
+    plan, report, options = run.plan, run.report, run.engine.options
+    return {
+        "schema": "hybridkv.generate",
+        "version": 2,
+        "model": run.loaded.name,
+        "model_type": plan.model.model_type,
+        "block_size": plan.model.block_size,
+        "layout": plan.layout,
+        "placement": plan.placement,
+        "eviction": eviction_of(plan, options.eviction).name,
+        "shares": [asdict(one) for one in options.shares.of],
+        "memory_bytes": plan.memory_bytes,
+        "num_blocks": plan.config.num_blocks,
+        "bad_lines": run.prompts.bad_lines,
+        "requests": [_request_document(one, number) for number, done in enumerate(run.rounds) for one in done],
+        "statistics": asdict(run.engine.statistics()),
+        "tenants": [asdict(one) for one in run.engine.cache.statistics().tenants],
+        "encoder_runs": None if run.engine.runner.cross is None else run.engine.runner.cross.encoded,
+        "check": None if report is None else _check_document(report),
+    }
+
+
+def _request_document(one: Completion, number: int) -> dict[str, object]:
+    """A request of the ``number``-th round."""
+    return {
+        "id": one.request_id,
+        "round": number,
+        "prompt_tokens": len(one.prompt_token_ids),
+        "text": one.text,
+        "token_ids": list(one.token_ids),
+        "finish_reason": str(one.finish_reason),
+        "hit_tokens": one.hit_tokens,
+        "computed_tokens": one.computed_tokens,
+        "preemptions": one.preemptions,
+        "drafted_tokens": one.drafted_tokens,
+        "accepted_tokens": one.accepted_tokens,
+        "logprobs": _logprobs_document(one.logprobs),
+        "prompt_logprobs": _logprobs_document(one.prompt_logprobs),
+    }
+
+
+def _lines_of(run: _Run) -> Iterator[str]:
+    """A JSON line for each request, as the document has it; of a conversation with its messages, answer included."""
+    asked = [one for one in run.prompts.prompts for _ in range(one.sampling.n)]
+    for number, done in enumerate(run.rounds):
+        for prompt, one in zip(asked, done, strict=True):
+            line = _request_document(one, number)
+            if prompt.messages is not None:
+                line["messages"] = [*prompt.messages, {"role": "assistant", "content": one.text}]
+            yield json.dumps(line)
+
+
+def _require_writable(path: Path | None) -> None:
+    """Raise ConfigError where ``_write_lines`` could make no file: said before a run, not behind it."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"cannot write to {path}: name a file in a folder that is there and may be written")
+
+
+def _write_lines(path: Path, lines: Iterator[str]) -> None:
+    """Make or replace the file at ``path``, all of it or nothing. ConfigError where that cannot be."""
+    try:
+        write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write to {path}: {error.strerror or error}") from error
+
+
+def _logprobs_document(found: Sequence[TokenLogprob] | None) -> list[dict[str, object]] | None:
+    return None if found is None else [asdict(one) for one in found]
+
+
+def _check_document(report: CheckReport) -> dict[str, object]:
+    return {
+        "ok": report.ok,
+        "requests": report.requests,
+        "tokens": report.tokens,
+        "near_ties": report.near_ties,
+        "differences": [{**asdict(one), "near_tie": one.near_tie} for one in report.differences],
+        "wrong_ends": list(report.wrong_ends),
+    }
+
+
+def _print_tables(run: _Run, *, whole: bool = False) -> None:
+    """Print a run for people: its requests, round by round, then what the cache did. whole: all of each output, too."""
+    out, plan = console(), run.plan
+    for number in range(len(run.rounds)):
+        which = f", round {number + 1} of {len(run.rounds)}" if len(run.rounds) > 1 else ""
+        states = "" if plan.placement is None else f", states kept at {plan.placement}"
+        title = f"{run.loaded.name}: {plan.model.model_type}, {plan.layout} layout{states}{which}"
+        out.print(Text(printable(title), style="bold"))
+        out.print(_round_table(run.rounds[number]))
+        for one in run.rounds[number] if whole else ():
+            out.print(Text(f"output of {printable(one.request_id)}", style="bold"))
+            text = " ".join(map(str, one.token_ids)) if one.text is None else one.text
+            out.print(Text(printable_lines(text) + "\n"), soft_wrap=True)
+    show_tenants(run.engine.cache.statistics().tenants)
+    stats = run.engine.statistics()
+    made = sum(len(one.token_ids) for done in run.rounds for one in done)
+    lines = {
+        "memory": f"{format_bytes(plan.config.arena_bytes)}, {share(stats.peak_usage)} of it in use at most",
+        "computed tokens": f"{format_count(stats.computed_tokens)} in {format_count(stats.steps)} steps",
+        "preemptions": format_count(stats.preemptions),
+    }
+    for number, done in enumerate(run.rounds, start=1):
+        which = f" {number}" if len(run.rounds) > 1 else ""
+        hits, asked = sum(one.hit_tokens for one in done), sum(len(one.prompt_token_ids) for one in done)
+        lines[f"hit tokens{which}"] = f"{format_count(hits)} of {format_count(asked)} prompt tokens were not recomputed"
+    if (cross := run.engine.runner.cross) is not None:
+        heard = len(run.prompts.prompts) * len(run.rounds)
+        lines["encoder runs"] = f"{format_count(cross.encoded)} for {format_count(heard)} inputs"
+    seconds = sum(run.seconds)
+    lines["output tokens"] = f"{format_count(made)}, {format_count(round(made / max(seconds, 1e-9)))} a second"
+    lines["took"] = ", then ".join(f"{one:.2f} s" for one in run.seconds)
+    if stats.drafted_tokens:
+        lines["drafts"] = _drafts(stats)
+    if run.prompts.bad_lines:
+        lines["bad lines"] = f"{run.prompts.bad_lines} left out; the first: {run.prompts.first_bad}"
+    if run.report is not None:
+        lines["check"] = _verdict(run.report)
+    print_facts(lines)
+
+
+def _drafts(stats: SchedulerStatistics) -> str:
+    """How many were accepted, in all and by position: a draft counts at its own position, whatever came before it."""
+    pairs = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
+    shares = " ".join(f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted)
+    return (
+        f"{format_count(stats.accepted_tokens)} of {format_count(stats.drafted_tokens)} accepted "
+        f"({share(stats.accepted_tokens / stats.drafted_tokens)}); by position {shares}"
+    )
+
+
+def _round_table(done: list[Completion]) -> Table:
+    """Text goes in as Text: rich would read markup and emoji codes in a string."""
+    rows = table(*("request", "output", "end", "prompt", "hit", "ran"), numbers_from=3)
+    for one in done:
+        shown = repr(one.text if one.text is not None else list(one.token_ids))
+        cut = shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."
+        counts = (len(one.prompt_token_ids), one.hit_tokens, one.computed_tokens)
+        rows.add_row(one.request_id, Text(cut), str(one.finish_reason), *map(format_count, counts))
+    return rows
+
+
+def _verdict(report: CheckReport) -> str:
+    ties = f"{report.near_ties} near-ties"
+    if report.ok:
+        return f"{format_count(report.tokens)} tokens equal to plain transformers, {ties}"
+    real = [one for one in report.differences if not one.near_tie]
+    first = report.wrong_ends[0] if not real else ""
+    if real:
+        one = real[0]
+        first = (
+            f"request {one.request_id}, output token {one.at}: {one.token}, expected {one.expected} "
+            f"(margin {one.margin:.3g}, measured {one.measured:.3g})"
+        )
+    return f"FAILED: {len(real)} differences, {len(report.wrong_ends)} wrong ends, {ties}; the first: {first}"

@@ -1,30 +1,25 @@
-"""`hybridkv models`: the public models known by name, with their facts and where these come from."""
+"""`hybridkv models` and `hybridkv hardware`: what is known by name, with facts and where these come from."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from hybridkv.cli.options import output_option
 from hybridkv.cli.output import console, table
-from hybridkv.cli.panels import OUTPUT
 from hybridkv.models import KnownModel, Model, known_model, known_models, read_model
+from hybridkv.simulator import HARDWARE
 from hybridkv.units import format_bytes
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("models")(models_command)
 
 
 def models_command(
     text: Annotated[
         str, typer.Argument(help="Only models with this in their names, each with its source.", metavar="TEXT")
     ] = "",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything that is known as JSON.", rich_help_panel=OUTPUT)
-    ] = False,
+    as_json: Annotated[bool, output_option("Print everything that is known as JSON.", "--json")] = False,
 ) -> None:
     """List the models known by name, with their facts and sources."""
     read = [(known, read_model(known.name)) for known in known_models() if text.lower() in known.name]
@@ -78,3 +73,19 @@ def _facts(known: KnownModel, model: Model) -> dict[str, object]:
         "weight_bytes": model.weight_bytes,
         "config": known.config,
     }
+
+
+def hardware_command(*, as_json: Annotated[bool, output_option("Print it as JSON.", "--json")] = False) -> None:
+    """Machines that the cost model knows by name, with peaks and where they stand."""
+    if as_json:
+        print(json.dumps({name: asdict(one) for name, one in HARDWARE.items()}, indent=2))
+        return
+    rows = table("name", "", "bf16 TFLOP/s", "fp8 TFLOP/s", "GB", "GB/s", numbers_from=2)
+    for name, one in HARDWARE.items():
+        fp8 = f"{one.fp8_flops_per_s / 1e12:,.0f}" if one.fp8_flops_per_s else "-"
+        memory = f"{one.memory_bytes / 1e9:,.0f}" if one.memory_bytes else "-"
+        rates = f"{one.flops_per_s / 1e12:,.0f}", fp8, memory, f"{one.bytes_per_s / 1e9:,.0f}"
+        rows.add_row(name, one.name, *rates)
+    console().print(rows)
+    for name, one in HARDWARE.items():
+        console().print(f"{name:<12} {one.sheet}", soft_wrap=True)

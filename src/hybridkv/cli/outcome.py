@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TextIO
 
-from hybridkv.cli.printable import printable
 from hybridkv.errors import AssumptionWarning, ConfigError, HybridKVError
 
 USER_ERROR: Final = 2
@@ -137,3 +136,13 @@ def _let_go(stream: TextIO) -> None:
         stream.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def printable(text: str) -> str:
+    """``text`` with every character that does not print (controls, escapes, lone surrogates) as Python writes it."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def printable_lines(text: str) -> str:
+    """As ``printable``, but lines stay lines."""
+    return "\n".join(map(printable, text.split("\n")))

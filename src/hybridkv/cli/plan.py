@@ -3,47 +3,36 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from functools import partial
-from typing import Annotated
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Final
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from hybridkv.cli.comparison import show_comparison
-from hybridkv.cli.output import console, floor, in_words, print_facts, table
-from hybridkv.cli.pages import PageFile, checked_page, write_page
-from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS
-from hybridkv.cli.planning import (
-    BlockSize,
-    DtypeOption,
-    LayoutOption,
-    Memory,
-    MtpLayers,
-    PlacementOption,
-    PlanFile,
-    PlanOptions,
-    SetFields,
-    StateDtype,
-    TensorParallel,
-    WindowsAsFull,
-    load_plan,
+from hybridkv.cli.options import (
+    PageFile,
+    as_option,
+    cache_option,
+    checked_page,
+    output_option,
+    request_option,
+    write_page,
 )
-from hybridkv.cli.printable import printable
+from hybridkv.cli.outcome import printable
+from hybridkv.cli.output import console, floor, in_words, print_facts, share, table
+from hybridkv.cli.running import PlanFile, PlanOptions, load_plan
 from hybridkv.errors import AssumptionWarning, ConfigError
 from hybridkv.models import Model
 from hybridkv.models.model import ASSUMED
-from hybridkv.planner import Plan, plan, plan_to_json
-from hybridkv.planner.plan import NO_STATES
+from hybridkv.planner import LayoutFacts, Plan, compare_layouts, plan, plan_to_json
+from hybridkv.planner.plan import LAYOUTS, NO_STATES, SHORT_TOKENS
 from hybridkv.report import plan_page
 from hybridkv.specs import BATCHED_TOKENS, Keeps
 from hybridkv.units import format_bytes, format_count
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("plan")(plan_command)
+_NOT_THERE: Final = "-"
 
 
 def plan_command(
@@ -54,106 +43,80 @@ def plan_command(
             help="A config.json, a folder with one, or a known name (see `hybridkv models`).", metavar="CONFIG"
         ),
     ] = None,
-    memory: Memory = None,
+    options: PlanOptions,
     max_model_len: Annotated[
-        int | None,
-        typer.Option(help="Tokens of the longest request.", show_default="the model's limit", rich_help_panel=REQUESTS),
+        int | None, request_option("Tokens of the longest request.", show_default="the model's limit")
     ] = None,
-    tp: TensorParallel = None,
-    block_size: BlockSize = None,
-    dtype: DtypeOption = None,
-    state_dtype: StateDtype = None,
-    mtp_layers: MtpLayers = None,
-    fields: SetFields = None,
-    layout: LayoutOption = None,
-    placement: PlacementOption = None,
-    windows_as_full: WindowsAsFull = None,
     max_batched_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of the largest step, which windows keep besides.",
-            show_default=format_count(BATCHED_TOKENS),
-            rich_help_panel=REQUESTS,
+        request_option(
+            "Tokens of the largest step, which windows keep besides.", show_default=format_count(BATCHED_TOKENS)
         ),
     ] = None,
     prefill_checkpoints: Annotated[
         int | None,
-        typer.Option(
-            help="Reference layout: states that a Mamba-2 layer writes inside a step of a prompt; vLLM's 1.",
+        cache_option(
+            "Reference layout: states that a Mamba-2 layer writes inside a step of a prompt; vLLM's 1.",
             show_default="0",
-            rich_help_panel=CACHE,
         ),
     ] = None,
     kernel_block_size: Annotated[
         int | None,
-        typer.Option(
-            help="Natural layout: tokens that attention kernels read as one block.",
-            show_default="the block",
-            rich_help_panel=CACHE,
-        ),
+        cache_option("Natural layout: tokens that attention kernels read as one block.", show_default="the block"),
     ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Show the layouts side by side.", rich_help_panel=OUTPUT)
-    ] = False,
+    compare: Annotated[bool, output_option("Show the layouts side by side.", "--compare")] = False,
     plan_file: PlanFile = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the plan as a document that --plan reads.", rich_help_panel=OUTPUT)
-    ] = False,
+    as_json: Annotated[bool, output_option("Print the plan as a document that --plan reads.", "--json")] = False,
     page_file: PageFile = None,
 ) -> None:
     """Plan the KV cache of a model: groups, pages, blocks, and the requests that fit."""
-    options = PlanOptions(
-        config, memory, tp, block_size, dtype, layout, placement, windows_as_full, fields, state_dtype, mtp_layers
-    )
     bounds = {"max_model_len": max_model_len, "max_batched_tokens": max_batched_tokens}
     of_layout = {"prefill_checkpoints": prefill_checkpoints, "kernel_block_size": kernel_block_size}
     page_file = checked_page(page_file)
     if compare:
-        given_besides = {"--layout": layout, "--plan": plan_file, "--json": as_json or None, "--report": page_file}
-        _refuse_beside_compare({**given_besides, **_as_options(of_layout)})
-        show_comparison(partial(_make, options, given=bounds))
+        besides = {
+            "layout": options.layout,
+            "plan": plan_file,
+            "json": as_json or None,
+            "report": page_file,
+            **of_layout,
+        }
+        given = [as_option(name) for name, value in besides.items() if value is not None]
+        if given:
+            raise ConfigError(f"--compare plans both layouts and prints a table: drop {', '.join(given)}")
+        _show_comparison(lambda layout: _make(config, options, bounds, layout))
         return
-    given = {**bounds, **of_layout}
+    limits = {**bounds, **of_layout}
     if plan_file is not None:
-        options.refuse_beside_plan({"CONFIG": config, **_as_options(given)})
+        options.refuse_beside_plan({"CONFIG": config, **{as_option(name): value for name, value in limits.items()}})
         made = load_plan(plan_file)
-    elif as_json:
-        made = _make(options, given=given)
     else:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AssumptionWarning)  # show_plan says it
-            made = _make(options, given=given)
+            if not as_json:
+                warnings.simplefilter("ignore", AssumptionWarning)  # _show_plan says it
+            made = _make(config, options, limits)
     if page_file is not None:
         write_page(page_file, plan_page(made))
     if as_json:
         print(plan_to_json(made), end="")
     else:
-        show_plan(made)
+        _show_plan(made)
 
 
-def _refuse_beside_compare(options: Mapping[str, object]) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise ConfigError(f"--compare plans both layouts and prints a table: drop {', '.join(given)}")
-
-
-def _as_options(given: Mapping[str, object]) -> dict[str, object]:
-    """Arguments of plan by the names that they have on the command line."""
-    return {"--" + name.replace("_", "-"): value for name, value in given.items()}
-
-
-def _make(options: PlanOptions, layout: str | None = None, *, given: Mapping[str, int | None]) -> Plan:
-    """The plan of ``options``. layout: instead of theirs. given: other arguments of plan, None for its defaults."""
-    if options.config is None:
+def _make(
+    config: str | None, options: PlanOptions, limits: Mapping[str, int | None], layout: str | None = None
+) -> Plan:
+    """The plan of ``options``. limits: other arguments of plan, None for its defaults. layout: instead of theirs."""
+    if config is None:
         raise ConfigError("CONFIG is missing: give a config.json, a folder with one or a known name, or --plan FILE")
     if options.memory is None:
         raise ConfigError("--memory is missing: say what one rank has for its cache, for example --memory 40GiB")
-    rules = options.rules if layout is None else options.rules_of(layout)
-    said = {name: value for name, value in given.items() if value is not None}
-    return plan(options.model(), options.memory, **rules, **said)
+    rules = options.rules(layout)
+    given = {name: value for name, value in limits.items() if value is not None}
+    return plan(options.model(config), options.memory, **rules, **given)
 
 
-def show_plan(plan: Plan) -> None:
+def _show_plan(plan: Plan) -> None:
     """Print a plan for people: what fits, what it takes, then the groups that share blocks."""
     model, holds = plan.model, plan.capacity
     out = console()
@@ -237,3 +200,58 @@ def _per_token(model: Model) -> str:
         "of an encoder's": int(model.encoder_bytes_per_token),
     }
     return ", ".join(f"{format_bytes(size)} {what}".rstrip() for what, size in parts.items() if size) or "0 B"
+
+
+# -- the layouts of one model side by side
+
+
+def _show_comparison(make: Callable[[str], Plan]) -> None:
+    """Print what each layout makes of one memory. make: the plan in the layout of that name."""
+    made: list[Plan] = []
+
+    def remembered(layout: str) -> Plan:
+        made.append(make(layout))
+        return made[-1]
+
+    facts = compare_layouts(remembered)
+    plan = made[0]
+    model = plan.model
+    shown = table(
+        *("", *LAYOUTS),
+        title=f"{model.name}: {model.depth} layers, {model.dtype} cache, tp {model.tp}, "
+        f"{format_bytes(plan.memory_bytes)}",
+    )
+    for name, show in _ROWS.items():
+        shown.add_row(name, *("does not fit" if one is None else show(one) for one in facts))
+    out = console()
+    out.print(shown)
+    out.print(f"requests of at most {format_count(plan.max_model_len)} tokens, sharing nothing", soft_wrap=True)
+    out.print("units: blocks, or slabs that blocks of several requests share", soft_wrap=True)
+    out.print("padding: of the group that loses most, over what its layers keep", soft_wrap=True)
+
+
+def _counted(numbers: Sequence[int]) -> str:
+    """``1 x6, 5`` for six times 1 and once 5."""
+    counts = Counter(numbers)
+    return ", ".join(format_count(n) + (f" x{times}" if times > 1 else "") for n, times in sorted(counts.items()))
+
+
+def _count(number: int | None) -> str:
+    return _NOT_THERE if number is None else format_count(number)
+
+
+_ROWS: Final[dict[str, Callable[[LayoutFacts], str]]] = {
+    "longest request, tokens": lambda f: format_count(f.longest_context),
+    "such requests at once": lambda f: floor(f.concurrency),
+    f"requests of {format_count(SHORT_TOKENS)} tokens": lambda f: floor(f.short_requests),
+    "one of these takes": lambda f: format_bytes(f.short_request_bytes),
+    "one alone, in whole units": lambda f: format_bytes(f.short_request_alone_bytes),
+    "attention tokens that fit": lambda f: _count(f.attention_tokens),
+    "states that fit": lambda f: _count(f.states),
+    "attention block, tokens": lambda f: ", ".join(map(format_count, f.attention_block_tokens)) or _NOT_THERE,
+    "groups": lambda f: format_count(f.groups),
+    "padding": lambda f: share(f.padding),
+    "left over": lambda f: format_bytes(f.unused_bytes),
+    "memory is given out in": lambda f: f"{format_count(f.units)} x {format_bytes(f.unit_bytes)}",
+    "blocks in one, by group": lambda f: _counted(f.blocks_per_slab),
+}

@@ -6,28 +6,37 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Annotated, Final
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from hybridkv.cli.gathered import gathered
-from hybridkv.cli.keeping import show_tenants
-from hybridkv.cli.output import UNKNOWN, console, in_words, print_facts, share, table
-from hybridkv.cli.over_time import OverTime
-from hybridkv.cli.pages import PageFile, checked_page, write_page
-from hybridkv.cli.panels import OUTPUT
-from hybridkv.cli.printable import printable
-from hybridkv.cli.requests import TraceArgument, untold
-from hybridkv.cli.running import Prepared, RunOptions
-from hybridkv.cli.why import WHY, WhyOptions
+from hybridkv.cli.explain import WHY, WhyOptions
+from hybridkv.cli.options import PageFile, checked_page, output_option, write_page
+from hybridkv.cli.output import (
+    NAME_COLUMNS,
+    UNKNOWN,
+    console,
+    in_words,
+    print_facts,
+    say,
+    share,
+    show_tenants,
+    sparkline,
+    table,
+)
+from hybridkv.cli.running import Prepared, RunOptions, TraceArgument, untold
 from hybridkv.report import replay_page
 from hybridkv.simulator import Progress, ReplayReport
 from hybridkv.simulator.report import Recording, explained_file
 from hybridkv.units import format_bytes, format_count
 
+_WIDTH: Final = 46
+_FEWEST_LOOKS: Final = 8
+"""Looks that make a picture."""
+_MOST_LOOKS: Final = 4096
 _SECONDS_PER_LINE: Final = 10.0
 _MOST_CLASSES: Final = 12
 """Of ends, that are shown."""
@@ -42,17 +51,12 @@ _PUT_OFF: Final = {
 """Why a request could not begin in a step, by the name that documents have."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("replay")(gathered(replay_command))
-
-
 def replay_command(
     *,
     trace: TraceArgument,
     options: RunOptions,
     why: WhyOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.", rich_help_panel=OUTPUT)] = False,
+    as_json: Annotated[bool, output_option("Print the report as JSON.", "--json")] = False,
     page_file: PageFile = None,
 ) -> None:
     """Replay requests through the scheduler and the cache manager; only time is modelled."""
@@ -98,22 +102,22 @@ def _show_plan(run: Prepared) -> None:
     plan, settings = run.plan, run.settings
     model = plan.model
     sizes = sorted({group.spec.block_size for group in plan.config.groups})
-    _print(
+    say(
         f"{model.name}, tp {model.tp}, {format_bytes(plan.memory_bytes)}: "
         f"blocks of {' or '.join(map(format_count, sizes))} tokens"
     )
     states = "no recurrent states" if run.placement is None else f"placement {run.placement}"
     evicts = "" if settings.eviction is None else f"eviction {settings.eviction}, "
-    _print(f"layout {plan.layout}, {states}, {evicts}{model.dtype} cache")
+    say(f"layout {plan.layout}, {states}, {evicts}{model.dtype} cache")
     running, budget = format_count(settings.max_running), format_count(settings.token_budget)
-    _print(f"up to {running} requests and {budget} tokens a step")
-    _print(f"on {run.simulation.machine}")
+    say(f"up to {running} requests and {budget} tokens a step")
+    say(f"on {run.simulation.machine}")
 
 
 def _show(report: ReplayReport, run: Prepared) -> None:
     """The report for people."""
     if report.caching_off is not None:
-        _print(f"prefix caching is off: {report.caching_off}")
+        say(f"prefix caching is off: {report.caching_off}")
     counts = table("", report.source)
     rows = {
         "requests": format_count(report.requests),
@@ -213,10 +217,6 @@ def _show_classes(report: ReplayReport) -> None:
         print_facts({"classes with less": f"{rest}, told with --json"})
 
 
-def _print(text: str) -> None:
-    console().print(printable(text), soft_wrap=True)
-
-
 @contextmanager
 def _progress(requests: int, begun: float) -> Iterator[Callable[[Progress], None]]:
     """What to call as the replay goes on: a bar on a terminal, else a line every ten seconds, on standard error."""
@@ -254,3 +254,82 @@ def _lines(requests: int, begun: float) -> Callable[[Progress], None]:
         print(f"replay: {done}, {format_count(now.steps)} steps, {now.waiting} waiting", file=sys.stderr)
 
     return show
+
+
+# -- over time, in small: what was found, who ran and waited, how much memory was held
+
+
+class OverTime:
+    """What replays told of their progress, the last few thousand looks evenly thinned. hits: whether they are known."""
+
+    def __init__(self, *, hits: bool = True) -> None:
+        self._hits = hits
+        self._kept: list[Progress] = []
+        self._newest: Progress | None = None
+        self._every, self._skipped = 1, 0
+
+    def see(self, now: Progress) -> None:
+        """One more look."""
+        self._newest = now
+        self._skipped += 1
+        if self._skipped < self._every:
+            return
+        self._skipped = 0
+        self._kept.append(now)
+        if len(self._kept) == _MOST_LOOKS:
+            self._kept = self._kept[::2]
+            self._every *= 2
+
+    def show(self) -> None:
+        """Lines of pictures; nothing of what was over at once."""
+        seen = self._seen()
+        if len(seen) < _FEWEST_LOOKS or not seen[-1].time_s:
+            return
+        for line in self.lines():
+            say(line)
+
+    def lines(self) -> Iterator[str]:
+        """Each a name, a character for each part of the time, and what is worth a number."""
+        seen = self._seen()
+        last = seen[-1]
+        seconds = last.time_s
+        parts = _parts(seen, seconds)
+        yield f"{'over time':<{NAME_COLUMNS}} 0 .. {seconds:,.1f} s"
+        found = [_found(before[-1], part[-1]) for before, part in pairwise(parts)]
+        whole = last.hit_tokens / last.prompt_tokens if last.prompt_tokens else 0.0
+        if self._hits:
+            yield _line("hit rate", sparkline(found, 1.0), f"{share(whole)} of all")
+        for name, counts in (
+            ("running", [max(one.running for one in part) for part in parts[1:]]),
+            ("waiting", [max(one.waiting for one in part) for part in parts[1:]]),
+        ):
+            yield _line(name, sparkline(counts), f"█ is {format_count(max(counts))}" if any(counts) else "none")
+        usage = [max(one.usage for one in part) for part in parts[1:]]
+        yield _line("memory in use", sparkline(usage, 1.0), "█ is all of it")
+
+    def _seen(self) -> list[Progress]:
+        """The looks that are kept, and the newest, which says how it ended."""
+        if self._newest is None or (self._kept and self._kept[-1] is self._newest):
+            return self._kept
+        return [*self._kept, self._newest]
+
+
+def _parts(seen: list[Progress], seconds: float) -> list[list[Progress]]:
+    """The looks before the first, then those of each part of the time; one without any has the last before it."""
+    parts = [[Progress(0, 0, 0, 0, 0.0, 0, 0, 0.0, 0)], *([] for _ in range(_WIDTH))]
+    for one in seen:
+        parts[min(int(one.time_s / seconds * _WIDTH), _WIDTH - 1) + 1].append(one)
+    for before, part in pairwise(parts):
+        if not part:
+            part.append(before[-1])
+    return parts
+
+
+def _found(before: Progress, now: Progress) -> float:
+    """Of what began in between."""
+    prompts = now.prompt_tokens - before.prompt_tokens
+    return (now.hit_tokens - before.hit_tokens) / prompts if prompts else 0.0
+
+
+def _line(name: str, drawn: str, said: str) -> str:
+    return f"{name:<{NAME_COLUMNS}} {drawn:<{_WIDTH}} {said}"

@@ -1,112 +1,347 @@
-"""What a replay runs: the options of model, memory and schedule, and the simulation that is made of them."""
+"""What `plan`, `replay` and others read: where requests come from, how a cache is planned, and how a replay runs."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Final
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final, TypedDict
 
 import typer
 
-from hybridkv.cache.placement import placement_of
-from hybridkv.cli.hardware import HardwareOption, WeightsOption
-from hybridkv.cli.keeping import EvictionOption, ShareOption
-from hybridkv.cli.panels import MODEL, REQUESTS, RUN
-from hybridkv.cli.planning import (
-    BlockSize,
-    DtypeOption,
-    LayoutOption,
-    Memory,
-    MtpLayers,
-    PlacementOption,
-    PlanFile,
-    PlanOptions,
-    SetFields,
-    StateDtype,
-    TensorParallel,
-    WindowsAsFull,
-    load_plan,
+from hybridkv.cache.placement import placement_named, placement_of
+from hybridkv.cli.options import (
+    Eviction,
+    NoPrefixCaching,
+    Shares,
+    ShortShare,
+    SkipBadLines,
+    as_option,
+    cache_option,
+    model_option,
+    request_option,
+    run_option,
 )
-from hybridkv.cli.requests import SourceOptions
-from hybridkv.cli.speculation import require_drafts
-from hybridkv.cli.stepping import ShortShareOption
-from hybridkv.errors import ConfigError
+from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.eviction import TenantShares, eviction_of
-from hybridkv.planner import Plan
+from hybridkv.models import DTYPE_NAMES, Model, read_model
+from hybridkv.models.json_text import DocumentError, parse_json
+from hybridkv.planner import Plan, read_plan, read_plan_from
+from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, NATURAL, NO_STATES
 from hybridkv.simulator import (
+    FORMATS,
+    WORKLOADS,
     ReplaySettings,
     RequestSource,
     Simulation,
+    TraceFile,
     TraceSummary,
+    UniformWorkload,
     Workload,
     hardware_named,
     plan_for_trace,
     plan_with_length,
     simulation_of,
 )
-from hybridkv.simulator.hardware import BF16, DEFAULT_HARDWARE
+from hybridkv.simulator.formats.events import KvEventsFormat
+from hybridkv.simulator.hardware import BF16, DEFAULT_HARDWARE, WEIGHT_BYTES
 from hybridkv.simulator.loop import ACCEPTANCE, Speculation
+from hybridkv.simulator.trace import ARRIVALS_PER_S
+from hybridkv.units import shown
 
+WORKLOAD: Final = "workload:"
+_UNIFORM: Final = "uniform"
+_STANDARD_INPUT: Final = Path("-")
 _DEFAULT: Final = ReplaySettings()
-_SAID_NOTHING: Final = SourceOptions()
 _NOT_TOLD: Final = {"placement", "step_by_step", "shares", "block_times"}
 """Settings that say nothing, or stand elsewhere in documents."""
+
+
+# -- where requests come from
+
+TraceArgument = Annotated[
+    str,
+    typer.Argument(
+        help=f"A trace, plain or gzip, or workload:NAME of {', '.join(WORKLOADS)}, {_UNIFORM}.",
+        metavar="TRACE|workload:NAME",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What was given; None for what was not."""
+
+    format: Annotated[
+        str | None,
+        request_option(f"Of the trace: {', '.join(FORMATS)}.", metavar="NAME", show_default="known by its content"),
+    ] = None
+    trace_block_size: Annotated[int | None, request_option("Tokens of a Mooncake hash id.", show_default="512")] = None
+    tokenizer: Annotated[
+        str | None,
+        request_option("Of a trace that holds text: a tokenizer.json, its folder, or bytes:N, N bytes a token."),
+    ] = None
+    arrivals: Annotated[
+        float | None, request_option("A second, of a trace without times.", show_default=f"{ARRIVALS_PER_S:g}")
+    ] = None
+    seed: Annotated[int | None, request_option("Of a workload.", show_default="0")] = None
+    hours: Annotated[float | None, request_option("Of arrivals of a workload.", show_default="1")] = None
+    rate: Annotated[float | None, request_option("Multiplies the arrivals of a workload.", show_default="1")] = None
+    marks: Annotated[
+        bool, request_option("Of a workload: mark where the shared beginning of each prompt ends.", "--marks")
+    ] = False
+    limit: Annotated[int | None, request_option("The first N requests only.", show_default="all")] = None
+    skip_bad_lines: SkipBadLines = False
+
+    def read(self, trace: str) -> RequestSource:
+        """The trace file or workload. ConfigError for options of the other kind."""
+        generated, kind = trace.startswith(WORKLOAD), trace.removeprefix(WORKLOAD)
+        of_workloads = self._given("seed", "hours", "rate", "marks")
+        if not generated:
+            foreign = of_workloads
+        else:
+            foreign = self._given("format", "trace_block_size", "tokenizer", "arrivals", "skip_bad_lines")
+            if kind == _UNIFORM:
+                foreign |= of_workloads | self._given("limit")
+        if foreign:
+            raise ConfigError(f"{', '.join(map(as_option, foreign))} means nothing for {trace}: leave it out")
+        if not generated:
+            return TraceFile(
+                trace,
+                format_name=self.format,
+                trace_block_size=512 if self.trace_block_size is None else self.trace_block_size,
+                tokenizer=self.tokenizer,
+                arrivals_per_s=ARRIVALS_PER_S if self.arrivals is None else self.arrivals,
+                skip_bad_lines=self.skip_bad_lines,
+                limit=self.limit,
+            )
+        if kind == _UNIFORM:
+            return UniformWorkload()
+        if kind not in WORKLOADS:
+            raise ConfigError(f"unknown workload {kind!r}: use one of {', '.join((*WORKLOADS, _UNIFORM))}")
+        return Workload(kind, limit=self.limit, **of_workloads)
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        """Those of ``names`` that were given."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
+
+
+def untold(source: RequestSource, *, tokens_known: bool) -> dict[str, str]:
+    """What the format of ``source`` cannot tell, as a fact by its name; nothing of most.
+
+    tokens_known: as TraceSummary has it.
+    """
+    if not tokens_known:
+        return {"lengths alone": "which tokens are equal is unknown, and so are hits; times are those without any"}
+    if not isinstance(source, TraceFile) or source.format_name != KvEventsFormat.name:
+        return {}
+    return {source.format_name: "requests as blocks tell of them, without those that stored none, and what fills none"}
+
+
+# -- how a cache is planned
+
+
+class CacheDtype(StrEnum):
+    """What the cache holds; auto: what the config says."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+    FP8 = "fp8"
+
+
+class Layout(StrEnum):
+    """How pages are sized and placed; reference: one page size. natural: their own sizes, in slabs."""
+
+    REFERENCE = "reference"
+    NATURAL = "natural"
+
+
+BlockSize = Annotated[int | None, cache_option("Tokens of a block.", show_default="16")]
+LayoutOption = Annotated[
+    Layout | None,
+    cache_option(
+        "natural: blocks keep their own sizes. reference: vLLM's, all of one size.", show_default=DEFAULT_LAYOUT
+    ),
+]
+PlacementOption = Annotated[
+    str | None,
+    cache_option(
+        "Where recurrent states are kept. Natural layout: none, ends, interval:N, align, align:N. Reference "
+        "layout: align, none.",
+        show_default="ends; of the reference layout align",
+        metavar="PLACEMENT",
+    ),
+]
+PlanFile = Annotated[
+    Path | None, model_option("A plan written by `hybridkv plan --json`; - is standard input.", "--plan")
+]
+
+
+class PlanRules(TypedDict):
+    """Arguments of plan and plan_for_trace besides model, memory and limits."""
+
+    placement: str | None
+    windows_as_full: bool
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What was given; None for what was not."""
+
+    memory: Annotated[str | None, cache_option("For the cache of one rank: 40GiB, 512MiB, or bytes.")] = None
+    block_size: BlockSize = None
+    dtype: Annotated[
+        CacheDtype | None,
+        cache_option(
+            "Of keys and values: auto, bf16, fp16, fp32, fp8.",
+            "--dtype",
+            "--kv-dtype",
+            metavar="DTYPE",
+            show_default="that of the config",
+        ),
+    ] = None
+    state_dtype: Annotated[
+        CacheDtype | None,
+        cache_option("Of recurrent states, as --dtype.", metavar="DTYPE", show_default="that of the config"),
+    ] = None
+    mtp_layers: Annotated[
+        int | None,
+        cache_option(
+            "Multi-token prediction layers that draft, with caches of their own.", metavar="N", show_default="0"
+        ),
+    ] = None
+    fields: Annotated[
+        list[str] | None,
+        model_option(
+            "A field of the language model's config, instead of what it says; may be given more than once.",
+            "--set",
+            metavar="FIELD=VALUE",
+        ),
+    ] = None
+    layout: LayoutOption = None
+    placement: PlacementOption = None
+    windows_as_full: Annotated[
+        bool | None, cache_option("Manage windowed layers as full attention.", "--windows-as-full")
+    ] = None
+    tp: Annotated[int | None, model_option("Tensor parallel ranks.", show_default="1")] = None
+
+    def refuse_beside_plan(self, own: Mapping[str, object], *, placed: bool = True) -> None:
+        """ConfigError when anything was given that a plan file holds. own: the command's names of such options.
+
+        placed: --placement is among them; the natural layout leaves it open.
+        """
+        shared = ["memory", "tp", "block_size", "dtype", "state_dtype", "mtp_layers", "layout", "windows_as_full"]
+        shared[-1:-1] = ["placement"] if placed else []
+        values = {**own, **{as_option(name): getattr(self, name) for name in shared}, "--set": self.fields or None}
+        given = [name for name, value in values.items() if value is not None]
+        if given:
+            raise ConfigError(f"--plan holds everything already: drop {', '.join(given)}, or drop --plan")
+
+    def model(self, config: str, *, drafts: int = 0) -> Model:
+        """The model described in ``config``, with room for so many drafts in recurrent layers."""
+        return read_model(
+            config,
+            block_size=16 if self.block_size is None else self.block_size,
+            tp=1 if self.tp is None else self.tp,
+            dtype=DTYPE_NAMES.get(self.dtype or "auto"),
+            fields=dict(map(_field, self.fields or ())),
+            state_dtype=DTYPE_NAMES.get(self.state_dtype or "auto"),
+            mtp_layers=self.mtp_layers or 0,
+            num_speculative_tokens=drafts,
+        )
+
+    def rules(self, layout: str | None = None) -> PlanRules:
+        """How layers are managed, in ``layout`` if given. ConfigError for a placement that the layout does not know."""
+        layout = layout or self.layout or Layout(DEFAULT_LAYOUT)
+        require_placement(self.placement, layout)
+        return PlanRules(placement=self.placement, windows_as_full=bool(self.windows_as_full), layout=layout)
+
+
+def require_placement(name: str | None, layout: str) -> None:
+    """ConfigError for a placement that ``layout`` does not know."""
+    if layout == NATURAL:
+        if name is not None:
+            placement_named(name, align_tokens=1)  # only read: the plan carries the name
+    elif name not in {None, ALIGN, NO_STATES}:
+        raise ConfigError(
+            f"placement {name!r} is none of the reference layout's: choose {ALIGN} or {NO_STATES}, or "
+            f"--layout {NATURAL}"
+        )
+
+
+def _field(given: str) -> tuple[str, object]:
+    """The name and the value of FIELD=VALUE: JSON, or else text."""
+    name, mark, value = given.partition("=")
+    if not name or not mark:
+        raise ConfigError(f"--set {shown(given)} is no FIELD=VALUE: for example --set num_key_value_heads=8")
+    try:
+        return name, parse_json(value)
+    except DocumentError:
+        return name, value
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan in a file, or on standard input for ``-``. Raises ConfigError and SchemaError as read_plan."""
+    if path != _STANDARD_INPUT:
+        return read_plan(path)
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed: there is no plan to read")
+    try:
+        return read_plan_from(sys.stdin.buffer)
+    except SchemaError as error:
+        raise SchemaError(f"standard input: {error}") from error
+
+
+# -- how a replay runs
+
+
+Weights = Annotated[str, run_option(f"What weights are kept in: {', '.join(WEIGHT_BYTES)}.")]
+_NOTHING_SAID: Final = SourceOptions()
+_NOTHING_PLANNED: Final = PlanOptions()
+
+
+def require_drafts(drafts: object, acceptance: object) -> None:
+    """ConfigError where ``acceptance`` was given, and there are no drafts to accept."""
+    if acceptance is not None and not drafts:
+        raise ConfigError("--acceptance is of drafts, and there are none: give --drafts N, too")
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """What was given; None for what was not."""
 
-    model: Annotated[
-        str | None, typer.Option(help="A config.json, a folder with one, or a known name.", rich_help_panel=MODEL)
-    ] = None
-    memory: Memory = None
+    model: Annotated[str | None, model_option("A config.json, a folder with one, or a known name.")] = None
     plan_file: PlanFile = None
+    planned: PlanOptions = _NOTHING_PLANNED
     max_model_len: Annotated[
-        int | None,
-        typer.Option(help="Tokens of the longest request.", show_default="that of the trace", rich_help_panel=REQUESTS),
+        int | None, request_option("Tokens of the longest request.", show_default="that of the trace")
     ] = None
-    max_running: Annotated[int, typer.Option(help="Requests at once.", rich_help_panel=RUN)] = _DEFAULT.max_running
-    token_budget: Annotated[int, typer.Option(help="Tokens of a step.", rich_help_panel=RUN)] = _DEFAULT.token_budget
-    short_share: ShortShareOption = None
-    time_scale: Annotated[
-        float, typer.Option(help="Multiplies the modelled durations; 0: steps take no time.", rich_help_panel=RUN)
-    ] = _DEFAULT.time_scale
-    block_size: BlockSize = None
-    dtype: DtypeOption = None
-    state_dtype: StateDtype = None
-    mtp_layers: MtpLayers = None
-    fields: SetFields = None
-    layout: LayoutOption = None
-    placement: PlacementOption = None
-    windows_as_full: WindowsAsFull = None
-    source: SourceOptions = _SAID_NOTHING
-    tp: TensorParallel = None
-    hardware: HardwareOption = DEFAULT_HARDWARE
-    weights: WeightsOption = BF16
-    eviction: EvictionOption = None
-    shares: ShareOption = None
-    drafts: Annotated[
-        int,
-        typer.Option("--drafts", metavar="N", help="Drafts of each row that decodes, in a step.", rich_help_panel=RUN),
-    ] = 0
+    max_running: Annotated[int, run_option("Requests at once.")] = _DEFAULT.max_running
+    token_budget: Annotated[int, run_option("Tokens of a step.")] = _DEFAULT.token_budget
+    short_share: ShortShare = None
+    time_scale: Annotated[float, run_option("Multiplies the modelled durations; 0: steps take no time.")] = (
+        _DEFAULT.time_scale
+    )
+    source: SourceOptions = _NOTHING_SAID
+    hardware: Annotated[str, run_option("A name of `hybridkv hardware`, or a TOML file.", metavar="NAME|FILE")] = (
+        DEFAULT_HARDWARE
+    )
+    weights: Weights = BF16
+    eviction: Eviction = None
+    shares: Shares = None
+    drafts: Annotated[int, run_option("Drafts of each row that decodes, in a step.", metavar="N")] = 0
     acceptance: Annotated[
-        float | None,
-        typer.Option(
-            help="Of a draft, if those before it were accepted: 0 .. 1.",
-            show_default=str(ACCEPTANCE),
-            rich_help_panel=RUN,
-        ),
+        float | None, run_option("Of a draft, if those before it were accepted: 0 .. 1.", show_default=str(ACCEPTANCE))
     ] = None
-    no_prefix_caching: Annotated[
-        bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
-    ] = False
+    no_prefix_caching: NoPrefixCaching = False
     step_by_step: Annotated[
-        bool,
-        typer.Option(
-            "--step-by-step",
-            help="Never take several steps as one; slower, the report is the same.",
-            rich_help_panel=RUN,
-        ),
+        bool, run_option("Never take several steps as one; slower, the report is the same.", "--step-by-step")
     ] = False
 
     def settings(self, *, remembered_losses: int = 0, block_times: bool = False) -> ReplaySettings:
@@ -118,7 +353,7 @@ class RunOptions:
             prefix_caching=not self.no_prefix_caching,
             hardware=hardware_named(self.hardware),
             weights=self.weights,
-            placement=self.placement,
+            placement=self.planned.placement,
             eviction=self.eviction,
             step_by_step=self.step_by_step,
             shares=TenantShares.parse(self.shares or ()),
@@ -150,35 +385,19 @@ class RunOptions:
 
     def _plan(self, summary: TraceSummary) -> tuple[Plan, int | None]:
         """The plan, and the model's own limit where the plan's maximum length is above it."""
-        options = PlanOptions(
-            self.model,
-            self.memory,
-            self.tp,
-            self.block_size,
-            self.dtype,
-            self.layout,
-            self.placement,
-            self.windows_as_full,
-            self.fields,
-            self.state_dtype,
-            self.mtp_layers,
-            self.drafts,
-        )
-        length, budget = self.max_model_len, self.token_budget
+        options, length, budget = self.planned, self.max_model_len, self.token_budget
         if self.plan_file is not None:
             options.refuse_beside_plan({"--model": self.model}, placed=False)
             read = load_plan(self.plan_file)
             options.refuse_beside_plan({}, placed=read.config.slabs is None)
             model, plan = read.model, plan_with_length(summary, read, length, token_budget=budget)
+        elif self.model is None or options.memory is None:
+            needed = {"--model": self.model, "--memory": options.memory}
+            missing = " and ".join(name for name, value in needed.items() if value is None)
+            raise ConfigError(f"{missing} missing: for example --model llama-3-8b --memory 40GiB, or --plan FILE")
         else:
-            needed = {"--model": self.model, "--memory": self.memory}
-            missing = [name for name, value in needed.items() if value is None]
-            if missing:
-                raise ConfigError(
-                    f"{' and '.join(missing)} missing: for example --model llama-3-8b --memory 40GiB, or --plan FILE"
-                )
-            model = options.model()
-            plan = plan_for_trace(summary, model, str(self.memory), length, token_budget=budget, **options.rules)
+            model = options.model(self.model, drafts=self.drafts)
+            plan = plan_for_trace(summary, model, options.memory, length, token_budget=budget, **options.rules())
         own = model.max_model_len
         return plan, own if own is not None and own < plan.max_model_len else None
 

@@ -1,4 +1,4 @@
-"""`hybridkv sweep`: one trace under many settings, each a file, in as many processes as wanted."""
+"""`hybridkv sweep` and `hybridkv tune`: one trace under many settings, all of them or those of a search."""
 
 from __future__ import annotations
 
@@ -6,81 +6,226 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
-from hybridkv.cli.axes import AxesOptions, JobsOption, cells_of
-from hybridkv.cli.gathered import gathered
-from hybridkv.cli.output import UNKNOWN, console, share, table
-from hybridkv.cli.pages import PageFile, checked_page, write_page
-from hybridkv.cli.panels import OUTPUT
-from hybridkv.cli.printable import printable
-from hybridkv.cli.requests import SourceOptions, TraceArgument
-from hybridkv.report import sweep_page
-from hybridkv.simulator import Swept, processes, sweep
-from hybridkv.simulator.sweep import differing, machines_of
-from hybridkv.units import format_count
+from hybridkv.cli.options import (
+    PageFile,
+    as_option,
+    cache_option,
+    checked_page,
+    model_option,
+    output_option,
+    request_option,
+    run_option,
+    write_page,
+)
+from hybridkv.cli.outcome import printable
+from hybridkv.cli.output import UNKNOWN, console, progress_bar, say, share, table
+from hybridkv.cli.running import SourceOptions, TraceArgument, Weights, require_drafts
+from hybridkv.errors import ConfigError
+from hybridkv.models import DTYPE_NAMES
+from hybridkv.planner.plan import DEFAULT_LAYOUT
+from hybridkv.report import sweep_page, tune_page
+from hybridkv.simulator import Cell, ReplaySettings, Swept, Tried, processes, sweep, tune
+from hybridkv.simulator.fleet import ROUND_ROBIN, ROUTERS
+from hybridkv.simulator.hardware import BF16, DEFAULT_HARDWARE
+from hybridkv.simulator.loop import ACCEPTANCE
+from hybridkv.simulator.sweep import differing, in_words, machines_of
+from hybridkv.simulator.tune import parse_aims, parse_prices
+from hybridkv.units import GiB, MiB, format_count, parse_bytes, shown
+
+_MOST_CELLS: Final = 100_000
+_DEFAULTS: Final = ReplaySettings()
+_NUMBERED: Final = {"tp", "block_size", "max_running", "token_budget", "replicas", "drafts"}
+_SHOWN: Final = 10
+"""Settings in the table of what was tried."""
+Jobs = Annotated[int | None, run_option("Processes at once.", show_default="one a core")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("sweep")(gathered(sweep_command))
+@dataclass(frozen=True, slots=True)
+class AxesOptions:
+    """Settings that vary: lists as they were given."""
+
+    model: Annotated[str, model_option("Models: config.json files, folders with one, or known names.")]
+    memory: Annotated[
+        str, cache_option("For the cache of one rank: 20GiB,40GiB, or from:to:step, as 20GiB:80GiB:20GiB.")
+    ]
+    tp: Annotated[str, model_option("Tensor parallel ranks.")] = "1"
+    layout: Annotated[str, cache_option("natural, reference.")] = DEFAULT_LAYOUT
+    placement: Annotated[
+        str | None, cache_option("Where recurrent states are kept.", show_default="that of the layout")
+    ] = None
+    eviction: Annotated[
+        str | None, cache_option("What is given up next, in the natural layout.", show_default="what suits")
+    ] = None
+    block_size: Annotated[str, cache_option("Tokens of a block.")] = "16"
+    dtype: Annotated[
+        str | None, cache_option("Of keys and values: bf16, fp8.", "--kv-dtype", show_default="the config's")
+    ] = None
+    max_running: Annotated[str, run_option("Requests at once.")] = str(_DEFAULTS.max_running)
+    token_budget: Annotated[str, run_option("Tokens of a step.")] = str(_DEFAULTS.token_budget)
+    hardware: Annotated[str, run_option("Names of `hybridkv hardware`, or TOML files.", metavar="NAMES")] = (
+        DEFAULT_HARDWARE
+    )
+    weights: Weights = BF16
+    replicas: Annotated[str, run_option("Engines behind a router.")] = "1"
+    router: Annotated[str, run_option(f"{', '.join(ROUTERS)}.")] = ROUND_ROBIN
+    drafts: Annotated[str, run_option("Drafts of each row that decodes, in a step.")] = "0"
+    acceptance: Annotated[
+        str | None, run_option("Of a draft, if those before it were accepted: 0 .. 1.", show_default=str(ACCEPTANCE))
+    ] = None
+
+    def values(self) -> dict[str, Sequence[object]]:
+        """By the fields of Cell, which these are. ConfigError for lists that are none."""
+        found: dict[str, Sequence[object]] = {}
+        for field in fields(self):
+            name, given = field.name, getattr(self, field.name)
+            option = "--kv-dtype" if name == "dtype" else as_option(name)
+            if given is None:
+                found[name] = [None]
+            elif name == "acceptance":
+                found[name] = _shares(option, given)
+            elif name == "memory":
+                found[name] = _sizes(given)
+            else:
+                found[name] = _numbers(option, given) if name in _NUMBERED else _words(option, given)
+        require_drafts(any(found["drafts"]), self.acceptance)
+        found["acceptance"] = [ACCEPTANCE if one is None else one for one in found["acceptance"]]
+        found["dtype"] = [DTYPE_NAMES.get(str(one), one) for one in found["dtype"]]
+        return found
+
+
+def __cells_of(axes: Mapping[str, Sequence[object]]) -> list[Cell]:
+    """Every combination. ConfigError for more than anybody waits for."""
+    count = 1
+    for values in axes.values():
+        count *= len(values)
+    if count > _MOST_CELLS:
+        raise ConfigError(f"{format_count(count)} cells are more than a sweep takes ({format_count(_MOST_CELLS)})")
+    chosen: Iterator[tuple[Any, ...]] = itertools.product(*axes.values())
+    cells = [Cell(**dict(zip(axes, values, strict=True))) for values in chosen]
+    return list(dict.fromkeys(one.plainest() for one in cells))
+
+
+def _cells_of(axes: Mapping[str, Sequence[object]]) -> list[Cell]:
+    """Every combination. ConfigError for more than anybody waits for."""
+    count = 1
+    for values in axes.values():
+        count *= len(values)
+    if count > _MOST_CELLS:
+        raise ConfigError(f"{format_count(count)} cells are more than a sweep takes ({format_count(_MOST_CELLS)})")
+    chosen: Iterator[tuple[Any, ...]] = itertools.product(*axes.values())
+    cells = [Cell(**dict(zip(axes, values, strict=True))) for values in chosen]
+    return list(dict.fromkeys(one.plainest() for one in cells))
+
+
+def _words(option: str, given: str) -> list[str]:
+    """A list separated by commas, each once."""
+    found = list(dict.fromkeys(one.strip() for one in given.split(",")))
+    if not all(found):
+        raise ConfigError(f"{option} {shown(given)} has an empty entry")
+    return found
+
+
+def _numbers(option: str, given: str) -> list[int]:
+    """Whole numbers, separated by commas."""
+    found = _words(option, given)
+    for one in found:
+        if not (one.isascii() and one.isdigit() and len(one) < 10):
+            raise ConfigError(f"{option} {shown(one)} is no number: say {option} 1,2")
+    return list(map(int, found))
+
+
+def _shares(option: str, given: str) -> list[float]:
+    """Numbers of 0 .. 1, separated by commas."""
+    found = _words(option, given)
+    try:
+        return list(map(float, found))
+    except ValueError:
+        raise ConfigError(f"{option} {shown(given)}: say numbers of 0 .. 1, as {option} 0.6,0.8") from None
+
+
+def _sizes(given: str) -> list[str]:
+    """Memories: each by itself, or from:to:step with both ends."""
+    found: list[str] = []
+    for one in _words("--memory", given):
+        first, *more = one.split(":")
+        if not more:
+            parse_bytes(first)
+            found.append(first)
+            continue
+        if len(more) != 2:
+            raise ConfigError(f"--memory {shown(one)}: a range is from:to:step, as 20GiB:80GiB:20GiB")
+        least, most, step = map(parse_bytes, (first, *more))
+        if least > most or (most - least) // step >= _MOST_CELLS:
+            raise ConfigError(f"--memory {shown(one)}: the range must ascend, in fewer than {_MOST_CELLS} steps")
+        found += map(_exact, range(least, most + 1, step))
+    return list(dict.fromkeys(found))
+
+
+def _exact(size_bytes: int) -> str:
+    """As short as it can be said exactly."""
+    for unit, name in ((GiB, "GiB"), (MiB, "MiB")):
+        if size_bytes % unit == 0:
+            return f"{size_bytes // unit}{name}"
+    return str(size_bytes)
 
 
 def sweep_command(
     *,
     trace: TraceArgument,
     axes: AxesOptions,
-    out: Annotated[Path, typer.Option(help="The folder of the cells.", metavar="DIR", rich_help_panel=OUTPUT)],
-    jobs: JobsOption = None,
+    out: Annotated[Path, output_option("The folder of the cells.", metavar="DIR")],
+    jobs: Jobs = None,
     options: SourceOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all cells as JSON.", rich_help_panel=OUTPUT)] = False,
+    as_json: Annotated[bool, output_option("Print all cells as JSON.", "--json")] = False,
     page_file: PageFile = None,
 ) -> None:
     """Replay one trace under all combinations of settings, lists with commas; what is there is not run again."""
     page_file = checked_page(page_file)
     source = options.read(trace)
-    cells = cells_of(axes.values())
+    cells = _cells_of(axes.values())
     at_once = min(os.cpu_count() or 1, len(cells)) if jobs is None else jobs
-    with processes(at_once) as executor, _progress(len(cells)) as on_done:
+    count = itertools.count(1)
+    with (
+        processes(at_once) as executor,
+        _progress(
+            "sweep", len(cells), "cells,", lambda one: f"{next(count)} of {len(cells)}: {one.cell.name}"
+        ) as on_done,
+    ):
         done = sweep(source, cells, out, executor, at_a_time=at_once, on_done=on_done)
     if page_file is not None:
         write_page(page_file, sweep_page(source.name, done))
     if as_json:
         print(json.dumps([one.document for one in done], indent=2))
         return
-    show(done)
+    _show_swept(done)
     again = sum(one.again for one in done)
     kept = f", {format_count(again)} of them from before" if again else ""
-    said = (
-        f"{format_count(len(done))} cells in {out}{kept}; times are those of {machines_of([one.cell for one in done])}"
-    )
-    console().print(printable(said), soft_wrap=True)
+    machines = machines_of([one.cell for one in done])
+    say(f"{format_count(len(done))} cells in {out}{kept}; times are those of {machines}")
 
 
-def show(done: Sequence[Swept]) -> None:
+def _show_swept(done: Sequence[Swept]) -> None:
     """A row a cell: what differs between them, and what came of each."""
-    settings = [asdict(one.cell) for one in done]
-    differ = differing([one.cell for one in done]) or ["model", "memory"]
-    numbers_ = ("hit rate", "TTFT p99", "TPOT p99", "tokens/s", "preempted")
-    rows = table(*(name.replace("_", " ") for name in differ), *numbers_, numbers_from=len(differ))
+    differ, settings = _settings([one.cell for one in done])
+    figures = ("hit rate", "TTFT p99", "TPOT p99", "tokens/s", "preempted")
+    rows = _table(differ, figures)
     refused: dict[str, None] = {}
     for one, setting in zip(done, settings, strict=True):
-        named = [printable("-" if setting[name] is None else str(setting[name])) for name in differ]
         report: Any = one.document.get("report")
         if report is None:
             refused[str(one.document["refused"])] = None
-            rows.add_row(*named, "refused", *[""] * (len(numbers_) - 1))
+            rows.add_row(*setting, "refused", *[""] * (len(figures) - 1))
             continue
         rows.add_row(
-            *named,
+            *setting,
             UNKNOWN if report["hit_rate"] is None else share(report["hit_rate"]),
             f"{report['time_to_first_token_s']['p99']:.3f} s",
             f"{report['time_per_output_token_s']['p99'] * 1000:.1f} ms",
@@ -89,17 +234,115 @@ def show(done: Sequence[Swept]) -> None:
         )
     console().print(rows)
     for why in refused:
-        console().print(printable(f"refused: {why}"), soft_wrap=True)
+        say(f"refused: {why}")
+
+
+def _settings(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
+    """The names of what differs between ``cells``, and what it is in each."""
+    differ = differing(cells) or ["model", "memory"]
+    said = [cell.said() for cell in cells]
+    return differ, [[printable("-" if of[name] is None else str(of[name])) for name in differ] for of in said]
+
+
+def _table(differ: Sequence[str], figures: Iterable[str]) -> Table:
+    """Columns of what differs, then of figures."""
+    return table(*(name.replace("_", " ") for name in differ), *figures, numbers_from=len(differ))
+
+
+def tune_command(
+    *,
+    trace: TraceArgument,
+    trials: Annotated[int, run_option("Settings tried at most.")] = 50,
+    axes: AxesOptions,
+    slo: Annotated[str, request_option("Aims: ttft-p99=1s,tpot-p99=50ms; also mean, p50, p90.")],
+    price: Annotated[str, request_option("Of one machine by hardware: h100=2.5/h,l4=0.8/h; /d and /mo, too.")],
+    out: Annotated[Path, output_option("The folder of the study and its cells.", metavar="DIR")],
+    jobs: Jobs = None,
+    options: SourceOptions,
+    as_json: Annotated[bool, output_option("Print what was tried as JSON.", "--json")] = False,
+    page_file: PageFile = None,
+) -> None:
+    """Find the cheapest of many settings that keeps latency aims for a trace; started again, the search goes on."""
+    page_file = checked_page(page_file)
+    source = options.read(trace)
+    aims, prices = parse_aims(slo), parse_prices(price)
+    at_once = (os.cpu_count() or 1) if jobs is None else jobs
+    with (
+        processes(at_once) as executor,
+        _progress("tune", trials, "settings,", lambda one: f"{one.cell.name}: {_came_of(one)}") as on_done,
+    ):
+        tried = tune(
+            source, axes.values(), aims, prices, out, executor=executor, trials=trials, at_once=at_once, on_done=on_done
+        )
+    if page_file is not None:
+        write_page(page_file, tune_page(source.name, tried, aims))
+    if as_json:
+        documents = [{**asdict(one), "cell": one.cell.said(), "keeps_aims": one.keeps_aims} for one in tried]
+        print(json.dumps(documents, indent=2))
+        return
+    _show_tried(tried)
+
+
+def _show_tried(tried: Sequence[Tried]) -> None:
+    """The best ones, then in words: which, and how far the next is."""
+    differ, settings = _settings([one.cell for one in tried])
+    aims = list(next((one.reached for one in tried if one.reached), {}))
+    rows = _table(differ, (*aims, "price/h", "goodput/s", "tokens/1", "keeps"))
+    for one, setting in list(zip(tried, settings, strict=True))[:_SHOWN]:
+        if one.reached is None:
+            rows.add_row(*setting, *["" for _ in aims], f"{one.price_per_h:,.2f}", "", "", "refused")
+            continue
+        times = [f"{seconds:.3f} s" for seconds in one.reached.values()]
+        worth = f"{one.price_per_h:,.2f}", f"{one.goodput_per_s:,.2f}", f"{one.tokens:,.0f}"
+        rows.add_row(*setting, *times, *worth, "yes" if one.keeps_aims else "no")
+    console().print(rows)
+    if len(tried) > _SHOWN:
+        say(f"{format_count(len(tried) - _SHOWN)} more were tried, told with --json")
+    refused = list(dict.fromkeys(one.refused for one in tried if one.refused is not None))
+    for why in refused[:_SHOWN]:
+        say(f"refused: {why}")
+    if len(refused) > _SHOWN:
+        say(f"{format_count(len(refused) - _SHOWN)} more reasons are told with --json")
+    for line in _in_words(tried, differ):
+        say(line)
+
+
+def _in_words(tried: Sequence[Tried], differ: Sequence[str]) -> Iterator[str]:
+    def setting(of: Tried) -> str:
+        return in_words(of.cell, differ)
+
+    best, *others = tried
+    kept = sum(one.keeps_aims for one in tried)
+    yield f"{format_count(len(tried))} settings tried, {format_count(kept)} keep the aims"
+    yield f"times are those of {machines_of([one.cell for one in tried])}"
+    if best.refused is not None:
+        yield "none can serve this trace"
+        return
+    price, (aim, taken) = f"{best.price_per_h:,.2f} an hour", best.worst
+    if not kept:
+        yield f"none keeps the aims; the nearest: {setting(best)}, {price}, whose {aim} is {taken:.2f} times the aim"
+        return
+    yield f"cheapest: {setting(best)}, {price}; {aim} is {share(taken)} of the aim"
+    for one in [one for one in others if one.refused is None][:1]:
+        aim, taken = one.worst
+        if one.keeps_aims:
+            more = share(one.price_per_h / best.price_per_h - 1)
+            yield f"runner-up: {setting(one)}, {more} dearer; {aim} is {share(taken)} of the aim"
+        else:
+            yield f"no other keeps them; the nearest: {setting(one)}, whose {aim} is {taken:.2f} times the aim"
+
+
+def _came_of(one: Tried) -> str:
+    if one.refused is not None:
+        return "refused"
+    return "keeps" if one.keeps_aims else "misses"
 
 
 @contextmanager
-def _progress(cells: int) -> Iterator[Callable[[Swept], None]]:
-    """A bar on a terminal, else a line a cell, on standard error."""
-    if not sys.stderr.isatty():
-        count = itertools.count(1)
-        yield lambda one: print(f"sweep: {next(count)} of {cells}: {one.cell.name}", file=sys.stderr)
-        return
-    columns = (TextColumn("sweep"), BarColumn(), MofNCompleteColumn(), TextColumn("cells,"), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("sweep", total=cells)
-        yield lambda _: bar.advance(task)
+def _progress(command: str, total: int, what: str, line: Callable[[Any], str]) -> Iterator[Callable[[Any], None]]:
+    """What to call for each that is done: a bar on a terminal, else its ``line``, on standard error."""
+    if sys.stderr.isatty():
+        with progress_bar(command, total, what, left=True) as advance:
+            yield lambda _: advance()
+    else:
+        yield lambda one: print(f"{command}: {line(one)}", file=sys.stderr)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPMessage
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import IO, Annotated, Final
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from hybridkv.cli.options import output_option, request_option
+from hybridkv.cli.outcome import printable
 from hybridkv.cli.output import console, table
-from hybridkv.cli.panels import OUTPUT, REQUESTS
-from hybridkv.cli.printable import printable
-from hybridkv.cli.scrape import metrics_url, read_metrics
 from hybridkv.errors import ConfigError
-from hybridkv.units import format_bytes, format_count
+from hybridkv.units import format_bytes, format_count, shown
 
-if TYPE_CHECKING:  # prometheus_client is loaded once the command runs
-    from hybridkv.cli.exposition import Exposition
-
+MOST_BYTES: Final = 16 << 20
+"""Of metrics."""
+_WAIT_S: Final = 10.0
+EVERYBODY_HAS: Final = ":num_requests_running"
+"""The end of a metric's name."""
 _KEPT: Final = 60
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _TIMES: Final = {
@@ -33,25 +41,15 @@ _TIMES: Final = {
 _NONE: Final = "-"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("top")(top_command)
-
-
 def top_command(
     *,
     url: Annotated[str, typer.Argument(metavar="URL", help="Of a server: http://HOST:PORT.")],
-    every: Annotated[
-        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Between two looks.", rich_help_panel=OUTPUT)
-    ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one look and end.", rich_help_panel=OUTPUT)] = False,
+    every: Annotated[float, output_option("Between two looks.", min=0.1, max=3600, metavar="SECONDS")] = 1.0,
+    once: Annotated[bool, output_option("Print one look and end.", "--once")] = False,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="HYBRIDKV_API_KEY",
-            help="Of a key without a salt; better named in the environment.",
-            show_default="none",
-            rich_help_panel=REQUESTS,
+        request_option(
+            "Of a key without a salt; better named in the environment.", envvar="HYBRIDKV_API_KEY", show_default="none"
         ),
     ] = None,
 ) -> int:
@@ -81,8 +79,6 @@ class View:
 
     def take(self, api_key: str | None) -> None:
         """Look once more. ConfigError where nothing of the kind answers."""
-        from hybridkv.cli.exposition import Exposition  # noqa: PLC0415  # prometheus_client: only this command pays
-
         text = read_metrics(self._url, api_key)
         try:
             self.add(Exposition.parse(text, time.monotonic()))
@@ -177,3 +173,148 @@ def _share(value: float | None) -> str:
 def _bar(share: float, width: int = 30) -> str:
     full = min(max(round(share * width), 0), width)
     return "█" * full + "░" * (width - full)
+
+
+# -- what a server's /metrics say, ours or vLLM's, whatever prefix the names have
+
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Exposition:
+    """Samples of one server at ``at_s``, seconds of any clock. samples: by name, without its prefix."""
+
+    samples: Mapping[str, tuple[tuple[Labels, float], ...]]
+    at_s: float
+
+    @classmethod
+    def parse(cls, text: str, at_s: float) -> Exposition:
+        """ConfigError for what is no exposition, and for one of something else than a server of models."""
+        from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415  # who asks servers pays
+
+        found: list[tuple[str, Labels, float]] = []
+        try:
+            for family in text_string_to_metric_families(text):
+                found += [(one.name, one.labels, one.value) for one in family.samples]
+        except (ValueError, KeyError, IndexError) as error:
+            raise ConfigError(f"no metrics as Prometheus has them: {error}") from error
+        prefix = next((name.removesuffix(EVERYBODY_HAS) for name, *_ in found if name.endswith(EVERYBODY_HAS)), None)
+        if prefix is None:
+            raise ConfigError(f"metrics, but none is called *{EVERYBODY_HAS}: not those of hybridkv or vLLM")
+        samples: dict[str, tuple[tuple[Labels, float], ...]] = {}
+        for name, labels, value in found:
+            if name.startswith(f"{prefix}:"):
+                short = name.removeprefix(f"{prefix}:")
+                samples[short] = (*samples.get(short, ()), (labels, value))
+        return cls(samples, at_s)
+
+    @property
+    def models(self) -> str:
+        """Names of the models."""
+        names = {labels.get("model_name", "") for labels, _ in self.samples["num_requests_running"]}
+        return ", ".join(sorted(names))
+
+    def of(self, name: str, **labels: str) -> float | None:
+        """The sum of all samples of that name with ``labels``; None where there is none."""
+        found = [value for has, value in self.samples.get(name, ()) if labels.items() <= has.items()]
+        return sum(found) if found else None
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Such sums for each value of ``label``."""
+        sums: dict[str, float] = {}
+        for has, value in self.samples.get(name, ()):
+            sums[has.get(label, "")] = sums.get(has.get(label, ""), 0.0) + value
+        return sums
+
+    def since(self, before: Exposition | None, name: str) -> float | None:
+        """By how much a counter grew; from nothing where it was set back, or there was nothing before."""
+        now = self.of(name)
+        return None if now is None else _grown(now, None if before is None else before.of(name))
+
+    def rate(self, before: Exposition, name: str) -> float | None:
+        """That, a second."""
+        grown, seconds = self.since(before, name), self.at_s - before.at_s
+        return None if grown is None or seconds <= 0 else grown / seconds
+
+    def hit_rate(self, before: Exposition | None = None) -> float | None:
+        """Share of prompt tokens found in the cache, 0 to 1, since ``before``; None where none came."""
+        asked, found = self.since(before, "prefix_cache_queries_total"), self.since(before, "prefix_cache_hits_total")
+        return None if not asked or found is None else found / asked
+
+    def quantile(self, name: str, share: float, before: Exposition | None = None) -> float | None:
+        """The ``share``-th quantile of a histogram since ``before``, interpolated within its bucket; None of nothing.
+
+        Behind its last edge: that edge, as Prometheus has it.
+        """
+        now, then = self.by(f"{name}_bucket", "le"), {} if before is None else before.by(f"{name}_bucket", "le")
+        counts = sorted((float(edge), _grown(value, then.get(edge))) for edge, value in now.items())
+        if not counts or not counts[-1][1]:
+            return None
+        wanted, last_edge, last = share * counts[-1][1], 0.0, 0.0
+        for edge, count in counts:
+            if count >= wanted and count > last:
+                return (
+                    last_edge if math.isinf(edge) else last_edge + (edge - last_edge) * (wanted - last) / (count - last)
+                )
+            last_edge, last = edge, count
+        return last_edge
+
+
+def _grown(now: float, before: float | None) -> float:
+    """From ``before``; all of it where it was set back since."""
+    return now if before is None or now < before else now - before
+
+
+def metrics_url(url: str) -> str:
+    """Where the metrics of the server at ``url`` are. ConfigError for what is no address of one."""
+    whole = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(whole)
+        there = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        there = False
+    if not there or not whole.isprintable() or " " in whole:
+        raise ConfigError(f"{url!r} is no address of a server: give http://HOST:PORT")
+    return f"{whole.rstrip('/').removesuffix('/metrics')}/metrics"
+
+
+def read_metrics(url: str, api_key: str | None) -> str:
+    """What ``url`` answers. ConfigError, in one line, where it does not, or with something else.
+
+    api_key: goes to that server alone; one that sends a request with it elsewhere is not followed.
+    """
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        request = Request(url, headers=headers)  # noqa: S310 - http alone
+        with build_opener(_KeyStays).open(request, timeout=_WAIT_S) as answer:
+            read: bytes = answer.read(MOST_BYTES)
+            return read.decode()
+    except HTTPError as error:
+        key = ": name a key without a salt in HYBRIDKV_API_KEY" if error.code in {401, 403} else ""
+        raise ConfigError(f"{url} answers {error.code} {error.reason}{key}") from error
+    except ConfigError:
+        raise
+    except (OSError, HTTPException, ValueError) as error:
+        raise ConfigError(f"cannot read {url}: {getattr(error, 'reason', error)}: is a server there?") from error
+
+
+class _KeyStays(HTTPRedirectHandler):
+    """Follows redirects, but none to another server with a key: urllib would hand it on."""
+
+    def redirect_request(  # noqa: PLR0917 - urllib's
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> Request | None:
+        """See HTTPRedirectHandler; ConfigError where a key would go elsewhere."""
+        if req.has_header("Authorization") and _server_of(newurl) != _server_of(req.full_url):
+            parts = urlsplit(newurl)
+            other = shown(f"{parts.scheme}://{parts.netloc}")
+            raise ConfigError(
+                f"{req.full_url} sends on to {other}, which does not get the key: name that server itself"
+            )
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _server_of(url: str) -> tuple[str, str | None, int]:
+    """Scheme, host and port. ValueError for a port that is none."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)

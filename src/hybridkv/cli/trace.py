@@ -11,41 +11,27 @@ from typing import Annotated, Final
 
 import typer
 
-from hybridkv.cli.gathered import gathered
-from hybridkv.cli.output import UNKNOWN, console, print_facts, share, table
-from hybridkv.cli.panels import OUTPUT
-from hybridkv.cli.pictures import bar, sparkline
-from hybridkv.cli.printable import printable
-from hybridkv.cli.requests import SourceOptions, TraceArgument, untold
+from hybridkv.cli.options import output_option
+from hybridkv.cli.output import UNKNOWN, bar, console, print_facts, say, share, sparkline, table
+from hybridkv.cli.running import SourceOptions, TraceArgument, untold
 from hybridkv.errors import ConfigError
 from hybridkv.simulator import TraceDescription, TraceFile, convert, describe
 from hybridkv.simulator.described import BLOCK_SIZES, LengthBin
 from hybridkv.simulator.report import Distribution
 from hybridkv.units import format_count, shown
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.", rich_help_panel=OUTPUT)]
+AsJson = Annotated[bool, output_option("Print it as JSON.", "--json")]
 _MOST_DIGITS: Final = 9
 _SECONDS_PER_LINE: Final = 10.0
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    group = typer.Typer(
-        help="What a trace holds, any format as the token-exact one, and KV events as a trace.", no_args_is_help=True
-    )
-    group.command("describe")(gathered(describe_command, without=["marks"]))  # which change no token
-    group.command("convert")(gathered(convert_command))
-    group.command("record")(record_command)
-    app.add_typer(group, name="trace")
 
 
 def describe_command(
     *,
     trace: TraceArgument,
     options: SourceOptions,
-    block_sizes: Annotated[
-        str, typer.Option(help="Of the endless cache whose hits are told, in tokens.", rich_help_panel=OUTPUT)
-    ] = ",".join(map(str, BLOCK_SIZES)),
+    block_sizes: Annotated[str, output_option("Of the endless cache whose hits are told, in tokens.")] = ",".join(
+        map(str, BLOCK_SIZES)
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Lengths, rates, what prompts share, and what a cache that forgets nothing would hit."""
@@ -76,7 +62,7 @@ def convert_command(
         return
     print_facts(untold(source, tokens_known=summary.tokens_known))
     left = f", {format_count(summary.bad_lines)} bad lines left out" if summary.bad_lines else ""
-    console().print(printable(f"{format_count(requests)} requests written to {out}{left}"), soft_wrap=True)
+    say(f"{format_count(requests)} requests written to {out}{left}")
 
 
 def record_command(
@@ -111,10 +97,9 @@ def record_command(
     finally:
         if last.batches:  # interrupted, too, as most recordings end
             lost = f", {format_count(last.lost)} batches lost" if last.lost else ""
-            said = f"{_recorded(last.batches, last.blocks)}{lost}, written to {out}"
-            console().print(printable(said), soft_wrap=True)
+            say(f"{_recorded(last.batches, last.blocks)}{lost}, written to {out}")
     if not last.batches:
-        console().print(printable(f"nothing was heard, {out} is empty"), soft_wrap=True)
+        say(f"nothing was heard, {out} is empty")
 
 
 def _recorded(batches: int, blocks: int) -> str:
@@ -122,13 +107,10 @@ def _recorded(batches: int, blocks: int) -> str:
 
 
 def _sizes(given: str) -> list[int]:
-    sizes = []
-    for one in given.split(","):
-        digits = one.strip()
-        if not (digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS):
-            raise ConfigError(f"--block-sizes {shown(given)}: say numbers of tokens, such as 16,64")
-        sizes.append(int(digits))
-    return sizes
+    sizes = [one.strip() for one in given.split(",")]
+    if not all(one.isascii() and one.isdigit() and len(one) <= _MOST_DIGITS for one in sizes):
+        raise ConfigError(f"--block-sizes {shown(given)}: say numbers of tokens, such as 16,64")
+    return list(map(int, sizes))
 
 
 def _show(told: TraceDescription, format_name: str) -> None:
