@@ -12,7 +12,7 @@ from how_much import how_many, too_rare
 from hybridkv.cache import Miss, MissReason
 from hybridkv.request import Request
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
-from hybridkv.testing.difference import same
+from hybridkv.testing.event_follower import same
 from oracles import Rig, RigOptions, random_natural_options, random_options, random_run
 from oracles.cache import OracleRequest
 from oracles.misses import WhyMissed

@@ -20,7 +20,7 @@ from hybridkv.eviction.blocks import PointBlocks
 from hybridkv.eviction.ranked import RankedResumePoints
 from hybridkv.eviction.ranking import ResumePoint
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
-from hybridkv.testing.difference import DifferenceError
+from hybridkv.testing.event_follower import DifferenceError
 from oracles import RigOptions, random_natural_options, random_run
 from oracles.ends import PlainEnds, watched
 from oracles.machines import NaturalMachine

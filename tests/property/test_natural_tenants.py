@@ -18,7 +18,7 @@ from hybridkv.eviction.ranked import RankedResumePoints
 from hybridkv.eviction.ranking import ResumePoint, Standing, TenantRankings
 from hybridkv.eviction.resume_points import keys_of
 from hybridkv.specs import KVCacheSpec
-from hybridkv.testing.difference import DifferenceError, same
+from hybridkv.testing.event_follower import DifferenceError, same
 from oracles import random_natural_options, random_run
 from oracles.twins import Twins
 

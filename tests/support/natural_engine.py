@@ -13,7 +13,7 @@ from typing import Any
 from engine_request import Asked
 from hybridkv.specs import Keeps
 from hybridkv.vllm.manager import CacheManager
-from hybridkv.vllm.natural_step import NaturalStep, StepWriter
+from hybridkv.vllm.natural import NaturalStep, StepWriter
 
 VOCABULARY, STOP, MOST_STEPS = 50, 7, 900
 Table = list[list[int]]

@@ -13,8 +13,7 @@ from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
-from hybridkv.testing.fake_worker import FakeWorker
-from hybridkv.testing.worker_layers import digest_model
+from hybridkv.testing.fake_worker import FakeWorker, digest_model
 
 
 def asked(cache: Cache, person: int, turn: int, tenant: str | None = None) -> Request:

@@ -19,8 +19,7 @@ from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing import attention_config
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
-from hybridkv.testing.fake_worker import FakeWorker
-from hybridkv.testing.worker_layers import digest_model
+from hybridkv.testing.fake_worker import FakeWorker, digest_model
 
 HYBRID = (full_spec(4), state_spec(4))
 

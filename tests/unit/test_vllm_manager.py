@@ -18,9 +18,8 @@ from hybridkv import vllm
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
-from hybridkv.vllm.mirrors import HINTS
-from hybridkv.vllm.refusals import refuse
-from hybridkv.vllm.specs import cache_config, spec_of
+from hybridkv.vllm.requests import HINTS
+from hybridkv.vllm.specs import cache_config, refuse, spec_of
 
 
 @dataclass

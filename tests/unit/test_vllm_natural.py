@@ -15,10 +15,8 @@ from hybridkv.cache import BlockRemoved, BlockStored, KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
 from hybridkv.vllm.manager import CacheManager
-from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
-from hybridkv.vllm.natural_step import NaturalStep, StepWriter
-from hybridkv.vllm.refusals import refuse_natural
-from hybridkv.vllm.specs import Settings
+from hybridkv.vllm.natural import NaturalStep, Options, StepWriter, default_block_size, natural_cache, natural_plan
+from hybridkv.vllm.specs import Settings, refuse_natural
 from natural_engine import Connector, Engine, Output
 
 LENGTH, OUTPUTS = 128, 16

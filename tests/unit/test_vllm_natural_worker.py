@@ -23,8 +23,7 @@ from test_vllm_natural import FULL, HYBRID, OPTIONS, WINDOWS, config
 from engine_request import SIZE
 from hybridkv.errors import ConfigError
 from hybridkv.planner import SlabClass, SlabLayout
-from hybridkv.vllm.natural import natural_plan
-from hybridkv.vllm.natural_step import ATTRIBUTE, Cell, NaturalStep
+from hybridkv.vllm.natural import ATTRIBUTE, Cell, NaturalStep, natural_plan
 
 LENGTH, MEMORY = 128, 64 << 10
 

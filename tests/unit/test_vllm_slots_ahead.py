@@ -1,4 +1,4 @@
-"""hybridkv.vllm.slots_ahead without vLLM: slots given before they are asked for are those asked for one by one."""
+"""hybridkv.vllm.requests without vLLM: slots given before they are asked for are those asked for one by one."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -39,7 +39,7 @@ from vllm.v1.worker.utils import select_common_block_size
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from hybridkv.vllm.manager import Blocks, CacheManager
-from hybridkv.vllm.mirrors import EngineRequest
+from hybridkv.vllm.requests import EngineRequest
 
 NOT_ASKED = {"create_kv_cache_blocks"}
 """Of their manager for itself alone."""

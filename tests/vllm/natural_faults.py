@@ -5,7 +5,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from hybridkv.vllm.natural_step import NaturalStep, StepWriter
+from hybridkv.vllm.natural import NaturalStep, StepWriter
 
 NONE = np.empty((0, 3), np.int32)
 Change: TypeAlias = Callable[[NaturalStep], NaturalStep]

@@ -76,8 +76,8 @@ class Case:
 
 WINDOWS = st.one_of(
     st.just(AttentionMask()),
-    st.builds(AttentionMask, window=st.integers(1, 12), first_tokens=st.integers(0, 3)),
-    st.builds(AttentionMask, chunk=st.integers(1, 9), first_tokens=st.sampled_from((0, 0, 2))),
+    st.builds(AttentionMask, window=st.integers(1, 12)),
+    st.builds(AttentionMask, chunk=st.integers(1, 9)),
     st.builds(AttentionMask, window=st.integers(1, 9), chunk=st.integers(2, 9)),
     st.just(AttentionMask(causal=False)),
 )
@@ -147,11 +147,7 @@ class Scene:
             return list(range(self.lengths[request]))
         window = p + 1 if mask.window is None else mask.window
         chunk = p + 1 if mask.chunk is None else mask.chunk
-        return [
-            j
-            for j in range(self.lengths[request])
-            if j <= p and ((p - window + 1 <= j and j >= p // chunk * chunk) or j < mask.first_tokens)
-        ]
+        return [j for j in range(self.lengths[request]) if p - window + 1 <= j <= p and j >= p // chunk * chunk]
 
     def rows(self) -> list[list[int]]:
         """The table, null where no query of the request sees anything."""

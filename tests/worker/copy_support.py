@@ -24,7 +24,7 @@ from hybridkv.worker import (
     StatePlan,
     state_copies,
 )
-from hybridkv.worker.copies.state_copy import Kind
+from hybridkv.worker.states import Kind
 
 Bytes = NDArray[np.uint8]
 

@@ -65,8 +65,6 @@ MATRIX = {
     "split": KernelCase(CASE, splits=3),
     "window": KernelCase(replace(CASE, mask=AttentionMask(window=7)), splits=2),
     "window of one": KernelCase(replace(ONE, mask=AttentionMask(window=1))),
-    "sink tokens": KernelCase(replace(ONE, mask=AttentionMask(window=5, first_tokens=3))),
-    "sink tokens split": KernelCase(replace(ONE, mask=AttentionMask(window=9, first_tokens=18)), splits=3),
     "chunks": KernelCase(replace(CASE, mask=AttentionMask(chunk=16))),
     "across chunks": KernelCase(replace(ONE, mask=AttentionMask(chunk=13))),
     "window in chunks": KernelCase(replace(ONE, mask=AttentionMask(chunk=20, window=6))),
@@ -94,7 +92,7 @@ MATRIX = {
     "bfloat16": KernelCase(replace(CASE, dtype=torch.bfloat16), query=torch.bfloat16),
     "float16": KernelCase(replace(CASE, dtype=torch.float16), query=torch.float16),
     "float32 over bfloat16": KernelCase(replace(CASE, dtype=torch.bfloat16)),
-    "ranks": KernelCase(replace(ONE, ranks=2, interleave=4, mask=AttentionMask(window=9, first_tokens=3))),
+    "ranks": KernelCase(replace(ONE, ranks=2, interleave=4, mask=AttentionMask(window=9))),
     "large tiles": KernelCase(replace(CASE, requests=((100, 4), (9, 1))), keys_of_a_tile=64),
 }
 
@@ -105,8 +103,8 @@ def kernel_cases(draw: st.DrawFn) -> KernelCase:
     block_size = draw(st.sampled_from((4, 16, 16, 32, 48)))
     bounds = st.one_of(
         st.just(AttentionMask()),
-        st.builds(AttentionMask, window=st.integers(1, 40), first_tokens=st.sampled_from((0, 0, 3, 20))),
-        st.builds(AttentionMask, chunk=st.integers(1, 40), first_tokens=st.sampled_from((0, 0, 2))),
+        st.builds(AttentionMask, window=st.integers(1, 40)),
+        st.builds(AttentionMask, chunk=st.integers(1, 40)),
         st.builds(AttentionMask, window=st.integers(1, 30), chunk=st.integers(2, 40)),
         st.just(AttentionMask(causal=False)),
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hybridkv.errors import WorkerError
 from hybridkv.step import Copy
 from hybridkv.worker import TORCH, BlockCopier, CopyKernels, PagedStorage
-from hybridkv.worker.copies.block_copy import copy_levels
+from hybridkv.worker.copies import copy_levels
 
 
 def move(group: int, source: int, destination: int) -> Copy:
@@ -55,9 +55,7 @@ def test_moves_then_zeroing_then_copies() -> None:
 
 
 def test_copies_in_one_batch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "hybridkv.worker.copies.block_copy.copy_levels", lambda places: np.zeros(places.shape[1], np.int64)
-    )
+    monkeypatch.setattr("hybridkv.worker.copies.copy_levels", lambda places: np.zeros(places.shape[1], np.int64))
     with pytest.raises(AssertionError):
         check_step(CHAIN, TORCH)
 

@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -202,25 +201,6 @@ def test_device_follows_host_through_any_calls(
     for name, a, b, new in calls:
         getattr(follower, name)(a, b, new)
     follower.check()
-
-
-def test_rows_written_often_are_marked_once_each_and_sent_whole() -> None:
-    """Spans of a row become one before there are too many; those of rows that are not sent yet stay."""
-    random = Random(3)
-    width = 120 * 280
-    t, whole = table(rows=6, width=width), table(rows=6, width=width)
-    for _ in range(120):
-        row, ids = random.randrange(6), [random.randrange(1, 90) for _ in range(random.randrange(250, 280))]
-        for one in (t, whole):
-            one.append_row(ids, row)
-    assert len(t._mirror._spans) <= 4 * 6 + 64
-    t.commit_block_table(2)
-    sent = [committed(t, row) for row in range(6)]
-    assert sent[:2] == [blocks(whole, row) for row in range(2)]
-    assert sent[2:] != [blocks(whole, row) for row in range(2, 6)]
-    t.commit_block_table(6)
-    assert [committed(t, row) for row in range(6)] == [blocks(whole, row) for row in range(6)]
-    assert t.commit_block_table(6) == 0
 
 
 def test_uncommitted_changes_stay_bounded() -> None:

@@ -86,7 +86,7 @@ def test_what_ranks_find_in_their_own_slots_combines(case: Case) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("order", PageOrder)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=5, first_tokens=2), AttentionMask(chunk=6)])
+@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=5), AttentionMask(chunk=6)])
 def test_on_every_device(device: str, order: PageOrder, dtype: torch.dtype, mask: AttentionMask) -> None:
     scene = Scene(replace(CASE, device=device, order=order, dtype=dtype, mask=mask, sinks=True))
     assert_close(attended(scene), sunk(*scene.expected(), scene.sinks))
@@ -116,8 +116,6 @@ def test_heads_that_share_a_kv_head_are_neighbours() -> None:
         (AttentionMask(chunk=4), 4, [4], 4),
         (AttentionMask(chunk=4), 3, [0, 1, 2, 3], 0),
         (AttentionMask(chunk=4, window=2), 7, [6, 7], 6),
-        (AttentionMask(window=2, first_tokens=1), 5, [0, 4, 5], 4),
-        (AttentionMask(window=2, first_tokens=9), 3, [0, 1, 2, 3], 2),
         (AttentionMask(causal=False), 2, [0, 1, 2, 3, 4, 5, 6, 7], 0),
     ],
 )
@@ -279,7 +277,6 @@ def test_ranks_of_two_kinds_number_as_one() -> None:
         (lambda: ContextShare.of_ranks(dcp_size=2, pcp_rank=-1), "pcp rank -1 of 1"),
         (lambda: AttentionMask(window=0), "window must be at least 1"),
         (lambda: AttentionMask(chunk=-1), "chunk must be at least 1"),
-        (lambda: AttentionMask(first_tokens=-1), "first_tokens"),
         (lambda: AttentionMask(causal=False, window=3), "needs causal=True"),
         (lambda: KVPages(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 2, 8)), "pages of keys"),
         (lambda: KVPages(torch.zeros(2, 4, 8), torch.zeros(2, 4, 8)), "pages of keys"),

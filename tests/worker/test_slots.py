@@ -158,7 +158,7 @@ def test_what_lies_behind_the_slots_is_minus_one(through_torch: bool) -> None:
     table = BlockTable(4, 1, 4, 16)
     table.add_row([5, 6, 7, 8], 0)
     if through_torch:
-        table.slots._mirror = None  # as on a device whose memory numpy cannot write
+        table._slot_mirror = None  # as on a device whose memory numpy cannot write
     table.compute_slot_mapping([0] * 10, range(10))
     table.commit_slot_mapping(10)
     table.compute_slot_mapping([0] * 3, range(3))
@@ -204,7 +204,7 @@ def test_only_integers_in_one_dimension(call: Callable[[BlockTable], None]) -> N
         ({"pcp_world_size": 2, "pcp_rank": -1}, "pcp rank -1 of 2"),
         ({"pcp_rank": 1}, "pcp rank 1 of 1"),
         ({"dcp_world_size": 0}, "dcp rank 0 of 0"),
-        ({"num_speculative_tokens": -1}, "num_speculative_tokens must be at least 0"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens must not be negative"),
     ],
 )
 def test_ranks_and_interleaves_that_cannot_work(arguments: dict[str, int], message: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.specs import MambaSpec
 from hybridkv.worker import TORCH, CopyKernels, StateCopier, StateCopies, StatePart, state_parts
-from hybridkv.worker.copies.copy_kernels import Shifts, stack_layers
+from hybridkv.worker.copies import Shifts, stack_layers
 
 CONV = StatePart((5, 2), torch.bfloat16, "conv", 0)
 PLAIN = StatePart((4, 5), torch.bfloat16, "conv", 1)
@@ -44,7 +44,7 @@ def test_a_batch_larger_than_the_scratch_memory(monkeypatch: pytest.MonkeyPatch)
     rows = (IN_PLACE, MOVED, IN_PLACE, MOVED, IN_PLACE)
     whole = replace(case(CONV, TEMPORAL, row=IN_PLACE), rows=rows)
     for room in (1, 120, 200):
-        monkeypatch.setattr("hybridkv.worker.copies.copy_kernels._SCRATCH_BYTES", room)
+        monkeypatch.setattr("hybridkv.worker.copies._SCRATCH_BYTES", room)
         assert check_states(whole, TORCH) == 7
 
 

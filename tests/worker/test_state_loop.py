@@ -146,8 +146,6 @@ def nothing(stage: str) -> Alter:
 
 @pytest.mark.parametrize("alter", [one_column_off, no_bias, nothing("before"), nothing("after")])
 def test_wrong_columns_are_noticed(alter: Alter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "hybridkv.worker.copies.state_copy.state_copies", lambda plan, *rest: state_copies(alter(plan), *rest)
-    )
+    monkeypatch.setattr("hybridkv.worker.states.state_copies", lambda plan, *rest: state_copies(alter(plan), *rest))
     with pytest.raises(AssertionError):
         run((4, 2, 4), 300)

@@ -66,8 +66,8 @@ from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.units import MOST_COUNT
 from hybridkv.worker import AttentionMask, BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage, copy_kernels
-from hybridkv.worker.attention.triton_attention import LayerShape
-from hybridkv.worker.step_batch import group_reads
+from hybridkv.worker.tables import group_reads
+from hybridkv.worker.triton_attention import LayerShape
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,9 @@ attention_config, model_config, natural_model_config    small configs, of specs 
 """
 
 from hybridkv.testing.configs import attention_config, model_config, natural_model_config
-from hybridkv.testing.difference import DifferenceError
-from hybridkv.testing.event_follower import EventFollower
-from hybridkv.testing.fake_worker import ContentError, FakeWorker
+from hybridkv.testing.event_follower import DifferenceError, EventFollower
+from hybridkv.testing.fake_worker import ContentError, FakeWorker, digest_model
 from hybridkv.testing.model import DigestModel
-from hybridkv.testing.worker_layers import digest_model
 
 __all__ = [
     "ContentError",

@@ -11,7 +11,17 @@ from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EventsDr
 from hybridkv.extra_keys import Extra
 from hybridkv.specs import Keeps
 from hybridkv.testing.configs import ENCODERS
-from hybridkv.testing.difference import DifferenceError, same
+
+
+class DifferenceError(Exception):
+    """The library did something else than it should have."""
+
+
+def same(what: str, real: object, expected: object) -> None:
+    """DifferenceError unless ``real`` is ``expected``."""
+    if real != expected:
+        raise DifferenceError(f"{what}: {real}, not {expected}")
+
 
 DIGESTS = {encoder.digest for encoder in ENCODERS}
 

@@ -2,14 +2,14 @@ r"""hybridkv inside vLLM: its schedulers with this library's cache manager in th
 
     vllm serve MODEL --scheduler-cls hybridkv.vllm.AsyncScheduler
 
-    vLLM's scheduler --manager's names--> manager --mirrors--> KVCacheManager (reference layout)
+    vLLM's scheduler --manager's names--> manager --requests-> KVCacheManager (reference layout)
                      <--blocks, events---
 
     vllm serve MODEL --no-enable-prefix-caching \
         --scheduler-cls hybridkv.vllm.NaturalScheduler --worker-cls hybridkv.vllm.NaturalWorker
 
-    natural          vLLM's config -> plan -> KVCacheManager (natural layout)
-    natural_step     moves, copies, states to keep: on vLLM's SchedulerOutput --> natural_layout
+    natural          vLLM's config -> plan -> KVCacheManager (natural layout);
+                     moves, copies, states to keep: on vLLM's SchedulerOutput --> natural_layout
     natural_worker   vLLM's worker of this platform, CPU or GPU, with natural_layout before it
 
 Nothing of vLLM is patched: the scheduler is a subclass whose ``kv_cache_manager`` is replaced once it is made. Only

@@ -20,9 +20,7 @@ import numpy as np
 from hybridkv.cache import BlockLock, CacheOptions, EngineHashes, KVCacheBlocks, KVCacheEvent, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.specs import Keeps
-from hybridkv.vllm.admissions import Admissions
-from hybridkv.vllm.mirrors import EngineRequest, Mirrors
-from hybridkv.vllm.slots_ahead import Decoded, SlotsAhead
+from hybridkv.vllm.requests import Admissions, Decoded, EngineRequest, Mirrors, SlotsAhead
 from hybridkv.vllm.specs import Config, Settings, cache_config
 
 

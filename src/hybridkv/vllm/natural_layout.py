@@ -16,9 +16,8 @@ from vllm.v1.worker.utils import select_common_block_size
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from hybridkv.errors import ConfigError
-from hybridkv.vllm.natural import Options, default_block_size, natural_spec
+from hybridkv.vllm.natural import ATTRIBUTE, Cell, NaturalStep, Options, default_block_size, natural_spec
 from hybridkv.vllm.natural_config import natural_config
-from hybridkv.vllm.natural_step import ATTRIBUTE, Cell, NaturalStep
 from hybridkv.vllm.specs import layer_specs
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from hybridkv.planner import KVCacheConfig as OurConfig
     from hybridkv.planner import SlabLayout
-    from hybridkv.vllm.natural_step import Int32
+    from hybridkv.vllm.natural import Int32
 
 
 class Arena:

@@ -20,11 +20,9 @@ import vllm
 from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.errors import ConfigError
 from hybridkv.vllm.manager import CacheManager, reference_cache
-from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
+from hybridkv.vllm.natural import ATTRIBUTE, Options, StepWriter, default_block_size, natural_cache, natural_plan
 from hybridkv.vllm.natural_config import natural_config
-from hybridkv.vllm.natural_step import ATTRIBUTE, StepWriter
-from hybridkv.vllm.refusals import refuse, refuse_natural
-from hybridkv.vllm.specs import Settings
+from hybridkv.vllm.specs import Settings, refuse, refuse_natural
 
 SUPPORTED: Final = "0.32."
 """Versions that begin so."""

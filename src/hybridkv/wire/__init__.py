@@ -12,10 +12,18 @@ Needs numpy and msgspec only. Both ends check each message against itself. The w
 as in process: numbers that depend on sizes (rows, blocks, token ids), and the order of Steps.
 """
 
-from hybridkv.wire.connection import MOST_BYTES, Channel, Link, Listener, connect
-from hybridkv.wire.messages import decode_reply, decode_step, encode_reply, encode_step
-from hybridkv.wire.remote import Executor, RemoteStatistics, RemoteWorker, serve
-from hybridkv.wire.schema import Reply, StepFailure, Unreadable
+from hybridkv.wire.connection import (
+    MOST_BYTES,
+    Channel,
+    Executor,
+    Link,
+    Listener,
+    RemoteStatistics,
+    RemoteWorker,
+    connect,
+    serve,
+)
+from hybridkv.wire.messages import Reply, StepFailure, Unreadable, decode_reply, decode_step, encode_reply, encode_step
 
 __all__ = [
     "MOST_BYTES",

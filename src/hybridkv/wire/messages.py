@@ -1,4 +1,12 @@
-"""Steps and the replies to them as bytes: MessagePack of the messages of hybridkv.wire.schema.
+"""Steps and the replies to them as bytes: MessagePack of messages, whose fields, types and bounds stand here.
+
+    message      a map: "kind", and the fields of the dataclass by name
+    array        [dtype, dimensions, bytes]: little-endian, row after row
+    seed         bytes: a little-endian integer in two's complement, since MessagePack's integers have 64 bits
+
+msgspec reads nothing that these classes do not name. ``__post_init__`` checks that the fields fit each other.
+Whether a row, a group, a column, a block or a token id exists depends on sizes that only the worker has. Whether a
+Step is next depends on the Steps before it.
 
 A message has one encoding. Whatever is decoded is encoded again and compared, so bytes after a message, a field twice
 or out of order, and numbers in a longer form are refused. ``encode_step`` and ``encode_reply`` read what they wrote by
@@ -7,27 +15,385 @@ the rules of the reader: both ends refuse the same Steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
-from typing import Any, Final, TypeVar
+from itertools import pairwise
+from math import prod
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder, Encoder
+from msgspec.structs import asdict, astuple
+from numpy.typing import NDArray
 
-from hybridkv.errors import SchemaError, WireError
-from hybridkv.step import SCHEMA_VERSION, NewRow, Step, StepResult
+from hybridkv.errors import ConfigError, SchemaError, WireError
+from hybridkv.request import SamplingParams
+from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult
 from hybridkv.units import shown
-from hybridkv.wire.schema import (
-    DTYPES,
-    MOST_REFUSED,
-    Reply,
-    ResultMessage,
-    StepFailure,
-    StepMessage,
-    Unreadable,
-    seed_bytes,
-)
+
+MOST_LISTED: Final = 1 << 19
+"""Items of all lists of a Step together: rows that begin, and the lists of their sampling. An item of a list costs its
+reader a hundred times as much as an item of an array. A thousand rows may begin with 500 stop ids each."""
+MOST_SAID: Final = 10_000
+"""Characters of an exception's text that a reply holds: the text may print a whole tensor."""
+MOST_REFUSED: Final = 400
+"""Characters of a refusal that an error repeats: it may name all of a huge value."""
+
+# -- arrays
+
+Dtype = TypeVar("Dtype", bound=str)
+Shape = TypeVar("Shape", bound=tuple[int, ...])
+Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+
+DTYPES: Final = {"bool": np.dtype("?"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8"), "float32": np.dtype("<f4")}
+
+
+class Array(Struct, Generic[Dtype, Shape], array_like=True, forbid_unknown_fields=True):
+    """An array: the name of its dtype, one of DTYPES, its dimensions, and its bytes."""
+
+    dtype: Dtype
+    shape: Shape
+    data: memoryview
+
+    def __post_init__(self) -> None:
+        size = prod(self.shape) * DTYPES[self.dtype].itemsize
+        if len(self.data) != size:
+            raise WireError(f"{self.dtype}{list(self.shape)} has {size} bytes, got {len(self.data)}")
+        if self.dtype == "bool" and self.view.view(np.uint8).max(initial=0) > 1:
+            raise WireError("bool must be of bytes 0 and 1")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def view(self) -> NDArray[Any]:
+        """The array in the memory of the message, read-only."""
+        return np.ndarray(self.shape, DTYPES[self.dtype], self.data)
+
+    def copy(self) -> NDArray[Any]:
+        """Return the array in memory of its own, which may be written like the array of a local Step."""
+        return self.view.astype(self.dtype)
+
+
+Bools = Array[Literal["bool"], tuple[Count]]
+Int32s = Array[Literal["int32"], tuple[Count]]
+Int64s = Array[Literal["int64"], tuple[Count]]
+Float32s = Array[Literal["float32"], tuple[Count]]
+Int32Pairs = Array[Literal["int32"], tuple[Count, Literal[2]]]
+Int32Quads = Array[Literal["int32"], tuple[Count, Literal[4]]]
+Int32Table = Array[Literal["int32"], tuple[Count, Count]]
+
+
+class _Part(Struct, forbid_unknown_fields=True):
+    """A part of a message. made: the class of the value that it describes; it has the same fields in the same order."""
+
+    made: ClassVar[type[Any]]
+
+    def value(self) -> Any:  # noqa: ANN401  # of class ``made``
+        """Return the value. Raises ConfigError for sampling that SamplingParams refuses."""
+        return self.made(*map(_value, astuple(self)))
+
+
+def _value(part: object) -> Any:  # noqa: ANN401  # what a part stands for
+    if isinstance(part, Array):
+        return part.copy()
+    return part.value() if isinstance(part, _Part) else part
+
+
+def _require_one_length(message: Struct, *names: str) -> None:
+    if len({len(getattr(message, name)) for name in names}) != 1:
+        raise WireError(f"{', '.join(names[:-1])} and {names[-1]} must have one length")
+
+
+class CsrMessage(_Part):
+    """Lists of token ids."""
+
+    made: ClassVar = Csr
+
+    indptr: Int64s
+    values: Int32s
+
+    def __post_init__(self) -> None:
+        indptr, values = self.indptr.view, len(self.values)
+        if not len(indptr) or indptr[0] != 0 or indptr[-1] != values or (indptr[1:] < indptr[:-1]).any():
+            raise WireError(f"indptr must rise from 0 to the {values} values, and never fall")
+
+    def __len__(self) -> int:
+        return len(self.indptr) - 1
+
+
+# -- Steps
+
+Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+Listed = Meta(max_length=MOST_LISTED)
+TokenIds = Annotated[tuple[Int32, ...], Listed]
+StepId = Annotated[int, Meta(ge=0)]
+Version = Annotated[int, Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
+
+
+class CellsMessage(_Part):
+    """Cells of block tables."""
+
+    made: ClassVar = Cells
+
+    group: Int32s
+    row: Int32s
+    column: Int32s
+    block: Int32s
+
+    def __post_init__(self) -> None:
+        _require_one_length(self, "group", "row", "column", "block")
+
+
+class CopyMessage(_Part):
+    """One copy of a block."""
+
+    made: ClassVar = Copy
+
+    stage: Literal["before", "after"]
+    group: Int32
+    source: Int32
+    destination: Int32
+    kind: Literal["move", "block", "state"]
+
+
+class EncoderMessage(_Part):
+    """What cross attention reads of a row."""
+
+    digest: Annotated[bytes, Meta(min_length=1)]
+    num_tokens: Annotated[int, Meta(ge=1)]
+    encodes: bool
+    digest_is_text: bool
+
+    def __post_init__(self) -> None:
+        self.value()  # text must be UTF-8
+
+    def value(self) -> EncoderRead:
+        """Return the value."""
+        digest = self.digest.decode() if self.digest_is_text else self.digest
+        return EncoderRead(digest, self.num_tokens, self.encodes)
+
+
+class SamplingMessage(_Part):
+    """How tokens are drawn. SamplingParams checks the values."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: Annotated[bytes, Meta(min_length=1, max_length=32)]
+    max_tokens: int
+    stop_token_ids: TokenIds
+    stop: Annotated[tuple[str, ...], Listed]
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    n: int
+    presence_penalty: float
+    frequency_penalty: float
+    min_tokens: int
+    logit_bias: Annotated[tuple[tuple[Int32, float], ...], Listed]
+    bad_words: Annotated[tuple[TokenIds, ...], Listed]
+    logits_processors: tuple[()]
+
+    def __post_init__(self) -> None:
+        if seed_bytes(int.from_bytes(self.seed, "little", signed=True)) != self.seed:
+            raise WireError("seed must be as short as it can be")
+        if any(one[0] >= other[0] for one, other in pairwise(self.logit_bias)):
+            raise WireError("token ids of logit_bias must ascend")
+
+    def value(self) -> SamplingParams:
+        """Return the value. Raises ConfigError for values that SamplingParams refuses."""
+        return SamplingParams(**asdict(self) | {"seed": int.from_bytes(self.seed, "little", signed=True)})
+
+
+def seed_bytes(seed: int) -> bytes:
+    """Return ``seed`` in as few bytes as hold it."""
+    seed = operator.index(seed)
+    return seed.to_bytes(seed.bit_length() // 8 + 1, "little", signed=True)
+
+
+class NewRowMessage(_Part):
+    """A row that begins."""
+
+    made: ClassVar = NewRow
+
+    row: Annotated[int, Meta(ge=0)]
+    request_id: str
+    token_ids: Int32s
+    num_prompt_tokens: Annotated[int, Meta(ge=0)]
+    sampling: SamplingMessage
+    encoder: EncoderMessage | None
+    held_ids: TokenIds
+
+    def __post_init__(self) -> None:
+        if self.num_prompt_tokens > len(self.token_ids):
+            raise WireError(
+                f"num_prompt_tokens is {self.num_prompt_tokens}, but there are {len(self.token_ids)} tokens"
+            )
+
+    @property
+    def listed(self) -> int:
+        """Items of the lists of the row, itself counted."""
+        asked = self.sampling
+        lists = (asked.stop, asked.stop_token_ids, asked.logit_bias, asked.bad_words, self.held_ids, *asked.bad_words)
+        return 1 + sum(map(len, lists))
+
+
+class StepMessage(_Part, tag_field="kind", tag="step"):
+    """A Step."""
+
+    id: StepId
+    after: Annotated[int, Meta(ge=-1)]
+    rows: Int32s
+    num_computed: Int32s
+    num_scheduled: Int32s
+    samples: Bools
+    token_ids: CsrMessage
+    drafts: CsrMessage
+    cells: CellsMessage
+    finished_rows: Int32s
+    new_rows: Annotated[tuple[NewRowMessage, ...], Listed]
+    zero: Int32Pairs
+    copies: tuple[CopyMessage, ...]
+    state_read: Int32Table
+    state_writes: Int32Quads
+    schema_version: Version
+
+    def __post_init__(self) -> None:
+        rows = len(self.rows)
+        if self.after >= self.id:
+            raise WireError(f"after must lie below id {self.id}, got {self.after}")
+        listed = sum(new.listed for new in self.new_rows)
+        if listed > MOST_LISTED:
+            raise WireError(
+                f"new_rows and the lists of their sampling may have {MOST_LISTED:,} items together, not {listed:,}"
+            )
+        for name in ("num_computed", "num_scheduled", "samples", "token_ids", "drafts"):
+            if len(getattr(self, name)) != rows:
+                raise WireError(f"{name} is for {len(getattr(self, name))} rows, but there are {rows}")
+        if self.num_computed.view.min(initial=0) < 0:
+            raise WireError("num_computed must be 0 or more")
+        counts = np.diff(self.token_ids.indptr.view)
+        if not np.array_equal(counts, self.num_scheduled.view):
+            raise WireError("token_ids must hold as many tokens of each row as num_scheduled says")
+        if len(self.drafts.values) and (np.diff(self.drafts.indptr.view) > counts).any():
+            raise WireError("drafts must be a tail of token_ids: some row has more of them than tokens")
+        if len(self.state_read) not in (0, rows):
+            raise WireError(f"state_read is for {len(self.state_read)} rows, but there are {rows}")
+        writers = self.state_writes.view[:, 0]
+        if len(writers) and not 0 <= writers.min() <= writers.max() < rows:
+            raise WireError(f"state_writes must begin with places in rows, 0 .. {rows - 1}")
+
+    def value(self) -> Step:
+        """Return the value. Raises WireError for sampling that SamplingParams refuses."""
+        parts = {name: _value(part) for name, part in asdict(self).items()}
+        copies = tuple(copy.value() for copy in self.copies)
+        return Step(**parts | {"new_rows": tuple(self._new_rows()), "copies": copies})
+
+    def _new_rows(self) -> Iterator[NewRow]:
+        for i, new in enumerate(self.new_rows):
+            try:
+                yield new.value()
+            except ConfigError as error:
+                raise WireError(f"step.new_rows[{i}].sampling: {str(error)[:MOST_REFUSED]}") from None
+
+
+# -- replies
+
+
+class LogprobsMessage(_Part):
+    """Log probabilities of tokens."""
+
+    made: ClassVar = Logprobs
+
+    row: Int32s
+    position: Int32s
+    token: Int32s
+    logprob: Float32s
+    rank: Int32s
+    best: CsrMessage
+    best_logprobs: Float32s
+
+    def __post_init__(self) -> None:
+        _require_one_length(self, "row", "position", "token", "logprob", "rank", "best")
+        if len(self.best_logprobs) != len(self.best.values):
+            raise WireError(f"best_logprobs must be one for each of the {len(self.best.values)} tokens of best")
+
+
+class ResultMessage(_Part, tag_field="kind", tag="result"):
+    """A StepResult."""
+
+    made: ClassVar = StepResult
+
+    id: StepId
+    sampled: CsrMessage
+    num_accepted: Int32s | None
+    logprobs: LogprobsMessage | None
+    schema_version: Version
+
+    def __post_init__(self) -> None:
+        rows = len(self.sampled)
+        named = np.empty(0) if self.logprobs is None else self.logprobs.row.view
+        if len(named) and not 0 <= named.min() <= named.max() < rows:
+            raise WireError(f"logprobs must be of places in rows, 0 .. {rows - 1}")
+        if self.num_accepted is not None and len(self.num_accepted) != rows:
+            raise WireError(f"num_accepted is for {len(self.num_accepted)} rows, sampled for {rows}")
+
+
+class StepFailure(Struct, frozen=True, tag_field="kind", tag="failure", forbid_unknown_fields=True):
+    """A Step brought no result. id: that of the Step. error: the name of the exception's class. message: its text.
+
+    ``of`` keeps the first MOST_SAID characters of the text.
+    """
+
+    id: StepId
+    error: str
+    message: str
+    schema_version: Version = SCHEMA_VERSION
+
+    @classmethod
+    def of(cls, step_id: int, error: BaseException) -> StepFailure:
+        """Return the failure of Step ``step_id`` by ``error``."""
+        return cls(step_id, *_described(error))
+
+    def __str__(self) -> str:
+        return f"{self.error}: {self.message}"
+
+    def value(self) -> StepFailure:
+        """Return the failure itself."""
+        return self
+
+
+class Unreadable(Struct, frozen=True, tag_field="kind", tag="unreadable", forbid_unknown_fields=True):
+    """Bytes came that are no Step of this schema, so the Step is unknown. error, message: as in StepFailure."""
+
+    error: str
+    message: str
+    schema_version: Version = SCHEMA_VERSION
+
+    @classmethod
+    def of(cls, error: BaseException) -> Unreadable:
+        """Return the reply to bytes that raised ``error``."""
+        return cls(*_described(error))
+
+    def value(self) -> Unreadable:
+        """Return the reply itself."""
+        return self
+
+
+def _described(error: BaseException) -> tuple[str, str]:
+    """Return the class and the text of an exception; characters that UTF-8 does not have are escaped."""
+    text = str(error)[:MOST_SAID].encode(errors="backslashreplace").decode()
+    return type(error).__name__, text
+
+
+Reply = StepResult | StepFailure | Unreadable
+
 
 Message = TypeVar("Message")
 

@@ -11,32 +11,45 @@ On a GPU ``triton_paged_attention`` and ``triton_write_kv`` do the same by kerne
 Never imports the cache or the scheduler: a worker could live in another process.
 """
 
-from hybridkv.worker.attention.context_parallel import (
+from hybridkv.worker.attention import (
+    CAUSAL,
     WHOLE,
+    AttentionMask,
     ContextShare,
+    PagedBatch,
     combine_over_ranks,
     combine_partial,
+    paged_attention,
+    paged_batch,
     with_sink,
 )
-from hybridkv.worker.attention.paged_attention import CAUSAL, AttentionMask, PagedBatch, paged_attention, paged_batch
-from hybridkv.worker.attention.triton_attention import TritonBatch, triton_batch, triton_paged_attention
-from hybridkv.worker.copies.block_copy import BlockCopier
-from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels, copy_kernels, triton_kernels
-from hybridkv.worker.copies.state_copy import InPlaceStates, StateCopier, StatePart, state_parts
-from hybridkv.worker.copies.state_plan import RowColumns, StateCopies, StatePlan, state_copies
-from hybridkv.worker.pages.kv_write import (
+from hybridkv.worker.block_table import BlockTable, SlotLayout, SlotMapper
+from hybridkv.worker.copies import TORCH, BlockCopier, CopyKernels, copy_kernels, triton_kernels
+from hybridkv.worker.pages import (
+    KVPages,
+    PagedStorage,
+    PageOrder,
+    PagePart,
     WriteSlots,
+    parts_of,
     triton_write_kv,
     triton_write_latent,
     write_kv,
     write_latent,
     write_slots,
 )
-from hybridkv.worker.pages.storage import KVPages, PagedStorage, PageOrder, PagePart, parts_of
-from hybridkv.worker.step_batch import GroupBatch, StepBatch, step_batch
-from hybridkv.worker.tables.block_table import BlockTable
-from hybridkv.worker.tables.multi_group import MultiGroupBlockTable
-from hybridkv.worker.tables.slot_mapping import SlotLayout, SlotMapper
+from hybridkv.worker.states import (
+    InPlaceStates,
+    RowColumns,
+    StateCopier,
+    StateCopies,
+    StatePart,
+    StatePlan,
+    state_copies,
+    state_parts,
+)
+from hybridkv.worker.tables import GroupBatch, MultiGroupBlockTable, StepBatch, step_batch
+from hybridkv.worker.triton_attention import TritonBatch, triton_batch, triton_paged_attention
 
 __all__ = [
     "CAUSAL",

@@ -22,7 +22,7 @@ from hybridkv.runner.check import generate_greedy
 from hybridkv.runner.drafters import Drafter
 from hybridkv.runner.tiny import tiny_model
 from hybridkv.worker import AttentionMask, KVPages, PagedBatch
-from hybridkv.worker.attention.triton_attention import LayerShape
+from hybridkv.worker.triton_attention import LayerShape
 
 OUTPUT = 6
 KERNELS = [AttentionBackend.TORCH, AttentionBackend.TRITON]

@@ -10,7 +10,7 @@ from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler
 from hybridkv.step import EncoderRead, Step
-from hybridkv.testing.difference import same
+from hybridkv.testing.event_follower import same
 from hybridkv.testing.model import Origin, Prefix
 from oracles.cache import OracleHit, OracleRequest
 from oracles.scheduler import Oracle

@@ -11,7 +11,7 @@ from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler
 from hybridkv.step import Step
-from hybridkv.testing.difference import DifferenceError, same
+from hybridkv.testing.event_follower import DifferenceError, same
 from hybridkv.testing.model import Prefix
 from oracles.cache import OracleHit, OracleRequest
 from oracles.comparison import Comparison, cells_of

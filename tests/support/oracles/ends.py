@@ -14,7 +14,7 @@ from hybridkv.eviction.ranked import RankedResumePoints
 from hybridkv.eviction.ranking import Kind, ResumePoint
 from hybridkv.eviction.resume_points import ResumePointTree, is_crowded
 from hybridkv.request import Request
-from hybridkv.testing.difference import DifferenceError, same
+from hybridkv.testing.event_follower import DifferenceError, same
 
 
 class Prefix(NamedTuple):

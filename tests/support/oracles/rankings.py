@@ -15,7 +15,7 @@ from itertools import pairwise
 from hybridkv.eviction import HAZARD, Eviction
 from hybridkv.eviction.hazard import HazardRanking
 from hybridkv.eviction.ranking import Ranking, ResumePoint, class_kind, is_promised, promised_rate
-from hybridkv.testing.difference import DifferenceError
+from hybridkv.testing.event_follower import DifferenceError
 
 EDGES = [0.0, *(1.5**k for k in range(23))]
 """Of the buckets of age; the last one has no end."""

@@ -17,10 +17,8 @@ from hybridkv.request import Request
 from hybridkv.schedule import FinishReason, Scheduler
 from hybridkv.specs import Keeps
 from hybridkv.step import Step, StepResult
-from hybridkv.testing.difference import DifferenceError, same
-from hybridkv.testing.event_follower import EventFollower
-from hybridkv.testing.fake_worker import ContentError, FakeWorker
-from hybridkv.testing.worker_layers import digest_model
+from hybridkv.testing.event_follower import DifferenceError, EventFollower, same
+from hybridkv.testing.fake_worker import ContentError, FakeWorker, digest_model
 from oracles.cache import OracleCache, OracleRequest
 from oracles.comparison import Comparison
 from oracles.comparison_natural import NaturalComparison

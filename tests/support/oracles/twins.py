@@ -17,9 +17,8 @@ from hybridkv.schedule import FinishReason, Scheduler
 from hybridkv.schedule.limits import Outcome
 from hybridkv.specs import Keeps
 from hybridkv.step import Step
-from hybridkv.testing.difference import same
-from hybridkv.testing.fake_worker import FakeWorker
-from hybridkv.testing.worker_layers import digest_model
+from hybridkv.testing.event_follower import same
+from hybridkv.testing.fake_worker import FakeWorker, digest_model
 from hybridkv.wire import encode_step
 from oracles.rig import Rig
 from oracles.rig_options import RigOptions

@@ -35,7 +35,7 @@ def test_any_call(case: KernelCase) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=400, first_tokens=4), AttentionMask(chunk=256)])
+@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=400), AttentionMask(chunk=256)])
 def test_long_mixed_steps(dtype: torch.dtype, fp8: bool, mask: AttentionMask) -> None:
     case = KernelCase(replace(LONG, dtype=dtype, mask=mask, sinks=True), query=dtype, fp8=fp8).on("cuda")
     call = Call(replace(case, keys_of_a_tile=32))

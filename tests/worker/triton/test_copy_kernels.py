@@ -47,7 +47,7 @@ def test_a_broken_kernel_is_noticed() -> None:
 
 
 def test_without_triton_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "hybridkv.worker.kernels.copies", raising=False)
+    monkeypatch.delitem(sys.modules, "hybridkv.worker.kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ConfigError, match=r"pip install 'hybridkv\[gpu\]'"):
         triton_kernels()

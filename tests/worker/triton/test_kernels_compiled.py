@@ -124,7 +124,7 @@ def layer(shape: Shape, requests: int = 1, columns: int = 8) -> tuple[torch.Tens
     table = torch.zeros(requests, columns, dtype=torch.int32)
     starts = range(0, requests * shape.queries + 1, shape.queries)
     paged = paged_batch(starts, [16 * columns] * requests, table, block_size=16, num_blocks=4)
-    mask = AttentionMask(window=40, chunk=64, first_tokens=4) if shape.everything else AttentionMask()
+    mask = AttentionMask(window=40, chunk=64) if shape.everything else AttentionMask()
     batch = triton_batch(paged, mask, num_heads=heads, pages=pages, dtype=shape.dtype, splits=2)
     tiles = replace(batch.tiles, native_fp8=shape.capability >= 89)
     query = torch.zeros(requests * shape.queries, heads, shape.widths[0], dtype=shape.dtype)
@@ -134,7 +134,7 @@ def layer(shape: Shape, requests: int = 1, columns: int = 8) -> tuple[torch.Tens
 def record_attention(
     shape: Shape, kernels: tuple[Any, ...], requests: int = 1, columns: int = 8
 ) -> tuple[Recorder, Recorder]:
-    from hybridkv.worker.kernels import attention  # noqa: PLC0415 - only in the process that compiles
+    from hybridkv.worker import kernels as attention  # noqa: PLC0415 - only in the process that compiles
 
     recorders = Recorder(kernels[0]), Recorder(kernels[1])
     attention.attention_kernel, attention.combine_kernel = recorders
@@ -155,8 +155,8 @@ def steps(kernels: tuple[Any, ...]) -> list[list[str]]:
 
 
 def compile_writes() -> list[dict[str, Any]]:
+    from hybridkv.worker import kernels as kv_write  # noqa: PLC0415 - as above
     from hybridkv.worker import triton_write_kv  # noqa: PLC0415 - only in the process that compiles
-    from hybridkv.worker.kernels import kv_write  # noqa: PLC0415 - as above
 
     recorder = Recorder(kv_write.write_kernel)
     kv_write.write_kernel = recorder
@@ -175,7 +175,7 @@ def compile_shift(one: str, other: str) -> str:
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - as above
     from triton.compiler import ASTSource  # noqa: PLC0415 - as above
 
-    from hybridkv.worker.kernels import copies  # noqa: PLC0415 - as above
+    from hybridkv.worker import kernels as copies  # noqa: PLC0415 - as above
 
     signature = {"stack": "*i16", "source": "*i64", "destination": "*i64", "bias": "*i64"}
     signature |= {"layer_stride": "i64", "block_stride": "i64", one: "constexpr", other: "i32"}
@@ -229,7 +229,7 @@ def test_all_columns_are_read_before_one_is_written(stride: str, compiled: dict[
 
 
 if __name__ == "__main__":
-    from hybridkv.worker.kernels import attention
+    from hybridkv.worker import kernels as attention
 
     kernels = (attention.attention_kernel, attention.combine_kernel)
     recorded = {name: record_attention(shape, kernels) for name, shape in SHAPES.items()}

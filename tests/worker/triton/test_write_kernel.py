@@ -13,13 +13,13 @@ from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.worker import (
     KVPages,
     PageOrder,
+    kernels,
     triton_write_kv,
     triton_write_latent,
     write_kv,
     write_latent,
     write_slots,
 )
-from hybridkv.worker.kernels import kv_write as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP8 = torch.float8_e4m3fn
@@ -148,16 +148,19 @@ def test_slots_do_not_overflow_int32() -> None:
 
 
 MUTANTS = {
-    "neighbour's slot": ("slot % block_size * view_token", "(slot + 1) % block_size * view_token"),
-    "neighbour's page": ("slot // block_size * view_block", "(slot // block_size + 1) * view_block"),
-    "heads swapped": ("token * state_token + head * state_head", "token * state_token + (1 - head) * state_head"),
+    "neighbour's slot": ("slot // block_size, slot % block_size", "slot // block_size, (slot + 1) % block_size"),
+    "neighbour's page": ("slot // block_size, slot % block_size", "slot // block_size + 1, slot % block_size"),
+    "heads swapped": ("states + head * state_head", "states + (1 - head) * state_head"),
     "scale of keys for values": ("                value_inverse,\n", "                key_inverse,\n"),
     "rounded down": ("held + 0x7FFFF + ((held >> 20) & 1)", "held"),
     "ties up": ("0x7FFFF + ((held >> 20) & 1)", "0x80000"),
     "too large is NaN": ("tl.minimum(size, largest)", "size"),
     "what has no slot is written": ("tl.load(slots + token)", "tl.maximum(tl.load(slots + token), 0)"),
     "sign lost": (" | ((bits >> 24) & 0x80)", ""),
-    "no values": ("_put(\n                values,", "_put(\n                keys,"),
+    "no values": (
+        "_put(\n                values + block * value_block",
+        "_put(\n                keys + block * value_block",
+    ),
 }
 
 
@@ -203,7 +206,7 @@ def test_keys_and_values_are_rounded_alike() -> None:
 
 
 def test_without_triton_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "hybridkv.worker.kernels.kv_write", raising=False)
+    monkeypatch.delitem(sys.modules, "hybridkv.worker.kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     pages = pages_of(PageOrder.NHD, 4, (8, 8), torch.float32)
     states = torch.ones(1, 2, 8, device=DEVICE)

@@ -32,7 +32,7 @@ from hybridkv.worker import (
     write_kv,
     write_slots,
 )
-from hybridkv.worker.attention.triton_attention import LayerShape, triton_batch, triton_paged_attention
+from hybridkv.worker.triton_attention import LayerShape, triton_batch, triton_paged_attention
 
 
 class AttentionBackend(StrEnum):

@@ -1,4 +1,4 @@
-"""The block tables of one group: which block holds which tokens of which row, on the host and on the device.
+"""The block tables of one group: which block holds which tokens of which row, and the slots of a step's tokens.
 
     host    int32[rows, width]   written by append, add, move, swap and write_cells
     device  int32[rows, width]   read by kernels; a commit sends the cells that changed
@@ -16,23 +16,207 @@ kernel blocks.
 
 A column that was passed over since its row began holds the null block. Cells after a row's ``num_blocks_per_row`` mean
 nothing and may hold any old id.
+
+Slots say where a token's keys and values lie:
+
+    table row   [ 7 | 3 ]        block_size 4, position 5: column 1, offset 1
+    slots       28 29 30 31 | 12 13 14 15                   -> 3 * 4 + 1 = 13
+
+On one of several context parallel ranks a token that lies elsewhere has slot -1. A token that lies here has the slot of
+its local index: a rank's tokens fill its blocks one behind the other. With two ranks, interleave 2:
+
+    position      0  1  2  3  4  5  6  7  8  9
+    rank          0  0  1  1  0  0  1  1  0  0
+    local index   0  1  0  1  2  3  2  3  4  5
+    slot, rank 0  28 29 -1 -1 30 31 -1 -1 12 13
+
+The contract states the same with v = block_size * ranks, o = p % v: column p // v, offset
+o // (ranks * interleave) * interleave + o % interleave. Since interleave divides block_size, both agree.
+Blocks that a window no longer reads are null in the table; a position in them has a slot of the null block.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError, WorkerError
-from hybridkv.worker.attention.context_parallel import ContextShare
-from hybridkv.worker.tables.slot_mapping import Ids, SlotLayout, TokenSlots, as_int64, check_least, require_below
-from hybridkv.worker.tables.table_mirror import TableMirror
+from hybridkv.worker.attention import ContextShare
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+Ids = Sequence[int] | NDArray[np.integer]
+
+NO_SLOT: Final = -1
+_INT64: Final = np.dtype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """How the rows of a table map tokens to slots.
+
+    block_size: tokens of a block as the table names it (kernel blocks where blocks are split). width: columns.
+    share: which tokens lie here. Raises ConfigError where its interleave does not divide block_size; a single rank
+    has no use for one.
+    """
+
+    block_size: int
+    width: int
+    share: ContextShare
+
+    def __post_init__(self) -> None:
+        if self.share.size > 1 and self.block_size % self.share.interleave:
+            raise ConfigError(
+                f"cp_kv_cache_interleave_size {self.share.interleave} does not divide the block size {self.block_size} "
+                "of the kernel: slots of different tokens would collide; choose a divisor"
+            )
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a request that a row has room for: positions lie below."""
+        return self.width * self.block_size * self.share.size
+
+
+class SlotMapper:
+    """Computes slots of one layout for up to ``max_tokens`` tokens; one rank's calls reuse its scratch arrays."""
+
+    def __init__(self, layout: SlotLayout, max_tokens: int) -> None:
+        self._layout = layout
+        size = layout.block_size
+        self._shift = size.bit_length() - 1 if size & (size - 1) == 0 else None
+        self._cell = np.empty(max_tokens, np.int64)
+        self._offset = np.empty(max_tokens, np.int64)
+        self._block = np.empty(max_tokens, np.int32)
+
+    def __call__(self, flat_table: Int32, rows: Int64, positions: Int64, out: Int64) -> None:
+        """Write the slot of every (rows[i], positions[i]) into ``out[i]``. O(tokens).
+
+        flat_table: int32[rows * width], the table row after row. rows, positions: int64[n], in range.
+        """
+        n, size, share = len(rows), self._layout.block_size, self._layout.share
+        cell, offset, block = self._cell[:n], self._offset[:n], self._block[:n]
+        if share.size > 1:
+            turn, within = np.divmod(positions, share.interleave)
+            rounds, owner = np.divmod(turn, share.size)
+            positions = rounds * share.interleave + within  # the local index
+        if self._shift is None:
+            np.floor_divide(positions, size, out=cell)
+            np.multiply(cell, size, out=offset)
+            np.subtract(positions, offset, out=offset)
+        else:  # 5 times faster than by int64 division
+            np.right_shift(positions, self._shift, out=cell)
+            np.bitwise_and(positions, size - 1, out=offset)
+        np.multiply(rows, self._layout.width, out=out)
+        np.add(cell, out, out=cell)
+        # the caller has checked the range: "clip" only spares numpy a buffered copy
+        flat_table.take(cell, out=block, mode="clip")
+        np.multiply(block, size, out=out, dtype=np.int64)
+        np.add(out, offset, out=out)
+        if share.size > 1:
+            np.copyto(out, NO_SLOT, where=owner != share.rank)
+
+
+def check_least(least: int, **sizes: int) -> None:
+    """Raise ConfigError for the first of ``sizes`` below ``least``."""
+    for name, value in sizes.items():
+        integer(name, value, least)
+
+
+def as_int64(name: str, values: Ids) -> Int64:
+    """``values`` as int64[n], the array itself where it is one. WorkerError unless they are integers in one row."""
+    if type(values) is list and values and type(values[0]) is int:
+        with suppress(TypeError, OverflowError):  # what does not fit is looked at below
+            return np.frombuffer(array("I", values), np.uint32).astype(_INT64)  # in a third of the time
+    given = np.asarray(values)
+    if given.ndim != 1 or (given.dtype != _INT64 and given.dtype.kind not in "iu" and given.size):
+        raise WorkerError(f"{name} must be integers in one dimension, got {given.dtype} of shape {given.shape}")
+    return given.astype(_INT64, copy=False)
+
+
+def require_below(name: str, values: Int64, end: int, why: str = "") -> None:
+    """Raise WorkerError unless all ``values`` lie in 0 .. end - 1; ``why`` says where the bound comes from. O(n)."""
+    # as unsigned numbers negative ones are the largest: one pass instead of two
+    if values.size and np.maximum.reduce(values.view(np.uint64)) >= end:
+        raise WorkerError(f"{name} must lie in 0 .. {end - 1}{why}, got {values.min()} .. {values.max()}")
+
+
+_MOST_SINGLE: Final = 1024
+
+
+class TableMirror:
+    """int32[rows, width] on ``device``; a commit sends the cells marked since they were last sent, nothing else.
+
+    host: int32[rows, width] that it follows. pin_memory: send from pinned memory, without waiting for the device.
+    """
+
+    def __init__(self, host: Int32, pin_memory: bool, device: torch.device) -> None:
+        self._flat: Int32 = host.reshape(-1)
+        self._width = host.shape[1]
+        self._pin = pin_memory
+        self.device = torch.zeros(host.shape, dtype=torch.int32, device=device)
+        self._marked = list[Int64]()
+        self._num_marked = 0
+        self._single = list[int]()  # marked, too
+        # a mirror in host memory is written through numpy: 10 us a commit less than through torch
+        self._mirror: Int32 | None = self.device.numpy().reshape(-1) if self.device.device.type == "cpu" else None
+
+    def mark(self, cells: Int64) -> None:
+        """Flat indices of host cells that were written. Amortised O(cells)."""
+        self._marked.append(cells)
+        self._num_marked += len(cells)
+        if self._num_marked > 2 * self._flat.size:  # more than a table of cells: each once
+            self._marked = [np.unique(np.concatenate(self._marked))]
+            self._num_marked = len(self._marked[0])
+
+    def mark_one(self, cell: int) -> None:
+        """One of them, without an array. Amortised O(1)."""
+        self._single.append(cell)
+        if len(self._single) == _MOST_SINGLE:
+            self.mark(np.array(self._single, np.int64))
+            self._single.clear()
+
+    def commit(self, num_rows: int) -> int:
+        """Send the marked cells of the first ``num_rows`` rows; how many. Those of later rows stay marked.
+
+        O(marked cells).
+        """
+        cells = np.concatenate((*self._marked, np.array(self._single, np.int64)))
+        self._forget()
+        if not len(cells):
+            return 0
+        end = num_rows * self._width
+        if np.maximum.reduce(cells) >= end:
+            self.mark(cells[cells >= end])
+            cells = cells[cells < end]
+        if self._mirror is not None:
+            self._mirror[cells] = self._flat[cells]
+        else:
+            self.device.view(-1).index_copy_(0, self._send(cells), self._send(self._flat[cells]))
+        return len(cells)
+
+    def clear(self) -> None:
+        """Zeros, as on the host; nothing is marked. O(rows * width)."""
+        self.device.zero_()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._marked, self._num_marked = [], 0
+        self._single.clear()
+
+    def _send(self, values: NDArray[np.integer]) -> torch.Tensor:
+        """``values`` on the device, from memory of its own, which torch keeps until it is sent."""
+        source = torch.from_numpy(values)
+        staged = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._pin)
+        return staged.copy_(source).to(self.device.device, non_blocking=True)
+
 
 KernelSize = int | Sequence[int] | None
 """Tokens of a kernel block, or the sizes that a kernel supports, best first; None, 0 or [0] for blocks left whole."""
@@ -44,26 +228,18 @@ def choose_kernel_block_size(block_size: int, kernel_block_size: KernelSize) -> 
     A size must divide the block. Of a list the first positive size that divides is taken. Raises ConfigError
     for a size that does not divide, a list of which none does, and an empty list.
     """
-    if isinstance(kernel_block_size, Sequence):
-        if not kernel_block_size:
-            raise ConfigError("the list of supported kernel block sizes is empty: give None for blocks left whole")
-        if not any(kernel_block_size):
-            return block_size
-        fitting = [size for size in kernel_block_size if size > 0 and block_size % size == 0]
-        if not fitting:
-            raise ConfigError(
-                f"none of the supported kernel block sizes {list(kernel_block_size)} divides blocks of {block_size} "
-                "tokens: change block_size, or support one of its divisors"
-            )
-        return fitting[0]
-    if not kernel_block_size:
+    sizes = kernel_block_size if isinstance(kernel_block_size, Sequence) else [kernel_block_size or 0]
+    if not sizes:
+        raise ConfigError("the list of supported kernel block sizes is empty: give None for blocks left whole")
+    if not any(sizes):
         return block_size
-    if kernel_block_size < 0 or block_size % kernel_block_size:
-        raise ConfigError(
-            f"kernel_block_size {kernel_block_size} does not divide blocks of {block_size} tokens: "
-            "choose a divisor, or another block_size"
-        )
-    return kernel_block_size
+    for size in sizes:
+        if size > 0 and block_size % size == 0:
+            return size
+    raise ConfigError(
+        f"none of the kernel block sizes {list(sizes)} divides blocks of {block_size} tokens: give a divisor, or "
+        "change block_size"
+    )
 
 
 def id_limit(num_blocks: int | None, blocks_per_kv_block: int) -> int:
@@ -114,6 +290,8 @@ class BlockTable:
     num_speculative_tokens: with several ranks there are ``max_num_reqs * (1 + num_speculative_tokens)`` rows, so that
     every token of a request that verifies drafts can have a row of its own.
     num_blocks: ids of memory blocks must lie below it, None for no bound but int32.
+    ``slot_mapping_np``: int64[capacity], the computed slots on the host; ``slot_mapping``: the committed ones on the
+    device. capacity: max_num_batched_tokens, and with several prefill ranks 2 * pcp_world_size * max_num_reqs more.
 
     Every check comes before the first write: a call that raises changed nothing. Raises ConfigError for sizes that
     cannot work, WorkerError for rows, ids, columns and positions out of range.
@@ -152,7 +330,6 @@ class BlockTable:
             pcp_rank=pcp_rank,
             interleave=cp_kv_cache_interleave_size,
         )
-        self.kv_block_size = block_size
         self.block_size = choose_kernel_block_size(block_size, kernel_block_size)
         self.blocks_per_kv_block = block_size // self.block_size
         self.max_num_reqs = max_num_reqs
@@ -176,9 +353,14 @@ class BlockTable:
         self._cell_view, self._held_view = self._flat.data, self.num_blocks_per_row.data
         # a prefill context parallel batch is padded by up to 2 tokens a request and rank
         padding = 2 * pcp_world_size * max_num_reqs if pcp_world_size > 1 else 0
-        self.slots = TokenSlots(
-            self.layout, self.num_rows, max_num_batched_tokens + padding, pin_memory=pin_memory, device=self.device
-        )
+        self._capacity = max_num_batched_tokens + padding
+        self._mapper = SlotMapper(self.layout, self._capacity)
+        self._pin = pin_memory
+        self._host_tokens = self._device_tokens = 0
+        self.slot_mapping_np: Int64 = np.full(self._capacity, NO_SLOT, np.int64)
+        self.slot_mapping = torch.full((self._capacity,), NO_SLOT, dtype=torch.int64, device=self.device)
+        # as the mirror of the table
+        self._slot_mirror: Int64 | None = self.slot_mapping.numpy() if self.device.type == "cpu" else None
 
     # -- rows, one at a time
 
@@ -264,11 +446,25 @@ class BlockTable:
         req_indices, positions: int[n], positions counted from the start of the request. What lies behind
         the n slots is -1. Raises WorkerError for rows and positions out of range. O(n).
         """
-        self.map_tokens(*self.slots.check(req_indices, positions))
+        self.map_tokens(*self.check_tokens(req_indices, positions))
+
+    def check_tokens(self, req_indices: Ids, positions: Ids) -> tuple[Int64, Int64]:
+        """Rows and positions, int64[n] each; WorkerError where a length, a row or a position does not fit. O(n)."""
+        rows, at = as_int64("req_indices", req_indices), as_int64("positions", positions)
+        if len(rows) != len(at):
+            raise WorkerError(f"{len(rows)} rows but {len(at)} positions: give one of each a token")
+        if len(rows) > self._capacity:
+            raise WorkerError(f"{len(rows)} tokens exceed the {self._capacity} slots: raise max_num_batched_tokens")
+        require_below("rows", rows, self.num_rows)
+        require_below("positions", at, self.layout.row_tokens, f" ({self.layout.width} columns)")
+        return rows, at
 
     def map_tokens(self, rows: Int64, positions: Int64) -> None:
-        """``compute_slot_mapping`` of tokens that ``slots.check`` has passed. O(n)."""
-        self.slots.compute(self._flat, rows, positions)
+        """``compute_slot_mapping`` of what ``check_tokens`` gave. O(n)."""
+        n = len(rows)
+        self._mapper(self._flat, rows, positions, self.slot_mapping_np[:n])
+        self.slot_mapping_np[n : self._host_tokens] = NO_SLOT
+        self._host_tokens = n
 
     # -- host to device
 
@@ -283,7 +479,19 @@ class BlockTable:
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
         """Send the first ``num_tokens`` slots; device slots behind them are -1. O(num_tokens)."""
-        self.slots.commit(num_tokens)
+        if not 0 <= num_tokens <= self._capacity:
+            raise WorkerError(f"num_tokens must lie in 0 .. {self._capacity}, got {num_tokens}")
+        slots = self.slot_mapping_np[:num_tokens]
+        if self._slot_mirror is not None:
+            self._slot_mirror[:num_tokens] = slots
+            self._slot_mirror[num_tokens : self._device_tokens] = NO_SLOT
+        else:
+            # from memory of its own, which torch keeps until it is sent: the next step may write the host slots at once
+            staged = torch.empty(num_tokens, dtype=torch.int64, pin_memory=self._pin)
+            staged.numpy()[:] = slots
+            self.slot_mapping[:num_tokens].copy_(staged, non_blocking=True)
+            self.slot_mapping[num_tokens : self._device_tokens].fill_(NO_SLOT)
+        self._device_tokens = num_tokens
 
     def get_device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
         """The committed table, int32[num_reqs or all rows, width], a view."""
@@ -296,19 +504,6 @@ class BlockTable:
     def get_numpy_array(self) -> Int32:
         """The host table, int32[rows, width], a view. Write through the calls above, never here."""
         return self._host
-
-    @property
-    def slot_mapping(self) -> torch.Tensor:
-        """The committed slots, int64[capacity] on the device, a view.
-
-        capacity: max_num_batched_tokens, and with several prefill ranks 2 * pcp_world_size * max_num_reqs more.
-        """
-        return self.slots.device
-
-    @property
-    def slot_mapping_np(self) -> Int64:
-        """The computed slots, int64[capacity] on the host, a view."""
-        return self.slots.host
 
     # -- checks, apart from the writes so that several groups can be checked before one is written
 
@@ -368,7 +563,8 @@ class BlockTable:
         return cells
 
     def _mark_row(self, row: int, start: int, end: int) -> None:
-        self._mirror.mark_span(row * self.max_num_blocks_per_req + start, end - start)
+        first = row * self.max_num_blocks_per_req
+        self._mirror.mark(np.arange(first + start, first + end))
 
 
 def _ragged(first: Int64, counts: Int64) -> Int64:

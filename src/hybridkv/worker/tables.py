@@ -1,8 +1,15 @@
-"""The block tables of all groups, and the order in which Steps are applied to them."""
+"""The block tables of all groups, the order in which Steps are applied to them, and a Step as one batch over them.
+
+tables.apply(step) -> step_batch -> in each layer: write_kv(group.slots), then paged_attention(group.reads)
+
+the step's tokens   [ a a a | b | c c ]      positions   5 6 7 | 12 | 0 1      of each in its request
+                      ^ starts      ^        lengths     8 | 13 | 2            what each request reads up to
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -14,8 +21,9 @@ from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.step import SCHEMA_VERSION, Step
 from hybridkv.units import ceil_div
-from hybridkv.worker.tables.block_table import BlockTable, KernelSize
-from hybridkv.worker.tables.slot_mapping import Ids
+from hybridkv.worker.attention import PagedBatch
+from hybridkv.worker.block_table import BlockTable, Ids, KernelSize
+from hybridkv.worker.pages import WriteSlots, write_slots
 
 T = TypeVar("T")
 
@@ -206,33 +214,23 @@ class MultiGroupBlockTable:
     def _check(self, step: Step) -> None:
         """Everything that could be out of range, before anything is written. O(rows + cells)."""
         cells = step.cells
-        widths = np.asarray([table.max_num_kv_blocks_per_req for table in self._tables])
         new_rows = np.asarray([new.row for new in step.new_rows], np.int64)
-        for name, rows in (
-            ("rows", step.rows),
-            ("finished_rows", step.finished_rows),
-            ("new_rows", new_rows),
-            ("cells.row", cells.row),
-        ):
-            _check_range(step, name, rows, self.max_num_reqs)
+        rows = {"rows": step.rows, "finished_rows": step.finished_rows, "new_rows": new_rows, "cells.row": cells.row}
+        for name, given in rows.items():
+            _check_range(step, name, given, self.max_num_reqs)
         _check_range(step, "cells.group", cells.group, len(self._tables))
         if len({len(cells.group), len(cells.row), len(cells.column), len(cells.block)}) != 1:
             raise WorkerError(f"Step {step.id}: the columns of cells differ in length")
-        limits = np.asarray([table.id_limit for table in self._tables])[cells.group]
-        over = (cells.block < 0) | (cells.block >= limits)
-        if over.any():
-            at = int(np.flatnonzero(over)[0])
-            raise WorkerError(
-                f"Step {step.id}: cells.block must lie in 0 .. {limits[at] - 1} in group {cells.group[at]}, "
-                f"got {cells.block[at]}"
-            )
-        over = (cells.column < 0) | (cells.column >= widths[cells.group])
-        if over.any():
-            at = int(np.flatnonzero(over)[0])
-            raise WorkerError(
-                f"Step {step.id}: column {cells.column[at]} of row {cells.row[at]} lies outside the "
-                f"{widths[cells.group[at]]} columns of group {cells.group[at]}"
-            )
+        limits = np.asarray([table.id_limit for table in self._tables])
+        widths = np.asarray([table.max_num_kv_blocks_per_req for table in self._tables])
+        for name, values, ends in (("block", cells.block, limits), ("column", cells.column, widths)):
+            outside = np.flatnonzero((values < 0) | (values >= ends[cells.group]))
+            if len(outside):
+                at = outside[0]
+                raise WorkerError(
+                    f"Step {step.id}: cells.{name} must lie in 0 .. {ends[cells.group[at]] - 1} in group "
+                    f"{cells.group[at]}, got {values[at]} for row {cells.row[at]}"
+                )
 
     # -- the calls of BlockTable, ids as one list a group
 
@@ -256,11 +254,6 @@ class MultiGroupBlockTable:
         for table in self._tables:
             table.swap_row(src, tgt)
 
-    def clear_rows(self, rows: Ids) -> None:
-        """Rows without blocks, in every group."""
-        for table in self._tables:
-            table.clear_rows(rows)
-
     def clear(self) -> None:
         """No row of any group has blocks."""
         for table in self._tables:
@@ -272,7 +265,9 @@ class MultiGroupBlockTable:
         O(tokens * groups).
         """
         if self._mapped:
-            rows, at = self._narrowest.slots.check(req_indices, positions)
+            # where the fewest positions have a slot: what fits there fits everywhere
+            narrowest = min(self._mapped, key=lambda table: table.layout.row_tokens)
+            rows, at = narrowest.check_tokens(req_indices, positions)
             for table in self._mapped:
                 table.map_tokens(rows, at)
 
@@ -285,18 +280,10 @@ class MultiGroupBlockTable:
         for table in self._mapped:
             table.commit_slot_mapping(num_tokens)
 
-    @property
-    def _narrowest(self) -> BlockTable:
-        """The table in which the fewest positions have a slot: what fits there fits everywhere."""
-        return min(self._mapped, key=lambda table: table.layout.row_tokens)
-
-    def _check_groups(self, lists: int) -> None:
-        if lists != len(self._tables):
-            raise WorkerError(f"{lists} lists of block ids for {len(self._tables)} groups: give one a group")
-
     def _per_group(self, block_ids: Sequence[Ids], row: int, *, replacing: bool) -> list[tuple[BlockTable, Ids]]:
         """Each table with its ids, once all of them have been checked."""
-        self._check_groups(len(block_ids))
+        if len(block_ids) != len(self._tables):
+            raise WorkerError(f"{len(block_ids)} lists of block ids for {len(self._tables)} groups: give one a group")
         pairs = list(zip(self._tables, block_ids, strict=True))
         for table, ids in pairs:
             table.check_row(ids, row, replacing=replacing)
@@ -319,3 +306,77 @@ def _row_blocks(block_size: int, spec: KVCacheSpec | None, limits: RequestLimits
     if spec is None:
         return max(ceil_div(limits.max_model_len, block_size * limits.cp), 1 + limits.num_speculative_tokens)
     return spec.max_row_blocks(limits)
+
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupBatch:
+    """A Step in one group. slots: where its tokens' keys and values go. reads: which blocks its rows read."""
+
+    slots: WriteSlots
+    reads: PagedBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """A Step over the tables.
+
+    positions: int64[tokens], of each token in its request, on the device of the tables. groups: by number, those whose
+    blocks hold tokens of the request itself: not recurrent states, not an encoder's output.
+    """
+
+    positions: torch.Tensor
+    groups: Mapping[int, GroupBatch]
+
+
+def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
+    """``step``, which ``tables`` have applied. Commits the tables and the slots of its tokens.
+
+    Row i of the Step is request i of ``reads``: its tokens are the last of the ``num_computed + num_scheduled`` that
+    it reads. Raises WorkerError for rows without blocks for their tokens, and as the tables and ``write_slots`` do.
+    O(tokens + cells read), and a wait for the device.
+    """
+    scheduled = step.num_scheduled.astype(np.int64)
+    owners = np.repeat(step.rows.astype(np.int64), scheduled)
+    inside = np.arange(step.num_tokens) - np.repeat(step.token_ids.indptr[:-1], scheduled)
+    positions = np.repeat(step.num_computed.astype(np.int64), scheduled) + inside
+    tables.commit_block_table(tables.num_rows)
+    tables.compute_slot_mapping(owners, positions)
+    tables.commit_slot_mapping(step.num_tokens)
+    groups = dict[int, GroupBatch]()
+    for group in tables.token_groups:
+        table = tables[group]
+        reads = group_reads(step, group, table)  # refuses rows without blocks, whose slots are all alike
+        slots = write_slots(table.slot_mapping[: step.num_tokens], reads.num_blocks, reads.block_size)
+        groups[group] = GroupBatch(slots, reads)
+    return StepBatch(torch.from_numpy(positions).to(tables[0].device), groups)
+
+
+def group_reads(step: Step, group: int, table: BlockTable) -> PagedBatch:
+    """What ``step`` reads in ``group``, whose ``table`` has committed its cells.
+
+    Raises WorkerError for rows without blocks for their tokens. O(cells read); never waits for the device, as the table
+    has looked at every id that it holds.
+    """
+    lengths = step.num_computed.astype(np.int64) + step.num_scheduled
+    share, num_blocks = table.layout.share, table.id_limit * table.blocks_per_kv_block
+    room = table.num_blocks_per_row[step.rows].astype(np.int64) * (table.block_size * share.size)
+    short = np.flatnonzero(lengths > room)
+    if len(short):
+        i = short[0]
+        raise WorkerError(
+            f"Step {step.id}: row {step.rows[i]} has blocks for {room[i]} tokens in group {group} and needs them for "
+            f"{lengths[i]}: apply the Step to the tables first"
+        )
+    columns = ceil_div(int(lengths.max(initial=0)), table.block_size * share.size)
+    rows = torch.from_numpy(step.rows.astype(np.int64)).to(table.device, non_blocking=True)
+    return PagedBatch(
+        tuple(step.token_ids.indptr.tolist()),
+        tuple(lengths.tolist()),
+        table.get_device_tensor()[rows, :columns].to(torch.int64),
+        table.block_size,
+        num_blocks,
+        share,
+    )

@@ -1,4 +1,9 @@
-"""Attention over pages in Triton: one launch for all requests of a step, a second where keys were split.
+"""The kernels in Triton: attention over pages, writes into slots, copies of blocks.
+
+Needs Triton: ``triton_attention``, ``pages`` and ``copies`` import this module when they are asked for it, and name
+what is missing.
+
+Attention is one launch for all requests of a step, a second where keys were split:
 
     rows of a request       query 0 head 0, query 0 head 1, ... query 1 head 0 ...     those that share one KV head
     tile                    block_m rows, read together: a key is loaded once for all of them
@@ -7,7 +12,9 @@
 
 Widths that are no power of two are taken apart: 576 is 512 and 64, 80 is 64 and 16, 192 is 128 and 64.
 Exponentials are to base 2: scores come multiplied by log2(e). Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
-Needs Triton: ``triton_attention`` imports this module and names what is missing.
+
+A launch of a write is a line of programs, one for each (token, tile of its keys, then of its values); one of a copy,
+shift or zeroing is one for each (copy, layer, tile of a block). The tile runs fastest.
 """
 
 from __future__ import annotations
@@ -19,8 +26,10 @@ import torch
 import triton
 import triton.language as tl
 
-from hybridkv.worker.attention.triton_attention import TritonBatch
-from hybridkv.worker.pages.storage import KVPages
+from hybridkv.units import ceil_div
+from hybridkv.worker.copies import CopyKernels, Shifts
+from hybridkv.worker.pages import KVPages
+from hybridkv.worker.triton_attention import TritonBatch
 
 _DTYPES: Final = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # parts that the combining kernel holds at a time
@@ -29,22 +38,12 @@ _LOG2E: Final = math.log2(math.e)
 # behind every token: no window, no chunk
 _NOWHERE: Final = 1 << 30
 # what differs between steps, or layers of one shape: a kernel compiled for its alignment would be compiled once more
-_OF_A_STEP: Final = (
-    "table",
-    "starts",
-    "lengths",
-    "work",
-    "combined",
-    "table_stride",
-    "window",
-    "chunk",
-    "first_tokens",
-)
+_OF_A_STEP: Final = ("table", "starts", "lengths", "work", "combined", "table_stride", "window", "chunk")
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
 def _token_in(slot: tl.tensor, ranks: tl.constexpr, rank: tl.constexpr, interleave: tl.constexpr) -> tl.tensor:
-    """Which token of a request lies in each of its slots on this rank (context_parallel.py)."""
+    """Which token of a request lies in each of its slots on this rank (attention.py)."""
     return slot if ranks == 1 else (slot // interleave * ranks + rank) * interleave + slot % interleave
 
 
@@ -110,7 +109,6 @@ def attention_kernel(  # noqa: C901, PLR0912, PLR0915, PLR0917 - a kernel is one
     value_scale: tl.tensor,
     window: tl.tensor,
     chunk: tl.tensor,
-    first_tokens: tl.tensor,
     table_stride: tl.tensor,
     query_token: tl.tensor,
     query_head: tl.tensor,
@@ -140,7 +138,6 @@ def attention_kernel(  # noqa: C901, PLR0912, PLR0915, PLR0917 - a kernel is one
     interleave: tl.constexpr,
     causal: tl.constexpr,
     bounded: tl.constexpr,
-    kept_first: tl.constexpr,
     capped: tl.constexpr,
     sunk: tl.constexpr,
     fp8: tl.constexpr,
@@ -166,7 +163,7 @@ def attention_kernel(  # noqa: C901, PLR0912, PLR0915, PLR0917 - a kernel is one
     position = length - queries + of_query
     token = (start + of_query).to(tl.int64)
 
-    # tokens low .. high - 1 are each seen by a query of the tile, and so are the first ones
+    # tokens low .. high - 1 are each seen by a query of the tile
     low, high = tl.full([], 0, tl.int32), length
     row_low = tl.zeros([block_m], tl.int32)
     if causal:
@@ -177,11 +174,7 @@ def attention_kernel(  # noqa: C901, PLR0912, PLR0915, PLR0917 - a kernel is one
             row_low = tl.maximum(position - window + 1, position // chunk * chunk)
     begin = _slots_before(low, ranks, rank, interleave) // block_n
     end = tl.cdiv(_slots_before(high, ranks, rank, interleave), block_n)
-    ahead = 0
-    if kept_first:
-        first = tl.minimum(first_tokens, high)
-        ahead = tl.minimum(tl.cdiv(_slots_before(first, ranks, rank, interleave), block_n), begin)
-    turns = ahead + end - begin
+    turns = end - begin
     each = tl.cdiv(turns, splits)
 
     column_a = tl.arange(0, key_a)
@@ -201,11 +194,9 @@ def attention_kernel(  # noqa: C901, PLR0912, PLR0915, PLR0917 - a kernel is one
     total = tl.zeros([block_m], tl.float32)
 
     for turn in range(split * each, tl.minimum(split * each + each, turns)):
-        slot = tl.where(turn < ahead, turn, turn - ahead + begin) * block_n + tl.arange(0, block_n)
+        slot = (turn + begin) * block_n + tl.arange(0, block_n)
         at = _token_in(slot, ranks, rank, interleave)
         held = (at >= low) & (at < high)
-        if kept_first:
-            held = held | (at < tl.minimum(first_tokens, high))
         block = tl.load(table + request.to(tl.int64) * table_stride + slot // block_size, mask=held, other=0)
         block = block.to(tl.int64)
         inner = slot % block_size
@@ -225,10 +216,7 @@ def attention_kernel(  # noqa: C901, PLR0912, PLR0915, PLR0917 - a kernel is one
         if causal:
             seen = seen & (at[None, :] <= position[:, None])
             if bounded:
-                near = at[None, :] >= row_low[:, None]
-                if kept_first:
-                    near = near | (at < first_tokens)[None, :]
-                seen = seen & near
+                seen = seen & (at[None, :] >= row_low[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         # nothing seen yet: every score is -inf, and so are all differences to 0
@@ -381,7 +369,6 @@ def launch_attention(
         pages.value_scale,
         mask.window or _NOWHERE,
         mask.chunk or _NOWHERE,
-        mask.first_tokens,
         batch.table.stride(0),
         *query.stride(),
         *keys.stride(),
@@ -399,7 +386,6 @@ def launch_attention(
         interleave=share.interleave,
         causal=mask.causal,
         bounded=mask.window is not None or mask.chunk is not None,
-        kept_first=mask.first_tokens > 0,
         capped=softcap is not None,
         fp8=shape.fp8,
         native=tiles.native_fp8,
@@ -426,3 +412,260 @@ def launch_attention(
             parts_held=_PARTS,
             **alike,
         )
+
+
+# elements of a program: a token of 8 heads of 128 is one tile of keys and one of values; of 8-byte words it is 8 KiB,
+# 16 loads of 4 bytes or 4 of 16 in flight for each of its 128 threads
+_TILE: Final = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
+def _e4m3(value: tl.tensor) -> tl.tensor:
+    """The byte of the float8_e4m3fn nearest to a float32, ties to even; what is too large becomes 448."""
+    bits = value.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    largest = 0x43E00000  # 448
+    held = tl.minimum(size, largest)
+    # 3 of 23 bits of the mantissa stay, the exponent's bias falls from 127 to 7; a carry goes up into the exponent
+    normal = ((held + 0x7FFFF + ((held >> 20) & 1)) >> 20) - (120 << 3)
+    # below 2 ** -6 the bytes count steps of 2 ** -9, which is the last bit of a float32 near 2 ** 14
+    steps = (held.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    byte = tl.where(held < 0x3C800000, steps, normal)
+    byte = tl.where(size > 0x7F800000, 0x7F, byte)
+    return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
+def _put(  # noqa: PLR0917 - a kernel has no keywords
+    page: tl.tensor,
+    states: tl.tensor,
+    inverse: tl.tensor,
+    first: tl.tensor,
+    page_head: tl.tensor,
+    page_column: tl.tensor,
+    state_head: tl.tensor,
+    state_column: tl.tensor,
+    heads: tl.constexpr,
+    width: tl.constexpr,
+    fp8: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Elements ``first`` .. of one token: from ``states`` to ``page``, where its own begin."""
+    at = first + tl.arange(0, tile)
+    head, column = at // width, at % width
+    inside = at < heads * width
+    held = tl.load(states + head * state_head + column * state_column, mask=inside)
+    if fp8:
+        held = _e4m3(held.to(tl.float32) * inverse)
+    tl.store(page + head * page_head + column * page_column, held, mask=inside)
+
+
+@triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]  # Triton is not typed
+def write_kernel(  # noqa: PLR0917 - a kernel has no keywords
+    slots: tl.tensor,
+    limit: tl.tensor,
+    keys: tl.tensor,
+    key_states: tl.tensor,
+    key_inverse: tl.tensor,
+    key_block: tl.tensor,
+    key_token: tl.tensor,
+    key_head: tl.tensor,
+    key_column: tl.tensor,
+    key_state_token: tl.tensor,
+    key_state_head: tl.tensor,
+    key_state_column: tl.tensor,
+    values: tl.tensor,
+    value_states: tl.tensor,
+    value_inverse: tl.tensor,
+    value_block: tl.tensor,
+    value_token: tl.tensor,
+    value_head: tl.tensor,
+    value_column: tl.tensor,
+    value_state_token: tl.tensor,
+    value_state_head: tl.tensor,
+    value_state_column: tl.tensor,
+    heads: tl.constexpr,
+    key_width: tl.constexpr,
+    value_width: tl.constexpr,
+    block_size: tl.constexpr,
+    fp8: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """A tile of one token's keys or values; of a token without a slot nothing."""
+    key_tiles = tl.cdiv(heads * key_width, tile)
+    tiles = key_tiles + tl.cdiv(heads * value_width, tile)
+    program = tl.program_id(0)
+    token = (program // tiles).to(tl.int64)
+    number = program % tiles
+    slot = tl.load(slots + token)
+    if (slot >= 0) & (slot < limit):
+        block, inner = slot // block_size, slot % block_size
+        if number < key_tiles:
+            _put(
+                keys + block * key_block + inner * key_token,
+                key_states + token * key_state_token,
+                key_inverse,
+                number * tile,
+                key_head,
+                key_column,
+                key_state_head,
+                key_state_column,
+                heads,
+                key_width,
+                fp8,
+                tile,
+            )
+        else:
+            _put(
+                values + block * value_block + inner * value_token,
+                value_states + token * value_state_token,
+                value_inverse,
+                (number - key_tiles) * tile,
+                value_head,
+                value_column,
+                value_state_head,
+                value_state_column,
+                heads,
+                value_width,
+                fp8,
+                tile,
+            )
+
+
+def launch_write(
+    slots: torch.Tensor,
+    keys: tuple[torch.Tensor, torch.Tensor, float],
+    values: tuple[torch.Tensor, torch.Tensor, float],
+    *,
+    fp8: bool,
+) -> None:
+    """Pages, states of the tokens and the factor before rounding, of both; pages and states integers but for fp8."""
+    _, block_size, heads, key_width = keys[0].shape
+    tile = min(_TILE, triton.next_power_of_2(heads * max(key_width, values[0].shape[3])))
+    tiles = sum(ceil_div(heads * one[0].shape[3], tile) for one in (keys, values))
+    parts = [
+        argument
+        for view, states, factor in (keys, values)
+        for argument in (view, states, factor, *view.stride(), *states.stride())
+    ]
+    write_kernel[len(slots) * tiles,](
+        slots,
+        keys[0].shape[0] * block_size,
+        *parts,
+        heads=heads,
+        key_width=key_width,
+        value_width=values[0].shape[3],
+        block_size=block_size,
+        fp8=fp8,
+        tile=tile,
+    )
+
+
+# columns x channels a program holds between reading and writing
+_SHIFT_TILE: Final = 2048
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
+def _write_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
+    stack: tl.tensor,
+    source: tl.tensor,
+    destination: tl.tensor,
+    layer_stride: tl.tensor,
+    block_stride: tl.tensor,
+    layers: tl.tensor,
+    tiles: tl.tensor,
+    elements: tl.tensor,
+    zero: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    program = tl.program_id(0).to(tl.int64)
+    copy = program // (layers * tiles)
+    base = stack + program // tiles % layers * layer_stride
+    at = program % tiles * tile + tl.arange(0, tile)
+    inside = at < elements
+    to = base + tl.load(destination + copy) * block_stride + at
+    if zero:
+        tl.store(to, 0, mask=inside)
+    else:
+        tl.store(to, tl.load(base + tl.load(source + copy) * block_stride + at, mask=inside), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
+def _shift_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
+    stack: tl.tensor,
+    source: tl.tensor,
+    destination: tl.tensor,
+    bias: tl.tensor,
+    layer_stride: tl.tensor,
+    block_stride: tl.tensor,
+    column_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    layers: tl.tensor,
+    tiles: tl.tensor,
+    columns: tl.tensor,
+    channels: tl.tensor,
+    all_columns: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    program = tl.program_id(0).to(tl.int64)
+    copy = program // (layers * tiles)
+    base = stack + program // tiles % layers * layer_stride
+    column = tl.arange(0, all_columns)[:, None]
+    channel = program % tiles * tile + tl.arange(0, tile)[None, :]
+    skipped = tl.load(bias + copy)
+    kept = (column < columns - skipped) & (channel < channels)
+    cell = column * column_stride + channel * channel_stride
+    first = tl.load(source + copy) * block_stride + skipped * column_stride
+    values = tl.load(base + first + cell, mask=kept)
+    # a block may shift into itself: all threads have read their columns before one of them writes; other programs
+    # have other channels
+    tl.debug_barrier()
+    tl.store(base + tl.load(destination + copy) * block_stride + cell, values, mask=kept)
+
+
+def _copy_blocks(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+    """One launch. stack: [layers, blocks, elements], elements side by side."""
+    _write_blocks(stack, source, destination, zero=False)
+
+
+def _zero_blocks(stack: torch.Tensor, blocks: torch.Tensor) -> None:
+    """One launch."""
+    _write_blocks(stack, blocks, blocks, zero=True)
+
+
+def _write_blocks(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor, *, zero: bool) -> None:
+    layers, _, elements = stack.shape
+    if not len(source):
+        return
+    tiles = ceil_div(elements, _TILE)
+    strides = stack.stride(0), stack.stride(1)
+    _write_kernel[(len(source) * layers * tiles,)](
+        stack, source, destination, *strides, layers, tiles, elements, zero=zero, tile=_TILE
+    )
+
+
+def _shift_columns(stack: torch.Tensor, shifts: Shifts) -> None:
+    """One launch, whatever the biases. stack: [layers, blocks, columns, channels], of any strides."""
+    layers, _, columns, channels = stack.shape
+    if not shifts.runs:
+        return
+    all_columns = triton.next_power_of_2(columns)
+    tile = max(1, _SHIFT_TILE // all_columns)
+    tiles = ceil_div(channels, tile)
+    _shift_kernel[(len(shifts.source) * layers * tiles,)](
+        stack,
+        shifts.source,
+        shifts.destination,
+        shifts.bias,
+        *stack.stride(),
+        layers,
+        tiles,
+        columns,
+        channels,
+        all_columns=all_columns,
+        tile=tile,
+    )
+
+
+TRITON: Final = CopyKernels(_copy_blocks, _shift_columns, _zero_blocks)
+"""On a GPU, or on the CPU where Triton's interpreter is switched on (TRITON_INTERPRET=1 before it is imported)."""

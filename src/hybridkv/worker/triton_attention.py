@@ -10,7 +10,6 @@ Keys are split where there are fewer tiles than a GPU wants programs, so that on
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Final, Self
 
 import numpy as np
@@ -18,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
-from hybridkv.worker.attention.paged_attention import CAUSAL, AttentionMask, PagedBatch, check_batch, check_layer
-from hybridkv.worker.pages.storage import KVPages
+from hybridkv.worker.attention import CAUSAL, AttentionMask, PagedBatch, check_batch, check_layer
+from hybridkv.worker.pages import KVPages, load_kernels
 
 # keys below which a program costs more than it saves
 _FEWEST_KEYS: Final = 256
@@ -180,7 +179,7 @@ def triton_batch(
     compute with. O(requests + tiles + cells of the table); one transfer, never waits for the device.
     """
     device = batch.block_table.device
-    if device.type == "cpu" and not _kernels().INTERPRETED:
+    if device.type == "cpu" and not load_kernels("paged_attention").INTERPRETED:
         raise ConfigError("Triton has no compiler for CPUs: set TRITON_INTERPRET=1 before it is imported, or use torch")
     if splits is not None and splits < 1:
         raise WorkerError(f"splits must be at least 1, got {splits}; None to have them counted")
@@ -250,7 +249,7 @@ def triton_paged_attention(
         )
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if len(batch.work):
-        _kernels().launch_attention(
+        load_kernels("paged_attention").launch_attention(
             query, pages, batch, scale=scale, softcap=softcap, sink_logits=sink_logits, out=out, lse=lse
         )
     return out, lse
@@ -277,7 +276,7 @@ def _keys_read(batch: PagedBatch, mask: AttentionMask, request: Int64, ends: Int
     keys = (lengths - counts)[request] + ends
     bounds = [size for size in (mask.window, mask.chunk) if size is not None]
     if bounds:
-        keys = np.minimum(keys, min(bounds) + mask.first_tokens + queries)
+        keys = np.minimum(keys, min(bounds) + queries)
     return -(-keys // batch.share.size)
 
 
@@ -314,11 +313,3 @@ def _sent(numbers: NDArray[np.int32], device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         here = here.pin_memory()
     return here.to(device, non_blocking=True)
-
-
-def _kernels() -> ModuleType:
-    try:
-        from hybridkv.worker.kernels import attention  # noqa: PLC0415 - Triton is optional, so asked for here only
-    except ImportError as error:
-        raise ConfigError("Triton is not installed: pip install 'hybridkv[gpu]', or use paged_attention") from error
-    return attention

@@ -1,1 +1,0 @@
-"""Blocks and states that are moved and copied."""

@@ -1,1 +1,0 @@
-"""Triton kernels: imported only by who asks for them, an accelerator and never a requirement."""

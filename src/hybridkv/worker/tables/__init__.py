@@ -1,1 +1,0 @@
-"""Block tables and slots: where a token lies."""
