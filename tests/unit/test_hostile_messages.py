@@ -15,7 +15,7 @@ from wire_support import example_step, same
 
 from hybridkv.errors import SchemaError, WireError
 from hybridkv.step import Csr, StepResult
-from hybridkv.wire import decode_reply, decode_step, encode_reply, encode_step, schema
+from hybridkv.wire import decode_reply, decode_step, encode_reply, encode_step, messages
 
 MEGABYTE = 1_000_000
 
@@ -90,8 +90,8 @@ def test_claims_beyond_the_bytes_are_refused_before_anything_is_made(claim: byte
 
 def test_a_message_lists_so_much_and_no_more_on_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """2**19 items, here 2**12: two rows, and stop ids."""
-    assert schema.MOST_LISTED == 1 << 19
-    monkeypatch.setattr(schema, "MOST_LISTED", 1 << 12)
+    assert messages.MOST_LISTED == 1 << 19
+    monkeypatch.setattr(messages, "MOST_LISTED", 1 << 12)
     step = example_step()
     new = step.new_rows[0]  # it has one stop string
     few = replace(new, sampling=replace(new.sampling, stop=(), stop_token_ids=()))

@@ -15,7 +15,7 @@ from wire_support import example_step, failures, results, same, steps
 from hybridkv.errors import HybridKVError, SchemaError, WireError
 from hybridkv.request import SamplingParams
 from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult
-from hybridkv.wire import Reply, StepFailure, decode_reply, decode_step, encode_reply, encode_step, schema
+from hybridkv.wire import Reply, StepFailure, decode_reply, decode_step, encode_reply, encode_step, messages
 
 MANY = settings(max_examples=2 * settings().max_examples)
 
@@ -37,15 +37,15 @@ def test_any_reply_comes_back_as_it_was(reply: Reply) -> None:
 @pytest.mark.parametrize(
     ("message", "value", "more"),
     [
-        (schema.StepMessage, Step, set()),
-        (schema.NewRowMessage, NewRow, set()),
-        (schema.EncoderMessage, EncoderRead, {"digest_is_text"}),
-        (schema.SamplingMessage, SamplingParams, set()),
-        (schema.CsrMessage, Csr, set()),
-        (schema.CellsMessage, Cells, set()),
-        (schema.CopyMessage, Copy, set()),
-        (schema.ResultMessage, StepResult, set()),
-        (schema.LogprobsMessage, Logprobs, set()),
+        (messages.StepMessage, Step, set()),
+        (messages.NewRowMessage, NewRow, set()),
+        (messages.EncoderMessage, EncoderRead, {"digest_is_text"}),
+        (messages.SamplingMessage, SamplingParams, set()),
+        (messages.CsrMessage, Csr, set()),
+        (messages.CellsMessage, Cells, set()),
+        (messages.CopyMessage, Copy, set()),
+        (messages.ResultMessage, StepResult, set()),
+        (messages.LogprobsMessage, Logprobs, set()),
     ],
 )
 def test_a_message_has_the_fields_of_its_value(message: type[Struct], value: type, more: set[str]) -> None:

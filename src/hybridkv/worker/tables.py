@@ -215,9 +215,10 @@ class MultiGroupBlockTable:
         """Everything that could be out of range, before anything is written. O(rows + cells)."""
         cells = step.cells
         new_rows = np.asarray([new.row for new in step.new_rows], np.int64)
-        rows = {"rows": step.rows, "finished_rows": step.finished_rows, "new_rows": new_rows, "cells.row": cells.row}
-        for name, given in rows.items():
-            _check_range(step, name, given, self.max_num_reqs)
+        _check_range(step, "rows", step.rows, self.max_num_reqs)
+        _check_range(step, "finished_rows", step.finished_rows, self.max_num_reqs)
+        _check_range(step, "new_rows", new_rows, self.max_num_reqs)
+        _check_range(step, "cells.row", cells.row, self.max_num_reqs)
         _check_range(step, "cells.group", cells.group, len(self._tables))
         if len({len(cells.group), len(cells.row), len(cells.column), len(cells.block)}) != 1:
             raise WorkerError(f"Step {step.id}: the columns of cells differ in length")
