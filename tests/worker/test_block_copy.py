@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from block_copy_support import CONFIGS, StepCase, check_step, step_cases, step_of
-from copy_support import content, fill
+from copy_support import CONFIGS, StepCase, check_step, content, fill, step_cases, step_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_attention_support import MATRIX, ONE, Call, KernelCase
+from attention_support import MATRIX, ONE, Call, KernelCase
 from mutants import mutant
 
 from hybridkv.worker import AttentionMask, kernels, triton_attention

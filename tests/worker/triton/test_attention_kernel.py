@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_support import CASE, FP8, MATRIX, ONE, Call, KernelCase, kernel_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_attention_support import CASE, FP8, MATRIX, ONE, Call, KernelCase, kernel_cases
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.worker import (

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_copy_support import StepCase, check_step, step_cases
-from copy_support import Row, StateCase, check_states, state_cases
+from copy_support import Row, StateCase, StepCase, check_states, check_step, state_cases, step_cases
 from hypothesis import given, settings
 
 from hybridkv.errors import ConfigError
