@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from calls import (
     Ask,
     Call,
+    Case,
     Decode,
     DecodeRow,
     Difference,
@@ -13,6 +14,7 @@ from calls import (
     Free,
     Grow,
     Ids,
+    Kind,
     Known,
     Preempt,
     Probe,
@@ -21,7 +23,6 @@ from calls import (
     Slots,
     Start,
 )
-from cases import Case, Kind
 from our_side import OurSide
 from vllm_side import VllmSide
 

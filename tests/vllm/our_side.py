@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from calls import Ask, DecodeRow, Found, Ids, Keys, Slots
-from cases import Case, Group, Kind
+from calls import Ask, Case, DecodeRow, Found, Group, Ids, Keys, Kind, Slots
 
 from hybridkv.cache import CacheOptions, KVCacheBlocks, KVCacheManager
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec

@@ -25,8 +25,7 @@ import msgspec
 import openai
 import zmq
 from generate_duel import MATCHES, say
-from generation import make_rounds
-from generators import OUTPUT, Plain
+from generation import OUTPUT, Plain, make_rounds
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
