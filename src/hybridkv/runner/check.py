@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
@@ -130,30 +130,15 @@ def check_completions(
     """
     differences: list[Difference] = []
     ends: list[str] = []
+    inputs = [None] * len(completions) if encoders is None else encoders
+    seen = [None] * len(completions) if images is None else images
     with attention_implementation(loaded.model, "eager"), torch.inference_mode():
-        inputs = [None] * len(completions) if encoders is None else encoders
-        seen = [None] * len(completions) if images is None else images
         for completion, params, encoder, pictures in zip(completions, sampling, inputs, seen, strict=True):
-            asked = with_word_ids(params, loaded)
-            held = (*loaded.eos_token_ids, *params.stop_token_ids)
-            reference = _Reference(loaded.model, encoder, held, _tensors(pictures, loaded.model))
-            differences += _differences(reference, completion, asked, recorder)
+            given = {"encoder": encoder, "images": _tensors(pictures, loaded.model)}
+            differences += _differences(loaded, completion, with_word_ids(params, loaded), recorder, given)
             ends += _wrong_end(loaded, completion, params)
     tokens = sum(len(one.token_ids) for one in completions)
     return CheckReport(len(completions), tokens, tuple(differences), tuple(ends))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Reference:
-    """Plain transformers. encoder: what the encoder of ``model`` reads, None for a model without.
-
-    held: tokens that do not come before min_tokens. images: beside the prompt, by name.
-    """
-
-    model: PreTrainedModel
-    encoder: torch.Tensor | None
-    held: tuple[int, ...]
-    images: Mapping[str, torch.Tensor]
 
 
 def _tensors(images: Images | None, model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -165,26 +150,41 @@ def _tensors(images: Images | None, model: PreTrainedModel) -> dict[str, torch.T
 
 
 def _differences(
-    reference: _Reference, completion: Completion, params: SamplingParams, recorder: LogitRecorder
+    loaded: LoadedModel, completion: Completion, params: SamplingParams, recorder: LogitRecorder, given: dict[str, Any]
 ) -> list[Difference]:
-    ours = completion.token_ids
-    if not ours:
+    """By ``generate`` where that can draw as asked; behind a first difference, and else, by teacher forcing.
+
+    given: encoder and images, as generate_greedy has them.
+    """
+    prompt, ours, said, start = completion.prompt_token_ids, completion.token_ids, list[int](), 0
+    if ours and params.temperature == 0 and not RowEdits.wanted(replace(params, repetition_penalty=1.0)):
+        said = generate_greedy(loaded.model, prompt, len(ours), params.repetition_penalty, **given)
+        start = next((i for i, (a, b) in enumerate(zip(ours, said, strict=True)) if a != b), len(ours))
+    if start == len(ours):
         return []
-    plain = replace(params, repetition_penalty=1.0)
-    if params.temperature > 0 or RowEdits.wanted(plain):
-        return list(_forced(reference, completion, params, recorder))
-    expected = generate_greedy(
-        reference.model,
-        completion.prompt_token_ids,
-        len(ours),
-        params.repetition_penalty,
-        encoder=reference.encoder,
-        images=reference.images,
-    )
-    first = next((i for i, (a, b) in enumerate(zip(ours, expected, strict=True)) if a != b), None)
-    if first is None:
-        return []
-    return list(_forced(reference, completion, params, recorder, expected_first=expected[first], start=first))
+    logits = forced_logits(loaded.model, prompt, ours, **given)
+    held = (*loaded.eos_token_ids, *params.stop_token_ids)  # tokens that do not come before min_tokens
+    best = scores(logits, _sampling_of(params, prompt, ours, logits, held)).topk(2, dim=-1)
+    expected = best.indices[:, 0].tolist()
+    if said:
+        expected[start] = said[start]
+    unit = max(params.repetition_penalty, 1 / params.repetition_penalty)
+    if params.temperature > 0:
+        unit /= params.temperature
+    rounding = unit * tolerance(loaded.model.dtype) * float(logits.abs().max())
+    return [
+        Difference(
+            request_id=completion.request_id,
+            at=at,
+            token=ours[at],
+            expected=expected[at],
+            margin=float(best.values[at, 0] - best.values[at, 1]),
+            measured=unit * recorder.difference(completion.request_id, len(prompt) + at, logits[at].cpu()),
+            rounding=rounding,
+        )
+        for at in range(start, len(ours))
+        if ours[at] != expected[at]
+    ]
 
 
 def generate_greedy(
@@ -230,40 +230,6 @@ def _plain_generation_config(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = own
 
 
-def _forced(
-    reference: _Reference,
-    completion: Completion,
-    params: SamplingParams,
-    recorder: LogitRecorder,
-    *,
-    expected_first: int | None = None,
-    start: int = 0,
-) -> Iterator[Difference]:
-    """Differences from ``start`` on, by teacher forcing. expected_first: what ``generate`` said at ``start``."""
-    prompt, ours = completion.prompt_token_ids, completion.token_ids
-    logits = forced_logits(reference.model, prompt, ours, encoder=reference.encoder, images=reference.images)
-    best = scores(logits, _sampling_of(params, prompt, ours, logits, reference.held)).topk(2, dim=-1)
-    expected = best.indices[:, 0].tolist()
-    if expected_first is not None:
-        expected[start] = expected_first
-    unit = max(params.repetition_penalty, 1 / params.repetition_penalty)
-    if params.temperature > 0:
-        unit /= params.temperature
-    rounding = unit * tolerance(reference.model.dtype) * float(logits.abs().max())
-    for at in range(start, len(ours)):
-        if ours[at] == expected[at]:
-            continue
-        yield Difference(
-            request_id=completion.request_id,
-            at=at,
-            token=ours[at],
-            expected=expected[at],
-            margin=float(best.values[at, 0] - best.values[at, 1]),
-            measured=unit * recorder.difference(completion.request_id, len(prompt) + at, logits[at].cpu()),
-            rounding=rounding,
-        )
-
-
 def forced_logits(
     model: PreTrainedModel,
     prompt: Sequence[int],
@@ -278,16 +244,14 @@ def forced_logits(
     """
     ids = torch.tensor([[*prompt, *output[:-1]]], device=model.device)
     if encoder is not None:
-        heard = {model.main_input_name: encoder.to(model.device)}
-        with plain_transformers(model):
-            every: torch.Tensor = model(decoder_input_ids=ids, use_cache=False, **heard).logits[0].float()
-        return every[-len(output) :]
-    behind = ids.shape[1] - len(prompt)
-    given = {name: value for name, value in images.items() if name not in OF_TEXT}
-    # what was generated is text
-    given |= {name: functional.pad(images[name], (0, behind)) for name in TOKEN_KINDS if name in images}
+        given = {"decoder_input_ids": ids, model.main_input_name: encoder.to(model.device)}
+    else:
+        behind = ids.shape[1] - len(prompt)
+        given = {"input_ids": ids} | {name: value for name, value in images.items() if name not in OF_TEXT}
+        # what was generated is text
+        given |= {name: functional.pad(images[name], (0, behind)) for name in TOKEN_KINDS if name in images}
     with plain_transformers(model):
-        logits: torch.Tensor = model(input_ids=ids, use_cache=False, **given).logits[0, -len(output) :].float()
+        logits: torch.Tensor = model(use_cache=False, **given).logits[0, -len(output) :].float()
     return logits
 
 

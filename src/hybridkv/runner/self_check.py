@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -43,6 +43,7 @@ _TOKENS: Final = 41
 _LONGEST: Final = 320
 """Prompts reach past a window, if it ends before so many tokens."""
 _CHUNK: Final = 29
+_ROWS: Final = 2
 _SEED: Final = 11
 _FEWEST: Final = 8
 
@@ -75,11 +76,6 @@ class Alone:
     bound: float
     context: float
 
-    @property
-    def length(self) -> int:
-        """Tokens of the longest prompt."""
-        return len(self.prompts[0])
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -95,12 +91,20 @@ class Report:
     @property
     def wrong(self) -> str:
         """What differs, "" for nothing."""
-        said = [
-            f"{regime} {most:.2g} behind token {at}"
-            for regime, (most, at) in self.worst.items()
-            if not most <= self.bound
-        ]
+        worst = self.worst.items()
+        said = (f"{regime} {most:.2g} behind token {at}" for regime, (most, at) in worst if not most <= self.bound)
         return ", ".join(said) or self.failed
+
+    def require_right(self, name: str) -> None:
+        """Raise UnsupportedModelError for what is wrong with the model ``name``."""
+        if self.failed:
+            raise UnsupportedModelError(f"{name} does not run on pages: not supported ({self.failed})")
+        if self.wrong:
+            raise UnsupportedModelError(
+                f"{name} says something else on pages than alone: largest difference of two logits, as a share of the "
+                f"largest one: {self.wrong} (bound {self.bound:.2g}); some layer does more than attend over what it "
+                "keeps"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +140,14 @@ def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -
     name, alone = type(loaded.model).__name__, said_alone(loaded, length)
     probed = probe(loaded.model)  # refuses a model that cannot run on pages at all, and says why
     trial = Trial(plan, forwards_of(loaded.model, probed), attention)
-    report = _tried(loaded, alone, trial)
+    report = compare(loaded, alone, trial)
     if report.wrong and not report.failed and depends_on_calls(probed.mixers):
         return trial.forwards  # alone, too: its mixers were compared one by one, and the log tells
     together = ""
     if report.wrong and trial.forwards is Forwards.TOGETHER:
         together, trial = f" (together: {report.wrong})", replace(trial, forwards=Forwards.BY_ROW)
-        report = _tried(loaded, alone, trial)
-    _require_right(name, report)
+        report = compare(loaded, alone, trial)
+    report.require_right(name)
     if trial.forwards is Forwards.BY_ROW:
         logger.info("%s: each row of a step runs in a forward of its own%s", name, together)
     if alone.context <= report.bound:
@@ -155,36 +159,13 @@ def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -
     return trial.forwards
 
 
-def _require_right(name: str, report: Report) -> None:
-    """UnsupportedModelError for what is wrong."""
-    if report.failed:
-        raise UnsupportedModelError(f"{name} does not run on pages: not supported ({report.failed})")
-    if report.wrong:
-        raise UnsupportedModelError(
-            f"{name} says something else on pages than alone: largest difference of two logits, as a share of the "
-            f"largest one: {report.wrong} (bound {report.bound:.2g}); some layer does more than attend over what it "
-            "keeps"
-        )
-
-
-def _tried(loaded: LoadedModel, alone: Alone, trial: Trial) -> Report:
-    """``compare``; a Report that is wrong where the model raises."""
-    try:
-        return compare(loaded, alone, trial)
-    except (HybridKVError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # noqa: BLE001 - a model that was handed what it does not expect raises anything
-        return Report({}, alone.bound, failed=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-
-
 def _kind_of(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> _Kind | None:
     """What decides how a model runs, its weights left out; None for one with code of its own on some module."""
-    for module in loaded.model.modules():
-        hooks = (module._forward_hooks, module._forward_pre_hooks)
-        if any(hooks) or "forward" in vars(module):
-            return None
-    config = loaded.model.config.to_json_string(use_diff=False)
-    return type(loaded.model), config, loaded.model.dtype, plan.layout, plan.placement, plan.model.block_size, attention
+    model = loaded.model
+    if any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in model.modules()):
+        return None
+    config = model.config.to_json_string(use_diff=False)
+    return type(model), config, model.dtype, plan.layout, plan.placement, plan.model.block_size, attention
 
 
 def _length(plan: Plan) -> int:
@@ -212,14 +193,20 @@ def said_alone(loaded: LoadedModel, length: int) -> Alone:
 
 
 def compare(loaded: LoadedModel, alone: Alone, trial: Trial) -> Report:
-    """The prompts of ``alone`` on pages."""
-    length = alone.length
-    third, ends = length // 3, sorted({length // 3, length // 3 + 1, length - 1, length})
-    asked = [Asked("cold", 0, 0, third), Asked("cold", 0, 1, third // 2)]
+    """Compare the prompts of ``alone`` on pages; what the model raises is in the Report."""
+    length = len(alone.prompts[0])
+    ends = sorted({length // 3, length // 3 + 1, length - 1, length})
+    asked = [Asked("cold", 0, 0, length // 3), Asked("cold", 0, 1, length // 3 // 2)]
     asked += [Asked("chunked", 1, prompt, len(tokens)) for prompt, tokens in enumerate(alone.prompts)]
     asked += [Asked("warm", 2 + wave, 0, end) for wave, end in enumerate(ends)]
+    try:
+        said = _on_pages(loaded, alone.prompts, asked, trial)
+    except (HybridKVError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a model that was handed what it does not expect raises anything
+        return Report({}, alone.bound, failed=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
     worst = dict[str, tuple[float, int]]()
-    for one, logits in _on_pages(loaded, alone.prompts, asked, trial).items():
+    for one, logits in said.items():
         found = difference(logits, alone.logits[one.prompt][one.tokens - 1])
         worst[one.regime] = max(worst.get(one.regime, (0.0, 0)), (found, one.tokens))
     return Report(worst, alone.bound)
@@ -239,51 +226,36 @@ def _on_pages(
     """The logits behind each, float32[vocabulary], from a runner of its own."""
     plan, lengths = trial.plan, [len(prompt) + 1 for prompt in prompts] * 3
     small = plan_for(loaded, lengths, block_size=plan.model.block_size, layout=plan.layout, placement=plan.placement)
-    limits = SchedulerLimits(max_running=2, max_batched_tokens=_CHUNK)
-    noted = _Noted()
+    by_request, rows, said = dict[str, Asked](), dict[int, str](), dict[Asked, torch.Tensor]()
+
+    def note(step: Step, logits: torch.Tensor) -> None:
+        rows.update((new.row, new.request_id) for new in step.new_rows)
+        for row, one in zip(step.rows[Draws.of(step).row].tolist(), logits, strict=True):
+            said[by_request[rows[row]]] = one.cpu()
+
     runner = ModelRunner(
         loaded.model,
         small.config,
         planner_model(loaded.model, block_size=small.model.block_size, name=loaded.name),
-        max_running=limits.max_running,
+        max_running=_ROWS,
         max_model_len=small.max_model_len,
-        max_batched_tokens=limits.max_batched_tokens,
-        observer=noted,
+        max_batched_tokens=_CHUNK,
+        observer=note,
         forwards=trial.forwards,
         attention=trial.attention,
     )
     try:
         cache = KVCacheManager(small)
-        scheduler = Scheduler(cache, limits)
+        scheduler = Scheduler(cache, SchedulerLimits(max_running=_ROWS, max_batched_tokens=_CHUNK))
         for wave in sorted({one.wave for one in asked}):
-            for one in asked:
-                if one.wave == wave:
-                    request = Request(
-                        f"{one.regime} {one.prompt} {one.tokens}",
-                        prompts[one.prompt][: one.tokens],
-                        SamplingParams(max_tokens=1, ignore_eos=True),
-                        hasher=cache.hasher,
-                        cache_salt=one.regime,
-                    )
-                    noted.asked[request.request_id] = one
-                    scheduler.add(request)
+            for one in (one for one in asked if one.wave == wave):
+                name, tokens = f"{one.regime} {one.prompt} {one.tokens}", prompts[one.prompt][: one.tokens]
+                by_request[name] = one
+                sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+                scheduler.add(Request(name, tokens, sampling, hasher=cache.hasher, cache_salt=one.regime))
             while not scheduler.drained:
                 step = scheduler.schedule()
                 scheduler.update(runner.execute(step))
     finally:
         runner.detach()
-    return noted.logits
-
-
-@dataclass(slots=True)
-class _Noted:
-    """An Observer: what the tokens of each of ``asked``, by request id, were drawn from."""
-
-    asked: dict[str, Asked] = field(default_factory=dict)
-    logits: dict[Asked, torch.Tensor] = field(default_factory=dict)
-    rows: dict[int, str] = field(default_factory=dict)
-
-    def __call__(self, step: Step, logits: torch.Tensor) -> None:
-        self.rows |= {new.row: new.request_id for new in step.new_rows}
-        for row, one in zip(step.rows[Draws.of(step).row].tolist(), logits, strict=True):
-            self.logits[self.asked[self.rows[row]]] = one.cpu()
+    return said
