@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hybridkv.cache.spaces.slab_holes import BUCKETS, SlabCandidates
+from hybridkv.cache.spaces.slab_holes import BUCKETS, QUEUES, SlabHoles
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import BlockError, CacheError
 from hybridkv.planner.config import ALIGNMENT_BYTES, SlabClass, SlabLayout
@@ -156,9 +156,7 @@ class Twins:
         assert (space.moved_blocks, space.transfers) == (oracle.moved, oracle.transfers)
         for of in range(len(self.ks)):
             assert space.lru(of).tolist() == oracle.lru(of)
-            assert [space._cached.stamps.item(block) for block in oracle.lru(of)] == [
-                oracle.stamp[b] for b in oracle.lru(of)
-            ]
+            assert [space.stamps.item(block) for block in oracle.lru(of)] == [oracle.stamp[b] for b in oracle.lru(of)]
             counts = (space.referenced[of], space.holes[of], space.cached[of], space.slabs[of])
             assert counts == (*(oracle.count(of, state) for state in (HELD, HOLE, CACHED)), len(oracle.slabs_of(of)))
         for slab in range(1, oracle.num_slabs):
@@ -333,19 +331,19 @@ CORRUPTIONS: dict[str, Corruption] = {
     "class 0 counts 1 holes, there are 2": lambda space, _: put(space.holes, 0, 1),
     "class 1 counts 0 referenced blocks, there are 2": lambda space, _: put(space.referenced, 1, 0),
     "class 0 counts 3 cached blocks, there are 2": lambda space, _: setattr(space._lru[0], "_count", 3),
-    "slab 1 is in queue 13 of class 0, not in 14": lambda space, _: put(space._holes.candidates[0]._queue, 1, 13),
-    "slab 5 is in queue 2 of class 0, not in -1": lambda space, _: put(space._holes.candidates[0]._queue, 5, 2),
-    r"the queues of class 0 have \[\(2, 14\)\]": lambda space, _: space._holes.candidates[0]._heaps[14].remove(1),
+    "slab 1 is in queue 13 of class 0, not in 14": lambda space, _: put(space._holes.queues, 1, 13),
+    "slab 5 is in queue 2 of class 0, not in -1": lambda space, _: put(space._holes.queues, 5, 2),
+    r"the queues of class 0 have \[\(2, 14\)\]": lambda space, _: space._holes.heaps[14].remove(1),
     r"slabs \[5, 6\] are on the stack, \[4, 5, 6\]": lambda space, _: put(space._holes.owner, 4, -1),
     r"slabs \[6\] are on the stack": lambda space, _: setattr(space._holes, "num_free", 1),
     "the null slab belongs to class 1": lambda space, _: put(space._holes.owner, 0, 1),
-    "not in the order of its stamps": lambda space, _: put(space._cached.stamps, 10, 2**20),
-    "block 4 of class 0 is locked but not referenced": lambda space, _: put(space._locks.of_block, 4, 1),
-    "slab 1 of class 0 counts 0 locks": lambda space, _: put(space._locks.of_slab, 1, 0),
+    "not in the order of its stamps": lambda space, _: put(space.stamps, 10, 2**20),
+    "block 4 of class 0 is locked but not referenced": lambda space, _: put(space.locks, 4, 1),
+    "slab 1 of class 0 counts 0 locks": lambda space, _: put(space.slab_locks, 1, 0),
     "slab 3 is nobody's and counts 7 locks|slab 3 of class 1 counts 7 locks": lambda space, _: put(
-        space._locks.of_slab, 3, 7
+        space.slab_locks, 3, 7
     ),
-    "class 0 counts 0 slabs with locks, there are 1": lambda space, _: put(space._locks.slabs, 0, 0),
+    "class 0 counts 0 slabs with locks, there are 1": lambda space, _: put(space.locked_slabs, 0, 0),
     "holders of 3 blocks were given, the space has 35": lambda _, ref: ref.resize(3, refcheck=False),
 }
 
@@ -358,7 +356,7 @@ def test_corruption_is_reported(message: str) -> None:
 
 
 def other_hysteresis(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlabSpace, "_much_older", lambda space, giver, own: space._cached.oldest_stamp(giver) < own)
+    patch.setattr(SlabSpace, "_much_older", lambda space, giver, own: space.oldest_stamp(giver) < own)
 
 
 def other_giver(patch: pytest.MonkeyPatch) -> None:
@@ -370,7 +368,8 @@ def other_giver(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_order(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlabCandidates, "fullest_pinned", lambda self: self._first(range(BUCKETS, 2 * BUCKETS)))
+    queues = range(BUCKETS, QUEUES)
+    patch.setattr(SlabHoles, "fullest_pinned", lambda self, of: self._first(of * QUEUES + queue for queue in queues))
 
 
 @pytest.mark.parametrize("other", [other_hysteresis, other_giver, other_order])

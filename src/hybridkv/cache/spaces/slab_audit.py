@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.spaces.slab_holes import BUCKETS, NONE
+from hybridkv.cache.spaces.slab_holes import BUCKETS, NONE, QUEUES
 
 if TYPE_CHECKING:
     from hybridkv.cache.spaces.slabs import SlabSpace
@@ -33,7 +33,7 @@ def check_slabs(space: SlabSpace, ref: Int32, keyed: Bool) -> Iterator[str]:
     for of, (base, k) in enumerate(zip(space.bases, space.ks, strict=True)):
         rows = slice(base, base + k * (space.num_slabs + 1))
         hole = space._holes.is_hole[rows].reshape(-1, k)
-        cached = space._cached.are_in(rows).reshape(-1, k)
+        cached = space.are_cached(rows).reshape(-1, k)
         held = (ref[rows] > 0).reshape(-1, k)
         yield from _blocks(space, of, hole, cached, held)
         yield from _counts(space, of, hole, cached, held)
@@ -53,7 +53,7 @@ def _stack(space: SlabSpace) -> Iterator[str]:
     for name, counts in (
         ("holes", space._holes.all_holes),
         ("referenced blocks", space._holes.all_held),
-        ("locks", space._locks.of_slabs),
+        ("locks", np.array(space.slab_locks)),
     ):
         wrong = np.flatnonzero((space._holes.owners < 0) & (counts != 0))
         yield from (f"slab {slab} is nobody's and counts {counts[slab]} {name}" for slab in wrong.tolist())
@@ -61,8 +61,8 @@ def _stack(space: SlabSpace) -> Iterator[str]:
 
 def _keys(space: SlabSpace, keyed: Bool) -> Iterator[str]:
     """What waits to be evicted has a key, and what has one and no holder waits."""
-    for block in space.order().tolist():
-        waits = space._cached.holds(block)
+    free = space.order()
+    for block, waits in zip(free.tolist(), space.are_cached(free).tolist(), strict=True):
         if waits != keyed[block]:
             yield f"block {block} is free; it has a key: {not waits}, it waits to be evicted: {waits}"
 
@@ -101,19 +101,23 @@ def _counts(space: SlabSpace, of: int, hole: Bool, cached: Bool, held: Bool) -> 
 
 def _candidates(space: SlabSpace, of: int, hole: Bool, held: Bool) -> Iterator[str]:
     """Every slab with holes, and no other, is in the queue that it belongs in, once."""
-    candidates, k = space._holes.candidates[of], space.ks[of]
+    k, first = space.ks[of], of * QUEUES
     holes, pinned = np.count_nonzero(hole, axis=1).tolist(), np.count_nonzero(held, axis=1).tolist()
     expected = {
         slab: (k - free) * BUCKETS // k + (BUCKETS if pins else 0)
         for slab, (free, pins) in enumerate(zip(holes, pinned, strict=True))
         if 0 < free < k
     }
-    for slab in range(space.num_slabs + 1):
-        if candidates.queue_of(slab) != expected.get(slab, NONE):
-            yield (
-                f"slab {slab} is in queue {candidates.queue_of(slab)} of class {of}, not in {expected.get(slab, NONE)}"
-            )
-    entries = sorted(candidates.entries())
+    for slab, number in enumerate(space._holes.queues):
+        queue = number - first if 0 <= number - first < QUEUES else NONE
+        if queue != expected.get(slab, NONE):
+            yield f"slab {slab} is in queue {queue} of class {of}, not in {expected.get(slab, NONE)}"
+    entries = sorted(
+        (slab, queue)
+        for queue, heap in enumerate(space._holes.heaps[first : first + QUEUES])
+        for slab in heap
+        if space._holes.queues[slab] == first + queue
+    )
     if not {slab for slab, _ in entries} >= set(expected) or len(set(entries)) != len(entries):
         yield f"the queues of class {of} have {entries}, not {sorted(expected.items())}"
 
@@ -121,7 +125,7 @@ def _candidates(space: SlabSpace, of: int, hole: Bool, held: Bool) -> Iterator[s
 def _lru(space: SlabSpace, of: int) -> Iterator[str]:
     """An LRU is in the order of its stamps, none of which is of the future; each block stands in it once."""
     ids = space.lru(of)
-    stamps = space._cached.stamps[ids]
+    stamps = space.stamps[ids]
     if (stamps[1:] < stamps[:-1]).any() or (stamps > space.now).any():
         yield f"the LRU of class {of} is not in the order of its stamps {stamps.tolist()}, {space.now} being the last"
     if len(ids) != space.cached[of] or len(np.unique(ids)) != len(ids):
@@ -131,12 +135,12 @@ def _lru(space: SlabSpace, of: int) -> Iterator[str]:
 def _locks(space: SlabSpace, of: int, held: Bool) -> Iterator[str]:
     """Locked blocks are referenced; slabs and the class count them."""
     base, k = space.bases[of], space.ks[of]
-    locks = space._locks.of_block[base : base + held.size].reshape(-1, k)
+    locks = space.locks[base : base + held.size].reshape(-1, k)
     for slab, i in np.argwhere((locks > 0) & ~held)[:1].tolist():
         yield f"block {base + slab * k + i} of class {of} is locked but not referenced"
     owned = space._holes.owners == of
-    wrong = np.flatnonzero(owned & (space._locks.of_slabs != locks.sum(axis=1)))
-    yield from (f"slab {slab} of class {of} counts {space._locks.of_slab[slab]} locks" for slab in wrong.tolist())
+    wrong = np.flatnonzero(owned & (np.array(space.slab_locks) != locks.sum(axis=1)))
+    yield from (f"slab {slab} of class {of} counts {space.slab_locks[slab]} locks" for slab in wrong.tolist())
     found = np.count_nonzero(owned & (locks > 0).any(axis=1))
-    if space._locks.slabs[of] != found:
-        yield f"class {of} counts {space._locks.slabs[of]} slabs with locks, there are {found}"
+    if space.locked_slabs[of] != found:
+        yield f"class {of} counts {space.locked_slabs[of]} slabs with locks, there are {found}"

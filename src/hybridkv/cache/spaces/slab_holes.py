@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -40,6 +40,11 @@ Bool = NDArray[np.bool_]
 
 FREE: Final = -1
 """Owner of a slab that no class owns."""
+NO_SLAB: Final = 0
+"""The null slab is nobody's candidate, so its number says that there is none."""
+BUCKETS: Final = 8
+QUEUES: Final = 2 * BUCKETS
+NONE: Final = -1
 _FEW: Final = 32
 """Up to as many blocks are dealt with in plain Python: arrays have a fixed cost."""
 _MOST: Final = np.iinfo(np.int32).max
@@ -63,8 +68,9 @@ class SlabHoles:
     """``num_slabs`` slabs (0 is the null slab), which class c cuts into ``ks[c]`` blocks. At first all are free.
 
     For reading: num_blocks, bases, num_free (slabs on the stack), is_hole of each handle; per class referenced and
-    holes (blocks), slabs (owned) and candidates; per slab owner (FREE for none), num_holes and num_held (referenced
-    blocks), with owners, all_holes and all_held on the same memory.
+    holes (blocks) and slabs (owned); per slab owner (FREE for none), num_holes, num_held (referenced blocks) and queues
+    (the heap that it belongs in, NONE for none), with owners, all_holes and all_held on the same memory; heaps, QUEUES
+    for each class.
     """
 
     def __init__(self, num_slabs: int, ks: Sequence[int]) -> None:
@@ -83,7 +89,10 @@ class SlabHoles:
         self.owners.fill(FREE)
         self.num_holes, self.all_holes = counters(num_slabs)
         self.num_held, self.all_held = counters(num_slabs)
-        self.candidates = tuple(SlabCandidates(num_slabs, k) for k in ks)
+        self.queues = array("h", [NONE]) * num_slabs
+        self._all_queues: NDArray[np.int16] = np.frombuffer(self.queues, np.int16)  # the same memory
+        self.heaps: list[list[int]] = [[] for _ in range(QUEUES * len(ks))]
+        self._queued = [bytearray(num_slabs) for _ in self.heaps]  # whether a heap has an entry for a slab
         self._current = [NO_SLAB] * len(ks)  # the slab that each class took from last
         self._stack = np.arange(num_slabs - 1, 0, -1, dtype=np.int64)  # free slabs up to num_free - 1, the top
         self.num_free = num_slabs - 1
@@ -203,11 +212,11 @@ class SlabHoles:
         if self.holes[of]:
             slab = self._current[of]
             if not (self.num_holes[slab] and self.num_held[slab]):
-                slab = self.candidates[of].fullest_pinned()
+                slab = self.fullest_pinned(of)
         if slab == NO_SLAB:
             if self.num_free:
                 return self._take_slabs(n, of) if n >= 2 * self.ks[of] else self._open_slab(min(n, self.ks[of]), of)
-            slab = self.candidates[of].fullest_unpinned()
+            slab = self.fullest_unpinned(of)
             if slab == NO_SLAB:
                 return np.empty(0, np.int32)
         self._current[of] = slab
@@ -233,7 +242,7 @@ class SlabHoles:
     def _refile(self, slab: int, held: int, of: int) -> None:
         """``held`` more blocks of ``slab`` are referenced; it goes where it belongs now."""
         self.num_held[slab] += held
-        self.candidates[of].put(slab, self.num_holes[slab], self.num_held[slab])
+        self._file(slab, of)
 
     def _open_slab(self, n: int, of: int) -> Int32:
         """The first ``n`` blocks of a free slab; if there are more, the others become holes."""
@@ -302,14 +311,14 @@ class SlabHoles:
 
     def _count(self, part: Part, held: int = 0, holes: int = 0) -> Slabs:
         """Each block of ``part`` adds ``held`` and ``holes`` to its slab. The slabs, some perhaps more than once."""
-        candidates, slabs = self.candidates[part.of], part.slabs
+        of, slabs = part.of, part.slabs
         if isinstance(slabs, list):
             for slab in slabs:
                 self.num_held[slab] += held
                 self.num_holes[slab] += holes
-                candidates.put(slab, self.num_holes[slab], self.num_held[slab])
+                self._file(slab, of)
             return slabs
-        if self.ks[part.of] == 1:  # each block has a slab of its own, which is never half full
+        if self.ks[of] == 1:  # each block has a slab of its own, which is never half full
             self.all_held[slabs] += held
             self.all_holes[slabs] += holes
             return slabs
@@ -322,7 +331,7 @@ class SlabHoles:
             np.add.at(self.all_held, slabs, held * runs)
         if holes:
             np.add.at(self.all_holes, slabs, runs)
-        candidates.put_many(slabs, self.all_holes[slabs], self.all_held[slabs])
+        self._file_many(slabs, of)
         return slabs
 
     def _disown(self, slabs: Slabs, of: int) -> None:
@@ -358,7 +367,7 @@ class SlabHoles:
 
         held: which of them are referenced. The slab is free then, the next to be taken. O(k).
         """
-        self.candidates[of].drop(victim)
+        self.queues[victim] = NONE
         targets = self._find_targets(held, of)
         self.num_held[victim] = 0
         self.holes[of] += len(sources)  # which the victim has in place of the targets
@@ -371,97 +380,70 @@ class SlabHoles:
 
         Slab by slab, which is what block by block comes to: a slab that is chosen gets fuller, and remains the choice.
         """
-        candidates = self.candidates[of]
         targets: list[Int32] = []
         done = 0
         while done < len(held):
-            slab = candidates.fullest_pinned() or candidates.fullest_unpinned()
+            slab = self.fullest_pinned(of) or self.fullest_unpinned(of)
             ids = self._fill(slab, len(held) - done, of)
             self._refile(slab, int(np.count_nonzero(held[done : done + ids.size])), of)
             targets.append(ids)
             done += ids.size
         return np.concatenate(targets)
 
+    # -- which slab with holes is next
 
-BUCKETS: Final = 8
-NONE: Final = -1
-NO_SLAB: Final = 0
-"""The null slab is nobody's candidate, so its number says that there is none."""
-
-
-class SlabCandidates:
-    """Out of ``num_slabs`` slabs (0 is the null slab), cut into ``blocks_per_slab`` blocks; at first none is one."""
-
-    def __init__(self, num_slabs: int, blocks_per_slab: int) -> None:
-        self._k = blocks_per_slab
-        self._queue = array("b", [NONE]) * num_slabs
-        self._queues: NDArray[np.int8] = np.frombuffer(self._queue, np.int8)  # the same memory, for many at once
-        self._heaps: list[list[int]] = [[] for _ in range(2 * BUCKETS)]
-        self._queued = [bytearray(num_slabs) for _ in range(2 * BUCKETS)]  # whether a heap has an entry for a slab
-
-    def queue_of(self, slab: int) -> int:
-        """The queue that ``slab`` is in, NONE for none."""
-        return self._queue[slab]
-
-    def put(self, slab: int, holes: int, held: int) -> None:
-        """``slab`` has ``holes`` free blocks and ``held`` referenced ones now. O(log slabs) if its queue changes."""
-        k = self._k
-        queue = (k - holes) * BUCKETS // k + (BUCKETS if held else 0) if 0 < holes < k else NONE
-        if self._queue[slab] != queue:
-            self._queue[slab] = queue
+    def _file(self, slab: int, of: int) -> None:
+        """``slab`` of class ``of`` goes into the queue that it belongs in now. O(log slabs) if that is another one."""
+        k, holes, queue = self.ks[of], self.num_holes[slab], NONE
+        if 0 < holes < k:
+            queue = of * QUEUES + (k - holes) * BUCKETS // k + (BUCKETS if self.num_held[slab] else 0)
+        if self.queues[slab] != queue:
+            self.queues[slab] = queue
             if queue != NONE:
                 self._enter(slab, queue)
 
-    def put_many(self, slabs: NDArray[np.int64], holes: NDArray[np.int32], held: NDArray[np.int32]) -> None:
-        """``put`` of each of ``slabs``, some perhaps more than once; Python turns for those that change queues only."""
-        queues = (self._k - holes) * BUCKETS // self._k + BUCKETS * (held > 0)
-        queues[(holes == 0) | (holes == self._k)] = NONE
-        changed = self._queues[slabs] != queues
+    def _file_many(self, slabs: Int64, of: int) -> None:
+        """``_file`` each of ``slabs``, some perhaps more than once; Python turns for those that change queues only."""
+        k, holes = self.ks[of], self.all_holes[slabs]
+        queues = of * QUEUES + (k - holes) * BUCKETS // k + BUCKETS * (self.all_held[slabs] > 0)
+        queues[(holes == 0) | (holes == k)] = NONE
+        changed = self._all_queues[slabs] != queues
         slabs, queues = slabs[changed], queues[changed]
-        self._queues[slabs] = queues
+        self._all_queues[slabs] = queues
         for slab, queue in zip(slabs.tolist(), queues.tolist(), strict=True):
             if queue != NONE:
                 self._enter(slab, queue)
 
-    def drop(self, slab: int) -> None:
-        """``slab`` is no candidate any more."""
-        self._queue[slab] = NONE
+    def _enter(self, slab: int, queue: int) -> None:
+        if not self._queued[queue][slab]:
+            self._queued[queue][slab] = 1
+            heappush(self.heaps[queue], slab)
 
-    def fullest_pinned(self) -> int:
+    def fullest_pinned(self, of: int) -> int:
         """The lowest slab of the fullest bucket that has pinned slabs, else NO_SLAB. O(log slabs) amortised."""
-        return self._first(range(2 * BUCKETS - 1, BUCKETS - 1, -1))
+        return self._first(range((of + 1) * QUEUES - 1, of * QUEUES + BUCKETS - 1, -1))
 
-    def fullest_unpinned(self) -> int:
+    def fullest_unpinned(self, of: int) -> int:
         """The lowest slab of the fullest bucket that has unpinned slabs, else NO_SLAB. O(log slabs) amortised."""
-        return self._first(range(BUCKETS - 1, -1, -1))
+        return self._first(range(of * QUEUES + BUCKETS - 1, of * QUEUES - 1, -1))
 
-    def emptiest(self, locked: array[int]) -> int:
+    def emptiest(self, of: int, locked: array[int]) -> int:
         """The lowest slab of the emptiest bucket, pinned or not, without locked blocks; else NO_SLAB.
 
         locked: locks on each slab's blocks. O(log slabs) amortised, O(slabs in a queue) where its first is locked.
         """
-        for bucket in range(BUCKETS):
+        for bucket in range(of * QUEUES, of * QUEUES + BUCKETS):
             found = [slab for queue in (bucket, BUCKETS + bucket) if (slab := self._first_unlocked(queue, locked))]
             if found:
                 return min(found)
         return NO_SLAB
 
-    def entries(self) -> Iterator[tuple[int, int]]:
-        """(slab, queue) of every valid entry of a heap. O(slabs)."""
-        for queue, heap in enumerate(self._heaps):
-            yield from ((slab, queue) for slab in heap if self._queue[slab] == queue)
-
-    def _enter(self, slab: int, queue: int) -> None:
-        if not self._queued[queue][slab]:
-            self._queued[queue][slab] = 1
-            heappush(self._heaps[queue], slab)
-
     def _first(self, queues: Iterable[int]) -> int:
         for queue in queues:
-            heap = self._heaps[queue]
+            heap = self.heaps[queue]
             while heap:
                 slab = heap[0]
-                if self._queue[slab] == queue:
+                if self.queues[slab] == queue:
                     return slab
                 self._queued[queue][heappop(heap)] = 0
         return NO_SLAB
@@ -470,6 +452,4 @@ class SlabCandidates:
         slab = self._first((queue,))
         if not locked[slab]:
             return slab
-        return min(
-            (one for one in self._heaps[queue] if self._queue[one] == queue and not locked[one]), default=NO_SLAB
-        )
+        return min((one for one in self.heaps[queue] if self.queues[one] == queue and not locked[one]), default=NO_SLAB)

@@ -13,7 +13,7 @@
 Rule and measurements: docs/design/0010. What fits can be taken: after each make_room take gives at least one block
 more. With one class and k = 1 the ids are those of FreeOrder. Keys, rows and holders are the concern of the pool.
 
-Cached blocks are ordered class by class (SlabCached):
+Cached blocks are ordered class by class:
 
     given up          no kept resume point needs them: the first to go
     ageless           to go before those with an age
@@ -44,138 +44,7 @@ AGELESS: Final = -(2**60)
 """Stamp of a block that is older than any other."""
 
 
-class SlabCached:
-    """Of ``num_blocks`` handles; class c has at most ``sizes[c]`` of them.
-
-    For reading: orders, and given (how many are given up), by class; stamps and is_given of each handle; now (releases
-    so far).
-    """
-
-    def __init__(self, num_blocks: int, sizes: Sequence[int]) -> None:
-        self.now = 0
-        self._place = np.full(num_blocks, NOWHERE, np.int32)  # of a cached block in the order of its class
-        self.orders = tuple(FreeOrder(size, self._place) for size in sizes)
-        self.stamps = np.zeros(num_blocks, np.int64)
-        self.is_given = np.zeros(num_blocks, np.bool_)
-        self.given = [0] * len(sizes)
-
-    # -- answers
-
-    def holds(self, block: int) -> bool:
-        """Whether ``block`` is cached."""
-        return self._place.item(block) != NOWHERE
-
-    def are_in(self, ids: Ids | slice) -> Bool:
-        """Which of ``ids`` are cached."""
-        cached: Bool = self._place[ids] != NOWHERE
-        return cached
-
-    def oldest_stamp(self, of: int) -> int | None:
-        """That of the next one of class ``of`` to go, None where there is none."""
-        order = self.orders[of]
-        return self.stamps.item(order.first()) if len(order) else None
-
-    def num_given(self, ids: Int32, of: int) -> int:
-        """How many of ``ids``, the oldest of class ``of``, go until the last one given up is gone."""
-        if not self.given[of]:
-            return 0
-        return min(int(np.cumsum(self.is_given[ids]).searchsorted(self.given[of])) + 1, ids.size)
-
-    def are_young(self, ids: Int32, age: int) -> Bool:
-        """Beside which of ``ids`` a block of ``age`` is more than 1.1 times as old."""
-        young: Bool = self.now - self.stamps[ids] <= (10 * age - 1) // 11
-        return young
-
-    # -- who comes and goes
-
-    def release(self, ids: Ids) -> None:
-        """``ids`` are released, one after the other."""
-        if len(ids) == 1:
-            self.stamps[ids.item(0)] = self.now + 1
-        else:
-            self.stamps[ids] = np.arange(self.now + 1, self.now + 1 + len(ids))
-        self.now += len(ids)
-
-    def append(self, of: int, ids: Ids) -> None:
-        """``ids`` of class ``of``, released, are its last to go."""
-        self.orders[of].append(ids)
-
-    def remove(self, of: int, ids: Ids) -> None:
-        """``ids`` of class ``of`` are cached no longer."""
-        self.take_back(of, ids)
-        self.orders[of].remove(ids)
-
-    def age_first(self, of: int, ids: Ids) -> None:
-        """``ids`` of class ``of`` are its first to go, and ageless."""
-        self.orders[of].remove(ids)
-        self.orders[of].prepend(ids)
-        self.stamps[ids] = AGELESS
-
-    def give_up(self, of: int, ids: Ids) -> None:
-        """``ids`` of class ``of`` are given up."""
-        self.age_first(of, ids)
-        self.given[of] += len(ids) - int(np.count_nonzero(self.is_given[ids]))
-        self.is_given[ids] = True
-
-    def take_back(self, of: int, ids: Ids) -> None:
-        """``ids`` of class ``of`` are given up no longer, if they were."""
-        if self.given[of]:
-            self.given[of] -= int(np.count_nonzero(self.is_given[ids]))
-            self.is_given[ids] = False
-
-    def move(self, of: int, sources: Int32, targets: Int32, cached: Bool) -> None:
-        """Blocks of class ``of`` moved; of each, whether it is cached."""
-        self.orders[of].rename(sources[cached], targets[cached])
-        self.stamps[targets] = self.stamps[sources]
-        self.is_given[targets] = self.is_given[sources]
-        self.is_given[sources] = False
-
-
-class SlabLocks:
-    """Of ``num_blocks`` handles in ``num_slabs`` slabs of ``classes`` classes.
-
-    For reading: of_block; of_slab, and of_slabs on the same memory; slabs (those with locks, by class).
-    """
-
-    def __init__(self, num_blocks: int, num_slabs: int, classes: int) -> None:
-        self.of_block = np.zeros(num_blocks, np.int32)
-        self.of_slab, self.of_slabs = counters(num_slabs)
-        self.slabs = [0] * classes
-
-    def add(self, parts: Sequence[Part]) -> None:
-        """One more on each block of ``parts``."""
-        for of, where, slabs in parts:
-            self.slabs[of] += self._unlocked(slabs)
-            np.add.at(self.of_slabs, slabs, 1)
-            self.of_block[where] += 1
-
-    def remove(self, parts: Sequence[Part]) -> None:
-        """One less on each block of ``parts``, which are locked."""
-        for of, where, slabs in parts:
-            self.of_block[where] -= 1
-            np.add.at(self.of_slabs, slabs, -1)
-            self.slabs[of] -= self._unlocked(slabs)
-
-    def _unlocked(self, slabs: list[int] | NDArray[np.int64]) -> int:
-        return int(np.count_nonzero(self.of_slabs[np.unique(slabs)] == 0))
-
-    def refuse_unlocked(self, ids: Ids) -> None:
-        """BlockError unless all of ``ids`` are locked."""
-        locks: NDArray[np.int32] = self.of_block[ids]
-        if not locks.all():
-            raise BlockError(f"block {int(ids[locks == 0][0])} is not locked: unlock what was locked")
-
-    def refuse_locked(self, ids: Ids) -> None:
-        """BlockError if one of ``ids`` is locked: free it could be taken, and overwritten under the transfer."""
-        if any(self.slabs) and self.of_block[ids].any():
-            raise BlockError(
-                f"block {int(ids[self.of_block[ids] > 0][0])} is locked: unlock it before its last holder goes"
-            )
-
-
 _NONE: Final = np.empty(0, np.int32)
-
-
 _NO_MOVES: Final = np.empty((0, 2), np.int32)
 
 
@@ -187,7 +56,8 @@ class SlabSpace:
 
     For reading: num_blocks (what arrays over handles need), num_slabs (usable: without the null slab), ks and bases of
     the classes, class_of_group; per class referenced, holes and given (blocks; the last are those given up), slabs
-    (owned), moved_blocks and transfers (slabs given to other classes), both so far.
+    (owned), locked_slabs (with locks), moved_blocks and transfers (slabs given to other classes), both so far; of each
+    handle stamps, is_given and locks; slab_locks of each slab; now (releases so far).
     """
 
     def __init__(self, layout: SlabLayout, max_moved_bytes: int | None = None) -> None:
@@ -204,20 +74,21 @@ class SlabSpace:
         self.num_blocks, self.bases = self._holes.num_blocks, self._holes.bases
         self.referenced, self.holes, self.slabs = self._holes.referenced, self._holes.holes, self._holes.slabs
         self.moved_blocks, self.transfers = [0] * len(self.ks), [0] * len(self.ks)
-        self._cached = SlabCached(self.num_blocks, [total * k for k in self.ks])
-        self._lru, self.given, self._given_first = self._cached.orders, self._cached.given, False
-        self._locks = SlabLocks(self.num_blocks, total, len(self.ks))
+        self.now = 0
+        self._place = np.full(self.num_blocks, NOWHERE, np.int32)  # of a cached block in the order of its class
+        self._lru = tuple(FreeOrder(total * k, self._place) for k in self.ks)
+        self.stamps = np.zeros(self.num_blocks, np.int64)
+        self.is_given = np.zeros(self.num_blocks, np.bool_)
+        self.given, self._given_first = [0] * len(self.ks), False
+        self.locks = np.zeros(self.num_blocks, np.int32)
+        self.slab_locks, self._all_slab_locks = counters(total)  # on the same memory
+        self.locked_slabs = [0] * len(self.ks)
 
     # -- counts
 
     def __len__(self) -> int:
         """Blocks of owned slabs that are not referenced."""
         return sum(self.holes) + sum(self.cached)
-
-    @property
-    def now(self) -> int:
-        """Releases so far."""
-        return self._cached.now
 
     @property
     def cached(self) -> list[int]:
@@ -367,13 +238,11 @@ class SlabSpace:
         ids = self._lru[of].leading(n)
         if ids.size < n:
             return False
-        first = self._cached.num_given(ids, of)
+        first = self._num_given(ids, of)
         if self._given_first:
             return first == n
-        others = [
-            stamp for one in range(len(self.ks)) if one != of and (stamp := self._cached.oldest_stamp(one)) is not None
-        ]
-        return not others or first == n or not self._cached.are_young(ids[first:], self.now - min(others)).any()
+        others = [stamp for one in range(len(self.ks)) if one != of and (stamp := self.oldest_stamp(one)) is not None]
+        return not others or first == n or not self._are_young(ids[first:], self.now - min(others)).any()
 
     @property
     def _is_spent(self) -> bool:
@@ -383,7 +252,7 @@ class SlabSpace:
         return [-(-(held + n) // k) for held, n, k in zip(self.referenced, more, self.ks, strict=True)]
 
     def _unlocked_slabs(self, of: int) -> int:
-        return self.slabs[of] - self._locks.slabs[of]
+        return self.slabs[of] - self.locked_slabs[of]
 
     # -- take, hold, release
 
@@ -410,7 +279,7 @@ class SlabSpace:
     def remove(self, ids: Ids) -> None:
         """Cached blocks ``ids`` (distinct, of any classes) are referenced again. O(ids)."""
         for of, some in self._cached_by_class(ids):
-            self._cached.remove(of, some)
+            self._uncache(of, some)
             self._holes.hold(self._holes.part(of, some), 1)
 
     def append(self, ids: Ids) -> None:
@@ -420,10 +289,10 @@ class SlabSpace:
         amortised.
         """
         parts = self._referenced_parts(ids)
-        self._locks.refuse_locked(ids)
-        self._cached.release(ids)
+        self._refuse_locked(ids)
+        self._stamp(ids)
         for part in parts:
-            self._cached.append(part.of, part.ids)
+            self._lru[part.of].append(part.ids)
             self._holes.hold(part, -1)
 
     def prepend(self, ids: Ids) -> None:
@@ -433,7 +302,7 @@ class SlabSpace:
         O(ids).
         """
         parts = self._referenced_parts(ids)
-        self._locks.refuse_locked(ids)
+        self._refuse_locked(ids)
         whole = [self._holes.make_holes(part, held=True) for part in parts]
         if len(whole) == 1:
             self._holes.push(whole[0])
@@ -444,7 +313,12 @@ class SlabSpace:
     def age_first(self, ids: Ids) -> None:
         """Cached blocks ``ids`` are the next of their classes to be evicted, in this order, and ageless. O(ids)."""
         for of, some in self._cached_by_class(ids):
-            self._cached.age_first(of, some)
+            self._age_first(of, some)
+
+    def _age_first(self, of: int, ids: Ids) -> None:
+        self._lru[of].remove(ids)
+        self._lru[of].prepend(ids)
+        self.stamps[ids] = AGELESS
 
     def take_given_first(self) -> None:
         """From now on; see Space."""
@@ -453,21 +327,23 @@ class SlabSpace:
     def give_up(self, ids: Ids) -> None:
         """Cached blocks ``ids`` are the first to go, in this order; see Space. O(ids)."""
         for of, some in self._cached_by_class(ids):
-            self._cached.give_up(of, some)
+            self._age_first(of, some)
+            self.given[of] += len(some) - int(np.count_nonzero(self.is_given[some]))
+            self.is_given[some] = True
 
     def keep(self, ids: Ids) -> None:
         """Of ``ids`` those given up are the youngest of their classes; see Space. O(ids)."""
-        ids = ids[self._cached.is_given[ids]]
+        ids = ids[self.is_given[ids]]
         if not len(ids):
             return
-        self._cached.release(ids)
+        self._stamp(ids)
         for of, some in self._cached_by_class(ids):
-            self._cached.remove(of, some)
-            self._cached.append(of, some)
+            self._uncache(of, some)
+            self._lru[of].append(some)
 
     def given_up(self) -> Bool:
         """See Space."""
-        return self._cached.is_given.copy()
+        return self.is_given.copy()
 
     def forget_all(self) -> None:
         """All cached blocks become holes, class by class and oldest first.
@@ -478,21 +354,45 @@ class SlabSpace:
         whole: list[int] = []
         for of, lru in enumerate(self._lru):
             ids = lru.order()
-            self._cached.remove(of, ids)
+            self._uncache(of, ids)
             whole.extend(self._holes.make_holes(self._holes.part(of, ids), held=False))
         self._holes.push_below(whole)
+
+    def are_cached(self, ids: Ids | slice) -> Bool:
+        """Which of ``ids`` are cached."""
+        cached: Bool = self._place[ids] != NOWHERE
+        return cached
+
+    def _stamp(self, ids: Ids) -> None:
+        """``ids`` are released, one after the other."""
+        if len(ids) == 1:
+            self.stamps[ids.item(0)] = self.now + 1
+        else:
+            self.stamps[ids] = np.arange(self.now + 1, self.now + 1 + len(ids))
+        self.now += len(ids)
+
+    def _uncache(self, of: int, ids: Ids) -> None:
+        """``ids`` of class ``of`` are cached no longer."""
+        self._take_back(of, ids)
+        self._lru[of].remove(ids)
+
+    def _take_back(self, of: int, ids: Ids) -> None:
+        """``ids`` of class ``of`` are given up no longer, if they were."""
+        if self.given[of]:
+            self.given[of] -= int(np.count_nonzero(self.is_given[ids]))
+            self.is_given[ids] = False
 
     def _cached_by_class(self, ids: Ids) -> list[tuple[int, Ids]]:
         """``ids`` by class. BlockError, before anything changes, unless all are cached. O(ids)."""
         found = self._holes.by_class(ids)
-        if not (cached := self._cached.are_in(ids)).all():
+        if not (cached := self.are_cached(ids)).all():
             raise BlockError(f"block {int(ids[~cached][0])} is not cached: nobody could have hit it")
         return found
 
     def _referenced_parts(self, ids: Ids) -> list[Part]:
         """``ids`` by class. BlockError, before anything changes, unless all are referenced. O(ids)."""
         parts = self._holes.parts(ids)
-        if (cached := self._cached.are_in(ids)).any():
+        if (cached := self.are_cached(ids)).any():
             raise BlockError(f"block {int(ids[cached][0])} is cached: nobody holds it")
         for part in parts:
             if (block := self._holes.find_unowned(part)) is not None:
@@ -503,12 +403,30 @@ class SlabSpace:
 
     def lock(self, ids: Ids) -> None:
         """Referenced blocks ``ids`` (distinct) stay where they are, and referenced, until unlocked as often. O(ids)."""
-        self._locks.add(self._referenced_parts(ids))
+        for of, where, slabs in self._referenced_parts(ids):
+            self.locked_slabs[of] += self._num_unlocked(slabs)
+            np.add.at(self._all_slab_locks, slabs, 1)
+            self.locks[where] += 1
 
     def unlock(self, ids: Ids) -> None:
         """One lock less on each of ``ids`` (distinct). BlockError for one that is not locked. O(ids)."""
-        self._locks.refuse_unlocked(ids)
-        self._locks.remove(self._referenced_parts(ids))
+        locks: Int32 = self.locks[ids]
+        if not locks.all():
+            raise BlockError(f"block {int(ids[locks == 0][0])} is not locked: unlock what was locked")
+        for of, where, slabs in self._referenced_parts(ids):
+            self.locks[where] -= 1
+            np.add.at(self._all_slab_locks, slabs, -1)
+            self.locked_slabs[of] -= self._num_unlocked(slabs)
+
+    def _num_unlocked(self, slabs: list[int] | NDArray[np.int64]) -> int:
+        return int(np.count_nonzero(self._all_slab_locks[np.unique(slabs)] == 0))
+
+    def _refuse_locked(self, ids: Ids) -> None:
+        """BlockError if one of ``ids`` is locked: free it could be taken, and overwritten under the transfer."""
+        if any(self.locked_slabs) and self.locks[ids].any():
+            raise BlockError(
+                f"block {int(ids[self.locks[ids] > 0][0])} is locked: unlock it before its last holder goes"
+            )
 
     # -- room
 
@@ -526,7 +444,7 @@ class SlabSpace:
             return Room(self._evict(of), _NO_MOVES)
         if self._given_first and (spare := self._spare_giver(of)) is not None:
             return self._reclaim(spare, ref)
-        giver, own = self._oldest_giver(of), self._cached.oldest_stamp(of)
+        giver, own = self._oldest_giver(of), self.oldest_stamp(of)
         if giver is not None and (own is None or self._much_older(giver, own)):
             return self._reclaim(giver, ref)
         if own is not None:
@@ -547,20 +465,36 @@ class SlabSpace:
         ids = self._lru[of].leading(n)
         ids = ids[: self._num_evicted(ids, of)]
         if ids.size:
-            self._cached.remove(of, ids)
+            self._uncache(of, ids)
             self._holes.hold_again(self._holes.part(of, ids))
         return ids
 
     def _num_evicted(self, ids: Int32, of: int) -> int:
         """How many of ``ids``, the oldest of class ``of``, make_room evicts before somebody else gives a slab."""
-        first = self._cached.num_given(ids, of)
+        first = self._num_given(ids, of)
         if self._given_first:
             return first
         giver = self._oldest_giver(of)
         if giver is None or (self._is_spent and self.ks[giver] > 1):
             return int(ids.size)
-        young = self._cached.are_young(ids[first:], self.now - self._cached.stamps.item(self._lru[giver].first()))
+        young = self._are_young(ids[first:], self.now - self.stamps.item(self._lru[giver].first()))
         return first + (int(young.argmax()) if young.any() else young.size)
+
+    def oldest_stamp(self, of: int) -> int | None:
+        """That of the next cached block of class ``of`` to go, None where there is none."""
+        order = self._lru[of]
+        return self.stamps.item(order.first()) if len(order) else None
+
+    def _num_given(self, ids: Int32, of: int) -> int:
+        """How many of ``ids``, the oldest of class ``of``, go until the last one given up is gone."""
+        if not self.given[of]:
+            return 0
+        return min(int(np.cumsum(self.is_given[ids]).searchsorted(self.given[of])) + 1, ids.size)
+
+    def _are_young(self, ids: Int32, age: int) -> Bool:
+        """Which of ``ids`` are so young that a block of ``age`` is more than 1.1 times as old."""
+        young: Bool = self.now - self.stamps[ids] <= (10 * age - 1) // 11
+        return young
 
     def _givers(self, of: int) -> Iterator[int]:
         """Other classes that have a slab's worth of blocks that nobody holds, and a slab without locked blocks."""
@@ -596,20 +530,20 @@ class SlabSpace:
         return -max(able)[1] if able else None
 
     def _oldest_giver(self, of: int) -> int | None:
-        stamps = [(stamp, one) for one in self._givers(of) if (stamp := self._cached.oldest_stamp(one)) is not None]
+        stamps = [(stamp, one) for one in self._givers(of) if (stamp := self.oldest_stamp(one)) is not None]
         return min(stamps)[1] if stamps else None
 
     def _much_older(self, giver: int, own: int) -> bool:
         """Whether the oldest cached block of ``giver`` is more than 1.1 times as old as one of stamp ``own``."""
         if self._is_spent and self.ks[giver] > 1:
             return False
-        stamp = self._cached.stamps.item(self._lru[giver].first())
+        stamp = self.stamps.item(self._lru[giver].first())
         return 10 * (self.now - stamp) > 11 * (self.now - own)
 
     def _evict(self, of: int) -> Int32:
         """The oldest cached block becomes a hole; if its slab is whole then, that is free."""
         ids = self._lru[of].take(1)
-        self._cached.take_back(of, ids)
+        self._take_back(of, ids)
         self._holes.push(self._holes.make_holes(self._holes.part(of, ids), held=False))
         return ids
 
@@ -632,17 +566,17 @@ class SlabSpace:
             if found[slab] + self._holes.num_holes[slab] == k:
                 part = Part(of, part.ids[:count], part.slabs[:count])
                 break
-        self._cached.remove(of, part.ids)
+        self._uncache(of, part.ids)
         whole = self._holes.make_holes(part, held=False)
         self._holes.push(whole)
         return part.ids.astype(np.int32), bool(len(whole))
 
     def _victim(self, giver: int) -> int:
         """The slab to be emptied: unlocked, of the emptiest bucket; a full one only if all with holes are locked."""
-        slab = self._holes.candidates[giver].emptiest(self._locks.of_slab)
+        slab = self._holes.emptiest(giver, self.slab_locks)
         if slab != NO_SLAB:
             return slab
-        return int(np.flatnonzero((self._holes.owners == giver) & (self._locks.of_slabs == 0))[0])
+        return int(np.flatnonzero((self._holes.owners == giver) & (self._all_slab_locks == 0))[0])
 
     def _empty(self, victim: int, of: int, ref: Int32) -> Int32:
         """The live blocks of ``victim`` move into other holes of class ``of``; the slab is free then. The moves."""
@@ -650,7 +584,10 @@ class SlabSpace:
         sources = (np.flatnonzero(~self._holes.is_hole[rows]) + rows.start).astype(np.int32)
         held = ref[sources] > 0
         targets = self._holes.empty(victim, of, sources, held)
-        self._cached.move(of, sources, targets, ~held)
+        self._lru[of].rename(sources[~held], targets[~held])
+        self.stamps[targets] = self.stamps[sources]
+        self.is_given[targets] = self.is_given[sources]
+        self.is_given[sources] = False
         self.moved_blocks[of] += len(sources)
         self._moved_bytes += len(sources) * self._block_bytes[of]
         return np.stack((sources, targets), axis=1)
