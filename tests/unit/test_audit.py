@@ -65,21 +65,21 @@ def ref_count_too_high(cache: KVCacheManager) -> None:
 
 
 def twice_in_the_free_order(cache: KVCacheManager) -> None:
-    order = cache.block_pool._free
+    order = cache.block_pool.space
     real = order.order()
     order.order = lambda: np.concatenate((real[:1], real))  # type: ignore[method-assign]  # the ring itself forbids it
 
 
 def missing_from_the_free_order(cache: KVCacheManager) -> None:
-    cache.block_pool._free.remove(ids(free(cache.block_pool, cached=False)))
+    cache.block_pool.space.remove(ids(free(cache.block_pool, cached=False)))
 
 
 def held_in_the_free_order(cache: KVCacheManager) -> None:
-    cache.block_pool._free.append(ids(held(cache)))
+    cache.block_pool.space.append(ids(held(cache)))
 
 
 def free_count(cache: KVCacheManager) -> None:
-    order = cache.block_pool._free
+    order = cache.block_pool.space
     assert isinstance(order, FreeOrder)
     order._count += 1
 
@@ -87,8 +87,8 @@ def free_count(cache: KVCacheManager) -> None:
 def cached_before_empty(cache: KVCacheManager) -> None:
     pool = cache.block_pool
     block = free(pool, cached=True)
-    pool._free.remove(ids(block))
-    pool._free.prepend(ids(block))
+    pool.space.remove(ids(block))
+    pool.space.prepend(ids(block))
 
 
 def key_of_another_block(cache: KVCacheManager) -> None:

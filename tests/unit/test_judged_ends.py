@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import CacheOptions, KVCacheManager
-from hybridkv.cache.index import KnownTokens
+from hybridkv.cache.index import KnownTokens, add_known, leading_known
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError
 from hybridkv.eviction import HAZARD, ranked
@@ -138,14 +138,14 @@ def test_where_others_branched_off_is_known_when_all_is_gone() -> None:
 def test_known_prefixes_are_forgotten_by_generations() -> None:
     known = KnownTokens(8)
     keys = [bytes([i]) for i in range(40)]
-    known.add(keys[:4])
-    assert known.leading(keys) == 4
-    known.add(keys[10:13])
-    assert known.leading(keys[:4]) == 4
-    known.add(keys[20:23])
-    known.add(keys[30:33])
-    assert known.leading(keys[:4]) == 0
-    assert known.leading(keys[30:]) == 3
+    add_known(known, keys[:4])
+    assert leading_known(known, keys) == 4
+    add_known(known, keys[10:13])
+    assert leading_known(known, keys[:4]) == 4
+    add_known(known, keys[20:23])
+    add_known(known, keys[30:33])
+    assert leading_known(known, keys[:4]) == 0
+    assert leading_known(known, keys[30:]) == 3
 
 
 def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

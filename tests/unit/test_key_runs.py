@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from hybridkv.cache.index import LEAST_KEYS, KeyRuns, PrefixIndex
+from hybridkv.cache.index import LEAST_KEYS, PrefixIndex
 from hybridkv.cache.keys import BlockKeys
 from hybridkv.errors import CacheError
 
@@ -126,8 +126,8 @@ def test_random_histories(seed: int, even: bool, monkeypatch: pytest.MonkeyPatch
             wanted, before = one_by_one(index, keys), met["asked"]
             assert index.leading_run(keys).tolist() == wanted, turn
             compared += len(wanted) - (met["asked"] - before)
-        assert index._runs.num_keys == sum(len(run.keys) for run in index._runs._runs.values())
-        assert index._runs.num_keys <= 2 * len(index) + 200 + 400 * (act >= 0.35)
+        assert index.keys_in_runs == sum(len(run.keys) for run in index._runs.values())
+        assert index.keys_in_runs <= 2 * len(index) + 200 + 400 * (act >= 0.35)
     assert compared > 10 * LEAST_KEYS
 
 
@@ -135,13 +135,13 @@ def test_stamps_are_looked_at_before_they_wrap(monkeypatch: pytest.MonkeyPatch) 
     """2**31 losses later a block that was lost would seem to have been kept."""
     monkeypatch.setattr("hybridkv.cache.index._MOST_EVICTIONS", 5)
     blocks = BlockKeys(1000)
-    runs = KeyRuns(blocks)
-    runs.add(KEYS[:100], 0, np.arange(1, 101, dtype=np.int32))
+    index = PrefixIndex(blocks)
+    index._add_run(KEYS[:100], 0, np.arange(1, 101, dtype=np.int32))
     blocks.publish(0, np.arange(1, 201, dtype=np.int32), KEYS[:200])
     blocks.evict(np.arange(90, 100, dtype=np.int32))
-    assert runs.find(KEYS[1000:1100], 100) == []
-    assert runs.num_keys == 89
-    assert {run.evictions for run in runs._runs.values()} == {blocks.evictions}
+    assert index._find_runs(KEYS[1000:1100], 100) == []
+    assert index.keys_in_runs == 89
+    assert {run.evictions for run in index._runs.values()} == {blocks.evictions}
 
 
 def test_removing_what_is_not_there_raises() -> None:

@@ -245,7 +245,8 @@ def test_what_was_loaded_is_part_of_what_the_whole_needs(config: KVCacheConfig) 
     cache = made(config)
     one = loading(cache)
     cache.engine.finish_load(one)
-    free = cache.block_pool.weigh([0] * len(cache.groups), [0] * len(cache.groups)).free
+    none = [0] * len(cache.block_pool.bases)
+    free = cache.block_pool.space.weigh(none, none).free
     fresh = cache.plan_slots(request(cache, "fresh"), 21, admission=Admission(RequestLimits(21), reserve_blocks=free))
     own = cache.plan_slots(one, 5, admission=Admission(RequestLimits(21), reserve_blocks=free))
     assert isinstance(fresh, Refusal)

@@ -86,8 +86,8 @@ def compared(seed: int, *, alike: bool = False) -> str:
     gone = random.sample(held, random.randrange(min(len(held), 3) + 1)) if random.random() < 0.6 else []
     ids = np.array(gone, np.int32)
     last = at_once.last_releases(ids)
-    takes = at_once.takes_alike if alike else at_once.takes_in_any_order
-    if last is None or not (at_once.gives(needs) and takes(needs, lambda: bool(gone))):
+    takes = at_once.space.takes_alike if alike else at_once.space.takes_in_any_order
+    if last is None or not (at_once.gives(needs) and takes(at_once.by_class(needs), lambda: bool(gone))):
         return "told"
     single = [("take", group) for group, need in enumerate(needs) for _ in range(need)] + [
         ("free", one) for one in gone

@@ -346,7 +346,7 @@ class Slots:
         """All rows at once; None, and nothing done, where that is not the same as one by one."""
         missing = needs.missing.sum(axis=0).tolist()
         self._transfers.make_way(missing)
-        if not self._pool.takes_alike(missing, lambda: self._drops(due.rows, needs)):
+        if not self._pool.space.takes_alike(self._pool.by_class(missing), lambda: self._drops(due.rows, needs)):
             return None
         if not drop(self._groups, self._pool, due, needs.drop):
             return None

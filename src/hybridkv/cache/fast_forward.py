@@ -120,10 +120,12 @@ class Strides:
             if (group.policy.droppable(end - 1) > group.rows.dropped[rows]).any():
                 return False
         growth = self._growth(rows, end)
-        none = [0] * len(growth)
-        weights = (self._pool.weigh([a + b for a, b in zip(growth, one, strict=True)], none) for one in takes)
-        if any(weight.needed > weight.free for weight in weights):
-            return False
+        none = [0] * len(self._pool.bases)
+        for one in takes:
+            in_all = self._pool.by_class([a + b for a, b in zip(growth, one, strict=True)])
+            needed, free = self._pool.space.weigh(in_all, none)
+            if needed > free:
+                return False
         return all(self._keeps(hit, rows, end) for hit in hits) and not self._evicts(hits, sum(growth))
 
     def _keeps(self, hit: CommonHit, rows: Int64, end: Int64) -> bool:
@@ -145,7 +147,7 @@ class Strides:
         seen = seen[seen != 0]
         if not (n and seen.size):
             return False
-        gone = self._pool.next_evicted(n)
+        gone = self._pool.space.next_evicted(n)
         return gone is None or bool(np.isin(seen, gone).any())
 
     def advance(self, rows: Int64, tokens: Int32, begin: Callable[[int], None] | None = None) -> Advance:
@@ -220,7 +222,7 @@ class Strides:
         while steps:
             needs = np.bincount(taken.before(steps).group, minlength=len(self._groups)).tolist()
             drops = len(dropped.before(steps).at)
-            if self._pool.takes_in_any_order(needs, partial(bool, drops)):
+            if self._pool.space.takes_in_any_order(self._pool.by_class(needs), partial(bool, drops)):
                 break
             steps //= 2
         return steps

@@ -17,8 +17,9 @@ A key says all that lies before it, so what followed k3 once follows it wherever
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import Final, NamedTuple, Protocol
 
@@ -31,6 +32,14 @@ MOST_TAILS: Final = 4
 """Entries of one parent."""
 
 TOKEN_BYTES: Final = 4
+
+Int32 = NDArray[np.int32]
+
+LEAST_KEYS: Final = 64
+"""Of a run: fewer are looked up one by one in no time."""
+
+_MOST_EVICTIONS: Final = 1 << 30
+"""Between two looks at a run: stamps of blocks are 32 bits wide."""
 
 _NONE = np.empty(0, np.int32)
 _FIRST_CHUNK = 32
@@ -46,16 +55,38 @@ class Tail(NamedTuple):
     length: int
 
 
+class Losses(Protocol):
+    """Who knows which blocks lost a key; see hybridkv.cache.keys.BlockKeys."""
+
+    evictions: int
+
+    def num_kept(self, ids: Int32, evictions: int) -> int:
+        """How many of the leading ``ids`` lost no key since ``evictions`` was that."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """blocks[i] was found under keys[i], and lost no key before ``evictions`` counted so many."""
+
+    keys: list[bytes]
+    blocks: Int32
+    evictions: int
+
+
 class PrefixIndex:
     """Keys of one group. Two blocks may carry one key: a look-up gives the one that came first.
 
     _first: key -> block. _others: key -> later blocks with the same key, oldest first; only keys that
     stand in _first. _tails: parent -> its tails, oldest first; _parent: of every block that has one (a block has one
     place). num_tails: of all parents. additions: keys added so far, tails too. losses: of the blocks that it names.
+    _runs: by their first keys; keys_in_runs: in all of them, as often as one stands there.
     """
 
     def __init__(self, losses: Losses) -> None:
-        self._runs = KeyRuns(losses)
+        self._losses = losses
+        self._runs: dict[bytes, _Run] = {}
+        self._swept = losses.evictions
+        self.keys_in_runs = 0
         self._first: dict[bytes, int] = {}
         self._others: dict[bytes, list[int]] = {}
         self._tails: dict[bytes, list[Tail]] = {}
@@ -126,7 +157,7 @@ class PrefixIndex:
             self._parent[target] = parent
             self._tails[parent] = [t._replace(block=target) if t.block == source else t for t in self._tails[parent]]
 
-    def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> NDArray[np.int32]:
+    def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> Int32:
         """Blocks of the leading keys that are all known, at most ``stop``; int32[hits].
 
         O(hits), whatever the rest is: keys are asked for in chunks, the first one alone. Long runs of keys that were
@@ -138,20 +169,23 @@ class PrefixIndex:
             return _NONE
         if left < LEAST_KEYS:
             return self._asked(keys, 0, left)
-        parts = self._runs.find(keys, left)
+        parts = self._find_runs(keys, left)
         found = sum(map(len, parts))
         rest = self._asked(keys, found, left)
         if len(rest):
-            if self._runs.num_keys > 2 * len(self._first) + _MORE_IN_RUNS:
-                self._runs.shrink()
-            self._runs.add(keys, found, rest)
+            if self.keys_in_runs > 2 * len(self._first) + _MORE_IN_RUNS:
+                before = self.keys_in_runs
+                self._forget_lost()
+                if self.keys_in_runs > before // 2:
+                    self._clear_runs()
+            self._add_run(keys, found, rest)
         return np.concatenate((*parts, rest)) if parts else rest
 
-    def _asked(self, keys: Sequence[bytes], first: int, stop: int) -> NDArray[np.int32]:
+    def _asked(self, keys: Sequence[bytes], first: int, stop: int) -> Int32:
         """Blocks of ``keys`` from ``first`` on that are all known, asked for one by one."""
         get, left = self._first.get, stop - first
         coming, chunk = iter(keys[first:] if first else keys), _FIRST_CHUNK
-        parts: list[NDArray[np.int32]] = []
+        parts: list[Int32] = []
         while left:
             chunk = min(chunk, left)
             ids = np.fromiter(map(get, islice(coming, chunk), repeat(0)), np.int32, chunk)  # 0, the null block: no key
@@ -176,7 +210,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forget every key."""
-        self._runs.clear()
+        self._clear_runs()
         self._first.clear()
         self._others.clear()
         self._tails.clear()
@@ -243,48 +277,13 @@ class PrefixIndex:
             for tail in tails:
                 yield parent, tail
 
+    # -- runs of keys
 
-Int32 = NDArray[np.int32]
-
-LEAST_KEYS: Final = 64
-"""Of a run: fewer are looked up one by one in no time."""
-
-_MOST_EVICTIONS: Final = 1 << 30
-"""Between two looks at a run: stamps of blocks are 32 bits wide."""
-
-
-class Losses(Protocol):
-    """Who knows which blocks lost a key; see hybridkv.cache.keys.BlockKeys."""
-
-    evictions: int
-
-    def num_kept(self, ids: Int32, evictions: int) -> int:
-        """How many of the leading ``ids`` lost no key since ``evictions`` was that."""
-        ...
-
-
-@dataclass(slots=True)
-class _Run:
-    """blocks[i] was found under keys[i], and lost no key before ``evictions`` counted so many."""
-
-    keys: list[bytes]
-    blocks: Int32
-    evictions: int
-
-
-class KeyRuns:
-    """Runs of one index, found by their first keys. num_keys: in all of them, as often as one stands there."""
-
-    def __init__(self, losses: Losses) -> None:
-        self._losses = losses
-        self._runs: dict[bytes, _Run] = {}
-        self._swept = losses.evictions
-        self.num_keys = 0
-
-    def find(self, keys: Sequence[bytes], stop: int) -> list[Int32]:
+    def _find_runs(self, keys: Sequence[bytes], stop: int) -> list[Int32]:
         """Blocks of leading ``keys``, at most ``stop``, run by run. O(runs), and comparisons of arrays and lists."""
         parts: list[Int32] = []
-        self._sweep_in_time()
+        if self._losses.evictions - self._swept > _MOST_EVICTIONS:
+            self._forget_lost()
         at, before = 0, None
         while at < stop and (run := self._runs.get(keys[at])) is not None:
             count = _common(run.keys, keys, at, stop)
@@ -303,7 +302,7 @@ class KeyRuns:
             before = run if whole else None
         return parts
 
-    def add(self, keys: Sequence[bytes], found: int, blocks: Int32) -> None:
+    def _add_run(self, keys: Sequence[bytes], found: int, blocks: Int32) -> None:
         """``blocks`` were found under ``keys`` behind the first ``found``, which were found before. O(len(blocks)).
 
         They lengthen the run of just those first ones, if there is one, or are one of their own.
@@ -316,9 +315,9 @@ class KeyRuns:
             self._runs[keys[found]] = new
         else:
             return
-        self.num_keys += len(blocks)
+        self.keys_in_runs += len(blocks)
 
-    def forget_lost(self) -> None:
+    def _forget_lost(self) -> None:
         """Runs are as long as their blocks have their keys. O(keys in runs)."""
         for run in list(self._runs.values()):
             kept = self._losses.num_kept(run.blocks, run.evictions)
@@ -327,36 +326,24 @@ class KeyRuns:
             run.evictions = self._losses.evictions
         self._swept = self._losses.evictions
 
-    def shrink(self) -> None:
-        """They have become too many: what was lost goes, or else all."""
-        before = self.num_keys
-        self.forget_lost()
-        if self.num_keys > before // 2:
-            self.clear()
-
-    def clear(self) -> None:
-        """There is none."""
-        self._runs.clear()
-        self.num_keys = 0
-
-    def _sweep_in_time(self) -> None:
-        if self._losses.evictions - self._swept > _MOST_EVICTIONS:
-            self.forget_lost()
-
     def _cut(self, run: _Run, kept: int) -> None:
         """Only the first ``kept`` keys of ``run`` are left; a short one goes."""
-        self.num_keys -= len(run.keys) - kept
+        self.keys_in_runs -= len(run.keys) - kept
         first = run.keys[0]
         del run.keys[kept:]
         run.blocks = run.blocks[:kept].copy()
         if kept < LEAST_KEYS:
-            self.num_keys -= kept
+            self.keys_in_runs -= kept
             del self._runs[first]
 
     def _join(self, run: _Run, behind: _Run) -> None:
         """``behind`` follows ``run``, and is a part of it from now on."""
         if self._runs.pop(behind.keys[0], None) is not None:
             _lengthen(run, behind)
+
+    def _clear_runs(self) -> None:
+        self._runs.clear()
+        self.keys_in_runs = 0
 
 
 def _lengthen(run: _Run, behind: _Run) -> None:
@@ -382,37 +369,27 @@ def _common(run: list[bytes], keys: Sequence[bytes], at: int, stop: int) -> int:
     return low
 
 
+@dataclass(slots=True)
 class KnownTokens:
-    """The keys seen last, between half of ``most`` and ``most`` of them.
+    """The keys seen last, between half of ``most`` and ``most`` of them: see add_known and leading_known.
 
     Two generations: when the young one is full, the old one is forgotten. Keys are remembered by their hashes: two that
     agree would cost one state kept in vain, no more.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most_young = max(most // 2, 1)
-        self._young: set[int] = set()
-        self._old: set[int] = set()
+    most: int
+    young: set[int] = field(default_factory=set)
+    old: set[int] = field(default_factory=set)
 
-    def add(self, keys: Sequence[bytes]) -> None:
-        """A request has these keys, its first block's first. O(keys)."""
-        self._young.update(map(hash, keys))
-        if len(self._young) > self._most_young:
-            self._old, self._young = self._young, set(map(hash, keys))
 
-    def leading(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` from the first on are known: with a key, all before it were seen. O(log keys)."""
-        low, high = 0, len(keys)
-        while low < high:
-            middle = (low + high) // 2
-            key = hash(keys[middle])
-            if key in self._young or key in self._old:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+def add_known(known: KnownTokens, keys: Sequence[bytes]) -> None:
+    """A request has these keys, its first block's first. O(keys)."""
+    known.young.update(map(hash, keys))
+    if len(known.young) > max(known.most // 2, 1):
+        known.old, known.young = known.young, set(map(hash, keys))
 
-    def clear(self) -> None:
-        """Nothing was seen."""
-        self._young.clear()
-        self._old.clear()
+
+def leading_known(known: KnownTokens, keys: Sequence[bytes]) -> int:
+    """How many of ``keys`` from the first on are known: with a key, all before it were seen. O(log keys)."""
+    young, old = known.young, known.old
+    return bisect_left(keys, 1, key=lambda key: (found := hash(key)) not in young and found not in old)

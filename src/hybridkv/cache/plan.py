@@ -178,7 +178,8 @@ class SlotPlanner:
         sources = self._sources(wanted)
         freed = _freed_blocks(groups, facts, plans, row, pool)
         needs = _needed_blocks(plans, sources, pool)
-        needed, free = pool.weigh(needs, freed)
+        taken, given_back = pool.by_class(needs), pool.by_class(freed)
+        needed, free = pool.space.weigh(taken, given_back)
         if needed > free:
             return Refusal(Reason.NO_SPACE, _largest_group(plans), needed, free)
         step = self._log.open_step
@@ -190,11 +191,12 @@ class SlotPlanner:
         if admission is not None:
             kept = _needed_blocks(plans, (0,) * len(plans), pool)  # sources are held for this step alone
             later = _later_blocks(groups, plans, row, admission)
-            in_all = pool.weigh([now + then for now, then in zip(kept, later, strict=True)], freed).needed
+            both = pool.by_class([now + then for now, then in zip(kept, later, strict=True)])
+            in_all = pool.space.weigh(both, given_back).needed
             wanted_blocks = max(in_all + admission.reserve_blocks, needed + admission.chunk_reserve)
             if wanted_blocks > free:
                 return Refusal(Reason.ADMISSION_LIMIT, _largest_group(plans), wanted_blocks, free, tuple(needs))
-        if pool.waits(needs, freed):
+        if pool.space.waits(taken, given_back):
             return Refusal(Reason.FRAGMENTED, _largest_group(plans), needed, free)
         return SlotPlan(
             pool.epoch,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from hybridkv.arguments import instance, instances, integer
 from hybridkv.cache.journal import NOBODY, KVCacheEvent, Observers
 from hybridkv.cache.keys import WRITTEN, BlockKeys
 from hybridkv.cache.spaces.one_size import FreeOrder
-from hybridkv.cache.spaces.space import ClassedSpace, Space, Weight
+from hybridkv.cache.spaces.space import ClassedSpace, Space
 from hybridkv.errors import BlockError, CapacityError, ConfigError
 from hybridkv.units import MOST_COUNT, shown
 
@@ -55,7 +55,7 @@ class BlockPool:
     num_groups: how many prefix indexes there are. observers: hear of the facts that the pool makes.
     space: where free blocks come from, by default a FreeOrder of all but the null block. silent: groups whose keys
     make no events.
-    Attributes for reading: keys (what the blocks carry), indexes (theirs, one a group), num_reserved (blocks taken for
+    Attributes for reading: space, keys (what the blocks carry), indexes (theirs, one a group), num_reserved (taken for
     good), epoch (grows with every take, touch and free, and with ``advance_epoch``, so that a plan can tell whether
     it is stale), moved (blocks, so far).
     """
@@ -83,7 +83,7 @@ class BlockPool:
         self.classes = (0,) * num_groups if space is None else space.class_of_group
         self.bases = (0,) if space is None else space.bases
         self._group_bases = np.array([self.bases[one] for one in self.classes], np.int32)
-        self._free: Space = FreeOrder(num_blocks) if space is None else space
+        self.space: Space = FreeOrder(num_blocks) if space is None else space
         self._reserved = [0] * len(self.bases)
         self._ref = np.zeros(num_blocks, np.int32)
         self._each_ref = self._ref.data  # quick to read and write singly
@@ -92,62 +92,36 @@ class BlockPool:
 
     def get_num_free_blocks(self) -> int:
         """Blocks that can be taken, cached ones among them."""
-        return len(self._free)
+        return len(self.space)
 
     def get_usage(self) -> float:
         """Share of what requests can hold that is held; 0 for a pool of the null block alone."""
-        return self._free.usage(self._reserved)
+        return self.space.usage(self._reserved)
 
     def get_usages(self, more: Int64) -> NDArray[np.float64]:
         """get_usage, float64[n], with ``more[i, g]`` blocks of each group g held besides, int64[n, groups]."""
         by_class = np.zeros((len(more), len(self.bases)), np.int64)
         for group, of in enumerate(self.classes):
             by_class[:, of] += more[:, group]
-        return self._free.usages(self._reserved, by_class)
+        return self.space.usages(self._reserved, by_class)
 
     @property
     def num_usable(self) -> int:
         """Units that requests can hold, blocks or slabs: all but the null one and those reserved."""
-        return self._free.num_units - self._free.units(self._reserved)
+        return self.space.num_units - self.space.units(self._reserved)
 
     def evictable_per_group(self) -> list[int]:
         """Blocks with a key that nobody holds, per group. O(blocks)."""
         return self.keys.per_group(self._ref == 0)
 
-    def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
-        """needs: blocks to take, freed: blocks given back before, by group; in units. O(groups)."""
-        return self._free.weigh(self.by_class(needs), self.by_class(freed))
-
     def gives(self, needs: Sequence[int]) -> bool:
         """Whether ``needs`` blocks, by group, can be taken now."""
-        return not any(needs) or self._free.gives(self.by_class(needs))
-
-    def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """Whether ``needs`` blocks, by group, are the same ones in whatever order groups and requests take them.
-
-        drops: whether blocks are given back in between; asked where that makes a difference.
-        """
-        return self._free.takes_in_any_order(self.by_class(needs), drops)
-
-    def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """Whether ``needs`` blocks, by group, taken at once are the same ones as those taken one by one.
-
-        Unlike takes_in_any_order, blocks of groups that take none may move for it. drops: as there.
-        """
-        return self._free.takes_alike(self.by_class(needs), drops)
-
-    def next_evicted(self, n: int) -> Int32 | None:
-        """All cached blocks that may be evicted while ``n`` are taken; None where nobody can tell. O(n)."""
-        return self._free.next_evicted(n)
-
-    def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:
-        """Whether what fits by weight needs moves that are not to be had now."""
-        return self._free.waits(self.by_class(needs), self.by_class(freed))
+        return not any(needs) or self.space.gives(self.by_class(needs))
 
     def units(self, blocks: Sequence[int]) -> int:
         """Units that ``blocks``, by group, need besides those reserved, in an empty pool."""
         held = [more + kept for more, kept in zip(self.by_class(blocks), self._reserved, strict=True)]
-        return self._free.units(held) - self._free.units(self._reserved)
+        return self.space.units(held) - self.space.units(self._reserved)
 
     def by_class(self, blocks: Sequence[int]) -> list[int]:
         """Counts of ``blocks`` by group, as counts by class."""
@@ -165,16 +139,13 @@ class BlockPool:
     def local(self, group: int, ids: Int32) -> Int32:
         """``ids`` as a Step names them: within the class of ``group``, 0 for the null block."""
         base = self.bases[self.classes[group]]
-        return self._behind(base, ids) if base else ids
+        return np.maximum(ids - base, NULL_BLOCK) if base else ids
 
     def local_each(self, groups: NDArray[np.integer[Any]], ids: Int32) -> Int32:
         """As ``local``, each of ``ids`` within the class of its own of ``groups``, which broadcasts."""
-        return self._behind(self._group_bases[groups], ids) if len(self.bases) > 1 else ids
-
-    @staticmethod
-    def _behind(base: int | Int32, ids: Int32) -> Int32:
-        """The null block lies before every base, all other blocks of a class behind its base."""
-        within: Int32 = np.maximum(ids - base, NULL_BLOCK)
+        if len(self.bases) == 1:
+            return ids
+        within: Int32 = np.maximum(ids - self._group_bases[groups], NULL_BLOCK)
         return within
 
     def ref_count(self, block: int) -> int:
@@ -197,7 +168,7 @@ class BlockPool:
 
     def free_order(self) -> list[int]:
         """Free blocks in the order they would be taken. O(num_blocks)."""
-        ids: list[int] = self._free.order().tolist()
+        ids: list[int] = self.space.order().tolist()
         return ids
 
     # -- locks and moves
@@ -206,37 +177,28 @@ class BlockPool:
         """Something changed besides the pool that plans rest on: what rows hold, or have published."""
         self.epoch += 1
 
-    def begin_step(self) -> None:
-        """What is moved from now on belongs to another step."""
-        self._free.begin_step()
-
     def lock(self, ids: Int32) -> None:
         """Each of ``ids``, held blocks, stays where it is until it is unlocked as often. BlockError for foreign ids."""
         self.refuse_foreign(ids)
-        self._free.lock(ids)
+        self.space.lock(ids)
 
     def unlock(self, ids: Int32) -> None:
         """Undo one lock of each of ``ids``. BlockError for one that is not locked."""
         self.refuse_foreign(ids)
-        self._free.unlock(ids)
-
-    @property
-    def space(self) -> Space:
-        """Where free blocks come from; for statistics and checks."""
-        return self._free
+        self.space.unlock(ids)
 
     # -- take, touch, free
 
     def reserve(self, n: int, group: int = 0) -> Int32:
         """Take ``n`` blocks for good, int32[n]: neither usable nor used. CapacityError if n are not free."""
         of = self.classes[group]
-        if n > self._free.obtainable(of):
+        if n > self.space.obtainable(of):
             raise CapacityError(
-                f"{n} blocks are needed for sinks, {self._free.obtainable(of)} of {self.num_blocks} are left: "
+                f"{n} blocks are needed for sinks, {self.space.obtainable(of)} of {self.num_blocks} are left: "
                 "plan more blocks"
             )
         ids = self.take(n, group).ids if n else np.empty(0, np.int32)
-        self._free.lock(ids)  # their layers know where they lie
+        self.space.lock(ids)  # their layers know where they lie
         self.num_reserved += n
         self._reserved[of] += n
         return ids
@@ -249,8 +211,9 @@ class BlockPool:
         """
         needs = [0] * len(self.classes)
         needs[integer("group", group, 0, len(self.classes) - 1)] = max(integer("n", n), 0)
-        if needs[group] <= self._free.obtainable(self.classes[group]) and not self.takes_in_any_order(
-            needs, lambda: False
+        needed = self.by_class(needs)
+        if needs[group] <= self.space.obtainable(self.classes[group]) and not self.space.takes_in_any_order(
+            needed, lambda: False
         ):
             raise BlockError(f"{n} blocks cannot be had without making room in slabs: allocate them for a request")
         return self.take(n, group).ids
@@ -258,9 +221,9 @@ class BlockPool:
     def take(self, n: int, group: int = 0) -> Taken:
         """get_new_blocks, and what was moved for them: whoever names one of those blocks must follow. BlockError."""
         of = self.classes[group]
-        if not 0 <= n <= self._free.obtainable(of):
-            raise BlockError(f"{n} blocks asked for, {self._free.obtainable(of)} are free: plan before taking")
-        ids = self._free.take(n, of)
+        if not 0 <= n <= self.space.obtainable(of):
+            raise BlockError(f"{n} blocks asked for, {self.space.obtainable(of)} are free: plan before taking")
+        ids = self.space.take(n, of)
         moves: list[Int64] = []
         held: list[NDArray[np.bool_]] = []
         if len(ids) < n:
@@ -280,7 +243,7 @@ class BlockPool:
 
     def take_one(self, group: int) -> int:
         """``take`` of one block for ``group``, a group of this pool; 0, and nothing done, where room must be made."""
-        block = self._free.take_one(self.classes[group])
+        block = self.space.take_one(self.classes[group])
         if block:
             if self.keys.each_group[block] >= 0:
                 self.keys.evict_one(block)
@@ -295,13 +258,13 @@ class BlockPool:
         """
         taken, evicted = list[Int32](), list[Int32]()
         while missing:
-            ids = self._free.take_oldest(missing, of)
+            ids = self.space.take_oldest(missing, of)
             if ids.size:
                 taken.append(ids)
                 evicted.append(ids)
                 missing -= len(ids)
                 continue
-            room = self._free.make_room(of, self._ref)
+            room = self.space.make_room(of, self._ref)
             evicted.append(room.evicted)
             if room.moves.size:
                 self._lose(evicted)  # before others come to lie where they were
@@ -309,7 +272,7 @@ class BlockPool:
                 moves.append(room.moves.astype(np.int64))
                 held.append(self._ref[moves[-1][:, 0]] > 0)
                 self._relocate(moves[-1])
-            taken.append(self._free.take(missing, of))
+            taken.append(self.space.take(missing, of))
             missing -= len(taken[-1])
         self._lose(evicted)
         return np.concatenate(taken)
@@ -338,7 +301,7 @@ class BlockPool:
         """``touch`` of blocks of this pool."""
         free = ids[self._ref[ids] == 0]
         if free.size:
-            self._free.remove(free)
+            self.space.remove(free)
         if self._times is not None:
             self._times.hit(ids)
         self._ref[ids] += 1
@@ -368,12 +331,12 @@ class BlockPool:
         cached = self.keys.are_on(ids)
         if not np.logical_and.reduce(cached):
             if np.logical_and.reduce(cached[1:]):  # of a row the last block, which is not full
-                self._free.prepend(ids[:1])
+                self.space.prepend(ids[:1])
                 ids = ids[1:]
             else:
-                self._free.prepend(ids[~cached])
+                self.space.prepend(ids[~cached])
                 ids = ids[cached]
-        self._free.append(ids)
+        self.space.append(ids)
         self._needs.release(ids)
         self.epoch += 1
 
@@ -385,10 +348,10 @@ class BlockPool:
         self._each_ref[block] = held - 1
         if held == 1:
             if self.keys.each_group[block] >= 0:
-                self._free.append_one(block)
+                self.space.append_one(block)
                 self._needs.release_one(block)
             else:
-                self._free.prepend_one(block)
+                self.space.prepend_one(block)
         self.epoch += 1
 
     def last_releases(self, ids: Int32) -> NDArray[np.bool_] | None:
@@ -411,7 +374,7 @@ class BlockPool:
         """One holder less of ``ids``, one after the other; ``last`` as last_releases says."""
         where = ids.astype(np.int64)
         np.subtract.at(self._ref, where, 1)
-        self._free.append(where[last])
+        self.space.append(where[last])
         self._needs.release(where[last])
         self.epoch += 1
 
@@ -437,8 +400,8 @@ class BlockPool:
         cached = self.keys.are_on(ids)
         part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         # what goes first: a later part before an earlier one
-        self._free.prepend(ids[~cached][np.argsort(-part_of[~cached], kind="stable")])
-        self._free.append(ids[cached])
+        self.space.prepend(ids[~cached][np.argsort(-part_of[~cached], kind="stable")])
+        self.space.append(ids[cached])
         self._needs.release(ids[cached][np.argsort(-part_of[cached], kind="stable")])
         self.epoch += 1
 
@@ -513,8 +476,8 @@ class BlockPool:
         """``ids`` have lost their keys: those that are free are the next to be taken."""
         free = ids[self._ref[ids] == 0]
         if free.size:
-            self._free.remove(free)
-            self._free.prepend(free)
+            self.space.remove(free)
+            self.space.prepend(free)
         self.epoch += 1
 
     def unpublish_unwritten(self, ids: Int32, first_step: int) -> None:
@@ -527,7 +490,7 @@ class BlockPool:
             return False
         gone = self.keys.take_supersedable(blocks)
         if gone.size:
-            self._free.age_first(gone)
+            self.space.age_first(gone)
         return True
 
     def reset_prefix_cache(self) -> bool:
@@ -536,7 +499,7 @@ class BlockPool:
         if in_use:
             logger.warning("prefix cache not reset: %d blocks are in use", in_use)
             return False
-        self._free.forget_all()
+        self.space.forget_all()
         self.keys.clear()
         self.epoch += 1
         return True

@@ -167,10 +167,7 @@ class Checkpoints:
         needs = [0] * len(self._pool.classes)
         for group in lacking:
             needs[group.number] = 1
-        none = [0] * len(needs)
-        weight = self._pool.weigh(needs, none)
-        fits = weight.needed <= weight.free and not self._pool.waits(needs, none)
-        if not (fits and self._kept.admits(request, tokens, needs)):
+        if not (self._pool.gives(needs) and self._kept.admits(request, tokens, needs)):
             self.declined += 1
             return
         taken = [
@@ -395,7 +392,7 @@ class TransferLog:
     def take_transfers(self) -> Transfers:
         """All of it, and nothing is held any longer. O(transfers)."""
         if self.idle:
-            self._pool.begin_step()
+            self._pool.space.begin_step()
             return Transfers((), (), _NO_BLOCKS)
         held = self.held
         copies = [transfer for moves in self._moves for transfer in self._moved(moves)]
@@ -408,7 +405,7 @@ class TransferLog:
         )
         moved = np.concatenate([moves[:, 1] for moves in self._moves]) if self._moves else _NO_BLOCKS
         self._moves, self._copies, self._stored = [], [], []
-        self._pool.begin_step()
+        self._pool.space.begin_step()
         for block in held:
             self._pool.release(np.array([block], np.int32))
         return Transfers(tuple(copies), checkpoints, moved)

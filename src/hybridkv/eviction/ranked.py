@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup
-from hybridkv.cache.index import KnownTokens
+from hybridkv.cache.index import KnownTokens, add_known, leading_known
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.statistics import CacheStatistics, EndClassStatistics, EndStatistics, TenantStatistics
 from hybridkv.eviction.audit import check_points
@@ -190,7 +190,7 @@ class RankedResumePoints:
                 self._counts.note_missed(deepest, deepest.tokens - (0 if consumed is None else consumed.tokens))
                 self._hit(deepest, request, now)
         self._note_branch(request, consumed, hit_tokens, now)
-        self._known[tenant].add(request.hashes)
+        add_known(self._known[tenant], request.hashes)
 
     def _hit(self, point: ResumePoint, request: Request, now: float) -> None:
         """Let the ranking learn that ``request`` hits ``point``, or would have."""
@@ -235,7 +235,8 @@ class RankedResumePoints:
         if request.first_hit_tokens is not None:
             return 0  # what it computed itself
         most = (request.num_prompt_tokens - 1) // self._hash_block
-        return self._known[self._rankings.tenant_of(request)].leading(request.hashes[:most]) * self._hash_block
+        known = self._known[self._rankings.tenant_of(request)]
+        return leading_known(known, request.hashes[:most]) * self._hash_block
 
     # -- resume points come and go
 
@@ -269,7 +270,7 @@ class RankedResumePoints:
         now = self._clock()
         if ended:
             self._unpark(now)
-            self._known[self._rankings.tenant_of(request)].add(request.hashes)
+            add_known(self._known[self._rankings.tenant_of(request)], request.hashes)
         if not self._tree.has_room(request, tokens):
             return
         point = self._tree.find(request, tokens) or self._make(request, tokens, now, ended=ended)

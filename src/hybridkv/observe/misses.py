@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup, parent_key
-from hybridkv.cache.index import KnownTokens
+from hybridkv.cache.index import KnownTokens, add_known, leading_known
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.policies import Search
 from hybridkv.cache.residents import Residents
@@ -130,13 +130,14 @@ class SeenPrompts:
 
     def add(self, request: Request) -> None:
         """The prompt of ``request`` has begun. O(its hash blocks)."""
-        self.begun.add(request.hashes)
-        self.plain.add(_plain_hashes(request))
+        add_known(self.begun, request.hashes)
+        add_known(self.plain, _plain_hashes(request))
 
     def clear(self) -> None:
         """No prompt has begun."""
-        self.begun.clear()
-        self.plain.clear()
+        for known in (self.begun, self.plain):
+            known.young.clear()
+            known.old.clear()
 
 
 class Misses:
@@ -278,8 +279,8 @@ class Misses:
         yield cut
         known = max(running, seen, begins)
         for reason, blocks in (
-            (MissReason.UNPUBLISHED, self._prompts.begun.leading(hashes)),
-            (MissReason.OTHER_SALT, min(self._prompts.plain.leading(_plain_hashes(request)), len(hashes))),
+            (MissReason.UNPUBLISHED, leading_known(self._prompts.begun, hashes)),
+            (MissReason.OTHER_SALT, min(leading_known(self._prompts.plain, _plain_hashes(request)), len(hashes))),
             (MissReason.NEVER_SEEN, len(hashes)),
         ):
             if blocks > known:

@@ -63,7 +63,7 @@ class SlabSpace:
     def __init__(self, layout: SlabLayout, max_moved_bytes: int | None = None) -> None:
         total = layout.num_slabs
         self._block_bytes = [one.block_bytes for one in layout.classes]
-        self._max_moved_bytes, self._moved_bytes = max_moved_bytes, 0
+        self._max_moved_bytes, self._moved_bytes, self._is_spent = max_moved_bytes, 0, False
         self.ks = tuple(one.blocks_per_slab for one in layout.classes)
         self.num_slabs = total - 1
         self.class_of_group = tuple(
@@ -159,7 +159,7 @@ class SlabSpace:
             if want > self.slabs[of]:
                 missing += want - self.slabs[of]
             else:
-                found += min(self.slabs[of] - want, self._unlocked_slabs(of))
+                found += min(self.slabs[of] - want, self.slabs[of] - self.locked_slabs[of])
         return missing <= found
 
     def fits_without_moves(self, more: Sequence[int]) -> bool:
@@ -178,7 +178,7 @@ class SlabSpace:
 
     def gives(self, needs: Sequence[int]) -> bool:
         """Whether they fit, and without moves where none are to be had; see Space."""
-        return self.needed_slabs(needs) <= self.num_slabs and not self.waits(needs, [0] * len(needs))
+        return not self.waits(needs, [0] * len(needs))
 
     def units(self, blocks: Sequence[int]) -> int:
         """Slabs that ``blocks``, by class, fill in an empty pool."""
@@ -244,15 +244,8 @@ class SlabSpace:
         others = [stamp for one in range(len(self.ks)) if one != of and (stamp := self.oldest_stamp(one)) is not None]
         return not others or first == n or not self._are_young(ids[first:], self.now - min(others)).any()
 
-    @property
-    def _is_spent(self) -> bool:
-        return self._max_moved_bytes is not None and self._moved_bytes >= self._max_moved_bytes
-
     def _wants(self, more: Sequence[int]) -> list[int]:
         return [-(-(held + n) // k) for held, n, k in zip(self.referenced, more, self.ks, strict=True)]
-
-    def _unlocked_slabs(self, of: int) -> int:
-        return self.slabs[of] - self.locked_slabs[of]
 
     # -- take, hold, release
 
@@ -432,7 +425,7 @@ class SlabSpace:
 
     def begin_step(self) -> None:
         """What is moved from now on belongs to another step."""
-        self._moved_bytes = 0
+        self._moved_bytes, self._is_spent = 0, False
 
     def make_room(self, of: int, ref: Int32) -> Room:
         """Evict, or evict and move, until class ``of`` can take a block: to be called when take fell short.
@@ -499,7 +492,7 @@ class SlabSpace:
     def _givers(self, of: int) -> Iterator[int]:
         """Other classes that have a slab's worth of blocks that nobody holds, and a slab without locked blocks."""
         for one, k in enumerate(self.ks):
-            if one != of and self.holes[one] + len(self._lru[one]) >= k and self._unlocked_slabs(one):
+            if one != of and self.holes[one] + len(self._lru[one]) >= k and self.slabs[one] > self.locked_slabs[one]:
                 yield one
 
     def has_spare(self, n: int, of: int) -> bool:
@@ -514,7 +507,7 @@ class SlabSpace:
             if left < 0:
                 wanted += -(left // k)
             elif k == 1 or not self._is_spent:
-                found += min(left // k, self._unlocked_slabs(of))
+                found += min(left // k, self.slabs[of] - self.locked_slabs[of])
         return wanted <= found
 
     def _spare_giver(self, of: int) -> int | None:
@@ -524,7 +517,7 @@ class SlabSpace:
             for one, k in enumerate(self.ks)
             if one != of
             and self.holes[one] + self.given[one] >= k
-            and self._unlocked_slabs(one)
+            and self.slabs[one] > self.locked_slabs[one]
             and (k == 1 or not self._is_spent)
         ]
         return -max(able)[1] if able else None
@@ -590,6 +583,7 @@ class SlabSpace:
         self.is_given[sources] = False
         self.moved_blocks[of] += len(sources)
         self._moved_bytes += len(sources) * self._block_bytes[of]
+        self._is_spent = self._max_moved_bytes is not None and self._moved_bytes >= self._max_moved_bytes
         return np.stack((sources, targets), axis=1)
 
 
