@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.hashing.digests import ArrayDigests
+from hybridkv.cache.hashing import ArrayDigests
 
 T = TypeVar("T")
 Int32 = NDArray[np.int32]

@@ -1,5 +1,5 @@
 // Hash chains of blocks of tokens: SHA-256 of the canonical CBOR of (parent, tokens, tail or null), as
-// hybridkv.cache.hashing.digests writes it in Python. The two are compared byte by byte in native/tests.
+// hybridkv.cache.hashing writes it in Python. The two are compared byte by byte in native/tests.
 //
 // OpenSSL hashes; what is here encodes integers (RFC 8949, 4.2.1) and spares a Python object for each of them.
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.cache import BlockHasher
-from hybridkv.cache.hashing.digests import INTERFACE, ArrayDigests, CompiledDigests
+from hybridkv.cache.hashing import INTERFACE, ArrayDigests, CompiledDigests
 
 ROOT = hashlib.sha256(b"root").digest()
 IDS = st.one_of(st.integers(0, 2**32 - 1), st.integers(0, 70_000), st.integers(0, 300))

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 _OF_FEW = {
     "hybridkv.cache.index.LEAST_KEYS": 2,
-    "hybridkv.cache.hashing.block_hasher.LEAST_BLOCKS": 2,
+    "hybridkv.cache.hashing.LEAST_BLOCKS": 2,
     "hybridkv.cache.allocator.FEW": 1,
 }
 

@@ -10,8 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hybridkv.cache import BlockHasher
-from hybridkv.cache.hashing import digests
-from hybridkv.cache.hashing.digests import INTERFACE, ArrayDigests, CompiledDigests
+from hybridkv.cache.hashing import INTERFACE, ArrayDigests, CompiledDigests, compiled_module
 
 ROOT = hashlib.sha256(b"root").digest()
 ARRAYS = ArrayDigests(4, hashlib.sha256, 32)
@@ -40,9 +39,9 @@ class Module(SimpleNamespace):
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Whether the module is there is asked anew, before and after."""
-    digests.compiled_module.cache_clear()
+    compiled_module.cache_clear()
     yield monkeypatch
-    digests.compiled_module.cache_clear()
+    compiled_module.cache_clear()
 
 
 def test_the_compiled_ones_where_they_are_installed(installed: pytest.MonkeyPatch) -> None:

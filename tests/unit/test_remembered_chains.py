@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hybridkv.cache.hashing import BlockHasher
-from hybridkv.cache.hashing.remembered import LEAST_BLOCKS, Extras, RememberedChains
+from hybridkv.cache.hashing import LEAST_BLOCKS, BlockHasher, Extras, RememberedChains
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 

@@ -1,0 +1,566 @@
+"""Keys of blocks: hashed as the ecosystem's routers and stores compute them, or known from a prompt that came before.
+
+    key(i) = H(canonical CBOR of (parent or root, tokens of block i, extra keys or null))
+
+The root is H of the CBOR text string "vllm-none-hash" unless a seed is configured. A non-cryptographic H
+is allowed with a random root only, so that nobody can prepare collisions. Canonical CBOR: RFC 8949, 4.2.
+
+Hashes are computed with arrays and hashlib, or with the package hybridkv-native where it is installed
+(docs/design/0024). Both give the same bytes.
+
+Hash chains of long prompts are remembered (docs/design/0023): what comes again is compared, not hashed.
+
+    root --its first block--> [ b0 b1 b2 ] --b3--> [ b3 b4 ]          a run of blocks with their hashes; what follows
+                                            --c3--> [ c3 c4 c5 ]      parts where prompts did
+
+Tokens are compared with tokens, and extra keys with extra keys, so a hash can never be of something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any, Final, NamedTuple, Protocol
+
+import cbor2
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.arguments import instance, integer, text
+from hybridkv.errors import ConfigError
+from hybridkv.extra_keys import Extra
+from hybridkv.units import MOST_COUNT, shown
+
+Int32 = NDArray[np.int32]
+Extras = Sequence[Extra | None]
+
+ROOT_SEED: Final = "vllm-none-hash"
+ALGORITHMS: Final = ("sha256_cbor", "xxhash_cbor")
+REMEMBERED_BYTES: Final = 64 << 20
+"""Tokens and hashes of some 7 million tokens."""
+
+INTERFACE: Final = 1
+"""Of the compiled module: the functions that are called here, and what they are handed."""
+
+
+class _Hash(Protocol):
+    def digest(self) -> bytes: ...
+
+
+Digest = Callable[[bytes], _Hash]
+Tails = Sequence[bytes | None]
+"""Of each block the bytes that end it in place of null, None where that is null."""
+
+
+@cache  # of a hasher's few lengths
+def _head(major: int, n: int) -> bytes:
+    """The CBOR head of major type ``major`` with argument ``n``, in its shortest form."""
+    if n < 24:
+        return bytes([major << 5 | n])
+    size = next(s for s in (1, 2, 4, 8) if n < 1 << 8 * s)
+    return bytes([major << 5 | 23 + size.bit_length()]) + n.to_bytes(size, "big")
+
+
+_NULL: Final = 0xF6
+_NULL_ITEM: Final = bytes([_NULL])
+_FEW: Final = 8  # up to so many blocks a Python loop is faster than array operations
+_CHUNK: Final = 512  # blocks; what is made of a chunk stays in the processor's cache
+
+# The head byte of an unsigned integer that takes 1, 2, 3 or 5 bytes, in front of its argument.
+_HEADS: Final = np.array([0, 0, 0x18 << 8, 0x19 << 16, 0, 0x1A << 32], np.uint64)
+
+
+def _encode_blocks(tokens: NDArray[np.integer], block_size: int) -> list[bytes]:
+    """Of each block the bytes behind the parent: canonical CBOR of its tokens, an array, and null.
+
+    tokens: n * block_size ids in 0 .. 2**32 - 1. O(tokens).
+    """
+    blocks = len(tokens) // block_size
+    if blocks <= _FEW:
+        head = _head(4, block_size)
+        return [
+            b"".join((head, *map(_ENCODED.__getitem__, row), _NULL_ITEM))
+            for row in tokens.reshape(blocks, block_size).tolist()
+        ]
+    size = _CHUNK * block_size
+    return [
+        part for start in range(0, len(tokens), size) for part in _encode_many(tokens[start : start + size], block_size)
+    ]
+
+
+def _encode_token(n: int) -> bytes:
+    """_head(0, n) of at most 4 bytes, without its search."""
+    if n < 24:
+        return n.to_bytes(1, "big")
+    if n < 1 << 8:
+        return (0x1800 | n).to_bytes(2, "big")
+    if n < 1 << 16:
+        return (0x190000 | n).to_bytes(3, "big")
+    return (0x1A << 32 | n).to_bytes(5, "big")
+
+
+class _Encoded(dict[int, bytes]):
+    """_encode_token of ids; the first ``most`` that are asked for are remembered, some 140 bytes each."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __missing__(self, n: int) -> bytes:
+        found = _encode_token(n)
+        if len(self) < self._most:
+            self[n] = found
+        return found
+
+
+_ENCODED: Final = _Encoded(1 << 16)
+
+
+def _encode_many(tokens: NDArray[np.integer], block_size: int) -> list[bytes]:
+    """_encode_blocks in array operations.
+
+    Every item (a block's head, its tokens, null) becomes one integer whose ``size`` low bytes are its
+    encoding. All items' bytes at distance 5 from their ends are written, then those at 4, ... 1: what an
+    item writes in front of its own bytes belongs to earlier items, which write there at a smaller distance.
+    """
+    stride, head = block_size + 2, _head(4, block_size)
+    words = np.zeros(len(tokens) // block_size * stride, np.uint64)
+    words.reshape(-1, stride)[:, 1:-1] = tokens.reshape(-1, block_size)
+    sizes = (words >= 24).view(np.uint8) + (words >= 256) + (words >= 65536).view(np.uint8) * 2 + np.uint8(1)
+    sizes[::stride] = len(head)
+    words |= _HEADS[sizes]
+    words[::stride] = int.from_bytes(head, "big")
+    words[stride - 1 :: stride] = _NULL
+    octets = words.astype("<u8", copy=False).view(np.uint8).reshape(-1, 8)
+    place = np.cumsum(sizes, dtype=np.int64)
+    stops = place[stride - 1 :: stride].tolist()
+    widest = int(sizes.max())
+    out = np.empty(stops[-1] + widest, np.uint8)  # the first items write in front of their own bytes, too
+    for distance in range(widest, 0, -1):
+        out[place] = octets[:, distance - 1]
+        place += 1
+    body = out[widest:].tobytes()
+    return [body[start:stop] for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+
+
+class ArrayDigests:
+    """Blocks of ``block_size`` tokens hashed by ``digest``, whose hashes have ``size`` bytes.
+
+    Of each block: H(canonical CBOR of (parent, tokens of the block, its tail or null)). tokens: whole blocks, ids in
+    0 .. 2**32 - 1, of any integer type.
+    """
+
+    def __init__(self, block_size: int, digest: Digest, size: int) -> None:
+        self._block_size, self._digest = block_size, digest
+        self._before = before_parent(size)
+
+    def chain(self, parent: bytes, tokens: NDArray[np.integer], tails: Tails | None) -> Iterator[list[bytes]]:
+        """Of blocks one behind the other, some at a time; at once no more than is asked for. O(tokens)."""
+        before, digest, key = self._before, self._digest, parent
+        parts = self._parts(tokens, tails)
+        for first in range(0, len(parts), _CHUNK):
+            yield [key := digest(before + key + part).digest() for part in parts[first : first + _CHUNK]]
+
+    def rows(self, parents: Sequence[bytes], tokens: NDArray[np.integer], tails: Tails | None) -> list[bytes]:
+        """Of unrelated blocks, each behind its own parent. O(tokens)."""
+        before, digest = self._before, self._digest
+        parts = self._parts(tokens, tails)
+        return [digest(before + parent + part).digest() for parent, part in zip(parents, parts, strict=True)]
+
+    def _parts(self, tokens: NDArray[np.integer], tails: Tails | None) -> list[bytes]:
+        """What is hashed of each block behind its parent."""
+        parts = _encode_blocks(tokens, self._block_size)
+        if tails is not None:
+            for i, tail in enumerate(tails):
+                if tail is not None:
+                    parts[i] = parts[i][:-1] + tail
+        return parts
+
+
+class CompiledDigests:
+    """As ArrayDigests, by SHA-256 in ``module``, which is hybridkv_native."""
+
+    def __init__(self, block_size: int, module: Any) -> None:  # noqa: ANN401 - a module that may not be installed
+        self._block_size, self._chain, self._rows = block_size, module.sha256_chain, module.sha256_rows
+
+    def chain(self, parent: bytes, tokens: NDArray[np.integer], tails: Tails | None) -> Iterator[list[bytes]]:
+        """As ArrayDigests.chain, but other threads run meanwhile."""
+        yield self._chain(parent, _as_uint32(tokens), self._block_size, tails)
+
+    def rows(self, parents: Sequence[bytes], tokens: NDArray[np.integer], tails: Tails | None) -> list[bytes]:
+        """As ArrayDigests.rows."""
+        hashes: list[bytes] = self._rows(parents, _as_uint32(tokens), self._block_size, tails)
+        return hashes
+
+
+def before_parent(size: int) -> bytes:
+    """What a block's encoding begins with: an array of three, and in it the head of a parent of ``size`` bytes."""
+    return _head(4, 3) + _head(2, size)
+
+
+def _as_uint32(tokens: NDArray[np.integer]) -> NDArray[np.uint32]:
+    """``tokens``, contiguous; not copied where they lie so as int32."""
+    if tokens.dtype == np.int32:
+        tokens = tokens.view(np.uint32)
+    return np.ascontiguousarray(tokens, np.uint32)
+
+
+@cache
+def compiled_module() -> Any | None:  # noqa: ANN401 - a module that may not be installed
+    """hybridkv_native, None where it is not installed; with a warning where it is another version's."""
+    try:
+        import hybridkv_native  # noqa: PLC0415 - optional
+    except ImportError:
+        return None
+    if hybridkv_native.INTERFACE != INTERFACE:
+        warnings.warn(
+            f"hybridkv-native is not used: its interface is {hybridkv_native.INTERFACE}, hybridkv calls {INTERFACE}: "
+            "install that of the same sources",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+    return hybridkv_native
+
+
+_Start = tuple[bytes, Extra | None]
+"""Of a run: its first block's tokens, as bytes, and extra keys."""
+
+LEAST_BLOCKS: Final = 256
+"""Of a prompt that is remembered: a shorter one is hashed in less time than it is worth."""
+
+_BLOCK_BYTES: Final = 80
+"""A hash as an object, and its places in lists."""
+_RUN_BYTES: Final = 1000
+"""What a run costs beside its tokens and hashes."""
+
+
+class _Run:
+    """Consecutive blocks of a prompt, ``blocks`` of them; behind: the runs that follow, by how they start.
+
+    octets: their tokens as int32. A bytearray compares itself with an array where that lies, and in a third of the time
+    that numpy takes. extras: one a block, None when no block has any.
+    joined: hashes that nobody has asked for yet. Most prompts never come again: objects kept for them would cost more
+    than all else here.
+    """
+
+    __slots__ = ("_hashes", "_joined", "behind", "blocks", "extras", "octets", "parent", "start")
+
+    def __init__(
+        self,
+        parent: _Run | None,
+        start: _Start,
+        tokens: Int32,
+        blocks: int,
+        *,
+        joined: bytearray,
+        extras: Extras | None,
+    ) -> None:
+        self.parent, self.start, self.blocks = parent, start, blocks
+        self.octets, self.extras = bytearray(tokens.data), extras
+        self._hashes, self._joined = list[bytes](), joined
+        self.behind: dict[_Start, _Run] = {}
+
+    @property
+    def tokens(self) -> Int32:
+        """Where they lie: hold no reference while the run goes on."""
+        return np.frombuffer(self.octets, np.int32)
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """One a block."""
+        if self._joined:
+            size = len(self._joined) // (self.blocks - len(self._hashes))
+            self._hashes += np.frombuffer(self._joined, f"V{size}").tolist()
+            self._joined = bytearray()
+        return self._hashes
+
+    def size_bytes(self) -> int:
+        """About what it takes."""
+        return len(self.octets) + _BLOCK_BYTES * self.blocks + _RUN_BYTES
+
+    def lengthen(self, tokens: Int32, blocks: int, joined: bytearray, extras: Extras | None) -> None:
+        """``blocks`` more of them."""
+        if self.extras is not None or extras is not None:
+            none: list[Extra | None] = [None]
+            self.extras = [*(self.extras or none * self.blocks), *(extras or none * blocks)]
+        self.octets += tokens.data
+        self._joined += joined
+        self.blocks += blocks
+
+    def split(self, blocks: int, size: int) -> _Run:
+        """The first ``blocks`` blocks, of ``size`` tokens, become a run of their own, which this one follows."""
+        extras = None if self.extras is None else self.extras[:blocks]
+        head = _Run(self.parent, self.start, self.tokens[: blocks * size], blocks, joined=bytearray(), extras=extras)
+        head._hashes, self._hashes = self.hashes[:blocks], self.hashes[blocks:]
+        if self.parent is not None:
+            self.parent.behind[self.start] = head
+        self.octets = bytearray(self.tokens[blocks * size :].data)
+        self.extras = None if self.extras is None else self.extras[blocks:]
+        self.blocks -= blocks
+        self.parent, self.start = head, _start(self.tokens, self.extras, 0, size)
+        head.behind[self.start] = self
+        return head
+
+
+class Place(NamedTuple):
+    """The end of what a prompt begins with: behind the first ``last`` blocks of ``run``, ``blocks`` in all.
+
+    changes: how often something was remembered before it was found.
+    """
+
+    run: _Run
+    last: int
+    blocks: int
+    changes: int
+
+
+class RememberedChains:
+    """Hashes of prompts in blocks of ``block_size`` tokens, in at most ``max_bytes``; least recently used go first.
+
+    Whoever hashes decides which prompts are worth it, see LEAST_BLOCKS. May be called from several threads.
+    """
+
+    def __init__(self, block_size: int, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._size = block_size
+        self._root = _Run(None, (b"", None), np.empty(0, np.int32), 0, joined=bytearray(), extras=None)
+        self._nowhere = Place(self._root, 0, 0, -1)
+        self._used: dict[_Run, None] = {}  # all but the root, least recently used first; behind those that follow them
+        self._changes = 0
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+
+    def find(self, tokens: Int32, extras: Extras | None) -> tuple[list[bytes], Place]:
+        """Hashes of as many leading blocks as came before, a new list. O(those blocks) in array comparisons."""
+        with self._lock:
+            place = self._place(tokens, extras)
+            if place is self._nowhere:  # as for most prompts
+                return [], place
+            first, *others = _upwards(place.run)
+            if not others:
+                return first.hashes[: place.last], place
+            hashes = first.hashes.copy()
+            for run in others[:-1]:
+                hashes += run.hashes
+            hashes += place.run.hashes[: place.last]
+            return hashes, place
+
+    def remember(self, tokens: Int32, extras: Extras | None, place: Place, joined: bytearray) -> None:
+        """Of the whole blocks of ``tokens`` behind ``place``, which ``find`` gave, the hashes one behind the other.
+
+        ``joined`` is kept. O(new blocks).
+        """
+        size, all_blocks = self._size, len(tokens) // self._size
+        with self._lock:
+            start = _start(tokens, extras, place.blocks, size)
+            if place.changes != self._changes and (place is not self._nowhere or start in self._root.behind):
+                now = self._place(tokens, extras)  # another thread remembered something
+                if not place.blocks <= now.blocks < all_blocks:
+                    return
+                del joined[: len(joined) // (all_blocks - place.blocks) * (now.blocks - place.blocks)]
+                place, start = now, _start(tokens, extras, now.blocks, size)
+            tail, last, first, _ = place
+            self._changes += 1
+            if last < tail.blocks:
+                tail = tail.split(last, size)
+                self.num_bytes += _RUN_BYTES
+            new, before = tokens[first * size : all_blocks * size], 0
+            own = None if extras is None else list(extras[first:all_blocks])
+            if tail is not self._root and not tail.behind:
+                before = tail.size_bytes()
+                tail.lengthen(new, all_blocks - first, joined, own)
+            else:
+                tail.behind[start] = tail = _Run(tail, start, new, all_blocks - first, joined=joined, extras=own)
+            self.num_bytes += tail.size_bytes() - before
+            self._touch(_upwards(tail))
+            while self.num_bytes > self.max_bytes and self._used:
+                self._forget(next(iter(self._used)))
+
+    def _place(self, tokens: Int32, extras: Extras | None) -> Place:
+        """Where what ``tokens`` begin with ends; it is used."""
+        size, blocks = self._size, len(tokens) // self._size
+        run = self._root.behind.get(_start(tokens, extras, 0, size))
+        if run is None:
+            return self._nowhere
+        path, at, count = list[_Run](), 0, 0
+        while run is not None:
+            path.append(run)
+            count = _common(run, tokens[at * size :], None if extras is None else extras[at:blocks], size)
+            at += count
+            whole = count == run.blocks and at < blocks
+            run = run.behind.get(_start(tokens, extras, at, size)) if whole else None
+        self._touch(path)
+        return Place(path[-1], count, at, self._changes)
+
+    def _touch(self, path: Sequence[_Run]) -> None:
+        """``path``, from the root on, was used: whoever follows another stands before it, and goes first."""
+        for run in reversed(path):
+            self._used.pop(run, None)
+            self._used[run] = None
+
+    def _forget(self, run: _Run) -> None:
+        """``run``, which nothing follows."""
+        del self._used[run]
+        if run.parent is not None:
+            del run.parent.behind[run.start]
+        self.num_bytes -= run.size_bytes()
+
+
+def _upwards(run: _Run | None) -> list[_Run]:
+    """From the first below the root to ``run``."""
+    path: list[_Run] = []
+    while run is not None and run.parent is not None:
+        path.append(run)
+        run = run.parent
+    return path[::-1]
+
+
+def _start(tokens: Int32, extras: Extras | None, block: int, size: int) -> _Start:
+    return tokens[block * size : (block + 1) * size].tobytes(), None if extras is None else extras[block]
+
+
+def _common(run: _Run, tokens: Int32, extras: Extras | None, size: int) -> int:
+    """Blocks that ``run`` and ``tokens`` with ``extras`` begin with."""
+    blocks = min(run.blocks, len(tokens) // size)
+    tokens = tokens[: blocks * size]
+    if run.octets != tokens.data and (differ := run.tokens[: len(tokens)] != tokens).any():
+        blocks = int(differ.argmax()) // size
+    if run.extras is None and extras is None:
+        return blocks
+    none: list[Extra | None] = [None] * blocks
+    mine = none if run.extras is None else list(run.extras[:blocks])
+    theirs = none if extras is None else list(extras[:blocks])
+    if mine == theirs:
+        return blocks
+    return next(i for i, (one, other) in enumerate(zip(mine, theirs, strict=True)) if one != other)
+
+
+def _digest_of(algorithm: str) -> Digest:
+    if not isinstance(algorithm, str):
+        raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {shown(algorithm)}")
+    if algorithm == "sha256_cbor":
+        return hashlib.sha256
+    if algorithm == "xxhash_cbor":
+        try:
+            import xxhash  # noqa: PLC0415 - optional dependency
+        except ImportError as error:
+            raise ConfigError("xxhash_cbor needs the package xxhash: pip install 'hybridkv[hash]'") from error
+        digest: Digest = xxhash.xxh3_128
+        return digest
+    raise ConfigError(f"unknown hash algorithm {shown(algorithm)}: use one of {', '.join(ALGORITHMS)}")
+
+
+class BlockHasher:
+    """Hashes blocks of ``block_size`` tokens.
+
+    algorithm: "sha256_cbor", or "xxhash_cbor" with a random root. seed: replaces the text that the root
+    is the hash of. root: the root itself, required to be random bytes for a non-cryptographic hash.
+    remembered_bytes: for chains of long prompts, which are then compared when they come again (docs/design/0023).
+    Raises ConfigError for anything else.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        algorithm: str = "sha256_cbor",
+        *,
+        seed: str | None = None,
+        root: bytes | None = None,
+        remembered_bytes: int = REMEMBERED_BYTES,
+    ) -> None:
+        self.block_size = integer("the hash block", block_size, most=MOST_COUNT)
+        if self.block_size < 1:
+            raise ConfigError(f"the hash block must be at least 1 token, got {block_size}")
+        self.algorithm = algorithm
+        digest = _digest_of(algorithm)
+        size = len(digest(b"").digest())
+        if algorithm != "sha256_cbor" and root is None:
+            raise ConfigError(
+                f"{algorithm} is not collision resistant: hand in a random root, root=os.urandom({size}), "
+                "or use sha256_cbor"
+            )
+        if root is not None and len(instance("root", root, bytes)) != size:
+            raise ConfigError(f"the root of {algorithm} is {size} bytes long, got {len(root)}")
+        named = ROOT_SEED if seed is None else text("seed", seed)
+        self.root = root if root is not None else digest(cbor2.dumps(named, canonical=True)).digest()
+        module = compiled_module() if algorithm == "sha256_cbor" else None
+        self._digests = (
+            ArrayDigests(self.block_size, digest, size) if module is None else CompiledDigests(self.block_size, module)
+        )
+        self.remembered = RememberedChains(self.block_size, integer("remembered_bytes", remembered_bytes, 0))
+
+    def hash_chain(
+        self, parent: bytes | None, tokens: NDArray[np.integer], extras: Extras | None = None
+    ) -> list[bytes]:
+        """Hashes of consecutive full blocks behind ``parent`` (None: the root); a shorter tail is left out.
+
+        tokens: int array. extras: extra keys of each block, None when no block has any. O(tokens); what a long prompt
+        begins with, and was hashed before, is only compared.
+        """
+        if parent is not None or len(tokens) < LEAST_BLOCKS * self.block_size or not self.remembered.max_bytes:
+            return list(chain.from_iterable(self._chunks(parent, tokens, extras)))
+        ids = np.ascontiguousarray(tokens, np.int32)
+        hashes, place = self.remembered.find(ids, extras)
+        done, joined = place.blocks, bytearray()
+        rest = None if extras is None else extras[done:]
+        for part in self._chunks(hashes[-1] if done else None, tokens[done * self.block_size :], rest):
+            hashes += part
+            joined += b"".join(part)
+        if joined:
+            self.remembered.remember(ids, extras, place, joined)
+        return hashes
+
+    def _chunks(
+        self, parent: bytes | None, tokens: NDArray[np.integer], extras: Extras | None
+    ) -> Iterator[list[bytes]]:
+        """Hashes of all full blocks, some at a time."""
+        blocks = len(tokens) // self.block_size
+        whole = np.asarray(tokens[: blocks * self.block_size])
+        return self._digests.chain(self.root if parent is None else parent, whole, _tails(extras, blocks))
+
+    def hash_rows(
+        self, parents: Sequence[bytes | None], tokens: NDArray[np.integer], extras: Extras | None = None
+    ) -> list[bytes]:
+        """Hashes of unrelated blocks, one a row of ``tokens`` [n, block_size], each behind its own parent."""
+        root = self.root
+        return self._digests.rows(
+            [parent or root for parent in parents], tokens.reshape(-1), _tails(extras, len(parents))
+        )
+
+
+def _tails(extras: Extras | None, blocks: int) -> Tails | None:
+    """Of the first ``blocks`` their extra keys as they are hashed, None where there are none, or of no block."""
+    if extras is None:
+        return None
+    return [None if extra is None else cbor2.dumps(extra, canonical=True) for extra in extras[:blocks]]
+
+
+class EngineHashes:
+    """Stands for a hasher where an engine hashes its requests itself, and lends them (hybridkv.request.Lent).
+
+    block_size: tokens of each key.
+    """
+
+    root = b""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = integer("block_size", block_size, 1, MOST_COUNT)
+
+    def hash_chain(self, parent: bytes | None, tokens: NDArray[np.int32], extras: Extras | None = None) -> list[bytes]:
+        """None of fewer tokens than a block has. ConfigError for others."""
+        del parent, extras
+        if len(tokens) >= self.block_size:
+            raise ConfigError("the engine hashes its requests itself: lend theirs with their hashes")
+        return []
+
+    def hash_rows(
+        self, parents: Sequence[bytes | None], tokens: NDArray[np.int32], extras: Extras | None = None
+    ) -> list[bytes]:
+        """ConfigError."""
+        del parents
+        return self.hash_chain(None, tokens.ravel(), extras)
