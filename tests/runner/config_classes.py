@@ -19,9 +19,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from hybridkv.models.general import READ
 from hybridkv.models.reader import FAMILIES, LANGUAGE_PARTS, NOT_YET
-from hybridkv.models.reading import MADE_BY_CLASS
+from hybridkv.models.reading import MADE_BY_CLASS, table
 
 COMPOSED = {"musicgen": "musicgen_decoder", "musicgen_melody": "musicgen_melody_decoder"}
 """Classes that need their parts said: their language models."""
@@ -46,11 +45,11 @@ def text_part(config: PreTrainedConfig) -> PreTrainedConfig | None:
 
 
 def defaults_of(config: PreTrainedConfig) -> dict[str, object]:
-    """Fields in READ that the class of ``config`` has."""
+    """Fields that bytes may depend on, and that the class of ``config`` has."""
     own = {one.name: one.default for one in dataclasses.fields(type(config)) if one.name not in BASE}
     made = config.to_dict()
     found: dict[str, object] = {}
-    for name in READ:
+    for name in table("types")["fields"]:
         value = own.get(name)
         if name not in own and (name != "layer_types" or made.get(name) is None):
             continue

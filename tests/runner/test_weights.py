@@ -11,7 +11,7 @@ from weights_of import weights_of
 
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
-from hybridkv.models.counting import RECIPES
+from hybridkv.models.counting import recipes
 from hybridkv.models.reading import text_parts
 
 torch.set_num_threads(1)
@@ -21,7 +21,7 @@ SAMPLE = ("dots1", "gemma3n_text", "gemma4_text", "glm_moe_dsa", "mimo_v2_flash"
 ELSEWHERE = ("bailing_moe_linear",)
 """Types that transformers has no model of: `tests/unit/test_lightning.py` holds them against model cards."""
 ALL = [
-    pytest.param(one, marks=() if one in SAMPLE else pytest.mark.thorough) for one in RECIPES if one not in ELSEWHERE
+    pytest.param(one, marks=() if one in SAMPLE else pytest.mark.thorough) for one in recipes() if one not in ELSEWHERE
 ]
 NO_WIDTH = {"glm4_moe": {"head_dim": 128}, "hunyuan_v1_dense": {}}
 """What the defaults of a class lack to be planned."""
@@ -38,7 +38,7 @@ def built_as(model_type: str) -> str:
 
 def measured(config: PreTrainedConfig, model_type: str) -> tuple[int, int]:
     """Parameters of its model, and those that one token uses."""
-    mixture, text = RECIPES[model_type].mixture, config.get_text_config(decoder=True)
+    mixture, text = recipes()[model_type].mixture, config.get_text_config(decoder=True)
     counts = (1, 1) if mixture is None else (getattr(text, mixture.chosen), getattr(text, mixture.count))
     return weights_of(config, *(one or 1 for one in counts))
 

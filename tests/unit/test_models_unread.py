@@ -14,8 +14,9 @@ from transformers.models.auto.modeling_auto import (
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import known_model, known_models, read_model
 from hybridkv.models.fields import Fields
-from hybridkv.models.reader import FAMILIES, NOT_YET, OTHER_STATES, text_fields
-from hybridkv.models.unread import refuse_unread
+from hybridkv.models.other_states import OTHER_STATES
+from hybridkv.models.reader import FAMILIES, NOT_YET, text_fields
+from hybridkv.models.reading import refuse_unread
 
 LLAMA: dict[str, object] = {
     "model_type": "llama",

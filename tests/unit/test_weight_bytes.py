@@ -7,7 +7,7 @@ import pytest
 from hybridkv.models import known_model, read_model
 from hybridkv.models.fields import Fields
 from hybridkv.models.layers import Weights
-from hybridkv.models.weight_bytes import weight_bytes
+from hybridkv.models.quantization import weight_bytes
 
 WEIGHTS = Weights(every=1_000, active=200, routed=800, embedded=100)
 DENSE = Weights(every=1_000, active=1_000, embedded=100)

@@ -2,7 +2,7 @@
 
     name | config.json | folder | dict  ->  read_model  ->  Model(layers=(Layer(name, spec), ...), facts)
 
-One module per family (``llama``, ``deepseek``); ``general`` reads every other model type by the fields that configs
+Families by name are in ``decoders`` and ``hybrids``; ``general`` reads every other model type by fields that configs
 share, ``reading`` notes what came from where; ``catalog`` holds the public models known by name, one JSON file each
 in ``published`` with its source.
 """

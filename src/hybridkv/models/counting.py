@@ -9,11 +9,14 @@ has; a type without a recipe is not counted at all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
+import msgspec
+
 from hybridkv.models.layers import FULL, LINEAR, SLIDING, Heads, Weights, experts, language_model, mla_weights
-from hybridkv.models.reading import MADE_BY_CLASS, Reading
+from hybridkv.models.reading import MADE_BY_CLASS, Reading, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,78 +70,10 @@ class Recipe:
     mixture: Mixture | None = None
 
 
-_PLAIN: Final = Recipe()
-_QKV: Final = Recipe(bias=True, out=False)
-_ROUTED: Final = Mixture("n_routed_experts", shared="n_shared_experts")
-_LOCAL: Final = Mixture("num_local_experts", width="intermediate_size")
-RECIPES: Final[Mapping[str, Recipe]] = {
-    "arcee": Recipe(matrices=2, mlp_bias="mlp_bias"),
-    "bailing_moe_linear": Recipe(
-        qk_norm="head",
-        qk_if="use_qk_norm",
-        bias="use_qkv_bias",
-        out="use_bias",
-        mixture=Mixture(shared="num_shared_experts"),
-    ),
-    "cohere": Recipe(norms=1, qk_norm="heads", qk_if="use_qk_norm"),
-    "cohere2": Recipe(norms=1),
-    "cwm": Recipe(mlp_bias="mlp_bias"),
-    "deepseek_v32": Recipe(mixture=_ROUTED),
-    "dots1": Recipe(qk_norm="head", mixture=_ROUTED),
-    "emu3_text_model": Recipe(mlp_bias="mlp_bias"),
-    "ernie4_5": Recipe(bias="use_bias", out="use_bias", mlp_bias="use_bias"),
-    "exaone4": Recipe(qk_norm="head", bias=False, out=False),
-    "gemma": _PLAIN,
-    "gemma3n_text": Recipe(norms=4, qk_norm="head"),
-    "gemma4_text": Recipe(norms=4, qk_norm="head", mixture=Mixture(chosen="top_k_experts")),
-    "glm": Recipe(out=False),
-    "glm4": Recipe(norms=4, out=False),
-    "glm4_moe": Recipe(qk_norm="head", qk_if="use_qk_norm", out=False, mixture=_ROUTED),
-    "glm4_moe_lite": Recipe(mixture=replace(_ROUTED, first=1)),
-    "glm_moe_dsa": Recipe(mixture=_ROUTED),
-    "granite": Recipe(mlp_bias="mlp_bias"),
-    "granitemoe": Recipe(mixture=_LOCAL),
-    "hunyuan_v1_dense": Recipe(qk_norm="head"),
-    "hy_v3": Recipe(qk_norm="head", mlp_bias="mlp_bias", mixture=Mixture(shared="num_shared_experts", first=1)),
-    "jais2": Recipe(norms=4, last=2, matrices=2, mlp_bias="mlp_bias"),
-    "mellum": Recipe(qk_norm="head", mixture=Mixture()),
-    "mimo_v2_flash": Recipe(out=False, mixture=Mixture("n_routed_experts", first=1)),
-    "minicpm3": Recipe(mlp_bias="mlp_bias"),
-    "minimax": Recipe(bias=False, out=False, mixture=_LOCAL),
-    "minimax_m2": Recipe(qk_norm="heads", bias=False, out=False, mixture=_LOCAL),
-    "ministral": Recipe(bias=False, out=False),
-    "ministral3": Recipe(bias=False, out=False),
-    "mixtral": Recipe(bias=False, out=False, mixture=_LOCAL),
-    "nemotron": Recipe(norms=4, last=2, matrices=2, mlp_bias="mlp_bias"),
-    "olmo": Recipe(norms=0, last=0),
-    "olmo2": Recipe(qk_norm="heads"),
-    "olmo3": Recipe(qk_norm="heads"),
-    "olmoe": Recipe(qk_norm="heads", mixture=Mixture(width="intermediate_size")),
-    "phi3": Recipe(bias=False, out=False),
-    "qwen2_5_vl_text": _QKV,
-    "qwen2_moe": Recipe(
-        bias="qkv_bias", out=False, mixture=Mixture(shared="shared_expert_intermediate_size", wide=True, gate=True)
-    ),
-    "qwen2_vl_text": _QKV,
-    "qwen3_moe": Recipe(qk_norm="head", mixture=Mixture()),
-    "qwen3_vl_moe_text": Recipe(qk_norm="head", mixture=Mixture()),
-    "qwen3_vl_text": Recipe(qk_norm="head"),
-    "seed_oss": Recipe(out="attention_out_bias", mlp_bias="mlp_bias"),
-    "smollm3": Recipe(mlp_bias="mlp_bias"),
-    "solar_open": Recipe(bias="attention_bias", out=False, mixture=_ROUTED),
-    "stablelm": Recipe(norms=4, last=2, bias="use_qkv_bias", out=False),
-    "starcoder2": Recipe(norms=4, last=2, bias="use_bias", out="use_bias", matrices=2, mlp_bias="use_bias"),
-    "youtu": Recipe(mlp_bias="mlp_bias"),
-}
-COUNTED: Final = (
-    *("intermediate_size", "moe_intermediate_size", "num_experts", "n_routed_experts", "num_local_experts"),
-    *("num_experts_per_tok", "top_k_experts", "n_shared_experts", "num_shared_experts", "first_k_dense_replace"),
-    *("shared_expert_intermediate_size", "mlp_layer_types", "decoder_sparse_step", "mlp_only_layers", "moe_layer_freq"),
-    *("attention_bias", "attention_out_bias", "qkv_bias", "use_qkv_bias", "use_bias", "mlp_bias", "use_qk_norm"),
-    *("q_lora_rank", "qk_nope_head_dim", "index_n_heads", "hidden_size_per_layer_input", "vocab_size_per_layer_input"),
-    *("enable_moe_block", "use_double_wide_mlp", "laurel_rank", "altup_num_inputs"),
-)
-"""Fields that only weights depend on."""
+@cache
+def recipes() -> Mapping[str, Recipe]:
+    """The recipes by model type."""
+    return msgspec.convert(table("types")["recipes"], dict[str, Recipe])
 
 
 _BESIDE: Final[Mapping[str, tuple[str, ...]]] = {
@@ -154,7 +89,7 @@ def count(reading: Reading, layers: Sequence[Attention]) -> Weights:
     Weights() for no layers, for a type without a recipe, and where a field that they depend on is nowhere; ConfigError
     for one that is no number. O(layers).
     """
-    recipe = RECIPES.get(reading.fields.text("model_type") or "")
+    recipe = recipes().get(reading.fields.text("model_type") or "")
     if not layers or recipe is None or any(reading.key((key,)) is None for key in ("hidden_size", "vocab_size")):
         return Weights()
     counting = _Counting(reading, recipe)

@@ -13,27 +13,45 @@ config classes (5.19); tests hold them against what transformers' models keep.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from hybridkv.errors import UnsupportedModelError
-from hybridkv.models.counting import COUNTED, Attention, count
+from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.models.counting import Attention, count
 from hybridkv.models.fields import Fields
-from hybridkv.models.kinds import INDEXED, LAYER_TYPES, NOTHING, WINDOW, layer_types
-from hybridkv.models.layers import CHUNKED, FULL, SLIDING, FamilyFacts, Heads, ReadOptions, ranges, refuse_layer_types
-from hybridkv.models.model import MOST_LAYERS, Layer
-from hybridkv.models.mtp import FIELDS as MTP_FIELDS
-from hybridkv.models.mtp import MTP, mtp_layers
-from hybridkv.models.reading import Reading, class_defaults
-from hybridkv.specs import AttentionSpec, KVCacheSpec, MLAAttentionSpec
+from hybridkv.models.layers import (
+    CHUNKED,
+    FULL,
+    LINEAR,
+    SLIDING,
+    FamilyFacts,
+    Heads,
+    ReadOptions,
+    ranges,
+    refuse_layer_types,
+)
+from hybridkv.models.model import ASSUMED, MOST_LAYERS, Layer, ReadFact
+from hybridkv.models.reading import ATTENTION_CODES, CONFIG, LAYER_TYPES, LAYERS, Reading, class_defaults
+from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec, MLAAttentionSpec
 from hybridkv.units import shown
 
-LAYERS: Final = (
-    *("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_transformer_layers",
-)
+INDEXED: Final = ("indexed_attention", "minimax_m3_sparse")
+NOTHING: Final = ("mlp", "moe")
+KINDS: Final = (FULL, SLIDING, CHUNKED, *INDEXED, *NOTHING)
+
+PATTERN: Final = "hybrid_layer_pattern"
+"""Of MiMo-V2-Flash's file: 1 for a layer with a window."""
+WINDOW: Final = ("sliding_window", "sliding_window_size", "attention_window_size")
+MTP: Final = "multi-token prediction layers"
+MTP_FIELDS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
+"""What the config says how many there are in."""
+_UNSAID: Final = {"qwen3_next": 1}
+"""Model types whose files say none, and have some."""
+_WINDOWED: Final = ("mimo_v2_flash",)
+"""Model types in which they have the window of other layers."""
 HEADS: Final = (
     *("decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "n_head", "n_heads"),
     *("num_heads", "attention_heads", "num_query_heads"),
@@ -50,17 +68,6 @@ UNDERSTOOD: Final = (
     *MTP_FIELDS,
 )
 """Fields that mean the same in every model type."""
-READ: Final = (
-    *(*UNDERSTOOD, "vocab_size", "is_encoder_decoder", "add_cross_attention", "tie_word_embeddings"),
-    *("global_attn_every_n_layers", "sliding_window_pattern", "multi_query", "new_decoder_architecture", "attn_config"),
-    *("num_layers_per_stack", "H_cycles", "L_cycles", "attention_k_eq_v", "use_bidirectional_attention"),
-    *("local_attention", "conv_L_cache", "attention_hidden_size", "lru_width", "conv1d_width", "block_types"),
-    *("cca_time0", "cca_time1", "swa_num_key_value_heads", "swa_num_attention_heads", "swa_head_dim"),
-    *("conv_kernel_size", "qk_dim_factor", "v_dim_factor", "num_blocks"),
-    *COUNTED,
-)
-"""Fields of transformers' config classes that bytes may depend on: the table of defaults knows these."""
-
 _OTHER_MECHANISMS: Final = re.compile(
     r"ssm|mamba|conv|rwkv|recurrent|lru|linear_|lora|latent|index|compress|retention|delta|hyena|lightning|cross_att"
     r"|shar|reuse|chunk|local|window|block_type|layer_pattern|hybrid|sparse_att|memory|mem_len|state|lsh|per_layer"
@@ -405,3 +412,159 @@ def _refuse_other_mechanisms(fields: Fields, model_type: str) -> None:
             f"model type {shown(model_type)} of {fields.name} is not known, and {', '.join(odd[:4])} look like "
             "something that its layers keep beside keys and values: not supported yet"
         )
+
+
+# -- what each layer is, by what the config says or the rule that its config class has (transformers 5.19)
+
+
+def layer_types(reading: Reading, count: int, *, known: bool) -> tuple[str, ...]:
+    """What every layer is, one of KINDS. Raises UnsupportedModelError for others, ConfigError where nothing says it."""
+    key = reading.key(LAYER_TYPES)
+    if key is not None:
+        found = reading.fields.layer_types(key, count, ())
+        refuse_layer_types(found, reading.name, KINDS)
+        for kind in dict.fromkeys(found):
+            reading.say(
+                f"{kind} layers", ranges([i for i, one in enumerate(found) if one == kind]), key, reading.source(key)
+            )
+        return _last_is_full(reading, found)
+    if reading.key((ATTENTION_CODES,)) is not None:
+        coded = coded_types(reading, count)
+        refuse_layer_types(coded, reading.name, KINDS)
+        return coded
+    pattern = reading.fields.integers(PATTERN)
+    if pattern is not None and reading.fields.text("model_type") == "mimo_v2_flash":
+        if len(pattern) != count or not set(pattern) <= {0, 1}:
+            raise reading.refuse_value(PATTERN, list(pattern))
+        reading.say("windowed layers", ranges([i for i, one in enumerate(pattern) if one]), PATTERN, CONFIG)
+        return tuple(SLIDING if one else FULL for one in pattern)
+    if any(reading.is_made_by_class(one) for one in LAYER_TYPES):
+        return _last_is_full(reading, _made_by_class(reading, count))
+    window = window_of(reading)
+    if window is not None and not known:
+        raise reading.missing("which layers have the window", "layer_types", '["sliding_attention", ...]')
+    kind = FULL if window is None else SLIDING
+    if window is None and reading.key(("attention_chunk_size",)) is not None:
+        kind = CHUNKED
+    if reading.key(("index_head_dim",)) is not None and reading.key(("kv_lora_rank",)) is not None:
+        kind = INDEXED[0]
+    reading.derive("layers", f"{count} of {kind}", "there are no layer_types")
+    return (kind,) * count
+
+
+def coded_types(reading: Reading, count: int) -> tuple[str, ...]:
+    """Read ``attn_type_list``: FULL or LINEAR for each of ``count`` layers. Raises ConfigError for any other list."""
+    codes = reading.fields.integers(ATTENTION_CODES) or ()
+    if len(codes) != count or not set(codes) <= {0, 1}:
+        raise reading.refuse_value(ATTENTION_CODES, list(codes))
+    types = tuple(FULL if code else LINEAR for code in codes)
+    for kind in dict.fromkeys(types):
+        where = ranges([i for i, one in enumerate(types) if one == kind])
+        reading.say(f"{kind} layers", where, ATTENTION_CODES, reading.source(ATTENTION_CODES))
+    return types
+
+
+def _last_is_full(reading: Reading, types: tuple[str, ...]) -> tuple[str, ...]:
+    """Gemma 4 makes the last layer one of full attention whatever its config says."""
+    if str(reading.fields.text("model_type")).startswith("gemma4") and types[-1] != FULL:
+        reading.derive("last layer", FULL, "as its config class makes it")
+        return (*types[:-1], FULL)
+    return types
+
+
+_PERIODS: Final[Mapping[str, tuple[str, int]]] = {
+    "afmoe": ("global_attn_every_n_layers", 4),
+    "cohere2": ("sliding_window_pattern", 4),
+    "exaone4": ("sliding_window_pattern", 4),
+    "exaone_moe": ("sliding_window_pattern", 4),
+    "gemma3n_text": ("", 5),
+    "gemma4_text": ("", 6),
+    "gemma4_unified_text": ("", 6),
+    "olmo3": ("", 4),
+    "vaultgemma": ("", 2),
+}
+"""Config classes that make every n-th layer one of full attention, by a field or always, without layer_types."""
+_SWITCHED: Final = ("qwen2_moe", "smollm3")
+"""Config classes with windows in no layer unless use_sliding_window."""
+_FROM_A_LAYER: Final = ("dots1", "qwen2_vl_text", "qwen2_5_vl_text")
+"""Config classes with windows, where there are any, from layer max_window_layers on."""
+_ALL_OF: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("laguna", "minimax_m3_vl_text", *_FROM_A_LAYER, *_SWITCHED), FULL),
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), INDEXED[0]),
+}
+"""Config classes that make all layers alike."""
+
+
+def _made_by_class(reading: Reading, count: int) -> tuple[str, ...]:
+    """Layer types where the config leaves out what its class makes: a rule known here, else ConfigError."""
+    model_type = reading.fields.text("model_type") or ""
+    if model_type in _PERIODS:
+        field, period = _PERIODS[model_type]
+        if field and field in reading.fields:
+            period = reading.required("every n-th layer is full", (field,))
+        reading.derive("layers", f"every {period}th of {FULL}, others of {SLIDING}", "as its config class makes them")
+        return tuple(SLIDING if (i + 1) % period else FULL for i in range(count))
+    if model_type == "mimo_v2_flash":
+        reading.derive(
+            "layers", f"the first and every 6th of {FULL}, others of {SLIDING}", "as its config class has it"
+        )
+        return tuple(SLIDING if i and (i + 1) % 6 else FULL for i in range(count))
+    if model_type in _FROM_A_LAYER and (window := window_of(reading)) is not None:
+        first = reading.required("first layer with a window", ("max_window_layers",), minimum=0)
+        reading.derive("layers", f"windows of {window} from layer {first} on", "as its config class makes them")
+        return tuple(SLIDING if i >= first else FULL for i in range(count))
+    kind = _ALL_OF.get(model_type)
+    if kind is not None and not (model_type in _SWITCHED and reading.fields.flag("use_sliding_window")):
+        reading.derive("layers", f"{count} of {kind}", "as its config class makes them")
+        return (kind,) * count
+    raise reading.missing("what each layer is", "layer_types", '["full_attention", ...]')
+
+
+def window_of(reading: Reading) -> int | None:
+    """The window; None where there is none, or a switch turns it off."""
+    key = reading.key(WINDOW)
+    if key is None or (reading.declares(("use_sliding_window",)) and not reading.fields.flag("use_sliding_window")):
+        return None
+    return reading.integer("window", (key,))
+
+
+# -- multi-token prediction: layers behind the model that draft tokens, each with keys and values of its own
+
+
+def mtp_layers(fields: Fields) -> tuple[str | None, int]:
+    """The field that says how many there are, and how many; None and 0 where none does."""
+    key = next((one for one in MTP_FIELDS if fields.values.get(one) is not None), None)
+    if key is None:
+        return None, _UNSAID.get(fields.text("model_type") or "", 0)
+    each = fields.integer("mtp_transformer_layers", 1) if key == "num_mtp_modules" else 1
+    return key, each * fields.layers(key, minimum=0)
+
+
+def with_mtp(layers: Sequence[Layer], fields: Fields, asked: int) -> tuple[tuple[Layer, ...], ReadFact]:
+    """``layers`` and behind them ``asked`` multi-token prediction layers; and what was assumed of these.
+
+    They are attention as the last layer has it that keeps every token, with its indexer (MiMo-V2-Flash: that has a
+    window). ConfigError where the config has fewer.
+    """
+    key, there = mtp_layers(fields)
+    if asked > there:
+        said = f"{key} says {there}" if key else "no field says that it has any (num_nextn_predict_layers)"
+        raise fields.fail(
+            f"{asked} multi-token prediction layers were asked for (mtp_layers=), and {said}: "
+            "ask for fewer, or say --set num_nextn_predict_layers=N (fields=)"
+        )
+    keeps = Keeps.WINDOW if fields.text("model_type") in _WINDOWED else Keeps.TOKENS
+    like = [one for one in layers if one.spec.keeps is keeps]
+    if not like:
+        raise ConfigError(f"{fields.name} has no attention layer that a multi-token prediction layer could be like")
+    entries = Counter(one.index for one in like)
+    last = max(index for index, many in entries.items() if many == max(entries.values()))
+    first = max(max(one.index for one in layers) + 1, fields.layers("num_hidden_layers", 1))
+    added = [
+        Layer(f"mtp.layers.{i}.self_attn" + (".indexer" if one.name.endswith(".indexer") else ""), one.spec, first + i)
+        for i in range(asked)
+        for one in like
+        if one.index == last
+    ]
+    fact = ReadFact(MTP, f"{asked}, each as layer {last}", key or "its model type has them", ASSUMED)
+    return (*layers, *added), fact

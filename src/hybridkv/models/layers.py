@@ -132,6 +132,13 @@ class Family(Protocol):
         """Layers and parameters. Raises ConfigError and UnsupportedModelError."""
 
 
+class NotingFamily(Protocol):
+    """A family that notes what it read from where; given: fields that the caller said."""
+
+    def __call__(self, fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+        """Layers, and what was read from where. Raises ConfigError and UnsupportedModelError."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """An entry of a decoder layer in the cache. module: its name. weights: of the module, where it has its own."""

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError, MissingFieldError, UnsupportedModelError
 from hybridkv.models.catalog import known_model
 from hybridkv.models.decoders import DECODERS, ENCODER_DECODERS
 from hybridkv.models.fields import DTYPE_NAMES, Fields, config_dtype, max_model_len
-from hybridkv.models.general import HEADS, LAYERS, general
+from hybridkv.models.general import HEADS, general, with_mtp
 from hybridkv.models.hybrids import HYBRIDS
 from hybridkv.models.json_text import DocumentError, read_json
-from hybridkv.models.layers import Counting, Family, FamilyFacts, ReadOptions, Weights, refuse_layer_types
-from hybridkv.models.lightning import BAILING, MINIMAX, bailing, minimax
+from hybridkv.models.layers import Counting, Family, ReadOptions, Weights, refuse_layer_types
 from hybridkv.models.model import ASSUMED, Model, ReadFact
-from hybridkv.models.mtp import with_mtp
-from hybridkv.models.other_states import inkling, lfm2_moe, recurrent_gemma, rwkv, xlstm, zaya
-from hybridkv.models.quantization import QUANTIZED, SIDECAR, KVDtype, kv_dtype
-from hybridkv.models.reading import text_parts
-from hybridkv.models.unread import refuse_unread
-from hybridkv.models.weight_bytes import weight_bytes
+from hybridkv.models.other_states import OTHER_STATES
+from hybridkv.models.quantization import QUANTIZED, SIDECAR, KVDtype, kv_dtype, weight_bytes
+from hybridkv.models.reading import LAYERS, refuse_unread, table, text_parts
 from hybridkv.regular_files import open_regular
 from hybridkv.units import MOST_BYTES, MOST_COUNT, dtype_bytes, dtype_name, shown
 
@@ -32,36 +28,8 @@ BACKENDS: Final = ("vllm", "transformers")
 FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **ENCODER_DECODERS, **HYBRIDS}
 
 
-class NotingFamily(Protocol):
-    """A family that notes what it read from where; given: fields that the caller said."""
-
-    def __call__(self, fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-        """Layers, and what was read from where. Raises ConfigError and UnsupportedModelError."""
-
-
-OTHER_STATES: Final[Mapping[str, NotingFamily]] = {
-    **dict.fromkeys(BAILING, bailing),
-    **dict.fromkeys(MINIMAX, minimax),
-    "inkling_text": inkling,
-    "lfm2_moe": lfm2_moe,
-    "recurrent_gemma": recurrent_gemma,
-    "rwkv": rwkv,
-    "xlstm": xlstm,
-    "zaya": zaya,
-}
-NOT_YET: Final = {
-    "blt": "bytes, patches and the hidden states of three models",
-    "cpmant": "the tokens of a prompt of its own before every request's",
-    "deepseek_v4": "compressed keys and values, and the tokens that are not compressed yet",
-    "gemma4_assistant": "nothing: they read keys and values of the model that they draft for",
-    "gemma4_unified_assistant": "nothing: they read keys and values of the model that they draft for",
-    "openai-gpt": "nothing: every token is computed anew",
-    "qwen4_exp_text": "an indexer's keys of which some are compressed",
-    "reformer": "buckets of hidden states",
-    "xlm": "nothing: every token is computed anew",
-    "xlnet": "hidden states of the last tokens",
-}
-"""Model types whose layers keep something that cannot be planned yet."""
+NOT_YET: Final[Mapping[str, str]] = table("types")["not_yet"]
+"""Model types whose layers keep something that cannot be planned yet, and what."""
 LANGUAGE_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 """Where a config keeps that of its language model."""
 MOST_NESTED: Final = 4

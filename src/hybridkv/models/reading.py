@@ -1,17 +1,29 @@
-"""What the general reader took from where: every field that it used, every default, and everything that it assumed."""
+"""What the general reader took from where: every field that it used, every default, and everything that it assumed.
+
+And what no reader knows: fields that place layers are refused by name.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 
-from hybridkv.errors import ConfigError
+from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models.fields import Fields
 from hybridkv.models.model import ASSUMED, ReadFact
 from hybridkv.units import MOST_COUNT, shown
+
+LAYERS: Final = (
+    *("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_transformer_layers",
+)
+LAYER_TYPES: Final = ("layer_types", "layers_block_type")
+ATTENTION_CODES: Final = "attn_type_list"
+"""Of MiniMax's files: 0 for a layer of lightning attention, 1 for one of softmax attention."""
 
 MADE_BY_CLASS: Final = "?"
 """In the table of defaults: the class makes the field's value from others, in a way that only it knows."""
@@ -23,10 +35,10 @@ DERIVED: Final = "rule of its config class"
 
 
 @cache
-def _classes() -> Mapping[str, Mapping[str, object]]:
-    """Written by tests/runner/config_classes.py from transformers' config classes."""
-    found: dict[str, dict[str, object]] = json.loads(
-        files("hybridkv.models").joinpath("classes", "defaults.json").read_text("utf-8")
+def table(name: str) -> dict[str, dict[str, Any]]:
+    """Return one of the tables of model types: ``defaults``, made by tests/runner/config_classes.py, or ``types``."""
+    found: dict[str, dict[str, Any]] = json.loads(
+        files("hybridkv.models").joinpath("classes", f"{name}.json").read_text("utf-8")
     )
     return found
 
@@ -36,21 +48,16 @@ def class_defaults(model_type: str) -> Mapping[str, object] | None:
 
     None for a model type that nobody described.
     """
-    found = _classes()["defaults"].get(model_type)
-    return found if isinstance(found, dict) else None
+    return table("defaults")["defaults"].get(model_type)
 
 
 def text_parts() -> Mapping[str, str]:
     """What the language model is called in configs of several parts, by the model type of the whole."""
-    return {whole: str(part) for whole, part in _classes()["text_parts"].items()}
-
-
-def _usual(keys: Sequence[str]) -> str:
-    """The name that most configs have for a field of ``keys``."""
-    return next((key for key in keys if key in _USUAL), keys[0])
+    return table("defaults")["text_parts"]
 
 
 _USUAL: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size", "sliding_window")
+"""The names that most configs have for fields."""
 
 
 class Reading:
@@ -96,7 +103,8 @@ class Reading:
         """The integer in the first of ``keys`` that has one. Raises ConfigError that says what would supply it."""
         found = self.integer(what, keys, minimum=minimum, most=most)
         if found is None:
-            raise self.missing(what, next((key for key in keys if self.declares((key,))), _usual(keys)))
+            usual = next((key for key in keys if key in _USUAL), keys[0])
+            raise self.missing(what, next((key for key in keys if self.declares((key,))), usual))
         return found
 
     def flag(self, what: str, key: str) -> bool:
@@ -140,3 +148,57 @@ class Reading:
     def refuse_value(self, key: str, value: object) -> ConfigError:
         """The error for a field whose value is not understood."""
         return self.fields.fail(f"{key} {shown(value)} is not understood: correct it, or say it with --set {key}=...")
+
+
+# -- fields that say which layers keep what, and that no reader knows: refused by name, so that none is ignored
+
+# A list with one entry a layer, or a number or word called like an interval or a pattern of layers, decides about the
+# cache in every model type that has one. The exceptions are listed: fields that a reader reads (read_by in the table of
+# types: whose reader reads it, or whose cache does not depend on it), and fields that only weights, positions or
+# training depend on. Tests hold the lists against transformers' config classes (5.19).
+
+_READ_BY_ALL: Final = (ATTENTION_CODES, "cross_attention_layers", "indexer_types")
+"""Those that the general reader reads in every model type."""
+_PLACING: Final = re.compile(
+    r"interval|period|layer_group|group_layers|every|pattern|stride|attn_types?|attention_types?|layers?_types?"
+    r"|layers?_block_type|block_types?$|layer_freq|layer_step"
+)
+_PLACES_NOTHING: Final = re.compile(
+    r"moe|mlp|expert|ffn|ff_|feed_forward|intermediate|sparse_step|sparsity|swiglu|topk|rope|rotary|theta|token|mtp_"
+    r"|multiplier|time_step|architectures|quant|dropout|drop_path|label|lang|vision|image|audio|speech|suppress"
+    r"|save|eval|log|bad_words|exit_layers|aux_hidden|^encoder_|adaptor|resblock|upsample|axial|exceptions|num_attention_heads_per_layer"
+)
+_POSITIONS: Final = ("min_period", "max_period")
+
+
+def refuse_unread(fields: Fields, model_type: str, *, general: bool) -> None:
+    """Refuse a config whose layers may differ in a way that the reader of ``model_type`` does not know.
+
+    general: the general reader reads it. Raises UnsupportedModelError that names the field and says how to go on.
+    """
+    placed = any(fields.values.get(key) is not None for key in LAYER_TYPES)
+    said = (fields.values.get(key) for key in LAYERS)
+    read_by = table("types")["read_by"]
+    layers = next((count for count in said if type(count) is int and count > 1), 0)
+    for key, value in fields.values.items():
+        name = key.lower().strip("_")
+        if (
+            name in LAYER_TYPES
+            or (general and name in _READ_BY_ALL)
+            or model_type in read_by.get(name, ())
+            or _PLACES_NOTHING.search(name)
+        ):
+            continue
+        if isinstance(value, list | tuple) and layers and abs(len(value) - layers) <= 1 and len(value) > 1:
+            raise _refusal(fields, key, f"has {len(value)} entries, as many as layers", model_type)
+        switched = isinstance(value, str) or (type(value) is int and value > 1)
+        if switched and value and not placed and name not in _POSITIONS and _PLACING.search(name):
+            raise _refusal(fields, key, f"is {shown(value)}", model_type)
+
+
+def _refusal(fields: Fields, key: str, what: str, model_type: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"config of {fields.name}: {key} {what}, and what layers of model type {shown(model_type)} keep may depend on "
+        "it, which is not supported: say what each layer is (--set layer_types='[...]') and drop the field (--set "
+        f"{key}=null), or drop it alone where the cache does not depend on it"
+    )
