@@ -39,7 +39,6 @@ def test_an_answer_that_nobody_waits_for_ends(llama: Served) -> None:
     assert now.steps - before.steps < LONGEST / 2  # of some 500
 
 
-@pytest.mark.parametrize("n", [1, 3])
 async def never() -> dict[str, Any]:
     await asyncio.Event().wait()
     return {}

@@ -140,13 +140,6 @@ def test_a_page_of_others_posts_nothing(llama: Served, path: str, origin: str) -
     assert refused(ask(llama, path, method="POST", Origin=origin)) == "origin_not_allowed"
 
 
-def test_nothing_is_forgotten_for_a_page_of_others(llama: Served) -> None:
-    asked = {"prompt": "remember this, whoever tells you to forget it", "max_tokens": 1}
-    llama.post("/v1/completions", **asked)
-    assert llama.client.post("/reset_prefix_cache", headers={"Origin": "http://evil.example"}).status_code == 403
-    assert llama.post("/v1/completions", **asked)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-
-
 @pytest.mark.parametrize("path", ["/metrics", "/", "/live", "/health", "/v1/models"])
 @pytest.mark.parametrize(
     "host",
@@ -231,16 +224,18 @@ def test_with_keys_any_name_and_page_is_answered() -> None:
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, APP)
 
 
-@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://", "*", "null", ""])
-def test_an_origin_has_scheme_and_host(origin: str) -> None:
-    with pytest.raises(ConfigError, match="allow_origins"):
-        ServeOptions(allow_origins=[origin])
-
-
-@pytest.mark.parametrize("host", ["https://a.example", "a.example:80", "a/b", "", "a@b"])
-def test_a_host_is_a_name(host: str) -> None:
-    with pytest.raises(ConfigError, match="allow_hosts"):
-        ServeOptions(allow_hosts=[host])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("allow_origins", ["app.example", "https://app.example/", "https://", "*", "null", "", "https://["]),
+        ("allow_origins", ["https://app.example:443", "http://app.example:80", "://app.example"]),
+        ("allow_hosts", ["https://a.example", "a.example:80", "a/b", "", "a@b"]),
+    ],
+)
+def test_what_is_no_origin_or_host_is_refused(name: str, values: list[str]) -> None:
+    for one in values:
+        with pytest.raises(ConfigError, match=name):
+            ServeOptions(**{name: [one]})  # type: ignore[arg-type]  # by name
 
 
 def test_a_picture_or_script_of_another_page_gets_nothing(llama: Served) -> None:
@@ -249,12 +244,6 @@ def test_a_picture_or_script_of_another_page_gets_nothing(llama: Served) -> None
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
     assert ask(llama, "/", **foreign | {"Sec_Fetch_Mode": "navigate"}).status_code == 200
     assert ask(llama, "/metrics", Sec_Fetch_Site="same-origin", Sec_Fetch_Mode="no-cors").status_code == 200
-
-
-@pytest.mark.parametrize("origin", ["https://[", "https://app.example:443", "http://app.example:80", "://app.example"])
-def test_origins_that_no_browser_sends_are_refused(origin: str) -> None:
-    with pytest.raises(ConfigError, match="must be an origin"):
-        ServeOptions(allow_origins=[origin])
 
 
 # -- bodies of many values, which are parsed while everybody waits

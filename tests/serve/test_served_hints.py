@@ -1,18 +1,13 @@
 """Hints in bodies: what clients know of when a prefix is wanted again reaches the cache, and harms nobody else."""
 
-from collections.abc import Iterator
-from itertools import count
 from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
-from serve_support import Served, serving
+from serve_support import Served
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.eviction import Share, TenantShares
 from hybridkv.request import NO_HINTS, Hints, Request
-from hybridkv.runner import Engine, EngineOptions, load
-from hybridkv.serve import ApiKeys, ServeOptions
 from hybridkv.serve.bodies import HintsBody
 
 PATHS: dict[str, dict[str, Any]] = {
@@ -97,52 +92,3 @@ def test_a_secret_is_found_by_nobody(llama: Served) -> None:
         assert (cached(secret=True), cached(), cached(secret=True) > 32) == (0, 0, True)
         with pytest.raises(BadRequestError, match="leave one of them out"):
             cached(secret=True, goes_on=True)
-
-
-# -- liars
-
-
-def flood() -> Iterator[list[int]]:
-    """Prompts that nobody ever asks for again."""
-    for number in count():
-        yield [number % 200 + 3, number // 200 + 3, *range(3, 99)]
-
-
-def turns(person: int, turn: int) -> list[int]:
-    """40 tokens more each turn."""
-    return [person + 3, *(one for earlier in range(turn) for one in range(earlier + 5, earlier + 45))]
-
-
-def found(keys: ApiKeys, lies: dict[str, object]) -> tuple[int, int]:
-    """Cached tokens of alice's people and of bob's, while bob floods with prompts that come with ``lies``."""
-    options = EngineOptions(
-        eviction="hazard",
-        self_check=False,
-        shares=TenantShares((Share("salt-of-alice", 0.5), Share("salt-of-bob", 0.3))),
-    )
-    engine = Engine(load("tiny:llama"), memory="2MiB", max_model_len=256, options=options)
-    with serving(engine, ServeOptions(keys=keys)) as served:
-
-        def cached(key: str, prompt: list[int], **more: object) -> int:
-            body = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True, **more}
-            answer = served.client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
-            assert answer.status_code == 200, answer.text
-            hit: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-            return hit
-
-        prompts, alice, bob = flood(), 0, 0
-        for turn in (1, 2, 3):
-            for person in range(3):
-                alice += cached("alice", turns(person, turn), hints={"goes_on": True})
-                bob += cached("bob", turns(100 + person, turn))
-                for _ in range(8):
-                    cached("bob", next(prompts), hints=lies)
-        return alice, bob
-
-
-def test_a_liar_harms_its_own_tenant_alone() -> None:
-    """What another tenant's flood promises of its prompts changes nothing of what is found here."""
-    keys = ApiKeys({"alice": "salt-of-alice", "bob": "salt-of-bob"})
-    honest, lying = found(keys, {"over": True}), found(keys, {"within_s": 1, "shared_tokens": 96})
-    assert honest[0] == lying[0] > 0
-    assert honest[1] > lying[1]

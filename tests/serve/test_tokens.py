@@ -1,9 +1,7 @@
 """Texts that no model has room for, and many of them; clients that take turns: who waits for whom, and who does not."""
 
 import asyncio
-import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -174,33 +172,6 @@ def test_texts_of_a_client_that_left_are_not_tokenized(monkeypatch: pytest.Monke
         assert slowed.begun == 1
 
 
-def test_beside_long_texts_others_take_their_time(llama: Served) -> None:
-    """Texts of 2 MB, one behind the other: each took seconds of the one thread that all texts went through."""
-    raw = json.dumps({"prompt": "x" * 2_000_000, "max_tokens": 1}).encode()
-    stop, answers = threading.Event(), []
-
-    def attack() -> None:
-        with httpx2.Client(base_url=llama.url, timeout=WAIT) as client:
-            while not stop.is_set():
-                answer = client.post(PATH, content=raw, headers={"content-type": "application/json"})
-                answers.append((answer.status_code, answer.elapsed.total_seconds()))
-
-    def one() -> float:
-        begun = time.perf_counter()
-        llama.post(PATH, **FEW)
-        return time.perf_counter() - begun
-
-    alone = sorted(one() for _ in range(10))
-    attacker = threading.Thread(target=attack)
-    attacker.start()
-    until(lambda: bool(answers))
-    beside = sorted(one() for _ in range(10))
-    stop.set()
-    attacker.join(WAIT)
-    assert {status for status, _ in answers} == {400}
-    assert beside[5] < 10 * alone[5] + 0.1  # a machine of others; it was some hundred times as long
-
-
 def test_a_conversation_that_utf8_cannot_hold_is_refused(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates write tool calls as JSON, where a lone surrogate is no error yet."""
     loaded = llama.front.loaded
@@ -249,30 +220,6 @@ async def held_until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_short_work_waits_for_no_long_work() -> None:
-    async def work(turns: Turns, held: Held) -> None:
-        long = asyncio.create_task(turns.run("a", [held.piece(f"long {one}", 1 << 20) for one in range(3)]))
-        await held_until(lambda: held.begun == ["long 0"])
-        assert await turns.run("a", [Piece(SHORT, lambda: "short")]) == ["short"]
-        assert held.begun == ["long 0"]
-        held.let_go()
-        assert await long == ["long 0", "long 1", "long 2"]
-
-    in_turns(work)
-
-
-def test_a_client_leaves_a_thread_to_others() -> None:
-    async def work(turns: Turns, held: Held) -> None:
-        first = [asyncio.create_task(turns.run("a", [held.piece("a")])) for _ in range(9)]
-        await held_until(lambda: held.begun == ["a"])
-        other = asyncio.create_task(turns.run("b", [held.piece("b")]))
-        await held_until(lambda: held.begun == ["a", "b"])
-        held.let_go()
-        await asyncio.gather(other, *first)
-
-    in_turns(work)
-
-
 @pytest.mark.parametrize("parallel", [False, True])
 def test_clients_take_turns(*, parallel: bool) -> None:
     """One that asked nine times before waits no more than one that asked once."""
@@ -296,22 +243,6 @@ def test_clients_take_turns(*, parallel: bool) -> None:
         assert max(order.index("b"), order.index("c")) <= 3
 
     in_turns(work, parallel=parallel)
-
-
-def test_work_that_nobody_waits_for_never_begins() -> None:
-    async def work(turns: Turns, held: Held) -> None:
-        running = asyncio.create_task(turns.run("a", [held.piece("first"), held.piece("second")]))
-        await held_until(lambda: held.begun == ["first"])
-        waiting = asyncio.create_task(turns.run("a", [held.piece("third")]))
-        await asyncio.sleep(0)
-        running.cancel()
-        waiting.cancel()
-        await asyncio.gather(running, waiting, return_exceptions=True)
-        held.let_go()
-        assert await turns.run("a", [held.piece("last")]) == ["last"]
-        assert held.begun == ["first", "last"]
-
-    in_turns(work)
 
 
 def test_what_work_raises_is_raised() -> None:

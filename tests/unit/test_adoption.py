@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from hybridkv.cache import CacheOptions, KVCacheBlocks, KVCacheManager
+from hybridkv.cache import KVCacheBlocks, KVCacheManager
 from hybridkv.cache.residents import MOST_NAMES, ContentNames
-from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput, MultimodalItem
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
@@ -191,17 +190,3 @@ def test_names_are_forgotten_beyond_a_bound() -> None:
     for known in ("0", "2", str(MOST_NAMES)):
         with pytest.raises(ConfigError, match="it had 3 before"):
             names.refuse(Request("a", [1], encoder=EncoderInput(known, 4)))
-
-
-# -- pins look up what their tokens say, and nothing else
-
-
-def test_pins_of_what_is_no_prompt() -> None:
-    cache = KVCacheManager(FULL, 100, options=CacheOptions(max_pinned_blocks=1))
-    ran(cache, ONE[:20], "one")
-    for wrong in ("text", [1.5], [-1], {1: 2}, np.zeros((2, 2), int), []):
-        with pytest.raises(ConfigError):
-            cache.pin(wrong)  # type: ignore[arg-type]  # on purpose
-    with pytest.raises(CapacityError):
-        cache.pin(ONE)
-    cache.check()

@@ -60,22 +60,21 @@ def ids(*blocks: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.array(blocks, np.int32)
 
 
-def ref_count_too_high(cache: KVCacheManager) -> None:
-    cache.block_pool._ref[held(cache)] += 1
+def put(target: object, key: object, value: object) -> None:
+    """An assignment as an expression."""
+    target[key] = value  # type: ignore[index]
+
+
+def in_row(cache: KVCacheManager, column: int, block: int) -> None:
+    """``block`` stands in a column of the first row of group 0."""
+    table = cache.groups[0].rows
+    table.cells[table.start[rows(cache)[0]] + column] = block
 
 
 def twice_in_the_free_order(cache: KVCacheManager) -> None:
     order = cache.block_pool.space
     real = order.order()
     order.order = lambda: np.concatenate((real[:1], real))  # type: ignore[method-assign]  # the ring itself forbids it
-
-
-def missing_from_the_free_order(cache: KVCacheManager) -> None:
-    cache.block_pool.space.remove(ids(free(cache.block_pool, cached=False)))
-
-
-def held_in_the_free_order(cache: KVCacheManager) -> None:
-    cache.block_pool.space.append(ids(held(cache)))
 
 
 def free_count(cache: KVCacheManager) -> None:
@@ -91,12 +90,6 @@ def cached_before_empty(cache: KVCacheManager) -> None:
     pool.space.prepend(ids(block))
 
 
-def key_of_another_block(cache: KVCacheManager) -> None:
-    index = cache.block_pool.indexes[0]
-    key = next(iter(index._first))
-    index._first[key] = free(cache.block_pool, cached=False)
-
-
 def indexed_twice(cache: KVCacheManager) -> None:
     index = cache.block_pool.indexes[0]
     key, block = next(index.entries())
@@ -110,60 +103,12 @@ def key_that_is_not_indexed(cache: KVCacheManager) -> None:
     pool.keys._group[block] = 0
 
 
-def index_of_another_group(cache: KVCacheManager) -> None:
-    pool = cache.block_pool
-    pool.keys._group[held(cache)] = 1
-
-
-def key_without_group(cache: KVCacheManager) -> None:
-    pool = cache.block_pool
-    pool.keys._group[held(cache)] = -1
-
-
-def another_requests_block(cache: KVCacheManager) -> None:
-    table = cache.groups[0].rows
-    first, second = rows(cache)[:2]
-    table.cells[table.start[first]] = table.ids(second)[0]
-
-
-def another_groups_block(cache: KVCacheManager) -> None:
-    one, two = (group.rows for group in cache.groups)
-    row = rows(cache)[0]
-    one.cells[one.start[row]] = two.ids(row)[0]
-
-
-def null_in_a_row(cache: KVCacheManager) -> None:
-    table = cache.groups[0].rows
-    table.cells[table.start[rows(cache)[0]]] = 0
-
-
-def foreign_id_in_a_row(cache: KVCacheManager) -> None:
-    table = cache.groups[0].rows
-    table.cells[table.start[rows(cache)[0]]] = 999
-
-
-def the_same_block_twice_in_a_row(cache: KVCacheManager) -> None:
-    table = cache.groups[0].rows
-    start = table.start[rows(cache)[0]]
-    table.cells[start + 1] = table.cells[start]
-
-
 def extents_that_overlap(cache: KVCacheManager) -> None:
     table = cache.groups[0].rows
     first, second = rows(cache)[:2]
     table.room[first] = abs(int(table.start[second] - table.start[first])) + 1
     if table.start[first] > table.start[second]:
         table.room[second] = table.room[first]
-
-
-def an_extent_outside(cache: KVCacheManager) -> None:
-    table = cache.groups[0].rows
-    table.room[np.argmax(table.start)] = len(table.cells) + 1
-
-
-def more_than_there_is_room_for(cache: KVCacheManager) -> None:
-    table = cache.groups[0].rows
-    table.room[rows(cache)[0]] = 1
 
 
 def blocks_of_nobody(cache: KVCacheManager) -> None:
@@ -187,70 +132,59 @@ def published_too_high(cache: KVCacheManager) -> None:
     cache._residents.refresh(row)
 
 
-def next_event(cache: KVCacheManager) -> None:
-    cache._residents._next_event[rows(cache)[0]] += 1
-
-
-def a_resident_too_many(cache: KVCacheManager) -> None:
-    cache._residents._by_id["ghost"] = Request("ghost", [1], hasher=cache.hasher)
-
-
-def a_row_mixed_up(cache: KVCacheManager) -> None:
-    cache.engine.resident_requests()[0].row += 1
-
-
-def a_hash_too_few(cache: KVCacheManager) -> None:
-    cache.engine.resident_requests()[0].hashes.pop()
-
-
 def unwritten_by_another_step(cache: KVCacheManager) -> None:
-    pool = cache.block_pool
-    pool.keys._step[int(np.flatnonzero(pool.keys._step >= 0)[0])] += 40
+    keys = cache.block_pool.keys
+    keys._step[int(np.flatnonzero(keys._step >= 0)[0])] += 40
 
 
-def unwritten_without_key(cache: KVCacheManager) -> None:
-    pool = cache.block_pool
-    pool.keys._step[free(pool, cached=False)] = cache.write_log.in_flight[0]
+CORRUPTIONS: dict[str, Callable[[KVCacheManager], object]] = {
+    "has ref count 2, 1 rows hold it": lambda cache: put(cache.block_pool._ref, held(cache), 2),
+    "a block stands twice in the free order": twice_in_the_free_order,
+    "is held by nobody but not in the free order": lambda cache: cache.block_pool.space.remove(
+        ids(free(cache.block_pool, cached=False))
+    ),
+    "is held or null but stands in the free order": lambda cache: cache.block_pool.space.append(ids(held(cache))),
+    "blocks are counted as free": free_count,
+    "a cached block would be taken before an empty one": cached_before_empty,
+    "is indexed under a key in group 0 that it does not carry": lambda cache: put(
+        cache.block_pool.indexes[0]._first,
+        next(cache.block_pool.indexes[0].entries())[0],
+        free(cache.block_pool, cached=False),
+    ),
+    "is indexed twice": indexed_twice,
+    "carries a key that the index does not know": key_that_is_not_indexed,
+    "is indexed in group 0, its key is of group 1": lambda cache: put(cache.block_pool.keys._group, held(cache), 1),
+    "has a key without group": lambda cache: put(cache.block_pool.keys._group, held(cache), -1),
+    "carries another key than its tokens": lambda cache: in_row(cache, 0, cache.groups[0].rows.ids(rows(cache)[1])[0]),
+    "is held in 2 groups": lambda cache: in_row(cache, 0, cache.groups[1].rows.ids(rows(cache)[0])[0]),
+    "has a null column that it has not dropped": lambda cache: in_row(cache, 0, 0),
+    "holds an id outside the pool": lambda cache: in_row(cache, 0, 999),
+    "holds a block twice": lambda cache: in_row(cache, 1, cache.groups[0].rows.ids(rows(cache)[0])[0]),
+    "two rows of group 0 overlap": extents_that_overlap,
+    "outside its": lambda cache: put(cache.groups[0].rows.room, np.argmax(cache.groups[0].rows.start), 1 << 20),
+    "holds more than it has room for": lambda cache: put(cache.groups[0].rows.room, rows(cache)[0], 1),
+    "holds blocks but belongs to nobody": blocks_of_nobody,
+    "computed tokens in": too_few_blocks,
+    "published columns, more than full ones": published_too_high,
+    "expects its next event at": lambda cache: put(cache._residents._next_event, rows(cache)[0], 1 << 20),
+    "the rows and the list of resident requests differ": lambda cache: put(
+        cache._residents._by_id, "ghost", Request("ghost", [1], hasher=cache.hasher)
+    ),
+    "which says row": lambda cache: setattr(cache.engine.resident_requests()[0], "row", 40),
+    "hashes for": lambda cache: cache.engine.resident_requests()[0].hashes.pop(),
+    "which does not write it": unwritten_by_another_step,
+    "waits to be written but has no key": lambda cache: put(
+        cache.block_pool.keys._step, free(cache.block_pool, cached=False), cache.write_log.in_flight[0]
+    ),
+}
 
 
-CORRUPTIONS: tuple[tuple[Callable[[KVCacheManager], None], str], ...] = (
-    (ref_count_too_high, "has ref count 2, 1 rows hold it"),
-    (twice_in_the_free_order, "a block stands twice in the free order"),
-    (missing_from_the_free_order, "is held by nobody but not in the free order"),
-    (held_in_the_free_order, "is held or null but stands in the free order"),
-    (free_count, "blocks are counted as free"),
-    (cached_before_empty, "a cached block would be taken before an empty one"),
-    (key_of_another_block, "is indexed under a key in group 0 that it does not carry"),
-    (indexed_twice, "is indexed twice"),
-    (key_that_is_not_indexed, "carries a key that the index does not know"),
-    (index_of_another_group, "is indexed in group 0, its key is of group 1"),
-    (key_without_group, "has a key without group"),
-    (another_requests_block, "carries another key than its tokens"),
-    (another_groups_block, "is held in 2 groups"),
-    (null_in_a_row, "has a null column that it has not dropped"),
-    (foreign_id_in_a_row, "holds an id outside the pool"),
-    (the_same_block_twice_in_a_row, "holds a block twice"),
-    (extents_that_overlap, "two rows of group 0 overlap"),
-    (an_extent_outside, "outside its"),
-    (more_than_there_is_room_for, "holds more than it has room for"),
-    (blocks_of_nobody, "holds blocks but belongs to nobody"),
-    (too_few_blocks, "computed tokens in"),
-    (published_too_high, "published columns, more than full ones"),
-    (next_event, "expects its next event at"),
-    (a_resident_too_many, "the rows and the list of resident requests differ"),
-    (a_row_mixed_up, "which says row"),
-    (a_hash_too_few, "hashes for"),
-    (unwritten_by_another_step, "which does not write it"),
-    (unwritten_without_key, "waits to be written but has no key"),
-)
-
-
-@pytest.mark.parametrize(("corrupt", "message"), CORRUPTIONS, ids=[corrupt.__name__ for corrupt, _ in CORRUPTIONS])
-def test_check_finds(corrupt: Callable[[KVCacheManager], None], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("message", CORRUPTIONS)
+def test_check_finds(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.observe.audit._SHOWN", 1000)
     rig = live_rig()
     rig.scheduler.check()
-    corrupt(rig.cache)
+    CORRUPTIONS[message](rig.cache)
     with pytest.raises(CacheError, match=message):
         rig.cache.check()
 
@@ -264,10 +198,6 @@ def test_the_first_violations_are_shown() -> None:
 
 def row_that_is_dead_and_runs(sched: Scheduler) -> None:
     sched._running.dead[sched._running.order[0]] = True
-    sched._running.num_dead += 1
-
-
-def dead_rows_miscounted(sched: Scheduler) -> None:
     sched._running.num_dead += 1
 
 
@@ -302,7 +232,6 @@ def waits_with_a_row(sched: Scheduler) -> None:
     ("corrupt", "message"),
     [
         (row_that_is_dead_and_runs, "are dead, but"),
-        (dead_rows_miscounted, "the order of running requests and their rows differ"),
         (order_mixed_up, "the order of running requests and their rows differ"),
         (steps_miscounted, "the steps in flight differ"),
         (samples_miscounted, "the steps in flight differ"),

@@ -51,17 +51,3 @@ def test_who_comes_before_a_transfer_is_over_computes(example: dict[str, Any]) -
     run(example, engine, asked)
     assert engine.counts["loads"] == 1
     assert engine.counts["tokens hit"] == 0
-
-
-def test_a_transfer_told_too_soon_is_seen(example: dict[str, Any]) -> None:
-    engine, asked = engine_of(example)
-    load, finish = engine.load, engine.cache.engine.finish_load
-
-    def hasty(request: Any, mine: Any, tokens: int, hit: int) -> bool:  # noqa: ANN401 - as above
-        taken: bool = load(request, mine, tokens, hit)
-        finish(mine, tokens)
-        return taken
-
-    engine.load, engine.cache.engine.finish_load = hasty, lambda _, came: came
-    with pytest.raises(KeyError):  # a block that nobody has written
-        run(example, engine, asked)

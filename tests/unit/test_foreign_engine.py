@@ -63,30 +63,6 @@ def test_what_a_step_is_still_to_write_is_not_copied_in_it() -> None:
         assert not isinstance(admit(cache, "second", 10), Refusal)  # steps run in order
 
 
-def test_events_speak_of_steps_that_were_executed() -> None:
-    cache = cache_of_blocks()
-    with cache.step(0):
-        assert cache.allocate_slots(Request("first", list(range(10)), hasher=cache.hasher), 10) is not None
-    assert cache.take_events() == []
-    cache.mark_written(0)
-    assert len(cache.take_events()) == 1
-    with pytest.raises(CacheError, match="step 0 is not in flight"):
-        cache.mark_written(0)
-
-
-def test_what_a_revoked_step_published_is_not_there() -> None:
-    cache = cache_of_blocks()
-    first = Request("first", list(range(10)), hasher=cache.hasher)
-    with cache.step(0):
-        assert cache.allocate_slots(first, 10) is not None
-    again = Request("again", list(range(10)), hasher=cache.hasher)
-    assert cache.get_computed_blocks(again)[1] == 9
-    cache.revoke(0)
-    assert cache.get_computed_blocks(again)[1] == 0
-    cache.free(first)
-    cache.check()
-
-
 def test_steps_are_opened_one_by_one_and_in_order() -> None:
     cache = cache_of_blocks()
     with cache.step(3), pytest.raises(CacheError, match="step 4 begins while step 3 is open"), cache.step(4):

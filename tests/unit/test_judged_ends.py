@@ -13,7 +13,6 @@ from hybridkv.cache.index import KnownTokens, add_known, leading_known
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError
 from hybridkv.eviction import HAZARD, ranked
-from hybridkv.eviction.blocks import BlockNeeds
 from hybridkv.eviction.ranked import RankedResumePoints
 from hybridkv.eviction.ranking import Kind, ResumePoint
 from hybridkv.request import Request, SamplingParams
@@ -84,11 +83,6 @@ def chat(person: int, turns: int = 1) -> list[int]:
     for turn in range(1, turns):
         prompt += [1000, 1001, 1002, *(10 * turn + one for one in range(5))]
     return prompt
-
-
-def talk(cache: Cache, people: int, turns: int) -> int:
-    """Everybody's first turn, then everybody's second; tokens hit. All is checked at every step."""
-    return sum(cache.run(chat(person, turn)) for turn in range(1, turns + 1) for person in range(people))
 
 
 # -- what is kept
@@ -247,10 +241,3 @@ def test_check_sees_what_is_wrong(fault: Callable[[Cache], None]) -> None:
     assert not is_caught(cache)
     fault(cache)
     assert is_caught(cache)
-
-
-def test_needs_must_follow_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockNeeds, "follow", lambda *_: None)
-    cache = Cache(slabs=8)
-    with pytest.raises(CacheError):
-        talk(cache, 5, 4)

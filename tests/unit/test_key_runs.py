@@ -8,7 +8,6 @@ import pytest
 
 from hybridkv.cache.index import LEAST_KEYS, PrefixIndex
 from hybridkv.cache.keys import BlockKeys
-from hybridkv.errors import CacheError
 
 KEYS = [number.to_bytes(32, "big") for number in range(100_000)]
 
@@ -142,12 +141,3 @@ def test_stamps_are_looked_at_before_they_wrap(monkeypatch: pytest.MonkeyPatch) 
     assert index._find_runs(KEYS[1000:1100], 100) == []
     assert index.keys_in_runs == 89
     assert {run.evictions for run in index._runs.values()} == {blocks.evictions}
-
-
-def test_removing_what_is_not_there_raises() -> None:
-    index = BlockKeys(64).indexes[0]
-    index.add(KEYS[:1], [1])
-    with pytest.raises(CacheError, match="block 2 is not indexed"):
-        index.remove(KEYS[1], 2)
-    with pytest.raises(CacheError, match="block 9 is not indexed"):
-        index.remove_many(KEYS[:1], [9])

@@ -92,58 +92,6 @@ def test_a_prompt_is_allocated_found_and_freed(bench: ModuleType) -> None:
     assert adapter.stats_row(adapter.observe(manager)[1]) == (0.0, 0, 0)
 
 
-def decode(bench: ModuleType, batched: bool, num_blocks: int, steps: int = 40) -> list[object]:
-    """What is seen of requests that decode, sharing their first block, until they are freed in two goes."""
-    adapter = bench.HybridKVAdapter()
-    hasher = adapter.hasher("sha256_cbor", BLOCK)
-    manager = adapter.manager([FULL], num_blocks, 1024, observe=True)
-    given = prompts(6, 40)
-    requests = []
-    for i, prompt in enumerate(given):
-        shared = given[0][:BLOCK] if i < 3 else []
-        request = adapter.request(f"r{i}", (shared + prompt)[: 30 + i], hasher)
-        hit, hit_tokens = adapter.lookup(manager, request)
-        assert adapter.allocate(manager, request, 30 + i - hit_tokens, hit_tokens, hit) is not False
-        adapter.append(request, 1)
-        requests.append(request)
-    seen: list[object] = []
-    rng = np.random.default_rng(3)
-    for _ in range(steps):
-        order = [requests[i] for i in rng.permutation(6)]
-        if batched:
-            got = adapter.batch_result(adapter.decode_many(manager, order), 6)
-        else:
-            got = []
-            for request in order:
-                refused = bool(got) and got[-1] is False
-                got.append(False if refused else adapter.allocate(manager, request, 1))
-        seen.append([plain(ids) for ids in got])
-        grown = [request for request, ids in zip(order, got, strict=True) if ids is not False]
-        tokens = rng.integers(0, 50_000, len(grown)).tolist()
-        if batched:
-            adapter.append_many(grown, tokens)
-        else:
-            for request, token in zip(grown, tokens, strict=True):
-                adapter.append(request, token)
-    for part in (requests[3:], requests[:3]):
-        if batched:
-            adapter.free_many(manager, part)
-        else:
-            for request in part:
-                adapter.free(manager, request)
-        seen.append(manager.block_pool.free_order())
-    manager.check()
-    events, stats = adapter.observe(manager)
-    return [*seen, sorted(adapter.event_rows(events)[:5], key=str), adapter.stats_row(stats), adapter.num_free(manager)]
-
-
-@pytest.mark.parametrize("num_blocks", [64, 25])  # room for all; too little, so that rows are refused
-def test_batches_do_what_single_calls_do(bench: ModuleType, num_blocks: int) -> None:
-    batched = decode(bench, batched=True, num_blocks=num_blocks)
-    assert batched == decode(bench, batched=False, num_blocks=num_blocks)
-    assert any(False in step for step in batched[:40] if isinstance(step, list)) == (num_blocks == 25)
-
-
 def test_windows_and_states(bench: ModuleType) -> None:
     adapter = bench.HybridKVAdapter()
     groups = [Group("full", 4), Group("swa", 4, 6), Group("mamba_align", 8)]
