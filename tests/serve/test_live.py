@@ -17,8 +17,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import AsyncEngine, Engine, EngineOptions, load
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.serve import ApiKeys, ServeOptions
-from hybridkv.serve.live import MOST_CELLS, MOST_ENDED, MOST_REQUESTS, Ages, Live, _look
-from hybridkv.serve.metrics import RequestMetrics
+from hybridkv.serve.metrics import MOST_CELLS, MOST_ENDED, MOST_REQUESTS, Ages, Live, RequestMetrics, _look
 from hybridkv.step import Csr, StepResult
 
 ASKED = {"prompt": "a prompt that comes again, of more than two blocks", "max_tokens": 8, "ignore_eos": True}

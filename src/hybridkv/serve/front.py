@@ -19,8 +19,7 @@ from hybridkv.runner.engine import Engine
 from hybridkv.serve.bodies import SamplingBody
 from hybridkv.serve.errors import ApiError
 from hybridkv.serve.gates import ApiKeys, host_name, origin, tenant_of
-from hybridkv.serve.live import Live
-from hybridkv.serve.metrics import PREFIX, RequestMetrics, metrics_prefix
+from hybridkv.serve.metrics import PREFIX, Live, RequestMetrics, metrics_prefix
 from hybridkv.serve.tokens import Tokens
 
 RETRY_AFTER: Final = 1

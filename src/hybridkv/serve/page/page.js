@@ -1,5 +1,5 @@
 "use strict";
-// One sample a second comes as a server-sent event (hybridkv.serve.live); what was seen in 30 minutes stays here.
+// One sample a second comes as a server-sent event (hybridkv.serve.metrics); what was seen in 30 minutes stays here.
 const KEPT_S = 1800;
 const NOW_S = 10;
 const SLOWEST = 10;
