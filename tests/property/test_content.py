@@ -19,6 +19,7 @@ from hybridkv.testing import DigestModel, FakeWorker, attention_config, digest_m
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from hybridkv.testing.fake_worker import WorkerRow
 from oracles import Rig, RigOptions, random_options, random_run
+from oracles.random_models import PLACEMENTS
 from oracles.strategies import limits, prompts
 
 pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
@@ -71,6 +72,12 @@ LFM: dict[str, object] = {
     "layer_types": ["conv", "full_attention", "conv", "conv"],
     "conv_L_cache": 3,
 }
+WIDE_LFM: dict[str, object] = {
+    **LFM,
+    "hidden_size": 640,  # a state is ten blocks of attention
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+}
 MAX_MODEL_LEN = 40
 
 
@@ -104,6 +111,58 @@ def test_planned_models_read_what_they_wrote(
     rig = rig_of(planned(facts, block_size, num_blocks), bounds)
     for prompt, max_tokens, steps in arrivals:
         rig.add(prompt, max_tokens)
+        for _ in range(steps):
+            if rig.num_in_flight == bounds.max_in_flight:
+                rig.update()
+            rig.schedule()
+    rig.drain()
+    assert rig.worker.tokens_checked > 0
+
+
+def naturally_planned(facts: dict[str, object], slabs: int, kernel_block_size: int | None) -> KVCacheConfig:
+    """What the planner makes of a model for ``slabs`` slabs."""
+    model = read_model(facts, block_size=4)
+
+    def made(memory: int) -> KVCacheConfig:
+        return plan(
+            model, memory, max_model_len=MAX_MODEL_LEN, layout="natural", kernel_block_size=kernel_block_size
+        ).config
+
+    large = made(2**18)
+    assert large.slabs is not None
+    return made(slabs * large.slabs.slab_bytes)
+
+
+@settings(max_examples=settings().max_examples * 2 // 3)
+@given(
+    st.sampled_from(((LLAMA, 30), (GEMMA, 60), (WIDE_LFM, 12), (WIDE_LFM, 20))),
+    st.sampled_from((None, 4, 2, 1)),
+    st.sampled_from(PLACEMENTS),
+    limits(),
+    st.lists(
+        st.tuples(
+            prompts(longest=33),
+            st.integers(1, 12),
+            st.lists(st.integers(1, 30), max_size=1),
+            st.integers(1, 2),
+            st.integers(0, 5),
+        ),
+        min_size=1,
+        max_size=10,
+    ),
+)
+def test_natural_plans_read_what_they_wrote(
+    model: tuple[dict[str, object], int],
+    kernel_block_size: int | None,
+    placement: str,
+    bounds: SchedulerLimits,
+    arrivals: list[tuple[list[int], int, list[int], int, int]],
+) -> None:
+    config = naturally_planned(*model, kernel_block_size)
+    options = RigOptions(config.num_blocks, max_model_len=MAX_MODEL_LEN, limits=bounds, placement=placement)
+    rig = Rig(options, config=config)
+    for prompt, max_tokens, marks, n, steps in arrivals:
+        rig.add(prompt, max_tokens, marks=marks, n=n)
         for _ in range(steps):
             if rig.num_in_flight == bounds.max_in_flight:
                 rig.update()

@@ -5,6 +5,8 @@ What a ranking says is held against one that keeps no order and looks at all end
 
 from __future__ import annotations
 
+import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -18,7 +20,8 @@ from hybridkv.errors import CacheError
 from hybridkv.eviction import HAZARD, hazard
 from hybridkv.eviction.blocks import PointBlocks
 from hybridkv.eviction.ranked import RankedResumePoints
-from hybridkv.eviction.ranking import ResumePoint
+from hybridkv.eviction.ranking import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN, ResumePoint, promise_of
+from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from hybridkv.testing.event_follower import DifferenceError
 from oracles import RigOptions, random_natural_options, random_run
@@ -123,6 +126,37 @@ def test_many_watched_runs() -> None:
     plain = watched_runs("full and states", how_many(80), 120)
     assert plain.hits[False] > 0
     assert plain.unknown > 0
+
+
+# -- hints
+
+HINTS = (
+    NO_HINTS,
+    Hints(over=True),
+    Hints(goes_on=True),
+    Hints(within_s=2),
+    Hints(within_s=900),
+    Hints(secret=True),
+    Hints(shared_tokens=6),
+    Hints(scratch=True, shared_tokens=3),
+    Hints(within_s=3, shared_tokens=5),
+)
+
+
+def test_random_runs_with_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    promised = set[int]()
+
+    def hinted(name: str, *asked: object, **others: object) -> Request:
+        hints = HINTS[zlib.crc32(name.encode()) % len(HINTS)]
+        request = Request(name, *asked, hints=hints, **others)  # type: ignore[arg-type]
+        promised.update(promise_of(request, tokens) for tokens in range(1, request.num_tokens))
+        return request
+
+    monkeypatch.setattr(sys.modules["oracles.rig_request"], "Request", hinted)
+    for seed in range(how_many(4)):
+        random = Random(f"hints {seed}")
+        random_run(Twins(random_natural_options(random, MODELS["full and states"]), PAIR), random)
+    assert promised >= {NOTHING, NEVER, BY_ALL, SOMETIME, WITHIN}
 
 
 # -- faults
