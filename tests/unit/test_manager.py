@@ -362,15 +362,23 @@ def test_blocks_of_nobody_are_not_adopted() -> None:
 
 
 @pytest.mark.parametrize(
-    "known", [{"num_encoder_tokens": 3}, {"num_lookahead_tokens": -9}, {"num_external_computed_tokens": 4}]
+    "known",
+    [
+        {"num_encoder_tokens": 3},
+        {"num_encoder_tokens": False},
+        {"num_lookahead_tokens": -9},
+        {"num_external_computed_tokens": 4},
+        {"num_new_computed_tokens": 0.0},
+    ],
 )
-def test_nothing_is_overlooked_where_no_block_is_needed(known: dict[str, int]) -> None:
+def test_nothing_is_overlooked_whether_blocks_are_needed_or_not(known: dict[str, int]) -> None:
     cache = manager()
     one = request(cache, range(30))
-    cache.allocate_slots(one, 1)
-    one.num_computed_tokens = 1
-    with pytest.raises(ConfigError):
-        cache.allocate_slots(one, 1, **known)  # type: ignore[arg-type]  # by name
+    cache.allocate_slots(one, 3)
+    one.num_computed_tokens = 3
+    for new in (1, 2):
+        with pytest.raises(ConfigError):
+            cache.allocate_slots(one, new, **known)  # type: ignore[arg-type]  # by name
 
 
 def test_published_tokens_are_not_forgotten() -> None:

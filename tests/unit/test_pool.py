@@ -1,12 +1,15 @@
-"""The pool against the vectors of docs/contracts.md, 2."""
+"""The pool against the vectors of docs/contracts.md, 2; its free order and rows of blocks against plain lists."""
 
 import logging
+from random import Random
 
 import numpy as np
 import pytest
 
 from hybridkv.cache import AllBlocksCleared, BlockPool, BlockRemoved
+from hybridkv.cache.groups import BlockRows
 from hybridkv.cache.journal import Observers
+from hybridkv.cache.spaces.one_size import FreeOrder
 from hybridkv.errors import BlockError, ConfigError
 from hybridkv.observe.events import EventQueue
 
@@ -110,3 +113,86 @@ def test_a_tail_that_has_to_go_frees_its_block_for_the_next() -> None:
     assert pool.free_order() == [1, 6, 7, 2, 3, 4]
     assert (pool.keys.given, pool.keys.lost, pool.keys.per_group()) == ([5], [1], [4])
     assert pool.evictions == 1
+
+
+# -- the order of free blocks, and rows of blocks
+
+
+def test_positions_start_anew_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are 32 bits wide: with a small bound the ring is written anew often, and nothing is lost."""
+    monkeypatch.setattr("hybridkv.cache.spaces.one_size._FARTHEST", 30)
+    random, order, naive = Random(0), FreeOrder(12), list(range(1, 12))
+    for _ in range(2000):
+        gone = random.sample(naive, random.randint(0, len(naive)))
+        order.remove(ids(*gone))
+        naive = [block for block in naive if block not in gone]
+        if random.random() < 0.5:
+            order.append(ids(*gone))
+            naive = naive + gone
+        else:
+            order.prepend(ids(*gone))
+            naive = gone + naive
+        assert order.order().tolist() == naive
+        assert np.abs(order._place[naive]).max() <= 30
+
+
+def test_a_renamed_block_hands_over_its_place() -> None:
+    random, order, naive = Random(1), FreeOrder(12), list(range(1, 12))
+    for _ in range(500):
+        out = [block for block in range(1, 12) if block not in naive]
+        source = random.sample(naive, random.randint(0, min(len(naive), len(out))))
+        target = random.sample(out, len(source))
+        order.rename(ids(*source), ids(*target))
+        names = dict(zip(source, target, strict=True))
+        naive = [names.get(block, block) for block in naive]
+        gone = random.sample(naive, random.randint(0, len(naive)))
+        order.remove(ids(*gone))
+        naive = [block for block in naive if block not in gone]
+        back = random.sample(
+            [block for block in range(1, 12) if block not in naive], random.randint(0, 11 - len(naive))
+        )
+        if random.random() < 0.5:
+            order.append(ids(*back))
+            naive = naive + back
+        else:
+            order.prepend(ids(*back))
+            naive = back + naive
+        assert order.order().tolist() == naive
+        assert len(order) == len(naive)
+        if naive:
+            assert order.first() == naive[0]
+
+
+NOBODYS = 1_000_000
+
+
+@pytest.mark.parametrize("few", [1, 40])
+def test_blocks_are_found_and_renamed_in_all_rows_and_nowhere_else(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many at once or one by one; cells of rows that are gone do not count."""
+    monkeypatch.setattr("hybridkv.cache.groups._FEW", few)
+    rows, plain, random, unused = BlockRows(), dict[int, list[int]](), Random(3), iter(range(1, 9000))
+    for turn in range(400):
+        row = random.randrange(30)
+        if row in plain and random.random() < 0.2:
+            rows.clear(row)
+            del plain[row]
+        elif row in plain and random.random() < 0.3:
+            columns = random.randrange(len(plain[row]) + 1)
+            rows.drop(row, max(columns, rows.dropped.item(row)))
+            plain[row][:columns] = [0] * columns
+        else:
+            new = [next(unused) for _ in range(random.randrange(1, 9))]
+            rows.extend(row, np.array(new, np.int32))
+            plain.setdefault(row, []).extend(new)
+        held = [(block, of, at) for of, cells in sorted(plain.items()) for at, block in enumerate(cells) if block]
+        asked = random.sample([*held, (NOBODYS, 0, 0)], min(len(held), random.randrange(1, 25)))
+        where = rows.find(np.array([block for block, *_ in asked], np.int64))
+        found = np.stack(where, axis=1).tolist()
+        assert found == sorted([of, at] for block, of, at in asked if block != NOBODYS)
+        if turn % 3 == 0 and held:
+            sources = np.array([block for block, *_ in random.sample(held, min(len(held), 20))], np.int64)
+            targets = np.arange(10_000 + 20 * turn, 10_000 + 20 * turn + len(sources))
+            rows.rewrite(sources, targets)
+            new_names = dict(zip(sources.tolist(), targets.tolist(), strict=True))
+            plain = {row: [new_names.get(block, block) for block in cells] for row, cells in plain.items()}
+            assert {row: rows.ids(row).tolist() for row in plain} == plain
