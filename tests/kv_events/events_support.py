@@ -119,12 +119,13 @@ def received(socket: zmq.Socket[bytes], wait_ms: int = 200) -> Iterator[Message]
         yield int.from_bytes(number, "big"), batch
 
 
-def asked(context: zmq.Context[Any], endpoint: str, what: bytes) -> list[Message]:
-    """What the ROUTER answers."""
+def asked(context: zmq.Context[Any], publisher: KVEventPublisher, what: bytes | int) -> list[Message]:
+    """What the ROUTER answers. what: a number asks for the batches from there on."""
+    assert publisher.replay_endpoint is not None
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(endpoint)
-    socket.send_multipart((b"", what))
+    socket.connect(publisher.replay_endpoint)
+    socket.send_multipart((b"", what.to_bytes(8, "big") if isinstance(what, int) else what))
     found: list[Message] = []
     while True:
         assert socket.poll(WAIT_MS)
@@ -138,6 +139,5 @@ def asked(context: zmq.Context[Any], endpoint: str, what: bytes) -> list[Message
 
 def settled(publisher: KVEventPublisher, context: zmq.Context[Any], last: int) -> None:
     """Wait until batch ``last`` was told."""
-    assert publisher.replay_endpoint is not None
-    while not asked(context, publisher.replay_endpoint, last.to_bytes(8, "big")):
+    while not asked(context, publisher, last):
         pass

@@ -68,7 +68,6 @@ def test_routers_that_lose_messages_or_come_late_believe_what_can_be_hit(context
     config, cache = cache_of_layers(CACHES["states"], natural=True, size=24)
     anywhere, run, count, most = "tcp://127.0.0.1:0", Run(cache, random), 0, 0
     with KVEventPublisher(config, anywhere, anywhere, exact=True, kept_batches=8) as publisher:
-        assert publisher.replay_endpoint is not None
         steady, lossy = Consumer(), Consumer()
         for turn in range(90):
             run.turn()
@@ -76,12 +75,12 @@ def test_routers_that_lose_messages_or_come_late_believe_what_can_be_hit(context
                 publisher.publish(events)
                 count += 1
                 settled(publisher, context, count - 1)
-                steady.hear(asked(context, publisher.replay_endpoint, (count - 1).to_bytes(8, "big")))
+                steady.hear(asked(context, publisher, count - 1))
             if turn % 30 < 25 or not run.settled:
                 continue
             late = Consumer()
-            late.begin_with(asked(context, publisher.replay_endpoint, SNAPSHOT))
-            lossy.hear(asked(context, publisher.replay_endpoint, (lossy.last + 1).to_bytes(8, "big")))
+            late.begin_with(asked(context, publisher, SNAPSHOT))
+            lossy.hear(asked(context, publisher, lossy.last + 1))
             hittable = can_be_hit(cache, run.prompts())
             most = max(most, len(hittable))
             for consumer in (steady, lossy, late):
@@ -122,9 +121,8 @@ def test_without_it_no_ends_are_told_and_none_are_ever_on_the_wire(context: zmq.
     with publisher_of(config) as publisher:
         publisher.publish([EndKept(0, None, b"p", b"1234"), EndLost(0, b"p", b"1234")])
         settled(publisher, context, 0)
-        assert publisher.replay_endpoint is not None
         consumer = Consumer()
-        consumer.hear(asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big")))
+        consumer.hear(asked(context, publisher, 0))
         assert consumer.last == 0
     silent = KVCacheManager(config, 200, enable_kv_cache_events=True)
     run = Run(silent, Random(2))

@@ -62,23 +62,22 @@ def test_consumers_find_what_the_cache_finds(context: zmq.Context[Any], whole: b
         publisher_of(config, EventForm(whole_hashes=whole)) as publisher,
         subscribed(context, publisher.endpoint) as socket,
     ):
-        assert publisher.replay_endpoint is not None
         steady, lossy, late = Consumer(), Consumer(), Consumer()
         last = published(cache, publisher, random, 150)
         settled(publisher, context, last)
         heard = list(received(socket))
         # who subscribed while the first were sent asks for those
-        steady.hear(asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big")))
+        steady.hear(asked(context, publisher, 0))
         same_answers(cache, steady, random, 200)
         assert [number for number, _ in heard] == [*range(heard[0][0], last + 1)]
         assert steady.last == last
 
         kept = [one for one in heard if one[0] % 7 == 3][:2]
-        lossy.hear(asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big"))[: kept[0][0]])
-        lossy.hear(asked(context, publisher.replay_endpoint, (lossy.last + 1).to_bytes(8, "big")))
+        lossy.hear(asked(context, publisher, 0)[: kept[0][0]])
+        lossy.hear(asked(context, publisher, lossy.last + 1))
         same_answers(cache, lossy, random, 100)
 
-        late.begin_with(asked(context, publisher.replay_endpoint, SNAPSHOT))
+        late.begin_with(asked(context, publisher, SNAPSHOT))
         same_answers(cache, late, random, 200)
         assert late.last == last
         for number in range(40):
@@ -86,7 +85,7 @@ def test_consumers_find_what_the_cache_finds(context: zmq.Context[Any], whole: b
             publisher.publish(cache.take_events())
         settled(publisher, context, publisher._next_number - 1)
         for consumer in (steady, late):
-            consumer.hear(asked(context, publisher.replay_endpoint, (consumer.last + 1).to_bytes(8, "big")))
+            consumer.hear(asked(context, publisher, consumer.last + 1))
             same_answers(cache, consumer, random, 100)
 
 
@@ -97,11 +96,10 @@ def test_who_asks_for_what_is_not_kept_gets_what_stands_for_it(
     random = Random(3)
     config, cache = cache_of()
     with publisher_of(config, kept_batches=3) as publisher:
-        assert publisher.replay_endpoint is not None
         last = published(cache, publisher, random, 60)
         settled(publisher, context, last)
         for first, most in ((0, 10), (last - 4, 5), (last - 3, 4), (last - 2, 3)):
-            batches = asked(context, publisher.replay_endpoint, first.to_bytes(8, "big"))
+            batches = asked(context, publisher, first)
             numbers = [number for number, _ in batches]
             assert numbers == sorted(set(numbers))
             assert (numbers[0] >= first, numbers[-1], len(numbers) <= most) == (True, last, True)
@@ -109,14 +107,13 @@ def test_who_asks_for_what_is_not_kept_gets_what_stands_for_it(
                 consumer = Consumer()
                 consumer.hear(batches)
                 same_answers(cache, consumer, random, 100)
-        assert len(asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big"))) > 2
+        assert len(asked(context, publisher, 0)) > 2
 
 
 def test_a_queue_that_is_full_drops_and_says_forget(context: zmq.Context[Any]) -> None:
     config, cache = cache_of()
     random = Random(1)
     with publisher_of(config, max_queued=2) as publisher:
-        assert publisher.replay_endpoint is not None
         held, go_on = Event(), Event()
         hear = publisher._told.hear
 
@@ -136,7 +133,7 @@ def test_a_queue_that_is_full_drops_and_says_forget(context: zmq.Context[Any]) -
         settled(publisher, context, 2)
         publisher.publish(cache.take_events())
         settled(publisher, context, 6)
-        batches = asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big"))
+        batches = asked(context, publisher, 0)
         assert [number for number, _ in batches] == [0, 1, 2, 6]
         kinds = [[event["type"] for event in msgspec.msgpack.decode(batch)[1]] for _, batch in batches]
         assert kinds[-1][0] == "AllBlocksCleared"
@@ -153,9 +150,8 @@ def test_fields_of_a_message(context: zmq.Context[Any]) -> None:
     def told(form: EventForm) -> Any:  # noqa: ANN401  # of any form
         with publisher_of(config, form) as publisher:
             publisher.publish([stored, removed, AllBlocksCleared()])
-            assert publisher.replay_endpoint is not None
             settled(publisher, context, 0)
-            ((_, batch),) = asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big"))
+            ((_, batch),) = asked(context, publisher, 0)
             seconds, events, rank = msgspec.msgpack.decode(batch)
             assert seconds > 1e9
             assert rank == 0
@@ -202,9 +198,8 @@ def test_a_snapshot_has_parents_first_and_as_many_copies() -> None:
 def test_what_cannot_be_asked_gets_an_end(context: zmq.Context[Any]) -> None:
     config, _ = cache_of()
     with publisher_of(config) as publisher:
-        assert publisher.replay_endpoint is not None
         for what in (b"", b"nonsense!", (9).to_bytes(8, "big"), SNAPSHOT):
-            assert asked(context, publisher.replay_endpoint, what) == []
+            assert asked(context, publisher, what) == []
 
 
 def test_a_flood_of_replay_requests_does_not_stop_the_stream(context: zmq.Context[Any]) -> None:
@@ -238,7 +233,7 @@ def test_a_flood_of_replay_requests_does_not_stop_the_stream(context: zmq.Contex
                 publisher.publish(cache.take_events())
                 assert socket.poll(FLOODED_MS), f"batch {number} was not published"
                 assert int.from_bytes(socket.recv_multipart()[1], "big") == publisher._next_number - 1
-            snapshot = asked(context, publisher.replay_endpoint, SNAPSHOT)
+            snapshot = asked(context, publisher, SNAPSHOT)
             assert snapshot[-1][0] == publisher._next_number - 1
         finally:
             ended.set()
@@ -254,7 +249,7 @@ def test_a_request_that_is_too_long_is_not_read(context: zmq.Context[Any]) -> No
         socket.connect(publisher.replay_endpoint)
         socket.send_multipart((b"", bytes(1 << 20)))
         assert not socket.poll(200)
-        assert asked(context, publisher.replay_endpoint, SNAPSHOT) == []
+        assert asked(context, publisher, SNAPSHOT) == []
 
 
 def test_endpoints_that_cannot_be() -> None:

@@ -18,7 +18,7 @@ from hybridkv.cache import (
 )
 from hybridkv.cache.journal import untagged
 from hybridkv.cache.placement import placement_named
-from hybridkv.errors import CacheError, ConfigError
+from hybridkv.errors import ConfigError
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import UniformTypeKVCacheSpecs
@@ -104,22 +104,6 @@ def test_published_then_written() -> None:
     cache.check()
 
 
-def test_a_block_that_moved_to_where_one_of_its_step_was_evicted_has_its_event() -> None:
-    cache = manager(num_blocks=16)
-    pool, log = cache.block_pool, cache.write_log
-    log.begin(0)
-    started(cache, range(9))  # blocks 1, 2, 3
-    started(cache, range(50, 59))  # blocks 4, 5, 6
-    pool.evict_blocks(np.array([1], np.int32))
-    pool.keys.follow(np.array([[4, 1]]))
-    log.follow(np.array([4]), np.array([1]))
-    log.end()
-    cache.take_events()
-    log.mark_written(0)
-    told = [event.block_hashes for event in cache.take_events() if isinstance(event, BlockStored)]
-    assert told == [keys_of(range(8))[1:], keys_of(range(50, 58))]
-
-
 def test_a_stretch_whose_middle_was_evicted_is_told_in_two_events() -> None:
     cache = manager()
     log = cache.write_log
@@ -133,17 +117,6 @@ def test_a_stretch_whose_middle_was_evicted_is_told_in_two_events() -> None:
         BlockStored(keys[:1], None, (0, 1, 2, 3), 4),
         BlockStored(keys[2:], keys[1], (8, 9, 10, 11), 4),
     ]
-
-
-def test_steps_are_opened_one_at_a_time() -> None:
-    log = manager().write_log
-    log.begin(0)
-    with pytest.raises(CacheError, match="step 1 begins while step 0 is open"):
-        log.begin(1)
-    log.end()
-    log.mark_written(0)
-    with pytest.raises(CacheError, match="step 0 is not in flight"):
-        log.mark_written(0)
 
 
 # -- events that nobody takes

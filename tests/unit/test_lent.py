@@ -95,23 +95,6 @@ def test_lent_tokens_lead_to_the_same_as_copied_ones(config: KVCacheConfig, *, e
     assert told[0] == told[1] != []
 
 
-def test_nothing_of_it_is_kept_twice() -> None:
-    cache = KVCacheManager(REFERENCE, 200, hasher=EngineHashes(BLOCK))
-    one, theirs = lent(cache, "r", list(range(11)))
-    assert one.hashes is theirs.hashes
-    assert len(one._tokens) == 0
-    assert cache.allocate_slots(one, 11) is not None
-    assert not cache.rows.tail[one.row].any()
-    theirs.grow(11, 12)
-    assert one.num_tokens == 11  # until it is told
-    sync(cache, one, theirs, 11)
-    assert one.num_tokens == 13
-    cache.free(one)
-    assert one.num_tokens == 13
-    assert not cache.rows.lent.any()
-    assert cache.rows.num_lent == 0
-
-
 def test_tokens_that_come_while_it_waits_are_hashed_when_it_is_looked_up() -> None:
     cache = KVCacheManager(REFERENCE, 200)
     first, _ = lent(cache, "first", list(range(13)))

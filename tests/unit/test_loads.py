@@ -99,19 +99,6 @@ def test_nothing_else_is_done_with_it_meanwhile(config: KVCacheConfig) -> None:
 
 
 @every_layout
-def test_a_batch_beside_one_that_is_loaded_is_served(config: KVCacheConfig) -> None:
-    cache = made(config)
-    other = request(cache, "other", 9)
-    other_done = cache.allocate_slots(other, 9)
-    assert other_done is not None
-    other.num_computed_tokens = 9
-    one = loading(cache, tokens=25, external=20)
-    assert cache.allocate_batch(np.array([other.row]), 4).accepted == 1
-    with pytest.raises(CacheError, match="being loaded"):
-        cache.allocate_batch(np.array([other.row, one.row]), 4)
-
-
-@every_layout
 def test_of_what_came_in_part_the_rest_is_computed(config: KVCacheConfig) -> None:
     cache = made(config)
     one = loading(cache)

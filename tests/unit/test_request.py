@@ -206,30 +206,6 @@ def test_one_token_for_each() -> None:
     append_tokens([], [])
 
 
-def test_tokens_in_flight() -> None:
-    """Scheduled counts as computed and in flight; settled is in flight no longer; retracted was never computed."""
-    rows = RequestRows(4, capacity=1)
-    requests = [Request(str(i), range(9)) for i in range(2)]
-    both = np.array([rows.bind(request) for request in requests])  # the columns grew
-
-    def counts() -> tuple[list[int], list[int]]:
-        return rows.num_computed[both].tolist(), rows.in_flight[both].tolist()
-
-    rows.schedule(both, np.array([3, 4]))
-    rows.schedule(both[:1], np.array([2]))
-    assert counts() == ([5, 4], [5, 4])
-    rows.complete(both, np.array([3, 4]))
-    assert counts() == ([5, 4], [2, 0])
-    rows.retract(both[:1], np.array([2]))
-    assert counts() == ([3, 4], [0, 0])
-    rows.schedule(both, np.array([1, 1]))
-    rows.release(requests[1])
-    assert counts() == ([4, 0], [1, 0])
-    rows.in_flight[1] = 7  # whatever was left there
-    assert rows.bind(requests[1]) == 1
-    assert counts() == ([4, 5], [1, 0])
-
-
 @pytest.mark.parametrize("field", ["priority", "arrival_time"])
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
 def test_what_requests_are_sorted_by_is_a_number(field: str, value: object) -> None:
