@@ -381,12 +381,12 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     good = trace.read_text("utf-8").splitlines()
     path.write_text("\n".join([*good[:3], '{"timestamp": 1}', *good[3:], "oops"]), "utf-8")
-    assert f"{path}, line 4: the field 'prompt' is missing" in error("replay", path, *BASE)
+    assert f"{path}, line 4: Object missing required field `prompt`" in error("replay", path, *BASE)
     made = document("replay", path, *BASE, "--skip-bad-lines")
     assert (made["bad_lines"], made["requests"]) == (2, 40)
     shown = run("replay", path, *BASE, "--skip-bad-lines").stdout
     assert re.search(r"bad lines left out +2 ", shown)
-    assert f"first bad line    {path}, line 4: the field 'prompt' is missing\n" in shown
+    assert f"first bad line    {path}, line 4: Object missing required field `prompt`\n" in shown
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,10 @@ def test_a_converted_trace_stays_unknown(azure: Path, tmp_path: Path) -> None:
     documents = [json.loads(run("replay", path, *BASE, "--json").stdout) for path in (azure, out)]
     names = ("steps", "simulated_s", "time_to_first_token_s", "computed_tokens", "hit_rate")
     assert [documents[0][name] for name in names] == [documents[1][name] for name in names]
-    for wrong, said in (({"prompt": 0, "output": 1}, "prompt must be at least 1 token"), ({"prompt": 5}, "'output'")):
+    for wrong, said in (
+        ({"prompt": 0, "output": 1}, "Expected `int` >= 1 - at `$.prompt`"),
+        ({"prompt": 5}, "'output'"),
+    ):
         assert said in error("replay", written(tmp_path, wrong), "--format", "token-exact", *BASE)
 
 

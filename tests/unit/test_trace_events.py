@@ -123,12 +123,12 @@ def test_what_was_there_before_makes_no_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ({"events": [stored(None, 1)]}, "ts must be seconds, got None"),
-        ({"ts": "now", "events": []}, "ts must be seconds"),
+        ({"events": [stored(None, 1)]}, "Object missing required field `ts`"),
+        ({"ts": "now", "events": []}, r"Expected `float`, got `str` - at `\$\.ts`"),
         ({"ts": 1, "events": [7]}, "an event must be an object or an array"),
-        ({"ts": 1, "events": [stored(None)]}, "block_hashes must be a list of hashes"),
-        ({"ts": 1, "events": [stored(None, 1.5)]}, "a block hash must be an integer"),
-        ({"ts": 1, "events": [{**stored(None, 1), "block_size": 0}]}, "block_size must lie in 1"),
+        ({"ts": 1, "events": [stored(None)]}, r"Expected `array` of length >= 1 - at `\$\.block_hashes`"),
+        ({"ts": 1, "events": [stored(None, 1.5)]}, r"Expected `int \| str`, got `float` - at `\$\.block_hashes\[0\]`"),
+        ({"ts": 1, "events": [{**stored(None, 1), "block_size": 0}]}, r"Expected `int` >= 1 - at `\$\.block_size`"),
         ({"ts": 1, "events": [{**stored(None, 1, 2), "block_size": 2**31 - 1}]}, "is longer than"),
     ],
 )

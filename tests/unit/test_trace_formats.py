@@ -10,8 +10,7 @@ import pytest
 
 from hybridkv.errors import ConfigError, TraceError
 from hybridkv.simulator import FORMATS, TraceFile, TraceRequest
-from hybridkv.simulator.formats.encoders import encoder_named
-from hybridkv.simulator.formats.token_tree import TokenTree
+from hybridkv.simulator.formats.texts import TokenTree, encoder_named
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -70,14 +69,14 @@ def test_burstgpt(tmp_path: Path) -> None:
     [
         (AZURE + "2023-11-16 18:16:00,5\n", "line 4: 2 columns, but the first line names 3"),
         (AZURE + "yesterday,5,5\n", "line 4: not a date and time: 'yesterday'"),
-        (AZURE + "2023-11-16 18:16:00,5,x\n", "line 4: GeneratedTokens must be an integer, not 'x'"),
-        (AZURE + "2023-11-16 18:16:00,0,1\n", "line 4: ContextTokens must be at least 1 token, got 0"),
+        (AZURE + "2023-11-16 18:16:00,5,x\n", r"line 4: Expected `int`, got `str` - at `\$\.GeneratedTokens`"),
+        (AZURE + "2023-11-16 18:16:00,0,1\n", r"line 4: Expected `int` >= 1 - at `\$\.ContextTokens`"),
         (AZURE + "2023-11-16 18:15:47,5,1\n", "line 4: timestamp 319 ms is before the previous request's 4315 ms"),
         (AZURE + '"2023\n', "line 4: "),
-        (BURST + "46,ChatGPT,5,0,5,API log\n", "line 4: Response tokens must be at least 1 token, got 0"),
-        (BURST + "1e999,ChatGPT,5,1,5,API log\n", r"line 4: a time must lie in 0 \.\. 1e6 days, got '1e999'"),
-        (BURST + "nan,ChatGPT,5,1,5,API log\n", "line 4: a time must lie in"),
-        (BURST + "?,ChatGPT,5,1,5,API log\n", "line 4: not a number of seconds"),
+        (BURST + "46,ChatGPT,5,0,5,API log\n", r"line 4: Expected `int` >= 1 - at `\$\.Response tokens`"),
+        (BURST + "1e999,ChatGPT,5,1,5,API log\n", r"line 4: Number out of range - at `\$\.Timestamp`"),
+        (BURST + "nan,ChatGPT,5,1,5,API log\n", r"line 4: Expected `float` >= 0\.0 - at `\$\.Timestamp`"),
+        (BURST + "?,ChatGPT,5,1,5,API log\n", r"line 4: Expected `float`, got `str` - at `\$\.Timestamp`"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, content: str, what: str) -> None:
@@ -191,11 +190,11 @@ def test_turns_behind_others(tmp_path: Path) -> None:
     ("turn", "what"),
     [
         ({"session_id": "x", "delay": 5}, "the session 'x' has no turn before this one"),
-        ({"session_id": "a", "delay": -5}, r"delay must lie in 0 \.\. 1e15"),
-        ({"session_id": "a", "delay": "5"}, "delay must be a number of milliseconds"),
-        ({"session_id": "a"}, "the field 'timestamp' is missing"),
-        ({"delay": 5}, "the field 'session_id' is missing"),
-        ({"session_id": 7, "delay": 5}, "session_id must be text"),
+        ({"session_id": "a", "delay": -5}, r"Expected `float` >= 0\.0 - at `\$\.delay`"),
+        ({"session_id": "a", "delay": "5"}, r"Expected `float \| null`, got `str` - at `\$\.delay`"),
+        ({"session_id": "a"}, "a line needs the field 'timestamp', or 'delay' and 'session_id'"),
+        ({"delay": 5}, "a line needs the field 'timestamp', or 'delay' and 'session_id'"),
+        ({"session_id": 7, "delay": 5}, r"Expected `str`, got `int` - at `\$\.session_id`"),
         ({"session_id": "a", "delay": 5, "input_length": 2**31 - 2}, "a request of 2147483662 tokens is longer"),
     ],
 )
@@ -253,21 +252,27 @@ def test_openai_logs(tmp_path: Path) -> None:
         ({"time": -1, "body": {"prompt": "x", "max_tokens": 1}}, r"time must lie in 0 \.\. 1e\+15, got -1"),
         ({"time": 5, "body": {"prompt": "x"}}, "nothing says how long the output is"),
         ({"time": 5, "body": {"prompt": "", "max_tokens": 1}}, "the prompt must have at least 1 token"),
-        ({"time": 5, "body": {"prompt": 5, "max_tokens": 1}}, "prompt must be text or token ids, not 5"),
-        ({"time": 5, "body": {"prompt": ["x"], "max_tokens": 1}}, "a token of prompt must be an integer"),
-        ({"time": 5, "body": {"max_tokens": 1}}, "the field 'prompt' is missing"),
-        ({"time": 5, "body": {"prompt": "x", "max_tokens": 0}}, "max_tokens must be at least 1 token, got 0"),
-        ({"time": 5, "messages": [1], "max_tokens": 1}, "a message must be an object, not 1"),
-        ({"time": 5, "messages": [{"content": "x"}], "max_tokens": 1}, "the field 'role' is missing"),
+        (
+            {"time": 5, "body": {"prompt": 5, "max_tokens": 1}},
+            r"Expected `str \| array \| null`, got `int` - at `\$\.prompt`",
+        ),
+        ({"time": 5, "body": {"prompt": ["x"], "max_tokens": 1}}, r"Expected `int`, got `str` - at `\$\.prompt\[0\]`"),
+        ({"time": 5, "body": {"max_tokens": 1}}, "a body needs one of the fields 'messages' and 'prompt'"),
+        ({"time": 5, "body": {"prompt": "x", "max_tokens": 0}}, r"Expected `int` >= 1 - at `\$\.max_tokens`"),
+        ({"time": 5, "messages": [1], "max_tokens": 1}, r"Expected `object`, got `int` - at `\$\.messages\[0\]`"),
+        (
+            {"time": 5, "messages": [{"content": "x"}], "max_tokens": 1},
+            r"Object missing required field `role` - at `\$\.messages\[0\]`",
+        ),
         (
             {"time": 5, "messages": [{"role": "user", "content": 5}], "max_tokens": 1},
-            "a content must be text or a list of parts, not 5",
+            r"Expected `str \| array \| null`, got `int` - at `\$\.messages\[0\]\.content`",
         ),
-        ({"conversations": 5}, "conversations must be a list, not 5"),
-        ({"conversations": [5]}, "a turn must be an object, not 5"),
-        ({"conversations": [{"from": "gpt"}]}, "the field 'value' is missing"),
+        ({"conversations": 5}, r"Expected `array`, got `int` - at `\$\.conversations`"),
+        ({"conversations": [5]}, r"Expected `object`, got `int` - at `\$\.conversations\[0\]`"),
+        ({"conversations": [{"from": "gpt"}]}, r"Object missing required field `value` - at `\$\.conversations\[0\]`"),
         ({"prompt": "", "output_tokens": 5}, "the prompt must have at least 1 token"),
-        ({"prompt": "x", "output_tokens": "5"}, "output_tokens must be an integer, not '5'"),
+        ({"prompt": "x", "output_tokens": "5"}, r"Expected `int`, got `str` - at `\$\.output_tokens`"),
     ],
 )
 def test_a_bad_line_of_text_is_named(tmp_path: Path, line: object, what: str) -> None:

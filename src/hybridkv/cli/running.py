@@ -45,7 +45,7 @@ from hybridkv.simulator import (
     plan_with_length,
     simulation_of,
 )
-from hybridkv.simulator.formats.events import KvEventsFormat
+from hybridkv.simulator.formats.events import KV_EVENTS
 from hybridkv.simulator.hardware import BF16, DEFAULT_HARDWARE, WEIGHT_BYTES
 from hybridkv.simulator.loop import ACCEPTANCE, Speculation
 from hybridkv.simulator.trace import ARRIVALS_PER_S
@@ -136,7 +136,7 @@ def untold(source: RequestSource, *, tokens_known: bool) -> dict[str, str]:
     """
     if not tokens_known:
         return {"lengths alone": "which tokens are equal is unknown, and so are hits; times are those without any"}
-    if not isinstance(source, TraceFile) or source.format_name != KvEventsFormat.name:
+    if not isinstance(source, TraceFile) or source.format_name != KV_EVENTS.name:
         return {}
     return {source.format_name: "requests as blocks tell of them, without those that stored none, and what fills none"}
 

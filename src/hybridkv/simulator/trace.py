@@ -30,9 +30,8 @@ import numpy as np
 from hybridkv.errors import ConfigError, TraceError
 from hybridkv.regular_files import open_regular
 from hybridkv.simulator.formats import FORMATS, Format, MalformedLineError, Record, TraceRequest, format_named, formats
-from hybridkv.simulator.formats.encoders import Encoder, encoder_named
-from hybridkv.simulator.formats.lengths import ROW_FORMATS
-from hybridkv.simulator.formats.request import Held
+from hybridkv.simulator.formats.events import Recording
+from hybridkv.simulator.formats.texts import Encoder, encoder_named
 from hybridkv.units import shown
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
@@ -387,7 +386,7 @@ class TraceFile:
                 yield self._wrong(number, str(error))
                 if good == 0 and self._named is None:
                     line_format = None
-        if line_format is not None and isinstance(read, Held):
+        if line_format is not None and isinstance(read, Recording):
             yield line_format, number, tuple(read.rest())
 
     def _wrong(self, number: int, what: str) -> TraceError:
@@ -395,9 +394,9 @@ class TraceFile:
 
     def _is_row(self, columns: Record) -> bool:
         """Whether a first line names the columns of a CSV file."""
-        if self._named in ROW_FORMATS and not self._named.owns(columns):
+        if self._named is not None and self._named.in_rows and not self._named.owns(columns):
             raise TraceError(f"{self.path}, line 1: it must name the columns {self._named.fields}")
-        return any(one.owns(columns) for one in ROW_FORMATS)
+        return any(one.in_rows and one.owns(columns) for one in self._formats)
 
     def _detect(self, record: Record) -> Format:
         """The format whose own fields ``record`` has."""

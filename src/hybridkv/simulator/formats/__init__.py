@@ -1,26 +1,18 @@
 """What a trace's records look like: each format by its content, or by name.
 
-hashed    Mooncake, token-exact            texts     ShareGPT, `vllm bench`, aiperf, OpenAI-style logs
-lengths   Azure, BurstGPT                  events    KV events of an engine
-
-Text needs an encoder (encoders); what it was is forgotten at once (token_tree).
+numbers   Mooncake, token-exact, Azure, BurstGPT      events    KV events of an engine
+texts     ShareGPT, `vllm bench`, aiperf, OpenAI-style logs; what the text was is forgotten at once
 """
 
 from __future__ import annotations
 
-from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final, NoReturn
 
 from hybridkv.errors import ConfigError
-from hybridkv.simulator.formats.encoders import Encoder
-from hybridkv.simulator.formats.events import KvEventsFormat
-from hybridkv.simulator.formats.fields import MalformedLineError, Record
-from hybridkv.simulator.formats.hashed import MooncakeFormat, PieceFormat
-from hybridkv.simulator.formats.lengths import ROW_FORMATS
-from hybridkv.simulator.formats.request import Format, TraceRequest
-from hybridkv.simulator.formats.texts import AiperfFormat, BenchFormat, OpenAiFormat, ShareGptFormat
+from hybridkv.simulator.formats.events import KV_EVENTS
+from hybridkv.simulator.formats.numbers import AZURE, BURSTGPT, TOKEN_EXACT, mooncake
+from hybridkv.simulator.formats.request import Format, MalformedLineError, Record, TraceRequest
+from hybridkv.simulator.formats.texts import Encoder, aiperf, openai, sharegpt, vllm_bench
 from hybridkv.units import shown
 
 __all__ = ["FORMATS", "Format", "MalformedLineError", "Record", "TraceRequest", "format_named", "formats"]
@@ -32,19 +24,11 @@ def formats(trace_block_size: int, encode: Encoder | None, *, salts: bool = True
     salts: whether requests of different ones share nothing.
     """
     text = encode or _no_encoder
-    hashed = (MooncakeFormat(trace_block_size), PieceFormat())
-    return (
-        *hashed,
-        *ROW_FORMATS,
-        KvEventsFormat(),
-        AiperfFormat(text),
-        ShareGptFormat(text),
-        OpenAiFormat(text, salts),
-        BenchFormat(text),
-    )
+    numbers = (mooncake(trace_block_size), TOKEN_EXACT, AZURE, BURSTGPT)
+    return (*numbers, KV_EVENTS, aiperf(text), sharegpt(text), openai(text, salts=salts), vllm_bench(text))
 
 
-def _no_encoder(_text: str) -> NDArray[np.int32]:
+def _no_encoder(_text: str) -> NoReturn:
     raise ConfigError(
         "this trace holds text: name a tokenizer (--tokenizer), as a tokenizer.json, its folder, or bytes:4 for four "
         "bytes a token"

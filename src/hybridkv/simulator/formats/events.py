@@ -20,13 +20,21 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from hybridkv.simulator.formats.fields import MOST_SEGMENT, MalformedLineError, Record, check_total, integer, listed
-from hybridkv.simulator.formats.lengths import Times
-from hybridkv.simulator.formats.request import TraceRequest
+from msgspec import Meta, Struct
+
+from hybridkv.simulator.formats.request import (
+    Format,
+    MalformedLineError,
+    Record,
+    Times,
+    TraceRequest,
+    check_total,
+    read,
+)
 from hybridkv.simulator.tokens import NEW_OUTPUT, PROMPT_SEGMENT, Piece, Pieces
 from hybridkv.units import MOST_COUNT, shown
 
@@ -35,30 +43,30 @@ CHUNK_SECONDS: Final = 1.0
 BLOCK_SECONDS: Final = 10.0
 """Between two blocks of one output, at most."""
 _STORED: Final = "BlockStored"
-_OF_ARRAYS: Final = {"block_hashes": 1, "parent_block_hash": 2, "block_size": 4, "medium": 6, "group_idx": 9}
-_KIND: Final = 10
 _FULL: Final = {None, "full_attention", "mla_attention", "sink_full_attention"}
-_MOST_SECONDS: Final = 1e12
 
 Name = int | str
 
 
-@dataclass(frozen=True, slots=True)
-class KvEventsFormat:
-    """Batches of events, as `hybridkv trace record` writes them."""
+class _Batch(Struct):
+    ts: Annotated[float, Meta(ge=0, lt=1e12)]
+    events: list[Any]
+    known: Any = False
 
-    name = "kv-events"
-    fields = "ts, events"
-    timed = True
 
-    @staticmethod
-    def owns(record: Record) -> bool:
-        """Whether it is a batch."""
-        return isinstance(record.get("events"), list)
+class _Stored(Struct):
+    """An event that stores, its fields in the order of vLLM's arrays."""
 
-    def reader(self) -> Recording:
-        """Requests are told at the end: nobody knows before when one has ended."""
-        return Recording()
+    block_hashes: Annotated[list[Name], Meta(min_length=1)]
+    parent_block_hash: Name | None
+    token_ids: Any = None
+    block_size: Annotated[int, Meta(ge=1, le=MOST_COUNT)] = 0
+    lora_id: Any = None
+    medium: Any = None
+    lora_name: Any = None
+    extra_keys: Any = None
+    group_idx: Any = None
+    kv_cache_spec_kind: Any = None
 
 
 class _Segment:
@@ -119,16 +127,13 @@ class Recording:
 
     def __call__(self, record: Record, origin: str, _number: int) -> tuple[TraceRequest, ...]:
         """Hear of a batch. O(its blocks)."""
-        seconds = record.get("ts")
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < _MOST_SECONDS:
-            raise MalformedLineError(f"ts must be seconds, got {shown(seconds)}")
-        stored = [one for one in map(_read, listed(record, "events")) if one is not None and self._is_ours(one)]
-        runs = list(_runs(stored))
-        at_s = self._times.since_first(seconds)
+        batch = read(record, _Batch)
+        runs = _runs([one for one in map(_stored, batch.events) if one is not None and self._is_ours(one)])
+        at_s = self._times.since_first(batch.ts)
         for parent, names, size in runs:
             before = self._before(parent)
             last = self._stored(before, names, size)
-            if last is not None and record.get("known") is not True:
+            if last is not None and batch.known is not True:
                 self._hear(before, last, len(names), at_s, origin)
         return ()
 
@@ -137,11 +142,11 @@ class Recording:
         self._chains.sort(key=lambda one: one.begun_s)
         return [_request(chain, number) for number, chain in enumerate(self._chains)]
 
-    def _is_ours(self, event: Mapping[str, Any]) -> bool:
+    def _is_ours(self, event: _Stored) -> bool:
         """Whether it is of the one group that is read, the first of full attention that is met."""
-        if event["medium"] not in {None, "GPU"} or event["kv_cache_spec_kind"] not in _FULL:
+        if event.medium not in {None, "GPU"} or event.kv_cache_spec_kind not in _FULL:
             return False
-        group = event["group_idx"] or 0  # older ones name none
+        group = event.group_idx or 0  # older ones name none
         if not self._has_group:
             self._has_group, self._group = True, group
         return bool(group == self._group)
@@ -181,44 +186,24 @@ class Recording:
         self._open[last].append(chain)
 
 
-def _read(event: object) -> Mapping[str, Any] | None:
+def _stored(event: object) -> _Stored | None:
     """The fields of an event that stores; None of any other."""
-    if isinstance(event, list) and event and event[0] == _STORED:
-        names = {**_OF_ARRAYS, "kv_cache_spec_kind": _KIND}
-        return {name: event[at] if at < len(event) else None for name, at in names.items()}
-    if isinstance(event, Mapping):
-        if event.get("type") != _STORED:
-            return None
-        return {name: event.get(name) for name in (*_OF_ARRAYS, "kv_cache_spec_kind")}
     if isinstance(event, list) and event and isinstance(event[0], str):
-        return None
-    raise MalformedLineError(f"an event must be an object or an array that begins with its type, not {shown(event)}")
+        event = {"type": event[0], **dict(zip(_Stored.__struct_fields__, event[1:], strict=False))}
+    if not isinstance(event, Mapping):
+        raise MalformedLineError(f"an event must be an object or an array that begins with its type: {shown(event)}")
+    return read(event, _Stored) if event.get("type") == _STORED else None
 
 
-def _runs(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Name | None, list[Name], int]]:
+def _runs(events: Iterable[_Stored]) -> list[tuple[Name | None, list[Name], int]]:
     """Parent, names and block size of what one batch stores in a row: one chain, in however many events."""
-    run: tuple[Name | None, list[Name], int] | None = None
+    runs: list[tuple[Name | None, list[Name], int]] = []
     for event in events:
-        hashes = event["block_hashes"]
-        if not isinstance(hashes, list) or not hashes:
-            raise MalformedLineError(f"block_hashes must be a list of hashes, not {shown(hashes)}")
-        names = [_name(one) for one in hashes]
-        parent = None if event["parent_block_hash"] is None else _name(event["parent_block_hash"])
-        size = integer(event["block_size"], "block_size", MOST_COUNT, least=1)
-        if run is not None and run[1][-1] == parent and run[2] == size:
-            run[1].extend(names)
-            continue
-        if run is not None:
-            yield run
-        run = parent, names, size
-    if run is not None:
-        yield run
-
-
-def _name(value: object) -> Name:
-    if isinstance(value, str):
-        return value
-    return integer(value, "a block hash", MOST_SEGMENT, least=-(MOST_SEGMENT + 1) // 2)
+        if runs and runs[-1][1][-1] == event.parent_block_hash and runs[-1][2] == event.block_size:
+            runs[-1][1].extend(event.block_hashes)
+        else:
+            runs.append((event.parent_block_hash, event.block_hashes, event.block_size))
+    return runs
 
 
 def _request(chain: _Chain, number: int) -> TraceRequest:
@@ -239,3 +224,7 @@ def _path(last: _Block, before: _Block | None) -> tuple[Piece, ...]:
     if at is not None and before is not None:
         pieces.append((at.segment.number, before.end, at.end - before.end))
     return tuple(piece for piece in reversed(pieces) if piece[2])
+
+
+KV_EVENTS: Final = Format("kv-events", "ts, events", lambda record: isinstance(record.get("events"), list), Recording)
+"""Batches of events, as `hybridkv trace record` writes them. Requests are told at the end, when each has ended."""

@@ -1,14 +1,55 @@
-"""One request of a trace, whatever its format."""
+"""One request of a trace, whatever its format, and what formats share: checked fields, times, turns of sessions.
+
+A record is what a JSON object or a CSV row holds, by name. Each format says in a struct which fields it reads; ``read``
+checks a record against it. Other fields are left alone.
+
+Turns of a session come some time behind the turn before, as aiperf's traces have them:
+
+    {"session_id": "a", "timestamp": 0, "input_length": 600, "output_length": 50}
+    {"session_id": "a", "delay": 2000, "input_length": 80, "output_length": 50}       2 s behind the answer
+
+aiperf waits for the answer, sends what was said so far with each turn, and of a turn its own input alone is in the line
+(``messages`` are all of them). How long an answer took nobody knows before it is replayed: 50 tokens a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from datetime import UTC, datetime
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from hybridkv.request import NO_HINTS, Hints
-from hybridkv.simulator.formats.fields import Record
-from hybridkv.simulator.tokens import NEW_PROMPT, Pieces
+from hybridkv.simulator.tokens import NEW_OUTPUT, NEW_PROMPT, Pieces
+from hybridkv.units import MOST_COUNT, shown
+
+ANSWER_TOKENS_PER_S: Final = 50.0
+Record = Mapping[str, object]
+Tokens = Annotated[int, Meta(ge=1, le=MOST_COUNT)]
+Milliseconds = Annotated[float, Meta(ge=0, lt=1e15)]  # sums of seconds stay exact to a microsecond
+
+T = TypeVar("T")
+
+
+class MalformedLineError(Exception):
+    """What is wrong with a line; whoever knows file and line number says so in a TraceError."""
+
+
+def read(record: object, kind: type[T], *, from_text: bool = False) -> T:
+    """Return the fields of ``record`` that ``kind`` has. from_text: numbers may be text, as in CSV files."""
+    try:
+        return msgspec.convert(record, kind, strict=not from_text)
+    except msgspec.ValidationError as error:
+        raise MalformedLineError(str(error)) from None
+
+
+def check_total(total: int) -> None:
+    """That no request is longer than one may be."""
+    if total > MOST_COUNT:
+        raise MalformedLineError(f"a request of {total} tokens is longer than {MOST_COUNT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,40 +91,86 @@ class TraceRequest:
         return self.prompt.num_tokens + self.output.num_tokens
 
 
-class Reader(Protocol):
-    """What reads the records of one pass: it may remember lines."""
-
-    def __call__(self, record: Record, origin: str, number: int, /) -> Iterable[TraceRequest]:
-        """The requests of ``record``; origin, number: where it stands. MalformedLineError."""
-        ...
-
-
-@runtime_checkable
-class Held(Reader, Protocol):
-    """A Reader that knows its requests only when the file has ended."""
-
-    def rest(self) -> Iterable[TraceRequest]:
-        """All of them, by time."""
-        ...
+def request_of_lengths(timestamp_s: float, prompt: int, output: int, origin: str, number: int) -> TraceRequest:
+    """Return a request whose tokens, so many, occur nowhere else."""
+    check_total(prompt + output)
+    asked, said = Pieces(NEW_PROMPT, ((number, 0, prompt),)), Pieces(NEW_OUTPUT, ((number, 0, output),))
+    return TraceRequest(timestamp_s, asked, said, origin=origin)
 
 
-class Format(Protocol):
+Reader = Callable[[Record, str, int], Iterable[TraceRequest]]
+"""Reads the records of one pass, in order: record, where it stands in words, and its line. MalformedLineError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
     """One format of records. name: for `--format`. fields: what a record has, for messages.
 
-    timed: records say when requests came; without, ``Reader`` counts seconds from when the record's turn is.
+    owns: whether a record is of this format, complete or not. reader: makes what reads the records of one pass; it may
+    remember lines. timed: records say when requests came; without, requests count seconds from when the record's turn
+    is. in_rows: records are rows of CSV files.
     """
 
-    @property
-    def name(self) -> str: ...  # noqa: D102  # above
-    @property
-    def fields(self) -> str: ...  # noqa: D102
-    @property
-    def timed(self) -> bool: ...  # noqa: D102
+    name: str
+    fields: str
+    owns: Callable[[Record], bool]
+    reader: Callable[[], Reader]
+    timed: bool = True
+    in_rows: bool = False
 
-    def owns(self, record: Record) -> bool:
-        """Whether the record is of this format, complete or not."""
-        ...
 
-    def reader(self) -> Reader:
-        """What reads the records of one pass, in order."""
-        ...
+class Times:
+    """Points in time as seconds since the first of one pass."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def since_first(self, seconds: float) -> float:
+        """Of ``seconds`` on any clock."""
+        if self._first is None:
+            self._first = seconds
+        return round(seconds - self._first, 6)
+
+
+def iso_seconds(written: str) -> float:
+    """Seconds since 1970 of a date and time as ISO 8601 has it; without a zone it is UTC."""
+    try:
+        time = datetime.fromisoformat(written.strip())
+    except ValueError:
+        raise MalformedLineError(f"not a date and time: {shown(written)}") from None
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+class Turn(Struct):
+    """What a line says of when it comes."""
+
+    timestamp: Milliseconds | UnsetType = UNSET
+    delay: Milliseconds | None = None
+    session_id: str | UnsetType = UNSET
+
+
+class Sessions:
+    """The last turn of each, in one pass."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, TraceRequest] = {}
+
+    def turn(self, line: Turn) -> tuple[float, TraceRequest | None]:
+        """When the turn comes, in seconds, and behind which one; None where the line itself says when."""
+        if line.timestamp is not UNSET:
+            return line.timestamp / 1000, None
+        if line.delay is None or line.session_id is UNSET:
+            raise MalformedLineError("a line needs the field 'timestamp', or 'delay' and 'session_id'")
+        if line.session_id not in self._last:
+            raise MalformedLineError(
+                f"the session {shown(line.session_id)} has no turn before this one: its first says when in timestamp"
+            )
+        before = self._last[line.session_id]
+        answered_s = before.timestamp_s + before.num_output_tokens / ANSWER_TOKENS_PER_S
+        return round(answered_s + line.delay / 1000, 6), before
+
+    def note(self, line: Turn, made: TraceRequest) -> TraceRequest:
+        """``made`` of ``line``, which the next turn comes behind."""
+        if line.session_id is not UNSET:
+            self._last[line.session_id] = made
+        return made

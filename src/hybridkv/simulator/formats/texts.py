@@ -16,51 +16,167 @@ tokens as ``usage`` counts, or as ``max_tokens`` allows. Requests with different
 A message becomes the tokens of ``<|role|>``, of its content and of a line break, each encoded by itself, so that what
 was said before is a prefix of what is asked next; tools and pictures stand as the text of their JSON. A model's own
 chat template differs by some tokens a message.
+
+Token ids become pieces: what begins alike has the same pieces, and nothing else is kept of what the ids were.
+
+    [7 7 3 1]     ->  (0, 0, 4)
+    [7 7 5]       ->  (0, 0, 2) (1, 0, 1)
+    [7 7 5 9 9]   ->  (0, 0, 2) (1, 0, 1) (2, 0, 2)
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from hybridkv.simulator.formats.encoders import Encoder
-from hybridkv.simulator.formats.fields import (
+from hybridkv.errors import ConfigError
+from hybridkv.simulator.formats.request import (
+    Format,
     MalformedLineError,
     Record,
+    Sessions,
+    Times,
+    Tokens,
+    TraceRequest,
+    Turn,
     check_total,
-    field,
-    integer,
-    listed,
-    text,
-    tokens,
+    iso_seconds,
+    read,
+    request_of_lengths,
 )
-from hybridkv.simulator.formats.lengths import Times, iso_seconds, request_of_lengths
-from hybridkv.simulator.formats.request import Reader, TraceRequest
-from hybridkv.simulator.formats.sessions import Sessions
-from hybridkv.simulator.formats.token_tree import TokenTree, split
-from hybridkv.simulator.tokens import PROMPT_SEGMENT, Pieces
+from hybridkv.simulator.tokens import PROMPT_SEGMENT, Piece, Pieces
 from hybridkv.units import MOST_COUNT, shown
 
 TURN_SECONDS: Final = 30.0
 """From one request of a conversation without times to its next."""
 BENCH_OUTPUT_TOKENS: Final = 256
 """Where `vllm bench` is not told: its own default."""
+BY_BYTES: Final = "bytes:"
+_MOST_BYTES: Final = 4
+_FILE: Final = "tokenizer.json"
 _TIMES: Final = ("time", "timestamp", "created_at", "created")
 _LEAST_MS: Final = 1e11
 _MOST_MS: Final = 1e15
-_LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _ROLES: Final = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
 _ANSWERS: Final = "assistant"
 
 Ids = NDArray[np.int32]
-Said = tuple[str, str]
-"""(role, content)."""
+Encoder = Callable[[str], Ids]
+"""text -> token ids, int32[n], without special tokens."""
+
+
+def encoder_named(name: str) -> Encoder:
+    """``bytes:N`` makes a token of every N bytes of UTF-8, 1 to 4; anything else names a tokenizer.json or its folder.
+
+    ConfigError for what is none of these, and where the tokenizers library is missing.
+    """
+    if name.startswith(BY_BYTES):
+        digits = name.removeprefix(BY_BYTES)
+        if digits not in {str(one) for one in range(1, _MOST_BYTES + 1)}:
+            raise ConfigError(f"tokenizer {shown(name)}: say bytes:1 to bytes:{_MOST_BYTES}")
+        return _bytes_encoder(int(digits))
+    path = Path(name)
+    path = path / _FILE if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"no tokenizer at {path}: name a {_FILE}, a folder with one, or bytes:4 (four bytes a token)")
+    try:
+        from tokenizers import Tokenizer  # noqa: PLC0415  # an extra
+    except ImportError:
+        raise ConfigError("reading text needs tokenizers: pip install 'hybridkv[traces]', or say bytes:4") from None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001  # the library raises nothing narrower
+        raise ConfigError(f"{path} is no tokenizer that can be read: {error}") from None
+    return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+
+def _bytes_encoder(size: int) -> Encoder:
+    def encode(text: str) -> Ids:
+        raw = text.encode(errors="surrogatepass")
+        columns = np.zeros((-(-len(raw) // size), _MOST_BYTES), np.uint8)
+        padded = np.frombuffer(raw + bytes(-len(raw) % size), np.uint8)
+        columns[:, :size] = padded.reshape(-1, size)
+        return columns.view("<i4").astype(np.int32).ravel()
+
+    return encode
+
+
+class _Branch:
+    """Tokens of a segment from ``offset`` on, and what follows behind the last, by its first token."""
+
+    __slots__ = ("ids", "next", "offset", "segment")
+
+    def __init__(self, segment: int, offset: int, ids: Ids) -> None:
+        self.segment = segment
+        self.offset = offset
+        self.ids = ids
+        self.next: dict[int, _Branch] = {}
+
+    def cut(self, tokens: int) -> None:
+        """The branch ends behind ``tokens``; the rest follows."""
+        rest = _Branch(self.segment, self.offset + tokens, self.ids[tokens:])
+        rest.next, self.next = self.next, {int(rest.ids[0]): rest}
+        self.ids = self.ids[:tokens]
+
+
+class TokenTree:
+    """All token runs of one pass that may share a beginning. segments: numbers of those that are new."""
+
+    def __init__(self, segments: Iterator[int]) -> None:
+        self._segments = segments
+        self._first: dict[int, _Branch] = {}
+
+    def pieces(self, ids: Ids) -> list[Piece]:
+        """``ids``, int32[n], as pieces, from the first on. O(n); tokens that are new are kept, 4 bytes each."""
+        found: list[Piece] = []
+        following, at = self._first, 0
+        while at < len(ids):
+            branch = following.get(int(ids[at]))
+            if branch is None:
+                segment = next(self._segments)
+                following[int(ids[at])] = _Branch(segment, 0, ids[at:].copy())
+                found.append((segment, 0, len(ids) - at))
+                break
+            shared = _alike(branch.ids, ids[at:])
+            if shared < len(branch.ids) and at + shared < len(ids):
+                branch.cut(shared)
+            if found and found[-1][0] == branch.segment:
+                found[-1] = (branch.segment, found[-1][1], found[-1][2] + shared)
+            else:
+                found.append((branch.segment, branch.offset, shared))
+            following, at = branch.next, at + shared
+        return found
+
+
+def _alike(one: Ids, other: Ids) -> int:
+    """Leading tokens that are equal."""
+    most = min(len(one), len(other))
+    different = np.flatnonzero(one[:most] != other[:most])
+    return int(different[0]) if different.size else most
+
+
+def split(pieces: list[Piece], tokens: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """The first ``tokens``, and the rest."""
+    first: list[Piece] = []
+    rest: list[Piece] = []
+    for segment, offset, length in pieces:
+        taken = min(max(tokens, 0), length)
+        if taken:
+            first.append((segment, offset, taken))
+        if taken < length:
+            rest.append((segment, offset + taken, length - taken))
+        tokens -= length
+    return tuple(first), tuple(rest)
 
 
 class _Written:
@@ -94,187 +210,182 @@ class _Written:
         said = () if before is None else (*before.prompt.pieces, *before.output.pieces)
         prompt = Pieces(PROMPT_SEGMENT, (*said, (next(self._segments), 0, tokens)))
         check_total(prompt.num_tokens + output)
-        return TraceRequest(
-            timestamp_s, prompt, Pieces(PROMPT_SEGMENT, ((next(self._segments), 0, output),)), (), origin
-        )
+        answer = Pieces(PROMPT_SEGMENT, ((next(self._segments), 0, output),))
+        return TraceRequest(timestamp_s, prompt, answer, origin=origin)
 
-    def header(self, role: str) -> Ids:
-        """What stands before a content."""
-        return self.encode(f"<|{role}|>\n")
-
-    def conversation(self, said: Iterable[Said]) -> Ids:
-        """Messages and the header of what answers them."""
-        parts = [
-            part for role, content in said for part in (self.header(role), self.encode(content), self.encode("\n"))
-        ]
-        return np.concatenate([*parts, self.header(_ANSWERS)])
+    def conversation(self, said: Iterable[tuple[str, str]]) -> Ids:
+        """Messages, each a role and its content, and the header of what answers them."""
+        texts = [text for role, content in said for text in (f"<|{role}|>\n", content, "\n")]
+        return np.concatenate([self.encode(text) for text in (*texts, f"<|{_ANSWERS}|>\n")])
 
 
-@dataclass(frozen=True, slots=True)
-class ShareGptFormat:
-    """Conversations without times."""
+class _Message(Struct):
+    role: str
+    content: str | list[Any] | None = None
+    tool_calls: Any = None
 
-    encode: Encoder
-    name = "sharegpt"
-    fields = "conversations"
-    timed = False
-
-    @staticmethod
-    def owns(record: Record) -> bool:
-        """Whether it is a conversation."""
-        return "conversations" in record
-
-    def reader(self) -> Reader:
-        """Turns without an answer, or with an empty one, make no request."""
-        written = _Written(self.encode)
-
-        def parse(record: Record, origin: str, _number: int) -> list[TraceRequest]:
-            said: list[Said] = []
-            made: list[TraceRequest] = []
-            for one in listed(record, "conversations"):
-                if not isinstance(one, Mapping):
-                    raise MalformedLineError(f"a turn must be an object, not {shown(one)}")
-                role, value = text(one, "from"), text(one, "value")
-                role = _ROLES.get(role, role)
-                output = self.encode(value)
-                if role == _ANSWERS and said and len(output):
-                    seconds = len(made) * TURN_SECONDS
-                    made.append(written.request(seconds, written.conversation(said), output, origin))
-                said.append((role, value))
-            return made
-
-        return parse
+    @property
+    def said(self) -> tuple[str, str]:
+        """Role and content; what is no text is the text of its JSON."""
+        content = self.content if isinstance(self.content, str) else "".join(map(_part, self.content or ()))
+        return self.role, content + (json.dumps(self.tool_calls, sort_keys=True) if self.tool_calls else "")
 
 
-@dataclass(frozen=True, slots=True)
-class BenchFormat:
-    """Prompts of a benchmark, without times."""
-
-    encode: Encoder
-    name = "vllm-bench"
-    fields = "prompt, output_tokens"
-    timed = False
-
-    @staticmethod
-    def owns(record: Record) -> bool:
-        """Whether it is text to be asked."""
-        return isinstance(record.get("prompt"), str)
-
-    def reader(self) -> Reader:
-        """One request a line."""
-        written = _Written(self.encode)
-
-        def parse(record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
-            output = tokens(record, "output_tokens") if "output_tokens" in record else BENCH_OUTPUT_TOKENS
-            return (written.request(0.0, self.encode(text(record, "prompt")), output, origin),)
-
-        return parse
+def _part(part: object) -> str:
+    told = part.get("text") if isinstance(part, Mapping) else None
+    return told if isinstance(told, str) else json.dumps(part, sort_keys=True)
 
 
-@dataclass(frozen=True, slots=True)
-class AiperfFormat:
-    """aiperf's mooncake_trace, where it has no hash ids."""
+class _SharedTurn(Struct):
+    role: str = field(name="from")
+    value: str
 
-    encode: Encoder
-    name = "aiperf"
-    fields = "timestamp, text_input | messages | input_length, output_length"
-    timed = True
 
-    @staticmethod
+class _Conversation(Struct):
+    conversations: list[_SharedTurn]
+
+
+def sharegpt(encode: Encoder) -> Format:
+    """Conversations without times. Turns without an answer, or with an empty one, make no request."""
+
+    def parse(written: _Written, record: Record, origin: str, _number: int) -> list[TraceRequest]:
+        said: list[tuple[str, str]] = []
+        made: list[TraceRequest] = []
+        for one in read(record, _Conversation).conversations:
+            role, output = _ROLES.get(one.role, one.role), encode(one.value)
+            if role == _ANSWERS and said and len(output):
+                seconds = len(made) * TURN_SECONDS
+                made.append(written.request(seconds, written.conversation(said), output, origin))
+            said.append((role, one.value))
+        return made
+
+    return Format(
+        "sharegpt",
+        "conversations",
+        lambda record: "conversations" in record,
+        lambda: partial(parse, _Written(encode)),
+        timed=False,
+    )
+
+
+class _Asked(Struct):
+    prompt: str
+    output_tokens: Tokens = BENCH_OUTPUT_TOKENS
+
+
+def vllm_bench(encode: Encoder) -> Format:
+    """Prompts of a benchmark, without times, one a line."""
+
+    def parse(written: _Written, record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
+        line = read(record, _Asked)
+        return (written.request(0.0, encode(line.prompt), line.output_tokens, origin),)
+
+    return Format(
+        "vllm-bench",
+        "prompt, output_tokens",
+        lambda record: isinstance(record.get("prompt"), str),
+        lambda: partial(parse, _Written(encode)),
+        timed=False,
+    )
+
+
+class _Sent(Turn, kw_only=True):
+    output_length: Tokens
+    input_length: Tokens | UnsetType = UNSET
+    text_input: str | UnsetType = UNSET
+    messages: list[_Message] | UnsetType = UNSET
+
+
+def aiperf(encode: Encoder) -> Format:
+    """Aiperf's mooncake_trace, where it has no hash ids: one request a line, maybe some time behind another."""
+
+    def parse(written: _Written, sessions: Sessions, record: Record, origin: str, number: int) -> tuple[TraceRequest]:
+        line = read(record, _Sent)
+        seconds, before = sessions.turn(line)
+        output, asked = line.output_length, np.empty(0, np.int32)
+        if line.messages is not UNSET:
+            asked, tokens = written.conversation(one.said for one in line.messages), 0
+        elif line.text_input is not UNSET:
+            asked = encode(line.text_input)
+            tokens = 0 if before is None else len(asked)
+        elif line.input_length is not UNSET:
+            tokens = line.input_length
+            if line.session_id is UNSET:
+                return (request_of_lengths(seconds, tokens, output, origin, number),)
+        else:
+            raise MalformedLineError("a line needs one of the fields 'text_input', 'messages' and 'input_length'")
+        if tokens:
+            made = written.turn(before, seconds, tokens, output, origin)
+        else:
+            made = written.request(seconds, asked, output, origin)
+        return (sessions.note(line, replace(made, delayed=before is not None)),)
+
     def owns(record: Record) -> bool:
         """Whether a prompt stands beside the output's length."""
-        return any(name in record for name in ("text_input", "input_length")) or (
-            "messages" in record and "output_length" in record
-        )
+        return "text_input" in record or "input_length" in record or {"messages", "output_length"} <= record.keys()
 
-    def reader(self) -> Reader:
-        """One request a line; a turn may come some time behind the one before of its session."""
-        written, sessions = _Written(self.encode), Sessions()
-
-        def parse(record: Record, origin: str, number: int) -> tuple[TraceRequest]:
-            seconds, before = sessions.turn(record)
-            if "session_id" not in record and not {"messages", "text_input"} & record.keys():
-                counts = tokens(record, "input_length"), tokens(record, "output_length")
-                return (request_of_lengths(seconds, *counts, origin, number),)
-            made = self._turn(record, written, before, seconds, origin)
-            return (sessions.note(record, made if before is None else replace(made, delayed=True)),)
-
-        return parse
-
-    def _turn(
-        self, record: Record, written: _Written, before: TraceRequest | None, seconds: float, origin: str
-    ) -> TraceRequest:
-        output = tokens(record, "output_length")
-        if "messages" in record:
-            return written.request(seconds, written.conversation(_messages(record)), output, origin)
-        if "text_input" not in record:
-            return written.turn(before, seconds, tokens(record, "input_length"), output, origin)
-        asked = self.encode(text(record, "text_input"))
-        if before is None or not len(asked):
-            return written.request(seconds, asked, output, origin)
-        return written.turn(before, seconds, len(asked), output, origin)
+    fields = "timestamp, text_input | messages | input_length, output_length"
+    return Format("aiperf", fields, owns, lambda: partial(parse, _Written(encode), Sessions()))
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAiFormat:
-    """Logs of requests in OpenAI's forms. salts: whether those of different ``cache_salt`` share nothing."""
+class _Body(Struct):
+    messages: list[_Message] | None = None
+    prompt: str | list[Annotated[int, Meta(ge=0, le=MOST_COUNT)]] | None = None
+    tools: Any = UNSET
+    cache_salt: Any = ""
 
-    encode: Encoder
-    salts: bool = True
-    name = "openai"
-    fields = "time, body (messages or prompt, max_tokens), response"
-    timed = True
 
-    @staticmethod
+class _Usage(Struct):
+    completion_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+
+
+class _Limits(Struct):
+    max_completion_tokens: Tokens | None = None
+    max_tokens: Tokens | None = None
+    max_output_tokens: Tokens | None = None
+
+
+def openai(encode: Encoder, *, salts: bool = True) -> Format:
+    """Logs of requests in OpenAI's forms, one a line. salts: whether different ``cache_salt`` share nothing."""
+
+    def parse(written: _Written, times: Times, record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
+        given = _object(record, "body") or _object(record, "request") or record
+        body = read(given, _Body)
+        if body.messages is not None:
+            tools = [] if body.tools is UNSET else [("tools", json.dumps(body.tools, sort_keys=True))]
+            prompt = written.conversation([*tools, *(one.said for one in body.messages)])
+        elif body.prompt is not None:
+            prompt = encode(body.prompt) if isinstance(body.prompt, str) else np.array(body.prompt, np.int32)
+        else:
+            raise MalformedLineError("a body needs one of the fields 'messages' and 'prompt'")
+        salt = json.dumps(body.cache_salt if salts else "")
+        made = written.request(0.0, prompt, _output(record, given, encode), origin, salt=salt)
+        return (replace(made, timestamp_s=times.since_first(_seconds(record))),)
+
     def owns(record: Record) -> bool:
         """Whether it has a body, or is one with a time."""
-        return any(name in record for name in ("body", "request", "messages")) or (
-            isinstance(record.get("prompt"), str) and any(name in record for name in _TIMES)
-        )
+        timed = isinstance(record.get("prompt"), str) and not record.keys().isdisjoint(_TIMES)
+        return timed or not record.keys().isdisjoint(("body", "request", "messages"))
 
-    def reader(self) -> Reader:
-        """One request a line; times count from the first."""
-        written, times = _Written(self.encode), Times()
-
-        def parse(record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
-            body = _object(record, "body") or _object(record, "request") or record
-            salt = body.get("cache_salt", "") if self.salts else ""
-            made = written.request(
-                0.0, self._prompt(body, written), self._output(record, body), origin, salt=json.dumps(salt)
-            )
-            return (_at(made, times.since_first(_seconds(record))),)
-
-        return parse
-
-    def _prompt(self, body: Record, written: _Written) -> Ids:
-        if "messages" in body:
-            said = list(_messages(body))
-            if "tools" in body:
-                said.insert(0, ("tools", json.dumps(body["tools"], sort_keys=True)))
-            return written.conversation(said)
-        asked = field(body, "prompt")
-        if isinstance(asked, str):
-            return self.encode(asked)
-        if isinstance(asked, list):
-            return np.array([integer(one, "a token of prompt", MOST_COUNT) for one in asked], np.int32)
-        raise MalformedLineError(f"prompt must be text or token ids, not {shown(asked)}")
-
-    def _output(self, record: Record, body: Record) -> Ids | int:
-        answer = _object(record, "response") or {}
-        answer = _object(answer, "body") or answer
-        for choice in _objects(answer.get("choices"))[:1]:
-            said = (_object(choice, "message") or {}).get("content") or choice.get("text")
-            if isinstance(said, str) and said:
-                return self.encode(said)
-        usage = _object(answer, "usage") or _object(record, "usage") or {}
-        for counts, name in ((usage, "completion_tokens"), (usage, "output_tokens"), *((body, one) for one in _LIMITS)):
-            if counts.get(name) is not None:
-                return tokens(counts, name)
-        raise MalformedLineError("nothing says how long the output is: no text in response, no usage, no max_tokens")
+    fields = "time, body (messages or prompt, max_tokens), response"
+    return Format("openai", fields, owns, lambda: partial(parse, _Written(encode), Times()))
 
 
-def _at(request: TraceRequest, seconds: float) -> TraceRequest:
-    return TraceRequest(seconds, request.prompt, request.output, origin=request.origin)
+def _output(record: Record, body: Record, encode: Encoder) -> Ids | int:
+    answer = _object(record, "response") or {}
+    answer = _object(answer, "body") or answer
+    choices = answer.get("choices")
+    choice = next((one for one in choices if isinstance(one, Mapping)), {}) if isinstance(choices, list) else {}
+    said = (_object(choice, "message") or {}).get("content") or choice.get("text")
+    if isinstance(said, str) and said:
+        return encode(said)
+    usage = _object(answer, "usage") or _object(record, "usage") or {}
+    for counts, kind in ((usage, _Usage), (body, _Limits)):
+        for count in astuple(read(counts, kind)):
+            if count is not None:
+                return int(count)
+    raise MalformedLineError("nothing says how long the output is: no text in response, no usage, no max_tokens")
 
 
 def _seconds(record: Record) -> float:
@@ -292,29 +403,3 @@ def _seconds(record: Record) -> float:
 def _object(record: Record, name: str) -> Record | None:
     value = record.get(name)
     return value if isinstance(value, Mapping) else None
-
-
-def _objects(value: object) -> list[Record]:
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
-
-
-def _messages(record: Record) -> Iterator[Said]:
-    """Role and content of each; what is no text is the text of its JSON."""
-    for one in listed(record, "messages"):
-        if not isinstance(one, Mapping):
-            raise MalformedLineError(f"a message must be an object, not {shown(one)}")
-        content = "".join(_parts(one.get("content")))
-        if one.get("tool_calls"):
-            content += json.dumps(one["tool_calls"], sort_keys=True)
-        yield text(one, "role"), content
-
-
-def _parts(content: object) -> Iterator[str]:
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, Sequence):
-        for part in content:
-            told = part.get("text") if isinstance(part, Mapping) else None
-            yield told if isinstance(told, str) else json.dumps(part, sort_keys=True)
-    elif content is not None:
-        raise MalformedLineError(f"a content must be text or a list of parts, not {shown(content)}")
