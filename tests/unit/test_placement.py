@@ -1,16 +1,17 @@
 """Placements: where they keep states, by hand and against a plain definition, and the names they go by."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import (
     DEFAULT_PLACEMENT,
     AlignPlacement,
-    CornerPlacement,
     EndsPlacement,
     IntervalPlacement,
     NoStates,
@@ -19,7 +20,9 @@ from hybridkv.cache.placement import (
 )
 from hybridkv.cache.policies import NEVER
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import HAZARD
 from hybridkv.request import Request
+from hybridkv.testing.configs import full_spec, natural_model_config, state_spec
 
 MOST = 2**31 - 1
 ALL = (NoStates(), AlignPlacement(4), IntervalPlacement(7), EndsPlacement())
@@ -29,11 +32,6 @@ placements = st.one_of(
     st.builds(AlignPlacement, st.integers(1, 40)),
     st.builds(IntervalPlacement, st.integers(1, 40)),
     st.just(EndsPlacement()),
-    st.builds(
-        CornerPlacement,
-        st.one_of(st.just(EndsPlacement()), st.builds(IntervalPlacement, st.integers(1, 40))),
-        st.integers(1, 40),
-    ),
 )
 
 
@@ -64,8 +62,6 @@ def kept(placement: Placement, of: Request, tokens: int, end: int) -> bool:
             )
         case IntervalPlacement(size):
             return marked or tokens % size == 0
-        case CornerPlacement(inner, size):
-            return kept(inner, of, tokens, end) or (tokens % size == 0 and 0 <= prompt - 1 - tokens < size)
         case _:
             return marked or tokens == prompt - 1 or tokens == of.branch_tokens
 
@@ -104,6 +100,20 @@ def test_steps_of_any_size_meet_every_stop_once(placement: Placement, of: Reques
         assert met == whole
 
 
+@pytest.mark.parametrize("placement", [IntervalPlacement(7), EndsPlacement(), NoStates()])
+@pytest.mark.parametrize("corner", [1, 8, 40])
+@given(of=requests, cuts=st.lists(st.integers(0, 130), max_size=6))
+def test_an_eviction_asks_for_the_corner_of_each_prompt(
+    placement: Placement, corner: int, of: Request, cuts: list[int]
+) -> None:
+    options = CacheOptions(placement=placement, eviction=replace(HAZARD, corner=corner))
+    cache = KVCacheManager(natural_model_config(9, (full_spec(4), state_spec(4)), (4, 1)), 200, options=options)
+    edges = [0, *sorted(cuts), 130]
+    met = [t for start, end in pairwise(edges) for t in cache.checkpoints.stops(of, start, end)]
+    corners = {(of.num_prompt_tokens - 1) // corner * corner} - {0} if placement.keeps_states else set()
+    assert met == [t for t in range(1, of.num_tokens + 1) if kept(placement, of, t, 130) or t in corners]
+
+
 def test_who_keeps_states_and_who_keeps_the_end() -> None:
     assert [one.keeps_states for one in ALL] == [False, True, True, True]
     assert [one.ends for one in ALL] == [False, False, True, True]
@@ -113,8 +123,7 @@ def test_who_keeps_states_and_who_keeps_the_end() -> None:
 def test_only_an_end_of_prompt_serves_who_goes_on_alone(placement: Placement, of: Request, tokens: int) -> None:
     own = tokens == of.num_prompt_tokens - 1
     others = tokens in of.marks or tokens == of.branch_tokens
-    inner = placement.inner if isinstance(placement, CornerPlacement) else placement
-    assert placement.is_supersedable(of, tokens) == (isinstance(inner, EndsPlacement) and own and not others)
+    assert placement.is_supersedable(of, tokens) == (isinstance(placement, EndsPlacement) and own and not others)
 
 
 # -- names
@@ -174,11 +183,7 @@ def test_an_unknown_name_says_which_there_are(name: str, hint: str) -> None:
     assert str(caught.value) == f"unknown placement '{name}': use none, ends, interval:N, align or align:N{hint}"
 
 
-def corner_of(tokens: int) -> Placement:
-    return CornerPlacement(EndsPlacement(), tokens)
-
-
-@pytest.mark.parametrize("kind", [AlignPlacement, IntervalPlacement, corner_of])
+@pytest.mark.parametrize("kind", [AlignPlacement, IntervalPlacement])
 @pytest.mark.parametrize("tokens", [0, -1, 2**31])
 def test_a_grid_is_one_of_tokens(kind: Callable[[int], Placement], tokens: int) -> None:
     with pytest.raises(ConfigError, match=f"needs a number of tokens, 1 .. {MOST}, got {tokens}"):

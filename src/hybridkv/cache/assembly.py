@@ -34,22 +34,18 @@ from hybridkv.cache.placement import DEFAULT_PLACEMENT, NoStates, Placement, pla
 from hybridkv.cache.plan import SlotPlanner
 from hybridkv.cache.policies import (
     AlignedStatePolicy,
-    AlignedStates,
     AnyHits,
     AttentionPolicy,
     BlockHits,
     ChunkSpan,
-    EncoderOutput,
-    FixedPolicy,
+    EncoderPolicy,
     FullSpan,
     GroupKind,
     LabelHits,
     NoHits,
-    Nothing,
     Policy,
     PublishRule,
-    RunningState,
-    RunningStates,
+    RunningStatePolicy,
     Span,
     StateHits,
     TokenHits,
@@ -210,7 +206,7 @@ def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) ->
                 "size and are shared whole: leave them out, or plan with the natural layout"
             )
         return ReferenceLayout(options.retention)
-    placed = eviction.placed(DEFAULT_PLACEMENT if placement is None else placement)
+    placed = DEFAULT_PLACEMENT if placement is None else placement
     found = SlabSpace(config.slabs, options.max_moved_bytes) if options.space is None else options.space
     judges = eviction.ranking is not None and placed.keeps_states
     sizes = [one.block_bytes for one in config.slabs.classes]
@@ -307,14 +303,13 @@ class ReferenceLayout:
             case MambaSpec(cache_mode="align"):
                 need = None if self.retention is None else 1
                 publishing = PublishRule(size, alignment, need, 0, self.retention)
-                states = AlignedStates(size)
-                return AlignedStatePolicy(size, spec.num_speculative_blocks, publishing, StateHits(size), states)
+                return AlignedStatePolicy(size, spec.num_speculative_blocks, publishing, StateHits(size))
             case MambaSpec():
-                return FixedPolicy(size, RunningState(1 + spec.num_speculative_blocks), NoHits(), RunningStates())
+                return RunningStatePolicy(size, 1 + spec.num_speculative_blocks, NoHits())
             case CrossAttentionSpec():
-                return FixedPolicy(size, EncoderOutput(), NoHits())
+                return EncoderPolicy(size, NoHits(), keeps=True)
             case EncoderOnlyAttentionSpec():
-                return FixedPolicy(size, Nothing(), AnyHits())
+                return EncoderPolicy(size, AnyHits(), keeps=False)
             case _:
                 span = _span_of(spec)
                 return AttentionPolicy(size, span, PublishRule(size, alignment, past=past), BlockHits(span, size))
@@ -381,12 +376,13 @@ class NaturalLayout:
         spec, size = kind.inner, kind.block_size
         match spec:
             case MambaSpec():
-                contents = RunningState(1 + spec.num_speculative_blocks)
-                return FixedPolicy(hash_block, contents, LabelHits() if kind.publishes else NoHits(), RunningStates())
+                return RunningStatePolicy(
+                    hash_block, 1 + spec.num_speculative_blocks, LabelHits() if kind.publishes else NoHits()
+                )
             case CrossAttentionSpec():
-                return FixedPolicy(size, EncoderOutput(by_digest=True), AnyHits())
+                return EncoderPolicy(size, AnyHits(), keeps=True, by_digest=True)
             case EncoderOnlyAttentionSpec():
-                return FixedPolicy(size, Nothing(), AnyHits())
+                return EncoderPolicy(size, AnyHits(), keeps=False)
             case SlidingWindowSpec():
                 span: Span = WindowSpan(spec.sliding_window)
             case _:
@@ -588,7 +584,15 @@ def assemble(
             hash_block=hash_block,
         )
     transfers = TransferLog(groups, pool, log=log, pins=pins, kept=kept)
-    checkpoints = Checkpoints(stateful, pool, log=log, transfers=transfers, placement=placement, kept=kept)
+    checkpoints = Checkpoints(
+        stateful,
+        pool,
+        log=log,
+        transfers=transfers,
+        placement=placement,
+        corner=layout.eviction.corner if placement.keeps_states else 0,
+        kept=kept,
+    )
     lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, kept=kept)
     misses = None
     if lost is not None and seen is not None:

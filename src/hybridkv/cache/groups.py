@@ -24,7 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.index import PrefixIndex, Tail
-from hybridkv.cache.policies import AttentionPolicy, FixedPolicy, FullSpan, GroupKind, Policy, RowFacts
+from hybridkv.cache.policies import (
+    AlignedStatePolicy,
+    AttentionPolicy,
+    EncoderPolicy,
+    FullSpan,
+    GroupKind,
+    Policy,
+    RowFacts,
+    RunningStatePolicy,
+)
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.request_rows import grown
@@ -39,7 +48,7 @@ _NONE: Int32 = np.empty(0, np.int32)
 class CacheGroup:
     """What the manager keeps of one group.
 
-    number: position in the config. kind: its spec and flags. states: where a row's lie; None where blocks hold tokens.
+    number: position in the config. kind: its spec and flags. states: its policy, for recurrent layers; else None.
     holds_all: no window bounds what a request holds. rows: block tables of the resident requests.
     each_published, each_label: the same as those without, quick to read singly.
     published: int64[rows], how many leading columns of a row are published or passed over. label:
@@ -53,8 +62,8 @@ class CacheGroup:
         self.number = number
         self.kind = kind
         self.policy = policy
-        self.states = policy.states
-        self.holds_all = isinstance(policy, FixedPolicy) or (
+        self.states = policy if isinstance(policy, AlignedStatePolicy | RunningStatePolicy) else None
+        self.holds_all = isinstance(policy, RunningStatePolicy | EncoderPolicy) or (
             isinstance(policy, AttentionPolicy) and isinstance(policy.span, FullSpan)
         )
         self.index = index

@@ -22,7 +22,7 @@ from hybridkv.cache.kept import KeptEnds
 from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.plan import BatchSlots
-from hybridkv.cache.policies import NEVER, StateColumns
+from hybridkv.cache.policies import NEVER, StatePolicy
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import WriteLog
 from hybridkv.request import Request
@@ -48,6 +48,7 @@ class Checkpoints:
         log: WriteLog,
         transfers: TransferLog,
         placement: Placement,
+        corner: int,
         kept: KeptEnds,
     ) -> None:
         self.groups = tuple(groups)
@@ -55,6 +56,7 @@ class Checkpoints:
         self._log = log
         self._transfers = transfers
         self._placement = placement
+        self._corner = corner
         self._next = np.full(64, NEVER)
         self._kept = kept
         self.idle = not (self.groups or kept.ranks)
@@ -102,11 +104,22 @@ class Checkpoints:
         """The same, where tokens alone are kept, too."""
         if not self._keeps_for(request):
             return ()
-        return tuple(stop for stop in self._placement.stops(request, start, end) if stop <= request.num_tokens)
+        stops = self._placement.stops(request, start, end)
+        corner = self._corner_of(request)
+        if start < corner <= end and corner not in stops:
+            stops = tuple(sorted((*stops, corner)))
+        return stops if end <= request.num_tokens else tuple(stop for stop in stops if stop <= request.num_tokens)
+
+    def _corner_of(self, request: Request) -> int:
+        """Return the corner of its prompt, 0 for none."""
+        return (request.num_prompt_tokens - 1) // self._corner * self._corner if self._corner else 0
 
     def _next_stop(self, request: Request, after_tokens: int) -> int:
         """The next of them, NEVER without one."""
-        return self._placement.next_stop(request, after_tokens) if self._keeps_for(request) else NEVER
+        if not self._keeps_for(request):
+            return NEVER
+        stop, corner = self._placement.next_stop(request, after_tokens), self._corner_of(request)
+        return corner if after_tokens < corner < stop else stop
 
     def _keeps_for(self, request: Request) -> bool:
         """Whether any end of ``request`` is kept."""
@@ -622,11 +635,11 @@ def _zeroed(computed: Int64, numbers: Int64, read_blocks: Int32) -> Int32:
     return zero.reshape(-1, 2)
 
 
-def _columns_of(group: CacheGroup, states: StateColumns, spans: RowSpans, owner: Int64, behind: Int64) -> _Columns:
+def _columns_of(group: CacheGroup, states: StatePolicy, spans: RowSpans, owner: Int64, behind: Int64) -> _Columns:
     """Where the states of ``group`` are; ``owner``, ``behind``: see _written."""
     computed, drafted = spans.computed, _drafted(spans)
     certain = computed + spans.certain
-    before, after = states.column(computed), states.column(certain)
+    before, after = states.state_column(computed), states.state_column(certain)
     accepted = group.accepted[spans.rows]
     stays = (accepted >= 0) | (drafted > 0)
     moves = ((computed > 0) & ~stays & (before != after)).nonzero()[0]

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from hybridkv.cache.placement.stops import CornerPlacement, Placement
 from hybridkv.errors import ConfigError
 from hybridkv.eviction.hazard import HazardRanking
 from hybridkv.eviction.ranking import Ranking
@@ -28,16 +27,13 @@ class Eviction:
     """name: as it is written on the command line. ranking: makes what says which kept end goes next.
 
     Without a ranking, blocks go in the order of their last use, whatever they serve, superseded states before them.
-    corner: a prefix of each prompt is kept at its last multiple of so many tokens besides; 0: none.
+    corner: besides the stops of the placement, keep a prefix of each prompt at its last multiple of so many tokens.
+    Requests that differ after a long common beginning then find a state the first time they differ; 0: none.
     """
 
     name: str
     ranking: Callable[[], Ranking] | None = None
     corner: int = 0
-
-    def placed(self, placement: Placement) -> Placement:
-        """``placement`` and the corners of prompts, where any states are kept."""
-        return CornerPlacement(placement, self.corner) if self.corner and placement.keeps_states else placement
 
 
 LRU: Final = Eviction("lru")

@@ -79,7 +79,7 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
         if group.states is None and dropped > group.policy.droppable(computed):
             yield f"row {row} of group {group.number} dropped {dropped} columns, some of which are still read"
         states = group.states
-        if states is not None and computed and not group.rows.ids(row)[states.column(computed)]:
+        if states is not None and computed and not group.rows.ids(row)[states.state_column(computed)]:
             yield f"row {row} of group {group.number} has no state after {computed} tokens"
 
 

@@ -445,7 +445,8 @@ class Admissions:
         own before the connector writes it. Of a whole prompt: the state behind its last token is no use to who
         computes that token again; so it is computed, once.
         """
-        if new_tokens and any(one.column(loaded) != one.column(loaded + new_tokens) for one in self._states):
+        end = loaded + new_tokens
+        if new_tokens and any(one.state_column(loaded) != one.state_column(end) for one in self._states):
             raise ConfigError(
                 f"the connector loads a state behind {loaded} tokens of {name!r} in the step that goes on from it, and "
                 "vLLM's worker copies it before it is there: let it load beside the steps (asynchronously)"

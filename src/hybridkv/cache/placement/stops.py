@@ -172,53 +172,6 @@ class EndsPlacement:
         return tokens == request.num_prompt_tokens - 1 and tokens not in {request.branch_tokens, *request.marks}
 
 
-@dataclass(frozen=True, slots=True)
-class CornerPlacement:
-    """``inner``, and the last multiple of ``tokens`` before the last token of each prompt.
-
-    Requests that differ behind a long beginning find a state there the first time they differ. Most are never hit: for
-    evictions that learn which to keep. It goes by the name of ``inner``. ConfigError for tokens out of range.
-    """
-
-    inner: Placement
-    tokens: int
-
-    def __post_init__(self) -> None:
-        _check_tokens(self.tokens)
-
-    @property
-    def name(self) -> str:
-        """That of ``inner``."""
-        return self.inner.name
-
-    @property
-    def keeps_states(self) -> bool:
-        """As ``inner``."""
-        return self.inner.keeps_states
-
-    @property
-    def ends(self) -> bool:
-        """As ``inner``."""
-        return self.inner.ends
-
-    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        """Those of ``inner``, and the corner."""
-        corner, others = self._corner(request), self.inner.stops(request, start, end)
-        return tuple(sorted({*others, corner})) if start < corner <= end else others
-
-    def next_stop(self, request: Request, after: int) -> int:
-        """The next of them."""
-        corner, other = self._corner(request), self.inner.next_stop(request, after)
-        return min(corner, other) if corner > after else other
-
-    def is_supersedable(self, request: Request, tokens: int) -> bool:
-        """As ``inner`` says; the corner serves many."""
-        return self.inner.is_supersedable(request, tokens)
-
-    def _corner(self, request: Request) -> int:
-        return (request.num_prompt_tokens - 1) // self.tokens * self.tokens
-
-
 def _check_tokens(tokens: int) -> None:
     if not 0 < tokens <= MOST_TOKENS:
         raise ConfigError(f"a placement needs a number of tokens, 1 .. {MOST_TOKENS}, got {tokens}")

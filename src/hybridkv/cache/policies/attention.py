@@ -137,7 +137,6 @@ class AttentionPolicy:
     span: Span
     publishing: PublishRule
     hits: BlockHits | TokenHits
-    states: None = None
 
     def columns(self, num_tokens: T) -> T:
         """Columns that a row of ``num_tokens`` tokens has, null ones included. A number or an int64 array."""

@@ -203,34 +203,11 @@ class Hits(Protocol):
         ...
 
 
-class StateColumns(Protocol):
-    """Where the states of a row lie.
-
-    rotates: an accepted one changes places with column 0; else it is read where it is.
-    """
-
-    @property
-    def rotates(self) -> bool:
-        """See the class."""
-        ...
-
-    def column(self, num_tokens: T) -> T:
-        """The column that holds the state after ``num_tokens`` tokens. A number or an int64 array."""
-        ...
-
-    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
-        """Where the state behind the ``position``-th draft goes in a step of ``drafts``, int64[n]; 0: behind none.
-
-        certain: tokens that are no drafts.
-        """
-        ...
-
-
 class Policy(Protocol):
     """What the columns of a row mean; frozen, without a view of the pool or of other groups.
 
-    Three of the answers are values that answer for themselves: where hits may end (``hits``), which full columns get
-    keys (``publishing``; None: none), and where states lie (``states``; None for layers that keep tokens).
+    Two of the answers are values that answer for themselves: where hits may end (``hits``), and which full columns get
+    keys (``publishing``; None: none). Policies of recurrent layers answer where states lie as well: see StatePolicy.
     """
 
     @property
@@ -246,11 +223,6 @@ class Policy(Protocol):
     @property
     def publishing(self) -> PublishRule | None:
         """Which full columns are worth a key."""
-        ...
-
-    @property
-    def states(self) -> StateColumns | None:
-        """Where the states of a row lie."""
         ...
 
     def columns(self, num_tokens: T) -> T:
@@ -287,6 +259,29 @@ class Policy(Protocol):
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
         """Columns to publish when ``computed_tokens`` are there at last, and how many are decided then."""
+        ...
+
+
+class StatePolicy(Policy, Protocol):
+    """A policy of recurrent layers.
+
+    rotates: an accepted state changes places with column 0; else it is read in place.
+    """
+
+    @property
+    def rotates(self) -> bool:
+        """See the class."""
+        ...
+
+    def state_column(self, num_tokens: T) -> T:
+        """Return the column that holds the state after ``num_tokens`` tokens. A number or an int64 array."""
+        ...
+
+    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
+        """Return where the state after the ``position``-th draft goes in a step of ``drafts``, int64[n]; 0: after none.
+
+        certain: tokens that are no drafts.
+        """
         ...
 
 

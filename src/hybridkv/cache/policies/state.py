@@ -7,19 +7,13 @@ A state is overwritten in place; so sharing one is copying it.
              [ . . . S | . D ]       S: read by the next step      D: where that step leaves its state
              [ . . . . . D x x ]     x: one block for each drafted token
 
-Layers whose blocks are all taken when a row begins and stay to its end, whatever it computes.
-
-    row     [ b0 | b1 | ... ]       no column is added or dropped; ``contents`` says how many there are
-
-Columns have no keys of the decoder's tokens. Those of an encoder's output get theirs, of its digest, when they are
-taken, and a row may begin with the blocks of another.
+Layers of encoders, too: like running states, all their blocks are taken when a row begins and stay to its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -40,73 +34,6 @@ from hybridkv.cache.policies.policy import (
     Search,
     T,
 )
-
-
-class Contents(Protocol):
-    """What the blocks of a row hold. columns: how many every row has for the decoder's tokens.
-
-    by_digest: whether all blocks of a row, or none, are found under the digest of the encoder's input.
-    """
-
-    @property
-    def columns(self) -> int:
-        """See the class."""
-        ...
-
-    @property
-    def by_digest(self) -> bool:
-        """See the class."""
-        ...
-
-    def blocks(self, encoder_tokens: int, block_size: int) -> int:
-        """Blocks that a row takes when it begins."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RunningState:
-    """A recurrent state: in the natural layout, and where the reference layout keeps none.
-
-        row          [ running | drafts ... ]       rewritten in place; a hit is copied into it
-        checkpoint   a block of nobody's row, labelled with its token count (docs/contracts.md, 8)
-
-    columns: the state's and one for each drafted token.
-    """
-
-    columns: int
-    by_digest: bool = False
-
-    def blocks(self, encoder_tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of contents
-        """Always as many."""
-        return self.columns
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderOutput:
-    """Cross attention: keys and values of the encoder's output, written once.
-
-    by_digest: natural layout: shared by requests of one encoder input, whatever their prompts. A prefix hit needs
-    nothing of it, since the decoder's own keys carry the digest; what is missing is encoded again.
-    """
-
-    by_digest: bool = False
-    columns: int = 0
-
-    def blocks(self, encoder_tokens: int, block_size: int) -> int:
-        """``ceil(encoder tokens / block_size)``."""
-        return -(-encoder_tokens // block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Nothing:
-    """Encoder-only attention: no block."""
-
-    by_digest: bool = False
-    columns: int = 0
-
-    def blocks(self, encoder_tokens: int, block_size: int) -> int:  # noqa: ARG002 - as above
-        """None."""
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,92 +109,121 @@ class AnyHits:
         return 0
 
 
+def _fixed(row: RowFacts, take: int) -> GroupPlan:
+    """Return the plan of a row that takes ``take`` blocks when it begins, and none later."""
+    return GroupPlan(0, NONE, 0 if row.held else take, None, (), NO_COLUMNS, row.published)
+
+
 @dataclass(frozen=True, slots=True)
-class FixedPolicy:
-    """block_size: tokens of a block, or between two keys of a request. contents: how many blocks."""
+class RunningStatePolicy:
+    """Recurrent layers of the natural layout, and those of the reference layout that keep no state.
+
+        row          [ running | drafts ... ]       rewritten in place; a hit is copied into it
+        checkpoint   a block outside all rows, labelled with its token count (docs/contracts.md, 8)
+
+    block_size: tokens between two keys of a request.
+    row_columns: of the state, and one for each drafted token.
+    hits: where a prefix can end.
+    """
 
     block_size: int
-    contents: Contents
-    hits: LabelHits | NoHits | AnyHits
-    states: RunningStates | None = None
+    row_columns: int
+    hits: LabelHits | NoHits
     publishing: None = None
     only_grows: bool = False
+    rotates: bool = True
 
     def columns(self, num_tokens: T) -> T:
-        """What the decoder's tokens ask for, however many they are."""
-        return num_tokens * 0 + self.contents.columns
+        """Return the same number for any tokens."""
+        return num_tokens * 0 + self.row_columns
 
     def next_need(self, held: T, dropped: T) -> T:  # noqa: ARG002 - the answer of a policy
-        """Never, once the row has its blocks."""
+        """Return NEVER: a row that runs has its blocks."""
         return held * 0 + NEVER
 
     def droppable(self, processed_tokens: T) -> T:
-        """Nothing."""
+        """Return 0: no column is dropped."""
         return processed_tokens * 0
 
     def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:  # noqa: ARG002 - as above
-        """Always, once the row runs."""
+        """Return True, once the row runs."""
         return published >= 0
 
-    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
-        """All blocks at once, for a row that has none: those of ``hit``, or as many new ones."""
-        if row.held:
-            return GroupPlan(0, NONE, 0, None, (), NO_COLUMNS, row.published)
-        if hit is not None and len(hit):
-            return GroupPlan(0, hit, 0, None, (), NO_COLUMNS, len(hit))
-        take = self.contents.blocks(demand.encoder, self.block_size)
-        if not (self.contents.by_digest and demand.by_digest):
-            return GroupPlan(0, NONE, take, None, (), NO_COLUMNS, row.published)
-        return GroupPlan(0, NONE, take, None, (), np.arange(take), take)
+    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:  # noqa: ARG002 - as above
+        """Take all blocks when the row begins. A hit is copied, not adopted."""
+        return _fixed(row, self.row_columns)
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
-        """Nothing."""
+        """Return no column: checkpoints are published, not columns of rows."""
         return NO_COLUMNS, row.published
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - as above
-        """All blocks."""
-        return self.contents.blocks(encoder_tokens, self.block_size)
+        """Return the same number for any tokens."""
+        return self.row_columns
 
-
-@dataclass(frozen=True, slots=True)
-class RunningStates:
-    """Natural layout, and states that are not kept: one in column 0, rewritten in place, and one a draft behind it."""
-
-    rotates: bool = True
-
-    def column(self, num_tokens: T) -> T:
-        """The first one."""
+    def state_column(self, num_tokens: T) -> T:
+        """Return 0: the running state is rewritten in place."""
         return num_tokens * 0
 
-    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:  # noqa: ARG002 - as StateColumns
-        """A column each."""
+    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:  # noqa: ARG002 - as StatePolicy
+        """Return a column for each draft, after that of the running state."""
         return position
 
 
 @dataclass(frozen=True, slots=True)
-class AlignedStates:
-    """Reference layout: a state lies in the column of its last token. block_size: tokens of a column."""
+class EncoderPolicy:
+    """Cross attention, which keeps the keys and values of the encoder's output, and encoder-only attention.
+
+    All blocks are taken when a row begins and stay to its end, whatever it computes.
+
+    block_size: tokens of a block.
+    hits: whether the prefixes of other groups may be hit.
+    keeps: whether anything is kept; encoder-only attention keeps nothing.
+    by_digest: whether all blocks of a row, or none, are found under the digest of the encoder's input (natural layout).
+        A prefix hit needs none of them, since the decoder's own keys carry the digest; missing ones are encoded again.
+    """
 
     block_size: int
-    rotates: bool = False
+    hits: NoHits | AnyHits
+    keeps: bool
+    by_digest: bool = False
+    publishing: None = None
+    only_grows: bool = False
 
-    def column(self, num_tokens: T) -> T:
-        """That of the last token."""
-        return -(-num_tokens // self.block_size) - 1
+    def columns(self, num_tokens: T) -> T:
+        """Return 0: the decoder's tokens need no block."""
+        return num_tokens * 0
 
-    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
-        """Behind the column of the step's end, but for a state at an edge: that goes where it can be published.
+    def next_need(self, held: T, dropped: T) -> T:  # noqa: ARG002 - the answer of a policy
+        """Return NEVER: a row that runs has its blocks."""
+        return held * 0 + NEVER
 
-        Fewer drafts than ``block_size``, so there is one edge at most, E:
+    def droppable(self, processed_tokens: T) -> T:
+        """Return 0: no column is dropped."""
+        return processed_tokens * 0
 
-            S, E before it         [ E | certain | draft | .. ]        S: the column of the last draft
-            S, which ends at E     [ .. | E | draft | certain ]        the last one's place is the first one's
-        """
-        size, last = self.block_size, self.column(certain + drafts)
-        tokens = certain + position
-        given_up = (position == 0) & ((certain + drafts) % size == 0)
-        free = np.where(given_up, last + drafts, last + position)
-        return np.where(tokens % size == 0, tokens // size - 1, free)
+    def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:  # noqa: ARG002 - as above
+        """Return True, once the row runs."""
+        return published >= 0
+
+    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
+        """Take all blocks when the row begins: those of ``hit``, or as many new ones."""
+        take = self.most_columns(demand.end, demand.encoder)
+        if row.held:
+            return _fixed(row, 0)
+        if hit is not None and len(hit):
+            return GroupPlan(0, hit, 0, None, (), NO_COLUMNS, len(hit))
+        if self.by_digest and demand.by_digest:
+            return GroupPlan(0, NONE, take, None, (), np.arange(take), take)
+        return _fixed(row, take)
+
+    def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
+        """Return no column: the blocks got their keys when they were taken."""
+        return NO_COLUMNS, row.published
+
+    def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - as above
+        """Return ``ceil(encoder tokens / block_size)``, or 0 where nothing is kept."""
+        return -(-encoder_tokens // self.block_size) if self.keeps else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,8 +273,26 @@ class AlignedStatePolicy:
     drafts: int
     publishing: PublishRule
     hits: StateHits
-    states: AlignedStates
     only_grows: bool = False
+    rotates: bool = False
+
+    def state_column(self, num_tokens: T) -> T:
+        """Return the column of the last of ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size) - 1
+
+    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
+        """Return columns after that of the step's end, but for a state at an edge: that goes where it can be published.
+
+        Fewer drafts than ``block_size``, so there is one edge at most, E:
+
+            S, E before it         [ E | certain | draft | .. ]        S: the column of the last draft
+            S, which ends at E     [ .. | E | draft | certain ]        the last one's place is the first one's
+        """
+        size, last = self.block_size, self.state_column(certain + drafts)
+        tokens = certain + position
+        given_up = (position == 0) & ((certain + drafts) % size == 0)
+        free = np.where(given_up, last + drafts, last + position)
+        return np.where(tokens % size == 0, tokens // size - 1, free)
 
     def columns(self, num_tokens: T) -> T:
         """Columns that a row of ``num_tokens`` tokens has, null ones and drafts' included."""
@@ -356,7 +330,7 @@ class AlignedStatePolicy:
                 reuse = reuse.copy()
                 reuse[: self.droppable(demand.computed)] = 0
             held, behind = len(reuse), range(0)
-        state = self.states.column(demand.end)
+        state = self.state_column(demand.end)
         vacate = tuple(column for column in behind if column < state) if state + self.drafts >= held else ()
         append = self._append(held, state, demand if not row.held else None)
         take = 0 if append is None else int(np.count_nonzero(append == NEW)) - len(vacate)
@@ -375,7 +349,7 @@ class AlignedStatePolicy:
         append = np.full(count, NEW, np.int32)
         append[: max(state - held, 0)] = 0
         if begin is not None and begin.computed > begin.hit:
-            append[self.states.column(begin.computed) - held] = NEW
+            append[self.state_column(begin.computed) - held] = NEW
         return append
 
     def _stored(self, row: RowFacts, demand: Demand) -> list[int]:
