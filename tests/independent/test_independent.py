@@ -15,7 +15,7 @@ from history import Tamper, play
 from how_much import how_many, too_rare
 from hybridkv.cache import CacheGroup
 from hybridkv.cache.policies.attention import WindowSpan
-from hybridkv.cache.publisher import WriteLog
+from hybridkv.cache.publisher import Publisher
 from hybridkv.extra_keys import ExtraKeys
 from hybridkv.schedule.running import RunningRows
 from hybridkv.step import Cells, Step
@@ -165,11 +165,11 @@ def _without_extra_keys(patch: pytest.MonkeyPatch) -> None:
 
 
 def _failures_stay_published(patch: pytest.MonkeyPatch) -> None:
-    def mark_all(self: WriteLog, first_step: int) -> None:
+    def mark_all(self: Publisher, first_step: int) -> None:
         for step in [step for step in self.in_flight if step >= first_step]:
             self.mark_written(step)
 
-    patch.setattr(WriteLog, "revoke", mark_all)
+    patch.setattr(Publisher, "revoke", mark_all)
     patch.setattr(RunningRows, "_distrust_moved", lambda self, failed: set())  # noqa: ARG005
 
 

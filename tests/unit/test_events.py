@@ -84,16 +84,16 @@ def test_extra_keys_lose_their_tags() -> None:
 
 def test_published_then_written() -> None:
     cache = manager(num_blocks=16)
-    log = cache.write_log
-    log.begin(0)
+    log = cache._parts.publisher
+    log.begin_step(0)
     started(cache, range(9))
-    log.end()
+    log.end_step()
     assert cache.take_events() == []
     assert cache.statistics().unwritten_blocks == 2
     cache.check()
-    log.begin(1)
+    log.begin_step(1)
     started(cache, range(50, 55))
-    log.end()
+    log.end_step()
     assert log.in_flight == (0, 1)
     log.mark_written(0)
     assert cache.take_events() == [BlockStored(keys_of(range(8)), None, tuple(range(8)), 4)]
@@ -106,10 +106,10 @@ def test_published_then_written() -> None:
 
 def test_a_stretch_whose_middle_was_evicted_is_told_in_two_events() -> None:
     cache = manager()
-    log = cache.write_log
-    log.begin(0)
+    log = cache._parts.publisher
+    log.begin_step(0)
     started(cache, range(13))
-    log.end()
+    log.end_step()
     cache.block_pool.evict_blocks(np.array([2], np.int32))
     log.mark_written(0)
     keys = keys_of(range(12))

@@ -13,7 +13,7 @@ from hybridkv.cache.policies import Policy
 from hybridkv.testing import attention_config
 
 ROOT = Path(hybridkv.__file__).parent
-PARTS = {"block_pool", "groups", "checkpoints", "pins", "locks", "write_log"}
+PARTS = {"block_pool", "groups", "checkpoints", "pins", "locks"}
 """Attributes of a manager that are parts of it, and no answers."""
 
 

@@ -54,7 +54,7 @@ from hybridkv.cache.policies import (
     keeps_tokens,
 )
 from hybridkv.cache.pool import BlockPool
-from hybridkv.cache.publisher import Publisher, ResumePoints, WriteLog
+from hybridkv.cache.publisher import Publisher, Retention
 from hybridkv.cache.residents import Residents
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.cache.spaces.space import ClassedSpace
@@ -502,7 +502,6 @@ class CacheParts:
     sink_blocks: tuple[Int32, ...]
     pins: Pins
     locks: Locks
-    log: WriteLog
     publisher: Publisher
     residents: Residents
     kept: KeptEnds
@@ -565,11 +564,11 @@ def assemble(
         )
 
     caching = hasher is not None
-    pins, locks, log = Pins(pool, options.max_pinned_blocks), Locks(pool), WriteLog(pool)
-    resume = ResumePoints(alignment, any(kind.drops for kind in kinds), layout.retention) if caching else None
+    pins, locks = Pins(pool, options.max_pinned_blocks), Locks(pool)
     holding_tokens = [group for group in groups if group.kind.publishes and group.states is None]
     ends_in = holding_tokens if caching and layout.publishes_ends else []
-    publisher = Publisher(groups, pool, log, resume, ends_in)
+    retention = Retention(layout.retention, alignment, any(kind.drops for kind in kinds)) if caching else None
+    publisher = Publisher(groups, pool, ends_in=ends_in, retention=retention)
     residents = Residents(groups, publisher, hasher=hasher, tail_tokens=hash_block, begins=observers.begins)
     placement = layout.placement if caching and layout.placement is not None else NoStates()
     stateful = [group for group in groups if group.states is not None] if placement.keeps_states else []
@@ -583,11 +582,10 @@ def assemble(
             clock=options.clock,
             hash_block=hash_block,
         )
-    transfers = TransferLog(groups, pool, log=log, pins=pins, kept=kept)
+    transfers = TransferLog(groups, pool, publisher=publisher, pins=pins, kept=kept)
     checkpoints = Checkpoints(
         stateful,
-        pool,
-        log=log,
+        publisher=publisher,
         transfers=transfers,
         placement=placement,
         corner=layout.eviction.corner if placement.keeps_states else 0,
@@ -598,9 +596,7 @@ def assemble(
     if lost is not None and seen is not None:
         misses = Misses(residents, lookup, lost=lost, seen=seen, clock=options.clock, hash_block=hash_block)
     loads = Loads(groups, locks)
-    planner = SlotPlanner(
-        pool, residents, publisher=publisher, log=log, loads=loads, max_model_len=limits.max_model_len
-    )
+    planner = SlotPlanner(pool, residents, publisher=publisher, loads=loads, max_model_len=limits.max_model_len)
     slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
     strides = Strides(pool, residents, slots=slots, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
     return CacheParts(
@@ -611,7 +607,6 @@ def assemble(
         sinks,
         pins,
         locks,
-        log,
         publisher,
         residents,
         kept,

@@ -26,13 +26,13 @@ class EngineSide:
     def __init__(self, parts: CacheParts) -> None:
         self._pool, self._groups, self._times = parts.pool, parts.groups, parts.times
         self._residents, self._rows, self._lookup = parts.residents, parts.residents.request_rows, parts.lookup
-        self._planner, self._slots, self._publisher, self._loads = (
-            parts.planner,
-            parts.slots,
-            parts.publisher,
+        self._planner, self._slots, self._publisher = parts.planner, parts.slots, parts.publisher
+        self._checkpoints, self._loads, self._locks, self._pins = (
+            parts.checkpoints,
             parts.loads,
+            parts.locks,
+            parts.pins,
         )
-        self._checkpoints, self._log, self._locks, self._pins = parts.checkpoints, parts.log, parts.locks, parts.pins
 
     def get_computed_blocks_per_group(self, request: Request) -> tuple[KVCacheBlocks, tuple[int, ...]]:
         """What each group has of ``request``, whatever the others have: its blocks, and how many tokens that is.
@@ -50,18 +50,18 @@ class EngineSide:
 
     def begin_step(self, step: int) -> None:
         """``step`` for loops that are no ``with`` block: until ``end_step``."""
-        self._log.begin(integer("step", step, 0, MOST_COUNT))
+        self._publisher.begin_step(integer("step", step, 0, MOST_COUNT))
 
     def end_step(self) -> None:
         """All that the open step allocates is allocated; nothing where none is open."""
-        self._log.end()
+        self._publisher.end_step()
 
     def settle(self, step: int) -> None:
         """Steps up to ``step`` have run: all of them that are neither written nor revoked count as written."""
         last = integer("step", step, 0, MOST_COUNT)
-        for one in self._log.in_flight:
+        for one in self._publisher.in_flight:
             if one <= last:
-                self._log.mark_written(one)
+                self._publisher.mark_written(one)
 
     def drop_skipped(self, request: Request) -> None:
         """Give back what ``request`` reads no longer: windows and states before its processed tokens."""

@@ -160,7 +160,7 @@ class KVCacheManager:
         self.placement, self.eviction, self.hasher = parts.layout.placement, parts.layout.eviction, parts.hasher
         self.enable_caching = parts.hasher is not None
         self.block_pool, self.groups, self.sink_blocks = parts.pool, parts.groups, parts.sink_blocks
-        self.pins, self.locks, self.write_log = parts.pins, parts.locks, parts.log
+        self.pins, self.locks, self._publisher = parts.pins, parts.locks, parts.publisher
         self.fields, self.checkpoints = parts.transfers, parts.checkpoints
         self.kept, self.misses, self.fast_forward = parts.kept, parts.misses, parts.strides
         self.rows = parts.residents.request_rows
@@ -228,19 +228,19 @@ class KVCacheManager:
         the manager without a Scheduler opens one for each forward. Outside of any, what is published counts as written
         at once. CacheError inside another one.
         """
-        self.write_log.begin(integer("step", step, 0, MOST_COUNT))
+        self._publisher.begin_step(integer("step", step, 0, MOST_COUNT))
         try:
             yield
         finally:
-            self.write_log.end()
+            self._publisher.end_step()
 
     def mark_written(self, step: int) -> None:
         """``step`` was executed. CacheError for one that never began, or was marked or revoked already."""
-        self.write_log.mark_written(integer("step", step, 0, MOST_COUNT))
+        self._publisher.mark_written(integer("step", step, 0, MOST_COUNT))
 
     def revoke(self, first_step: int) -> None:
         """Steps from ``first_step`` on were not executed: what they published can be hit no longer."""
-        self.write_log.revoke(integer("first_step", first_step, 0, MOST_COUNT))
+        self._publisher.revoke(integer("first_step", first_step, 0, MOST_COUNT))
 
     # -- slots, one request
 

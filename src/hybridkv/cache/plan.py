@@ -22,7 +22,7 @@ from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.lookup import KVCacheBlocks
 from hybridkv.cache.policies import Demand, GroupPlan, RowFacts
 from hybridkv.cache.pool import BlockPool
-from hybridkv.cache.publisher import Publisher, WriteLog
+from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.residents import Residents
 from hybridkv.errors import CacheError, ConfigError, StalePlanError
 from hybridkv.request import Request
@@ -139,14 +139,7 @@ class SlotPlanner:
     """
 
     def __init__(
-        self,
-        pool: BlockPool,
-        residents: Residents,
-        *,
-        publisher: Publisher,
-        log: WriteLog,
-        loads: Loads,
-        max_model_len: int,
+        self, pool: BlockPool, residents: Residents, *, publisher: Publisher, loads: Loads, max_model_len: int
     ) -> None:
         groups = residents.groups
         self.max_model_len = max_model_len
@@ -155,7 +148,6 @@ class SlotPlanner:
         self._pool = pool
         self._request_rows = residents.request_rows
         self._publisher = publisher
-        self._log = log
         self.loads = loads
 
     def plan(self, request: Request, wanted: SlotDemand, admission: Admission | None = None) -> SlotPlan | Refusal:
@@ -182,7 +174,7 @@ class SlotPlanner:
         needed, free = pool.space.weigh(taken, given_back)
         if needed > free:
             return Refusal(Reason.NO_SPACE, _largest_group(plans), needed, free)
-        step = self._log.open_step
+        step = self._publisher.open_step
         blocked = None
         if step != WRITTEN and not wanted.hit.is_fork:  # what a fork shares was written before
             blocked = _unwritten_prefix(groups, plans, sources, pool, step)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,59 +43,79 @@ Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class ResumePoints:
-    """Where requests are likely to be resumed: what retention keeps.
+class Run:
+    """Columns first .. first + len(ids) - 1 of a request in a group, published together. ids int32[n]."""
 
-    alignment: tokens of which every hit is a multiple. drops: some group drops the last block of a hit.
-    retention: see KVCacheManager; None asks for nothing, since all is kept.
+    group: CacheGroup
+    request: Request
+    first: int
+    ids: NDArray[np.int32]
+
+
+class Retention(NamedTuple):
+    """What is kept of windows and states.
+
+    interval: tokens between those kept, 0 for those of each request's own edges, None for all.
+    alignment: tokens of which every hit is a multiple.
+    drops: whether some group drops the last block of a hit.
     """
 
+    interval: int | None
     alignment: int
     drops: bool
-    retention: int | None
-
-    def edges(self, request: Request) -> tuple[int, ...]:
-        """In tokens: by the same prompt, and where others branched off.
-
-        The last token is always computed, so the same prompt resumes at the last edge before it; with EAGLE
-        one edge earlier, and that depends on whether the prompt goes on.
-        """
-        if self.retention is None:
-            return ()
-        prompt, step = request.num_prompt_tokens, self.alignment
-        asked = (prompt - 1, prompt) if self.drops else ()
-        edges = [max((tokens // step - 1) * step, 0) for tokens in asked] or [prompt - 1]
-        return (*edges, request.branch_tokens) if request.branch_tokens else tuple(edges)
 
 
 class Publisher:
-    """The one that gives keys to the blocks of rows. log: what steps in flight have promised to write.
+    """Give keys to the blocks of rows, and know what steps in flight have promised to write.
 
-    resume: where requests may be resumed; None without prefix caching: nothing is published then.
     ends_in: groups whose blocks can be used in part; none in the reference layout.
+    retention: None without prefix caching: nothing is published.
+
+    Attributes
+        open_step: the step that is being made; WRITTEN for none.
+        wants_runs: whether runs are recorded one by one, for events; else ids are enough.
+        wants_ends: whether states and tokens that end inside a block are recorded, for events.
     """
 
     def __init__(
         self,
         groups: Sequence[CacheGroup],
         pool: BlockPool,
-        log: WriteLog,
-        resume: ResumePoints | None,
+        *,
         ends_in: Sequence[CacheGroup],
+        retention: Retention | None,
     ) -> None:
-        self.publishes = resume is not None
+        self.publishes = retention is not None
+        self.open_step = WRITTEN
+        self.wants_runs = pool.keys.events_enabled
+        self.wants_ends = pool.keys.tells_ends
         self._groups = tuple(groups)
         self._pool = pool
-        self._log = log
-        self._resume = resume
         self._ends_in = tuple(ends_in)
+        self._retention = retention
+        self._runs: dict[int, list[Run]] = {}
+        self._ids: dict[int, list[Int32]] = {}
+        self._ones: dict[int, array[int]] = {}
+        self._kept_ends: dict[int, list[EndKept]] = {}
         self._ended = np.zeros(64, np.int64)
         self._next_end = np.full(64, NEVER)
         self._each_next_end = self._next_end.data  # quick to read singly
 
     def edges(self, request: Request) -> tuple[int, ...] | None:
-        """Where ``request`` may be resumed, in tokens, if retention asks for it; None when it publishes nothing."""
-        return self._resume.edges(request) if self._resume is not None and request.writes_prefix_cache else None
+        """Return the token counts that retention keeps: the same prompt resumes there, or others branched off.
+
+        The last token is always computed, so the same prompt resumes at the last edge before it; with EAGLE one edge
+        earlier, and that depends on whether the prompt goes on. () where all is kept, None where nothing is published.
+        """
+        kept = self._retention
+        if kept is None or not request.writes_prefix_cache:
+            return None
+        if kept.interval is None:
+            return ()
+        prompt, step = request.num_prompt_tokens, kept.alignment
+        asked = (prompt - 1, prompt) if kept.drops else ()
+        edges = [max((tokens // step - 1) * step, 0) for tokens in asked] or [prompt - 1]
+        return (*edges, request.branch_tokens) if request.branch_tokens else tuple(edges)
 
     # -- full blocks
 
@@ -150,21 +171,21 @@ class Publisher:
             ids, columns = ids[held], columns[held]
             if not ids.size:
                 return
-        step = WRITTEN if written else self._log.open_step
+        step = WRITTEN if written else self.open_step
         self._pool.publish(group.number, ids, group.keys_at(request, columns), step)
-        tells = self._log.wants_runs and not group.kind.by_digest  # events are of the decoder's tokens
-        self._log.record(ids, _runs(group, request, columns, ids) if tells else [], step)
+        tells = self.wants_runs and not group.kind.by_digest  # events are of the decoder's tokens
+        self.record(ids, _runs(group, request, columns, ids) if tells else [], step)
 
     def publish_grown(self, request: Request, known: int) -> None:
         """publish_rows of one request whose groups do nothing but grow, without arrays of one element."""
         if not self.publishes:
             return
-        row, log = request.row, self._log
+        row, step = request.row, self.open_step
         for group in self._groups:
             rule, first = group.policy.publishing, group.each_published[row]
             if rule is None or (decided := rule.decided(known)) <= first:
                 continue
-            if decided > first + 1 or log.wants_runs:
+            if decided > first + 1 or self.wants_runs:
                 begin, edges = max(first, group.rows.each_dropped[row]), () if rule.keeps_all else self.edges(request)
                 self._publish_columns(group, request, rule.columns(begin, decided, edges or ()), decided)
                 continue
@@ -173,9 +194,23 @@ class Publisher:
                 block = group.rows.cell(row, first)
                 if block:
                     key = request.hashes[decided * group.key_stride - 1]
-                    self._pool.keys.publish_one(group.number, block, key, log.open_step)
-                    if log.open_step != WRITTEN:
-                        log.record_one(block, log.open_step)
+                    self._pool.keys.publish_one(group.number, block, key, step)
+                    if step != WRITTEN:
+                        self._ones[step].append(block)
+
+    def publish_state(self, group: CacheGroup, request: Request, tokens: int, block: int, *, written: bool) -> None:
+        """Publish ``block`` as the state after ``tokens`` tokens. written: whatever step is open, it is there."""
+        step = WRITTEN if written else self.open_step
+        column, inside = divmod(tokens, group.policy.block_size)
+        if inside:
+            parent, tail = group.view(request).tail(tokens)
+            self._pool.publish_tail(group.number, block, parent, tail, step)
+        else:
+            self._pool.publish(group.number, (block,), (request.hashes[column - 1],), step)
+        if step != WRITTEN:
+            self.record(np.array([block], np.int32), [], step)
+        if self.wants_ends:
+            self.record_end(group, request, tokens, step)
 
     def publish_rows(self, requests: RequestRows, rows: Int64, known: Int64, since: Int64 | None = None) -> None:
         """What each of ``rows`` can publish at ``known`` tokens, in order within a group. Ends are not looked at.
@@ -220,9 +255,9 @@ class Publisher:
         owners, stride = requests.owners(of), group.key_stride
         places = ((columns + 1) * stride - 1).tolist()
         keys = [request.hashes[place] for request, place in zip(owners, places, strict=True)]
-        self._pool.publish(group.number, ids, keys, self._log.open_step)
-        runs = _rows_runs(group, owners, columns, ids) if self._log.wants_runs else []
-        self._log.record(ids, runs, self._log.open_step)
+        self._pool.publish(group.number, ids, keys, self.open_step)
+        runs = _rows_runs(group, owners, columns, ids) if self.wants_runs else []
+        self.record(ids, runs, self.open_step)
 
     def next_edges(self, rows: Int64) -> Int64:
         """The token count at which each of ``rows`` can next publish a full block, int64[rows]; NEVER for none."""
@@ -259,10 +294,10 @@ class Publisher:
 
     def withdraw(self, row: int) -> None:
         """What the open step would have written of ``row`` can be hit no longer, for it does not run there."""
-        step = self._log.open_step
+        step = self.open_step
         if step == WRITTEN:
             return
-        promised = self._log.promised(step)
+        promised = self.promised(step)
         mine = [block for group in self._groups for block in group.rows.held(row).tolist() if block in promised]
         if mine:
             self._pool.unpublish_unwritten(np.array(mine, np.int32), step)
@@ -281,7 +316,7 @@ class Publisher:
         ended = self._ended.item(request.row)
         for end in _ends_of(request):
             if ended < end <= known_tokens:
-                self._publish_end(group, request, end, self._log.open_step)
+                self._publish_end(group, request, end, self.open_step)
 
     def _publish_end(self, group: CacheGroup, request: Request, end: int, step: int) -> None:
         column, inside = divmod(end, group.policy.block_size)
@@ -295,57 +330,13 @@ class Publisher:
         if not self._pool.publish_tail(group.number, block, parent, tail, step):
             return
         if step != WRITTEN:
-            self._log.record(np.array([block], np.int32), [], step)
-        if self._log.wants_ends:
-            self._log.record_end(group, request, end, step)
+            self.record(np.array([block], np.int32), [], step)
+        if self.wants_ends:
+            self.record_end(group, request, end, step)
 
+    # -- steps in flight
 
-def _ends_of(request: Request) -> list[int]:
-    """Where ``request`` says that it may be resumed, ascending: before its prompt's last token, and its marks."""
-    return sorted({request.num_prompt_tokens - 1, *request.marks} - {0})
-
-
-def _rows_runs(group: CacheGroup, owners: Sequence[Request], columns: Int64, ids: Int32) -> list[Run]:
-    """Stretches of neighbouring columns of one request."""
-    rows = np.array([request.row for request in owners])
-    cuts = (np.flatnonzero((np.diff(columns) != 1) | (np.diff(rows) != 0)) + 1).tolist()
-    starts, stops = [0, *cuts], [*cuts, len(columns)]
-    return [Run(group, owners[a], int(columns[a]), ids[a:b]) for a, b in zip(starts, stops, strict=True)]
-
-
-def _runs(group: CacheGroup, request: Request, columns: Int64, ids: Int32) -> list[Run]:
-    """Stretches of neighbouring columns."""
-    cuts = (np.flatnonzero(np.diff(columns) != 1) + 1).tolist()
-    starts, stops = [0, *cuts], [*cuts, len(columns)]
-    return [Run(group, request, int(columns[a]), ids[a:b]) for a, b in zip(starts, stops, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Columns first .. first + len(ids) - 1 of a request in a group, published together. ids int32[n]."""
-
-    group: CacheGroup
-    request: Request
-    first: int
-    ids: NDArray[np.int32]
-
-
-class WriteLog:
-    """Runs published by each step in flight.
-
-    wants_runs: whether they must be recorded one by one, for events; else ids are enough.
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self.wants_runs = pool.keys.events_enabled
-        self._runs: dict[int, list[Run]] = {}
-        self._ids: dict[int, list[NDArray[np.int32]]] = {}
-        self._ones: dict[int, array[int]] = {}
-        self._ends: dict[int, list[EndKept]] = {}
-        self.open_step = WRITTEN
-
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """What is published from now on is written by ``step``. CacheError if another is open, or as late."""
         if self.open_step != WRITTEN:
             raise CacheError(f"step {step} begins while step {self.open_step} is open: end that one first")
@@ -355,7 +346,7 @@ class WriteLog:
         self.open_step = step
         self._runs[step], self._ids[step], self._ones[step] = [], [], array("i")
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """The open step is complete: nothing more is published by it."""
         self.open_step = WRITTEN
 
@@ -370,15 +361,6 @@ class WriteLog:
             return
         self._ids[step].append(ids)
         self._runs[step] += runs
-
-    def record_one(self, block: int, step: int) -> None:
-        """``record`` of one block, which nobody wants a run of. step: the open one."""
-        self._ones[step].append(block)
-
-    @property
-    def wants_ends(self) -> bool:
-        """Whether what is no whole block of tokens must be recorded, for events."""
-        return self._pool.keys.tells_ends
 
     def record_end(self, group: CacheGroup, request: Request, tokens: int, step: int) -> None:
         """Beside ``record``: ``step``, or WRITTEN, writes in ``group`` what ends with ``tokens`` of ``request``."""
@@ -396,7 +378,7 @@ class WriteLog:
         if step == WRITTEN:
             self._pool.keys.emit(end)
         else:
-            self._ends.setdefault(step, []).append(end)
+            self._kept_ends.setdefault(step, []).append(end)
 
     def promised(self, step: int) -> set[int]:
         """Blocks that ``step`` published; none for a step that is not in flight."""
@@ -433,7 +415,7 @@ class WriteLog:
             self._mark_run_written(run, step)
         if ids:
             self._pool.keys.mark_written(np.concatenate(ids), step)
-        for end in self._ends.pop(step, ()) if self._ends else ():
+        for end in self._kept_ends.pop(step, ()) if self._kept_ends else ():
             self._tell_end(end)
 
     def revoke(self, first_step: int) -> None:
@@ -444,7 +426,7 @@ class WriteLog:
             self._pool.unpublish_unwritten(np.concatenate(ids), first_step)
         for step in failed:
             del self._ids[step], self._runs[step], self._ones[step]
-            self._ends.pop(step, None)
+            self._kept_ends.pop(step, None)
 
     def _tell_end(self, end: EndKept) -> None:
         """The step that kept ``end`` has run; a later one may have gone on in its block, which has its turn then."""
@@ -452,7 +434,7 @@ class WriteLog:
         if step == WRITTEN:
             self._pool.keys.emit(end)
         elif step is not None:
-            self._ends.setdefault(step, []).append(end)
+            self._kept_ends.setdefault(step, []).append(end)
 
     def _mark_run_written(self, run: Run, step: int) -> None:
         """One stored-event for each stretch of ``run`` that is written."""
@@ -468,6 +450,26 @@ class WriteLog:
         edges = np.flatnonzero(np.diff(np.concatenate(([False], written, [False])).astype(np.int8)))
         for start, stop in edges.reshape(-1, 2).tolist():
             self._pool.keys.emit(_stored(run, run.first + start, run.first + stop))
+
+
+def _ends_of(request: Request) -> list[int]:
+    """Where ``request`` says that it may be resumed, ascending: before its prompt's last token, and its marks."""
+    return sorted({request.num_prompt_tokens - 1, *request.marks} - {0})
+
+
+def _rows_runs(group: CacheGroup, owners: Sequence[Request], columns: Int64, ids: Int32) -> list[Run]:
+    """Stretches of neighbouring columns of one request."""
+    rows = np.array([request.row for request in owners])
+    cuts = (np.flatnonzero((np.diff(columns) != 1) | (np.diff(rows) != 0)) + 1).tolist()
+    starts, stops = [0, *cuts], [*cuts, len(columns)]
+    return [Run(group, owners[a], int(columns[a]), ids[a:b]) for a, b in zip(starts, stops, strict=True)]
+
+
+def _runs(group: CacheGroup, request: Request, columns: Int64, ids: Int32) -> list[Run]:
+    """Stretches of neighbouring columns."""
+    cuts = (np.flatnonzero(np.diff(columns) != 1) + 1).tolist()
+    starts, stops = [0, *cuts], [*cuts, len(columns)]
+    return [Run(group, request, int(columns[a]), ids[a:b]) for a, b in zip(starts, stops, strict=True)]
 
 
 def _stored(run: Run, first: int, last: int) -> BlockStored:

@@ -19,12 +19,11 @@ from hybridkv.arguments import integers
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.holds import Pins
 from hybridkv.cache.kept import KeptEnds
-from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.plan import BatchSlots
 from hybridkv.cache.policies import NEVER, StatePolicy
 from hybridkv.cache.pool import BlockPool
-from hybridkv.cache.publisher import WriteLog
+from hybridkv.cache.publisher import Publisher
 from hybridkv.request import Request
 from hybridkv.request_rows import grown
 from hybridkv.step import Cells, Copy, Csr
@@ -43,17 +42,15 @@ class Checkpoints:
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        pool: BlockPool,
         *,
-        log: WriteLog,
+        publisher: Publisher,
         transfers: TransferLog,
         placement: Placement,
         corner: int,
         kept: KeptEnds,
     ) -> None:
         self.groups = tuple(groups)
-        self._pool = pool
-        self._log = log
+        self._publisher = publisher
         self._transfers = transfers
         self._placement = placement
         self._corner = corner
@@ -177,35 +174,20 @@ class Checkpoints:
             if self._kept.ranks:
                 self._kept.keep(request, tokens, (), ended=False)
             return
-        needs = [0] * len(self._pool.classes)
+        needs = [0] * len(self._transfers.pool.classes)
         for group in lacking:
             needs[group.number] = 1
-        if not (self._pool.gives(needs) and self._kept.admits(request, tokens, needs)):
+        if not (self._transfers.pool.gives(needs) and self._kept.admits(request, tokens, needs)):
             self.declined += 1
             return
         taken = [
-            self._transfers.store(
-                group, request.row, tokens, self._transfers.new_blocks(1, group.number).item(0), column
-            )
+            self._transfers.store(group, request.row, tokens, self._transfers.new_block(group.number), column)
             for group in lacking
         ]
         for stored in taken:  # taking one may have moved those before it
-            self._publish(stored.group, request, tokens, stored.block, self._log.open_step)
+            self._publisher.publish_state(stored.group, request, tokens, stored.block, written=False)
         self.stored += 1
         self._kept.keep(request, tokens, [stored.block for stored in taken], ended=False)
-
-    def _publish(self, group: CacheGroup, request: Request, tokens: int, block: int, step: int) -> None:
-        """``block`` is the state after ``tokens`` tokens."""
-        column, inside = divmod(tokens, group.policy.block_size)
-        if inside:
-            parent, tail = group.view(request).tail(tokens)
-            self._pool.publish_tail(group.number, block, parent, tail, step)
-        else:
-            self._pool.publish(group.number, (block,), (request.hashes[column - 1],), step)
-        if step != WRITTEN:
-            self._log.record(np.array([block], np.int32), [], step)
-        if self._log.wants_ends:
-            self._log.record_end(group, request, tokens, step)
 
     # -- ends
 
@@ -227,7 +209,7 @@ class Checkpoints:
         lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
         blocks = [group.rows.cells.item(group.rows.origin.item(request.row) + column) for group in lacking]
         for group, block in zip(lacking, blocks, strict=True):
-            self._publish(group, request, tokens, block, WRITTEN)
+            self._publisher.publish_state(group, request, tokens, block, written=True)
         if lacking or self._kept.ranks:
             self._kept.keep(request, tokens, blocks, ended=ended)
 
@@ -296,15 +278,15 @@ class TransferLog:
     """Collects until ``take_transfers``. Blocks are the pool's numbers.
 
     All blocks of rows and checkpoints are taken here, since taking may move others: rows, the steps in flight
-    (``log``), pins and the step that is being made then name them anew.
+    (``publisher``), pins and the step that is being made then name them anew.
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], pool: BlockPool, *, log: WriteLog, pins: Pins, kept: KeptEnds
+        self, groups: Sequence[CacheGroup], pool: BlockPool, *, publisher: Publisher, pins: Pins, kept: KeptEnds
     ) -> None:
         self._groups = tuple(groups)
-        self._pool = pool
-        self._log = log
+        self.pool = pool
+        self._publisher = publisher
         self._pins = pins
         self._ends = kept
         self._first_group = [pool.classes.index(of) for of in range(len(pool.bases))] if groups else []
@@ -345,25 +327,25 @@ class TransferLog:
     def new_block(self, group: int) -> int:
         """new_blocks of one."""
         self._ends.make_way(1, group)
-        return self._pool.take_one(group) or self._take(1, group).item(0)
+        return self.pool.take_one(group) or self._take(1, group).item(0)
 
     def _take(self, n: int, group: int) -> Int32:
-        taken = self._pool.take(n, group)
+        taken = self.pool.take(n, group)
         for moves, held in zip(taken.moves, taken.held, strict=True):
             self._follow(moves, held)
         return taken.ids
 
     def make_way(self, needs: Sequence[int]) -> None:
         """Ends are given up for ``needs`` blocks, by group, at once, if there can be room for all of them."""
-        if not self.ranks or not self._pool.gives(needs):
+        if not self.ranks or not self.pool.gives(needs):
             return
-        for group, need in zip(self._first_group, self._pool.by_class(needs), strict=True):
+        for group, need in zip(self._first_group, self.pool.by_class(needs), strict=True):
             if need:
                 self._ends.make_way(need, group)
 
     def new_blocks_each(self, of_group: Int32) -> Int32:
         """A block for each of ``of_group``, int32; within a class in order. None of them moves: see takes_alike."""
-        pool = self._pool
+        pool = self.pool
         if len(pool.bases) == 1:
             return self.new_blocks(len(of_group), 0)
         ids = np.empty(len(of_group), np.int32)
@@ -379,11 +361,11 @@ class TransferLog:
         One pass over the rows of its groups, where any may have one (docs/design/0010).
         """
         sources, targets = moves[:, 0], moves[:, 1]
-        of = self._pool.class_of(int(sources[0]))
+        of = self.pool.class_of(int(sources[0]))
         for group in self._groups if held.any() else ():
-            if self._pool.classes[group.number] == of:
+            if self.pool.classes[group.number] == of:
                 group.rows.rewrite(sources[held], targets[held])
-        self._log.follow(sources, targets)
+        self._publisher.follow(sources, targets)
         self._pins.follow(sources, targets)
         self._ends.follow(moves)
         self._moves.append(moves)
@@ -400,12 +382,12 @@ class TransferLog:
         gone = [copy.source for copy in self._copies if copy.row == row]
         self._copies = [copy for copy in self._copies if copy.row != row]
         for source in gone:
-            self._pool.release(np.array([source], np.int32))
+            self.pool.release(np.array([source], np.int32))
 
     def take_transfers(self) -> Transfers:
         """All of it, and nothing is held any longer. O(transfers)."""
         if self.idle:
-            self._pool.space.begin_step()
+            self.pool.space.begin_step()
             return Transfers((), (), _NO_BLOCKS)
         held = self.held
         copies = [transfer for moves in self._moves for transfer in self._moved(moves)]
@@ -418,14 +400,14 @@ class TransferLog:
         )
         moved = np.concatenate([moves[:, 1] for moves in self._moves]) if self._moves else _NO_BLOCKS
         self._moves, self._copies, self._stored = [], [], []
-        self._pool.space.begin_step()
+        self.pool.space.begin_step()
         for block in held:
-            self._pool.release(np.array([block], np.int32))
+            self.pool.release(np.array([block], np.int32))
         return Transfers(tuple(copies), checkpoints, moved)
 
     def cells_of(self, blocks: Int64) -> tuple[Int32, Int32, Int32]:
         """(group, row, column) of every cell that holds one of ``blocks``, int32 each."""
-        blocks, parts, pool = blocks[self._pool.ref_counts(blocks) > 0], [], self._pool
+        blocks, parts, pool = blocks[self.pool.ref_counts(blocks) > 0], [], self.pool
         of_each = np.searchsorted(pool.bases, blocks, "right") - 1
         for group in self._groups if blocks.size else ():
             mine = blocks[of_each == pool.classes[group.number]]
@@ -437,8 +419,8 @@ class TransferLog:
         return group_of, row, column
 
     def _moved(self, moves: Int64) -> list[Transfer]:
-        of = self._pool.class_of(int(moves[0, 0]))
-        base, group = self._pool.bases[of], self._first_group[of]
+        of = self.pool.class_of(int(moves[0, 0]))
+        base, group = self.pool.bases[of], self._first_group[of]
         return [Transfer(group, source - base, destination - base, "move") for source, destination in moves.tolist()]
 
     def _copied(self, copy: _Copy) -> Transfer:
@@ -454,7 +436,7 @@ class TransferLog:
         return self._local(group, group.rows.at(np.array([row]), np.array([column])).item(0))
 
     def _local(self, group: CacheGroup, block: int) -> int:
-        return block - self._pool.bases[self._pool.classes[group.number]]
+        return block - self.pool.bases[self.pool.classes[group.number]]
 
     # -- the fields of a Step
 
@@ -464,18 +446,18 @@ class TransferLog:
         moved: see Transfers. Ids are those within each group's class, after the moves of the step.
         """
         cells = join_cells(rotated_cells(self._groups, rows) + list(new))
-        return named_cells(self._groups, self._pool, self, cells, moved)
+        return named_cells(self._groups, self.pool, self, cells, moved)
 
     def states(self, spans: RowSpans, transfers: Transfers) -> StateMoves:
         """Return what a step does to states: of its rows, and what ``transfers`` ask for."""
-        return with_transfers(state_moves(self._groups, self._pool, spans), transfers, spans.rows)
+        return with_transfers(state_moves(self._groups, self.pool, spans), transfers, spans.rows)
 
     def forget_moved(self, moved: Int64) -> set[int]:
         """Take the keys of the blocks ``moved``, to which a failed step moved; return the rows that hold one."""
         moved = integers("moved", moved, 0)
         if not moved.size:
             return set()
-        self._pool.evict_blocks(np.unique(moved).astype(np.int32))
+        self.pool.evict_blocks(np.unique(moved).astype(np.int32))
         return set(self.cells_of(moved)[1].tolist())
 
     def forget_accepted(self, rows: Int64) -> None:

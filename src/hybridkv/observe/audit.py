@@ -173,7 +173,7 @@ def _tails(pool: BlockPool) -> Iterator[str]:
 
 def _unwritten(parts: CacheParts) -> Iterator[str]:
     """A block that waits to be written has a key, and its step has it in the log."""
-    pool, log = parts.pool, parts.log
+    pool, log = parts.pool, parts.publisher
     for block in pool.keys.every_unwritten():
         if pool.keys.group_of(block) < 0:
             yield f"block {block} waits to be written but has no key"
