@@ -25,8 +25,8 @@ from transformers import AttentionInterface
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, LoadedModel, load, plan_for
 from hybridkv.runner.attention import gather
-from hybridkv.runner.attention.attention_form import dense_attention
-from hybridkv.runner.attention.step_cache import StepCache
+from hybridkv.runner.attention.caches import StepCache
+from hybridkv.runner.attention.formulas import dense_attention
 from hybridkv.runner.check import generate_greedy
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.runner.states import recurrent

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, EngineOptions
-from hybridkv.runner.attention import attention_form, gather
-from hybridkv.runner.attention.attention_form import (
+from hybridkv.runner.attention import formulas, gather
+from hybridkv.runner.attention.formulas import (
     Attended,
     AttentionForm,
     attention_modules,
@@ -122,8 +122,8 @@ def test_what_attends_otherwise_has_no_form(name: str) -> None:
 
 
 def test_a_form_without_its_cap_or_its_sinks_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = attention_form._forms
-    monkeypatch.setattr(attention_form, "_forms", lambda *args: every(*args)[:1])
+    every = formulas._forms
+    monkeypatch.setattr(formulas, "_forms", lambda *args: every(*args)[:1])
     assert not forms("gemma2")
     assert not forms("gpt_oss")
     assert len(forms("llama")) == 3

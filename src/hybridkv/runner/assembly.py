@@ -11,7 +11,7 @@ from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
 from hybridkv.planner import Plan
-from hybridkv.runner.attention.paged import AttentionBackend, attention_backend
+from hybridkv.runner.attention.formulas import AttentionBackend, attention_backend
 from hybridkv.runner.decode_graphs import compile_option
 from hybridkv.runner.images import attends_both_ways
 from hybridkv.runner.load import LoadedModel

@@ -26,13 +26,12 @@ from hybridkv.runner.completion import Completion
 from hybridkv.runner.images import OF_TEXT, TOKEN_KINDS, Images
 from hybridkv.runner.inputs import with_word_ids
 from hybridkv.runner.load import LoadedModel
-from hybridkv.runner.plain_transformers import plain_transformers
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.runner.sampling.edits import Edits, RowEdits
 from hybridkv.runner.sampling.rows import row_edits
 from hybridkv.runner.sampling.sampler import SamplingBatch, scores
 from hybridkv.runner.sampling.verify import Draws
-from hybridkv.runner.self_check import tolerance
+from hybridkv.runner.self_check import plain_transformers, tolerance
 from hybridkv.schedule import FinishReason
 from hybridkv.step import Step
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError
-from hybridkv.runner.attention.paged import AttentionBackend, LayerRead, PagedStep, attending
+from hybridkv.runner.attention.formulas import AttentionBackend, LayerRead, PagedStep, attending
 from hybridkv.step import Step
 from hybridkv.units import ceil_div, shown
 from hybridkv.worker import (

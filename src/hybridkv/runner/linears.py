@@ -6,6 +6,7 @@ to add others is measured, once a process and number of threads.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from functools import lru_cache
@@ -37,10 +38,13 @@ def first_padded(threads: int) -> int:
     """
     del threads  # of the key alone
     weight, hidden = torch.zeros(_PROBED), torch.zeros(_ROWS, _PROBED[1])
-    counts = range(_FEWEST, _ROWS + 1)
-    # turn by turn: what else the machine does meets all alike
-    turns = [[_seconds(hidden[:rows], weight) for rows in counts] for _ in range(_REPEATS)]
-    return _FEWEST - 1 + first_slower(list(map(min, zip(*turns, strict=True))))
+    took = dict.fromkeys(range(_FEWEST, _ROWS + 1), math.inf)
+    for _ in range(_REPEATS):  # turn by turn: what else the machine does meets all alike
+        for rows, best in took.items():
+            began = time.perf_counter()
+            functional.linear(hidden[:rows], weight)
+            took[rows] = min(best, time.perf_counter() - began)
+    return _FEWEST - 1 + first_slower(list(took.values()))
 
 
 def first_slower(took: Sequence[float]) -> int:
@@ -49,12 +53,6 @@ def first_slower(took: Sequence[float]) -> int:
     while rows > 1 and _WORTH * took[rows - 2] > took[-1]:
         rows -= 1
     return rows
-
-
-def _seconds(hidden: torch.Tensor, weight: torch.Tensor) -> float:
-    began = time.perf_counter()
-    functional.linear(hidden, weight)
-    return time.perf_counter() - began
 
 
 class PaddedLinear(StandIn):

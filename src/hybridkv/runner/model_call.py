@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hybridkv.runner.attention.attention_form import attention_modules
+from hybridkv.runner.attention.formulas import attention_modules
 
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from hybridkv.errors import ConfigError, HybridKVError, UnsupportedModelError
 from hybridkv.models import Model, read_model
 from hybridkv.runner.attention import gather
-from hybridkv.runner.attention.attention_form import Attended, AttentionForm, attention_modules, eager_function, form_of
+from hybridkv.runner.attention.formulas import Attended, AttentionForm, attention_modules, eager_function, form_of
 from hybridkv.runner.encoder_decoder import decode, is_encoder_decoder
 from hybridkv.runner.model_call import ModelCall
 from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind

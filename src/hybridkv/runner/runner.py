@@ -23,9 +23,8 @@ from hybridkv.models import Model
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.runner import step_context
 from hybridkv.runner.attention import gather
-from hybridkv.runner.attention.cross_attention import CrossAttention, CrossLayer
-from hybridkv.runner.attention.gather import GatherBatch, gather_batch, segment_biases
-from hybridkv.runner.attention.paged import (
+from hybridkv.runner.attention.caches import CrossAttention, CrossLayer, RowCache, StepCache
+from hybridkv.runner.attention.formulas import (
     AttentionBackend,
     LayerRead,
     PagedStep,
@@ -33,7 +32,7 @@ from hybridkv.runner.attention.paged import (
     kernel_of,
     write_of,
 )
-from hybridkv.runner.attention.step_cache import RowCache, StepCache
+from hybridkv.runner.attention.gather import GatherBatch, gather_batch, segment_biases
 from hybridkv.runner.decode_graphs import DecodeGraphs, compile_option, refusal
 from hybridkv.runner.encoder_decoder import decode
 from hybridkv.runner.images import ImageRead, StepImages, attends_both_ways, towers_of
@@ -88,7 +87,7 @@ class ModelRunner:
     images: its side of the images in prompts, None before the first (``take_images``).
     observer: sees the logits of every Step (see Observer); None for nobody.
     forwards: how its Steps are run; None for what a forward shows it can do.
-    attention: what attends, in layers that it can run (hybridkv.runner.attention.paged); the others' contexts are
+    attention: what attends, in layers that it can run (hybridkv.runner.attention.formulas); the others' contexts are
     gathered.
     compiled: "decode" for CUDA graphs of steps that only decode, where the model allows it (runner.decode_graphs).
     undrawn: is told where the edits of a request's logits fail (hybridkv.runner.sampling.edits); None: the Step fails.

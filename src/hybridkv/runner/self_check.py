@@ -11,22 +11,23 @@ its config. So a few prompts run on pages of their own, and the logits behind th
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import HybridKVError, UnsupportedModelError
 from hybridkv.planner import Plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import step_context
-from hybridkv.runner.attention.paged import AttentionBackend
+from hybridkv.runner.attention.formulas import AttentionBackend
 from hybridkv.runner.encoder_decoder import is_encoder_decoder
 from hybridkv.runner.load import LoadedModel
-from hybridkv.runner.plain_transformers import plain_transformers
 from hybridkv.runner.planning import plan_for
 from hybridkv.runner.probe import Forwards, attention_implementation, forwards_of, planner_model, probe
 from hybridkv.runner.runner import ModelRunner
@@ -114,6 +115,24 @@ class Trial:
     plan: Plan
     forwards: Forwards
     attention: AttentionBackend
+
+
+@contextmanager
+def plain_transformers(model: PreTrainedModel) -> Iterator[None]:
+    """Run ``model`` inside as transformers alone runs it. Raises UnsupportedModelError, in one line, if it fails.
+
+    Passes on named errors of this library, and torch.OutOfMemoryError.
+    """
+    try:
+        yield
+    except (HybridKVError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model's code raises anything
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails in plain transformers, without pages: {said}: mend the model or its config, "
+            "or install the version of transformers that it was written for"
+        ) from error
 
 
 def tolerance(dtype: torch.dtype) -> float:

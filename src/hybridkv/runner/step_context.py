@@ -17,9 +17,8 @@ from transformers.cache_utils import Cache
 from hybridkv.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
-    from hybridkv.runner.attention.attention_form import Attended, AttentionForm
+    from hybridkv.runner.attention.formulas import Attended, AttentionForm, PagedStep
     from hybridkv.runner.attention.gather import CrossRead, GatherBatch
-    from hybridkv.runner.attention.paged import PagedStep
     from hybridkv.runner.states.state_batch import StateBatch
 
 Int64 = NDArray[np.int64]

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from hybridkv.errors import ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, EngineOptions
-from hybridkv.runner.attention import paged
-from hybridkv.runner.attention.attention_form import AttentionForm
-from hybridkv.runner.attention.paged import AttentionBackend, PagedStep
+from hybridkv.runner.attention import formulas
+from hybridkv.runner.attention.formulas import AttentionBackend, AttentionForm, PagedStep
 from hybridkv.runner.check import generate_greedy
 from hybridkv.runner.drafters import Drafter
 from hybridkv.runner.tiny import tiny_model
@@ -141,10 +140,10 @@ def test_faults_show(backend: AttentionBackend, fault: str, monkeypatch: pytest.
     model = tiny_model("gpt_oss", 0)
     asked = prompts(model)
     wanted = alone(model, asked)
-    prepare = paged.kernel_of(backend, torch.device("cpu"))
+    prepare = formulas.kernel_of(backend, torch.device("cpu"))
     assert prepare is not None
 
-    def faulty(reads: PagedBatch, mask: AttentionMask, heads: LayerShape, pages: KVPages) -> paged.Attend:
+    def faulty(reads: PagedBatch, mask: AttentionMask, heads: LayerShape, pages: KVPages) -> formulas.Attend:
         if fault == "window one short" and mask.window is not None:
             mask = replace(mask, window=mask.window - 1)
         attend = prepare(reads, mask, heads, pages)

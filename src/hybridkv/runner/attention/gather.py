@@ -18,7 +18,7 @@ Rows that decode share calls: a bucket holds those with as many drafts whose blo
 two, so that less than half of it is padding, and there are O(drafts * log(longest)) buckets. What lies around what a
 row sees is set to zero in the copy and masked: a block's former owner cannot reach any row, not even with NaN.
 
-A layer whose form is known (hybridkv.runner.attention.attention_form) runs in dense_attention: no copy of keys for
+A layer whose form is known (hybridkv.runner.attention.formulas) runs in dense_attention: no copy of keys for
 heads that share them, no mask for chunks, and parts are put together. Any other runs in the eager function of its
 modelling file, which needs each row's context in one piece (``whole``), behind a mask.
 
@@ -40,8 +40,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybridkv.errors import WorkerError
-from hybridkv.runner.attention.attention_form import Attended, AttentionForm, dense_attention, eager_function
-from hybridkv.runner.attention.paged import PagedStep
+from hybridkv.runner.attention.formulas import Attended, AttentionForm, PagedStep, dense_attention, eager_function
 from hybridkv.runner.step_context import CONTEXT, StandIn, StepContext, on_device, places_of
 from hybridkv.step import Step
 from hybridkv.worker import CAUSAL, AttentionMask, BlockTable, with_sink

@@ -37,22 +37,21 @@ Int64 = NDArray[np.int64]
 
 _ROW_BITS: Final = 32
 """A row above, a token count below: one number for both."""
+_ALL: Final = slice(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wave:
     """One token of each of several rows. tokens: their places in the step's flattened row, a slice or int64[rows].
 
-    goes_on: int64[rows], which rows of the wave before run another token; None: all of them.
-    written, blocks: int64[w] each, the state behind row ``written[i]`` goes to block ``blocks[i]``; ``whole``: they are
-    all rows in their order.
+    goes_on: which rows of the wave before run another token, a slice of all of them or int64[rows].
+    blocks: int64[w], where the states behind rows ``written`` go, a slice of all in their order or int64[w].
     """
 
     tokens: slice | torch.Tensor
-    goes_on: torch.Tensor | None
-    written: torch.Tensor
+    goes_on: slice | torch.Tensor
+    written: slice | torch.Tensor
     blocks: torch.Tensor
-    whole: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +94,7 @@ def state_batch(step: Step, group: int, device: torch.device, *, alike: bool = F
     Raises WorkerError for a row without a state to read, for states written where their row does not get, and where
     the state behind a row's last certain token, or behind one of its drafts, is not written.
     """
-    states = _GroupStates(step, group, device)
-    decodes = step.decodes
+    states, decodes = _GroupStates(step, group, device), step.decodes
     single = np.flatnonzero(decodes)
     lengths = states.scheduled[single]
     together = [single[lengths == length] for length in np.unique(lengths)] if alike else [single]
@@ -159,12 +157,12 @@ class _GroupStates:
         place[rows] = np.arange(len(rows))
         mine = self.writes[(self.writes[:, 1] == at + 1) & (place[self.writes[:, 0]] >= 0)]
         written = place[mine[:, 0]]
+        whole = len(written) == len(rows) and (written == np.arange(len(rows))).all()
         return Wave(
             tokens=places_of(self.first[rows] + at, self.device),
-            goes_on=None if len(rows) == len(before) else on_device(np.searchsorted(before, rows), self.device),
-            written=on_device(written, self.device),
+            goes_on=_ALL if len(rows) == len(before) else on_device(np.searchsorted(before, rows), self.device),
+            written=_ALL if whole else on_device(written, self.device),
             blocks=on_device(mine[:, 2], self.device),
-            whole=bool(len(written) == len(rows) and (written == np.arange(len(rows))).all()),
         )
 
     def chain(self, row: int) -> Chain:
@@ -240,15 +238,14 @@ class PagedMixer(StandIn):
                 self._write(wave, states)
             return
         for wave in rows.waves:
-            if wave.goes_on is not None:
-                states = tuple(state.index_select(0, wave.goes_on) for state in states)
-            result, states = run_decode(self._mixer, hidden[0, wave.tokens].unsqueeze(1), states)
+            going_on = tuple(state[wave.goes_on] for state in states)
+            result, states = run_decode(self._mixer, hidden[0, wave.tokens].unsqueeze(1), going_on)
             out[0, wave.tokens] = result.squeeze(1)
             self._write(wave, states)
 
     def _write(self, wave: Wave, states: States) -> None:
         for view, state in zip(self._views, states, strict=True):
-            view.index_copy_(0, wave.blocks, state if wave.whole else state.index_select(0, wave.written))
+            view.index_copy_(0, wave.blocks, state[wave.written])
 
     def _run_chain(self, chain: Chain, hidden: torch.Tensor, out: torch.Tensor) -> None:
         states: States | None = None

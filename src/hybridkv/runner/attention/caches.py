@@ -1,0 +1,296 @@
+"""The transformers Caches of one step, between a model and pages: of self attention and of cross attention.
+
+StepCache writes keys and values into pages, and hands back gathered contexts. Of a step of one row, RowCache is as long
+as its request, and as transformers' own says it:
+
+tokens      0 .. first seen | .. computed | scheduled
+keys, values                [ gathered from pages     ]     kv_offset: where they begin; kv_length: how many
+
+Cross attention: encoders run for what is not there, decoders read their output through block tables.
+
+    rows that encode     encoder -> output [1, n, width] -> the decoder's own projections -> pages, block by block
+    all rows of a step   pages -> gathered outputs -> attention, each row over all n tokens of its own
+
+Keys and values come from a forward of the decoder over one token, whose cache takes what cross attention hands over:
+the projections stay the model's code. Every distinct input of a step is encoded once and alone, so that equal inputs
+give equal bytes whatever runs beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hybridkv.errors import WorkerError
+from hybridkv.runner.attention.formulas import PagedStep
+from hybridkv.runner.attention.gather import CrossRead, GatherBatch, cross_batch, gathered
+from hybridkv.runner.encoder_decoder import decode, encode
+from hybridkv.runner.encoder_inputs import EncoderInputs
+from hybridkv.runner.probe import ProbeCache, attention_implementation
+from hybridkv.runner.row_blocks import require_blocks
+from hybridkv.runner.step_context import EmptyCache, StepContext
+from hybridkv.step import EncoderRead, Step
+from hybridkv.worker import CAUSAL, AttentionMask, MultiGroupBlockTable
+
+Int64 = NDArray[np.int64]
+Pages = tuple[torch.Tensor, ...]
+"""Keys and values of one layer, [blocks, block_size, heads, width] each."""
+
+
+class StepCache(EmptyCache):
+    """Scatters a flattened step into the arena and gathers what its rows attend to.
+
+    views: for every layer index its keys and values, [num_blocks, block_size, heads, width] each.
+    context: has the GatherBatch of every layer. Recurrent mixers do not see this cache: they have one of their own.
+    positions: int64[tokens], of the step's tokens, each in its own request.
+    """
+
+    def __init__(
+        self, views: Mapping[int, tuple[torch.Tensor, ...]], context: StepContext, positions: torch.Tensor
+    ) -> None:
+        super().__init__()
+        self._views = views
+        self._context = context
+        self._offsets = positions - torch.arange(len(positions), device=positions.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values [1, heads, tokens, width]; the contexts [1, heads, gathered tokens, width] back.
+
+        What a kernel reads from pages comes back as it is.
+        """
+        keys, values = self._views[layer_idx]
+        self._context.layer = layer_idx
+        batch = self._context.attention_batch()
+        if isinstance(batch, PagedStep):
+            batch.write(layer_idx, key_states, value_states)
+            return key_states, value_states
+        for pages, states in ((keys, key_states), (values, value_states)):
+            pages.index_put_((batch.write_block, batch.write_offset), states[0].transpose(0, 1))
+        return gathered(keys, batch), gathered(values, batch)
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+        """What makes positions of places in the step: int64[tokens], position less place, other in every row.
+
+        Models are handed positions, but Llama 4 makes them anew as ``arange(tokens)`` plus this, to scale the queries
+        of layers without rotary positions. Who takes it for one length of several tokens gets torch's error.
+        """
+        del layer_idx
+        return self._offsets
+
+
+class RowCache(StepCache):
+    """Writes the row's tokens, hands back what it attends to in order. The model makes its own masks and positions.
+
+    views, context: as StepCache has them, of a step of one row. masks: of every layer index that attends.
+    positions: int64[tokens] of the row's tokens, consecutive.
+    """
+
+    def __init__(
+        self,
+        views: Mapping[int, tuple[torch.Tensor, ...]],
+        context: StepContext,
+        positions: torch.Tensor,
+        masks: Mapping[int, AttentionMask],
+    ) -> None:
+        super().__init__(views, context, positions)
+        self._computed, self._tokens, self._masks = int(positions[0]), len(positions), masks
+
+    @property
+    def is_sliding(self) -> list[bool | None]:
+        """By layer index, None where nothing attends: by it transformers finds a layer for each of its masks."""
+        masks = (self._masks.get(index) for index in range(max(self._masks, default=-1) + 1))
+        return [None if mask is None else mask != CAUSAL for mask in masks]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values [1, heads, tokens, width]; those from the first one seen on back."""
+        keys, values = super().update(key_states, value_states, layer_idx)
+        length = self._length(layer_idx)
+        return keys[:, :, :length], values[:, :, :length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the request before these."""
+        del layer_idx
+        return self._computed
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many keys there are, and where they begin."""
+        del query_length
+        length = self._length(layer_idx)
+        return length, self._computed + self._tokens - length
+
+    def _length(self, layer_idx: int) -> int:
+        batch = self._context.attention.get(layer_idx)
+        return batch.segments[0].length if isinstance(batch, GatherBatch) else self._computed + self._tokens
+
+
+# -- cross attention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CrossLayer:
+    """The cross attention of decoder layer ``index``: its group and pages."""
+
+    index: int
+    group: int
+    pages: Pages
+
+
+class CrossAttention:
+    """The encoder's side of a runner. layers: one a decoder layer. inputs: what encoders read, by digest.
+
+    tables: whose rows say where each row's output lies. context: of the model. encoded: inputs encoded so far.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[CrossLayer], tables: MultiGroupBlockTable, context: StepContext
+    ) -> None:
+        self.inputs = EncoderInputs()
+        self.encoded = 0
+        self._model, self._layers, self._tables, self._context = model, tuple(layers), tables, context
+        self._groups = sorted({layer.group for layer in layers})
+        self._tokens: Int64 = np.zeros(tables.max_num_reqs, np.int64)
+
+    # -- inputs of steps in flight
+
+    def hold_inputs(self, step: Step) -> None:
+        """What the encoders of ``step`` read stays until ``release_inputs``, whoever ends meanwhile."""
+        for _, read in _encoding(step):
+            self.inputs.hold_again(read.digest)
+
+    def release_inputs(self, step: Step) -> None:
+        """``step`` ran, or never will."""
+        for _, read in _encoding(step):
+            self.inputs.release(read.digest)
+
+    # -- before the forward
+
+    def check(self, step: Step) -> None:
+        """Raise WorkerError, with nothing changed, for a Step whose encoders cannot run or be read."""
+        tokens = self._with_new_rows(step)
+        for row, read in _encoding(step):
+            if read.digest not in self.inputs:
+                raise WorkerError(
+                    f"Step {step.id}: row {row} encodes input {read.digest!r}, which is not here: hold it first"
+                )
+        for group in self._groups:
+            require_blocks(step, self._tables[group], group, tokens[step.rows], "encoder tokens")
+
+    def begin(self, step: Step) -> None:
+        """``step`` was applied to the tables: encode what its new rows bring."""
+        self._tokens = self._with_new_rows(step)
+        rows: dict[bytes | str, dict[int, int]] = {}
+        for row, read in _encoding(step):
+            rows.setdefault(read.digest, {})[row] = read.num_tokens
+        if not rows:
+            return
+        with attention_implementation(self._model, "eager"), torch.inference_mode():
+            for digest, mine in rows.items():
+                self._encode(step, digest, mine)
+
+    def _with_new_rows(self, step: Step) -> Int64:
+        """int64[rows], encoder tokens of each, once ``step`` is applied. WorkerError for new ones without an input."""
+        tokens = self._tokens.copy()
+        for new in step.new_rows:
+            if new.encoder is None:
+                raise WorkerError(
+                    f"Step {step.id}: row {new.row} begins without an encoder input: this model needs one"
+                )
+            tokens[new.row] = new.encoder.num_tokens
+        return tokens
+
+    def _encode(self, step: Step, digest: bytes | str, rows: Mapping[int, int]) -> None:
+        """Run the encoder on one input, and write what cross attention makes of its output for each of ``rows``.
+
+        rows: tokens that each expects.
+        """
+        output = encode(self._model, self.inputs[digest])
+        self.encoded += 1
+        if set(rows.values()) != {output.shape[1]}:
+            said = set(rows.values())
+            raise WorkerError(f"Step {step.id}: input {digest!r} has {output.shape[1]} encoder tokens, not {said}")
+        taking = _TakingCache()
+        first = torch.zeros(1, dtype=torch.int64, device=output.device)
+        decode(self._model, first, first, output, caches=(ProbeCache(), taking))
+        for layer in self._layers:
+            table, at = self._tables[layer.group], np.arange(output.shape[1])
+            offset = torch.from_numpy(at % table.block_size).to(output.device)
+            for row in rows:
+                blocks = table.get_numpy_array()[row, at // table.block_size].astype(np.int64)
+                block = torch.from_numpy(blocks).to(output.device)
+                for pages, state in zip(layer.pages, taking.taken[layer.index], strict=True):
+                    pages.index_put_((block, offset), state[0].transpose(0, 1).to(pages.dtype))
+
+    # -- the forward
+
+    def reads(self, step: Step) -> Mapping[int, CrossRead]:
+        """What each layer reads in ``step``, by its index."""
+        tokens = self._tokens[step.rows]
+        batches = {group: cross_batch(step, self._tables[group], tokens, self._model.dtype) for group in self._groups}
+        return {layer.index: CrossRead(batches[layer.group], layer.pages) for layer in self._layers}
+
+    def cache(self) -> Cache:
+        """For the decoder: keys and values of all layers are there, in pages."""
+        return _PagedCache(self._layers, self._context)
+
+
+def _encoding(step: Step) -> list[tuple[int, EncoderRead]]:
+    """Return the new rows of ``step`` that encode what they read."""
+    return [(new.row, new.encoder) for new in step.new_rows if new.encoder is not None and new.encoder.encodes]
+
+
+class _TakingCache(EmptyCache):
+    """Takes what cross attention makes of an encoder's output. taken: keys and values by layer index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: dict[int, Pages] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> Pages:
+        """Keep [1, heads, tokens, width] of keys and values, and hand them back."""
+        self.taken[layer_idx] = (key_states, value_states)
+        return key_states, value_states
+
+
+class _PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """Cross attention whose keys and values are in pages: who asks for a layer's will attend to them next."""
+
+    def __init__(self, layers: Sequence[CrossLayer], context: StepContext) -> None:
+        by_index = {layer.index: layer for layer in layers}
+        super().__init__(layers=[_PagedLayer(by_index[index], context) for index in range(len(layers))])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Something is cached, whatever it is: positions are not made of it."""
+        del layer_idx
+        return 1
+
+
+class _PagedLayer:
+    """The layer of a _PagedCache. Its tensors hold no token: the attention function reads pages itself."""
+
+    def __init__(self, layer: CrossLayer, context: StepContext) -> None:
+        self._layer, self._context = layer, context
+        # of no token: [1, heads, 0, width]
+        self._empty = [pages.new_empty((1, pages.shape[2], 0, pages.shape[3])) for pages in layer.pages]
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """Those of the cross attention that is about to run."""
+        self._context.crossing = self._layer.index
+        return self._empty[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """As ``keys``."""
+        return self._empty[1]
