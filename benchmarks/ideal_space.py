@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.spaces.one_size import NOWHERE, FreeOrder
-from hybridkv.cache.spaces.space import Bool, Ids, Room, Weight
+from hybridkv.cache.spaces.one_size import NOWHERE, Bool, FreeOrder, Ids, Room, Weight
 from hybridkv.errors import BlockError
 
 Int32 = NDArray[np.int32]
@@ -23,7 +22,7 @@ _NO_MOVES = np.empty((0, 2), np.int32)
 
 
 class IdealSpace:
-    """``memory_bytes`` for blocks of ``block_bytes[c]`` bytes in class c: hybridkv.cache.spaces.space.ClassedSpace."""
+    """``memory_bytes`` for blocks of ``block_bytes[c]`` bytes in class c: it has the methods of a SlabSpace."""
 
     def __init__(self, memory_bytes: int, block_bytes: Sequence[int], class_of_group: Sequence[int]) -> None:
         self._bytes = tuple(block_bytes)

@@ -20,13 +20,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from foreseen import Future
 from ideal_space import IdealSpace
 
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import placement_of
+from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.eviction import LRU
 from hybridkv.models import Model, read_model
 from hybridkv.planner import Plan
@@ -123,16 +124,13 @@ def _ideal(plan: Plan, settings: ReplaySettings, clock: SimulatedClock) -> Sched
     if slabs is None:
         raise SystemExit("the ideal pool stands in for slabs: use the natural layout")
     sizes = [max(plan.config.groups[group].content_bytes for group in one.groups) for one in slabs.classes]
+    classes = [slabs.classes.index(slabs.class_of(group)) for group in range(len(plan.config.groups))]
     cache = KVCacheManager(
         plan.config,
         plan.max_model_len,
         options=CacheOptions(
             placement=placement_of(plan, settings.placement),
-            space=IdealSpace(
-                plan.memory_bytes,
-                sizes,
-                [slabs.classes.index(slabs.class_of(group)) for group in range(len(plan.config.groups))],
-            ),
+            space=cast("SlabSpace", IdealSpace(plan.memory_bytes, sizes, classes)),
         ),
     )
     limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)

@@ -1,6 +1,7 @@
 """The natural layout by hand: exact hits, states where they are wanted, forks, moves, and who waits for them."""
 
 from random import Random
+from typing import cast
 
 import pytest
 from ideal_space import IdealSpace
@@ -8,6 +9,7 @@ from ideal_space import IdealSpace
 from caches import cache_with
 from hybridkv.cache import CacheOptions, KVCacheManager, Reason, Refusal, SlotPlan
 from hybridkv.cache.placement import EndsPlacement, Placement
+from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.planner.natural import natural_config, slab_layout
@@ -282,7 +284,8 @@ def test_the_cache_runs_over_a_space_that_no_file_of_it_knows(seed: int) -> None
     random = Random(seed)
     config = config_of((full_spec(B), state_spec(B)), (3, 1), 12)
     sizes = [config.block_bytes_of(group) for group in range(len(config.groups))]
-    loop = Loop(cache_of(config, space=IdealSpace(config.arena_bytes, sizes, (0, 1))), max_running=4)
+    space = cast("SlabSpace", IdealSpace(config.arena_bytes, sizes, (0, 1)))
+    loop = Loop(cache_of(config, space=space), max_running=4)
     prompts = [[random.randrange(50) for _ in range(random.randint(1, 30))] for _ in range(4)]
     for number in range(12):
         prompt = random.choice(prompts)

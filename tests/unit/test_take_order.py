@@ -106,7 +106,7 @@ def compared(seed: int, *, alike: bool = False) -> str:
     assert at_once.free_order() == one_by_one.free_order()
     assert at_once.evictions == one_by_one.evictions
     spaces = [pool.space for pool in (at_once, one_by_one)]
-    assert len({(space.now, tuple(space.stamps.tolist()), tuple(space.free_slabs())) for space in spaces}) == 1  # type: ignore[attr-defined]  # a SlabSpace
+    assert len({(space.now, tuple(space.stamps.tolist()), tuple(space.free_slabs())) for space in spaces}) == 1  # type: ignore[union-attr]  # a SlabSpace
     if moves:
         return "moves"
     return f"{'evicts' if at_once.evictions > evictions else 'takes'}{' and frees' if gone else ''}"

@@ -57,7 +57,6 @@ from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher, Retention
 from hybridkv.cache.residents import Residents
 from hybridkv.cache.spaces.slabs import SlabSpace
-from hybridkv.cache.spaces.space import ClassedSpace
 from hybridkv.cache.transfers import Checkpoints, TransferLog
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.eviction.blocks import BlockNeeds
@@ -332,7 +331,7 @@ class NaturalLayout:
 
     placement: Placement
     eviction: Eviction
-    space: ClassedSpace
+    space: SlabSpace
     needs: BlockNeeds | None = None
     retention: int | None = None
     publishes_ends: bool = True

@@ -9,7 +9,7 @@ from functools import partial
 
 from hybridkv.arguments import check_fields, flag, instance, integer, or_none
 from hybridkv.cache.placement import Placement
-from hybridkv.cache.spaces.space import ClassedSpace
+from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import ConfigError
 from hybridkv.eviction.named import Eviction
 from hybridkv.eviction.ranking import EVERYBODY, TenantShares
@@ -30,7 +30,8 @@ class CacheOptions:
     shares: memory of tenants, with an eviction that ranks resume points (not ``lru``); by default all are one tenant.
     max_moved_bytes: in the natural layout, after so many bytes were moved between slabs in a step, a request that
     needs more moves waits for the next; at least 1, which lets one request have its moves in each step; None: no bound.
-    space: in the natural layout, where free blocks come from instead of slabs, for measurements.
+    space: in the natural layout, where free blocks come from instead of slabs, for measurements: a SlabSpace, or what
+    has its methods.
     published_ends: in the natural layout, whether hits may end inside a block, which is copied then.
     end_events: events tell of states and of tokens that end inside a block, too (EndKept, EndLost): an exact
     KVEventPublisher needs them in the natural layout.
@@ -47,7 +48,7 @@ class CacheOptions:
     eviction: Eviction | None = None
     shares: TenantShares = EVERYBODY
     max_moved_bytes: int | None = None
-    space: ClassedSpace | None = None
+    space: SlabSpace | None = None
     published_ends: bool = True
     end_events: bool = False
     max_event_blocks: int = MAX_EVENT_BLOCKS

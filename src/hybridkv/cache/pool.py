@@ -24,7 +24,7 @@ from hybridkv.arguments import instance, instances, integer
 from hybridkv.cache.journal import NOBODY, KVCacheEvent, Observers
 from hybridkv.cache.keys import WRITTEN, BlockKeys
 from hybridkv.cache.spaces.one_size import FreeOrder
-from hybridkv.cache.spaces.space import ClassedSpace, Space
+from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import BlockError, CapacityError, ConfigError
 from hybridkv.units import MOST_COUNT, shown
 
@@ -66,7 +66,7 @@ class BlockPool:
         num_groups: int = 1,
         *,
         observers: Observers = NOBODY,
-        space: ClassedSpace | None = None,
+        space: SlabSpace | None = None,
         silent: Sequence[int] = (),
     ) -> None:
         if integer("num_blocks", num_blocks, most=MOST_COUNT) < 1:
@@ -83,7 +83,7 @@ class BlockPool:
         self.classes = (0,) * num_groups if space is None else space.class_of_group
         self.bases = (0,) if space is None else space.bases
         self._group_bases = np.array([self.bases[one] for one in self.classes], np.int32)
-        self.space: Space = FreeOrder(num_blocks) if space is None else space
+        self.space: FreeOrder | SlabSpace = FreeOrder(num_blocks) if space is None else space
         self._reserved = [0] * len(self.bases)
         self._ref = np.zeros(num_blocks, np.int32)
         self._each_ref = self._ref.data  # quick to read and write singly

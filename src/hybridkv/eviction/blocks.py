@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.pool import BlockPool
-from hybridkv.cache.spaces.space import ClassedSpace
+from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.eviction.ranking import ResumePoint, Weights
 from hybridkv.eviction.resume_points import (
     children_after,
@@ -343,7 +343,7 @@ class BlockNeeds:
         cleared: how often all keys were lost at once.
     """
 
-    def __init__(self, space: ClassedSpace, block_bytes: Sequence[int], tenants: int = 1) -> None:
+    def __init__(self, space: SlabSpace, block_bytes: Sequence[int], tenants: int = 1) -> None:
         self.space = space
         space.take_given_first()
         self.block_bytes = tuple(block_bytes)

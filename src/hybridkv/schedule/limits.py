@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Annotated, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import check_fields, flag, integer, or_none, real
+from hybridkv.arguments import check_types, integer, or_none, real
 from hybridkv.cache import Transfer
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
@@ -34,6 +34,24 @@ def short_share(name: str, value: object) -> float:
     return share
 
 
+def _watermark(name: str, value: object) -> object:
+    if not 0 <= real(name, value) < 1:
+        raise ConfigError(f"{name} is a share of the pool, 0 or more and below 1, got {value}")
+    return value
+
+
+def _policy(name: str, value: object) -> object:
+    if not isinstance(value, str) or value not in {"fcfs", "priority"}:
+        raise ConfigError(f"{name} must be fcfs or priority, got {shown(value)}")
+    return value
+
+
+def _seconds(name: str, value: object) -> object:
+    if real(name, value) < 0:
+        raise ConfigError(f"{name} must not be negative, got {value}")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """What bounds a scheduler.
@@ -50,31 +68,21 @@ class SchedulerLimits:
     whole_items: whether tokens of a multimodal item attend to each other in both directions: no chunk ends inside one.
     """
 
-    max_running: int = 256
-    max_batched_tokens: int = BATCHED_TOKENS
-    max_in_flight: int = 1
-    watermark: float = 0.0
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    max_overtaken: int = 64
-    max_overtaken_seconds: float = 1.0
-    num_lookahead_tokens: int = 0
-    num_speculative_tokens: int = 0
+    max_running: Annotated[int, partial(integer, least=1, most=1 << 20)] = 256  # every row has its columns at once
+    max_batched_tokens: Annotated[int, partial(integer, least=1, most=MOST_COUNT)] = BATCHED_TOKENS
+    max_in_flight: Annotated[int, partial(integer, least=1, most=1 << 10)] = 1
+    watermark: Annotated[float, _watermark] = 0.0
+    policy: Annotated[Literal["fcfs", "priority"], _policy] = "fcfs"
+    max_overtaken: Annotated[int, partial(integer, least=0, most=MOST_COUNT)] = 64
+    max_overtaken_seconds: Annotated[float, _seconds] = 1.0
+    num_lookahead_tokens: Annotated[int, partial(integer, least=0, most=MOST_COUNT)] = 0
+    num_speculative_tokens: Annotated[int, partial(integer, least=0, most=1 << 10)] = 0
     segments: bool = True
     whole_items: bool = False
-    short_share: float | None = None
+    short_share: Annotated[float | None, or_none(short_share)] = None
 
     def __post_init__(self) -> None:
-        for name, least, most in _COUNTS:
-            check_fields(self, partial(integer, least=least, most=most), name)
-        real("max_overtaken_seconds", self.max_overtaken_seconds)
-        if self.max_overtaken_seconds < 0:
-            raise ConfigError(f"max_overtaken_seconds must not be negative, got {self.max_overtaken_seconds}")
-        if not isinstance(self.policy, str) or self.policy not in {"fcfs", "priority"}:
-            raise ConfigError(f"policy must be fcfs or priority, got {shown(self.policy)}")
-        if not 0 <= real("watermark", self.watermark) < 1:
-            raise ConfigError(f"watermark is a share of the pool, 0 or more and below 1, got {self.watermark}")
-        check_fields(self, flag, "segments", "whole_items")
-        check_fields(self, or_none(short_share), "short_share")
+        check_types(self)
 
     def short_share_of(self, *, follows_vllm: bool) -> float:
         """``short_share``, or what suits the cache: SHORT_SHARE, but 0 by priority, which says itself who goes first.
@@ -84,17 +92,6 @@ class SchedulerLimits:
         if self.short_share is not None:
             return self.short_share
         return 0.0 if follows_vllm or self.policy == "priority" else SHORT_SHARE
-
-
-_COUNTS: Final = (
-    ("max_running", 1, 1 << 20),  # every row has its columns from the beginning
-    ("max_batched_tokens", 1, MOST_COUNT),
-    ("max_in_flight", 1, 1 << 10),
-    ("max_overtaken", 0, MOST_COUNT),
-    ("num_lookahead_tokens", 0, MOST_COUNT),
-    ("num_speculative_tokens", 0, 1 << 10),
-)
-"""Of each count of SchedulerLimits: the least and the most that it may be."""
 
 
 class FinishReason(StrEnum):

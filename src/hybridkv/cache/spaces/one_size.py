@@ -13,17 +13,31 @@ This is the order of a doubly linked list at the cost of array slices (docs/desi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.spaces.space import Room, Weight
 from hybridkv.errors import BlockError
 
 Int32 = NDArray[np.int32]
 Bool = NDArray[np.bool_]
 Ids = NDArray[np.int32] | NDArray[np.int64]  # indexing is faster with 64 bits
+
+
+class Weight(NamedTuple):
+    """needed: units that would be in use, or taken. free: units that there are for it. A unit is a block, or a slab."""
+
+    needed: int
+    free: int
+
+
+class Room(NamedTuple):
+    """What making room did. evicted: int32, blocks that lose their keys. moves: int32[m, 2], (source, target)."""
+
+    evicted: Int32
+    moves: Int32
+
 
 NOWHERE: Final = np.iinfo(np.int32).min
 _SPAN: Final = 64
@@ -32,6 +46,8 @@ _FARTHEST: Final = np.iinfo(np.int32).max
 
 class FreeOrder:
     """Free blocks out of ``num_blocks``, at first 1 .. num_blocks - 1 (0 is the null block).
+
+    As a pool's space it has one class of blocks, and the methods of a SlabSpace that the pool calls.
 
     place: where all blocks stand, NOWHERE at first; then the order starts empty, of at most ``num_blocks`` of them,
     and ids reach as far as ``place``. Orders that never hold the same block may share one.
@@ -71,7 +87,7 @@ class FreeOrder:
         return 1.0 - self._count / usable if usable else 0.0
 
     def usages(self, reserved: Sequence[int], more: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The same with more blocks held; see Space."""
+        """The same with ``more[i, 0]`` blocks held besides, float64[n], to the bit."""
         usable = self.num_units - sum(reserved)
         shares: NDArray[np.float64] = 1.0 - (self._count - more.sum(axis=1)) / max(usable, 1)
         return shares if usable else np.zeros(len(more))

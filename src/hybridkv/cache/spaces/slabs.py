@@ -30,10 +30,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.spaces.one_size import NOWHERE, FreeOrder, Ids
+from hybridkv.cache.spaces.one_size import NOWHERE, FreeOrder, Ids, Room, Weight
 from hybridkv.cache.spaces.slab_audit import check_slabs
 from hybridkv.cache.spaces.slab_holes import NO_SLAB, Part, SlabHoles, counters
-from hybridkv.cache.spaces.space import Room, Weight
 from hybridkv.errors import BlockError, CacheError
 from hybridkv.planner.config import SlabLayout
 
@@ -109,7 +108,7 @@ class SlabSpace:
         return filled / usable if usable else 0.0
 
     def usages(self, reserved: Sequence[int], more: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The same with more blocks referenced; see Space."""
+        """The same with ``more[i, c]`` blocks of each class c referenced besides, float64[n], to the bit."""
         usable, filled = self.num_slabs - self.units(reserved), np.zeros(len(more))
         for of, k in enumerate(self.ks):
             filled += (self.referenced[of] + more[:, of] - reserved[of]) / k
@@ -139,7 +138,7 @@ class SlabSpace:
         return self._holes.owner[slab]
 
     def check(self, ref: Int32, keyed: Bool) -> Iterator[str]:
-        """A line for each invariant that does not hold; see Space. O(handles)."""
+        """A line for each invariant that does not hold. ref: holders of each handle. keyed: which have a key."""
         return check_slabs(self, ref, keyed)
 
     # -- will it do (docs/design/0010)
@@ -177,7 +176,7 @@ class SlabSpace:
         return not self.fits(more) or (self._is_spent and not self.fits_without_moves(more))
 
     def gives(self, needs: Sequence[int]) -> bool:
-        """Whether they fit, and without moves where none are to be had; see Space."""
+        """Whether ``needs`` blocks, by class, can be taken now: they fit, without moves where none are to be had."""
         return not self.waits(needs, [0] * len(needs))
 
     def units(self, blocks: Sequence[int]) -> int:
@@ -196,9 +195,11 @@ class SlabSpace:
         return (self.num_slabs - others) * self.ks[of] - self.referenced[of]
 
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """Where all classes but one take from their current slabs, and that one needs but free slabs besides.
+        """Whether taking ``needs`` blocks, by class, gives the same whatever the order, and moves nothing.
 
-        And where there is one class alone, whose blocks are evicted in their order, or each evicts but its own.
+        So it is where all classes but one take from their current slabs, and that one needs but free slabs besides; and
+        where there is one class alone, whose blocks are evicted in their order, or each evicts but its own.
+        drops: says whether blocks are released in between; not asked where that makes no difference.
         """
         if len(self.ks) == 1 and not self._given_first:
             return needs[0] <= self.obtainable(0) and (self.ks[0] == 1 or not drops())
@@ -207,9 +208,10 @@ class SlabSpace:
         return self._keeps_slabs(needs, drops)
 
     def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """And where one class alone takes, whoever gives it slabs: it asks as often, in the same order.
+        """Whether taking ``needs`` blocks at once gives the same as class by class and one by one.
 
-        Where moves are bounded who asks late may have to wait.
+        Unlike in takes_in_any_order, blocks of classes that take none may move for it: one class alone takes, and asks
+        as often, in the same order, whoever gives it slabs. Where moves are bounded who asks late may have to wait.
         """
         if self.takes_in_any_order(needs, drops):
             return True
@@ -314,18 +316,18 @@ class SlabSpace:
         self.stamps[ids] = AGELESS
 
     def take_given_first(self) -> None:
-        """From now on; see Space."""
+        """From now on nothing is evicted but what was given up while ``spares`` says so; else as it always was."""
         self._given_first = True
 
     def give_up(self, ids: Ids) -> None:
-        """Cached blocks ``ids`` are the first to go, in this order; see Space. O(ids)."""
+        """Cached blocks ``ids``, which no kept end needs, are the first to go of all classes, in this order. O(ids)."""
         for of, some in self._cached_by_class(ids):
             self._age_first(of, some)
             self.given[of] += len(some) - int(np.count_nonzero(self.is_given[some]))
             self.is_given[some] = True
 
     def keep(self, ids: Ids) -> None:
-        """Of ``ids`` those given up are the youngest of their classes; see Space. O(ids)."""
+        """Of ``ids`` those that were given up, and are cached still, are the last of their classes to go. O(ids)."""
         ids = ids[self.is_given[ids]]
         if not len(ids):
             return
@@ -335,7 +337,7 @@ class SlabSpace:
             self._lru[of].append(some)
 
     def given_up(self) -> Bool:
-        """See Space."""
+        """Which blocks are given up, bool[num_blocks]."""
         return self.is_given.copy()
 
     def forget_all(self) -> None:
@@ -448,11 +450,15 @@ class SlabSpace:
         return self._reclaim(giver, ref)
 
     def next_evicted(self, n: int) -> Int32 | None:
-        """Where there is one class alone, its oldest; see Space."""
+        """All cached blocks that may be evicted while ``n`` are taken; None where nobody can tell. O(n)."""
         return self._lru[0].leading(n) if len(self.ks) == 1 and not self._given_first else None
 
     def take_oldest(self, n: int, of: int) -> Int32:
-        """Own cached blocks, oldest first; see Space. O(n + classes)."""
+        """Up to ``n`` cached blocks of class ``of``, which has no other, taken as make_room and take do one by one.
+
+        As many as make_room evicts one after the other, nobody else giving room; they are to lose their keys.
+        O(n + classes).
+        """
         if self.holes[of] or self._holes.num_free:
             return _NONE
         ids = self._lru[of].leading(n)
@@ -496,11 +502,15 @@ class SlabSpace:
                 yield one
 
     def has_spare(self, n: int, of: int) -> bool:
-        """See Space."""
+        """Whether ``n`` blocks of class ``of`` are there or given up, all of that class: ``spares``, in haste."""
         return self.holes[of] + self.given[of] >= n
 
     def spares(self, needs: Sequence[int], more: Sequence[int]) -> bool:
-        """See Space. Slabs of nothing but holes and blocks given up pass on, where moves allow it. O(classes)."""
+        """Whether ``needs`` blocks, by class, can be taken with nothing evicted but what was given up. O(classes).
+
+        more: blocks of each class that might be given up besides. Slabs of nothing but holes and blocks given up pass
+        on, where moves allow it.
+        """
         wanted, found = 0, self._holes.num_free
         for of, (need, besides, k) in enumerate(zip(needs, more, self.ks, strict=True)):
             left = self.holes[of] + self.given[of] + besides - need
