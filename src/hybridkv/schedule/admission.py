@@ -235,7 +235,7 @@ class AdmissionControl:
 
     def _waits_for_tokens(self, entry: Waiting, hit: CommonHit, builder: StepBuilder, now: float) -> bool:
         """Whether all tokens that are left are kept for requests that lack fewer than that of ``entry``."""
-        if not builder.keeps:
+        if not builder.short_tokens:
             return False
         if not self._may_be_overtaken(entry, now):
             builder.keep_nothing()

@@ -16,22 +16,33 @@ Chunks end where recurrent states are kept. Reference layout (split_at_blocks): 
 
 Natural layout (split_at_stops): at stops, if the worker cannot write a state inside a chunk. In both layouts
 (split_at_items): never inside an image with tokens that attend to each other in both directions.
+
+Draft tokens of running rows are proposed for one step, then in flight until it is known which of them are accepted:
+
+    propose()      row -> tokens; those that do not fit are cut from the tail when the step is made
+    schedule()     tokens  [ last known | d0 | d1 | ... ]     the row runs them all, and samples behind each
+    in flight      how many tokens the row has, nobody knows: it is not scheduled
+    update()       the accepted ones stay
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import BatchSlots, KVCacheManager, RowSpans, SlotPlan, Transfers, cells_of, cells_of_row
-from hybridkv.request import Request
+from hybridkv.errors import ConfigError
+from hybridkv.request import Request, token_array
 from hybridkv.request_rows import RequestRows
 from hybridkv.schedule.limits import SchedulerLimits
+from hybridkv.schedule.running import RunningRows
 from hybridkv.step import Cells, Csr, EncoderRead, NewRow, Step
+from hybridkv.units import shown
 
 Int64 = NDArray[np.int64]
 
@@ -45,9 +56,9 @@ Split = Callable[[Request, int, int], int]
 class StepBuilder:
     """The rows of one step so far, and the tokens that no row has yet.
 
-    left: how many. split: where chunks must end, None where they may anywhere. short_tokens: most that requests with
-    few tokens left take before others. count_short: given this step, the tokens of waiting requests that may go
-    ahead, ``ahead`` at most; called only where others could take those tokens.
+    left: how many; for reading. split: where chunks must end, None where they may anywhere. short_tokens: most that
+    requests with few tokens left take before others; 0: none may. count_short: given this step, the tokens of waiting
+    requests that may go ahead, ``ahead`` at most; called only where others could take those tokens.
     """
 
     def __init__(
@@ -62,7 +73,7 @@ class StepBuilder:
         self.left = tokens
         self._cache = cache
         self._split = split
-        self._short_tokens = short_tokens
+        self.short_tokens = short_tokens
         self._count_short = count_short
         self._goes_ahead = True
         self._wanted = _NONE  # tokens that running rows want
@@ -79,7 +90,7 @@ class StepBuilder:
 
     def shares(self, rows: Int64, wanted: Int64) -> Int64:
         """Tokens of each of ``rows``, which want ``wanted``, int64[rows]. A Python call a row while chunks are cut."""
-        left, most = self.left, self._short_tokens
+        left, most = self.left, self.short_tokens
         self._wanted, self._most_ahead = wanted, min(left, most)
         self._ahead = self._kept = None
         total = wanted.sum()
@@ -147,11 +158,6 @@ class StepBuilder:
         if self._kept is None:
             self._kept = self._count_short(self) if self._goes_ahead and self.ahead else 0
         return self._kept
-
-    @property
-    def keeps(self) -> bool:
-        """Whether short requests may go ahead at all."""
-        return self._short_tokens > 0
 
     def keep_nothing(self) -> None:
         """Keep no tokens for waiting requests from now on: none may go ahead."""
@@ -379,3 +385,98 @@ def _shortest(wanted: Int64, most: int) -> NDArray[np.bool_]:
     short = np.zeros(len(wanted), np.bool_)
     short[order[np.cumsum(wanted[order]) <= most]] = True
     return short
+
+
+class Speculation:
+    """Drafts proposed for the next step. How many are in flight is in ``running``.
+
+    drafted, accepted: drafts that the model verified so far, and those it accepted, int64[position in the row].
+    ConfigError where states of so many drafts cannot be kept, see CacheBounds.refuse_drafts.
+    """
+
+    def __init__(self, cache: KVCacheManager, running: RunningRows, limits: SchedulerLimits) -> None:
+        cache.bounds.refuse_drafts(limits.num_speculative_tokens)
+        self._cache = cache
+        self._running = running
+        self._most = limits.num_speculative_tokens
+        self._proposed = np.zeros(limits.max_running, np.int64)
+        self._tokens = np.zeros((limits.max_running, self._most), np.int32)
+        self.drafted = self.accepted = np.zeros(0, np.int64)
+        self._any = False
+
+    def propose(self, drafts: Mapping[str, Sequence[int]], find: Callable[[str], Request | None]) -> None:
+        """See Scheduler.propose. find: a request that is here, by id. O(drafts)."""
+        found = [(find(request_id), tokens[: self._most]) for request_id, tokens in drafts.items()]
+        taken = [(request, tokens) for request, tokens in found if request is not None and request.row >= 0]
+        rows = np.array([request.row for request, _ in taken], np.int64)
+        prompts = np.array([request.num_prompt_tokens for request, _ in taken], np.int64)
+        counts = np.array([len(tokens) for _, tokens in taken], np.int64)
+        counts[(self._cache.rows.num_computed[rows] < prompts) | ~self._decodes(rows)] = 0
+        self._proposed[rows] = counts
+        for i in np.flatnonzero(counts).tolist():
+            request, tokens = taken[i]
+            self._tokens[request.row, : len(tokens)] = tokens
+        self._any = self._any or bool(counts.any())
+
+    def _decodes(self, rows: Int64) -> NDArray[np.bool_]:
+        """Rows of which one token is left to run and no result is to come, bool[rows]."""
+        columns, running = self._cache.rows, self._running
+        decodes: NDArray[np.bool_] = (running.steps[rows] == 0) & (
+            columns.num_tokens[rows] - columns.num_computed[rows] == 1
+        )
+        return decodes
+
+    def room(self, rows: Int64, shares: Int64, builder: StepBuilder) -> Int64 | None:
+        """How many drafts each of ``rows`` runs behind its share, int64[rows]; None when nobody has any.
+
+        builder: of the step, ``shares`` not taken from its tokens. First come first served.
+        """
+        if not self._any:
+            return None
+        most = self._running.limit[rows] - 1 - self._cache.rows.num_tokens[rows]
+        asked = np.minimum(self._proposed[rows], most)
+        asked[(asked < 0) | (shares != 1) | ~self._decodes(rows)] = 0
+        return share_budget(asked, builder.for_running - int(shares.sum())) if asked.any() else None
+
+    def tokens_of(self, rows: Int64, counts: Int64) -> Csr:
+        """The first ``counts[i]`` drafts of each of ``rows``."""
+        indptr = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(counts, out=indptr[1:])
+        return Csr(indptr, self._tokens[rows][np.arange(self._most) < counts[:, None]])
+
+    def drop(self, row: int) -> None:
+        """The drafts of ``row`` do not fit."""
+        self._proposed[row] = 0
+
+    def forget(self) -> None:
+        """No proposal outlives the step it was made for."""
+        if self._any:
+            self._proposed[:] = 0
+            self._any = False
+
+    def verify(self, num_drafts: Int64 | None, accepted: NDArray[np.int32] | None) -> None:
+        """A step brought its result: drafts of each row, and tokens accepted with the one sampled behind them."""
+        if num_drafts is None or accepted is None:
+            return
+        position = np.arange(max(len(self.drafted), num_drafts.max()))[:, None]
+        more = len(position) - len(self.drafted)
+        self.drafted = np.pad(self.drafted, (0, more)) + (position < num_drafts).sum(axis=1)
+        self.accepted = np.pad(self.accepted, (0, more)) + (position < accepted - 1).sum(axis=1)
+
+
+def check_drafts(drafts: Mapping[str, Sequence[int]]) -> None:
+    """ConfigError unless all are token ids."""
+    if not isinstance(drafts, Mapping):
+        raise ConfigError(f"drafts must map request ids to token ids, got {shown(drafts)}")
+    for request_id, tokens in drafts.items():
+        if not isinstance(request_id, str) or not isinstance(tokens, Sequence | np.ndarray):
+            raise ConfigError(f"drafts of {shown(request_id)} must be a list of token ids, got {shown(tokens)}")
+    try:
+        token_array(list(chain.from_iterable(drafts.values())))
+    except ConfigError:
+        for request_id, tokens in drafts.items():
+            try:
+                token_array(tokens)
+            except ConfigError as error:
+                raise ConfigError(f"drafts of {request_id!r}: {error}") from None
+        raise

@@ -25,7 +25,7 @@ from hybridkv.cache import KVCacheManager, Reason, RowSpans
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import MOST_OUTPUTS, Request
 from hybridkv.schedule.admission import AdmissionControl, OnExplained
-from hybridkv.schedule.builder import StepBuilder, split_of
+from hybridkv.schedule.builder import Speculation, StepBuilder, check_drafts, split_of
 from hybridkv.schedule.limits import (
     NO_STRIDE,
     Choose,
@@ -39,7 +39,6 @@ from hybridkv.schedule.limits import (
 )
 from hybridkv.schedule.queue import Wait, WaitingQueue, WaitReason, branches_of
 from hybridkv.schedule.running import InFlight, RunningRows, check_result
-from hybridkv.schedule.speculation import Speculation, check_drafts
 from hybridkv.step import Step, StepResult
 from hybridkv.units import MOST_COUNT, shown
 
@@ -234,7 +233,8 @@ class Scheduler:
         try:
             with self.cache.step(self._next_id):
                 preempted = self._schedule_running(builder)
-                self._admission.admit(builder, now, room=not preempted)
+                if not self._waiting.is_idle:
+                    self._admission.admit(builder, now, room=not preempted)
                 spans = builder.spans()  # now that every row has its own blocks, some for the states that they pass
                 self.cache.store_checkpoints(spans.rows, spans.computed, spans.computed + spans.certain)
         finally:

@@ -31,8 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.spaces.one_size import NOWHERE, FreeOrder, Ids, Room, Weight
-from hybridkv.cache.spaces.slab_audit import check_slabs
-from hybridkv.cache.spaces.slab_holes import NO_SLAB, Part, SlabHoles, counters
+from hybridkv.cache.spaces.slab_holes import BUCKETS, NO_SLAB, NONE, QUEUES, Part, SlabHoles, counters
 from hybridkv.errors import BlockError, CacheError
 from hybridkv.planner.config import SlabLayout
 
@@ -138,8 +137,8 @@ class SlabSpace:
         return self._holes.owner[slab]
 
     def check(self, ref: Int32, keyed: Bool) -> Iterator[str]:
-        """A line for each invariant that does not hold. ref: holders of each handle. keyed: which have a key."""
-        return check_slabs(self, ref, keyed)
+        """A line for each invariant that does not hold. O(handles). ref: holders of each handle. keyed: have a key."""
+        return _check(self, ref, keyed)
 
     # -- will it do (docs/design/0010)
 
@@ -599,3 +598,99 @@ class SlabSpace:
 
 def _less(needs: Sequence[int], freed: Sequence[int]) -> list[int]:
     return list(map(sub, needs, freed))
+
+
+# -- invariants, rebuilt from the states of single blocks and compared with the counts
+
+
+def _check(space: SlabSpace, ref: Int32, keyed: Bool) -> Iterator[str]:
+    """See SlabSpace.check."""
+    if len(ref) != space.num_blocks:
+        yield f"holders of {len(ref)} blocks were given, the space has {space.num_blocks}"
+        return
+    holes = space._holes
+    yield from _free(space, keyed)
+    counted = ("holes", holes.all_holes), ("referenced blocks", holes.all_held), ("locks", np.array(space.slab_locks))
+    for name, counts in counted:
+        wrong = np.flatnonzero((holes.owners < 0) & (counts != 0))
+        yield from (f"slab {slab} is nobody's and counts {counts[slab]} {name}" for slab in wrong.tolist())
+    for of, (base, k) in enumerate(zip(space.bases, space.ks, strict=True)):
+        rows = slice(base, base + k * (space.num_slabs + 1))
+        hole, cached = holes.is_hole[rows].reshape(-1, k), space.are_cached(rows).reshape(-1, k)
+        held, locks = (ref[rows] > 0).reshape(-1, k), space.locks[rows].reshape(-1, k)
+        yield from _blocks(space, of, {"hole": hole, "cached": cached, "referenced": held})
+        for slab, i in np.argwhere((locks > 0) & ~held)[:1].tolist():
+            yield f"block {base + slab * k + i} of class {of} is locked but not referenced"
+        owned = holes.owners == of
+        for (name, counts), found in zip(counted, (hole, held, locks), strict=True):
+            wrong = np.flatnonzero(owned & (counts != found.sum(axis=1)))
+            yield from (f"slab {slab} of class {of} counts {counts[slab]} {name}" for slab in wrong.tolist())
+        for name, count, there in (
+            ("slabs", space.slabs[of], owned),
+            ("holes", space.holes[of], hole),
+            ("cached blocks", space.cached[of], cached),
+            ("referenced blocks", space.referenced[of], held),
+            ("slabs with locks", space.locked_slabs[of], owned & (locks > 0).any(axis=1)),
+        ):
+            if count != np.count_nonzero(there):
+                yield f"class {of} counts {count} {name}, there are {np.count_nonzero(there)}"
+        yield from _queues(space, of, hole.sum(axis=1).tolist(), held.sum(axis=1).tolist())
+        yield from _lru(space, of)
+
+
+def _free(space: SlabSpace, keyed: Bool) -> Iterator[str]:
+    """The stack has every slab that nobody owns, once; what waits to be evicted has a key, and so the other way."""
+    holes = space._holes
+    free, unowned = sorted(space.free_slabs()), (np.flatnonzero(holes.owners[1:] < 0) + 1).tolist()
+    if free != unowned:
+        yield f"slabs {free} are on the stack, {unowned} have no owner"
+    if holes.owner[0] >= 0:
+        yield f"the null slab belongs to class {holes.owner[0]}"
+    for block in space.order().tolist():
+        waits = bool(space.are_cached(slice(block, block + 1))[0])
+        if waits != keyed[block]:
+            yield f"block {block} is free; it has a key: {not waits}, it waits to be evicted: {waits}"
+
+
+def _blocks(space: SlabSpace, of: int, states: dict[str, Bool]) -> Iterator[str]:
+    """Blocks of owned slabs are in one of ``states``, others in none; an owned slab has live blocks."""
+    owned, in_states = space._holes.owners == of, sum(state.astype(np.int8) for state in states.values())
+    for slab, i in np.argwhere(in_states != owned[:, None])[:1].tolist():
+        what = [name for name, state in states.items() if state[slab, i]]
+        block = space.bases[of] + slab * space.ks[of] + i
+        whose = f"a slab of class {space.owner(slab)}" if space.owner(slab) >= 0 else "a slab that nobody owns"
+        yield f"block {block} of class {of} lies in {whose} and is {' and '.join(what) or 'nothing'}"
+    for slab in np.flatnonzero(owned & states["hole"].all(axis=1)).tolist():
+        yield f"slab {slab} has no live block but belongs to class {of}"
+
+
+def _queues(space: SlabSpace, of: int, holes: list[int], held: list[int]) -> Iterator[str]:
+    """Every slab with holes, and no other, is in the queue that it belongs in, once. holes, held: of each slab."""
+    k, first = space.ks[of], of * QUEUES
+    expected = {
+        slab: (k - free) * BUCKETS // k + (BUCKETS if pins else 0)
+        for slab, (free, pins) in enumerate(zip(holes, held, strict=True))
+        if 0 < free < k
+    }
+    for slab, number in enumerate(space._holes.queues):
+        queue = number - first if 0 <= number - first < QUEUES else NONE
+        if queue != expected.get(slab, NONE):
+            yield f"slab {slab} is in queue {queue} of class {of}, not in {expected.get(slab, NONE)}"
+    entries = sorted(
+        (slab, queue)
+        for queue, heap in enumerate(space._holes.heaps[first : first + QUEUES])
+        for slab in heap
+        if space._holes.queues[slab] == first + queue
+    )
+    if not {slab for slab, _ in entries} >= set(expected) or len(set(entries)) != len(entries):
+        yield f"the queues of class {of} have {entries}, not {sorted(expected.items())}"
+
+
+def _lru(space: SlabSpace, of: int) -> Iterator[str]:
+    """An LRU is in the order of its stamps, none of which is of the future; each block stands in it once."""
+    ids = space.lru(of)
+    stamps = space.stamps[ids]
+    if (stamps[1:] < stamps[:-1]).any() or (stamps > space.now).any():
+        yield f"the LRU of class {of} is not in the order of its stamps {stamps.tolist()}, {space.now} being the last"
+    if len(ids) != space.cached[of] or len(np.unique(ids)) != len(ids):
+        yield f"the LRU of class {of} has {len(ids)} entries, {space.cached[of]} are counted"
