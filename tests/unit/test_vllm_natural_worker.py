@@ -144,15 +144,17 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
     for module in (
         stand_in("vllm"),
         stand_in("vllm.config", set_current_vllm_config=nullcontext),
+        stand_in("vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)),
         stand_in("vllm.v1"),
         stand_in("vllm.v1.kv_cache_interface", **interface),
         stand_in("vllm.v1.kv_cache_layout", KVCacheLayout=Layout),
         stand_in("vllm.v1.worker"),
+        stand_in("vllm.v1.worker.gpu_worker", Worker=object),
         stand_in("vllm.v1.worker.utils", select_common_block_size=selected),
         stand_in("vllm.v1.worker.worker_base", CompilationTimes=Times),
     ):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    ours = ("hybridkv.vllm.natural_config", "hybridkv.vllm.natural_layout")
+    ours = ("hybridkv.vllm.natural_config", "hybridkv.vllm.natural_worker")
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
     layout = importlib.import_module(ours[1]).NaturalLayout

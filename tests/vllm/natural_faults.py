@@ -24,7 +24,7 @@ def late() -> Change:
 
 def shifted() -> Change:
     """Blocks of the second class are sought one block further on than where layers have them."""
-    from hybridkv.vllm.natural_layout import Arena  # noqa: PLC0415 - which imports vLLM
+    from hybridkv.vllm.natural_worker import Arena  # noqa: PLC0415 - which imports vLLM
 
     make = Arena.__init__
 

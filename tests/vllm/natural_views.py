@@ -31,8 +31,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from hybridkv.planner import SlabLayout
 from hybridkv.vllm.natural import Options, natural_plan
 from hybridkv.vllm.natural_config import NaturalConfig, natural_config
-from hybridkv.vllm.natural_layout import Arena
-from hybridkv.vllm.natural_worker import NaturalGPUWorker
+from hybridkv.vllm.natural_worker import Arena, NaturalGPUWorker
 
 SIZE, MEMORY, LENGTH = 16, 8 << 20, 512
 HEADS: Mapping[str, Any] = {"block_size": SIZE, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}

@@ -270,9 +270,9 @@ def test_ranks_of_two_kinds_number_as_one() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: ContextShare(0), "size of a context share"),
+        (lambda: ContextShare(0), "size must be at least 1"),
         (lambda: ContextShare(2, 2), "rank 2 does not exist"),
-        (lambda: ContextShare(2, 0, 0), "interleave of a context share"),
+        (lambda: ContextShare(2, 0, 0), "interleave must be at least 1"),
         (lambda: ContextShare.of_ranks(dcp_size=2, dcp_rank=2), "dcp rank 2 of 2"),
         (lambda: ContextShare.of_ranks(dcp_size=2, pcp_rank=-1), "pcp rank -1 of 1"),
         (lambda: AttentionMask(window=0), "window must be at least 1"),

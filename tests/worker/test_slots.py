@@ -199,7 +199,7 @@ def test_only_integers_in_one_dimension(call: Callable[[BlockTable], None]) -> N
             {"dcp_world_size": 2, "cp_kv_cache_interleave_size": 8, "kernel_block_size": 4},
             "does not divide the block size 4 of the kernel",
         ),
-        ({"cp_kv_cache_interleave_size": 0}, "interleave of a context share must be at least 1"),
+        ({"cp_kv_cache_interleave_size": 0}, "interleave must be at least 1"),
         ({"dcp_world_size": 2, "dcp_rank": 2}, "dcp rank 2 of 2"),
         ({"pcp_world_size": 2, "pcp_rank": -1}, "pcp rank -1 of 2"),
         ({"pcp_rank": 1}, "pcp rank 1 of 1"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Final
 
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.planner.config import ALIGNMENT_BYTES, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
@@ -12,20 +13,15 @@ from hybridkv.planner.natural import natural_config, slab_layout
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
-    SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
 from hybridkv.units import ceil_div, round_up
 
 ENCODERS = (EncoderInput("audio a", 3), EncoderInput("audio b", 3), EncoderInput("audio c", 7))
 """What the encoders of small models are given."""
-
-BYTES_PER_TOKEN = 8
-"""Of one layer: 1 KV head x (1 key + 1 value element) x 4 bytes."""
 
 
 def attention_config(
@@ -87,31 +83,24 @@ def _config(num_blocks: int, specs: Sequence[KVCacheSpec], layers_per_group: int
     return KVCacheConfig(num_blocks, tensors, groups)
 
 
-# -- specs whose page holds BYTES_PER_TOKEN a token, or a state of as many
+# -- specs whose page holds 8 bytes a token (1 KV head, 1 key and 1 value of float32), or a state of as many
+
+_HEAD: Final[dict[str, Any]] = {"num_kv_heads": 1, "head_size": 1, "dtype": "float32"}
 
 
 def full_spec(block_size: int) -> FullAttentionSpec:
     """Full attention."""
-    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype="float32")
-
-
-def sink_spec(block_size: int, sink_tokens: int) -> SinkFullAttentionSpec:
-    """Full attention behind a sink."""
-    return SinkFullAttentionSpec(
-        block_size=block_size, num_kv_heads=1, head_size=1, dtype="float32", sink_len=sink_tokens
-    )
+    return FullAttentionSpec(block_size=block_size, **_HEAD)
 
 
 def window_spec(block_size: int, window: int) -> SlidingWindowSpec:
     """A token and the ``window`` - 1 before it."""
-    return SlidingWindowSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=window)
+    return SlidingWindowSpec(block_size=block_size, **_HEAD, sliding_window=window)
 
 
 def chunk_spec(block_size: int, chunk: int) -> ChunkedLocalAttentionSpec:
     """The tokens of a chunk."""
-    return ChunkedLocalAttentionSpec(
-        block_size=block_size, num_kv_heads=1, head_size=1, dtype="float32", attention_chunk_size=chunk
-    )
+    return ChunkedLocalAttentionSpec(block_size=block_size, **_HEAD, attention_chunk_size=chunk)
 
 
 def state_spec(block_size: int, drafts: int = 0, mode: str = "align") -> MambaSpec:
@@ -123,35 +112,4 @@ def state_spec(block_size: int, drafts: int = 0, mode: str = "align") -> MambaSp
 
 def cross_spec(block_size: int) -> CrossAttentionSpec:
     """The encoder's output."""
-    return CrossAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype="float32")
-
-
-def encoder_only_spec(block_size: int) -> EncoderOnlyAttentionSpec:
-    """A layer that keeps nothing."""
-    return EncoderOnlyAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype="float32")
-
-
-def small_spec(kind: str, block_size: int, number: int = 0) -> KVCacheSpec:
-    """A group by the name of its kind. number: tokens of the window, chunk or sink, or drafts of a state."""
-    makers: dict[str, Callable[[], KVCacheSpec]] = {
-        "full": lambda: full_spec(block_size),
-        "sink": lambda: sink_spec(block_size, number),
-        "window": lambda: window_spec(block_size, number),
-        "chunk": lambda: chunk_spec(block_size, number),
-        "state": lambda: state_spec(block_size, number),
-        "scratch": lambda: state_spec(block_size, number, "none"),
-        "cross": lambda: cross_spec(block_size),
-        "encoder_only": lambda: encoder_only_spec(block_size),
-    }
-    return makers[kind]()
-
-
-def small_numbers(kind: str, block_size: int) -> tuple[int, ...]:
-    """Numbers that are worth trying with ``kind``."""
-    return {
-        "window": (2, 3, 4, 5, 8, 9, 13, 20),
-        "chunk": (1, 2, 3, 8, block_size, 2 * block_size, 3 * block_size, 4 * block_size),
-        "state": (0, 0, 0, 1, 2),
-        "scratch": (0, 1, 2),
-        "sink": (1, block_size, 2 * block_size),
-    }.get(kind, (0,))
+    return CrossAttentionSpec(block_size=block_size, **_HEAD)

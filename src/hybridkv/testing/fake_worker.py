@@ -145,8 +145,8 @@ class FakeWorker:
         self.tokens_checked = 0
         self.states_checked = 0
         self._config = config
-        self._ids = [_ids_of(config, group) for group in range(len(config.groups))]
-        self._num_groups = len(config.groups)
+        # blocks that requests may get: not the null block, or any block of the null slab
+        self._ids = [range(config.null_blocks_of(g), config.blocks_of(g)) for g in range(len(config.groups))]
         self._layers = layers_of(config)
         self._cross = cross_layers_of(config)
         self.encoders_run = 0
@@ -253,7 +253,7 @@ class FakeWorker:
     def _begin(self, new: NewRow) -> None:
         if new.row in self._rows:
             raise ContentError(f"row {new.row} begins for {new.request_id!r} and never ended")
-        tables: tuple[dict[int, int], ...] = tuple({} for _ in range(self._num_groups))
+        tables: tuple[dict[int, int], ...] = tuple({} for _ in self._ids)
         self._rows[new.row] = WorkerRow(new.request_id, new.token_ids.tolist(), tables, new.encoder)
 
     def _set_cell(self, group: int, row: int, column: int, block: int) -> None:
@@ -474,8 +474,3 @@ class FakeWorker:
         if at + layer.token_bytes > len(self.storage):
             raise ContentError(f"block {block} of {layer} lies outside the arena of {len(self.storage)} bytes")
         return at
-
-
-def _ids_of(config: KVCacheConfig, group: int) -> range:
-    """Blocks that requests may get: not the null block, or any block of the null slab."""
-    return range(config.null_blocks_of(group), config.blocks_of(group))

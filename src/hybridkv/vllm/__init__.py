@@ -9,11 +9,11 @@ r"""hybridkv inside vLLM: its schedulers with this library's cache manager in th
         --scheduler-cls hybridkv.vllm.NaturalScheduler --worker-cls hybridkv.vllm.NaturalWorker
 
     natural          vLLM's config -> plan -> KVCacheManager (natural layout);
-                     moves, copies, states to keep: on vLLM's SchedulerOutput --> natural_layout
-    natural_worker   vLLM's worker of this platform, CPU or GPU, with natural_layout before it
+                     moves, copies, states to keep: on vLLM's SchedulerOutput --> natural_worker
+    natural_worker   vLLM's worker of this platform, CPU or GPU, with what a step does to blocks before it
 
 Nothing of vLLM is patched: the scheduler is a subclass whose ``kv_cache_manager`` is replaced once it is made. Only
-``scheduler``, ``natural_config``, ``natural_layout`` and ``natural_worker`` import vLLM; all other modules go by the
+``scheduler``, ``natural_config`` and ``natural_worker`` import vLLM; all other modules go by the
 names of its fields. vLLM 0.32 is supported.
 """
 

@@ -200,7 +200,7 @@ class CacheManager:
         if self.ahead.take(request, num_new_tokens, num_lookahead_tokens):
             return self._with_owed(name, self.empty_kv_cache_blocks)
         mine = self._mirrors.of(request)
-        if mine.row >= 0 and not self._admissions.is_due(name):
+        if mine.row >= 0 and name not in self._admissions.loaded:
             new = self.ahead.serve(request, mine, num_new_tokens, num_lookahead_tokens)
         else:
             hit = None if new_computed_blocks is None else new_computed_blocks.held
@@ -219,7 +219,7 @@ class CacheManager:
                 beside_others=has_scheduled_reqs,
             )
             if new is not None and num_new_tokens:
-                self.ahead.begin(name, mine)
+                self.ahead.served[name] = mine
         return None if new is None else self._with_owed(name, Blocks(new), skip_zeroing_group_ids)
 
     def _with_owed(self, request_id: str, new: Blocks, uncleared: tuple[int, ...] = ()) -> Blocks:
@@ -247,7 +247,7 @@ class CacheManager:
         """
         if num_computed_tokens < self._due.get(request.request_id, 0):  # of one that is loaded there is none
             return
-        if self._admissions.is_loading(request.request_id):
+        if request.request_id in self._admissions.loading:
             self._admissions.finish_load(request, num_computed_tokens)
             return
         if not self.enable_caching:

@@ -1,17 +1,152 @@
-"""vLLM's workers in the natural layout: ``--worker-cls hybridkv.vllm.NaturalWorker``, whatever the platform."""
+"""vLLM's workers in the natural layout: ``--worker-cls hybridkv.vllm.NaturalWorker``, whatever the platform.
+
+One arena in slabs lies under a worker: layers are bound into it, and a step says what it does to its blocks.
+
+What vLLM has computed of the layout, which gives all layers pages of one size, says how many bytes there are, and is
+left; the layout is the scheduler's, and comes with its first step. Kernels are warmed up, and graphs of them captured,
+behind that: over the views that they will read.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.utils import select_common_block_size
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from hybridkv.errors import ConfigError
-from hybridkv.vllm.natural_layout import NaturalLayout
+from hybridkv.vllm.natural import ATTRIBUTE, Cell, NaturalStep, Options, default_block_size, natural_spec
+from hybridkv.vllm.natural_config import natural_config
+from hybridkv.vllm.specs import layer_specs
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from collections.abc import Sequence
+
+    from hybridkv.planner import KVCacheConfig as OurConfig
+    from hybridkv.planner import SlabLayout
+    from hybridkv.vllm.natural import Int32
+
+
+class Arena:
+    """The bytes of a cache, block by block of each class.
+
+    storage: uint8[slabs.arena_bytes], which the views of all layers lie in.
+    """
+
+    def __init__(self, storage: torch.Tensor, slabs: SlabLayout) -> None:
+        self._blocks = [
+            storage[: slabs.num_slabs * slabs.slab_bytes].view(slabs.num_slabs * one.blocks_per_slab, one.block_bytes)
+            for one in slabs.classes
+        ]
+
+    def copy(self, copies: Int32) -> None:
+        """Copy (class, source, target), int32[n, 3], one after the other: a target may be the source of the next."""
+        for of, source, target in copies.tolist():
+            self._blocks[of][target] = self._blocks[of][source]
+
+    def zero(self, blocks: Int32) -> None:
+        """Clear (class, block), int32[n, 2]."""
+        for of in set(blocks[:, 0].tolist()):
+            rows = self._blocks[of]
+            rows.index_fill_(0, torch.from_numpy(blocks[blocks[:, 0] == of, 1].astype("int64")).to(rows.device), 0)
+
+
+class NaturalLayout:
+    """A worker of vLLM's first model runner, in the natural layout: to stand before one of vLLM's workers."""
+
+    @staticmethod
+    def packs(layout: KVCacheLayout) -> bool:
+        """Whether kernels that name ``layout`` read a layer's blocks with pages of other layers between them."""
+        return bool(layout.is_block_compact and layout.is_block_outermost)
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """Those of vLLM's that pack, by name. ConfigError where some kernel has none."""
+        names: Sequence[str] = super().get_supported_kv_cache_layouts()  # type: ignore[misc] # of the worker behind it
+        packed = [name for name in names if self.packs(KVCacheLayout[name])]
+        if not packed:
+            raise ConfigError(
+                f"kernels of this model read a layer's blocks side by side ({', '.join(names)}), and in the natural "
+                "layout pages of other layers lie between them: give another --attention-backend"
+            )
+        return packed
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Wait for the layout. ConfigError for blocks of attention that some kernel would cut, or not take at all."""
+        self._theirs = kv_cache_config
+        self._arena: Arena | None = None
+        config = self.vllm_config  # type: ignore[attr-defined] # as above
+        size = Options.of(config.additional_config, default_block_size(kv_cache_config)).block_size
+        layers = config.compilation_config.static_forward_context
+        for name, spec in layer_specs(kv_cache_config):
+            if not hasattr(spec, "shapes") and not _takes(layers[name].get_attn_backend(), natural_spec(spec, size)):
+                raise ConfigError(
+                    f"the kernel of {name} does not read blocks of {size} tokens as they are: give another block_size "
+                    "in hybridkv of --additional-config"
+                )
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Later: there is nothing yet that kernels could read. What profiling compiled is told."""
+        times = self.vllm_config.compilation_config  # type: ignore[attr-defined] # as above
+        return CompilationTimes(times.compilation_time, times.encoder_compilation_time)
+
+    def execute_model(self, scheduler_output: Any) -> Any:  # noqa: ANN401 - vLLM's
+        """As vLLM's, between what the step does to blocks."""
+        step: NaturalStep | None = getattr(scheduler_output, ATTRIBUTE, None)
+        if step is None:
+            raise ConfigError("NaturalWorker takes its steps from --scheduler-cls hybridkv.vllm.NaturalScheduler")
+        if step.config is not None:
+            self._arena = self._lay_out(step.config)
+        arena = self._arena
+        if arena is None:
+            raise ConfigError("the first step was lost: it says how the cache is laid out")
+        arena.copy(step.moves)
+        arena.zero(step.zero)
+        arena.copy(step.copies)
+        self._rewrite(step.cells)
+        output = super().execute_model(scheduler_output)  # type: ignore[misc] # as above
+        arena.copy(step.keep)
+        return output
+
+    def _lay_out(self, config: OurConfig) -> Arena:
+        """Allocate, bind every layer to its view, and do what ``compile_or_warm_up_model`` put off."""
+        if config.slabs is None:
+            raise ConfigError("the scheduler's layout has no slabs")
+        made = natural_config(self._theirs, config)
+        made.kv_cache_layout = self._theirs.kv_cache_layout
+        runner = self.model_runner  # type: ignore[attr-defined] # as above
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined] # as above
+            super().initialize_from_config(made)  # type: ignore[misc] # as above
+            super().compile_or_warm_up_model()  # type: ignore[misc] # as above
+        storage = torch.empty(0, dtype=torch.uint8, device=runner.device)
+        storage.set_(runner.kv_caches[0].untyped_storage())
+        return Arena(storage, config.slabs)
+
+    def _rewrite(self, cells: Sequence[Cell]) -> None:
+        """Tables say where those blocks are now; nothing for a cell that the worker is yet to hear of."""
+        runner = self.model_runner  # type: ignore[attr-defined] # as above
+        if cells and runner.prepare_inputs_event is not None:
+            runner.prepare_inputs_event.synchronize()  # the step before may still be on its way to the device
+        for cell in cells:
+            known = runner.requests.get(cell.request_id)
+            if known is None or cell.column >= len(known.block_ids[cell.group]):
+                continue
+            known.block_ids[cell.group][cell.column] = cell.block
+            row = runner.input_batch.req_id_to_index.get(cell.request_id)
+            if row is not None:
+                runner.input_batch.block_table[cell.group].block_table.np[row, cell.column] = cell.block
+
+
+def _takes(backend: Any, spec: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Whether its kernels read blocks of ``spec`` as they are, where they are that far apart."""
+    try:
+        return bool(select_common_block_size(spec.block_size, [backend], [spec]) == spec.block_size)
+    except ValueError:
+        return False
 
 
 class NaturalGPUWorker(NaturalLayout, Worker):  # type: ignore[misc] # vLLM is not typed here

@@ -214,10 +214,6 @@ class SlotsAhead:
         for table in (self._ready, self._owed, self._enough):
             table.pop(name, None)
 
-    def begin(self, name: str, mine: Request) -> None:
-        """It holds blocks from this step on. mine: ours of it."""
-        self.served[name] = mine
-
     def serve(self, request: EngineRequest, mine: Request, new_tokens: int, lookahead: int) -> KVCacheBlocks | None:
         """What a call of its own gives one that holds blocks. mine: ours of ``request``."""
         self.served[request.request_id] = mine
@@ -345,7 +341,8 @@ class _Load(NamedTuple):
 class Admissions:
     """To the blocks of ``cache``. mirrors: of those who ask.
 
-    let_in: who went on behind a load since it was cleared last.
+    loading: whose blocks a transfer writes. loaded: whose transfer is over, and who was not let in yet. let_in: who
+    went on behind a load since it was cleared last.
     """
 
     def __init__(self, cache: KVCacheManager, mirrors: Mirrors, settings: Settings) -> None:
@@ -353,23 +350,15 @@ class Admissions:
         self._watermark = int(settings.watermark * cache.config.num_blocks)
         self._blocks_move = cache.placement is not None
         self._states = tuple(group.states for group in cache.groups if group.states is not None)
-        self._loading = dict[str, _Load]()
-        self._loaded = set[str]()  # whose transfer is over, and who was not let in yet
+        self.loading = dict[str, _Load]()
+        self.loaded = set[str]()
         self.let_in = set[str]()
         self._anew = set[str]()  # who came with a state that nothing goes on from
 
-    def is_due(self, request_id: str) -> bool:
-        """Whether it holds blocks that were loaded, and is to be let in."""
-        return request_id in self._loaded
-
-    def is_loading(self, request_id: str) -> bool:
-        """Whether a transfer writes its blocks."""
-        return request_id in self._loading
-
     def forget(self, request_id: str) -> None:
         """It holds nothing any longer."""
-        self._loading.pop(request_id, None)
-        self._loaded.discard(request_id)
+        self.loading.pop(request_id, None)
+        self.loaded.discard(request_id)
         self._anew.discard(request_id)
 
     def admit(
@@ -429,11 +418,11 @@ class Admissions:
         if isinstance(plan, Refusal):
             return None
         new = self._cache.commit(plan)
-        if name in self._loaded:
-            self._loaded.remove(name)
+        if name in self.loaded:
+            self.loaded.remove(name)
             self.let_in.add(name)
         if not new_tokens:
-            self._loading[name] = _Load(loaded, goes_on=not (comes_whole and self._states))
+            self.loading[name] = _Load(loaded, goes_on=not (comes_whole and self._states))
         elif loaded:
             self._cache.engine.synchronise_one(mine, loaded)
         return new
@@ -473,12 +462,12 @@ class Admissions:
         Where it cannot go on behind those, it begins anew.
         """
         name = request.request_id
-        mine, load = self._mirrors.known(name), self._loading.pop(name)
+        mine, load = self._mirrors.known(name), self.loading.pop(name)
         if mine is None:
             raise ConfigError(f"request {name!r} is loaded, and nobody knows it")
         came = num_computed_tokens if load.goes_on else 0
         if self._cache.engine.finish_load(mine, None if came >= load.tokens else came):
-            self._loaded.add(name)
+            self.loaded.add(name)
             return
         if not load.goes_on:
             self._anew.add(name)

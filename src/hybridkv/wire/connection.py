@@ -33,7 +33,6 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Final, Protocol, Self
 
 from hybridkv.errors import ConfigError, HybridKVError, SchemaError, WireError, WorkerError
@@ -195,9 +194,7 @@ class Listener:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -429,11 +426,6 @@ class RemoteWorker:
         self._in_flight: deque[int] = deque()
         self._given_up = -1
         self._counts = dict.fromkeys(("steps", "failures", "sent_bytes", "received_bytes"), 0)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Steps whose replies are not in."""
-        return len(self._in_flight)
 
     def send(self, step: Step) -> None:
         """Send ``step``.

@@ -32,6 +32,7 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
+from hybridkv.arguments import at_least, check_fields, or_none
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.specs import KVCacheSpec
 from hybridkv.units import ceil_div
@@ -52,9 +53,7 @@ class ContextShare:
     interleave: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("size", "interleave"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} of a context share must be at least 1, got {getattr(self, name)}")
+        check_fields(self, at_least(1), "size", "interleave")
         if not 0 <= self.rank < self.size:
             raise ConfigError(f"rank {self.rank} does not exist: {self.size} ranks are 0 .. {self.size - 1}")
 
@@ -163,10 +162,7 @@ class AttentionMask:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("window", "chunk"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ConfigError(f"{name} must be at least 1 token, got {size}; None for none")
+        check_fields(self, or_none(at_least(1)), "window", "chunk")
         if not self.causal and (self.window is not None or self.chunk is not None):
             raise ConfigError("a window or chunk ends at the query's own token: it needs causal=True")
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 import torch
@@ -121,13 +121,8 @@ class RowColumns:
         at, begin, count, a = self._vectors(rows=rows, computed=computed, scheduled=scheduled, accepted=accepted)
         held = self._column[at]
         most = np.where(held == _NONE, 1, 1 + self.num_speculative_tokens)
-        _refuse(
-            at,
-            (a < 1) | (a > most),
-            "accepted must lie in 1 .. 1 + drafts, and be 1 for a new row",
-            accepted=a,
-            most=most,
-        )
+        wrong = (a < 1) | (a > most)
+        _refuse(at, wrong, "accepted must lie in 1 .. 1 + drafts, and be 1 for a new row", accepted=a, most=most)
         _refuse(at, (held != _NONE) & (begin == 0), "a row that starts anew must be dropped first", column=held)
         previous = np.where(held == _NONE, (begin - 1) // self.block_size, held)  # of no token: column -1, none
         current = (begin + count - 1) // self.block_size
@@ -147,23 +142,13 @@ class RowColumns:
             rows=rows, computed=computed, scheduled=scheduled, drafts=drafts, accepted=accepted
         )
         most = np.minimum(count - 1, self.num_speculative_tokens)
-        _refuse(
-            at,
-            (drafted < 0) | (drafted > most),
-            "drafts must be behind a token that is none, and as many as planned",
-            drafts=drafted,
-            most=most,
-        )
+        wrong = (drafted < 0) | (drafted > most)
+        _refuse(at, wrong, "drafts must be behind a token that is none, as many as planned", drafts=drafted, most=most)
         _refuse(at, (a < 1) | (a > drafted + 1), "accepted must lie in 1 .. 1 + drafts", accepted=a, drafts=drafted)
         state = self._column[at]
         last = (begin + count - 1) // self.block_size
-        _refuse(
-            at,
-            state != last,
-            "the state is not where this step leaves it: call before first",
-            column=state,
-            wanted=last,
-        )
+        elsewhere = "the state is not where this step leaves it: call before first"
+        _refuse(at, state != last, elsewhere, column=state, wanted=last)
         certain = begin + count - drafted
         edge = (certain + a - 1) // self.block_size * self.block_size
         bias, target = edge - certain, edge // self.block_size - 1
@@ -254,17 +239,15 @@ class StatePart:
     columns_axis: int | None = None
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError(f"unknown kind of state {self.kind!r}: use conv or temporal")
         if not self.shape or min(self.shape) < 1:
             raise ConfigError(f"a state needs sizes of at least 1, got shape {self.shape}")
-        if self.kind == "temporal":
-            if self.columns_axis is not None:
-                raise ConfigError("a temporal state has no columns: leave columns_axis out")
-        elif self.kind != "conv":
-            raise ConfigError(f"unknown kind of state {self.kind!r}: use conv or temporal")
-        elif len(self.shape) != 2 or self.columns_axis not in {0, 1}:
+        conv = len(self.shape) == 2 and self.columns_axis in {0, 1}
+        if not (conv if self.kind == "conv" else self.columns_axis is None):
             raise ConfigError(
-                f"a conv state has columns and channels, and columns_axis 0 or 1 says which dimension the columns "
-                f"are: got shape {self.shape}, columns_axis {self.columns_axis}"
+                "a conv state has two dimensions, and columns_axis 0 or 1 says which are its columns; a temporal state "
+                f"has no columns: got {self}"
             )
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from hybridkv.schedule import SchedulerLimits
-from hybridkv.specs import KVCacheSpec, MambaSpec
-from hybridkv.testing.configs import small_numbers, small_spec
+from hybridkv.specs import EncoderOnlyAttentionSpec, KVCacheSpec, MambaSpec, SinkFullAttentionSpec
+from hybridkv.testing.configs import chunk_spec, cross_spec, full_spec, state_spec, window_spec
 from oracles.rig_options import RigOptions
 
 _KINDS = {"full": 8, "window": 6, "chunk": 3, "state": 7, "sink": 1, "scratch": 0.7, "cross": 0.3, "encoder_only": 0.7}
@@ -27,7 +28,24 @@ def random_specs(random: Random, most_groups: int = 4) -> tuple[KVCacheSpec, ...
 
 def random_spec(random: Random, kind: str, block_size: int) -> KVCacheSpec:
     """A group of ``kind``."""
-    return small_spec(kind, block_size, random.choice(small_numbers(kind, block_size)))
+    return random.choice(specs_of(kind, block_size))
+
+
+def specs_of(kind: str, block_size: int) -> list[KVCacheSpec]:
+    """Groups of ``kind`` that are worth trying."""
+    head: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": "float32"}
+    edges = (block_size, 2 * block_size, 3 * block_size, 4 * block_size)
+    made: dict[str, Iterable[KVCacheSpec]] = {
+        "full": [full_spec(block_size)],
+        "window": (window_spec(block_size, window) for window in (2, 3, 4, 5, 8, 9, 13, 20)),
+        "chunk": (chunk_spec(block_size, chunk) for chunk in (1, 2, 3, 8, *edges)),
+        "state": (state_spec(block_size, drafts) for drafts in (0, 0, 0, 1, 2)),
+        "scratch": (state_spec(block_size, drafts, "none") for drafts in (0, 1, 2)),
+        "sink": (SinkFullAttentionSpec(**head, sink_len=tokens) for tokens in (1, *edges[:2])),
+        "cross": [cross_spec(block_size)],
+        "encoder_only": [EncoderOnlyAttentionSpec(**head)],
+    }
+    return list(made[kind])
 
 
 def random_limits(random: Random) -> SchedulerLimits:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec, MambaSpec
-from hybridkv.testing.configs import ENCODERS, small_numbers, small_spec
-from oracles.random_models import PLACEMENTS
+from hybridkv.testing.configs import ENCODERS
+from oracles.random_models import PLACEMENTS, specs_of
 from oracles.rig_options import RigOptions
 
 SALTS = st.sampled_from((None, None, None, "tenant"))
@@ -43,7 +43,7 @@ def limits() -> st.SearchStrategy[SchedulerLimits]:
 @st.composite
 def layer_specs(draw: st.DrawFn, kind: str, block_size: int) -> KVCacheSpec:
     """A group of ``kind``."""
-    return small_spec(kind, block_size, draw(st.sampled_from(small_numbers(kind, block_size))))
+    return draw(st.sampled_from(specs_of(kind, block_size)))
 
 
 @st.composite
