@@ -316,12 +316,12 @@ def test_options_are_those_of_the_additional_config() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("ends", "must be an object"),
-        ({"placements": "ends"}, "has no placements"),
-        ({"placement": 64}, "must be a name"),
+        ("ends", "additional-config: Expected `object`, got `str`"),
+        ({"placements": "ends"}, "unknown field `placements`"),
+        ({"placement": 64}, r"Expected `str \| null`, got `int` - at `\$\.placement`"),
         ({"placement": "edges"}, "unknown placement"),
         ({"eviction": "fifo"}, "fifo"),
-        ({"block_size": 0}, "block_size of hybridkv"),
+        ({"block_size": 0}, r"Expected `int` >= 1 - at `\$\.block_size`"),
     ],
 )
 def test_options_that_are_none_are_refused(asked: object, message: str) -> None:

@@ -323,7 +323,7 @@ def test_replies_to_steps_given_up_are_passed_over(server: Server) -> None:
     worker.send(sched.schedule())
     assert worker.give_up(TimeoutError("30 s")) == StepFailure(0, "TimeoutError", "30 s")
     sched.fail(0, "too late")
-    assert sched.num_in_flight == 0
+    assert worker.num_in_flight == sched.num_in_flight == 0
     with pytest.raises(WorkerError, match="no Step is in flight"):
         worker.give_up(TimeoutError())
     step = sched.schedule()

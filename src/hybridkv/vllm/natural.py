@@ -14,13 +14,13 @@ worker      moves, zero, copies | vLLM's forward | keep
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Self
+from dataclasses import replace
+from typing import Annotated, Any, Final, NamedTuple, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import integer
 from hybridkv.cache import CacheOptions, KVCacheManager, Transfers
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import CacheError, ConfigError
@@ -30,7 +30,6 @@ from hybridkv.planner import KVCacheConfig, Plan, plan
 from hybridkv.planner.plan import NATURAL
 from hybridkv.request import Request
 from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec
-from hybridkv.units import shown
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.specs import Config, Settings, layer_specs, spec_of
 
@@ -42,15 +41,14 @@ LARGEST_BLOCK: Final = 32
 """Tokens that every kernel of attention takes as they are. vLLM's blocks are larger where they fill a state's page."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What ``--additional-config '{"hybridkv": {...}}'`` says.
 
     block_size: tokens of a block of attention, which kernels read as one. placement, eviction: by name, None for the
     default of the natural layout.
     """
 
-    block_size: int
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
     placement: str | None = None
     eviction: str | None = None
 
@@ -58,23 +56,15 @@ class Options:
     def of(cls, given: Mapping[str, Any], block_size: int) -> Self:
         """Those of vLLM's additional config. block_size: where it says none. ConfigError for what is none of them."""
         asked = given.get(OPTIONS, {})
-        if not isinstance(asked, Mapping):
-            raise ConfigError(f"{OPTIONS} of --additional-config must be an object, got {shown(asked)}")
-        unknown = sorted(set(asked) - {"block_size", "placement", "eviction"})
-        if unknown:
-            raise ConfigError(
-                f"{OPTIONS} of --additional-config has no {', '.join(map(str, unknown))}: it has block_size, placement "
-                "and eviction"
-            )
-        for name in ("placement", "eviction"):
-            if not isinstance(asked.get(name), str | None):
-                raise ConfigError(f"{name} of {OPTIONS} must be a name, got {shown(asked[name])}")
-        size = integer(f"block_size of {OPTIONS}", asked.get("block_size", block_size), 1)
-        if asked.get("placement") is not None:
-            placement_named(asked["placement"], size)
-        if asked.get("eviction") is not None:
-            eviction_named(asked["eviction"])
-        return cls(size, asked.get("placement"), asked.get("eviction"))
+        try:
+            made = msgspec.convert({"block_size": block_size, **asked} if isinstance(asked, dict) else asked, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{OPTIONS} of --additional-config: {error}") from None
+        if made.placement is not None:
+            placement_named(made.placement, made.block_size)
+        if made.eviction is not None:
+            eviction_named(made.eviction)
+        return made
 
 
 def default_block_size(config: Config) -> int:

@@ -346,10 +346,9 @@ def serve(channel: Channel, worker: Executor, *, trusted: bool = False, most_byt
     failed: int | None = None
     while True:
         try:
-            data = _next(channel, most_bytes)
-            if data is None:
-                return served
-            step = decode_step(data)
+            step = decode_step(next_message(channel, most_bytes))
+        except (EOFError, ConnectionError):
+            return served
         except (SchemaError, WireError) as error:
             _answer(channel, encode_reply(Unreadable.of(error)))
             raise
@@ -375,14 +374,6 @@ def _run(worker: Executor, step: Step, most_bytes: int) -> tuple[bytes, bool]:
         logger.warning("step %d failed: %s", step.id, error, exc_info=trace)
         return encode_reply(StepFailure.of(step.id, error)), False
     return reply, True
-
-
-def _next(channel: Channel, most_bytes: int) -> bytes | None:
-    """Return the next message, None once the other end is closed."""
-    try:
-        return next_message(channel, most_bytes)
-    except (EOFError, ConnectionError):
-        return None
 
 
 def _answer(channel: Channel, reply: bytes) -> None:
@@ -426,6 +417,11 @@ class RemoteWorker:
         self._in_flight: deque[int] = deque()
         self._given_up = -1
         self._counts = dict.fromkeys(("steps", "failures", "sent_bytes", "received_bytes"), 0)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps whose replies are not in."""
+        return len(self._in_flight)
 
     def send(self, step: Step) -> None:
         """Send ``step``.

@@ -364,10 +364,6 @@ class StepFailure(Struct, frozen=True, tag_field="kind", tag="failure", forbid_u
     def __str__(self) -> str:
         return f"{self.error}: {self.message}"
 
-    def value(self) -> StepFailure:
-        """Return the failure itself."""
-        return self
-
 
 class Unreadable(Struct, frozen=True, tag_field="kind", tag="unreadable", forbid_unknown_fields=True):
     """Bytes came that are no Step of this schema, so the Step is unknown. error, message: as in StepFailure."""
@@ -380,10 +376,6 @@ class Unreadable(Struct, frozen=True, tag_field="kind", tag="unreadable", forbid
     def of(cls, error: BaseException) -> Unreadable:
         """Return the reply to bytes that raised ``error``."""
         return cls(*_described(error))
-
-    def value(self) -> Unreadable:
-        """Return the reply itself."""
-        return self
 
 
 def _described(error: BaseException) -> tuple[str, str]:
@@ -402,8 +394,6 @@ _DTYPE_NAMES: Final = {np.dtype(name): name for name in DTYPES}
 _LOCAL: Final = (
     "are functions, which no message holds: run them where the Engine is, or say it by logit_bias and bad_words"
 )
-_FIRST_SCHEMA: Final = b"nschema_version\1"
-"""The version of schema 1, in a message of that schema, which was CBOR."""
 
 
 class _Head(msgspec.Struct):
@@ -442,7 +432,8 @@ def encode_reply(reply: Reply) -> bytes:
 
 def decode_reply(data: bytes) -> Reply:
     """Return the reply of a message. Raises as ``decode_step``."""
-    return _decode("reply", data, _REPLIES).value()
+    reply: Reply = _value(_decode("reply", data, _REPLIES))
+    return reply
 
 
 def _encode(kind: str, value: Step | Reply, decoder: Decoder[Any]) -> bytes:
@@ -536,9 +527,7 @@ def _refuse_other_schemas(data: bytes) -> None:
     try:
         version = _HEADS.decode(data).schema_version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        if _FIRST_SCHEMA not in data:
-            return
-        version = 1
+        return
     if version != SCHEMA_VERSION:
         older = "this side" if version > SCHEMA_VERSION else "the other side"
         raise SchemaError(

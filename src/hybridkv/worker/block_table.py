@@ -57,6 +57,7 @@ Ids = Sequence[int] | NDArray[np.integer]
 
 NO_SLOT: Final = -1
 _INT64: Final = np.dtype(np.int64)
+_UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +142,10 @@ def as_int64(name: str, values: Ids) -> Int64:
     return given.astype(_INT64, copy=False)
 
 
-def require_below(name: str, values: Int64, end: int, why: str = "") -> None:
+def require_below(name: str, values: NDArray[np.integer], end: int, why: str = "") -> None:
     """Raise WorkerError unless all ``values`` lie in 0 .. end - 1; ``why`` says where the bound comes from. O(n)."""
     # as unsigned numbers negative ones are the largest: one pass instead of two
-    if values.size and np.maximum.reduce(values.view(np.uint64)) >= end:
+    if values.size and np.maximum.reduce(values.view(_UNSIGNED[values.itemsize])) >= end:
         raise WorkerError(f"{name} must lie in 0 .. {end - 1}{why}, got {values.min()} .. {values.max()}")
 
 

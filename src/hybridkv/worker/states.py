@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.specs import MambaSpec
 from hybridkv.step import Step
-from hybridkv.worker.block_table import Ids, check_least
+from hybridkv.worker.block_table import Ids, check_least, require_below
 from hybridkv.worker.copies import TORCH, CopyKernels, Shifts, stack_layers
 from hybridkv.worker.pages import PagedStorage, parts_of
 from hybridkv.worker.tables import MultiGroupBlockTable
@@ -110,7 +110,7 @@ class RowColumns:
     def drop(self, rows: Ids) -> None:
         """Forget the columns of rows whose request finishes, is preempted or resumes. O(rows)."""
         at = np.asarray(rows, np.int64)
-        self._check_rows(at)
+        require_below("rows", at, self.max_num_reqs)
         self._column[at] = _NONE
 
     def before(self, rows: Ids, computed: Ids, scheduled: Ids, accepted: Ids) -> StatePlan:
@@ -165,17 +165,13 @@ class RowColumns:
         if any(one.shape != (len(vectors[0]),) for one in vectors):
             sizes = ", ".join(f"{name} {one.shape}" for name, one in zip(named, vectors, strict=True))
             raise WorkerError(f"one number of each is needed for every row, got {sizes}")
-        self._check_rows(vectors[0])
+        require_below("rows", vectors[0], self.max_num_reqs)
         if len(np.unique(vectors[0])) < len(vectors[0]):
             raise WorkerError("a row comes twice in one step: give every row once")
         at, computed, scheduled = vectors[:3]
         wrong = (computed < 0) | (scheduled < 1)
         _refuse(at, wrong, "a step needs tokens and no negative count", computed=computed, scheduled=scheduled)
         return vectors
-
-    def _check_rows(self, at: Int64) -> None:
-        if at.size and (at.min() < 0 or at.max() >= self.max_num_reqs):
-            raise WorkerError(f"rows must lie in 0 .. {self.max_num_reqs - 1}, got {at.min()} .. {at.max()}")
 
 
 def state_copies(plan: StatePlan, table: Int32, num_blocks: Int32) -> StateCopies:

@@ -22,7 +22,7 @@ from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.step import SCHEMA_VERSION, Step
 from hybridkv.units import ceil_div
 from hybridkv.worker.attention import PagedBatch
-from hybridkv.worker.block_table import BlockTable, Ids, KernelSize
+from hybridkv.worker.block_table import BlockTable, Ids, KernelSize, require_below
 from hybridkv.worker.pages import WriteSlots, write_slots
 
 T = TypeVar("T")
@@ -215,11 +215,11 @@ class MultiGroupBlockTable:
         """Everything that could be out of range, before anything is written. O(rows + cells)."""
         cells = step.cells
         new_rows = np.asarray([new.row for new in step.new_rows], np.int64)
-        _check_range(step, "rows", step.rows, self.max_num_reqs)
-        _check_range(step, "finished_rows", step.finished_rows, self.max_num_reqs)
-        _check_range(step, "new_rows", new_rows, self.max_num_reqs)
-        _check_range(step, "cells.row", cells.row, self.max_num_reqs)
-        _check_range(step, "cells.group", cells.group, len(self._tables))
+        require_below(f"Step {step.id}: rows", step.rows, self.max_num_reqs)
+        require_below(f"Step {step.id}: finished_rows", step.finished_rows, self.max_num_reqs)
+        require_below(f"Step {step.id}: new_rows", new_rows, self.max_num_reqs)
+        require_below(f"Step {step.id}: cells.row", cells.row, self.max_num_reqs)
+        require_below(f"Step {step.id}: cells.group", cells.group, len(self._tables))
         if len({len(cells.group), len(cells.row), len(cells.column), len(cells.block)}) != 1:
             raise WorkerError(f"Step {step.id}: the columns of cells differ in length")
         limits = np.asarray([table.id_limit for table in self._tables])
@@ -289,11 +289,6 @@ class MultiGroupBlockTable:
         for table, ids in pairs:
             table.check_row(ids, row, replacing=replacing)
         return pairs
-
-
-def _check_range(step: Step, name: str, values: NDArray[np.integer], end: int) -> None:
-    if len(values) and (values.min() < 0 or values.max() >= end):
-        raise WorkerError(f"Step {step.id}: {name} must lie in 0 .. {end - 1}, got {values.min()} .. {values.max()}")
 
 
 def _one_a_group(name: str, values: Sequence[T], groups: int) -> list[T]:
