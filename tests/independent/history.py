@@ -7,9 +7,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 import numpy as np
-from arena import Arena
 from content import DifferenceError, Story, demand
-from executor import Executor
+from executor import Arena, Executor
 from worlds import VOCAB, Writer, random_world
 
 from hybridkv.eviction import LRU

@@ -197,3 +197,14 @@ PATCHES: dict[str, Patch] = {
 def test_a_wrong_library_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PATCHES[name](monkeypatch)
     assert _caught()
+
+
+def test_no_history_of_another_eviction_differs() -> None:
+    """Whatever is given up next, every read is of what was written."""
+    assert sum(play(seed, steps=60, eviction="hazard")["tokens hit"] for seed in (43, 46, 49, 53)) > 100
+
+
+@pytest.mark.thorough
+def test_no_long_history_of_another_eviction_differs() -> None:
+    for seed in range(1000, 1060):
+        play(seed, eviction="hazard")

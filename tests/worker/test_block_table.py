@@ -117,33 +117,6 @@ def test_commit_of_the_first_rows_leaves_later_ones_for_later() -> None:
     assert t.get_device_tensor(2).shape == (2, 8)
 
 
-def test_row_operations_reach_the_device_as_well() -> None:
-    t = table()
-    t.add_row([1, 2, 3], 0)
-    t.add_row([4], 1)
-    t.commit_block_table(4)
-    t.swap_row(0, 1)
-    assert t.commit_block_table(4) == 4
-    assert (committed(t, 0), committed(t, 1)) == ([4], [1, 2, 3])
-    t.move_row(1, 2)
-    assert t.commit_block_table(4) == 3
-    assert committed(t, 2) == [1, 2, 3]
-
-
-def test_slots_of_the_contract() -> None:
-    t = table()
-    t.add_row([7, 3], 0)
-    t.add_row([5], 1)
-    t.compute_slot_mapping([0, 0, 0, 0, 1, 1], [2, 3, 4, 5, 0, 1])
-    t.commit_slot_mapping(8)
-    assert t.slot_mapping.dtype == torch.int64
-    assert t.slot_mapping[:8].tolist() == [30, 31, 12, 13, 20, 21, -1, -1]
-    t.compute_slot_mapping([1], [1])
-    t.commit_slot_mapping(8)
-    assert t.slot_mapping_np.tolist() == [21] + [-1] * 31
-    assert t.slot_mapping[:8].tolist() == [21] + [-1] * 7
-
-
 class Follower:
     """A table and the lists that its rows must hold; every call goes to both."""
 

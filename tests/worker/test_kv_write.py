@@ -43,17 +43,6 @@ def test_each_token_goes_to_its_slot_and_nowhere_else(
         assert view.float().equal(expected)
 
 
-def test_the_slots_of_the_contract() -> None:
-    """Tables [7, 3], block 4, positions 2 .. 5: slots 30 31 12 13; a padded tail is -1."""
-    keys, values = torch.zeros(8, 4, 1, 2), torch.zeros(8, 4, 1, 2)
-    target = write_slots(torch.tensor([30, 31, 12, 13, -1, -1]), 8, 4)
-    states = torch.arange(1.0, 13).view(6, 1, 2)
-    write_kv(target, KVPages(keys, values), states, -states)
-    assert keys[7, 2:].flatten().tolist() == [1, 2, 3, 4]
-    assert keys[3, :2].flatten().tolist() == [5, 6, 7, 8]
-    assert values.sum() == -keys.sum() == -36
-
-
 def test_float8_is_divided_by_its_scale_and_rounded() -> None:
     keys, values = views(PageOrder.NHD, torch.float8_e4m3fn)
     states = torch.tensor([1.0, -1.0, 1.06, 1e6, -1e6, 2**-10, 0.3, 17.0]).expand(1, HEADS, 8)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from attention_support import DEVICES, Case, Scene, assert_close, cases, local_slot, sunk
+from attention_support import DEVICES, Case, Scene, assert_close, cases, sunk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,12 +97,6 @@ def test_bfloat16_is_summed_in_float32() -> None:
     out, lse = attended(scene)
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
     assert_close((out, lse), scene.expected())
-
-
-def test_heads_that_share_a_kv_head_are_neighbours() -> None:
-    scene = Scene(replace(CASE, requests=((0, 1),)))
-    out, _ = attended(scene)
-    assert out[0, :, :].equal(scene.values[0][0].repeat_interleave(2, dim=0))
 
 
 @pytest.mark.parametrize(
@@ -229,39 +223,6 @@ def test_a_block_is_dealt_to_all_ranks(interleave: int, size: int, turns: int) -
     assert sorted(token for tokens in dealt for token in tokens) == list(range(block_size * size))
     assert all((token // interleave) % size == rank for rank, tokens in enumerate(dealt) for token in tokens)
     assert all(tokens == sorted(tokens) for tokens in dealt)
-
-
-@pytest.mark.parametrize(
-    ("size", "interleave", "rank", "slots"),
-    [
-        (2, 1, 0, "28 . 29 . 30 . 31 . 12 ."),
-        (2, 1, 1, ". 28 . 29 . 30 . 31 . 12"),
-        (2, 2, 0, "28 29 . . 30 31 . . 12 13"),
-        (2, 4, 0, "28 29 30 31 . . . . 12 13"),
-        (4, 2, 0, "28 29 . . . . . . 30 31 . . . . . . 12 13"),
-        (4, 2, 3, ". . . . . . 28 29 . . . . . . 30 31 . ."),
-    ],
-)
-def test_slots_of_the_contract_hold_the_positions_that_are_read(
-    size: int, interleave: int, rank: int, slots: str
-) -> None:
-    """Table [7, 3], block 4: the slots that these tests write to, and which token paged attention takes them for."""
-    share = ContextShare(size, rank, interleave)
-    expected = [-1 if slot == "." else int(slot) for slot in slots.split()]
-    assert [local_slot([7, 3], p, 4, share) for p in range(len(expected))] == expected
-    batch = paged_batch([0, 1], [8 * size], torch.tensor([[7, 3]]), block_size=4, num_blocks=8, share=share)
-    positions = batch.positions_in(torch.arange(2)).tolist()
-    held = {block * 4 + j: positions[c][j] for c, block in enumerate((7, 3)) for j in range(4)}
-    assert [held[slot] for slot in expected if slot >= 0] == [p for p, slot in enumerate(expected) if slot >= 0]
-
-
-def test_ranks_of_two_kinds_number_as_one() -> None:
-    made = [
-        ContextShare.of_ranks(dcp_size=3, dcp_rank=d, pcp_size=2, pcp_rank=p, interleave=2)
-        for p in range(2)
-        for d in range(3)
-    ]
-    assert made == [ContextShare(6, rank, 2) for rank in range(6)]
 
 
 # -- bad input

@@ -51,18 +51,6 @@ def test_context_parallel_slots_of_the_contract(ranks: int, interleave: int, ran
     assert slots_of(on_rank(rank, ranks, interleave), len(expected.split())) == expected
 
 
-def test_rank_is_that_of_prefill_first() -> None:
-    """pcp_rank * dcp_size + dcp_rank: with 2 x 2 ranks and interleave 1, tokens 0..3 lie on (0,0) (0,1) (1,0) (1,1)."""
-    owners = []
-    for pcp_rank in range(2):
-        for dcp_rank in range(2):
-            table = BlockTable(4, 1, 1, 16, dcp_world_size=2, dcp_rank=dcp_rank, pcp_world_size=2, pcp_rank=pcp_rank)
-            table.add_row([7], 0)
-            table.compute_slot_mapping([0] * 4, range(4))
-            owners.append(table.slot_mapping_np[:4].tolist())
-    assert owners == [[28, -1, -1, -1], [-1, 28, -1, -1], [-1, -1, 28, -1], [-1, -1, -1, 28]]
-
-
 # -- all parameters, token by token
 
 
