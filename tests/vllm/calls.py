@@ -316,7 +316,7 @@ Call = Start | Grow | Decode | Publish | Preempt | Free | Probe | Reset
 class Known:
     """What a run knows of a request without asking either side.
 
-    processed: computed tokens that are settled. delayed: of a transfer, nothing is published yet.
+    processed: computed tokens that are settled.
     stored: token counts after which a recurrent state was really written. sure: tokens known when the last
     chunk was given its slots, drafts left out.
     """
@@ -326,7 +326,6 @@ class Known:
     computed: int = 0
     processed: int = 0
     resident: bool = False
-    delayed: bool = False
     sure: int = 0
     stored: frozenset[int] = frozenset()
 
@@ -346,7 +345,7 @@ class Known:
 
     def restart(self) -> None:
         self.computed = self.processed = self.sure = 0
-        self.resident = self.delayed = False
+        self.resident = False
         self.stored = frozenset()
 
 

@@ -177,7 +177,6 @@ class Duel:
         for side in self.sides:
             side.advance(row.name, 1 + row.drafts)
         request.ran(request.computed, 1 + row.drafts, self._states)
-        request.delayed = False
 
     def _compare_rows(self, call: Decode, rows: Sequence[DecodeRow], slots: Slots) -> Difference | None:
         for at, row in enumerate(rows):
@@ -219,7 +218,6 @@ class Duel:
         before = self._state_keys(call.name)
         for side in self.sides:
             side.publish(call.name, request.computed)
-        request.delayed = False
         self.fresh |= self._state_keys(call.name) - before
         return self._compare(call, call.name, request)
 
@@ -287,7 +285,6 @@ class Duel:
             for side in self.sides:
                 side.advance(name, chunk + (0 if request.resident else request.computed))
             request.ran(request.computed, chunk, self._states)
-            request.delayed = call.delay
         difference = self._compare(call, name, request)
         self.fresh |= self._state_keys(name) - before
         return difference

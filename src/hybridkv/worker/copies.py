@@ -174,17 +174,24 @@ class BlockCopier:
     """
 
     def __init__(self, storage: PagedStorage, *, kernels: CopyKernels = TORCH) -> None:
-        slabs = storage.config.slabs
+        config, slabs = storage.config, storage.config.slabs
+        groups = range(len(config.groups))
         self._kernels = kernels
         self._device = storage.arena.device
-        self._classes = byte_blocks(storage)
-        self._class_of = np.empty(len(storage.config.groups), np.int64)
-        for number, blocks in enumerate(self._classes):
-            self._class_of[list(blocks.groups)] = number
-        self._null_blocks = np.array([blocks.null_blocks for blocks in self._classes])
-        self._num_blocks = np.array([blocks.num_blocks for blocks in self._classes])
-        self._spacing = np.array([blocks.spacing for blocks in self._classes])
-        self._shared_bytes = 1 if slabs is None else slabs.slab_bytes
+        # requests have ids null_blocks .. num_blocks - 1 of a group
+        self._null_blocks = np.array([config.null_blocks_of(group) for group in groups])
+        self._num_blocks = np.array([config.blocks_of(group) for group in groups])
+        # blocks of two classes can share bytes only where id * spacing lies in the same slab (natural), or is equal
+        self._class_of = np.arange(len(groups))
+        if slabs is None:
+            self._stacks = [_layers_of(storage, group) for group in groups]
+            self._spacing, self._shared_bytes = np.ones(len(groups), np.int64), 1
+            return
+        for number, of in enumerate(slabs.classes):
+            self._class_of[list(of.groups)] = number
+        sizes = [(of.block_bytes, config.blocks_of(of.groups[0])) for of in slabs.classes]
+        self._stacks = [stack_layers([_pages(storage.arena, 0, size, size, blocks)]) for size, blocks in sizes]
+        self._spacing, self._shared_bytes = np.array([size for size, _ in sizes]), slabs.slab_bytes
 
     def check(self, step: Step) -> None:
         """Raise WorkerError for unknown groups and blocks, null blocks, unknown kinds, and stages but "before"."""
@@ -208,25 +215,21 @@ class BlockCopier:
                     f"kind of {_KINDS}"
                 )
         copies = np.array([(one.group, one.source, one.destination) for one in step.copies], np.int64).reshape(-1, 3)
-        self._check_blocks(step, np.concatenate((copies[:, :2], copies[:, ::2], step.zero.astype(np.int64))))
-        return copies, np.array([one.kind == "move" for one in step.copies], np.bool_)
-
-    def _check_blocks(self, step: Step, named: Int64) -> None:
-        """named: (group, block), int64[n, 2]."""
-        group, block = named[:, 0], named[:, 1]
+        group, block = np.concatenate((copies[:, :2], copies[:, ::2], step.zero.astype(np.int64))).T
         unknown = np.flatnonzero((group < 0) | (group >= len(self._class_of)))
         if len(unknown):
             raise WorkerError(
                 f"Step {step.id}: group {group[unknown[0]]} does not exist: groups are 0 .. {len(self._class_of) - 1}"
             )
-        of = self._class_of[group]
-        wrong = np.flatnonzero((block < self._null_blocks[of]) | (block >= self._num_blocks[of]))
+        null_blocks, num_blocks = self._null_blocks[group], self._num_blocks[group]
+        wrong = np.flatnonzero((block < null_blocks) | (block >= num_blocks))
         if len(wrong):
             i = wrong[0]
             raise WorkerError(
                 f"Step {step.id}: block {block[i]} of group {group[i]} is none to copy or zero: blocks are "
-                f"{self._null_blocks[of[i]]} .. {self._num_blocks[of[i]] - 1}, lower ones are null"
+                f"{null_blocks[i]} .. {num_blocks[i] - 1}, lower ones are null"
             )
+        return copies, np.array([one.kind == "move" for one in step.copies], np.bool_)
 
     # -- execution
 
@@ -242,7 +245,7 @@ class BlockCopier:
         edges = (np.flatnonzero((np.diff(level) != 0) | (np.diff(of) != 0)) + 1).tolist()
         blocks = torch.from_numpy(copies[order, 1:].T.copy()).to(self._device)
         for first, end in zip((0, *edges), (*edges, len(copies)), strict=True):
-            for stack in self._classes[of[first]].stacks:
+            for stack in self._stacks[of[first]]:
                 self._kernels.copy_blocks(stack, blocks[0, first:end], blocks[1, first:end])
 
     def _places(self, of: Int64, blocks: Int64) -> Int64:
@@ -261,7 +264,7 @@ class BlockCopier:
         of = self._class_of[zero[:, 0]]
         for number in np.unique(of).tolist():
             blocks = torch.from_numpy(np.unique(zero[of == number, 1])).to(self._device)
-            for stack in self._classes[number].stacks:
+            for stack in self._stacks[number]:
                 self._kernels.zero_blocks(stack, blocks)
 
 
@@ -286,40 +289,17 @@ def copy_levels(places: Int64) -> Int64:
     return levels
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ByteBlocks:
-    """Blocks that have the same bytes under the same id.
-
-    groups: whose blocks they are. null_blocks, num_blocks: requests have ids null_blocks .. num_blocks - 1.
-    spacing: blocks of two ByteBlocks can share bytes only where id * spacing lies in the same slab (natural), or is
-    equal (reference). stacks: [layers, num_blocks, words] each, together all bytes of a block.
-    """
-
-    groups: tuple[int, ...]
-    null_blocks: int
-    num_blocks: int
-    spacing: int
-    stacks: tuple[torch.Tensor, ...]
-
-
-def byte_blocks(storage: PagedStorage) -> tuple[ByteBlocks, ...]:
-    """One for each class of the natural layout, one for each group of the reference. No copies, O(layers)."""
-    config, found = storage.config, list[ByteBlocks]()
-    if config.slabs is not None:
-        for of in config.slabs.classes:
-            blocks, size = config.blocks_of(of.groups[0]), of.block_bytes
-            pages = _pages(storage.arena, 0, size, size, blocks)
-            found.append(ByteBlocks(of.groups, of.blocks_per_slab, blocks, size, stack_layers([pages])))
-        return tuple(found)
+def _layers_of(storage: PagedStorage, number: int) -> tuple[torch.Tensor, ...]:
+    """The blocks of a group in every layer, stacked: together all bytes of a block. No copies, O(layers)."""
+    config, group = storage.config, storage.config.groups[number]
     tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
-    for number, group in enumerate(config.groups):
-        layers = [(tensors[name], spec) for name, spec in zip(group.layer_names, group.layer_specs, strict=True)]
-        views = [
+    layers = [(tensors[name], spec) for name, spec in zip(group.layer_names, group.layer_specs, strict=True)]
+    return stack_layers(
+        [
             _pages(storage.arena, of.offset_bytes, of.block_stride_bytes, spec.content_bytes, config.num_blocks)
             for of, spec in layers
         ]
-        found.append(ByteBlocks((number,), 1, config.num_blocks, 1, stack_layers(views)))
-    return tuple(found)
+    )
 
 
 def _pages(arena: torch.Tensor, offset: int, stride: int, size: int, blocks: int) -> torch.Tensor:
