@@ -82,14 +82,6 @@ class Features:
         """Placeholders that the image fills."""
         return len(self.rows)
 
-    def outputs(self) -> dict[str, Any]:
-        """As the forward of the model takes them."""
-        output = SimpleNamespace(
-            pooler_output=[self.rows] if self.listed else self.rows[None],
-            deepstack_features=[[one] for one in self.deep],
-        )
-        return {"image": output}
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageCall:
@@ -121,7 +113,8 @@ class ImageCall:
 
     def features(self, values: Mapping[str, torch.Tensor]) -> Features:
         """The model's features of one image. Runs its vision part; raises what that raises."""
-        given = {name: self._placed(value) for name, value in values.items()}
+        device, dtype = self.model.device, self.model.dtype
+        given = {name: one.to(device, dtype if one.is_floating_point() else one.dtype) for name, one in values.items()}
         with torch.inference_mode():
             output = self.model.get_image_features(**given, return_dict=True)
         pooled = output.pooler_output
@@ -133,10 +126,6 @@ class ImageCall:
         token = torch.tensor([self.token_id], device=self.model.device)
         rows = self.model.get_input_embeddings()(token).to(like.rows.dtype).repeat(count, 1)
         return Features(rows, tuple(one.new_zeros((count, one.shape[1])) for one in like.deep), like.listed)
-
-    def _placed(self, value: torch.Tensor) -> torch.Tensor:
-        """On the model's device; floats in its dtype."""
-        return value.to(self.model.device, self.model.dtype if value.is_floating_point() else value.dtype)
 
 
 def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
@@ -237,7 +226,8 @@ def prompt_images(
         if rows is None or len(rows) != 1:
             raise ConfigError("the processor gave no input_ids of one prompt: give its output with token ids instead")
         ids = encode(loaded, rows[0])
-    pictures = _pictures(loaded, call, {name: value for name, value in values.items() if name not in OF_TEXT})
+    of_images = {name: value for name, value in values.items() if name not in OF_TEXT}
+    pictures = list(map(_picture, _by_image(loaded, call, of_images)))
     counts = [tokens_of(one) for one in pictures]
     places = np.flatnonzero(np.asarray(ids) == call.token_id)
     if len(places) != sum(counts):
@@ -299,18 +289,6 @@ def _processed(loaded: LoadedModel, prompt: str | Sequence[int], pictures: objec
         raise ConfigError(f"the processor of {loaded.name} does not take these images: {error}") from error
 
 
-def _pictures(loaded: LoadedModel, call: ImageCall, values: Mapping[str, Any]) -> list[Picture]:
-    """One of each image. ConfigError for names that the model does not take, and what cannot be told apart by image."""
-    wrong = sorted(set(values) - call.takes)
-    if wrong or _PIXELS not in values:
-        raise ConfigError(
-            f"{loaded.name} takes images as {', '.join(sorted(call.takes))}, got {', '.join(sorted(values)) or 'none'}"
-            f"{': leave out ' + wrong[0] if wrong else ''}"
-        )
-    tensors = {name: _tensor(name, value) for name, value in values.items()}
-    return [_picture(one) for one in _by_image(tensors)]
-
-
 def _tensor(name: str, given: object) -> torch.Tensor:
     """On the CPU, numbers. ConfigError for anything else."""
     try:
@@ -322,8 +300,18 @@ def _tensor(name: str, given: object) -> torch.Tensor:
     return value
 
 
-def _by_image(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Split along the first dimension: patches by a grid of (frames, rows, columns), everything else one each."""
+def _by_image(loaded: LoadedModel, call: ImageCall, values: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
+    """Split along the first dimension: patches by a grid of (frames, rows, columns), everything else one each.
+
+    ConfigError for names that the model does not take, and what cannot be told apart by image.
+    """
+    wrong = sorted(values.keys() - call.takes)
+    if wrong or _PIXELS not in values:
+        raise ConfigError(
+            f"{loaded.name} takes images as {', '.join(sorted(call.takes))}, got {', '.join(sorted(values)) or 'none'}"
+            f"{': leave out ' + wrong[0] if wrong else ''}"
+        )
+    tensors = {name: _tensor(name, value) for name, value in values.items()}
     grids = tensors.get("image_grid_thw")
     pixels = tensors[_PIXELS]
     if grids is not None and (grids.dim() != 2 or grids.is_floating_point() or bool((grids < 1).any())):
@@ -371,7 +359,7 @@ def _positions(call: ImageCall, ids: Sequence[int], pictures: Sequence[Picture])
 
 
 class ImageStore:
-    """Pictures and their features by digest, each as long as somebody holds the digest.
+    """Features of pictures by digest, each as long as some request holds the digest.
 
     max_bytes: of features. Beyond it those that were read longest ago go, and are made anew when they are read again;
     the ones read last stay, whatever they take. encoded: how often features were made.
@@ -381,14 +369,13 @@ class ImageStore:
         self.max_bytes = max_bytes
         self.encoded = 0
         self._call = call
-        self._pictures: dict[str, Picture] = {}
         self._holders = Counter[str]()
         self._features: dict[str, Features] = {}  # in the order of their last reads
         self._tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
         """Distinct images."""
-        return len(self._pictures)
+        return len(self._holders)
 
     @property
     def nbytes(self) -> int:
@@ -414,23 +401,19 @@ class ImageStore:
 
     def hold(self, pictures: Iterable[Picture]) -> None:
         """One more needs each of ``pictures``."""
-        for one in pictures:
-            self._pictures.setdefault(one.digest, one)
-            self._holders[one.digest] += 1
+        self._holders.update(one.digest for one in pictures)
 
     def release(self, pictures: Iterable[Picture]) -> None:
-        """One less; the last takes pixels and features along."""
+        """One less; the last takes features along."""
         for one in pictures:
             self._holders[one.digest] -= 1
             if self._holders[one.digest] <= 0:
                 del self._holders[one.digest]
-                self._pictures.pop(one.digest, None)
                 self._features.pop(one.digest, None)
 
     def drop_unheld(self) -> None:
         """Features made for prompts that were refused. O(images)."""
-        for digest in [one for one in self._features if one not in self._pictures]:
-            del self._features[digest]
+        self._features = {digest: one for digest, one in self._features.items() if digest in self._holders}
 
     def features(self, picture: Picture) -> Features:
         """Of a picture that is held. O(1) where they are kept, else its model's vision part runs."""
@@ -541,7 +524,9 @@ class StepImages:
         with torch.inference_mode():
             features = self._features(mine, tokens)
         if features is not None:
-            arguments["mm_encoder_outputs"] = features.outputs()
+            pooled = [features.rows] if features.listed else features.rows[None]
+            deep = [[one] for one in features.deep]
+            arguments["mm_encoder_outputs"] = {"image": SimpleNamespace(pooler_output=pooled, deepstack_features=deep)}
         if attends_both_ways(self.call.model):
             seen = positions.copy()
             for images, place, first, behind in mine:
