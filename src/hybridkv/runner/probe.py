@@ -104,14 +104,13 @@ def _with_configs(model: PreTrainedModel) -> Iterable[PreTrainedModel]:
 class ProbeCache(EmptyCache):
     """Keeps nothing but the shapes and dtypes of what each layer hands over, and which module did.
 
-    updated, keys: the index of the layer that cached tokens last, and which.
+    updated: the index of the layer that cached tokens last. taken: the keys and values of each layer index.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.updated: int | None = None
-        self.keys: torch.Tensor | None = None
-        self.attention: dict[int, tuple[PagePart, ...]] = {}
+        self.taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.callers: list[_Call] = []
         self.ran: set[torch.nn.Module] = set()
         self.states: dict[tuple[_Call, int], dict[tuple[StateKind, int], MixerState]] = {}
@@ -120,11 +119,16 @@ class ProbeCache(EmptyCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Note [1, heads, tokens, width] of keys and values and hand them back."""
-        self.updated, self.keys = layer_idx, key_states
-        self.attention[layer_idx] = tuple(
-            PagePart((states.shape[1], states.shape[3]), states.dtype) for states in (key_states, value_states)
-        )
+        self.updated, self.taken[layer_idx] = layer_idx, (key_states, value_states)
         return key_states, value_states
+
+    @property
+    def attention(self) -> dict[int, tuple[PagePart, ...]]:
+        """The parts of a token by layer index."""
+        return {
+            layer: tuple(PagePart((one.shape[1], one.shape[3]), one.dtype) for one in states)
+            for layer, states in self.taken.items()
+        }
 
     def update_conv_state(
         self,
@@ -219,7 +223,7 @@ def probe(model: PreTrainedModel) -> Probed:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not run on a cache of keys, values and states: not supported ({error})"
             ) from error
-    if not cache.attention and not cache.states:
+    if not cache.taken and not cache.states:
         raise UnsupportedModelError(f"{type(model).__name__} cached nothing in a forward: not supported")
     return Probed(cache.attention, cache.mixers(), crossed.attention, takes_positions, frozenset(cache.ran))
 
@@ -237,14 +241,17 @@ class FormNotes:
 
     def __call__(self, module: torch.nn.Module, states: Attended, handed: Mapping[str, Any]) -> torch.Tensor:
         """Note the form of ``module``, and attend."""
-        eager, cached = eager_function(module), self._cache.keys
+        eager, layer = eager_function(module), self._cache.updated
         if not any(module in seen for seen in self._seen.values()):
             form = form_of(module, eager, states, handed)
             if form is not None:
                 self.forms[module] = form
-        same = cached is not None and states.key.shape == cached.shape and states.key.data_ptr() == cached.data_ptr()
-        heads = (states.query.shape[1], states.query.dtype) if same else None
-        self._seen.setdefault(self._cache.updated, {}).setdefault(module, set()).add(heads)
+        heads = None
+        if layer is not None:
+            cached = self._cache.taken[layer][0]
+            if states.key.shape == cached.shape and states.key.data_ptr() == cached.data_ptr():
+                heads = (states.query.shape[1], states.query.dtype)
+        self._seen.setdefault(layer, {}).setdefault(module, set()).add(heads)
         nothing_hidden = states.query.new_zeros((1, 1, states.query.shape[2], states.key.shape[2]))  # some need a mask
         return eager(module, *states, nothing_hidden, **handed)[0]
 

@@ -135,14 +135,12 @@ class EmptyCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Whether there is a state, or padding that masks must hide."""
         return False
 
-    def is_recording_past(self, layer_idx: int) -> bool:
+    def is_recording_past(self, *_args: object, **_kwargs: object) -> bool:
         """Whether states can be rolled back: they cannot."""
-        del layer_idx
         return False
 
-    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+    def get_seq_length(self, *_args: object, **_kwargs: object) -> torch.Tensor | int:
         """Return how many tokens are cached."""
-        del layer_idx
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -36,14 +36,6 @@ TINY_ENCODER_DECODERS: Final = tuple(_FAMILIES["encoder_decoder"])
 END: Final = "<eos>"
 VOCAB_SIZE: Final = 257
 """256 bytes and the end token."""
-_COMMON: Final[Mapping[str, Any]] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "tie_word_embeddings": False,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": VOCAB_SIZE - 1,
-}
 _CHAT: Final = (
     "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -83,8 +75,8 @@ def tiny_model(name: str, seed: int = 0, fields: Mapping[str, Any] | None = None
         raise ConfigError(f"unknown tiny model {name!r}: use tiny:{', tiny:'.join(families)}")
     own = dict(families[name])
     kind, like, none = own.pop("model_type"), own.pop("like", ()), own.pop("none", ())
-    settings = dict(_COMMON)
-    for more in (*(_FAMILIES["shared"][one] for one in like), dict.fromkeys(none), own):
+    settings = {**_FAMILIES["common"], **dict.fromkeys(("bos_token_id", "pad_token_id", *none))}
+    for more in (*(_FAMILIES["shared"][one] for one in like), own):
         settings |= more
     seed = integer("seed", seed, -(1 << 63), (1 << 64) - 1)
     given = {} if fields is None else instance("fields", fields, Mapping)  # type: ignore[type-abstract]

@@ -76,13 +76,12 @@ class StepCache(EmptyCache):
             pages.index_put_((batch.write_block, batch.write_offset), states[0].transpose(0, 1))
         return gathered(keys, batch), gathered(values, batch)
 
-    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+    def get_seq_length(self, *_args: object, **_kwargs: object) -> torch.Tensor | int:
         """What makes positions of places in the step: int64[tokens], position less place, other in every row.
 
         Models are handed positions, but Llama 4 makes them anew as ``arange(tokens)`` plus this, to scale the queries
         of layers without rotary positions. Who takes it for one length of several tokens gets torch's error.
         """
-        del layer_idx
         return self._offsets
 
 
@@ -117,9 +116,8 @@ class RowCache(StepCache):
         length = self._length(layer_idx)
         return keys[:, :, :length], values[:, :, :length]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, *_args: object, **_kwargs: object) -> int:
         """Tokens of the request before these."""
-        del layer_idx
         return self._computed
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -218,7 +216,7 @@ class CrossAttention:
         if set(rows.values()) != {output.shape[1]}:
             said = set(rows.values())
             raise WorkerError(f"Step {step.id}: input {digest!r} has {output.shape[1]} encoder tokens, not {said}")
-        taking = _TakingCache()
+        taking = ProbeCache()
         first = torch.zeros(1, dtype=torch.int64, device=output.device)
         decode(self._model, first, first, output, caches=(ProbeCache(), taking))
         for layer in self._layers:
@@ -236,7 +234,7 @@ class CrossAttention:
         """What each layer reads in ``step``, by its index."""
         tokens = self._tokens[step.rows]
         batches = {group: cross_batch(step, self._tables[group], tokens, self._model.dtype) for group in self._groups}
-        return {layer.index: CrossRead(batches[layer.group], layer.pages) for layer in self._layers}
+        return {layer.index: (batches[layer.group], layer.pages) for layer in self._layers}
 
     def cache(self) -> Cache:
         """For the decoder: keys and values of all layers are there, in pages."""
@@ -248,21 +246,6 @@ def _encoding(step: Step) -> list[tuple[int, EncoderRead]]:
     return [(new.row, new.encoder) for new in step.new_rows if new.encoder is not None and new.encoder.encodes]
 
 
-class _TakingCache(EmptyCache):
-    """Takes what cross attention makes of an encoder's output. taken: keys and values by layer index."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken: dict[int, Pages] = {}
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
-    ) -> Pages:
-        """Keep [1, heads, tokens, width] of keys and values, and hand them back."""
-        self.taken[layer_idx] = (key_states, value_states)
-        return key_states, value_states
-
-
 class _PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Cross attention whose keys and values are in pages: who asks for a layer's will attend to them next."""
 
@@ -270,9 +253,8 @@ class _PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed
         by_index = {layer.index: layer for layer in layers}
         super().__init__(layers=[_PagedLayer(by_index[index], context) for index in range(len(layers))])
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, *_args: object, **_kwargs: object) -> int:
         """Something is cached, whatever it is: positions are not made of it."""
-        del layer_idx
         return 1
 
 

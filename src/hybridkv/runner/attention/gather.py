@@ -283,12 +283,8 @@ def cross_batch(step: Step, table: BlockTable, tokens: Int64, dtype: torch.dtype
 # -- attention over what is gathered
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CrossRead:
-    """What the cross attention of one layer reads in a step: of its keys and values, [blocks, block_size, ..] each."""
-
-    batch: GatherBatch
-    pages: tuple[torch.Tensor, ...]
+CrossRead = tuple[GatherBatch, tuple[torch.Tensor, ...]]
+"""What the cross attention of one layer reads in a step, of its keys and values [blocks, block_size, ..] each."""
 
 
 def attend(
@@ -318,14 +314,12 @@ def attend(
     read = context.take_cross()
     if read is not None:
         kwargs.pop("position_bias", None)
-        contexts = (gathered(pages, read.batch) for pages in read.pages)
-        return _eager(module, Attended(query, *contexts), read.batch, kwargs), None
+        crossed, pages = read
+        return _eager(module, Attended(query, *(gathered(one, crossed) for one in pages)), crossed, kwargs), None
     batch, form = context.attention_batch(), context.forms.get(module)
     if isinstance(batch, PagedStep):
         return batch.read(context.updated_layer, query, context.forms[module]), None
-    if form is None:
-        return _eager(module, states, batch, kwargs), None
-    return _by_parts(states, batch, form), None
+    return _eager(module, states, batch, kwargs) if form is None else _by_parts(states, batch, form), None
 
 
 def _eager(module: torch.nn.Module, states: Attended, batch: GatherBatch, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -106,13 +106,15 @@ class RecurrentMixer:
 class StateCache(EmptyCache):
     """The transformers Cache of one mixer over one call: ``states`` at first, some of them written in place.
 
-    continues: whether there is something before the call; without it the states must be zeros.
+    continues: whether there is something before the call; without it the states must be zeros. keeps: overwrite
+    nothing; the inputs of each convolution, [rows, channels, kept + tokens], are then in ``joined``.
     """
 
-    def __init__(self, mixer: RecurrentMixer, states: States, *, continues: bool) -> None:
+    def __init__(self, mixer: RecurrentMixer, states: States, *, continues: bool, keeps: bool = False) -> None:
         super().__init__()
-        self._parts, self._continues = mixer.parts, continues
+        self._parts, self._continues, self._keeps = mixer.parts, continues, keeps
         self.layers = _OneLayer(mixer.parts, states)
+        self.joined: dict[int, torch.Tensor] = {}
 
     @property
     def states(self) -> States:
@@ -140,7 +142,10 @@ class StateCache(EmptyCache):
         del layer_idx
         kept = self.layers.conv_states[state_idx]
         joined = torch.cat((kept, conv_states.to(kept.dtype)), dim=-1)
-        kept.copy_(joined[..., -kept.shape[-1] :])
+        if self._keeps:
+            self.joined[state_idx] = joined
+        else:
+            kept.copy_(joined[..., -kept.shape[-1] :])
         return joined
 
     def update_recurrent_state(
@@ -148,6 +153,8 @@ class StateCache(EmptyCache):
     ) -> torch.Tensor:
         """Keep [rows, *shape] itself, for a copy would be written once more to its block; it back as it is kept."""
         del layer_idx
+        if self._keeps:
+            return recurrent_states
         kept = self.layers.recurrent_states
         kept[state_idx] = recurrent_states.to(kept[state_idx].dtype)
         return kept[state_idx]
@@ -457,11 +464,12 @@ def run_every(
     states: [rows, *shape] each, left as they are. Raises WorkerError for a mixer that does not run as it did when its
     recurrence was looked for.
     """
-    cache, replaced = _KeepingInputs(mixer, states), dict[str, _Stepped]()
+    cache, replaced = StateCache(mixer, states, continues=True, keeps=True), dict[str, _Stepped]()
     if recurrence.core is not None:
         made = _BY_NAME[recurrence.core][1] if recurrence.core in _BY_NAME else _SteppedRecurrence
         step = inspect.unwrap(type(mixer.module).forward).__globals__[recurrence.step]
-        replaced[recurrence.core] = made(step, cache.recurrent, recurrence.sliced)
+        (state,) = cache.layers.recurrent_states.values()
+        replaced[recurrence.core] = made(step, state, recurrence.sliced)
     out, tokens, parts = _call(mixer, hidden, cache, replaced), hidden.shape[1], list[list[torch.Tensor]]()
     for part in mixer.parts:
         if part.kind is StateKind.RECURRENT:
@@ -478,46 +486,18 @@ def run_every(
     return out, list(zip(*parts, strict=True))
 
 
-class _KeepingInputs(StateCache):
-    """Remembers the inputs of convolutions, [rows, channels, kept + tokens], and overwrites nothing."""
-
-    def __init__(self, mixer: RecurrentMixer, states: States) -> None:
-        super().__init__(mixer, states, continues=True)
-        self.joined: dict[int, torch.Tensor] = {}
-
-    @property
-    def recurrent(self) -> torch.Tensor:
-        """The one recurrent state."""
-        (state,) = self.layers.recurrent_states.values()
-        return state
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
-    ) -> torch.Tensor:
-        """Return what was kept before and [rows, channels, tokens] together."""
-        del layer_idx
-        kept = self.layers.conv_states[state_idx]
-        self.joined[state_idx] = torch.cat((kept, conv_states.to(kept.dtype)), dim=-1)
-        return self.joined[state_idx]
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
-    ) -> torch.Tensor:
-        """Return the state behind the last token; it was seen where it was made."""
-        del layer_idx, state_idx
-        return recurrent_states
-
-
 def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], frozenset[Name]] | None:
     """The one global that a forward over ``tokens`` hands the state to: its name, its arguments, those of tokens."""
-    cache, shape = _KeepingInputs(mixer, mixer.zeros(_PROBED[0])), (_PROBED[0], tokens)
+    shape = (_PROBED[0], tokens)
+    cache = StateCache(mixer, mixer.zeros(_PROBED[0]), continues=True, keeps=True)
+    (state,) = cache.layers.recurrent_states.values()
     found = list[tuple[str, tuple[Name, ...], frozenset[Name]]]()
 
     def watched(name: str, function: Function) -> Function:
         def call(*args: object, **kwargs: object) -> object:
             given = dict[Name, object]([*enumerate(args), *kwargs.items()])
             tensors = {at: one for at, one in given.items() if isinstance(one, torch.Tensor)}
-            others = {at: one for at, one in tensors.items() if one is not cache.recurrent}
+            others = {at: one for at, one in tensors.items() if one is not state}
             if len(others) < len(tensors):
                 sliced = frozenset(at for at, one in others.items() if one.dim() > 2 and one.shape[:2] == shape)
                 found.append((name, tuple(given), sliced))
