@@ -174,7 +174,7 @@ CORRUPTIONS: dict[str, Callable[[KVCacheManager], object]] = {
     "hashes for": lambda cache: cache.engine.resident_requests()[0].hashes.pop(),
     "which does not write it": unwritten_by_another_step,
     "waits to be written but has no key": lambda cache: put(
-        cache.block_pool.keys._step, free(cache.block_pool, cached=False), cache.write_log.in_flight[0]
+        cache.block_pool.keys._step, free(cache.block_pool, cached=False), cache._parts.publisher.in_flight[0]
     ),
 }
 

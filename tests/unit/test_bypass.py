@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from kinds_support import cache_of, full, state
 
-from hybridkv.cache import CommonHit, KVCacheManager
+from hybridkv.cache import Hit, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams
@@ -96,7 +96,7 @@ def test_retrying_costs_no_look_up_while_nothing_changed(monkeypatch: pytest.Mon
     asked: list[str] = []
     look_up = KVCacheManager.look_up
 
-    def counted(cache: KVCacheManager, request: Request) -> CommonHit:
+    def counted(cache: KVCacheManager, request: Request) -> Hit:
         asked.append(request.request_id)
         return look_up(cache, request)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hybridkv.cache import CacheOptions, CommonHit, KVCacheManager
+from hybridkv.cache import CacheOptions, Hit, KVCacheManager
 from hybridkv.cache.fast_forward import Strides as CacheStrides
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.eviction import LRU
@@ -385,7 +385,7 @@ def test_hits_of_those_that_wait_must_stay() -> None:
     sampled(scheduler, 505)
     rows = np.array([runs.row])
 
-    def alike(steps: int, hit: CommonHit, *takes: int) -> bool:
+    def alike(steps: int, hit: Hit, *takes: int) -> bool:
         return cache.fast_forward.refuses(rows, steps, [takes] if takes else [], [hit])
 
     again = cache.find_hit(Request("again", range(9), hasher=cache.hasher))

@@ -12,7 +12,7 @@ from hybridkv.cache.journal import (
     EventsDropped,
     KVCacheEvent,
 )
-from hybridkv.cache.lookup import BlockView, CommonHit, KVCacheBlocks
+from hybridkv.cache.lookup import BlockView, Hit, KVCacheBlocks
 from hybridkv.cache.manager import CacheBounds, KVCacheManager
 from hybridkv.cache.options import CacheOptions
 from hybridkv.cache.plan import Admission, BatchSlots, Reason, Refusal, SlotPlan
@@ -46,7 +46,6 @@ __all__ = [
     "CacheOptions",
     "CacheStatistics",
     "Checkpoint",
-    "CommonHit",
     "EndClassStatistics",
     "EndKept",
     "EndLost",
@@ -54,6 +53,7 @@ __all__ = [
     "EngineHashes",
     "EventsDropped",
     "GroupStatistics",
+    "Hit",
     "KVCacheBlocks",
     "KVCacheEvent",
     "KVCacheManager",

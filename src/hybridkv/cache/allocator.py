@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup
-from hybridkv.cache.lookup import KVCacheBlocks
+from hybridkv.cache.lookup import no_hit
 from hybridkv.cache.plan import BatchSlots, Reason, Refusal, SlotDemand, SlotPlan, SlotPlanner
 from hybridkv.cache.policies import NEW, GroupPlan
 from hybridkv.cache.pool import BlockPool
@@ -71,7 +71,7 @@ class Slots:
         self._checkpoints = checkpoints
         self._loads = planner.loads
         self._loading = self._loads.of_row
-        self._no_hit = KVCacheBlocks((_NONE,) * len(residents.groups), pool)
+        self._no_hit = no_hit(len(residents.groups))
         self._only_grow = all(one.policy.is_plain(0, 0, (0, 0, 0)) for one in residents.groups)  # who needs nothing
 
     # -- one request

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hybridkv.arguments import instance, instances, integer
 from hybridkv.cache.assembly import CacheParts
 from hybridkv.cache.holds import BlockLock
-from hybridkv.cache.lookup import CommonHit, KVCacheBlocks
+from hybridkv.cache.lookup import Hit, KVCacheBlocks
 from hybridkv.cache.residents import id_of, one_a_row
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Request
@@ -44,9 +44,9 @@ class EngineSide:
         hits = self._lookup.of_each(request)
         return KVCacheBlocks(tuple(hit.blocks for hit in hits), self._pool), tuple(hit.tokens for hit in hits)
 
-    def blocks_of(self, hit: CommonHit) -> KVCacheBlocks:
+    def blocks_of(self, hit: Hit) -> KVCacheBlocks:
         """The blocks of a hit, 0 for null columns."""
-        return self._lookup.blocks_of(instance("hit", hit, CommonHit))
+        return self._lookup.blocks_of(instance("hit", hit, Hit))
 
     def begin_step(self, step: int) -> None:
         """``step`` for loops that are no ``with`` block: until ``end_step``."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.allocator import Slots
-from hybridkv.cache.lookup import CommonHit
+from hybridkv.cache.lookup import Hit
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.residents import Residents
@@ -109,7 +109,7 @@ class Strides:
             growth[group.number] = int(missing[missing > 0].sum())
         return growth
 
-    def refuses(self, rows: Int64, steps: int, takes: Sequence[Sequence[int]], hits: Sequence[CommonHit]) -> bool:
+    def refuses(self, rows: Int64, steps: int, takes: Sequence[Sequence[int]], hits: Sequence[Hit]) -> bool:
         """Return whether what is refused now stays refused for the same reason in ``steps`` uniform steps of ``rows``.
 
         Rows take blocks and give none back; there is room all the time for each of ``takes``, blocks by group, which
@@ -128,7 +128,7 @@ class Strides:
                 return False
         return all(self._keeps(hit, rows, end) for hit in hits) and not self._evicts(hits, sum(growth))
 
-    def _keeps(self, hit: CommonHit, rows: Int64, end: Int64) -> bool:
+    def _keeps(self, hit: Hit, rows: Int64, end: Int64) -> bool:
         """Whether ``rows`` publish nothing up to ``end`` tokens that makes ``hit`` longer."""
         for group, missing, additions in zip(self._groups, hit.missing, hit.additions, strict=True):
             rule = group.policy.publishing
@@ -140,7 +140,7 @@ class Strides:
                 return False
         return True
 
-    def _evicts(self, hits: Sequence[CommonHit], n: int) -> bool:
+    def _evicts(self, hits: Sequence[Hit], n: int) -> bool:
         """Whether, for all that is known, ``n`` blocks taken cost one of ``hits`` a block."""
         seen = np.concatenate([ids for hit in hits for ids in hit.seen] or [np.empty(0, np.int32)])
         seen = seen[self._pool.ref_counts(seen) == 0]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup
-from hybridkv.cache.lookup import CommonHit
+from hybridkv.cache.lookup import Hit
 from hybridkv.cache.pool import BlockPool
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.request import Request
@@ -64,7 +64,7 @@ class Pins:
             counts += np.isin(ids, pin.blocks[group])
         return counts
 
-    def add(self, hit: CommonHit, drops: Sequence[bool]) -> Pin:
+    def add(self, hit: Hit, drops: Sequence[bool]) -> Pin:
         """Hold the blocks of ``hit``. CapacityError, and nothing held, beyond the limit.
 
         drops: per group, whether it drops for EAGLE: then the block that a look-up sees past the hit is held too.

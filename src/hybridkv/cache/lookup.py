@@ -14,38 +14,57 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.kept import KeptEnds
-from hybridkv.cache.policies import Hit, LabelHits, Search
+from hybridkv.cache.policies import GroupHit, LabelHits, Search
 from hybridkv.cache.pool import NULL_BLOCK, BlockPool
 from hybridkv.cache.residents import Residents
-from hybridkv.errors import ConfigError
+from hybridkv.errors import CacheError, ConfigError, StalePlanError
 from hybridkv.request import Hasher, Request
 
 _NONE = np.empty(0, np.int32)
 
 
-class CommonHit(NamedTuple):
-    """The longest prefix that every group has.
+class Hit(NamedTuple):
+    """The longest prefix that every group has, or what a caller hands over as one.
 
-    groups: one Hit a group, in the order of the groups. uncached_tokens: how much further the first group
-    asked would go (full attention, where there is any): a state or window kept there would have helped.
-    missing, seen, additions: as in Hit, of the whole search, by group but for the blocks on which it rests.
+    The look-up makes it; it is handed on to the plan as it is, and proved again only if it was made for another
+    request.
+
+    tokens: of the prefix.
+    groups: one GroupHit a group, in the order of the groups.
+    uncached_tokens: how much further the first group asked would go (full attention, where there is any): a state or
+        window kept there would have helped.
+    missing, seen, additions: as in GroupHit, of the whole search, by group but for the blocks on which it rests.
     sources: by group, the block to copy the end of the hit from: the last column, used in part, or a state; 0: none.
-    branch_tokens: where other requests went on with the same tokens, 0 for nowhere.
-    request: for which it was found, and its ``truncations`` then: for this request it is not proved again.
-    evictions: of the pool when the hit was found: the stamp by which it is known to be stale.
+    evictions: of the pool when the hit was found, so that it is known to be stale; None: it cannot be.
+    branch_tokens: where other requests continued with the same tokens, 0 for nowhere.
+    request, truncations: the request for which it was found, and its ``truncations`` then.
+    parent: the running request whose blocks these are, for a branch of it.
     """
 
     tokens: int
-    groups: tuple[Hit, ...]
+    groups: tuple[GroupHit, ...]
     uncached_tokens: int = 0
     missing: tuple[tuple[int, ...], ...] = ()
     seen: tuple[NDArray[np.int32], ...] = ()
     additions: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
-    evictions: int = 0
+    evictions: int | None = 0
     branch_tokens: int = 0
     request: Request | None = None
     truncations: int = 0
+    parent: Request | None = None
+
+
+def no_hit(num_groups: int) -> Hit:
+    """Return the hit of no tokens in ``num_groups`` groups."""
+    return Hit(
+        0,
+        (GroupHit(0, _NONE),) * num_groups,
+        0,
+        missing=((),) * num_groups,
+        additions=(-1,) * num_groups,
+        sources=(0,) * num_groups,
+    )
 
 
 class PrefixLookup:
@@ -70,8 +89,7 @@ class PrefixLookup:
         self.alignment = alignment
         self._kept = kept
         self._asked = sorted(groups, key=_search_order)
-        none = (Hit(0, _NONE),) * len(groups)
-        self._no_hit = CommonHit(0, none, 0, ((),) * len(groups), (), (-1,) * len(groups), (0,) * len(groups))
+        self._no_hit = no_hit(len(groups))
         # whom a hit must begin with, and what is answered where it knows nothing: the others are not asked
         self._first = _without_first_no_hit(self._asked)
         alone = len(groups) == 1 and groups[0].policy.hits.downward_closed
@@ -81,7 +99,7 @@ class PrefixLookup:
 
     # -- cached prefixes
 
-    def find(self, request: Request) -> CommonHit:
+    def find(self, request: Request) -> Hit:
         """The longest cached prefix of all but the last token of ``request``. O(blocks of the hit).
 
         ConfigError, CacheError for a request that was made for another manager.
@@ -95,29 +113,29 @@ class PrefixLookup:
             return hit
         return hit._replace(uncached_tokens=uncached, branch_tokens=hit.tokens + uncached)
 
-    def of_each(self, request: Request) -> tuple[Hit, ...]:
+    def of_each(self, request: Request) -> tuple[GroupHit, ...]:
         """The longest cached prefix of all but the last token in each group alone. O(blocks of all)."""
         self._residents.refuse_stranger(request)
         limit = request.num_tokens - 1
         if self._hasher is None or not request.reads_prefix_cache:
-            return tuple(Hit(0, _NONE) for _ in self._groups)
+            return tuple(GroupHit(0, _NONE) for _ in self._groups)
         return tuple(self._of_one(group, request, limit) for group in self._groups)
 
-    def _of_one(self, group: CacheGroup, request: Request, limit_tokens: int) -> Hit:
+    def _of_one(self, group: CacheGroup, request: Request, limit_tokens: int) -> GroupHit:
         step = 1 if group.policy.hits.copies else group.policy.block_size
         search = Search(limit_tokens // step * step, limit_tokens, step, int(group.kind.drops))
         if not search.end_tokens:
-            return Hit(0, _NONE)
+            return GroupHit(0, _NONE)
         return group.policy.hits.longest(group.view(request), group.keys(request), search)
 
-    def find_written(self, request: Request) -> CommonHit:
+    def find_written(self, request: Request) -> Hit:
         """The longest prefix of all tokens of ``request`` that is cached and written. O(blocks of the prefix)."""
         hit = self._longest(request, 0 if self._hasher is None else request.num_tokens)
         while not all(self._pool.keys.all_written(part.blocks) for part in hit.groups):
             hit = self._longest(request, hit.tokens - 1)
         return hit
 
-    def is_longest(self, request: Request, hit: CommonHit) -> bool:
+    def is_longest(self, request: Request, hit: Hit) -> bool:
         """Whether ``hit`` is still the longest.
 
         It is while none of the blocks it rests on lost its key, none of the keys that bounded it is known, and its
@@ -128,12 +146,13 @@ class PrefixLookup:
             return False
         if any(group.knows_any(request, columns) for group, columns in zip(self._groups, hit.missing, strict=True)):
             return False
-        if not all(self._pool.keys.kept_since(ids, hit.evictions) for ids in hit.seen):
+        since = hit.evictions
+        if since is not None and not all(self._pool.keys.kept_since(ids, since) for ids in hit.seen):
             return False
         copied = ((group, source) for group, source in zip(self._groups, hit.sources, strict=True) if source)
         return all(group.policy.hits.source(group.view(request), hit.tokens) == source for group, source in copied)
 
-    def _longest(self, request: Request, limit_tokens: int) -> CommonHit:
+    def _longest(self, request: Request, limit_tokens: int) -> Hit:
         """The longest prefix of at most ``limit_tokens`` tokens that every group has. O(blocks of the longest hit)."""
         candidate = limit_tokens // self.alignment * self.alignment
         if not candidate:
@@ -144,14 +163,14 @@ class PrefixLookup:
             return self._longest_of(self._alone, request, Search(candidate, limit_tokens, self.alignment))
         return self._agreed(request, limit_tokens, candidate)
 
-    def _agreed(self, request: Request, limit_tokens: int, candidate: int) -> CommonHit:
+    def _agreed(self, request: Request, limit_tokens: int, candidate: int) -> Hit:
         """_longest, at most ``candidate``.
 
         Each group may lower the candidate; all are asked in turn until they agree (a fixed point: the
         candidate only falls). A group that drops for EAGLE looks one column past the candidate, once; it
         does so anew after a group that did not drop has lowered the candidate.
         """
-        hits: dict[int, Hit] = {}
+        hits: dict[int, GroupHit] = {}
         views = {group.number: group.view(request) for group in self._groups}
         missing: dict[int, list[int]] = {group.number: [] for group in self._groups}
         additions = [-1] * len(self._groups)
@@ -184,7 +203,7 @@ class PrefixLookup:
             asked = tuple(hits[group.number] for group in self._groups)
             sources = tuple(group.policy.hits.source(views[group.number], candidate) for group in self._groups)
             seen.append(np.array([source for source in sources if source], np.int32))
-        return CommonHit(
+        return Hit(
             candidate,
             asked,
             longest - candidate,
@@ -198,7 +217,7 @@ class PrefixLookup:
             request.truncations,
         )
 
-    def _longest_of(self, group: CacheGroup, request: Request, search: Search) -> CommonHit:
+    def _longest_of(self, group: CacheGroup, request: Request, search: Search) -> Hit:
         """_longest of one group alone, of which every prefix of a hit is one: it agrees with itself at once."""
         hits, view = group.policy.hits, group.view(request)
         if group.kind.drops:
@@ -207,16 +226,109 @@ class PrefixLookup:
         evictions, missing, additions = self._pool.keys.evictions, (hit.missing,), (hit.additions,)
         if not hit.tokens:
             none = self._no_hit
-            return CommonHit(0, none.groups, 0, missing, (hit.seen,), additions, none.sources, evictions)
+            return Hit(0, none.groups, 0, missing, (hit.seen,), additions, none.sources, evictions)
         source = hits.source(view, hit.tokens)
         seen = (hit.seen, np.array([source], np.int32)) if source else (hit.seen,)
-        return CommonHit(
+        return Hit(
             hit.tokens, (hit,), 0, missing, seen, additions, (source,), evictions, 0, request, request.truncations
         )
 
+    # -- what callers hand over
+
+    def handed_over(self, request: Request, given: KVCacheBlocks | Hit | None, tokens: int) -> Hit:
+        """Return the hit that a caller hands over for ``request``; one that was found for it is not proved again.
+
+        given: a Hit, the blocks of one, or None.
+        tokens: that the hit is said to have.
+
+        Raises BlockError for blocks that are not the pool's, ConfigError unless they are as many as ``tokens`` need and
+        hold the tokens of the request, StalePlanError for blocks that were evicted since the look-up.
+        """
+        if isinstance(given, Hit):
+            own = given.request is request and given.truncations == request.truncations
+            if given.tokens == tokens and (own or not tokens):
+                if self._is_stale(given):
+                    raise _stale(request)
+                return given
+            hit = given if given.tokens else self._no_hit
+        elif given is None:
+            hit = self._no_hit
+        else:
+            groups = tuple(GroupHit(tokens, ids) for ids in given.ids)
+            hit = Hit(tokens, groups, sources=given.sources, evictions=given.evictions, parent=given.parent)
+        if not (any(len(part.blocks) for part in hit.groups) or any(hit.sources)):
+            if tokens:
+                raise ConfigError(f"{tokens} hit tokens without their blocks: hand over new_computed_blocks")
+            return self._no_hit
+        self._check_size(request, hit, tokens)
+        if self._is_stale(hit):
+            raise _stale(request)
+        for part in hit.groups:
+            self._pool.refuse_foreign(part.blocks[part.blocks != 0])
+        if not self._holds_tokens_of(request, hit, tokens):
+            raise ConfigError(
+                f"the hit handed over for {request.request_id!r} holds other tokens: hand over what "
+                "get_computed_blocks returned for this request"
+            )
+        return hit._replace(tokens=tokens)
+
+    def _is_stale(self, hit: Hit) -> bool:
+        """Return whether a block of ``hit`` lost its key since the look-up: it may hold other tokens by now."""
+        keys = self._pool.keys
+        if hit.evictions is None or hit.evictions == keys.evictions:
+            return False
+        read = (*(part.blocks for part in hit.groups), np.array(hit.sources, np.int32))
+        return not all(keys.kept_since(ids[ids != 0], hit.evictions) for ids in read)
+
+    def _check_size(self, request: Request, hit: Hit, tokens: int) -> None:
+        """ConfigError unless the blocks of ``hit`` are as many as ``tokens`` say, in as many groups."""
+        if tokens >= request.num_tokens:
+            raise ConfigError(f"a hit of {tokens} tokens leaves nothing to compute of {request.num_tokens}")
+        if len(hit.groups) != len(self._groups):
+            raise ConfigError(f"a hit needs blocks of {len(self._groups)} groups, got {len(hit.groups)}")
+        for group, part in zip(self._groups, hit.groups, strict=True):
+            policy, is_fork = group.policy, hit.parent is not None
+            if group.kind.by_digest and is_fork:
+                continue
+            whole = is_fork or policy.hits.copies or not group.kind.publishes or not tokens % policy.block_size
+            if len(part.blocks) != policy.hits.columns(tokens) or not whole:
+                raise ConfigError(
+                    f"a hit of {tokens} tokens needs {tokens / policy.block_size:g} blocks in group {group.number}, "
+                    f"got {len(part.blocks)}: hand over what get_computed_blocks returned"
+                )
+
+    def _holds_tokens_of(self, request: Request, hit: Hit, tokens: int) -> bool:
+        """Return whether ``hit`` holds the first ``tokens`` tokens of ``request``.
+
+        Of each group the last whole block is looked at, whose key is of all tokens before, and what is copied. Of a
+        fork, the tokens and extra keys of the parent.
+        """
+        if hit.parent is not None:
+            return request.begins_as(hit.parent, tokens)
+        sources = hit.sources or (0,) * len(self._groups)
+        return all(
+            self._holds(group, request, part.blocks, source, tokens)
+            for group, part, source in zip(self._groups, hit.groups, sources, strict=True)
+        )
+
+    def _holds(self, group: CacheGroup, request: Request, ids: Int32, source: int, tokens: int) -> bool:
+        """Return whether a hit of ``tokens`` tokens may begin with ``ids`` and be copied from ``source``."""
+        if len(ids) and ids[-1] and self._pool.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
+            return False
+        view, policy = group.view(request), group.policy
+        try:
+            found = policy.hits.source(view, tokens)
+        except CacheError:  # nothing is known that its last column could be copied from
+            return False
+        if source == found or not (source and found):
+            return source == found
+        if group.states is not None:
+            return view.is_state(source, tokens)
+        return view.begins(source, *divmod(tokens, policy.block_size))
+
     # -- blocks to begin with
 
-    def blocks_of(self, hit: CommonHit) -> KVCacheBlocks:
+    def blocks_of(self, hit: Hit) -> KVCacheBlocks:
         """The blocks of a hit, 0 for null columns."""
         if not hit.tokens:
             return self.empty
@@ -239,6 +351,10 @@ class PrefixLookup:
         return KVCacheBlocks(tuple(ids), self._pool, sources=tuple(sources), parent=request), tokens
 
 
+def _stale(request: Request) -> StalePlanError:
+    return StalePlanError(f"blocks of the hit handed over for {request.request_id!r} were evicted since: look up again")
+
+
 def _without_first_no_hit(asked: Sequence[CacheGroup]) -> CacheGroup | None:
     """The first one asked, where its answer of no hit is the answer of all."""
     told = all(group.kind.publishes and not isinstance(group.policy.hits, LabelHits) for group in asked)
@@ -249,7 +365,7 @@ def _search_order(group: CacheGroup) -> tuple[bool, bool, int]:
     return group.kind.publishes, not group.policy.hits.downward_closed, group.number
 
 
-def _trimmed(hit: Hit, tokens: int, block_size: int) -> Hit:
+def _trimmed(hit: GroupHit, tokens: int, block_size: int) -> GroupHit:
     """The first ``tokens`` of a hit of which every prefix is one."""
     return hit._replace(tokens=tokens, blocks=hit.blocks[: tokens // block_size])
 
@@ -273,19 +389,6 @@ class KVCacheBlocks:
     evictions: int | None = field(default=None, repr=False)
     sources: tuple[int, ...] = ()
     parent: Request | None = field(default=None, repr=False)
-
-    @property
-    def is_fork(self) -> bool:
-        """Whether these are the blocks of a running request."""
-        return self.parent is not None
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether a block lost its key since the look-up: it may hold other tokens by now."""
-        if self.evictions is None or self.pool is None or self.evictions == self.pool.keys.evictions:
-            return False
-        read = (*self.ids, np.array(self.sources, np.int32))
-        return not all(self.pool.keys.kept_since(ids[ids != 0], self.evictions) for ids in read)
 
     @property
     def blocks(self) -> tuple[list[int], ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from hybridkv.cache.assembly import CacheParts, assemble, managed
 from hybridkv.cache.engine_side import EngineSide
 from hybridkv.cache.holds import Pin
 from hybridkv.cache.journal import KVCacheEvent
-from hybridkv.cache.lookup import CommonHit, KVCacheBlocks
+from hybridkv.cache.lookup import Hit, KVCacheBlocks
 from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
 from hybridkv.cache.plan import Admission, BatchSlots, Refusal, SlotDemand, SlotPlan
 from hybridkv.cache.residents import id_of, one_a_row
@@ -28,7 +27,7 @@ from hybridkv.observe.audit import check_cache
 from hybridkv.observe.misses import Miss
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher, Request, checked_hasher
-from hybridkv.specs import Keeps, RequestLimits
+from hybridkv.specs import Keeps
 from hybridkv.units import MOST_COUNT
 
 
@@ -44,6 +43,7 @@ class CacheBounds:
     evicts_in_order: blocks of one size go in the order of their last use, so that ``Miss.more_bytes`` is a bound.
     refuse_stranger: raises ConfigError or CacheError for a request that cannot be served here, see Residents.
     stops: token counts in start + 1 .. end at which states of a request should be kept, see Checkpoints.stops.
+    peak_blocks: the most blocks, or slabs, that one request holds at once, see SlotPlanner.peak_blocks.
     usable_blocks: blocks, or slabs, that anybody can hold: without the null one and sinks. promised_blocks: those that
     requests can count on, what may be pinned left out.
     """
@@ -64,9 +64,8 @@ class CacheBounds:
         self.evicts_in_order = layout.evicts_in_order
         self.stops = parts.checkpoints.stops
         self.refuse_stranger = parts.residents.refuse_stranger
+        self.peak_blocks = parts.planner.peak_blocks
         self._groups = tuple(groups)
-        self._holds_all = all(group.holds_all for group in groups)
-        self._pool = pool
 
     def refuse_drafts(self, num_drafts: int) -> None:
         """ConfigError unless every recurrent group can keep the states of ``num_drafts`` drafts of a row."""
@@ -85,21 +84,6 @@ class CacheBounds:
                     f"num_speculative_tokens is {drafts}: states kept every {group.policy.block_size} tokens (group "
                     f"{group.number}) need fewer drafts than that"
                 )
-
-    def peak_blocks(
-        self, limits: RequestLimits, max_in_flight: int, tokens: int | None = None, encoder_tokens: int | None = None
-    ) -> int:
-        """Return the most blocks, or slabs, that one request holds at once, steps in flight included.
-
-        limits: bounds of the request. tokens, encoder_tokens: in place of those of ``limits``.
-        """
-        instance("limits", limits, RequestLimits)
-        integer("max_in_flight", max_in_flight, 1, MOST_COUNT)
-        tokens = limits.max_model_len if tokens is None else integer("tokens", tokens, 1, MOST_COUNT)
-        encoder = limits.max_encoder_tokens if encoder_tokens is None else encoder_tokens
-        if not self._holds_all:
-            limits = replace(limits, max_model_len=tokens, max_encoder_tokens=encoder)
-        return self._pool.units([group.peak_blocks(limits, max_in_flight, tokens, encoder) for group in self._groups])
 
 
 Int32 = NDArray[np.int32]
@@ -184,7 +168,7 @@ class KVCacheManager:
         hit = self.look_up(request)
         return self._lookup.blocks_of(hit), hit.tokens
 
-    def look_up(self, request: Request) -> CommonHit:
+    def look_up(self, request: Request) -> Hit:
         """find_hit, counted in the statistics."""
         hit = self._lookup.find(request)
         if self._stats is not None and self.enable_caching and request.reads_prefix_cache:
@@ -193,7 +177,7 @@ class KVCacheManager:
             self._stats.hits += hit.tokens
         return hit
 
-    def find_hit(self, request: Request) -> CommonHit:
+    def find_hit(self, request: Request) -> Hit:
         """get_computed_blocks without statistics, and why the hit is not longer."""
         return self._lookup.find(request)
 
@@ -209,14 +193,14 @@ class KVCacheManager:
         hit = None if hit_tokens is None else integer("hit_tokens", hit_tokens, 0, MOST_COUNT)
         return self.misses.explain(request, hit)
 
-    def is_longest_hit(self, request: Request, hit: CommonHit) -> bool:
+    def is_longest_hit(self, request: Request, hit: Hit) -> bool:
         """Return whether ``hit``, found for ``request`` before, is still the longest.
 
         It is while none of the blocks it rests on lost its key and none of the keys that bounded it is known.
         O(those keys) look-ups, one a group for full attention, and one array comparison over the blocks.
         """
         self._residents.refuse_stranger(request)
-        return self._lookup.is_longest(request, instance("hit", hit, CommonHit))
+        return self._lookup.is_longest(request, instance("hit", hit, Hit))
 
     # -- steps
 
@@ -249,7 +233,7 @@ class KVCacheManager:
         request: Request,
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
-        new_computed_blocks: KVCacheBlocks | CommonHit | None = None,
+        new_computed_blocks: KVCacheBlocks | Hit | None = None,
         num_lookahead_tokens: int = 0,
         delay_cache_blocks: bool = False,
         num_encoder_tokens: int = 0,
@@ -301,7 +285,7 @@ class KVCacheManager:
         request: Request,
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
-        new_computed_blocks: KVCacheBlocks | CommonHit | None = None,
+        new_computed_blocks: KVCacheBlocks | Hit | None = None,
         num_lookahead_tokens: int = 0,
         delay_cache_blocks: bool = False,
         num_encoder_tokens: int = 0,
@@ -340,32 +324,24 @@ class KVCacheManager:
         request: Request,
         new_tokens: int,
         hit_tokens: int,
-        hit: KVCacheBlocks | CommonHit | None,
+        hit: KVCacheBlocks | Hit | None,
         lookahead_tokens: int,
         delayed: bool,
         encoder_tokens: int,
         external_tokens: int,
     ) -> SlotDemand:
         """The same, checked."""
-        counts = (new_tokens, hit_tokens, external_tokens, lookahead_tokens, encoder_tokens)
-        proven = False
-        if isinstance(hit, CommonHit):
-            proven = hit.request is request and hit.truncations == request.truncations and hit.tokens == hit_tokens
-            hit = self._lookup.blocks_of(hit)
-            if proven and delayed is False and {*map(type, counts)} == {int} and max(counts) <= MOST_COUNT:
-                return SlotDemand(
-                    new_tokens, hit, hit_tokens, external_tokens, lookahead_tokens, delayed, encoder_tokens, proven
-                )
-        return SlotDemand(
-            integer("num_new_tokens", new_tokens, most=MOST_COUNT),
-            self._lookup.empty if hit is None else instance("new_computed_blocks", hit, KVCacheBlocks),
-            integer("num_new_computed_tokens", hit_tokens, most=MOST_COUNT),
-            integer("num_external_computed_tokens", external_tokens, most=MOST_COUNT),
-            integer("num_lookahead_tokens", lookahead_tokens, most=MOST_COUNT),
-            flag("delay_cache_blocks", delayed),
-            integer("num_encoder_tokens", encoder_tokens, most=MOST_COUNT),
-            proven,
-        )
+        counts: tuple[int, ...] = (new_tokens, hit_tokens, external_tokens, lookahead_tokens, encoder_tokens)
+        if not (delayed is False and {*map(type, counts)} == {int} and max(counts) <= MOST_COUNT):
+            flag("delay_cache_blocks", delayed)
+            names = ("new", "new_computed", "external_computed", "lookahead", "encoder")
+            counts = tuple(
+                integer(f"num_{name}_tokens", count, most=MOST_COUNT) for name, count in zip(names, counts, strict=True)
+            )
+        if hit is not None and not isinstance(hit, Hit):
+            instance("new_computed_blocks", hit, KVCacheBlocks)
+        new, found, external, lookahead, encoder = counts
+        return SlotDemand(new, self._lookup.handed_over(request, hit, found), external, lookahead, delayed, encoder)
 
     def commit(self, plan: SlotPlan) -> KVCacheBlocks:
         """Do what ``plan`` says and return the new columns. StalePlanError if anything changed since it was made."""

@@ -16,17 +16,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import instance, integer
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.holds import Loads
 from hybridkv.cache.keys import WRITTEN
-from hybridkv.cache.lookup import KVCacheBlocks
+from hybridkv.cache.lookup import Hit
 from hybridkv.cache.policies import Demand, GroupPlan, RowFacts
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.residents import Residents
-from hybridkv.errors import CacheError, ConfigError, StalePlanError
+from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.specs import Keeps, RequestLimits
+from hybridkv.units import MOST_COUNT
 
 Int32 = NDArray[np.int32]
 
@@ -105,16 +107,14 @@ class Admission(NamedTuple):
 
 
 class SlotDemand(NamedTuple):
-    """What allocate_slots is asked for, checked. proven: the hit was found for this very request and its tokens."""
+    """What allocate_slots is asked for, checked."""
 
     new_tokens: int
-    hit: KVCacheBlocks
-    hit_tokens: int = 0
+    hit: Hit
     external_tokens: int = 0
     lookahead_tokens: int = 0
     delayed: bool = False
     encoder_tokens: int = 0
-    proven: bool = False
 
 
 class BatchSlots(NamedTuple):
@@ -156,7 +156,6 @@ class SlotPlanner:
         if self.loads.of_row:
             self.loads.refuse(request)
         _check_wanted(request, wanted, groups, caching=self._publisher.publishes)
-        self._check_hit(request, wanted)
         in_flight = self._request_rows.in_flight.item(row) if row >= 0 else 0
         demand = _demand_of(request, wanted, in_flight, self.max_model_len, self._publisher.edges(request))
         if row < 0 and demand.by_digest:
@@ -176,7 +175,7 @@ class SlotPlanner:
             return Refusal(Reason.NO_SPACE, _largest_group(plans), needed, free)
         step = self._publisher.open_step
         blocked = None
-        if step != WRITTEN and not wanted.hit.is_fork:  # what a fork shares was written before
+        if step != WRITTEN and wanted.hit.parent is None:  # what a fork shares was written before
             blocked = _unwritten_prefix(groups, plans, sources, pool, step)
         if blocked is not None:
             return Refusal(Reason.PREFIX_NOT_WRITTEN, blocked, needed, free)
@@ -205,6 +204,21 @@ class SlotPlanner:
             loads=not wanted.new_tokens,
         )
 
+    def peak_blocks(
+        self, limits: RequestLimits, max_in_flight: int, tokens: int | None = None, encoder_tokens: int | None = None
+    ) -> int:
+        """Return the most blocks, or slabs, that one request holds at once, steps in flight included.
+
+        limits: bounds of the request. tokens, encoder_tokens: in place of those of ``limits``.
+        """
+        instance("limits", limits, RequestLimits)
+        integer("max_in_flight", max_in_flight, 1, MOST_COUNT)
+        tokens = limits.max_model_len if tokens is None else integer("tokens", tokens, 1, MOST_COUNT)
+        encoder = limits.max_encoder_tokens if encoder_tokens is None else encoder_tokens
+        if not all(map(_HOLDS_ALL, self._groups)):
+            limits = replace(limits, max_model_len=tokens, max_encoder_tokens=encoder)
+        return self._pool.units([group.peak_blocks(limits, max_in_flight, tokens, encoder) for group in self._groups])
+
     def blocks_to_come(self, request: Request, limits: RequestLimits) -> int:
         """See EngineSide.blocks_to_come."""
         whole = Admission(limits, 0)
@@ -218,52 +232,13 @@ class SlotPlanner:
         All groups have it or none, so that what is published is never written again.
         """
         reads = self._publisher.publishes and wanted.encoder_tokens and not request.skip_reading_prefix_cache
-        if not reads or request.row >= 0 or wanted.hit.is_fork:
-            return wanted.hit.ids
+        ids = [part.blocks for part in wanted.hit.groups]
+        if not reads or request.row >= 0 or wanted.hit.parent is not None:
+            return ids
         found = {group: group.encoded(request) for group in self._encoded}
-        if not all(len(ids) for ids in found.values()):
-            return wanted.hit.ids
-        return [found.get(group, ids) for group, ids in zip(self._groups, wanted.hit.ids, strict=True)]
-
-    def _check_hit(self, request: Request, wanted: SlotDemand) -> None:
-        """BlockError for blocks that are not the pool's, ConfigError unless the request's tokens are what they hold.
-
-        Of each group the last whole block is looked at, whose key is of all tokens before, and what is copied. Of a
-        fork, the tokens and extra keys of the parent.
-        """
-        hit = wanted.hit
-        if wanted.proven or not (wanted.hit_tokens or any(hit.sources)):
-            return
-        for ids in hit.ids:
-            self._pool.refuse_foreign(ids[ids != 0])
-        if hit.parent is not None:
-            own = request.begins_as(hit.parent, wanted.hit_tokens)
-        else:
-            sources = hit.sources or (0,) * len(self._groups)
-            own = all(
-                self._holds(group, request, ids, source, wanted.hit_tokens)
-                for group, ids, source in zip(self._groups, hit.ids, sources, strict=True)
-            )
-        if not own:
-            raise ConfigError(
-                f"the hit handed over for {request.request_id!r} holds other tokens: hand over what "
-                "get_computed_blocks returned for this request"
-            )
-
-    def _holds(self, group: CacheGroup, request: Request, ids: Int32, source: int, tokens: int) -> bool:
-        """Whether a hit of ``tokens`` tokens of ``request`` may begin with ``ids`` and be copied from ``source``."""
-        if len(ids) and ids[-1] and self._pool.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
-            return False
-        view, policy = group.view(request), group.policy
-        try:
-            found = policy.hits.source(view, tokens)
-        except CacheError:  # nothing is known that its last column could be copied from
-            return False
-        if source == found or not (source and found):
-            return source == found
-        if group.states is not None:
-            return view.is_state(source, tokens)
-        return view.begins(source, *divmod(tokens, policy.block_size))
+        if not all(map(len, found.values())):
+            return ids
+        return [found.get(group, blocks) for group, blocks in zip(self._groups, ids, strict=True)]
 
     def _sources(self, wanted: SlotDemand) -> tuple[int, ...]:
         """What is copied, by group: a state only where no later one is loaded from elsewhere."""
@@ -276,10 +251,7 @@ class SlotPlanner:
 
 
 def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup], *, caching: bool) -> None:
-    """ConfigError when there is nothing to allocate, or what is handed over cannot be adopted.
-
-    StalePlanError for a hit whose blocks were evicted since the look-up.
-    """
+    """ConfigError when there is nothing to allocate, or what is handed over cannot be adopted."""
     name = request.request_id
     if wanted.new_tokens <= 0:
         _check_load(request, wanted)
@@ -292,17 +264,11 @@ def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGr
             f"num_encoder_tokens for {name!r} is {wanted.encoder_tokens}, but its encoder input has "
             f"{request.num_encoder_tokens}: hand over the latter"
         )
-    hit = any(len(ids) for ids in wanted.hit.ids) or any(wanted.hit.sources)
+    hit = wanted.hit.tokens
     if request.row >= 0 and (hit or wanted.external_tokens):
         raise ConfigError(f"{name!r} holds blocks already: hits and external tokens are adopted by a new row only")
-    if hit and not caching and not wanted.hit.is_fork:
+    if hit and not caching and wanted.hit.parent is None:
         raise ConfigError("hits handed over while caching is off: construct the manager with enable_caching=True")
-    if wanted.hit_tokens and not hit:
-        raise ConfigError(f"{wanted.hit_tokens} hit tokens without their blocks: hand over new_computed_blocks")
-    if hit:
-        _check_hit_size(request, wanted, groups)
-        if wanted.hit.is_stale:
-            raise StalePlanError(f"blocks of the hit handed over for {name!r} were evicted since: look up again")
 
 
 def _check_load(request: Request, wanted: SlotDemand) -> None:
@@ -317,36 +283,11 @@ def _check_load(request: Request, wanted: SlotDemand) -> None:
         )
     if wanted.encoder_tokens:
         raise ConfigError(f"nobody runs the encoder of {name!r} while it is loaded: compute a token with it")
-    if wanted.hit_tokens + wanted.external_tokens >= request.num_tokens:
+    if wanted.hit.tokens + wanted.external_tokens >= request.num_tokens:
         raise ConfigError(
-            f"{wanted.external_tokens} external tokens behind {wanted.hit_tokens} leave nothing to compute of "
+            f"{wanted.external_tokens} external tokens behind {wanted.hit.tokens} leave nothing to compute of "
             f"{request.num_tokens}: load all but the last token at most"
         )
-
-
-def _check_hit_size(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup]) -> None:
-    """ConfigError unless the blocks of a hit are as many as its tokens say, in as many groups."""
-    if wanted.proven:
-        return
-    if wanted.hit_tokens >= request.num_tokens:
-        raise ConfigError(f"a hit of {wanted.hit_tokens} tokens leaves nothing to compute of {request.num_tokens}")
-    if len(wanted.hit.ids) != len(groups):
-        raise ConfigError(f"a hit needs blocks of {len(groups)} groups, got {len(wanted.hit.ids)}")
-    for group, ids in zip(groups, wanted.hit.ids, strict=True):
-        policy = group.policy
-        if group.kind.by_digest and wanted.hit.is_fork:
-            continue
-        ends_inside = (
-            group.kind.publishes
-            and not policy.hits.copies
-            and wanted.hit_tokens % policy.block_size
-            and not wanted.hit.is_fork
-        )
-        if len(ids) != policy.hits.columns(wanted.hit_tokens) or ends_inside:
-            raise ConfigError(
-                f"a hit of {wanted.hit_tokens} tokens needs {wanted.hit_tokens / policy.block_size:g} blocks in "
-                f"group {group.number}, got {len(ids)}: hand over what get_computed_blocks returned"
-            )
 
 
 def _demand_of(
@@ -354,12 +295,12 @@ def _demand_of(
 ) -> Demand:
     """``wanted`` in tokens. edges: where the request may be resumed; None when it publishes nothing."""
     before = request.num_computed_tokens
-    computed = before + wanted.hit_tokens + wanted.external_tokens
+    computed = before + wanted.hit.tokens + wanted.external_tokens
     end = min(computed + wanted.new_tokens, max_model_len)
     certain = min(end, request.num_tokens)
     return Demand(
         processed=before - in_flight,
-        hit=before + wanted.hit_tokens,
+        hit=before + wanted.hit.tokens,
         computed=computed,
         end=end,
         total=min(end + wanted.lookahead_tokens, max_model_len),

@@ -24,17 +24,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import (
-    Admission,
-    CommonHit,
-    KVCacheBlocks,
-    KVCacheManager,
-    Miss,
-    MissReason,
-    Reason,
-    Refusal,
-    SlotPlan,
-)
+from hybridkv.cache import Admission, Hit, KVCacheBlocks, KVCacheManager, Miss, MissReason, Reason, Refusal, SlotPlan
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
 from hybridkv.schedule.builder import StepBuilder
@@ -72,7 +62,7 @@ class Standstill(NamedTuple):
 
     refused: Counter[Reason]
     takes: tuple[tuple[int, ...], ...] = ()
-    hits: tuple[CommonHit, ...] = ()
+    hits: tuple[Hit, ...] = ()
     since_s: float | None = None
 
 
@@ -233,7 +223,7 @@ class AdmissionControl:
                     break
         self._num_passed = 0
 
-    def _waits_for_tokens(self, entry: Waiting, hit: CommonHit, builder: StepBuilder, now: float) -> bool:
+    def _waits_for_tokens(self, entry: Waiting, hit: Hit, builder: StepBuilder, now: float) -> bool:
         """Whether all tokens that are left are kept for requests that lack fewer than that of ``entry``."""
         if not builder.short_tokens:
             return False
@@ -298,7 +288,7 @@ class AdmissionControl:
 
         None where somebody may come in, or has yet to be looked up. Changes nothing. builder: has what is left to them.
         """
-        refused, takes, hits, since = Counter[Reason](), list[tuple[int, ...]](), list[CommonHit](), list[float]()
+        refused, takes, hits, since = Counter[Reason](), list[tuple[int, ...]](), list[Hit](), list[float]()
         if not (builder.left and len(self._waiting) and self._running.seats_free):
             return Standstill(refused)
         with closing(self._waiting.in_order()) as entries:
@@ -388,7 +378,7 @@ class AdmissionControl:
 
     # -- one request
 
-    def _hit(self, entry: Waiting) -> CommonHit:
+    def _hit(self, entry: Waiting) -> Hit:
         """The longest cached prefix of a waiting request, remembered in ``entry`` until it may have changed."""
         cache, request = self._cache, entry.request
         if entry.hit is None or not cache.is_longest_hit(request, entry.hit):
@@ -396,7 +386,7 @@ class AdmissionControl:
             request.branch_tokens = entry.hit.branch_tokens
         return entry.hit
 
-    def _plan_behind_hit(self, entry: Waiting, hit: CommonHit, builder: StepBuilder) -> SlotPlan | None:
+    def _plan_behind_hit(self, entry: Waiting, hit: Hit, builder: StepBuilder) -> SlotPlan | None:
         """Slots for the first chunk of a waiting request behind ``hit``; None while it does not fit."""
         request, alone = entry.request, not self._running.seats_taken
         plan, refusal = self._plan(request, hit, hit.tokens, builder, alone=alone)
@@ -409,13 +399,7 @@ class AdmissionControl:
         return plan
 
     def _plan(
-        self,
-        request: Request,
-        hit: KVCacheBlocks | CommonHit | None,
-        hit_tokens: int,
-        builder: StepBuilder,
-        *,
-        alone: bool,
+        self, request: Request, hit: KVCacheBlocks | Hit | None, hit_tokens: int, builder: StepBuilder, *, alone: bool
     ) -> tuple[SlotPlan | None, Refusal | None]:
         """Slots for the first chunk of ``request`` behind ``hit``, or why not; neither if the budget is too small.
 

@@ -24,7 +24,7 @@ from enum import StrEnum
 from heapq import heapify, heappop, heappush
 from typing import Final, Literal, NamedTuple
 
-from hybridkv.cache import CommonHit, KVCacheManager, Reason
+from hybridkv.cache import Hit, KVCacheManager, Reason
 from hybridkv.errors import CacheError, ConfigError, OwnershipError
 from hybridkv.request import Request, branch_id
 
@@ -73,7 +73,7 @@ class Waiting:
     request: Request
     queue_key: QueueKey = (0.0, 0.0, 0)
     in_flight_steps: int = 0
-    hit: CommonHit | None = field(default=None, repr=False)
+    hit: Hit | None = field(default=None, repr=False)
     lacked: Reason | None = None
     overtaken: int = 0
     refused_at: float | None = None

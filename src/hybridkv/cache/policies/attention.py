@@ -30,8 +30,8 @@ from hybridkv.cache.policies.policy import (
     NONE,
     Bool,
     Demand,
+    GroupHit,
     GroupPlan,
-    Hit,
     Index,
     Int32,
     Int64,
@@ -220,14 +220,14 @@ class FullSpan:
         """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
         return columns * 0 + NEVER
 
-    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> Hit:
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
         """Left to right until the first miss. O(columns of the hit)."""
         stop = min(search.end_tokens // block_size + search.past, search.limit_tokens // block_size, len(keys))
         blocks = index.leading_run(keys, stop)
         missing = (len(blocks) * block_size,) if len(blocks) < stop else ()
         tokens = min(max(len(blocks) - search.past, 0) * block_size, search.end_tokens)
         tokens = tokens // search.alignment * search.alignment
-        return Hit(tokens, blocks[: tokens // block_size], missing, blocks)
+        return GroupHit(tokens, blocks[: tokens // block_size], missing, blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class WindowSpan:
         """
         return max(-(-(self.window - 1) // block_size), 1)
 
-    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> Hit:
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
         """The last aligned edge whose window is cached, or the leading columns where they are fewer.
 
         A miss rules out every edge that would read it, so a prompt never seen costs one look-up a window,
@@ -272,10 +272,10 @@ class WindowSpan:
             run = index.leading_run(keys[first : edge + past])
             if len(run) == edge + past - first:
                 blocks = np.concatenate((np.zeros(first, np.int32), run[: edge - first]))
-                return Hit(edge * block_size, blocks, tuple(missing), run)
+                return GroupHit(edge * block_size, blocks, tuple(missing), run)
             missing.append((first + len(run)) * block_size)
             edge = (first + len(run) - past) // step * step
-        return Hit(0, NONE, tuple(missing))
+        return GroupHit(0, NONE, tuple(missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +302,7 @@ class ChunkSpan:
         """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
         return -(-columns * block_size // self.chunk) * self.chunk
 
-    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> Hit:
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
         """Inside the last chunk from left to right; else at its start; else in the chunk before, and so on.
 
         At a chunk's start nothing is read, so it counts only if the prefix is proved to have been seen: by
@@ -320,11 +320,11 @@ class ChunkSpan:
             proof = run if len(run) else _proof(index, keys, start, search, block_size)
             if tokens >= start and proof is not None:
                 blocks = np.concatenate((np.zeros(first, np.int32), run[: tokens // block_size - first]))
-                return Hit(tokens, blocks, tuple(missing), np.concatenate((proof, run)))
+                return GroupHit(tokens, blocks, tuple(missing), np.concatenate((proof, run)))
             if start and start % block_size == 0:
                 missing.append(start - block_size)
             end = start - 1
-        return Hit(0, NONE, tuple(missing))
+        return GroupHit(0, NONE, tuple(missing))
 
 
 def _proof(index: Index, keys: Sequence[bytes], start: int, search: Search, block_size: int) -> Int32 | None:
@@ -363,7 +363,7 @@ class BlockHits:
         """What the span says."""
         return self.span.first_needed(num_tokens, self.block_size)
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:
         """What the span finds."""
         return self.span.longest_hit(index, keys, search, self.block_size)
 
@@ -401,7 +401,7 @@ class TokenHits:
         """What the span says."""
         return self.span.first_needed(num_tokens, self.block_size)
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:
         """The largest end that is served.
 
         No end between a column's reach and the column's own can be, so the candidate falls from column to column.
@@ -414,7 +414,7 @@ class TokenHits:
             start = self.span.first_needed(end, block_size)
             if start == end:  # a chunk and a block begin: nothing is read, but the prefix must have been seen
                 if end <= search.proven_tokens:
-                    return Hit(end, np.zeros(end // block_size, np.int32), tuple(missing), _joined(seen))
+                    return GroupHit(end, np.zeros(end // block_size, np.int32), tuple(missing), _joined(seen))
                 start = end - 1
                 proof = True
             else:
@@ -431,10 +431,10 @@ class TokenHits:
             if at == last and reached >= wanted:
                 read = np.zeros(last - column, np.int32) if proof else run[: last - column]
                 blocks = np.concatenate((np.zeros(column, np.int32), read))
-                return Hit(end, blocks, tuple(missing), _joined(seen))
+                return GroupHit(end, blocks, tuple(missing), _joined(seen))
             end = at * block_size + reached
             missing.append(end)
-        return Hit(0, NONE, tuple(missing), _joined(seen))
+        return GroupHit(0, NONE, tuple(missing), _joined(seen))
 
     def source(self, index: Index, num_tokens: int) -> int:
         """The block to copy the last column from, where it is used in part and read."""

@@ -87,7 +87,7 @@ class Search(NamedTuple):
     proven_tokens: int = 0
 
 
-class Hit(NamedTuple):
+class GroupHit(NamedTuple):
     """A cached prefix in one group.
 
     blocks: int32[full columns], the block of each, 0 where later tokens need none.
@@ -191,7 +191,7 @@ class Hits(Protocol):
         """The first token whose block a hit of ``num_tokens`` reads; ``num_tokens`` where it reads none."""
         ...
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:
         """The longest cached prefix; keys: one a full column."""
         ...
 

@@ -25,8 +25,8 @@ from hybridkv.cache.policies.policy import (
     NONE,
     Bool,
     Demand,
+    GroupHit,
     GroupPlan,
-    Hit,
     Index,
     Int32,
     Int64,
@@ -51,10 +51,10 @@ class LabelHits:
         """None: a state is no block of tokens."""
         return num_tokens
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """The last label at or before the end. O(blocks behind it)."""
         additions = index.additions
-        return Hit(index.label(search.end_tokens, search.alignment), NONE, additions=additions)
+        return GroupHit(index.label(search.end_tokens, search.alignment), NONE, additions=additions)
 
     def source(self, index: Index, num_tokens: int) -> int:
         """The checkpoint."""
@@ -76,9 +76,9 @@ class NoHits:
         """None."""
         return num_tokens
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """None."""
-        return Hit(0, NONE)
+        return GroupHit(0, NONE)
 
     def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - as above
         """None."""
@@ -100,9 +100,9 @@ class AnyHits:
         """None."""
         return num_tokens
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """Whatever the others say."""
-        return Hit(search.end_tokens, NONE)
+        return GroupHit(search.end_tokens, NONE)
 
     def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - as above
         """None."""
@@ -242,7 +242,7 @@ class StateHits:
         """None: a state is no block of tokens."""
         return num_tokens
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:
         """The right-most state at or before the end. O(boundaries behind it)."""
         size, step = self.block_size, search.alignment // self.block_size
         edge = min(search.end_tokens // size, len(keys)) // step * step
@@ -252,10 +252,10 @@ class StateHits:
             if block is not None:
                 blocks = np.zeros(edge, np.int32)
                 blocks[-1] = block
-                return Hit(edge * size, blocks, tuple(missing), blocks[-1:])
+                return GroupHit(edge * size, blocks, tuple(missing), blocks[-1:])
             missing.append((edge - 1) * size)
             edge -= step
-        return Hit(0, NONE, tuple(missing))
+        return GroupHit(0, NONE, tuple(missing))
 
     def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
         """None: what is hit is held by the row itself."""
