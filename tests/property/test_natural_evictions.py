@@ -174,7 +174,7 @@ def loses_heirs(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_decay_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hazard.HazardTable, "decay", lambda *_: None)
+    patch.setattr(hazard.HazardRanking, "decay", lambda *_: None)
 
 
 def keeps_what_was_saved(patch: pytest.MonkeyPatch) -> None:

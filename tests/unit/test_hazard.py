@@ -29,12 +29,11 @@ def test_buckets_by_hand() -> None:
 
 def serve(ranking: HazardRanking, hit: Kind, other: Kind, hundreds: int) -> None:
     """Ends of both kinds, one a request: those of one are hit after five seconds, the others wait a minute in vain."""
-    table = ranking.table
-    kinds = np.repeat([table.class_of(int(kind), 0, -1) for kind in (hit, other)], 100)
+    kinds = np.repeat([ranking._number_of(int(kind), 0, -1) for kind in (hit, other)], 100)
     for _ in range(hundreds):
-        table.wait_all(kinds, np.zeros(200), np.repeat([5.0, 60.0], 100))
+        ranking.wait_all(kinds, np.zeros(200), np.repeat([5.0, 60.0], 100))
         for _ in range(100):
-            table.note_hit(table.class_of(int(hit), 0, -1), 5.0)
+            ranking._count_hit(ranking._number_of(int(hit), 0, -1), 5.0)
             ranking.note_request(0.0)
 
 
@@ -67,7 +66,7 @@ def test_ends_in_turns_are_counted_as_all_at_once(monkeypatch: pytest.MonkeyPatc
             ranking.add(end(serial, Kind.GRID, float(serial)), float(serial))
         for _ in range(12):
             ranking._count_waiting(100.0)
-        sums.append(ranking.table.at_risk[0].copy())
+        sums.append(ranking.at_risk[0].copy())
     assert np.allclose(*sums)
     assert sums[0].sum() == pytest.approx(sum(100.0 - serial for serial in range(40)))
 

@@ -52,12 +52,41 @@ def bucket_of(age: float) -> int:
     return bisect_right(_STARTS, age) - 1
 
 
-class HazardTable:
-    """Classes are numbers, 0 the class of all; those of other keys are made when they are first asked for.
+def _between(start: Float, end: Float) -> Float:
+    """Seconds in each bucket between two ages, float64[ends, BUCKETS]."""
+    before, after = (np.clip(age[:, None] - _LOWER, 0.0, _AT_RISK) for age in (start, end))
+    spent: Float = after - before
+    return spent
 
-    For reading: worth, a list of BUCKETS numbers, hits a second, for each class; as of the last ``learn``, of
-    which there were ``learned``. waited: (class, start, end) of resume points that were at risk between two ages,
-    seconds, not added to ``at_risk`` yet.
+
+_LEARN_EVERY: Final = 100
+"""Requests."""
+
+_HALVED_EVERY: Final = 1000
+"""Requests after which a hit counts half."""
+
+_MOST_LOOKED_AT: Final = 8192
+"""Resume points whose waiting is counted at once; more take turns."""
+
+_FREE: Final = -1
+
+_ROUNDING: Final = 1e-6
+"""Seconds: what sums of times may be wrong by."""
+
+
+class HazardRanking:
+    """Rank resume points by value, learned from hits.
+
+    A resume point that the ranking knows has a ``row`` in its columns: class, last use, and the age up to which its
+    waiting was counted. Its ``value`` holds before ``until``, while it stands in its ring and inherits nothing, as of
+    what was ``learned``.
+
+    Classes are numbers, 0 the class of all; those of other keys are made when they are first asked for.
+
+    Attributes
+        hits: of each class in each bucket, float64[classes or more, BUCKETS].
+        worth: a list of BUCKETS numbers, hits a second, for each class, as of the last ``learn``.
+        learned: how often ``learn`` was called.
     """
 
     def __init__(self) -> None:
@@ -68,20 +97,84 @@ class HazardTable:
         self._kinds: list[int] = []
         self.hits: Float = np.zeros((16, BUCKETS))
         self._at_risk: Float = np.zeros((16, BUCKETS))
-        self.waited: list[tuple[int, float, float]] = []
+        self._waited: list[tuple[int, float, float]] = []
         self.worth: list[list[float]] = [[]]
         self.learned = 0
         self.learn()
+        self._rings: dict[tuple[int, int], Ring] = {}
+        self._looked = self.learned
+        self._class = np.full(64, _FREE)
+        self._used = np.zeros(64)
+        self._counted = np.zeros(64)
+        self._free: list[int] = []
+        self._rows = 0
+        self._requests = 0
+        self._turn = 0
 
-    def __len__(self) -> int:
-        return len(self._parents)
+    # -- learning
 
-    def class_of(self, *key: int) -> int:
+    def note_request(self, now: float) -> None:
+        """Count a request. Every hundredth one, learn from what was seen, and let all that was seen before fade."""
+        self._requests += 1
+        if self._requests % _LEARN_EVERY == 0:
+            self._count_waiting(now)
+            self.learn()
+            self.decay(0.5 ** (_LEARN_EVERY / _HALVED_EVERY))
+
+    def _count_waiting(self, now: float) -> None:
+        """Count the waiting of all resume points, or of the next of many, in turns."""
+        count = min(self._rows, _MOST_LOOKED_AT)
+        if not count:
+            return
+        rows = (self._turn + np.arange(count)) % self._rows
+        self._turn = (self._turn + count) % self._rows
+        rows = rows[self._class[rows] != _FREE]
+        ages = now - self._used[rows]
+        self.wait_all(self._class[rows], self._counted[rows], ages)
+        self._counted[rows] = ages
+
+    def kept(self, point: ResumePoint, now: float) -> None:
+        """Count how long a ghost waited, now: what is counted later belongs to its new age."""
+        row = point.row
+        if row >= 0 and point.used != now:
+            self._wait(point, now - point.used)
+            self._used[row], self._counted[row] = now, 0.0
+        point.used = now
+
+    def hit(self, point: ResumePoint, now: float) -> None:
+        """Count a hit of the class of ``point`` at its age. It has no heir now, and a class of its own hits."""
+        row, age = self._row(point), now - point.used
+        self._wait(point, age)
+        self._count_hit(point.class_number, age)
+        note_hit(point, now)
+        point.heir = None
+        point.class_number = self._class[row] = self._number_of(*class_of(point))
+        self._used[row], self._counted[row] = now, 0.0
+
+    def _wait(self, point: ResumePoint, age: float) -> None:
+        self._waited.append((point.class_number, self._counted.item(point.row), age))
+        self._counted[point.row] = age
+
+    def _row(self, point: ResumePoint) -> int:
+        """Return the row of ``point``, a new one where it has none."""
+        row = point.row
+        if row < 0:
+            row = point.row = self._free.pop() if self._free else self._rows
+            self._rows = max(self._rows, row + 1)
+            self._class = grown(self._class, self._rows, _FREE)
+            self._used, self._counted = grown(self._used, self._rows), grown(self._counted, self._rows)
+            point.class_number = self._class[row] = self._number_of(*class_of(point))
+            self._used[row], self._counted[row] = point.used, 0.0
+        return row
+
+    # -- what each class is worth
+
+    def _number_of(self, *key: int) -> int:
         """The number of kind, hits, gap, or of the first few of them. O(1)."""
         number = self._numbers.get(key)
         if number is not None:
             return number
-        parent = self.class_of(*key[:-1])
+        parent = self._number_of(*key[:-1])
         number = self._numbers[key] = len(self._parents)
         self._parents.append(parent)
         self._chains.append(np.append(self._chains[parent], number))
@@ -96,22 +189,22 @@ class HazardTable:
             self.learn()  # it counts from the first end on
         return number
 
-    def note_hit(self, of: int, age: float) -> None:
+    def _count_hit(self, of: int, age: float) -> None:
         """An end of class ``of`` was hit at ``age`` seconds; those before it in the chain, too."""
         self.hits[self._chains[of], bucket_of(age)] += 1.0
 
     @property
     def at_risk(self) -> Float:
         """Seconds that ends of each class waited in each bucket, float64[classes or more, BUCKETS]."""
-        if self.waited:
-            of, start, end = zip(*self.waited, strict=True)
-            self.waited = []
+        if self._waited:
+            of, start, end = zip(*self._waited, strict=True)
+            self._waited = []
             self.wait_all(np.array(of), np.array(start), np.array(end))
         return self._at_risk
 
     def wait_all(self, of: Int64, start: Float, end: Float) -> None:
         """``wait`` of many ends at once, in array operations. O(ends), x buckets for those that pass into another."""
-        size, added = len(self), np.zeros((len(self), BUCKETS))
+        size, added = len(self._parents), np.zeros((len(self._parents), BUCKETS))
         first, last = (_LOWER.searchsorted(age, "right") - 1 for age in (start, end))
         stay = first == last  # as nearly all
         places = of[stay] * BUCKETS + first[stay]
@@ -131,7 +224,7 @@ class HazardTable:
 
     def rates(self) -> Float:
         """Hits a second of each class and bucket, float64[classes, BUCKETS]."""
-        size, at_risk = len(self), self.at_risk
+        size, at_risk = len(self._parents), self.at_risk
         rates = np.empty((size, BUCKETS))
         lean = _LEAN * _WIDTH
         rates[0] = (self.hits[0] + _PRIOR * lean) / (at_risk[0] + lean)
@@ -162,108 +255,6 @@ class HazardTable:
         self.worth = best.tolist()
         self.learned += 1
 
-
-def _between(start: Float, end: Float) -> Float:
-    """Seconds in each bucket between two ages, float64[ends, BUCKETS]."""
-    before, after = (np.clip(age[:, None] - _LOWER, 0.0, _AT_RISK) for age in (start, end))
-    spent: Float = after - before
-    return spent
-
-
-_LEARN_EVERY: Final = 100
-"""Requests."""
-
-_HALVED_EVERY: Final = 1000
-"""Requests after which a hit counts half."""
-
-_MOST_LOOKED_AT: Final = 8192
-"""Resume points whose waiting is counted at once; more take turns."""
-
-_FREE: Final = -1
-
-_ROUNDING: Final = 1e-6
-"""Seconds: what sums of times may be wrong by."""
-
-
-class HazardRanking:
-    """Rank resume points by value, learned from hits.
-
-    A resume point that the ranking knows has a ``row`` in its columns: class, last use, and the age up to which its
-    waiting was counted. Its ``value`` holds before ``until``, while it stands in its ring and inherits nothing, as of
-    what was ``learned``.
-
-    Attributes
-        table: the rates and worths of classes.
-    """
-
-    def __init__(self) -> None:
-        self.table = HazardTable()
-        self._rings: dict[tuple[int, int], Ring] = {}
-        self._looked = self.table.learned
-        self._class = np.full(64, _FREE)
-        self._used = np.zeros(64)
-        self._counted = np.zeros(64)
-        self._free: list[int] = []
-        self._rows = 0
-        self._requests = 0
-        self._turn = 0
-
-    # -- learning
-
-    def note_request(self, now: float) -> None:
-        """Count a request. Every hundredth one, learn from what was seen, and let all that was seen before fade."""
-        self._requests += 1
-        if self._requests % _LEARN_EVERY == 0:
-            self._count_waiting(now)
-            self.table.learn()
-            self.table.decay(0.5 ** (_LEARN_EVERY / _HALVED_EVERY))
-
-    def _count_waiting(self, now: float) -> None:
-        """Count the waiting of all resume points, or of the next of many, in turns."""
-        count = min(self._rows, _MOST_LOOKED_AT)
-        if not count:
-            return
-        rows = (self._turn + np.arange(count)) % self._rows
-        self._turn = (self._turn + count) % self._rows
-        rows = rows[self._class[rows] != _FREE]
-        ages = now - self._used[rows]
-        self.table.wait_all(self._class[rows], self._counted[rows], ages)
-        self._counted[rows] = ages
-
-    def kept(self, point: ResumePoint, now: float) -> None:
-        """Count how long a ghost waited, now: what is counted later belongs to its new age."""
-        row = point.row
-        if row >= 0 and point.used != now:
-            self._wait(point, now - point.used)
-            self._used[row], self._counted[row] = now, 0.0
-        point.used = now
-
-    def hit(self, point: ResumePoint, now: float) -> None:
-        """Count a hit of the class of ``point`` at its age. It has no heir now, and a class of its own hits."""
-        row, age = self._row(point), now - point.used
-        self._wait(point, age)
-        self.table.note_hit(point.class_number, age)
-        note_hit(point, now)
-        point.heir = None
-        point.class_number = self._class[row] = self.table.class_of(*class_of(point))
-        self._used[row], self._counted[row] = now, 0.0
-
-    def _wait(self, point: ResumePoint, age: float) -> None:
-        self.table.waited.append((point.class_number, self._counted.item(point.row), age))
-        self._counted[point.row] = age
-
-    def _row(self, point: ResumePoint) -> int:
-        """Return the row of ``point``, a new one where it has none."""
-        row = point.row
-        if row < 0:
-            row = point.row = self._free.pop() if self._free else self._rows
-            self._rows = max(self._rows, row + 1)
-            self._class = grown(self._class, self._rows, _FREE)
-            self._used, self._counted = grown(self._used, self._rows), grown(self._counted, self._rows)
-            point.class_number = self._class[row] = self.table.class_of(*class_of(point))
-            self._used[row], self._counted[row] = point.used, 0.0
-        return row
-
     # -- rings
 
     def add(self, point: ResumePoint, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
@@ -289,8 +280,8 @@ class HazardRanking:
 
     def lowest(self, now: float) -> ResumePoint | None:
         """Return the least of the two ends of every ring. O(rings)."""
-        if self._looked != self.table.learned:
-            self._looked = self.table.learned
+        if self._looked != self.learned:
+            self._looked = self.learned
             for ring in self._rings.values():
                 ring.until = -math.inf
         lowest: ResumePoint | None = None
@@ -319,7 +310,7 @@ class HazardRanking:
 
     def _value_point(self, point: ResumePoint, now: float) -> None:
         """Work out the value of ``point``, and how long it holds."""
-        worths, heir = self.table.worth, point.heir
+        worths, heir = self.worth, point.heir
         bucket = bucket_of(now - point.used)
         worth, until = worths[point.class_number][bucket], point.used + NEXT[bucket]
         if heir is not None:
@@ -330,13 +321,13 @@ class HazardRanking:
     def value(self, point: ResumePoint, now: float) -> float:
         """Return the tokens a second and byte that ``point`` is expected to save."""
         self._row(point)
-        worth = self.table.worth[point.class_number][bucket_of(now - point.used)]
+        worth = self.worth[point.class_number][bucket_of(now - point.used)]
         if point.heir is not None:
             worth += self._worth(point.heir, now)
         return worth * point.saved
 
     def _worth(self, heir: Heir, now: float) -> float:
-        return self.table.worth[heir.class_number][bucket_of(now - heir.used)]
+        return self.worth[heir.class_number][bucket_of(now - heir.used)]
 
     def prefers(self, point: ResumePoint, other: ResumePoint, now: float) -> bool:
         """Return whether ``point`` is of more value than ``other``."""
@@ -350,7 +341,7 @@ class HazardRanking:
         if promise != point.promise:
             self._wait(point, now - point.used)
             point.promise = promise
-            point.class_number = self._class[row] = self.table.class_of(*class_of(point))
+            point.class_number = self._class[row] = self._number_of(*class_of(point))
 
     def given_up(self, point: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
         """Let ``parent`` inherit the hits that ``point`` would have had; of one declined only if it was never hit."""
@@ -379,13 +370,13 @@ class HazardRanking:
         wrong = []
         for key, ring in self._rings.items():
             for used, _, point in ring.points:
-                if point.ring != key or (self.table.class_of(*class_of(point)), math.frexp(point.saved)[1]) != key:
+                if point.ring != key or (self._number_of(*class_of(point)), math.frexp(point.saved)[1]) != key:
                     wrong.append(f"a resume point of {point.tokens} tokens stands in the ring {key}")
                 elif self._used.item(point.row) != used or self._class.item(point.row) != point.class_number:
                     wrong.append(f"the columns of the resume point of {point.tokens} tokens belong to another")
         if int(np.count_nonzero(self._class[: self._rows] != _FREE)) + len(self._free) != self._rows:
             wrong.append("a row is neither in use nor free")
-        if self.table.hits.shape[1] != BUCKETS or (self.table.at_risk < 0).any():
+        if self.hits.shape[1] != BUCKETS or (self.at_risk < 0).any():
             wrong.append("resume points were at risk for a negative time")
         return wrong
 

@@ -52,6 +52,10 @@ _REMEMBERED: Final = 5
 """Keys that are known, of as many as there can be blocks: those cached, and four times as many."""
 
 
+def _three() -> list[int]:
+    return [0] * 3
+
+
 @dataclass(slots=True)
 class PointCounts:
     """What became of resume points so far, by kind and class, and what tenants found.
@@ -65,7 +69,7 @@ class PointCounts:
     """
 
     by_kind: dict[Kind, list[int]] = field(default_factory=lambda: {kind: [0] * 6 for kind in Kind})
-    by_class: dict[tuple[int, int, int], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0] * 3))
+    by_class: dict[tuple[int, int, int], list[int]] = field(default_factory=lambda: defaultdict(_three))
     asked: dict[int, list[int]] = field(default_factory=dict)
     missed_tokens: int = 0
     missed_a_gib_more: int = 0

@@ -355,7 +355,7 @@ class Scheduler:
         check_result(flight.step, result)
         self._in_flight.popleft()
         self.cache.mark_written(flight.step.id)
-        self._computed_tokens += flight.step.num_tokens
+        self._computed_tokens += len(flight.step.token_ids.values)
         if self._speculation is not None:
             self._speculation.verify(flight.num_drafts, result.num_accepted)
         appended = self._running.append(flight, result.sampled)

@@ -206,7 +206,7 @@ class NaiveHazard:
         record = self.records.get(parent.serial)
         if record is None or not isinstance(real, HazardRanking) or (heir := parent.heir) is None:
             return
-        of = next(key for key, number in real.table._numbers.items() if number == heir.class_number)
+        of = next(key for key, number in real._numbers.items() if number == heir.class_number)
         if (of, heir.used) in record.equals:
             record.heir = of, heir.used
 
@@ -238,12 +238,11 @@ class NaiveHazard:
         """What was seen of each class, and who inherits."""
         if not isinstance(other, HazardRanking):
             return "it is no such ranking"
-        table = other.table
-        for of, number in table._numbers.items():
-            for name, mine, theirs in (("hits", self.hits, table.hits), ("seconds at risk", self.risk, table.at_risk)):
+        for of, number in other._numbers.items():
+            for name, mine, theirs in (("hits", self.hits, other.hits), ("seconds at risk", self.risk, other.at_risk)):
                 if not all(map(_alike, mine[of], theirs[number].tolist())):
                     return f"{name} of class {of} are {theirs[number].tolist()}, not {mine[of]}"
-        numbers = {number: of for of, number in table._numbers.items()}
+        numbers = {number: of for of, number in other._numbers.items()}
         for serial, record in self.records.items():
             heir = record.end.heir and (numbers[record.end.heir.class_number], record.end.heir.used)
             if record.end.row >= 0 and heir != record.heir:

@@ -398,8 +398,8 @@ class TokenHits:
         return num_tokens // self.block_size
 
     def first_needed(self, num_tokens: int) -> int:
-        """What the span says."""
-        return self.span.first_needed(num_tokens, self.block_size)
+        """Return what the span says; 0 where every earlier token is read."""
+        return 0 if self.span.downward_closed else self.span.first_needed(num_tokens, self.block_size)
 
     def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:
         """The largest end that is served.
@@ -411,7 +411,7 @@ class TokenHits:
         end, missing, seen = search.end_tokens, list[int](), list[Int32]()
         first, run = -1, NONE
         while end > 0:
-            start = self.span.first_needed(end, block_size)
+            start = self.first_needed(end)
             if start == end:  # a chunk and a block begin: nothing is read, but the prefix must have been seen
                 if end <= search.proven_tokens:
                     return GroupHit(end, np.zeros(end // block_size, np.int32), tuple(missing), _joined(seen))
@@ -439,7 +439,7 @@ class TokenHits:
     def source(self, index: Index, num_tokens: int) -> int:
         """The block to copy the last column from, where it is used in part and read."""
         column, rest = divmod(num_tokens, self.block_size)
-        read = rest and self.span.first_needed(num_tokens, self.block_size) < num_tokens
+        read = rest and self.first_needed(num_tokens) < num_tokens
         return index.source(column, rest) if read else 0
 
 
