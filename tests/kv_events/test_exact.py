@@ -10,7 +10,7 @@ from events_support import BLOCK, Consumer, asked, cache_of, publisher_of, settl
 from events_support import run as run_full
 from exact_support import CACHES, Known, Prompt, Run, cache_of_layers, can_be_hit
 
-from hybridkv.cache import AllBlocksCleared, EndKept, EndLost, KVCacheEvent, KVCacheManager
+from hybridkv.cache import EndKept, EndLost, KVCacheManager
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import eviction_named
@@ -86,19 +86,6 @@ def test_routers_that_lose_messages_or_come_late_believe_what_can_be_hit(context
             for consumer in (steady, lossy, late):
                 assert believed(consumer, run.prompts()) == hittable
     assert most > 4
-
-
-def test_lost_batches_leave_no_belief_that_nothing_backs() -> None:
-    config, cache = cache_of_layers(CACHES["states"], natural=True, size=24)
-    exact, known, run = Exact(config), Known(), Run(cache, Random(2))
-    for turn in range(80):
-        run.turn()
-        events: list[KVCacheEvent] = cache.take_events()
-        if turn % 9 == 0:
-            events = [AllBlocksCleared()]  # what a publisher says behind a gap
-        known.hear(exact.hear(events))
-        if run.settled:
-            assert known.prefixes() <= can_be_hit(cache, run.prompts())
 
 
 def test_of_full_attention_all_is_told() -> None:

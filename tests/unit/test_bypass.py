@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from kinds_support import cache_of, full, state
+from kinds_support import cache_of, full
 
 from hybridkv.cache import Hit, KVCacheManager
 from hybridkv.errors import ConfigError
@@ -112,25 +112,12 @@ def test_limits_are_not_negative(field: str) -> None:
         SchedulerLimits(**{field: -1})  # type: ignore[arg-type]  # by name
 
 
+@pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan"), "half", True])
+def test_the_share_of_short_prompts_is_at_least_0_and_below_1(share: object) -> None:
+    with pytest.raises(ConfigError, match="short_share"):
+        SchedulerLimits(short_share=share)  # type: ignore[arg-type]  # on purpose
+
+
 def test_an_unknown_policy() -> None:
     with pytest.raises(ConfigError, match="policy must be fcfs or priority, got 'random'"):
         SchedulerLimits(policy="random")  # type: ignore[arg-type]  # on purpose
-
-
-# -- states that are not written yet
-
-
-def test_d4_who_waits_for_a_state_does_not_hold_up_the_others() -> None:
-    """The first request leaves the state at 16 in this very step: the second can read it in the next one."""
-    sched, _ = scheduler(full(16), state(), num_blocks=60)
-    shared = list(range(16))
-    add(sched, "first", [*shared, 1])
-    sched.add(Request("second", [*shared, 2], hasher=sched.cache.hasher))
-    add(sched, "third", [3] * 20)
-    step = sched.schedule()
-    assert [new.request_id for new in step.new_rows] == ["first", "third"]
-    update(sched, step)
-    step = sched.schedule()
-    assert [new.request_id for new in step.new_rows] == ["second"]
-    assert step.num_computed.tolist()[-1] == 16
-    update(sched, step)

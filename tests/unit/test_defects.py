@@ -1,7 +1,7 @@
 """Defects of the reference that must not be here: docs/defects.md, one test each.
 
-D1 is also in test_states.py and test_split.py, D2 in test_states.py, D4 in test_bypass.py, D6 and D8 in
-test_extra_keys.py (and test_hashing.py, test_events.py), the cost of a failed look-up in test_windows.py.
+D1 is also in test_states.py, D6 and D8 in test_extra_keys.py (and test_hashing.py, test_events.py), the cost of a
+failed look-up in test_windows.py.
 """
 
 import subprocess

@@ -89,26 +89,6 @@ def test_nothing_to_allocate_is_an_error() -> None:
     assert cache.block_pool.get_num_free_blocks() == 31
 
 
-def test_none_when_full_and_nothing_changed() -> None:
-    cache = manager(num_blocks=6)
-    first = request(cache, range(9))
-    run(cache, first)
-    cache.free(first)
-    assert cache.block_pool.free_order() == [3, 4, 5, 2, 1]
-    second = request(cache, range(21))
-    blocks, hit = cache.get_computed_blocks(second)
-    assert hit == 8
-    assert cache.allocate_slots(second, 13, hit, blocks) is None
-    assert cache.block_pool.free_order() == [3, 4, 5, 2, 1]
-    assert cache.get_computed_blocks(second)[1] == 8
-    assert second.row == -1
-    cache.check()
-    assert cache.allocate_slots(second, 12, hit, blocks) is not None
-    second.num_computed_tokens = 20
-    assert cache.allocate_slots(second, 1) is None
-    cache.check()
-
-
 def test_refusals_say_why() -> None:
     cache = manager(num_blocks=6)
     one = request(cache, range(30))

@@ -3,22 +3,14 @@
 from functools import partial
 
 import pytest
-from kinds_support import cache_of, full, published, state
 
-from hybridkv.cache import KVCacheManager
 from hybridkv.extra_keys import MultimodalItem
-from hybridkv.request import Request, SamplingParams
-from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.request import Request
 from hybridkv.schedule.builder import split_at_blocks, split_at_items
-from hybridkv.step import Csr, Step, StepResult
 
 
-def share(prompt: int, computed: int, asked: int, *, outputs: int = 0, branch: int = 0, drops: bool = False) -> int:
-    request = Request("a", range(prompt))
-    for token in range(outputs):
-        request.append(token)
-    request.branch_tokens = branch
-    return split_at_blocks(request, computed, asked, size=16, largest=64, drops=drops)
+def share(prompt: int, computed: int, asked: int, *, drops: bool = False) -> int:
+    return split_at_blocks(Request("a", range(prompt)), computed, asked, size=16, largest=64, drops=drops)
 
 
 @pytest.mark.parametrize(
@@ -83,46 +75,3 @@ def test_a_block_larger_than_every_chunk() -> None:
     assert split_at_blocks(request, 0, 32, size=80, largest=32, drops=False) == 32
     assert split_at_blocks(request, 64, 32, size=80, largest=32, drops=False) == 16  # to the end of the block
     assert split_at_blocks(request, 0, 32, size=80, largest=80, drops=False) == 0
-
-
-# -- a scheduler over states
-
-
-def drive(cache: KVCacheManager, prompts: list[list[int]], budget: int) -> list[list[tuple[str, int, int]]]:
-    """(request, computed, scheduled) of each step until all prompts are done."""
-    sched = Scheduler(cache, SchedulerLimits(8, budget))
-    steps = []
-    for i, prompt in enumerate(prompts):
-        sched.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=2), hasher=cache.hasher))
-        done = False
-        while not done:
-            step = sched.schedule()
-            steps.append(rows(cache, step))
-            sched.update(
-                StepResult(step.id, Csr.from_lists([[7] if samples else [] for samples in step.samples.tolist()]))
-            )
-            sched.check()
-            done = sched.drained
-    return steps
-
-
-def rows(cache: KVCacheManager, step: Step) -> list[tuple[str, int, int]]:
-    owners = cache.rows.owners(step.rows)
-    scheduled = zip(owners, step.num_computed.tolist(), step.num_scheduled.tolist(), strict=True)
-    return [(request.request_id, computed, count) for request, computed, count in scheduled]
-
-
-def test_d1_chunks_end_at_the_states_block_not_at_the_smallest() -> None:
-    """Blocks of 16 and 32, budget 48: a chunk of 48 would leave the state at 48 under the name of 64."""
-    cache = cache_of(full(16), state(32))
-    steps = drive(cache, [list(range(100))], 48)
-    assert steps[:4] == [[("r0", 0, 32)], [("r0", 32, 32)], [("r0", 64, 32)], [("r0", 96, 4)]]
-    again = Request("again", range(100), hasher=cache.hasher)
-    assert cache.get_computed_blocks(again)[1] == 96
-    assert published(cache, again, 1) == [0, 1, 2]
-
-
-def test_a_prompt_leaves_its_state_where_eagle_resumes() -> None:
-    cache = cache_of(full(16), state(), use_eagle=True)
-    steps = drive(cache, [list(range(100)), list(range(100))], 100)
-    assert [step[0] for step in steps if step[0][2] > 1] == [("r0", 0, 80), ("r0", 80, 20), ("r1", 80, 20)]

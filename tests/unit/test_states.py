@@ -3,7 +3,6 @@
 import pytest
 from kinds_support import cache_of, full, grow, hit_tokens, published, start, state, table
 
-from hybridkv.cache import SlotPlan
 from hybridkv.request import Request
 
 PROMPT = list(range(100))
@@ -91,25 +90,6 @@ def test_none_has_its_blocks_once_and_no_hits() -> None:
 # -- labels: a state is published under its own token count only
 
 
-def test_d1_a_boundary_inside_a_chunk_is_not_published() -> None:
-    cache = cache_of(full(16), state(32))
-    request = start(cache, PROMPT, (48, 48))  # 32 and 64 lie inside the chunks
-    assert published(cache, request, 1) == [2]  # 96: the second ended there
-    assert hit_tokens(cache, PROMPT) == 96
-    evicted = start(cache_of(full(16), state(32)), PROMPT, (48, 16, 32), "b")
-    assert evicted.num_computed_tokens == 96
-
-
-def test_d1_a_state_from_inside_a_block_is_not_published_while_steps_are_in_flight() -> None:
-    """The column of tokens 0 .. 15 holds the state at 10; the next chunk jumps over 16 and keeps it to be read."""
-    cache = cache_of(state())
-    request = start(cache, PROMPT, (10, 10))
-    cache.rows.in_flight[request.row] = 10
-    cache.allocate_slots(request, 12)
-    assert table(cache)[0] != 0
-    assert published(cache, request) == [1]  # 32, where this chunk ends
-
-
 def test_d1_a_delayed_boundary_inside_a_chunk_is_not_published() -> None:
     """Chunks of 10: the column of tokens 0 .. 15 holds the state at 10."""
     cache = cache_of(state())
@@ -136,23 +116,6 @@ def test_delayed_states_are_published_when_the_transfer_is_done() -> None:
     cache.check()
 
 
-def test_d2_an_external_load_takes_exactly_what_was_planned() -> None:
-    """The state that is loaded and the one that the step leaves: two blocks."""
-    cache = cache_of(state(), full(16))
-    request = Request("a", PROMPT[:60], hasher=cache.hasher)
-    before = cache.block_pool.get_num_free_blocks()
-    plan = cache.plan_slots(request, 16, num_external_computed_tokens=32)
-    assert isinstance(plan, SlotPlan)
-    promised = sum(part.take for part in plan.groups)
-    cache.commit(plan)
-    assert before - cache.block_pool.get_num_free_blocks() == promised == 2 + 3
-    assert [block > 0 for block in table(cache)] == [False, True, True]
-    request.num_computed_tokens = 48
-    cache.check()
-    assert published(cache, request) == [1, 2]
-    assert hit_tokens(cache, PROMPT[:60]) == 48
-
-
 def test_an_external_load_behind_a_hit_does_not_hold_the_state_of_the_hit() -> None:
     cache = cache_of(state())
     cache.free(start(cache, PROMPT[:40], (16, 16, 8)))
@@ -163,12 +126,3 @@ def test_an_external_load_behind_a_hit_does_not_hold_the_state_of_the_hit() -> N
     assert [block > 0 for block in table(cache, 0, "b")] == [False, False, False, True]
     request.num_computed_tokens = 57
     cache.check()
-
-
-def test_d2_where_only_the_predicted_number_is_free() -> None:
-    cache = cache_of(state(), num_blocks=2)
-    request = Request("a", PROMPT[:60], hasher=cache.hasher)
-    refused = cache.plan_slots(request, 16, num_external_computed_tokens=32)
-    assert not isinstance(refused, SlotPlan)
-    assert (refused.needed_blocks, refused.free_blocks) == (2, 1)
-    assert cache.allocate_slots(request, 16, num_external_computed_tokens=32) is None
