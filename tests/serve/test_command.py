@@ -20,7 +20,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
 from serve_support import PATH, WAIT, Quiet, answering
-from test_served_events import PROMPT, told_until_cleared
+from test_operations import PROMPT, told_until_cleared
 
 from hybridkv.cli import main
 from hybridkv.request import SamplingParams

@@ -1,9 +1,21 @@
-"""Health, the document, and the cache forgotten."""
+"""Health, the document, the cache forgotten; events of what is stored; the Python of pages on serving and events."""
 
+import re
 import socket
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
 
-from serve_support import LONG, PATH, Served
+import msgspec
+import pytest
+import zmq
+from serve_support import LONG, LONGEST, PATH, WAIT, Served, engine_of, serving
 
+from hybridkv.errors import ConfigError
+from hybridkv.kv_events import KVEventPublisher
+from hybridkv.runner import AsyncEngine, Engine, EngineOptions, load
+from hybridkv.runner.tiny import tiny_model
 from hybridkv.serve.server import listen
 
 
@@ -70,3 +82,99 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
         accepted, _ = listening.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+# -- events
+
+PROMPT = "a prompt of three blocks, each of sixteen tokens"
+
+
+@pytest.mark.parametrize(("model", "exact"), [("tiny:llama", False), ("tiny:qwen3_next", True)])
+def test_a_server_publishes_what_it_stores_and_forgets(model: str, exact: bool) -> None:
+    options = EngineOptions(kv_events=True, end_events=exact)
+    engine = Engine(load(model), memory="4MiB", max_model_len=LONGEST, options=options)
+    anywhere = "tcp://127.0.0.1:0"
+    with (
+        KVEventPublisher(engine.plan.config, anywhere, anywhere, exact=exact) as publisher,
+        serving(engine, events=publisher) as served,
+    ):
+        served.post("/v1/completions", prompt=PROMPT, max_tokens=2, cache_salt="mine")
+        assert served.client.post("/reset_prefix_cache").status_code == 200
+        assert publisher.replay_endpoint is not None
+        told_until_cleared(publisher.replay_endpoint)
+
+
+def told_until_cleared(replay_endpoint: str) -> None:
+    """The prompt's three blocks, and that they are gone."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(replay_endpoint)
+        events: list[dict[str, Any]] = []
+        while not events or events[-1]["type"] != "AllBlocksCleared":
+            socket.send_multipart((b"", (0).to_bytes(8, "big")))
+            events = []
+            while True:
+                assert socket.poll(int(WAIT * 1000))
+                _, _, number, batch = socket.recv_multipart()
+                if int.from_bytes(number, "big", signed=True) < 0:
+                    break
+                events += msgspec.msgpack.decode(batch)[1]
+    stored = [one for one in events if one["type"] == "BlockStored" and one["group_idx"] == events[0]["group_idx"]]
+    assert [token for one in stored for token in one["token_ids"]] == [*PROMPT.encode()]
+    assert {one["cache_salt"] for one in stored} == {"mine"}
+    assert stored[0]["block_size"] == 16
+
+
+def test_an_engine_without_events_has_none_to_tell() -> None:
+    class Nobody:
+        def publish(self, events: object) -> None:
+            raise NotImplementedError
+
+    with engine_of("llama") as engine, pytest.raises(ConfigError, match="kv_events=True"):
+        AsyncEngine(engine, events=Nobody())
+
+
+# -- pages
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def snippets(name: str) -> list[str]:
+    """Those that need more than is there: ``py``, where pages whose snippets run by themselves say ``python``."""
+    return re.findall(r"```py\n(.*?)```", (DOCS / name).read_text("utf-8"), re.DOTALL)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def test_a_client_of_openai_streams_and_hints(llama: Served) -> None:
+    snippet = "".join(snippets("serving.md"))
+    assert "http://127.0.0.1:8000" in snippet
+    said = StringIO()
+    with redirect_stdout(said):
+        exec(snippet.replace("http://127.0.0.1:8000", llama.url), {})  # noqa: S102 - our own page
+    assert len(said.getvalue()) > 3
+    assert "hints" in snippet
+
+
+def test_events_are_published() -> None:
+    snippet, _ = snippets("events.md")
+    for port in ("5557", "5558"):
+        assert port in snippet
+        snippet = snippet.replace(port, str(free_port()))
+    names: dict[str, object] = {"model": tiny_model("llama")}
+    exec(snippet, names)  # noqa: S102 - our own page
+    names["engine"].close()  # type: ignore[attr-defined]  # made by the snippet
+
+
+def test_exact_events_are_published() -> None:
+    before, exact = snippets("events.md")
+    imports = "".join(line + "\n" for line in before.splitlines() if line.startswith("from "))
+    assert "exact=True" in exact
+    names: dict[str, object] = {"model": tiny_model("llama")}
+    exec(imports + exact.replace("5557", str(free_port())), names)  # noqa: S102 - our own page
+    names["publisher"].close()  # type: ignore[attr-defined]  # made by the snippet
+    names["engine"].close()  # type: ignore[attr-defined]  # same
