@@ -16,7 +16,7 @@ from hybridkv.testing.event_follower import same
 from oracles import Rig, RigOptions, random_natural_options, random_options, random_run
 from oracles.cache import OracleRequest
 from oracles.misses import WhyMissed
-from oracles.rig_request import RigRequest
+from oracles.rig import RigRequest
 
 pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 

@@ -152,7 +152,7 @@ def test_random_runs_with_hints(monkeypatch: pytest.MonkeyPatch) -> None:
         promised.update(promise_of(request, tokens) for tokens in range(1, request.num_tokens))
         return request
 
-    monkeypatch.setattr(sys.modules["oracles.rig_request"], "Request", hinted)
+    monkeypatch.setattr(sys.modules["oracles.rig"], "Request", hinted)
     for seed in range(how_many(4)):
         random = Random(f"hints {seed}")
         random_run(Twins(random_natural_options(random, MODELS["full and states"]), PAIR), random)

@@ -11,8 +11,7 @@ from oracles.cache import OracleCache, OracleHit, OracleRequest
 from oracles.pool import OraclePool
 from oracles.random_models import random_limits, random_natural_options, random_options, random_specs
 from oracles.random_run import random_run
-from oracles.rig import Rig
-from oracles.rig_options import RigOptions
+from oracles.rig import Rig, RigOptions
 from oracles.scheduler import Oracle
 
 __all__ = [

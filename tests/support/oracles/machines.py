@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hybridkv.extra_keys import EncoderInput
-from oracles.rig import Rig
-from oracles.rig_options import RigOptions
+from oracles.rig import Rig, RigOptions
 from oracles.strategies import INPUTS, SALTS, natural_rig_options, prompts, rig_options, stop_token_ids, verdicts
 
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.testing.model import DigestModel
 from oracles.cache import OracleHit, OracleRequest
-from oracles.drafts import tell
 from oracles.groups import ScratchStateGroup
 from oracles.natural_cache import NaturalCache, as_asked
 from oracles.scheduler import Oracle
-from oracles.steps import Entry, OracleStep
+from oracles.steps import Entry, OracleStep, tell
 
 
 class NaturalOracle(Oracle):

@@ -10,7 +10,7 @@ from typing import Any
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import EncoderOnlyAttentionSpec, KVCacheSpec, MambaSpec, SinkFullAttentionSpec
 from hybridkv.testing.configs import chunk_spec, cross_spec, full_spec, state_spec, window_spec
-from oracles.rig_options import RigOptions
+from oracles.rig import RigOptions
 
 _KINDS = {"full": 8, "window": 6, "chunk": 3, "state": 7, "sink": 1, "scratch": 0.7, "cross": 0.3, "encoder_only": 0.7}
 _SIZES = ((1,), (2,), (3,), (4,), (1, 2, 4), (2, 4), (2, 6), (3, 6), (4, 8), (1, 3), (4, 12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
@@ -13,19 +14,18 @@ from hybridkv.cache.placement import Placement, placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.planner.config import KVCacheConfig
-from hybridkv.request import Request
-from hybridkv.schedule import FinishReason, Scheduler
-from hybridkv.specs import Keeps
+from hybridkv.request import Hasher, Request, SamplingParams
+from hybridkv.schedule import FinishReason, Scheduler, SchedulerLimits
+from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Step, StepResult
+from hybridkv.testing.configs import full_spec, model_config, natural_model_config
 from hybridkv.testing.event_follower import DifferenceError, EventFollower, same
 from hybridkv.testing.fake_worker import ContentError, FakeWorker, digest_model
+from hybridkv.testing.model import Origin
 from oracles.cache import OracleCache, OracleRequest
-from oracles.comparison import Comparison
-from oracles.comparison_natural import NaturalComparison
+from oracles.comparison import Comparison, NaturalComparison
 from oracles.natural import NaturalOracle, branch_of
 from oracles.natural_cache import NaturalCache
-from oracles.rig_options import RigOptions
-from oracles.rig_request import RigRequest
 from oracles.scheduler import Oracle
 from oracles.steps import OracleStep
 
@@ -328,3 +328,125 @@ class Rig:
         for group, block, prefix in self.comparison.readable(moved=not self._flights):
             if not self.worker.holds(group, block, prefix):
                 raise ContentError(f"block {block} of group {group} can be hit but does not hold the end of {prefix}")
+
+
+@dataclass(frozen=True, slots=True)
+class RigOptions:
+    """What a Rig is built of. num_blocks: the null block included. specs: one a group.
+
+    block_sizes: of as many groups of full attention, where no specs are given. dcp, pcp: context parallel sizes; what
+    is read is checked on a single rank only. blocks_per_slab: of every group, for the natural layout, whose slabs
+    ``num_blocks`` then counts; kernel_blocks: of every group, where a block is more than one. placement: its name,
+    as in a plan. remembered_losses: as of the manager.
+    """
+
+    num_blocks: int = 16
+    block_sizes: tuple[int, ...] = (4,)
+    max_model_len: int = 40
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+    caching: bool = True
+    events: bool = False
+    layers_per_group: int = 1
+    vocabulary: int = 4
+    specs: tuple[KVCacheSpec, ...] = ()
+    eagle: bool = False
+    dcp: int = 1
+    pcp: int = 1
+    blocks_per_slab: tuple[int, ...] = ()
+    kernel_blocks: tuple[int, ...] = ()
+    placement: str = "ends"
+    remembered_losses: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Context parallel ranks."""
+        return self.dcp * self.pcp
+
+    def with_drafts(self, drafts: int) -> RigOptions:
+        """The same with up to ``drafts`` drafts of a row in a step, and blocks for their states.
+
+        Fewer in the reference layout, where states are kept every few tokens.
+        """
+        if not self.blocks_per_slab:
+            kept = [spec for spec in self.specs if isinstance(spec, MambaSpec) and spec.cache_mode == "align"]
+            drafts = min([drafts, *(spec.block_size - 1 for spec in kept)])
+        specs = tuple(
+            replace(spec, num_speculative_blocks=max(drafts, spec.num_speculative_blocks))
+            if isinstance(spec, MambaSpec)
+            else spec
+            for spec in self.specs
+        )
+        return replace(self, specs=specs, limits=replace(self.limits, num_speculative_tokens=drafts))
+
+    @property
+    def config(self) -> KVCacheConfig:
+        """A config with these groups; strides are larger than pages."""
+        specs = self.specs or tuple(full_spec(size) for size in self.block_sizes)
+        if self.blocks_per_slab:
+            return natural_model_config(
+                self.num_blocks,
+                specs,
+                self.blocks_per_slab,
+                layers_per_group=self.layers_per_group,
+                kernel_blocks=self.kernel_blocks,
+            )
+        return model_config(self.num_blocks, specs, layers_per_group=self.layers_per_group, gap_bytes=8)
+
+
+@dataclass(frozen=True, slots=True)
+class RigRequest:
+    """What is asked of both. reads, writes: whether it uses the prefix cache. n: outputs wanted.
+
+    encoder: its digest is text.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    salt: str | None = None
+    priority: int = 0
+    arrival_time: float = 0.0
+    reads: bool = True
+    writes: bool = True
+    marks: tuple[int, ...] = ()
+    n: int = 1
+    encoder: EncoderInput | None = None
+
+    def request(self, name: str, hasher: Hasher | None) -> Request:
+        """For the scheduler."""
+        return Request(
+            name,
+            self.prompt,
+            SamplingParams(max_tokens=self.max_tokens, stop_token_ids=self.stop_token_ids, n=self.n),
+            hasher=hasher,
+            cache_salt=self.salt,
+            eos_token_ids=self.eos_token_ids,
+            arrival_time=self.arrival_time,
+            priority=self.priority,
+            skip_reading_prefix_cache=not self.reads,
+            skip_writing_prefix_cache=not self.writes,
+            marks=self.marks,
+            encoder=self.encoder,
+        )
+
+    @property
+    def origin(self) -> Origin:
+        """What tells its tokens from equal ones."""
+        return self.salt if self.encoder is None else (self.salt, str(self.encoder.digest))
+
+    def expected(self, name: str, max_model_len: int) -> OracleRequest:
+        """For the oracle."""
+        return OracleRequest(
+            name,
+            list(self.prompt),
+            len(self.prompt),
+            limit=min(len(self.prompt) + self.max_tokens, max_model_len),
+            stops=frozenset(self.stop_token_ids + self.eos_token_ids),
+            salt=self.origin,
+            encoder=0 if self.encoder is None else self.encoder.num_tokens,
+            priority=self.priority,
+            reads=self.reads,
+            writes=self.writes,
+            marks=tuple(sorted(self.marks)),
+        )

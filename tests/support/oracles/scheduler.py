@@ -20,8 +20,7 @@ from collections.abc import Callable
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.testing.model import DigestModel
 from oracles.cache import Cell, OracleCache, OracleHit, OracleRequest
-from oracles.drafts import keep_drafts, tell, verdict
-from oracles.steps import Entry, OracleStep, lost_in_flight, split_chunk
+from oracles.steps import Entry, OracleStep, keep_drafts, lost_in_flight, split_chunk, tell, verdict
 
 _NOT_YET = 1 << 60
 MOST_REFUSALS = 16

@@ -11,7 +11,7 @@ from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec, MambaSpec
 from hybridkv.testing.configs import ENCODERS
 from oracles.random_models import PLACEMENTS, specs_of
-from oracles.rig_options import RigOptions
+from oracles.rig import RigOptions
 
 SALTS = st.sampled_from((None, None, None, "tenant"))
 INPUTS = st.sampled_from((*ENCODERS, *ENCODERS, None))

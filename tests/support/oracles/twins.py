@@ -20,9 +20,7 @@ from hybridkv.step import Step
 from hybridkv.testing.event_follower import same
 from hybridkv.testing.fake_worker import FakeWorker, digest_model
 from hybridkv.wire import encode_step
-from oracles.rig import Rig
-from oracles.rig_options import RigOptions
-from oracles.rig_request import RigRequest
+from oracles.rig import Rig, RigOptions, RigRequest
 
 
 @dataclass(frozen=True, slots=True)
