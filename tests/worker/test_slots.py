@@ -1,5 +1,3 @@
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -159,24 +157,6 @@ def test_what_lies_behind_the_slots_is_minus_one(through_torch: bool) -> None:
 
 
 # -- what cannot be
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda t: t.compute_slot_mapping([0.5], [0]),
-        lambda t: t.compute_slot_mapping([0], np.array([1.5])),
-        lambda t: t.compute_slot_mapping([[0]], [[0]]),
-        lambda t: t.append_row([1.5], 0),
-        lambda t: t.write_cells([True], [0], [1]),
-    ],
-)
-def test_only_integers_in_one_dimension(call: Callable[[BlockTable], None]) -> None:
-    table = BlockTable(4, 2, 2, 8)
-    with pytest.raises(WorkerError, match="integers in one dimension"):
-        call(table)
-    assert not table.get_numpy_array().any()
-    assert (table.slot_mapping_np == -1).all()
 
 
 @pytest.mark.parametrize(

@@ -623,17 +623,8 @@ def _shift_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
     tl.store(base + tl.load(destination + copy) * block_stride + cell, values, mask=kept)
 
 
-def _copy_blocks(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-    """One launch. stack: [layers, blocks, elements], elements side by side."""
-    _write_blocks(stack, source, destination, zero=False)
-
-
-def _zero_blocks(stack: torch.Tensor, blocks: torch.Tensor) -> None:
-    """One launch."""
-    _write_blocks(stack, blocks, blocks, zero=True)
-
-
-def _write_blocks(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor, *, zero: bool) -> None:
+def _write_blocks(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor, *, zero: bool = False) -> None:
+    """One launch. stack: [layers, blocks, elements], elements side by side. zero: in place of what ``source`` holds."""
     layers, _, elements = stack.shape
     if not len(source):
         return
@@ -667,5 +658,7 @@ def _shift_columns(stack: torch.Tensor, shifts: Shifts) -> None:
     )
 
 
-TRITON: Final = CopyKernels(_copy_blocks, _shift_columns, _zero_blocks)
+TRITON: Final = CopyKernels(
+    _write_blocks, _shift_columns, lambda stack, blocks: _write_blocks(stack, blocks, blocks, zero=True)
+)
 """On a GPU, or on the CPU where Triton's interpreter is switched on (TRITON_INTERPRET=1 before it is imported)."""
