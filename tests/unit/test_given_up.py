@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hybridkv.cache.journal import Observers
-from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.spaces.slabs import SlabSpace
-from hybridkv.eviction.blocks import BlockNeeds
 from hybridkv.planner.config import ALIGNMENT_BYTES, SlabClass, SlabLayout
 
 Ids = NDArray[np.int32]
@@ -48,13 +45,6 @@ def test_what_is_given_up_goes_first_and_of_it_what_came_last() -> None:
     order = [space.make_room(0, nobody(space)).evicted.tolist()[0] for _ in range(4)]
     assert order == ids[[5, 2, 3, 0]].tolist()
     assert space.given == [0, 0]
-
-
-def test_what_is_given_up_is_to_spare() -> None:
-    space = space_of(6, 4, 1)
-    space.give_up(cached(space, 0, 11))
-    assert [space.has_spare(n, 0) for n in (12, 13)] == [True, False]  # a hole among them
-    assert not space.has_spare(1, 1)
 
 
 def test_what_is_kept_again_is_the_youngest() -> None:
@@ -152,38 +142,3 @@ def build(space: SlabSpace, random: Random) -> None:
             space.append(ids)
             if random.random() < 0.6:
                 space.give_up(ids[: random.randrange(len(ids) + 1)])
-
-
-# -- counted
-
-
-def test_released_blocks_that_nobody_needs_are_given_up() -> None:
-    space = space_of(2, 4)
-    needs = BlockNeeds(space, [1])
-    pool = BlockPool(space.num_blocks, space=space, observers=Observers(needs=needs))
-    ids = pool.get_new_blocks(4)
-    pool.publish(0, ids, [bytes([i]) for i in range(4)])
-    needs.add(ids[:2], 0)
-    assert pool.last_releases(ids) is None
-    assert pool.last_releases(ids[:2]) is not None
-    pool.free_blocks(ids)
-    assert np.flatnonzero(space.given_up()).tolist() == ids[2:].tolist()
-    assert needs.drop(ids[:1]).tolist() == ids[:1].tolist()
-    needs.add(ids[3:], 0)
-    assert not space.given_up()[ids[3]]
-
-
-def test_a_block_that_loses_its_key_is_needed_by_nobody() -> None:
-    space = space_of(2, 4)
-    needs = BlockNeeds(space, [1])
-    pool = BlockPool(space.num_blocks, space=space, observers=Observers(needs=needs))
-    ids = pool.get_new_blocks(3)
-    pool.publish(0, ids, [b"a", b"b", b"c"])
-    needs.add(ids[:2], 0)
-    pool.evict_blocks(ids[1:])
-    needs.follow(np.array([[int(ids[1]), 7]]))
-    assert (needs.take_lost(), needs.take_lost()) == ({7: 1}, {})  # it moved before anybody asked
-    pool.free_blocks(ids)
-    assert pool.reset_prefix_cache()
-    assert needs.cleared == 1
-    assert not needs.counts.any()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.index import KnownTokens, add_known, leading_known
 from hybridkv.cache.placement import EndsPlacement
-from hybridkv.errors import CacheError
 from hybridkv.eviction import HAZARD, ranked
 from hybridkv.eviction.ranked import RankedResumePoints
 from hybridkv.eviction.ranking import Kind, ResumePoint
@@ -206,38 +204,3 @@ def test_what_a_caller_evicts_is_no_end_any_longer() -> None:
     cache.cache.check()
     assert cache.ends() == []
     assert cache.run(chat(1)) == 0
-
-
-# -- faults
-
-
-def is_caught(cache: Cache) -> bool:
-    try:
-        cache.cache.check()
-    except CacheError:
-        return True
-    return False
-
-
-def loses_a_need(cache: Cache) -> None:
-    counts = cache.kept._needs.counts
-    counts[np.flatnonzero(counts)[0]] -= 1
-
-
-def keeps_what_nobody_needs(cache: Cache) -> None:
-    space = cache.kept._space
-    given = np.flatnonzero(space.given_up())
-    assert given.size
-    space.keep(given)
-
-
-@pytest.mark.parametrize("fault", [loses_a_need, keeps_what_nobody_needs])
-def test_check_sees_what_is_wrong(fault: Callable[[Cache], None]) -> None:
-    cache = Cache(slabs=12)
-    cache.run(chat(1))
-    cache.run(chat(1, 2))
-    cache.run(chat(2))
-    cache.kept._release(cache.node(13), cache.now)
-    assert not is_caught(cache)
-    fault(cache)
-    assert is_caught(cache)

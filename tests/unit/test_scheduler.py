@@ -68,29 +68,6 @@ def ended(outcome: Outcome) -> list[tuple[str, str]]:
     return [(one.request.request_id, str(one.reason)) for one in outcome.finished]
 
 
-# -- what a Step says
-
-
-def test_a_step_of_new_rows() -> None:
-    sched = scheduler(budget=6)
-    sampling = SamplingParams(max_tokens=3, temperature=0.5, seed=4)
-    sched.add(Request("a", range(1, 6), sampling, hasher=sched.cache.hasher))
-    step = sched.schedule()
-    assert (step.id, step.after, len(step), step.num_tokens) == (0, -1, 1, 5)
-    assert step.token_ids[0].tolist() == [1, 2, 3, 4, 5]
-    assert step.cells.group.tolist() == step.cells.row.tolist() == [0, 0]
-    assert (step.cells.column.tolist(), step.cells.block.tolist()) == ([0, 1], [1, 2])
-    (new,) = step.new_rows
-    assert (new.row, new.request_id, new.num_prompt_tokens, new.sampling) == (0, "a", 5, sampling)
-    assert new.token_ids.tolist() == [1, 2, 3, 4, 5]
-    assert [a.dtype.name for a in (step.rows, step.num_computed, step.num_scheduled, new.token_ids)] == ["int32"] * 4
-    assert (step.finished_rows.tolist(), step.copies, len(step.drafts)) == ([], (), 1)
-    update(sched, step)
-    second = sched.schedule()
-    assert (second.id, second.after) == (1, 0)
-    assert (second.token_ids[0].tolist(), len(second.cells), second.new_rows) == ([TOKEN], 0, ())
-
-
 # -- ends
 
 
@@ -250,24 +227,6 @@ def test_an_abort_is_for_the_request_that_was_there(monkeypatch: pytest.MonkeyPa
 
 
 # -- failure
-
-
-def test_a_failed_step_never_happened() -> None:
-    sched = scheduler(events=True)
-    request = add(sched, "a", range(9))
-    step = sched.schedule()
-    sched.fail(step.id, "broken")
-    sched.check()
-    assert (request.num_computed_tokens, sched.num_waiting, sched.cache.usage) == (0, 1, 0.0)
-    assert sched.cache.get_computed_blocks(Request("b", range(9), hasher=sched.cache.hasher))[1] == 0
-    assert sched.cache.take_events() == []
-    again = sched.schedule()
-    assert (again.id, again.after, again.finished_rows.tolist()) == (1, -1, [0])
-    assert again.num_computed.tolist() == [0]
-    update(sched, again)
-    assert request.num_preemptions == 0
-    assert sched.statistics().failed_steps == 1
-    assert sched.statistics().computed_tokens == 9
 
 
 def test_failing_what_is_not_in_flight() -> None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hybridkv.cache.spaces.slab_holes import BUCKETS, QUEUES, SlabHoles
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import BlockError, CacheError
 from hybridkv.planner.config import ALIGNMENT_BYTES, SlabClass, SlabLayout
@@ -232,20 +231,16 @@ def test_what_fits_can_be_taken_and_nothing_else(
     twins.compare()
 
 
-def random_twins(seed: int) -> Twins:
-    """After a random history that ends with blocks in every state, a locked one among them, and free slabs."""
-    random = Random(seed)
-    ks = [random.randint(2, 9), random.randint(1, 70), random.randint(1, 4)]
-    twins = Twins(random.randint(4, 9), ks)
-    for event in random_history(60, seed):
-        twins.act(event)
-    return twins
-
-
 def test_random_histories_meet_everything() -> None:
+    """Blocks in every state, a locked one among them, and free slabs."""
     met: Counter[str] = Counter()
     for seed in range(20):
-        met += random_twins(seed).met
+        random = Random(seed)
+        ks = [random.randint(2, 9), random.randint(1, 70), random.randint(1, 4)]
+        twins = Twins(random.randint(4, 9), ks)
+        for event in random_history(60, seed):
+            twins.act(event)
+        met += twins.met
     expected = {"append", "prepend", "remove", "age_first", "lock", "unlock", "evicted", "moved", "none"}
     assert {what for what, count in met.items() if count > 10} >= expected
 
@@ -353,27 +348,3 @@ def test_corruption_is_reported(message: str) -> None:
     twins = rich_twins()
     CORRUPTIONS[message](twins.space, twins.ref)
     assert re.search(message, "\n".join(twins.space.check(twins.ref, twins.keyed())))
-
-
-def other_hysteresis(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlabSpace, "_much_older", lambda space, giver, own: space.oldest_stamp(giver) < own)
-
-
-def other_giver(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        SlabSpace,
-        "_oldest_giver",
-        lambda space, of: max((one for one in space._givers(of) if space.cached[one]), default=None),
-    )
-
-
-def other_order(patch: pytest.MonkeyPatch) -> None:
-    queues = range(BUCKETS, QUEUES)
-    patch.setattr(SlabHoles, "fullest_pinned", lambda self, of: self._first(of * QUEUES + queue for queue in queues))
-
-
-@pytest.mark.parametrize("other", [other_hysteresis, other_giver, other_order])
-def test_another_rule_is_noticed(other: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    other(monkeypatch)
-    with pytest.raises(AssertionError):
-        deque(map(random_twins, range(100)), maxlen=0)
