@@ -23,13 +23,13 @@ from hybridkv.runner.sampling.logprobs import TokenLogprob
 from hybridkv.schedule import FinishReason
 from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, ResponseBody, StreamOptions, TemplateBody
 from hybridkv.serve.front import Front
-from hybridkv.serve.generation import Asked, Event
+from hybridkv.serve.generation import Asked, event
 from hybridkv.serve.tokens import TokenTexts
 
 DEFAULT_MAX_TOKENS: Final = 16
 LEAST: Final = -9999.0
 """What is said of a token that cannot come: JSON knows no infinity."""
-DONE: Final = Event("[DONE]")
+DONE: Final = event("[DONE]")
 
 
 async def ask_completion(front: Front, body: CompletionBody, request: Request) -> Asked:
@@ -260,20 +260,20 @@ class ChoicesForm:
         self._prompt_tokens, self._output_tokens = sum(map(len, asked.prompts)), 0
         self._cached: int | None = None
 
-    def begin(self) -> Iterable[Event]:
+    def begin(self) -> Iterable[bytes]:
         """Nothing comes first."""
         return ()
 
-    def part(self, choice: int, new: Increment) -> Iterable[Event]:
+    def part(self, choice: int, new: Increment) -> Iterable[bytes]:
         """Tell what is new of an output, if anything is: nothing may be for a part of a character."""
         told = self._choice(choice, new)
         if new.text or any(told.get(name) for name in ("text", "finish_reason", "logprobs")) or "token_ids" in told:
-            yield Event(self._chunk(told))
+            yield event(self._chunk(told))
 
-    def end(self) -> Iterable[Event]:
+    def end(self) -> Iterable[bytes]:
         """Tell the counts, where they are asked for; then that it is over."""
         if self._stream.include_usage:
-            yield Event(self._answer(self.kinds[1], []) | {"usage": self._usage()})
+            yield event(self._answer(self.kinds[1], []) | {"usage": self._usage()})
         yield DONE
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
@@ -382,12 +382,12 @@ class ChatForm(ChoicesForm):
         last = asked.prompts[0][-1]
         self._writers = [RecordWriter(self._texts, last) for _ in range(asked.sampling.n)]
 
-    def begin(self) -> Iterable[Event]:
+    def begin(self) -> Iterable[bytes]:
         """Tell whose turn it is, of every output."""
         for number in range(self._asked.sampling.n):
             delta: Delta = {"role": "assistant", "content": ""}
             chunk = self._chunk({"index": number, "delta": delta, "logprobs": None, "finish_reason": None})
-            yield Event(self._with_prompt(chunk))
+            yield event(self._with_prompt(chunk))
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         """Tell all outputs at once."""
@@ -471,20 +471,20 @@ class ResponseForm:
         self._sent = 0
         self._done: Completion | None = None
 
-    def begin(self) -> Iterable[Event]:
+    def begin(self) -> Iterable[bytes]:
         """Tell of a response, a message in it, a text in that: all empty."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress", None))
         yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None))
         yield self._at_text("response.content_part.added", part=_text(""))
 
-    def part(self, choice: int, new: Increment) -> Iterable[Event]:  # noqa: ARG002  # there is one output
+    def part(self, choice: int, new: Increment) -> Iterable[bytes]:  # noqa: ARG002  # there is one output
         """Tell what is new of the text."""
         self._done = new.completion
         if new.text:
             yield self._at_text("response.output_text.delta", delta=new.text, logprobs=[])
 
-    def end(self) -> Iterable[Event]:
+    def end(self) -> Iterable[bytes]:
         """Tell all of it once more."""
         done = self._done
         text, status = ("" if done is None else done.text or ""), _status(done)
@@ -497,12 +497,12 @@ class ResponseForm:
         """Tell the output at once."""
         return self._response(_status(done[0]), done[0])
 
-    def _event(self, kind: str, **fields: object) -> Event:
+    def _event(self, kind: str, **fields: object) -> bytes:
         made = {"type": kind, "sequence_number": self._sent, **fields}
         self._sent += 1
-        return Event(made, kind)
+        return event(made, kind)
 
-    def _at_text(self, kind: str, **fields: object) -> Event:
+    def _at_text(self, kind: str, **fields: object) -> bytes:
         return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
 
     def _message(self, status: Status, text: str | None) -> OutputMessage:

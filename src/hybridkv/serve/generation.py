@@ -84,32 +84,25 @@ Part = tuple[int, Increment]
 """The number of an output among all outputs of the body, and what is new of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One of a stream. name: as server-sent events have it, None for none."""
-
-    data: object
-    name: str | None = None
-
-    def encoded(self) -> bytes:
-        """Return the event as it is sent."""
-        data = self.data.encode() if isinstance(self.data, str) else to_json(self.data)
-        named = b"" if self.name is None else b"event: %b\n" % self.name.encode()
-        return b"%bdata: %b\n\n" % (named, data)
+def event(data: object, name: str | None = None) -> bytes:
+    """Return one event of a stream as it is sent. name: as server-sent events have it, None for none."""
+    said = data.encode() if isinstance(data, str) else to_json(data)
+    named = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (named, said)
 
 
 class Form(Protocol):
     """How the outputs of one answer are told."""
 
-    def begin(self) -> Iterable[Event]:
+    def begin(self) -> Iterable[bytes]:
         """Return the events before everything."""
         ...
 
-    def part(self, choice: int, new: Increment) -> Iterable[Event]:
+    def part(self, choice: int, new: Increment) -> Iterable[bytes]:
         """Return the events of what is new of an output."""
         ...
 
-    def end(self) -> Iterable[Event]:
+    def end(self) -> Iterable[bytes]:
         """Return the events after everything."""
         ...
 
@@ -236,7 +229,7 @@ class Answer(Response):
             if not self._begun:
                 raise refused from error
             # whatever it is, the client must hear of it: the status is sent
-            await _send(send, [Event(refused.body)], more=False)
+            await _send(send, [event(refused.body)], more=False)
 
     @contextmanager
     def _generated(self, receive: Receive) -> Iterator[Generation]:
@@ -257,7 +250,7 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
         events = [*self._form.begin()]
         while parts:
-            events += [event for choice, new in parts for event in self._form.part(choice, new)]
+            events += [one for choice, new in parts for one in self._form.part(choice, new)]
             if generation.ended:
                 break  # the end goes with the last part
             await _send(send, events, more=True)
@@ -274,9 +267,9 @@ class Answer(Response):
         return JSONResponse(whole)
 
 
-async def _send(send: Send, events: Iterable[Event], *, more: bool) -> None:
+async def _send(send: Send, events: Iterable[bytes], *, more: bool) -> None:
     """``events`` in one message, if there are any. more: some may follow."""
-    body = b"".join(one.encoded() for one in events)
+    body = b"".join(events)
     if body or not more:
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
