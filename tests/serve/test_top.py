@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from io import StringIO
 
@@ -47,6 +48,9 @@ LATER = (
     .replace('hits_total{model_name="m"} 250.0', 'hits_total{model_name="m"} 340.0')
     .replace('generation_tokens_total{model_name="m"} 100.0', 'generation_tokens_total{model_name="m"} 120.0')
 )
+
+
+look = partial(top.top_command, every=1.0, once=True, api_key=None)
 
 
 def drawn(view: top.View) -> list[str]:
@@ -96,7 +100,7 @@ def test_quantiles_lie_in_the_right_bucket(times: list[float], share: float) -> 
 def test_a_server_beside_its_own_counts(llama: Served, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         llama.post(PATH, prompt="a prompt that comes twice, of two blocks", max_tokens=6, ignore_eos=True)
-    assert top.top_command(url=llama.url, once=True) == 0
+    assert look(url=llama.url) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     now = llama.statistics
     groups = llama.front.engine._engine.cache.statistics().groups
@@ -122,7 +126,7 @@ def test_it_goes_on_in_a_terminal(llama: Served, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(top, "console", lambda: Console(file=out, force_terminal=True, width=80))
     monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(EnoughError):
-        top.top_command(url=llama.url, every=0.1)
+        look(url=llama.url, every=0.1, once=False)
     assert out.getvalue().count("found in the cache") >= 3
 
 
@@ -131,8 +135,8 @@ def test_keys(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(engine_of("llama"), ServeOptions(keys=keys, metrics_prefix="vllm")) as served:
         for key, status in ((None, "401 Unauthorized"), ("sk-one", "403 Forbidden")):
             with pytest.raises(ConfigError, match=f"answers {status}: name a key without a salt in HYBRIDKV_API_KEY"):
-                top.top_command(url=served.url, once=True, api_key=key)
-        assert top.top_command(url=f"{served.url}/metrics", once=True, api_key="sk-all") == 0
+                look(url=served.url, api_key=key)
+        assert look(url=f"{served.url}/metrics", api_key="sk-all") == 0
     assert "running" in capsys.readouterr().out
 
 
@@ -151,7 +155,7 @@ class Other(Quiet, BaseHTTPRequestHandler):
 )
 def test_what_is_no_such_server(path: str, said: str) -> None:
     with answering(Other) as there, pytest.raises(ConfigError, match=said):
-        top.top_command(url=there + path, once=True)
+        look(url=there + path)
 
 
 @contextmanager
@@ -176,11 +180,11 @@ def asked(to: str | None = None) -> Iterator[tuple[str, list[str | None]]]:
 def test_a_key_goes_to_no_other_server(capsys: pytest.CaptureFixture[str]) -> None:
     with asked() as (other, keys), asked(other) as (url, _):
         with pytest.raises(ConfigError, match=f"sends on to '{other}', which does not get the key"):
-            top.top_command(url=url, once=True, api_key="sk-all")
+            look(url=url, api_key="sk-all")
         assert keys == []
-        assert top.top_command(url=url, once=True) == 0
+        assert look(url=url) == 0
         assert keys == [None]
-        assert top.top_command(url=other, once=True, api_key="sk-all") == 0
+        assert look(url=other, api_key="sk-all") == 0
         assert keys[1:] == ["Bearer sk-all"] * 2
     assert "running" in capsys.readouterr().out
 
@@ -190,14 +194,14 @@ def test_a_key_goes_to_no_other_server(capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ConfigError, match="is no address of a server"):
-        top.top_command(url=url, once=True)
+        look(url=url)
 
 
 def test_nobody_there() -> None:
     with answering(Other) as there:
         pass
     with pytest.raises(ConfigError, match=r"cannot read http://127.0.0.1:\d+/metrics: .* is a server there\?"):
-        top.top_command(url=there, once=True)
+        look(url=there)
 
 
 # -- `hybridkv doctor`

@@ -219,10 +219,10 @@ class Terminal:
 
     def ends_by(self, key: str) -> int:
         """Its exit status. The key is pressed again where it came before the line editor listened for signals."""
-        for _ in range(20):
+        for _ in range(6):
             self.type(key)
             try:
-                return self.process.wait(3)
+                return self.process.wait(10)  # a second signal at the interpreter's own end would kill it
             except subprocess.TimeoutExpired:
                 continue
         raise AssertionError(self.said)

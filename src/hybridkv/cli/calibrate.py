@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from hybridkv.cli.engine_options import AttentionOption, ModelOptions
+from hybridkv.cli.engine_options import ModelOptions, attention_option
 from hybridkv.cli.options import cache_option, output_option, run_option
 from hybridkv.cli.output import console, progress_bar, table
 from hybridkv.errors import ConfigError
@@ -41,11 +41,11 @@ _LONGEST: Final = 2048
 def calibrate_command(
     *,
     model: ModelOptions,
-    out: Annotated[Path, output_option("Where the machine is written, TOML.", metavar="FILE")] = Path("machine.toml"),
-    memory: Annotated[str, cache_option("For the cache: 8GiB, or bytes.")] = "2GiB",
-    repeat: Annotated[int, run_option("Runs of each shape; the fastest counts.", min=1, max=MOST_COUNT)] = 3,
-    scale: Annotated[int, run_option("Multiplies the prompts: a GPU needs long ones to be busy.", min=1, max=1024)] = 1,
-    attention: AttentionOption = "gather",
+    out: Path = output_option("Where the machine is written, TOML.", metavar="FILE", default=Path("machine.toml")),
+    memory: str = cache_option("For the cache: 8GiB, or bytes.", default="2GiB"),
+    repeat: int = run_option("Runs of each shape; the fastest counts.", min=1, max=MOST_COUNT, default=3),
+    scale: int = run_option("Multiplies the prompts: a GPU needs long ones to be busy.", min=1, max=1024, default=1),
+    attention: str = attention_option(),
 ) -> None:
     """Measure this machine through the engine: a few prompts and decodes, and what was held back.
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from hybridkv.cli.engine_options import ModelOptions, SamplingOptions, SystemOption
+from hybridkv.cli.engine_options import ModelOptions, SamplingOptions, system_option
 from hybridkv.cli.options import cache_option
 from hybridkv.cli.outcome import INTERRUPTED, printable, printable_lines
 from hybridkv.errors import ConfigError
@@ -39,9 +39,9 @@ HELP: Final = (
 def chat_command(
     *,
     model: ModelOptions,
-    system: SystemOption = None,
-    sampling: SamplingOptions = SamplingOptions(max_new_tokens=256),  # noqa: B008  # its fields' defaults
-    memory: Annotated[str | None, cache_option("For the cache: 64MiB, or bytes.", show_default="1GiB")] = None,
+    system: str | None = system_option(),
+    sampling: SamplingOptions = SamplingOptions(max_new_tokens=256),  # its fields' defaults
+    memory: str | None = cache_option("For the cache: 64MiB, or bytes.", show_default="1GiB"),
 ) -> int:
     """Talk with a model: its answers as they come, and how much of each turn was in the cache."""
     params = sampling.params()

@@ -34,15 +34,12 @@ def doctor_command(
         ),
     ],
     options: RunOptions,
-    api_key: Annotated[
-        str | None,
-        request_option(
-            "For a server with keys: one without a salt; better named in the environment.",
-            envvar="HYBRIDKV_API_KEY",
-            show_default="none",
-        ),
-    ] = None,
-    as_json: Annotated[bool, output_option("Print it as JSON.", "--json")] = False,
+    api_key: str | None = request_option(
+        "For a server with keys: one without a salt; better named in the environment.",
+        envvar="HYBRIDKV_API_KEY",
+        show_default="none",
+    ),
+    as_json: bool = output_option("Print it as JSON.", "--json", default=False),
 ) -> None:
     """Say what is wrong, the figure that shows it, and what to change; of a trace, with the replay that proves it."""
     diagnosis = _diagnosis(subject, options, api_key)

@@ -9,9 +9,18 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-from hybridkv.cli.options import Eviction, NoPrefixCaching, Shares, ShortShare, model_option, request_option, run_option
+from hybridkv.cli.options import (
+    eviction_option,
+    model_option,
+    no_prefix_caching_option,
+    request_option,
+    run_option,
+    shares_option,
+    short_share_option,
+)
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import TenantShares
 from hybridkv.request import SamplingParams
@@ -26,18 +35,18 @@ _DRAFTS: Final = 4
 _MOST_RUNNING: Final = 1 << 16
 """Requests at once: rows are columns of memory."""
 
-AttentionOption = Annotated[str, run_option("gather, eager, triton or torch.", metavar="NAME")]
-SystemOption = Annotated[str | None, request_option("A conversation's first message, where it has none such.")]
+attention_option: Final = partial(run_option, "gather, eager, triton or torch.", metavar="NAME", default="gather")
+system_option: Final = partial(request_option, "A conversation's first message, where it has none such.")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """The model that a command runs."""
 
-    model: Annotated[str, model_option("A folder or .gguf file, ORG/NAME on the hub, or tiny:NAME (tiny:? lists).")]
-    trust_remote_code: Annotated[
-        bool, model_option("Run Python code that model folders hold; else none ever runs.", "--trust-remote-code")
-    ] = False
+    model: str = model_option("A folder or .gguf file, ORG/NAME on the hub, or tiny:NAME (tiny:? lists).", default=...)
+    trust_remote_code: bool = model_option(
+        "Run Python code that model folders hold; else none ever runs.", "--trust-remote-code", default=False
+    )
 
     def load(self) -> LoadedModel:
         """As hybridkv.runner.load has it, with no chatter on standard error: what matters there is an exception."""
@@ -58,13 +67,13 @@ class ModelOptions:
 class SamplingOptions:
     """How tokens are drawn."""
 
-    max_new_tokens: Annotated[
-        int, request_option("Of each request, unless its sampling says max_tokens.", max=MOST_COUNT, metavar="N")
-    ] = 32
-    temperature: Annotated[float, request_option("0 draws the most probable token.")] = 0.0
-    top_p: Annotated[float, request_option("Draw from the most probable tokens of this share.")] = 1.0
-    seed: Annotated[int, request_option("Of the draws: equal seeds, equal outputs.")] = 0
-    stop: Annotated[list[str] | None, request_option("Text that ends an output; may be given several times.")] = None
+    max_new_tokens: int = request_option(
+        "Of each request, unless its sampling says max_tokens.", max=MOST_COUNT, metavar="N", default=32
+    )
+    temperature: float = request_option("0 draws the most probable token.", default=0.0)
+    top_p: float = request_option("Draw from the most probable tokens of this share.", default=1.0)
+    seed: int = request_option("Of the draws: equal seeds, equal outputs.", default=0)
+    stop: list[str] | None = request_option("Text that ends an output; may be given several times.")
 
     def params(self) -> SamplingParams:
         """What the options say. ConfigError for values that cannot be."""
@@ -81,13 +90,13 @@ class SamplingOptions:
 class StepOptions:
     """How an engine schedules, keeps and computes."""
 
-    max_running: Annotated[int, run_option("Requests at once.", max=_MOST_RUNNING, metavar="N")] = 64
-    token_budget: Annotated[int, run_option("Tokens of a step.", max=MOST_COUNT, metavar="N")] = 2048
-    short_share: ShortShare = None
-    no_prefix_caching: NoPrefixCaching = False
-    eviction: Eviction = None
-    shares: Shares = None
-    attention: AttentionOption = "gather"
+    max_running: int = run_option("Requests at once.", max=_MOST_RUNNING, metavar="N", default=64)
+    token_budget: int = run_option("Tokens of a step.", max=MOST_COUNT, metavar="N", default=2048)
+    short_share: float | None = short_share_option()
+    no_prefix_caching: bool = no_prefix_caching_option()
+    eviction: str | None = eviction_option()
+    shares: list[str] | None = shares_option()
+    attention: str = attention_option()
 
     def engine_options(self, **others: Any) -> EngineOptions:  # noqa: ANN401  # as EngineOptions has them
         """The options of an engine. others: those that only one command asks for."""
@@ -105,14 +114,12 @@ class StepOptions:
         )
 
 
-SpeculateOption = Annotated[
-    str | None,
-    run_option(
-        "Draft K tokens a step, verified together: ngram[:K] by the request's own text, draft:DIR[:K] by a "
-        f"smaller model. K: {_DRAFTS}.",
-        metavar="DRAFTS",
-    ),
-]
+speculate_option: Final = partial(
+    run_option,
+    "Draft K tokens a step, verified together: ngram[:K] by the request's own text, draft:DIR[:K] by a "
+    f"smaller model. K: {_DRAFTS}.",
+    metavar="DRAFTS",
+)
 
 
 @dataclass(frozen=True, slots=True)

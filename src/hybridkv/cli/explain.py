@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,7 +14,7 @@ import typer
 from rich.table import Table
 
 from hybridkv.cache import Miss, MissReason
-from hybridkv.cli.options import REMEMBERED, Explain, output_option
+from hybridkv.cli.options import REMEMBERED, explain_option, output_option
 from hybridkv.cli.outcome import printable
 from hybridkv.cli.output import console, in_words, print_facts, share
 from hybridkv.cli.running import Prepared, RunOptions, TraceArgument
@@ -49,28 +50,23 @@ _MORE: Final = {
 }
 
 
-Remember = Annotated[
-    int | None,
-    output_option(
-        "Keys of evicted blocks that are remembered to explain misses, some 200 bytes each.",
-        min=1,
-        show_default=f"{REMEMBERED:,}",
-    ),
-]
+remember_option: Final = partial(
+    output_option,
+    "Keys of evicted blocks that are remembered to explain misses, some 200 bytes each.",
+    min=1,
+    show_default=f"{REMEMBERED:,}",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class WhyOptions:
     """What is said of misses."""
 
-    explain: Explain = False
-    explain_to: Annotated[
-        Path | None,
-        output_option(
-            "Write why, by request: a line of JSON each, or Parquet where FILE ends in .parquet.", metavar="FILE"
-        ),
-    ] = None
-    remember: Remember = None
+    explain: bool = explain_option()
+    explain_to: Path | None = output_option(
+        "Write why, by request: a line of JSON each, or Parquet where FILE ends in .parquet.", metavar="FILE"
+    )
+    remember: int | None = remember_option()
 
     @property
     def remembered_losses(self) -> int:
@@ -89,8 +85,8 @@ def explain_command(
     trace: TraceArgument,
     request: Annotated[int, typer.Argument(help="Its number in the trace; the first is 0.", metavar="REQUEST", min=0)],
     options: RunOptions,
-    remember: Remember = None,
-    as_json: Annotated[bool, output_option("Print it as JSON.", "--json")] = False,
+    remember: int | None = remember_option(),
+    as_json: bool = output_option("Print it as JSON.", "--json", default=False),
 ) -> None:
     """Replay requests until one begins, and say of each part of its prompt why it was found, or not."""
     run = options.prepare(trace, options.settings(remembered_losses=remember or REMEMBERED, block_times=True))

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
 from rich.text import Text
@@ -23,14 +23,21 @@ from hybridkv.cli.engine_options import (
     ModelOptions,
     SamplingOptions,
     Speculate,
-    SpeculateOption,
     StepOptions,
-    SystemOption,
+    speculate_option,
+    system_option,
 )
-from hybridkv.cli.options import SkipBadLines, as_option, cache_option, output_option, request_option, run_option
+from hybridkv.cli.options import (
+    as_option,
+    cache_option,
+    output_option,
+    request_option,
+    run_option,
+    skip_bad_lines_option,
+)
 from hybridkv.cli.outcome import printable, printable_lines
 from hybridkv.cli.output import console, print_facts, progress_bar, share, show_tenants, table
-from hybridkv.cli.running import BlockSize, Layout, LayoutOption, PlacementOption, require_placement
+from hybridkv.cli.running import Layout, block_size_option, layout_option, placement_option, require_placement
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import eviction_of
 from hybridkv.planner import Plan, read_plan
@@ -47,7 +54,6 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.engine import Engine
     from hybridkv.runner.load import LoadedModel
     from hybridkv.runner.prompts import Hear, Prompts
-    from hybridkv.runner.sampling.logprobs import TokenLogprob
     from hybridkv.schedule import SchedulerStatistics
 
 _CHECK_FAILED: Final = 1
@@ -59,39 +65,30 @@ _SHOWN_CHARACTERS: Final = 40
 def generate_command(
     *,
     model: ModelOptions,
-    prompts: Annotated[
-        Path | None,
-        request_option(
-            "JSON lines with prompt, encoder, sampling, marks, tenant and hints, or text.",
-            show_default="a few built-in ones",
-        ),
-    ] = None,
-    messages: Annotated[
-        Path | None, request_option("JSON lines of conversations, pictures among them, by the chat template.")
-    ] = None,
-    system: SystemOption = None,
+    prompts: Path | None = request_option(
+        "JSON lines with prompt, encoder, sampling, marks, tenant and hints, or text.",
+        show_default="a few built-in ones",
+    ),
+    messages: Path | None = request_option("JSON lines of conversations, pictures among them, by the chat template."),
+    system: str | None = system_option(),
     sampling: SamplingOptions,
-    block_size: BlockSize = None,
-    memory: Annotated[
-        str | None, cache_option("For the cache: 64MiB, or bytes.", show_default="enough for all prompts")
-    ] = None,
-    layout: LayoutOption = None,
-    placement: PlacementOption = None,
-    plan_file: Annotated[Path | None, cache_option("A plan of this model from --json.", "--plan")] = None,
+    block_size: int | None = block_size_option(),
+    memory: str | None = cache_option("For the cache: 64MiB, or bytes.", show_default="enough for all prompts"),
+    layout: Layout | None = layout_option(),
+    placement: str | None = placement_option(),
+    plan_file: Path | None = cache_option("A plan of this model from --json.", "--plan"),
     stepping: StepOptions,
-    compiled: Annotated[
-        str | None, run_option("decode: steps that only decode as CUDA graphs.", "--compile", metavar="WHAT")
-    ] = None,
-    repeat: Annotated[
-        int, run_option("Rounds over the prompts: the second finds a warm cache.", max=_MOST_ROUNDS, metavar="N")
-    ] = 1,
-    in_flight: Annotated[int, run_option("Steps scheduled ahead of their results, 1 or 2.", metavar="N")] = 1,
-    speculate: SpeculateOption = None,
-    check: Annotated[bool, output_option("Compare with plain transformers; exit 1 if it differs.", "--check")] = False,
-    skip_bad_lines: SkipBadLines = False,
-    output: Annotated[Path | None, output_option("Write all requests there, outputs whole, as JSON lines.")] = None,
-    whole: Annotated[bool, output_option("Print whole outputs, not their beginnings.", "--whole")] = False,
-    as_json: Annotated[bool, output_option("Print one JSON document.", "--json")] = False,
+    compiled: str | None = run_option("decode: steps that only decode as CUDA graphs.", "--compile", metavar="WHAT"),
+    repeat: int = run_option(
+        "Rounds over the prompts: the second finds a warm cache.", max=_MOST_ROUNDS, metavar="N", default=1
+    ),
+    in_flight: int = run_option("Steps scheduled ahead of their results, 1 or 2.", metavar="N", default=1),
+    speculate: str | None = speculate_option(),
+    check: bool = output_option("Compare with plain transformers; exit 1 if it differs.", "--check", default=False),
+    skip_bad_lines: bool = skip_bad_lines_option(),
+    output: Path | None = output_option("Write all requests there, outputs whole, as JSON lines."),
+    whole: bool = output_option("Print whole outputs, not their beginnings.", "--whole", default=False),
+    as_json: bool = output_option("Print one JSON document.", "--json", default=False),
 ) -> int:
     """Generate with an unmodified Hugging Face model: continuous batching on the paged cache."""
     rules = _rules(plan_file, block_size=block_size, memory=memory, layout=layout, placement=placement)
@@ -102,17 +99,20 @@ def generate_command(
         raise ConfigError("--prompts and --messages name what is run, each by itself: drop one of them")
     if system is not None and messages is None:
         raise ConfigError("--system begins conversations: name a file of them with --messages")
-    _require_writable(output)
+    if output is not None and (output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK)):
+        raise ConfigError(f"cannot write to {output}: name a file in a folder that is there and may be written")
     defaults = sampling.params()
+    from hybridkv.runner.planning import plan_for  # noqa: PLC0415  # torch takes seconds: only this command pays
+
     options = stepping.engine_options(in_flight=in_flight, compile=compiled)
     loaded = model.load()
-    if messages is None:
-        found = _prompts(loaded, prompts, defaults, skip_bad_lines=skip_bad_lines)
-    else:
-        found = _conversations(loaded, messages, defaults, system=system, skip_bad_lines=skip_bad_lines)
+    found = _prompts(loaded, prompts, messages, defaults, system=system, skip_bad_lines=skip_bad_lines)
     lengths = [len(one.token_ids) + one.sampling.max_tokens for one in found.prompts for _ in range(one.sampling.n)]
     drafter = drafts.drafter(options, lengths, trust_remote_code=model.trust_remote_code) if drafts else None
-    plan = _plan(loaded, lengths, plan_file, rules, drafts=drafts.drafts if drafts else 0)
+    if plan_file is not None:
+        plan = read_plan(plan_file)
+    else:
+        plan = plan_for(loaded, lengths, num_speculative_tokens=drafts.drafts if drafts else 0, **rules)
     run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter)
     if output is not None:
         _write_lines(output, _lines_of(run))
@@ -139,55 +139,41 @@ def _rules(plan_file: Path | None, *, layout: Layout | None, placement: str | No
     return given
 
 
-def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *, skip_bad_lines: bool) -> Prompts:
-    from hybridkv.runner.inputs import encode  # noqa: PLC0415  # see generate_command
-    from hybridkv.runner.prompts import built_in_prompts, read_prompts  # noqa: PLC0415  # same
+def _prompts(
+    loaded: LoadedModel,
+    prompts: Path | None,
+    messages: Path | None,
+    defaults: SamplingParams,
+    *,
+    system: str | None,
+    skip_bad_lines: bool,
+) -> Prompts:
+    """What is asked: the lines of one of the files, or built-in prompts."""
+    from hybridkv.runner.encoder_decoder import is_encoder_decoder  # noqa: PLC0415  # see generate_command
+    from hybridkv.runner.encoder_inputs import read_encoder_input  # noqa: PLC0415  # same
+    from hybridkv.runner.inputs import encode  # noqa: PLC0415  # same
+    from hybridkv.runner.prompts import built_in_prompts, read_conversations, read_prompts  # noqa: PLC0415  # same
 
-    hear = _hear(loaded, Path() if path is None else path.parent)
+    hears = is_encoder_decoder(loaded.model)
+    if messages is not None:
+        if hears:
+            raise ConfigError(f"{loaded.name} is an encoder-decoder: give --prompts with what its encoder reads")
+        return read_conversations(messages, loaded, defaults, system=system, skip_bad_lines=skip_bad_lines)
+    folder = Path() if prompts is None else prompts.parent
+    hear: Hear | None = (lambda given: read_encoder_input(loaded, given, folder)) if hears else None
 
     def checked(prompt: Any) -> list[int]:  # noqa: ANN401  # text or ids, as encode takes them
         return encode(loaded, prompt if hear is None or len(prompt) else loaded.decoder_start)
 
-    if path is None and loaded.model.main_input_name != "input_ids":
+    if prompts is None and loaded.model.main_input_name != "input_ids":
         raise ConfigError(
             f"the encoder of {loaded.name} reads features, the built-in prompts are text: name a file with --prompts, "
             'of lines such as {"encoder": "sound.npy"}'
         )
-    if path is None:
+    if prompts is None:
         return built_in_prompts(checked, defaults, hear)
-    return read_prompts(path, checked, defaults, vocab_size=loaded.vocab_size, skip_bad_lines=skip_bad_lines, hear=hear)
-
-
-def _conversations(
-    loaded: LoadedModel, path: Path, defaults: SamplingParams, *, system: str | None, skip_bad_lines: bool
-) -> Prompts:
-    from hybridkv.runner.encoder_decoder import is_encoder_decoder  # noqa: PLC0415  # see generate_command
-    from hybridkv.runner.prompts import read_conversations  # noqa: PLC0415  # same
-
-    if is_encoder_decoder(loaded.model):
-        raise ConfigError(f"{loaded.name} is an encoder-decoder: give --prompts with what its encoder reads")
-    return read_conversations(path, loaded, defaults, system=system, skip_bad_lines=skip_bad_lines)
-
-
-def _hear(loaded: LoadedModel, folder: Path) -> Hear | None:
-    """How an encoder's input is read, from files in ``folder``; None for a model without an encoder."""
-    from hybridkv.runner.encoder_decoder import is_encoder_decoder  # noqa: PLC0415  # see generate_command
-    from hybridkv.runner.encoder_inputs import read_encoder_input  # noqa: PLC0415  # same
-
-    if not is_encoder_decoder(loaded.model):
-        return None
-    return lambda given: read_encoder_input(loaded, given, folder)
-
-
-def _plan(
-    loaded: LoadedModel, lengths: Sequence[int], plan_file: Path | None, given: Mapping[str, Any], *, drafts: int
-) -> Plan:
-    """The plan in ``plan_file``, or one for the prompts, and so many drafts a step, by the rules that were given."""
-    from hybridkv.runner.planning import plan_for  # noqa: PLC0415  # see generate_command
-
-    if plan_file is not None:
-        return read_plan(plan_file)
-    return plan_for(loaded, lengths, num_speculative_tokens=drafts, **given)
+    vocab_size = loaded.vocab_size
+    return read_prompts(prompts, checked, defaults, vocab_size=vocab_size, skip_bad_lines=skip_bad_lines, hear=hear)
 
 
 def _run(
@@ -286,7 +272,16 @@ def _document(run: _Run) -> dict[str, object]:
         "statistics": asdict(run.engine.statistics()),
         "tenants": [asdict(one) for one in run.engine.cache.statistics().tenants],
         "encoder_runs": None if run.engine.runner.cross is None else run.engine.runner.cross.encoded,
-        "check": None if report is None else _check_document(report),
+        "check": None
+        if report is None
+        else {
+            "ok": report.ok,
+            "requests": report.requests,
+            "tokens": report.tokens,
+            "near_ties": report.near_ties,
+            "differences": [{**asdict(one), "near_tie": one.near_tie} for one in report.differences],
+            "wrong_ends": list(report.wrong_ends),
+        },
     }
 
 
@@ -304,8 +299,8 @@ def _request_document(one: Completion, number: int) -> dict[str, object]:
         "preemptions": one.preemptions,
         "drafted_tokens": one.drafted_tokens,
         "accepted_tokens": one.accepted_tokens,
-        "logprobs": _logprobs_document(one.logprobs),
-        "prompt_logprobs": _logprobs_document(one.prompt_logprobs),
+        "logprobs": one.logprobs and [asdict(of) for of in one.logprobs],
+        "prompt_logprobs": one.prompt_logprobs and [asdict(of) for of in one.prompt_logprobs],
     }
 
 
@@ -320,33 +315,12 @@ def _lines_of(run: _Run) -> Iterator[str]:
             yield json.dumps(line)
 
 
-def _require_writable(path: Path | None) -> None:
-    """Raise ConfigError where ``_write_lines`` could make no file: said before a run, not behind it."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise ConfigError(f"cannot write to {path}: name a file in a folder that is there and may be written")
-
-
 def _write_lines(path: Path, lines: Iterator[str]) -> None:
     """Make or replace the file at ``path``, all of it or nothing. ConfigError where that cannot be."""
     try:
         write_whole(path, "".join(f"{line}\n" for line in lines).encode())
     except OSError as error:
         raise ConfigError(f"cannot write to {path}: {error.strerror or error}") from error
-
-
-def _logprobs_document(found: Sequence[TokenLogprob] | None) -> list[dict[str, object]] | None:
-    return None if found is None else [asdict(one) for one in found]
-
-
-def _check_document(report: CheckReport) -> dict[str, object]:
-    return {
-        "ok": report.ok,
-        "requests": report.requests,
-        "tokens": report.tokens,
-        "near_ties": report.near_ties,
-        "differences": [{**asdict(one), "near_tie": one.near_tie} for one in report.differences],
-        "wrong_ends": list(report.wrong_ends),
-    }
 
 
 def _print_tables(run: _Run, *, whole: bool = False) -> None:

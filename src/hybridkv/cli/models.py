@@ -19,7 +19,7 @@ def models_command(
     text: Annotated[
         str, typer.Argument(help="Only models with this in their names, each with its source.", metavar="TEXT")
     ] = "",
-    as_json: Annotated[bool, output_option("Print everything that is known as JSON.", "--json")] = False,
+    as_json: bool = output_option("Print everything that is known as JSON.", "--json", default=False),
 ) -> None:
     """List the models known by name, with their facts and sources."""
     read = [(known, read_model(known.name)) for known in known_models() if text.lower() in known.name]
@@ -75,7 +75,7 @@ def _facts(known: KnownModel, model: Model) -> dict[str, object]:
     }
 
 
-def hardware_command(*, as_json: Annotated[bool, output_option("Print it as JSON.", "--json")] = False) -> None:
+def hardware_command(*, as_json: bool = output_option("Print it as JSON.", "--json", default=False)) -> None:
     """Machines that the cost model knows by name, with peaks and where they stand."""
     if as_json:
         print(json.dumps({name: asdict(one) for name, one in HARDWARE.items()}, indent=2))

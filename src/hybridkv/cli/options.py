@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields, is_dataclass
+from functools import partial, wraps
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, Final, get_type_hints
@@ -34,7 +34,7 @@ def gathered(
     ranks = {name: rank - len(first) for rank, name in enumerate(first)}
     flat.sort(key=lambda one: (one.default is not Parameter.empty, ranks.get(one.name, 0)))
 
-    @functools.wraps(command)
+    @wraps(command)
     def run(**given: Any) -> Any:  # noqa: ANN401 - whatever typer made of it
         return command(**{of.name: _made(of.name, hints[of.name], given, without) for of in parameters})
 
@@ -42,15 +42,20 @@ def gathered(
     return run
 
 
-def _flat(name: str, kind: Any, default: object, without: Collection[str]) -> Iterator[Parameter]:  # noqa: ANN401 - a type
+def _flat(name: str, kind: Any, default: Any, without: Collection[str]) -> Iterator[Parameter]:  # noqa: ANN401 - a type
+    metadata: Mapping[str, Any] = {}
+    if isinstance(default, Field):
+        default, metadata = default.default, default.metadata
     if not is_dataclass(kind):
-        yield Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        own = Annotated[kind, metadata["option"]] if metadata else kind
+        default = Parameter.empty if default is MISSING else default
+        yield Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=own)
         return
     hints = get_type_hints(kind, include_extras=True)
-    for field in fields(kind):
-        if field.name not in without:
-            own = Parameter.empty if field.default is MISSING else field.default
-            yield from _flat(field.name, hints[field.name], getattr(default, field.name, own), without)
+    for one in fields(kind):
+        if one.name not in without:
+            held = field(default=getattr(default, one.name, one.default), metadata=one.metadata)
+            yield from _flat(one.name, hints[one.name], held, without)
 
 
 def _made(name: str, kind: Any, given: dict[str, Any], without: Collection[str]) -> Any:  # noqa: ANN401 - as above
@@ -70,12 +75,17 @@ def as_option(name: str) -> str:
 
 
 def _panel(title: str) -> Callable[..., Any]:
-    """Return a function that declares an option under ``title``: by its help, its names and what typer takes."""
+    """Return a function that declares a setting whose option stands under ``title``.
 
-    def option(text: str, *names: str, **others: Any) -> Any:  # noqa: ANN401 - typer's
-        return typer.Option(*names, help=text, rich_help_panel=title, **others)
+    It takes the option's help, its names where it has others than the setting, the default, ... for none, and what
+    typer.Option takes.
+    """
 
-    return option
+    def setting(text: str, *names: str, default: object = None, **others: Any) -> Any:  # noqa: ANN401 - typer's
+        option = typer.Option(*names, help=text, rich_help_panel=title, **others)
+        return field(default=MISSING if default is ... else default, metadata={"option": option})
+
+    return setting
 
 
 model_option: Final = _panel("The model")
@@ -87,38 +97,36 @@ output_option: Final = _panel("What is shown")
 
 # -- options of several commands
 
-Eviction = Annotated[
-    str | None,
-    cache_option(
-        f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.",
-        show_default=DEFAULT_EVICTIONS[NATURAL].name,
-    ),
-]
-Shares = Annotated[
-    list[str] | None,
-    cache_option(
-        "Of what is kept, promised to a tenant or salt: team-a=30%..60%; * is all not named. Repeat it.",
-        "--share",
-        metavar="TENANT=SHARE[..GREATEST]",
-        show_default="all are one tenant",
-    ),
-]
-ShortShare = Annotated[
-    float | None,
-    run_option(
-        "Of a step, what short prompts and decoding requests take before long prompts: 0 or more, below 1.",
-        metavar="SHARE",
-        show_default=f"{SHORT_SHARE}; of the reference layout 0",
-    ),
-]
-NoPrefixCaching = Annotated[bool, run_option("Share nothing.", "--no-prefix-caching")]
-SkipBadLines = Annotated[bool, request_option("Count malformed lines, go on.", "--skip-bad-lines")]
-Explain = Annotated[bool, output_option("Say why tokens were not found in the cache.", "--explain")]
+eviction_option: Final = partial(
+    cache_option,
+    f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.",
+    show_default=DEFAULT_EVICTIONS[NATURAL].name,
+)
+shares_option: Final = partial(
+    cache_option,
+    "Of what is kept, promised to a tenant or salt: team-a=30%..60%; * is all not named. Repeat it.",
+    "--share",
+    metavar="TENANT=SHARE[..GREATEST]",
+    show_default="all are one tenant",
+)
+short_share_option: Final = partial(
+    run_option,
+    "Of a step, what short prompts and decoding requests take before long prompts: 0 or more, below 1.",
+    metavar="SHARE",
+    show_default=f"{SHORT_SHARE}; of the reference layout 0",
+)
+no_prefix_caching_option: Final = partial(run_option, "Share nothing.", "--no-prefix-caching", default=False)
+skip_bad_lines_option: Final = partial(
+    request_option, "Count malformed lines, go on.", "--skip-bad-lines", default=False
+)
+explain_option: Final = partial(
+    output_option, "Say why tokens were not found in the cache.", "--explain", default=False
+)
 REMEMBERED: Final = 1 << 20
 """Keys of evicted blocks, where misses are explained: some 200 bytes each."""
-PageFile = Annotated[
-    Path | None, output_option("Write a page with pictures, which needs no network.", "--report", metavar="FILE.html")
-]
+page_option: Final = partial(
+    output_option, "Write a page with pictures, which needs no network.", "--report", metavar="FILE.html"
+)
 
 
 def checked_page(path: Path | None) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -12,17 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridkv.cli.options import (
-    PageFile,
     as_option,
     cache_option,
     checked_page,
     output_option,
+    page_option,
     request_option,
     write_page,
 )
 from hybridkv.cli.outcome import printable
 from hybridkv.cli.output import console, floor, in_words, print_facts, share, table
-from hybridkv.cli.running import PlanFile, PlanOptions, load_plan
+from hybridkv.cli.running import PlanOptions, load_plan, plan_file_option
 from hybridkv.errors import AssumptionWarning, ConfigError
 from hybridkv.models import Model
 from hybridkv.models.model import ASSUMED
@@ -44,30 +45,20 @@ def plan_command(
         ),
     ] = None,
     options: PlanOptions,
-    max_model_len: Annotated[
-        int | None, request_option("Tokens of the longest request.", show_default="the model's limit")
-    ] = None,
-    max_batched_tokens: Annotated[
-        int | None,
-        request_option(
-            "Tokens of the largest step, which windows keep besides.", show_default=format_count(BATCHED_TOKENS)
-        ),
-    ] = None,
-    prefill_checkpoints: Annotated[
-        int | None,
-        cache_option(
-            "Reference layout: states that a Mamba-2 layer writes inside a step of a prompt; vLLM's 1.",
-            show_default="0",
-        ),
-    ] = None,
-    kernel_block_size: Annotated[
-        int | None,
-        cache_option("Natural layout: tokens that attention kernels read as one block.", show_default="the block"),
-    ] = None,
-    compare: Annotated[bool, output_option("Show the layouts side by side.", "--compare")] = False,
-    plan_file: PlanFile = None,
-    as_json: Annotated[bool, output_option("Print the plan as a document that --plan reads.", "--json")] = False,
-    page_file: PageFile = None,
+    max_model_len: int | None = request_option("Tokens of the longest request.", show_default="the model's limit"),
+    max_batched_tokens: int | None = request_option(
+        "Tokens of the largest step, which windows keep besides.", show_default=format_count(BATCHED_TOKENS)
+    ),
+    prefill_checkpoints: int | None = cache_option(
+        "Reference layout: states that a Mamba-2 layer writes inside a step of a prompt; vLLM's 1.", show_default="0"
+    ),
+    kernel_block_size: int | None = cache_option(
+        "Natural layout: tokens that attention kernels read as one block.", show_default="the block"
+    ),
+    compare: bool = output_option("Show the layouts side by side.", "--compare", default=False),
+    plan_file: Path | None = plan_file_option(),
+    as_json: bool = output_option("Print the plan as a document that --plan reads.", "--json", default=False),
+    page_file: Path | None = page_option(),
 ) -> None:
     """Plan the KV cache of a model: groups, pages, blocks, and the requests that fit."""
     bounds = {"max_model_len": max_model_len, "max_batched_tokens": max_batched_tokens}
@@ -112,8 +103,8 @@ def _make(
     if options.memory is None:
         raise ConfigError("--memory is missing: say what one rank has for its cache, for example --memory 40GiB")
     rules = options.rules(layout)
-    given = {name: value for name, value in limits.items() if value is not None}
-    return plan(options.model(config), options.memory, **rules, **given)
+    rules |= {name: value for name, value in limits.items() if value is not None}
+    return plan(options.model(config), options.memory, **rules)
 
 
 def _show_plan(plan: Plan) -> None:

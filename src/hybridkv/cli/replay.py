@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from typing import Annotated, Final
+from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from hybridkv.cli.explain import WHY, WhyOptions
-from hybridkv.cli.options import PageFile, checked_page, output_option, write_page
+from hybridkv.cli.options import checked_page, output_option, page_option, write_page
 from hybridkv.cli.output import (
     NAME_COLUMNS,
     UNKNOWN,
@@ -56,8 +57,8 @@ def replay_command(
     trace: TraceArgument,
     options: RunOptions,
     why: WhyOptions,
-    as_json: Annotated[bool, output_option("Print the report as JSON.", "--json")] = False,
-    page_file: PageFile = None,
+    as_json: bool = output_option("Print the report as JSON.", "--json", default=False),
+    page_file: Path | None = page_option(),
 ) -> None:
     """Replay requests through the scheduler and the cache manager; only time is modelled."""
     settings = options.settings(
@@ -69,7 +70,8 @@ def replay_command(
     if not as_json:
         _show_plan(run)
         set_by = f"that of {summary.longest_at}" if options.max_model_len is None else f"set by {run.length_from}"
-        beyond = f"; {plan.model.name} is made for {format_count(run.own_length)}" if run.own_length else ""
+        own = run.own_length
+        beyond = f"; {plan.model.name} is made for {format_count(own)}" if own and own < plan.max_model_len else ""
         print_facts(untold(run.source, tokens_known=summary.tokens_known))
         print_facts({"longest request": f"{format_count(plan.max_model_len)} tokens, {set_by}{beyond}"})
         sys.stdout.flush()

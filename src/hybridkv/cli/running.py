@@ -6,23 +6,24 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, TypedDict
+from typing import Annotated, Any, Final
 
 import typer
 
 from hybridkv.cache.placement import placement_named, placement_of
 from hybridkv.cli.options import (
-    Eviction,
-    NoPrefixCaching,
-    Shares,
-    ShortShare,
-    SkipBadLines,
     as_option,
     cache_option,
+    eviction_option,
     model_option,
+    no_prefix_caching_option,
     request_option,
     run_option,
+    shares_option,
+    short_share_option,
+    skip_bad_lines_option,
 )
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.eviction import TenantShares, eviction_of
@@ -74,54 +75,41 @@ TraceArgument = Annotated[
 class SourceOptions:
     """What was given; None for what was not."""
 
-    format: Annotated[
-        str | None,
-        request_option(f"Of the trace: {', '.join(FORMATS)}.", metavar="NAME", show_default="known by its content"),
-    ] = None
-    trace_block_size: Annotated[int | None, request_option("Tokens of a Mooncake hash id.", show_default="512")] = None
-    tokenizer: Annotated[
-        str | None,
-        request_option("Of a trace that holds text: a tokenizer.json, its folder, or bytes:N, N bytes a token."),
-    ] = None
-    arrivals: Annotated[
-        float | None, request_option("A second, of a trace without times.", show_default=f"{ARRIVALS_PER_S:g}")
-    ] = None
-    seed: Annotated[int | None, request_option("Of a workload.", show_default="0")] = None
-    hours: Annotated[float | None, request_option("Of arrivals of a workload.", show_default="1")] = None
-    rate: Annotated[float | None, request_option("Multiplies the arrivals of a workload.", show_default="1")] = None
-    marks: Annotated[
-        bool, request_option("Of a workload: mark where the shared beginning of each prompt ends.", "--marks")
-    ] = False
-    limit: Annotated[int | None, request_option("The first N requests only.", show_default="all")] = None
-    skip_bad_lines: SkipBadLines = False
+    format: str | None = request_option(
+        f"Of the trace: {', '.join(FORMATS)}.", metavar="NAME", show_default="known by its content"
+    )
+    trace_block_size: int | None = request_option("Tokens of a Mooncake hash id.", show_default="512")
+    tokenizer: str | None = request_option(
+        "Of a trace that holds text: a tokenizer.json, its folder, or bytes:N, N bytes a token."
+    )
+    arrivals: float | None = request_option("A second, of a trace without times.", show_default=f"{ARRIVALS_PER_S:g}")
+    seed: int | None = request_option("Of a workload.", show_default="0")
+    hours: float | None = request_option("Of arrivals of a workload.", show_default="1")
+    rate: float | None = request_option("Multiplies the arrivals of a workload.", show_default="1")
+    marks: bool = request_option(
+        "Of a workload: mark where the shared beginning of each prompt ends.", "--marks", default=False
+    )
+    limit: int | None = request_option("The first N requests only.", show_default="all")
+    skip_bad_lines: bool = skip_bad_lines_option()
 
     def read(self, trace: str) -> RequestSource:
         """The trace file or workload. ConfigError for options of the other kind."""
         generated, kind = trace.startswith(WORKLOAD), trace.removeprefix(WORKLOAD)
-        of_workloads = self._given("seed", "hours", "rate", "marks")
-        if not generated:
-            foreign = of_workloads
-        else:
-            foreign = self._given("format", "trace_block_size", "tokenizer", "arrivals", "skip_bad_lines")
-            if kind == _UNIFORM:
-                foreign |= of_workloads | self._given("limit")
+        of_files = self._given("format", "trace_block_size", "tokenizer", "arrivals", "skip_bad_lines")
+        of_workloads, of_both = self._given("seed", "hours", "rate", "marks"), self._given("limit")
+        foreign = of_files if generated else of_workloads
+        if generated and kind == _UNIFORM:
+            foreign |= of_workloads | of_both
         if foreign:
             raise ConfigError(f"{', '.join(map(as_option, foreign))} means nothing for {trace}: leave it out")
         if not generated:
-            return TraceFile(
-                trace,
-                format_name=self.format,
-                trace_block_size=512 if self.trace_block_size is None else self.trace_block_size,
-                tokenizer=self.tokenizer,
-                arrivals_per_s=ARRIVALS_PER_S if self.arrivals is None else self.arrivals,
-                skip_bad_lines=self.skip_bad_lines,
-                limit=self.limit,
-            )
+            renamed = {"format": "format_name", "arrivals": "arrivals_per_s"}
+            return TraceFile(trace, **of_both, **{renamed.get(name, name): value for name, value in of_files.items()})
         if kind == _UNIFORM:
             return UniformWorkload()
         if kind not in WORKLOADS:
             raise ConfigError(f"unknown workload {kind!r}: use one of {', '.join((*WORKLOADS, _UNIFORM))}")
-        return Workload(kind, limit=self.limit, **of_workloads)
+        return Workload(kind, **of_both, **of_workloads)
 
     def _given(self, *names: str) -> dict[str, Any]:
         """Those of ``names`` that were given."""
@@ -161,75 +149,52 @@ class Layout(StrEnum):
     NATURAL = "natural"
 
 
-BlockSize = Annotated[int | None, cache_option("Tokens of a block.", show_default="16")]
-LayoutOption = Annotated[
-    Layout | None,
-    cache_option(
-        "natural: blocks keep their own sizes. reference: vLLM's, all of one size.", show_default=DEFAULT_LAYOUT
-    ),
-]
-PlacementOption = Annotated[
-    str | None,
-    cache_option(
-        "Where recurrent states are kept. Natural layout: none, ends, interval:N, align, align:N. Reference "
-        "layout: align, none.",
-        show_default="ends; of the reference layout align",
-        metavar="PLACEMENT",
-    ),
-]
-PlanFile = Annotated[
-    Path | None, model_option("A plan written by `hybridkv plan --json`; - is standard input.", "--plan")
-]
-
-
-class PlanRules(TypedDict):
-    """Arguments of plan and plan_for_trace besides model, memory and limits."""
-
-    placement: str | None
-    windows_as_full: bool
-    layout: str
+block_size_option: Final = partial(cache_option, "Tokens of a block.", show_default="16")
+layout_option: Final = partial(
+    cache_option,
+    "natural: blocks keep their own sizes. reference: vLLM's, all of one size.",
+    show_default=DEFAULT_LAYOUT,
+)
+placement_option: Final = partial(
+    cache_option,
+    "Where recurrent states are kept. Natural layout: none, ends, interval:N, align, align:N. Reference "
+    "layout: align, none.",
+    show_default="ends; of the reference layout align",
+    metavar="PLACEMENT",
+)
+plan_file_option: Final = partial(
+    model_option, "A plan written by `hybridkv plan --json`; - is standard input.", "--plan"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """What was given; None for what was not."""
 
-    memory: Annotated[str | None, cache_option("For the cache of one rank: 40GiB, 512MiB, or bytes.")] = None
-    block_size: BlockSize = None
-    dtype: Annotated[
-        CacheDtype | None,
-        cache_option(
-            "Of keys and values: auto, bf16, fp16, fp32, fp8.",
-            "--dtype",
-            "--kv-dtype",
-            metavar="DTYPE",
-            show_default="that of the config",
-        ),
-    ] = None
-    state_dtype: Annotated[
-        CacheDtype | None,
-        cache_option("Of recurrent states, as --dtype.", metavar="DTYPE", show_default="that of the config"),
-    ] = None
-    mtp_layers: Annotated[
-        int | None,
-        cache_option(
-            "Multi-token prediction layers that draft, with caches of their own.", metavar="N", show_default="0"
-        ),
-    ] = None
-    fields: Annotated[
-        list[str] | None,
-        model_option(
-            "A field of the language model's config, instead of what it says; may be given more than once.",
-            "--set",
-            metavar="FIELD=VALUE",
-        ),
-    ] = None
-    layout: LayoutOption = None
-    placement: PlacementOption = None
-    windows_as_full: Annotated[
-        bool | None, cache_option("Manage windowed layers as full attention.", "--windows-as-full")
-    ] = None
-    tp: Annotated[int | None, model_option("Tensor parallel ranks.", show_default="1")] = None
+    memory: str | None = cache_option("For the cache of one rank: 40GiB, 512MiB, or bytes.")
+    block_size: int | None = block_size_option()
+    dtype: CacheDtype | None = cache_option(
+        "Of keys and values: auto, bf16, fp16, fp32, fp8.",
+        "--dtype",
+        "--kv-dtype",
+        metavar="DTYPE",
+        show_default="that of the config",
+    )
+    state_dtype: CacheDtype | None = cache_option(
+        "Of recurrent states, as --dtype.", metavar="DTYPE", show_default="that of the config"
+    )
+    mtp_layers: int | None = cache_option(
+        "Multi-token prediction layers that draft, with caches of their own.", metavar="N", show_default="0"
+    )
+    fields: list[str] | None = model_option(
+        "A field of the language model's config, instead of what it says; may be given more than once.",
+        "--set",
+        metavar="FIELD=VALUE",
+    )
+    layout: Layout | None = layout_option()
+    placement: str | None = placement_option()
+    windows_as_full: bool | None = cache_option("Manage windowed layers as full attention.", "--windows-as-full")
+    tp: int | None = model_option("Tensor parallel ranks.", show_default="1")
 
     def refuse_beside_plan(self, own: Mapping[str, object], *, placed: bool = True) -> None:
         """ConfigError when anything was given that a plan file holds. own: the command's names of such options.
@@ -256,11 +221,14 @@ class PlanOptions:
             num_speculative_tokens=drafts,
         )
 
-    def rules(self, layout: str | None = None) -> PlanRules:
-        """How layers are managed, in ``layout`` if given. ConfigError for a placement that the layout does not know."""
-        layout = layout or self.layout or Layout(DEFAULT_LAYOUT)
+    def rules(self, layout: str | None = None) -> dict[str, Any]:
+        """Arguments of plan and plan_for_trace that say how layers are managed. layout: instead of that given.
+
+        ConfigError for a placement that the layout does not know.
+        """
+        layout = layout or self.layout or DEFAULT_LAYOUT
         require_placement(self.placement, layout)
-        return PlanRules(placement=self.placement, windows_as_full=bool(self.windows_as_full), layout=layout)
+        return {"placement": self.placement, "windows_as_full": bool(self.windows_as_full), "layout": layout}
 
 
 def require_placement(name: str | None, layout: str) -> None:
@@ -301,7 +269,7 @@ def load_plan(path: Path) -> Plan:
 # -- how a replay runs
 
 
-Weights = Annotated[str, run_option(f"What weights are kept in: {', '.join(WEIGHT_BYTES)}.")]
+weights_option: Final = partial(run_option, f"What weights are kept in: {', '.join(WEIGHT_BYTES)}.", default=BF16)
 _NOTHING_SAID: Final = SourceOptions()
 _NOTHING_PLANNED: Final = PlanOptions()
 
@@ -316,36 +284,36 @@ def require_drafts(drafts: object, acceptance: object) -> None:
 class RunOptions:
     """What was given; None for what was not."""
 
-    model: Annotated[str | None, model_option("A config.json, a folder with one, or a known name.")] = None
-    plan_file: PlanFile = None
+    model: str | None = model_option("A config.json, a folder with one, or a known name.")
+    plan_file: Path | None = plan_file_option()
     planned: PlanOptions = _NOTHING_PLANNED
-    max_model_len: Annotated[
-        int | None, request_option("Tokens of the longest request.", show_default="that of the trace")
-    ] = None
-    max_running: Annotated[int, run_option("Requests at once.")] = _DEFAULT.max_running
-    token_budget: Annotated[int, run_option("Tokens of a step.")] = _DEFAULT.token_budget
-    short_share: ShortShare = None
-    time_scale: Annotated[float, run_option("Multiplies the modelled durations; 0: steps take no time.")] = (
-        _DEFAULT.time_scale
+    max_model_len: int | None = request_option("Tokens of the longest request.", show_default="that of the trace")
+    max_running: int = run_option("Requests at once.", default=_DEFAULT.max_running)
+    token_budget: int = run_option("Tokens of a step.", default=_DEFAULT.token_budget)
+    short_share: float | None = short_share_option()
+    time_scale: float = run_option(
+        "Multiplies the modelled durations; 0: steps take no time.", default=_DEFAULT.time_scale
     )
     source: SourceOptions = _NOTHING_SAID
-    hardware: Annotated[str, run_option("A name of `hybridkv hardware`, or a TOML file.", metavar="NAME|FILE")] = (
-        DEFAULT_HARDWARE
+    hardware: str = run_option(
+        "A name of `hybridkv hardware`, or a TOML file.", metavar="NAME|FILE", default=DEFAULT_HARDWARE
     )
-    weights: Weights = BF16
-    eviction: Eviction = None
-    shares: Shares = None
-    drafts: Annotated[int, run_option("Drafts of each row that decodes, in a step.", metavar="N")] = 0
-    acceptance: Annotated[
-        float | None, run_option("Of a draft, if those before it were accepted: 0 .. 1.", show_default=str(ACCEPTANCE))
-    ] = None
-    no_prefix_caching: NoPrefixCaching = False
-    step_by_step: Annotated[
-        bool, run_option("Never take several steps as one; slower, the report is the same.", "--step-by-step")
-    ] = False
+    weights: str = weights_option()
+    eviction: str | None = eviction_option()
+    shares: list[str] | None = shares_option()
+    drafts: int = run_option("Drafts of each row that decodes, in a step.", metavar="N", default=0)
+    acceptance: float | None = run_option(
+        "Of a draft, if those before it were accepted: 0 .. 1.", show_default=str(ACCEPTANCE)
+    )
+    no_prefix_caching: bool = no_prefix_caching_option()
+    step_by_step: bool = run_option(
+        "Never take several steps as one; slower, the report is the same.", "--step-by-step", default=False
+    )
 
     def settings(self, *, remembered_losses: int = 0, block_times: bool = False) -> ReplaySettings:
         """How it runs. ConfigError for values out of range."""
+        require_drafts(self.drafts, self.acceptance)
+        acceptance = ACCEPTANCE if self.acceptance is None else self.acceptance
         return ReplaySettings(
             self.max_running,
             self.token_budget,
@@ -359,15 +327,9 @@ class RunOptions:
             shares=TenantShares.parse(self.shares or ()),
             remembered_losses=remembered_losses,
             block_times=block_times,
-            speculation=self._speculation(),
+            speculation=Speculation(self.drafts, acceptance) if self.drafts else None,
             short_share=self.short_share,
         )
-
-    def _speculation(self) -> Speculation | None:
-        require_drafts(self.drafts, self.acceptance)
-        if not self.drafts:
-            return None
-        return Speculation(self.drafts, ACCEPTANCE if self.acceptance is None else self.acceptance)
 
     def prepare(self, trace: str, settings: ReplaySettings) -> Prepared:
         """All that is needed to begin. What cannot work is said here."""
@@ -380,34 +342,28 @@ class RunOptions:
             )
         plan, own_length = self._plan(summary)
         length_from = "longest request" if self.max_model_len is None else "--max-model-len"
-        simulation = simulation_of(plan, settings)
-        return Prepared(source, summary, plan, settings, simulation, length_from, own_length)
+        return Prepared(source, summary, plan, settings, simulation_of(plan, settings), length_from, own_length)
 
     def _plan(self, summary: TraceSummary) -> tuple[Plan, int | None]:
-        """The plan, and the model's own limit where the plan's maximum length is above it."""
+        """The plan, and the length that its model is made for, if known."""
         options, length, budget = self.planned, self.max_model_len, self.token_budget
         if self.plan_file is not None:
             options.refuse_beside_plan({"--model": self.model}, placed=False)
             read = load_plan(self.plan_file)
             options.refuse_beside_plan({}, placed=read.config.slabs is None)
-            model, plan = read.model, plan_with_length(summary, read, length, token_budget=budget)
-        elif self.model is None or options.memory is None:
-            needed = {"--model": self.model, "--memory": options.memory}
-            missing = " and ".join(name for name, value in needed.items() if value is None)
+            return plan_with_length(summary, read, length, token_budget=budget), read.model.max_model_len
+        needed = {"--model": self.model, "--memory": options.memory}
+        missing = " and ".join(name for name, value in needed.items() if value is None)
+        if self.model is None or options.memory is None:
             raise ConfigError(f"{missing} missing: for example --model llama-3-8b --memory 40GiB, or --plan FILE")
-        else:
-            model = options.model(self.model, drafts=self.drafts)
-            plan = plan_for_trace(summary, model, options.memory, length, token_budget=budget, **options.rules())
-        own = model.max_model_len
-        return plan, own if own is not None and own < plan.max_model_len else None
+        model = options.model(self.model, drafts=self.drafts)
+        plan = plan_for_trace(summary, model, options.memory, length, token_budget=budget, **options.rules())
+        return plan, model.max_model_len
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A replay about to begin.
-
-    length_from: what set the plan's maximum length. own_length: the model's own, where the plan's is above it.
-    """
+    """A replay about to begin. length_from: what set the plan's maximum length. own_length: the model's own."""
 
     source: RequestSource
     summary: TraceSummary

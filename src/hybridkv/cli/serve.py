@@ -6,10 +6,10 @@ import gc
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
-from hybridkv.cli.engine_options import ModelOptions, Speculate, SpeculateOption, StepOptions
-from hybridkv.cli.options import REMEMBERED, Explain, cache_option, output_option, request_option, run_option
+from hybridkv.cli.engine_options import ModelOptions, Speculate, StepOptions, speculate_option
+from hybridkv.cli.options import REMEMBERED, cache_option, explain_option, output_option, request_option, run_option
 from hybridkv.errors import ConfigError
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes
 
@@ -30,71 +30,47 @@ class KVEventsForm(StrEnum):
 def serve_command(
     *,
     model: ModelOptions,
-    memory: Annotated[str | None, cache_option("For the cache: 8GiB, or bytes.", show_default="1GiB")] = None,
-    max_model_len: Annotated[
-        int | None,
-        cache_option(
-            "Tokens of prompt and output together.",
-            max=MOST_COUNT,
-            metavar="N",
-            show_default="the model's, or what fits",
-        ),
-    ] = None,
-    host: Annotated[str, run_option("Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, run_option("0 is any free one.", min=0, max=_MOST_PORT)] = 8000,
-    served_model_name: Annotated[
-        str | None, request_option("What clients call it.", show_default="that of --model")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, request_option("Lines of KEY, or KEY SALT for a tenant.", show_default="no keys")
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        request_option(
-            "Without keys: answer to this name in Host, beside private names and addresses. * for any.",
-            metavar="NAME",
-            show_default=False,
-        ),
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None,
-        request_option(
-            "Let pages of https://HOST use the server from a browser.", metavar="ORIGIN", show_default=False
-        ),
-    ] = None,
-    header_timeout: Annotated[
-        float, request_option("For the headers of a request to arrive.", metavar="SECONDS")
-    ] = 10.0,
-    body_timeout: Annotated[float, request_option("For its body to arrive.", metavar="SECONDS")] = 60.0,
-    body_memory: Annotated[str, request_option("For all bodies over 64 KiB together.", metavar="SIZE")] = "128MiB",
-    grace: Annotated[
-        float, run_option("After SIGTERM, for answers in hand; then they are cut off.", metavar="SECONDS")
-    ] = 30.0,
-    metrics_prefix: Annotated[
-        str, output_option("Of metrics' names: vllm for vLLM's own.", metavar="NAME")
-    ] = "hybridkv",
-    kv_events: Annotated[
-        str | None, output_option("Publish cache events there: tcp://HOST:PORT.", metavar="ENDPOINT")
-    ] = None,
-    kv_events_replay: Annotated[
-        str | None, output_option("Answer who missed some, or comes late.", metavar="ENDPOINT")
-    ] = None,
-    kv_events_form: Annotated[
-        KVEventsForm,
-        output_option("raw: all that is cached. exact: what can be hit, where layers keep states or windows."),
-    ] = KVEventsForm.RAW,
-    spans: Annotated[
-        bool, output_option("Send a span of OpenTelemetry a request to OTEL_EXPORTER_OTLP_ENDPOINT.", "--spans")
-    ] = False,
-    max_waiting: Annotated[
-        int, request_option("Outputs that may wait; more are answered 429.", max=MOST_COUNT, metavar="N")
-    ] = 256,
+    memory: str | None = cache_option("For the cache: 8GiB, or bytes.", show_default="1GiB"),
+    max_model_len: int | None = cache_option(
+        "Tokens of prompt and output together.", max=MOST_COUNT, metavar="N", show_default="the model's, or what fits"
+    ),
+    host: str = run_option("Where to listen.", default="127.0.0.1"),
+    port: int = run_option("0 is any free one.", min=0, max=_MOST_PORT, default=8000),
+    served_model_name: str | None = request_option("What clients call it.", show_default="that of --model"),
+    api_key_file: Path | None = request_option("Lines of KEY, or KEY SALT for a tenant.", show_default="no keys"),
+    allow_host: list[str] | None = request_option(
+        "Without keys: answer to this name in Host, beside private names and addresses. * for any.",
+        metavar="NAME",
+        show_default=False,
+    ),
+    allow_origin: list[str] | None = request_option(
+        "Let pages of https://HOST use the server from a browser.", metavar="ORIGIN", show_default=False
+    ),
+    header_timeout: float = request_option("For the headers of a request to arrive.", metavar="SECONDS", default=10.0),
+    body_timeout: float = request_option("For its body to arrive.", metavar="SECONDS", default=60.0),
+    body_memory: str = request_option("For all bodies over 64 KiB together.", metavar="SIZE", default="128MiB"),
+    grace: float = run_option(
+        "After SIGTERM, for answers in hand; then they are cut off.", metavar="SECONDS", default=30.0
+    ),
+    metrics_prefix: str = output_option("Of metrics' names: vllm for vLLM's own.", metavar="NAME", default="hybridkv"),
+    kv_events: str | None = output_option("Publish cache events there: tcp://HOST:PORT.", metavar="ENDPOINT"),
+    kv_events_replay: str | None = output_option("Answer who missed some, or comes late.", metavar="ENDPOINT"),
+    kv_events_form: KVEventsForm = output_option(
+        "raw: all that is cached. exact: what can be hit, where layers keep states or windows.",
+        default=KVEventsForm.RAW,
+    ),
+    spans: bool = output_option(
+        "Send a span of OpenTelemetry a request to OTEL_EXPORTER_OTLP_ENDPOINT.", "--spans", default=False
+    ),
+    max_waiting: int = request_option(
+        "Outputs that may wait; more are answered 429.", max=MOST_COUNT, metavar="N", default=256
+    ),
     stepping: StepOptions,
-    explain: Explain = False,
-    block_times: Annotated[
-        bool, output_option("Tell how long blocks are kept, idle, and between hits.", "--block-times")
-    ] = False,
-    speculate: SpeculateOption = None,
+    explain: bool = explain_option(),
+    block_times: bool = output_option(
+        "Tell how long blocks are kept, idle, and between hits.", "--block-times", default=False
+    ),
+    speculate: str | None = speculate_option(),
 ) -> int:
     """Serve a model over HTTP in OpenAI's forms, until SIGTERM or Ctrl-C: the first drains, the second ends at once."""
     drafts = Speculate.parse(speculate)

@@ -9,32 +9,33 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 from rich.table import Table
 
 from hybridkv.cli.options import (
-    PageFile,
     as_option,
     cache_option,
     checked_page,
     model_option,
     output_option,
+    page_option,
     request_option,
     run_option,
     write_page,
 )
 from hybridkv.cli.outcome import printable
 from hybridkv.cli.output import UNKNOWN, console, progress_bar, say, share, table
-from hybridkv.cli.running import SourceOptions, TraceArgument, Weights, require_drafts
+from hybridkv.cli.running import SourceOptions, TraceArgument, require_drafts, weights_option
 from hybridkv.errors import ConfigError
 from hybridkv.models import DTYPE_NAMES
 from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.report import sweep_page, tune_page
 from hybridkv.simulator import Cell, ReplaySettings, Swept, Tried, processes, sweep, tune
 from hybridkv.simulator.fleet import ROUND_ROBIN, ROUTERS
-from hybridkv.simulator.hardware import BF16, DEFAULT_HARDWARE
+from hybridkv.simulator.hardware import DEFAULT_HARDWARE
 from hybridkv.simulator.loop import ACCEPTANCE
 from hybridkv.simulator.sweep import differing, in_words, machines_of
 from hybridkv.simulator.tune import parse_aims, parse_prices
@@ -45,41 +46,35 @@ _DEFAULTS: Final = ReplaySettings()
 _NUMBERED: Final = {"tp", "block_size", "max_running", "token_budget", "replicas", "drafts"}
 _SHOWN: Final = 10
 """Settings in the table of what was tried."""
-Jobs = Annotated[int | None, run_option("Processes at once.", show_default="one a core")]
+jobs_option: Final = partial(run_option, "Processes at once.", show_default="one a core")
 
 
 @dataclass(frozen=True, slots=True)
 class AxesOptions:
     """Settings that vary: lists as they were given."""
 
-    model: Annotated[str, model_option("Models: config.json files, folders with one, or known names.")]
-    memory: Annotated[
-        str, cache_option("For the cache of one rank: 20GiB,40GiB, or from:to:step, as 20GiB:80GiB:20GiB.")
-    ]
-    tp: Annotated[str, model_option("Tensor parallel ranks.")] = "1"
-    layout: Annotated[str, cache_option("natural, reference.")] = DEFAULT_LAYOUT
-    placement: Annotated[
-        str | None, cache_option("Where recurrent states are kept.", show_default="that of the layout")
-    ] = None
-    eviction: Annotated[
-        str | None, cache_option("What is given up next, in the natural layout.", show_default="what suits")
-    ] = None
-    block_size: Annotated[str, cache_option("Tokens of a block.")] = "16"
-    dtype: Annotated[
-        str | None, cache_option("Of keys and values: bf16, fp8.", "--kv-dtype", show_default="the config's")
-    ] = None
-    max_running: Annotated[str, run_option("Requests at once.")] = str(_DEFAULTS.max_running)
-    token_budget: Annotated[str, run_option("Tokens of a step.")] = str(_DEFAULTS.token_budget)
-    hardware: Annotated[str, run_option("Names of `hybridkv hardware`, or TOML files.", metavar="NAMES")] = (
-        DEFAULT_HARDWARE
+    model: str = model_option("Models: config.json files, folders with one, or known names.", default=...)
+    memory: str = cache_option(
+        "For the cache of one rank: 20GiB,40GiB, or from:to:step, as 20GiB:80GiB:20GiB.", default=...
     )
-    weights: Weights = BF16
-    replicas: Annotated[str, run_option("Engines behind a router.")] = "1"
-    router: Annotated[str, run_option(f"{', '.join(ROUTERS)}.")] = ROUND_ROBIN
-    drafts: Annotated[str, run_option("Drafts of each row that decodes, in a step.")] = "0"
-    acceptance: Annotated[
-        str | None, run_option("Of a draft, if those before it were accepted: 0 .. 1.", show_default=str(ACCEPTANCE))
-    ] = None
+    tp: str = model_option("Tensor parallel ranks.", default="1")
+    layout: str = cache_option("natural, reference.", default=DEFAULT_LAYOUT)
+    placement: str | None = cache_option("Where recurrent states are kept.", show_default="that of the layout")
+    eviction: str | None = cache_option("What is given up next, in the natural layout.", show_default="what suits")
+    block_size: str = cache_option("Tokens of a block.", default="16")
+    dtype: str | None = cache_option("Of keys and values: bf16, fp8.", "--kv-dtype", show_default="the config's")
+    max_running: str = run_option("Requests at once.", default=str(_DEFAULTS.max_running))
+    token_budget: str = run_option("Tokens of a step.", default=str(_DEFAULTS.token_budget))
+    hardware: str = run_option(
+        "Names of `hybridkv hardware`, or TOML files.", metavar="NAMES", default=DEFAULT_HARDWARE
+    )
+    weights: str = weights_option()
+    replicas: str = run_option("Engines behind a router.", default="1")
+    router: str = run_option(f"{', '.join(ROUTERS)}.", default=ROUND_ROBIN)
+    drafts: str = run_option("Drafts of each row that decodes, in a step.", default="0")
+    acceptance: str | None = run_option(
+        "Of a draft, if those before it were accepted: 0 .. 1.", show_default=str(ACCEPTANCE)
+    )
 
     def values(self) -> dict[str, Sequence[object]]:
         """By the fields of Cell, which these are. ConfigError for lists that are none."""
@@ -181,11 +176,11 @@ def sweep_command(
     *,
     trace: TraceArgument,
     axes: AxesOptions,
-    out: Annotated[Path, output_option("The folder of the cells.", metavar="DIR")],
-    jobs: Jobs = None,
+    out: Path = output_option("The folder of the cells.", metavar="DIR", default=...),
+    jobs: int | None = jobs_option(),
     options: SourceOptions,
-    as_json: Annotated[bool, output_option("Print all cells as JSON.", "--json")] = False,
-    page_file: PageFile = None,
+    as_json: bool = output_option("Print all cells as JSON.", "--json", default=False),
+    page_file: Path | None = page_option(),
 ) -> None:
     """Replay one trace under all combinations of settings, lists with commas; what is there is not run again."""
     page_file = checked_page(page_file)
@@ -252,15 +247,15 @@ def _table(differ: Sequence[str], figures: Iterable[str]) -> Table:
 def tune_command(
     *,
     trace: TraceArgument,
-    trials: Annotated[int, run_option("Settings tried at most.")] = 50,
+    trials: int = run_option("Settings tried at most.", default=50),
     axes: AxesOptions,
-    slo: Annotated[str, request_option("Aims: ttft-p99=1s,tpot-p99=50ms; also mean, p50, p90.")],
-    price: Annotated[str, request_option("Of one machine by hardware: h100=2.5/h,l4=0.8/h; /d and /mo, too.")],
-    out: Annotated[Path, output_option("The folder of the study and its cells.", metavar="DIR")],
-    jobs: Jobs = None,
+    slo: str = request_option("Aims: ttft-p99=1s,tpot-p99=50ms; also mean, p50, p90.", default=...),
+    price: str = request_option("Of one machine by hardware: h100=2.5/h,l4=0.8/h; /d and /mo, too.", default=...),
+    out: Path = output_option("The folder of the study and its cells.", metavar="DIR", default=...),
+    jobs: int | None = jobs_option(),
     options: SourceOptions,
-    as_json: Annotated[bool, output_option("Print what was tried as JSON.", "--json")] = False,
-    page_file: PageFile = None,
+    as_json: bool = output_option("Print what was tried as JSON.", "--json", default=False),
+    page_file: Path | None = page_option(),
 ) -> None:
     """Find the cheapest of many settings that keeps latency aims for a trace; started again, the search goes on."""
     page_file = checked_page(page_file)

@@ -44,14 +44,11 @@ _NONE: Final = "-"
 def top_command(
     *,
     url: Annotated[str, typer.Argument(metavar="URL", help="Of a server: http://HOST:PORT.")],
-    every: Annotated[float, output_option("Between two looks.", min=0.1, max=3600, metavar="SECONDS")] = 1.0,
-    once: Annotated[bool, output_option("Print one look and end.", "--once")] = False,
-    api_key: Annotated[
-        str | None,
-        request_option(
-            "Of a key without a salt; better named in the environment.", envvar="HYBRIDKV_API_KEY", show_default="none"
-        ),
-    ] = None,
+    every: float = output_option("Between two looks.", min=0.1, max=3600, metavar="SECONDS", default=1.0),
+    once: bool = output_option("Print one look and end.", "--once", default=False),
+    api_key: str | None = request_option(
+        "Of a key without a salt; better named in the environment.", envvar="HYBRIDKV_API_KEY", show_default="none"
+    ),
 ) -> int:
     """A server's figures as they change: who runs and waits, hits, memory, times. Of hybridkv, and what vLLM has too.
 

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -20,7 +21,7 @@ from hybridkv.simulator.described import BLOCK_SIZES, LengthBin
 from hybridkv.simulator.report import Distribution
 from hybridkv.units import format_count, shown
 
-AsJson = Annotated[bool, output_option("Print it as JSON.", "--json")]
+json_option: Final = partial(output_option, "Print it as JSON.", "--json", default=False)
 _MOST_DIGITS: Final = 9
 _SECONDS_PER_LINE: Final = 10.0
 
@@ -29,10 +30,10 @@ def describe_command(
     *,
     trace: TraceArgument,
     options: SourceOptions,
-    block_sizes: Annotated[str, output_option("Of the endless cache whose hits are told, in tokens.")] = ",".join(
-        map(str, BLOCK_SIZES)
+    block_sizes: str = output_option(
+        "Of the endless cache whose hits are told, in tokens.", default=",".join(map(str, BLOCK_SIZES))
     ),
-    as_json: AsJson = False,
+    as_json: bool = json_option(),
 ) -> None:
     """Lengths, rates, what prompts share, and what a cache that forgets nothing would hit."""
     source = options.read(trace)
@@ -49,7 +50,7 @@ def convert_command(
     trace: TraceArgument,
     out: Annotated[Path, typer.Argument(help="The file to write; gzip where it ends in .gz.", metavar="OUT")],
     options: SourceOptions,
-    as_json: AsJson = False,
+    as_json: bool = json_option(),
 ) -> None:
     """Write a trace in the token-exact form: lengths, times and what is equal, and no text."""
     source = options.read(trace)
