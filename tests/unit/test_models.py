@@ -311,12 +311,12 @@ def test_what_cannot_be_planned_is_refused_by_name(config: dict[str, object], na
         ({"num_attention_heads": 7}, "7 attention heads do not divide hidden_size 64"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads"),
         ({"layer_types": ["full_attention"]}, "1 entries for 4 layers"),
-        ({"layer_types": "full_attention"}, "must be a list of strings"),
+        ({"layer_types": "full_attention"}, "layer_types must be a list"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
         ({"torch_dtype": "int4"}, "unknown cache dtype 'int4'"),
-        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
-        ({"text_config": 3}, "text_config must be an object"),
-        ({"model_type": 3}, "model_type must be a string"),
+        ({"rope_scaling": [1]}, "rope_scaling must be a dict"),
+        ({"text_config": 3}, "text_config must be a dict"),
+        ({"model_type": 3}, "model_type must be a str"),
     ],
 )
 def test_a_malformed_config_names_the_field(given: dict[str, object], said: str) -> None:

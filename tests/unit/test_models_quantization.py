@@ -125,8 +125,8 @@ def test_quantized_weights_leave_keys_and_values_alone(quantization: dict[str, o
         ({"quant_method": "modelopt", "kv_cache_quant_algo": 8}, "kv_cache_quant_algo 8"),
         ({"quant_method": "quark", "export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, r"export\.kv_cache_group"),
         ({"quant_method": "quark", "kv_cache_quant_config": {"*": {"dtype": "fp8"}}}, "kv_cache_quant_config"),
-        (7, "quantization_config must be an object"),
-        ({"quantization": [1]}, "quantization must be an object"),
+        (7, "quantization_config must be a dict"),
+        ({"quantization": [1]}, "quantization must be a dict"),
     ],
 )
 def test_other_schemes_are_refused_by_name(quantization: object, message: str) -> None:

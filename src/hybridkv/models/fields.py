@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
+from hybridkv.arguments import Check, at_least, each, flag, integer, one_of
 from hybridkv.errors import ConfigError, MissingFieldError
 from hybridkv.models.model import MOST_LAYERS
 from hybridkv.units import MOST_COUNT, dtype_name, shown
@@ -41,18 +42,17 @@ class Fields:
         """An error that names the model."""
         return ConfigError(f"config of {self.name}: {message}")
 
+    def _given(self, key: str, check: Check, default: Any = None) -> Any:  # noqa: ANN401  # what the check returns
+        value = self.values.get(key)
+        return default if value is None else check(f"config of {self.name}: {key}", value)
+
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, most: int = MOST_COUNT) -> int:
         """An integer of ``minimum`` .. ``most``."""
         value = self.values.get(key)
-        if value is None:
-            value = default
+        value = default if value is None else value
         if value is None:
             raise MissingFieldError(f"config of {self.name}: {key} is missing: add it")
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.fail(f"{key} must be an integer of at least {minimum}, got {shown(value)}")
-        if value > most:
-            raise self.fail(f"{key} must be at most {most}, got {shown(value)}")
-        return value
+        return integer(f"config of {self.name}: {key}", value, minimum, most)
 
     def layers(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """A number of layers: at most as many as a Model has, since every one costs time and memory."""
@@ -74,39 +74,26 @@ class Fields:
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         """A boolean."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.fail(f"{key} must be true or false, got {shown(value)}")
-        return value
+        found: bool = self._given(key, flag, default)
+        return found
 
-    def text(self, key: str, default: str | None = None) -> str | None:
-        """A string."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.fail(f"{key} must be a string, got {shown(value)}")
-        return value
+    def text(self, key: str) -> str | None:
+        """A string; None where missing."""
+        found: str | None = self._given(key, one_of(str))
+        return found
 
-    def mapping(self, key: str) -> Mapping[str, object]:
+    def mapping(self, key: str) -> Mapping[str, Any]:
         """An object; empty where missing."""
-        value = self.values.get(key)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self.fail(f"{key} must be an object, got {shown(value)}")
-        return value
+        found: Mapping[str, Any] = self._given(key, one_of(dict), {})
+        return found
 
     def integers(self, key: str) -> tuple[int, ...] | None:
         """A list of integers of at least 0; None where missing."""
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list | tuple) or not all(type(one) is int and one >= 0 for one in value):
-            raise self.fail(f"{key} must be a list of integers")
-        return self.of_layers(key, value)
+        return self.of_layers(key, self._given(key, each(at_least(0))))
+
+    def names(self, key: str) -> tuple[str, ...] | None:
+        """A list of strings; None where missing."""
+        return self.of_layers(key, self._given(key, each(one_of(str))))
 
     def layer_types(self, key: str, count: int, default: Sequence[str]) -> tuple[str, ...]:
         """A list of strings, one for each of ``count`` layers; ``default`` where missing."""
@@ -117,20 +104,11 @@ class Fields:
             raise self.fail(f"{key} has {len(found)} entries for {count} layers: correct one of them")
         return tuple(LEGACY_LAYER_TYPES.get(one, one) for one in found)
 
-    def names(self, key: str) -> tuple[str, ...] | None:
-        """A list of strings; None where missing."""
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-            raise self.fail(f"{key} must be a list of strings")
-        return self.of_layers(key, value)
-
-    def of_layers(self, key: str, values: Sequence[T]) -> tuple[T, ...]:
-        """Those of a list with one entry a layer, or fewer."""
-        if len(values) > MOST_LAYERS:
+    def of_layers(self, key: str, values: tuple[T, ...] | None) -> tuple[T, ...] | None:
+        """``values``, a list with one entry a layer, or fewer. ConfigError for more than are planned."""
+        if values is not None and len(values) > MOST_LAYERS:
             raise self.fail(f"{key} has {len(values)} entries: at most {MOST_LAYERS} layers are planned")
-        return tuple(values)
+        return values
 
 
 def config_dtype(fields: Fields) -> str | None:

@@ -201,7 +201,8 @@ def _nemotron_types(fields: Fields) -> tuple[str, ...]:
     if given is None and pattern is None:
         raise fields.fail("hybrid_override_pattern is missing: add it")
     if given is None:
-        types = fields.of_layers("hybrid_override_pattern", [_NEMOTRON_TYPES.get(one, one) for one in pattern or ""])
+        types = tuple(_NEMOTRON_TYPES.get(one, one) for one in pattern or "")
+        fields.of_layers("hybrid_override_pattern", types)
     else:
         key = "layers_block_type" if "layers_block_type" in fields else "layer_types"
         types = fields.layer_types(key, len(given), ())

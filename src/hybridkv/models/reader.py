@@ -65,12 +65,11 @@ def read_model(
     """
     if not isinstance(source, str | Path | Mapping):
         raise ConfigError(f"a model is a name, the path of a config.json, or its fields, got {shown(source)}")
-    block_size, tp = integer("block_size", block_size), integer("tp", tp)
-    num_speculative_tokens = integer("num_speculative_tokens", num_speculative_tokens)
+    block_size, tp = integer("block_size", block_size, 1, MOST_COUNT), integer("tp", tp, 1, MOST_COUNT)
+    num_speculative_tokens = integer("num_speculative_tokens", num_speculative_tokens, 0, MOST_COUNT)
     if instance("backend", backend, str) not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
-    mtp_layers = integer("mtp_layers", mtp_layers)
-    _check_counts(block_size, tp, num_speculative_tokens, mtp_layers)
+    mtp_layers = integer("mtp_layers", mtp_layers, 0, MOST_COUNT)
     name, config = _load(source)
     given = _given(fields)
     part = text_fields(config, name, given)
@@ -162,21 +161,6 @@ def _said_layers(described: Fields) -> int:
 def _query_heads(described: Fields) -> int:
     """Of an attention layer, 0 where nothing says so."""
     return next((heads for key in HEADS if (heads := described.optional(key, minimum=0))), 0)
-
-
-def _check_counts(block_size: int, tp: int, num_speculative_tokens: int, mtp_layers: int) -> None:
-    """ConfigError for those that cannot work with any model."""
-    if block_size < 1:
-        raise ConfigError(f"block_size must be at least 1 token, got {shown(block_size)}: 16 is usual")
-    if tp < 1:
-        raise ConfigError(f"tp must be at least 1, got {shown(tp)}")
-    drafting = {"num_speculative_tokens": num_speculative_tokens, "mtp_layers": mtp_layers}
-    for what, value in drafting.items():
-        if value < 0:
-            raise ConfigError(f"{what} must not be negative, got {shown(value)}")
-    for what, value in {"block_size": block_size, "tp": tp, **drafting}.items():
-        if value > MOST_COUNT:
-            raise ConfigError(f"{what} must be at most {MOST_COUNT}, got {shown(value)}")
 
 
 def _given(fields: Mapping[str, object] | None) -> dict[str, object]:
