@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
 
 import msgspec
 
+from hybridkv.errors import MissingFieldError
 from hybridkv.models.layers import FULL, LINEAR, SLIDING, Heads, Weights, experts, language_model, mla_weights
 from hybridkv.models.reading import MADE_BY_CLASS, Reading, table
 
@@ -76,13 +76,6 @@ def recipes() -> Mapping[str, Recipe]:
     return msgspec.convert(table("types")["recipes"], dict[str, Recipe])
 
 
-_BESIDE: Final[Mapping[str, tuple[str, ...]]] = {
-    "gemma3n_text": ("vocab_size_per_layer_input", "laurel_rank", "altup_num_inputs"),
-    "gemma4_text": ("vocab_size_per_layer_input",),
-}
-"""What types with embeddings of every layer need besides."""
-
-
 def count(reading: Reading, layers: Sequence[Attention]) -> Weights:
     """Count the weights of a decoder of ``layers``, those that share keys and values too.
 
@@ -90,34 +83,29 @@ def count(reading: Reading, layers: Sequence[Attention]) -> Weights:
     for one that is no number. O(layers).
     """
     recipe = recipes().get(reading.fields.text("model_type") or "")
-    if not layers or recipe is None or any(reading.key((key,)) is None for key in ("hidden_size", "vocab_size")):
+    if not layers or recipe is None:
         return Weights()
-    counting = _Counting(reading, recipe)
-    mlps = counting.mlps(layers) if counting.is_whole(layers) else None
-    if mlps is None:
+    try:
+        return _Counting(reading, recipe).model(layers)
+    except MissingFieldError:
         return Weights()
-    hidden = counting.hidden
-    dense = sum(counting.attention(one) for one in layers) + len(layers) * recipe.norms * hidden
-    weights = mlps + Weights.dense(dense + recipe.last * hidden)
-    look_ups = counting.beside(layers)
-    embedding = reading.fields.integer("vocab_size") * hidden
-    tied = reading.fields.flag("tie_word_embeddings", default=reading.declares(("tie_word_embeddings",)))
-    return language_model(weights, embedding=embedding, tied=tied) + look_ups
 
 
 class _Counting:
-    """One model."""
+    """One model. Its methods raise MissingFieldError for a field that is nowhere."""
 
     def __init__(self, reading: Reading, recipe: Recipe) -> None:
         self.reading, self.recipe, self.fields = reading, recipe, reading.fields
         self.hidden = reading.fields.integer("hidden_size")
 
-    def is_whole(self, layers: Sequence[Attention]) -> bool:
-        """Whether latents, an indexer and all else that a type has say how wide they are."""
-        latent = self.reading.key(("kv_lora_rank",)) is not None
-        needed = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim") if latent else ()
-        indexer = ("index_n_heads", "q_lora_rank") if any(one.indexer for one in layers) else ()
-        return all(self.reading.key((key,)) is not None for key in (*needed, *indexer, *_BESIDE.get(self._type, ())))
+    def model(self, layers: Sequence[Attention]) -> Weights:
+        """Layers, their norms and the last one, embeddings."""
+        embedding = self.fields.integer("vocab_size") * self.hidden
+        norms = (len(layers) * self.recipe.norms + self.recipe.last) * self.hidden
+        attention = sum(self.attention(one) for one in layers)
+        tied = self.fields.flag("tie_word_embeddings", default=self.reading.declares(("tie_word_embeddings",)))
+        weights = self.mlps(layers) + Weights.dense(attention + norms)
+        return language_model(weights, embedding=embedding, tied=tied) + self.beside(layers)
 
     def attention(self, one: Attention) -> int:
         """Projections, their biases and norms."""
@@ -141,48 +129,37 @@ class _Counting:
             weights += one.heads.heads  # a learned sink for each
         return weights
 
-    def mlps(self, layers: Sequence[Attention]) -> Weights | None:
+    def mlps(self, layers: Sequence[Attention]) -> Weights:
         """MLPs and mixtures of all layers."""
         mixture, count = self.recipe.mixture, len(layers)
         if mixture is None or (self._type == "gemma4_text" and not self.fields.flag("enable_moe_block")):
             wide = sum(not one.kept for one in layers) if self.fields.flag("use_double_wide_mlp") else 0
-            return self._dense(range(count + wide))
-        keys = (mixture.count, mixture.chosen, mixture.width, *([mixture.shared] if mixture.wide else []))
-        if any(self.reading.key((key,)) is None for key in keys if key):
-            return None
+            return self._dense(count + wide)
         total, width = self.fields.integer(mixture.count), self.fields.integer(mixture.width)
-        each = Weights.dense(self.hidden * total) + experts(
-            3 * self.hidden * width, total, self.fields.integer(mixture.chosen)
-        )
-        if mixture.shared is not None and self.reading.key((mixture.shared,)) is not None:
+        each = Weights.dense(self.hidden * (total + mixture.gate))
+        each += experts(3 * self.hidden * width, total, self.fields.integer(mixture.chosen))
+        if mixture.shared is not None and (mixture.wide or self.reading.key((mixture.shared,)) is not None):
             shared = self.fields.integer(mixture.shared, minimum=0)
             one = self.fields.optional("moe_shared_expert_intermediate_size") or width
             each += Weights.dense(self._mlp(shared if mixture.wide else shared * one) if shared else 0)
-        each += Weights.dense(self.hidden if mixture.gate else 0)
         if self._type == "gemma4_text":
             # beside an MLP, behind norms of its own, with a scale for the router's input and one for every expert
-            each += Weights.dense(4 * self.hidden + total)
-            sparse, dense = count, self._dense(range(count))
-        else:
-            sparse = self._sparse(count, mixture)
-            dense = self._dense(range(count - sparse))
-        return None if dense is None else each * sparse + dense
+            return (each + Weights.dense(4 * self.hidden + total)) * count + self._dense(count)
+        sparse = self._sparse(count, mixture)
+        return each * sparse + self._dense(count - sparse)
 
     def beside(self, layers: Sequence[Attention]) -> Weights:
         """Of Gemma 3n and 4: embeddings of every layer, which are look-ups, and what brings them in; and more."""
-        width = self.fields.optional("hidden_size_per_layer_input", minimum=0) or 0
-        found = Weights()
-        if self._type in _BESIDE and width:
-            every = len(layers) * width
-            table = self.fields.integer("vocab_size_per_layer_input") * every
-            found += Weights(table) + Weights.dense(
-                every * self.hidden + width + len(layers) * (2 * width + 1) * self.hidden
-            )
+        if self._type not in {"gemma3n_text", "gemma4_text"}:
+            return Weights()
+        count, hidden, found = len(layers), self.hidden, Weights()
+        if width := self.fields.optional("hidden_size_per_layer_input", minimum=0):
+            found += Weights(self.fields.integer("vocab_size_per_layer_input") * count * width)
+            found += Weights.dense(count * width * hidden + width + count * (2 * width + 1) * hidden)
         if self._type == "gemma3n_text":
             inputs, rank = self.fields.integer("altup_num_inputs"), self.fields.integer("laurel_rank")
-            altup = self.hidden + inputs**2 + inputs**3 + inputs * self.hidden + self.hidden
-            laurel = (2 * rank + 1) * self.hidden
-            found += Weights.dense(len(layers) * (altup + laurel) + 2 * (inputs - 1) * self.hidden**2)
+            altup = 2 * hidden + inputs**2 + inputs**3 + inputs * hidden
+            found += Weights.dense(count * (altup + (2 * rank + 1) * hidden) + 2 * (inputs - 1) * hidden**2)
         return found
 
     def _sparse(self, count: int, mixture: Mixture) -> int:
@@ -203,15 +180,15 @@ class _Counting:
     def _type(self) -> str:
         return self.fields.text("model_type") or ""
 
-    def _dense(self, layers: Sequence[int]) -> Weights | None:
-        """MLPs of so many layers; Gemma 3n may give a width for each. None where their width is nowhere."""
-        given = self.fields.values.get("intermediate_size")
-        if given is None and layers:
-            return None
-        if isinstance(given, list):
+    def _dense(self, count: int) -> Weights:
+        """MLPs of ``count`` layers; Gemma 3n may give a width for each."""
+        widths = self.fields.values.get("intermediate_size")
+        if isinstance(widths, list):
             widths = self.fields.integers("intermediate_size") or ()
-            return Weights.dense(sum(self._mlp(one) for one in widths)) if len(widths) == len(layers) else None
-        return Weights.dense(len(layers) * self._mlp(self.fields.integer("intermediate_size")) if layers else 0)
+            if len(widths) != count:
+                raise MissingFieldError(f"intermediate_size has {len(widths)} entries for {count} layers")
+            return Weights.dense(sum(map(self._mlp, widths)))
+        return Weights.dense(count * self._mlp(self.fields.integer("intermediate_size")) if count else 0)
 
     def _mlp(self, inner: int) -> int:
         biases = ((self.recipe.matrices - 1) * inner + self.hidden) * self._has(self.recipe.mlp_bias)
