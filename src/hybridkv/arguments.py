@@ -138,7 +138,7 @@ def _check_of(kind: Any) -> Check:  # noqa: ANN401  # a type, or what typing mak
         return or_none(_check_of(inner[0]))
     if get_origin(kind) is tuple:
         return each(_check_of(inner[0]))
-    numbers: dict[type, Check] = {int: integer, bool: flag}
+    numbers: dict[type, Check] = {int: integer, float: real, bool: flag}
     return numbers.get(kind) or one_of(kind)
 
 

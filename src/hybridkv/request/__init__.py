@@ -1,12 +1,25 @@
 """A request: its identity, tokens, block hashes and counts, and how its tokens are drawn."""
 
-from hybridkv.request.branches import branch_id, output_ids
-from hybridkv.request.hints import NO_HINTS, Hints
-from hybridkv.request.lent import Lender, Lent
-from hybridkv.request.protocols import Columns, Hasher, checked_hasher
-from hybridkv.request.request import Request, cut, extended, hash_error
-from hybridkv.request.sampling import MOST_BIAS, MOST_OUTPUTS, LogitsProcessor, SamplingParams, takes_prompt
-from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
+from hybridkv.request.request import NO_HINTS, Hints, Request, cut, extended, hash_error
+from hybridkv.request.sampling import (
+    MOST_BIAS,
+    MOST_OUTPUTS,
+    LogitsProcessor,
+    SamplingParams,
+    branch_id,
+    output_ids,
+    takes_prompt,
+)
+from hybridkv.request.tokens import (
+    MAX_TOKEN_ID,
+    Columns,
+    Hasher,
+    Lender,
+    Lent,
+    checked_hasher,
+    checked_marks,
+    token_array,
+)
 
 __all__ = [
     "MAX_TOKEN_ID",

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from hybridkv.arguments import Check, check_fields, flag, integer, or_none, real, text
 from hybridkv.errors import ConfigError
-from hybridkv.request.token_ids import MAX_TOKEN_ID, check_ids, is_number
+from hybridkv.request.tokens import MAX_TOKEN_ID, check_ids, is_integer, is_number
 from hybridkv.units import shown
 
 _LEAST_TEMPERATURE: Final = 1e-200
@@ -93,11 +93,11 @@ class SamplingParams:
             raise ConfigError(
                 f"temperature must be 0 (greedy), or {_LEAST_TEMPERATURE} or more, got {self.temperature}"
             )
-        check_fields(self, _strings, "stop")
-        check_fields(self, _ids, "stop_token_ids")
         check_fields(self, flag, "ignore_eos")
-        for name, check in _EDITS.items():
-            if type(given := getattr(self, name)) is not tuple or given:
+        for name, check in _LISTS.items():
+            if (given := getattr(self, name)) is None and name in _MAY_BE_NONE:
+                object.__setattr__(self, name, ())
+            elif type(given) is not tuple or given:
                 check_fields(self, check, name)
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens must be at most max_tokens, {self.max_tokens}, got {shown(self.min_tokens)}")
@@ -118,31 +118,41 @@ class SamplingParams:
         return replace(self, n=1, seed=self.seed + number)
 
 
-def _strings(name: str, value: object) -> tuple[str, ...]:
-    given = (value,) if isinstance(value, str) else _items(value)
-    if given is None or not all(isinstance(one, str) and one for one in given):
-        raise ConfigError(f"{name} must be a list of strings that are not empty, got {shown(value)}")
-    for one in given:
-        text(name, one)
+def _listed(
+    name: str, value: object, single: type | tuple[type, ...], holds: Callable[[Any], object], wanted: str
+) -> tuple[Any, ...]:
+    """``value`` as a tuple of what ``holds`` takes; a ``single`` one becomes a tuple of one. ConfigError for others."""
+    given = (value,) if isinstance(value, single) and not isinstance(value, tuple) else _items(value)
+    if given is None or not all(map(holds, given)):
+        raise ConfigError(f"{name} must be {wanted}, got {shown(value)}")
     return given
 
 
+def _items(value: object) -> tuple[Any, ...] | None:
+    """What ``value`` holds; None where it is no collection of single things."""
+    if isinstance(value, tuple):
+        return value
+    if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray | Mapping) or is_number(value):
+        return None
+    return tuple(value)
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    given = _listed(name, value, str, lambda one: isinstance(one, str) and one, "a list of strings that are not empty")
+    return tuple(text(name, one) for one in given)
+
+
 def _ids(name: str, value: object) -> tuple[int, ...]:
-    given = (value,) if not isinstance(value, tuple) and isinstance(value, Integral) else _items(value)
-    if given is None or not all(not isinstance(one, bool) and isinstance(one, Integral) for one in given):
-        raise ConfigError(f"{name} must be a list of token ids, got {shown(value)}")
+    given = _listed(name, value, Integral, is_integer, "a list of token ids")
     check_ids(given, name)
     return given if all(type(one) is int for one in given) else tuple(map(int, given))
 
 
 def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
-    if value is None:
-        return ()
-    given = tuple(value.items()) if isinstance(value, Mapping) else _items(value)
-    if given is None or not all(isinstance(one, tuple | list) and len(one) == 2 for one in given):
-        raise ConfigError(f"{name} must map token ids to what is added to their logits, got {shown(value)}")
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    wanted = "a mapping of token ids to what is added to their logits"
     found: dict[int, float] = {}
-    for token, bias in given:
+    for token, bias in _listed(name, pairs, (), lambda one: isinstance(one, tuple | list) and len(one) == 2, wanted):
         # JSON's keys are strings
         whole = int(token) if isinstance(token, str) and token.isdecimal() and len(token) <= _ID_DIGITS else token
         added = real(f"{name} of token {shown(token)}", bias)
@@ -156,13 +166,8 @@ def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _words(name: str, value: object) -> tuple[Word, ...]:
-    if value is None:
-        return ()
-    given = (value,) if isinstance(value, str) else _items(value)
-    if given is None:
-        raise ConfigError(f"{name} must be a list of words, got {shown(value)}")
     words: list[Word] = []
-    for one in given:
+    for one in _listed(name, value, str, lambda _: True, "a list of words"):
         word: Word | None = text(name, one) if isinstance(one, str) else _items(one)
         if not word:
             raise ConfigError(f"each of {name} must be text or a list of token ids, and not empty, got {shown(one)}")
@@ -171,11 +176,7 @@ def _words(name: str, value: object) -> tuple[Word, ...]:
 
 
 def _processors(name: str, value: object) -> tuple[LogitsProcessor, ...]:
-    if value is None:
-        return ()
-    given = (value,) if callable(value) else _items(value)
-    if given is None or not all(callable(one) for one in given):
-        raise ConfigError(f"{name} must be a list of functions, got {shown(value)}")
+    given = _listed(name, (value,) if callable(value) else value, (), callable, "a list of functions")
     for one in given:
         takes_prompt(one)
     return given
@@ -194,16 +195,15 @@ def takes_prompt(processor: LogitsProcessor) -> bool:
     )
 
 
-def _items(value: object) -> tuple[Any, ...] | None:
-    """What ``value`` holds; None where it is no collection of single things."""
-    if isinstance(value, tuple):
-        return value
-    if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray | Mapping) or is_number(value):
-        return None
-    return tuple(value)
-
-
-_EDITS: Final[Mapping[str, Check]] = {"logit_bias": _biases, "bad_words": _words, "logits_processors": _processors}
+_LISTS: Final[Mapping[str, Check]] = {
+    "stop": _strings,
+    "stop_token_ids": _ids,
+    "logit_bias": _biases,
+    "bad_words": _words,
+    "logits_processors": _processors,
+}
+_MAY_BE_NONE: Final = ("logit_bias", "bad_words", "logits_processors")
+"""Those for which None says the same as an empty list."""
 _CHECKS: Final[Mapping[type, Check]] = {float: real, int: integer, NoneType: or_none(integer)}
 """Of the type of each number's default."""
 _LOGPROBS: Final = (NoneType, 0, MAX_TOKEN_ID, "0 or more and below 2**31, or None (off)")
@@ -223,3 +223,18 @@ _NUMBERS: Final[Mapping[str, tuple[type, float, float, str]]] = {
     "prompt_logprobs": _LOGPROBS,
 }
 """Of each number: the type of its default, the least and the most that it may be, and how that is said."""
+
+
+# -- ids of the outputs of one request
+
+
+def branch_id(request_id: str, number: int) -> str:
+    """The id of the ``number``-th branch of a request."""
+    return f"{request_id}#{number}"
+
+
+def output_ids(request_id: str, n: int) -> list[str]:
+    """Ids of the ``n`` outputs of a request: its own, then those of its branches. ConfigError for other numbers."""
+    text("request_id", request_id)
+    integer("n", n, 1, MOST_OUTPUTS)
+    return [request_id, *(branch_id(request_id, number) for number in range(1, n))]

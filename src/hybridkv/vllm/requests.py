@@ -38,7 +38,7 @@ from hybridkv.cache import Admission, EngineHashes, KVCacheBlocks, KVCacheManage
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import LoraAdapter, MultimodalItem
 from hybridkv.request import Hints, Lent, Request
-from hybridkv.request.token_ids import checked_marks
+from hybridkv.request.tokens import checked_marks
 from hybridkv.specs import Keeps, RequestLimits
 from hybridkv.vllm.specs import Settings
 

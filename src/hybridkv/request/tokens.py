@@ -1,0 +1,182 @@
+"""Token ids and token counts as callers give them, and what a request asks of others.
+
+Who lends it an engine's tokens, where it lives while it holds blocks, and who hashes its blocks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Integral
+from operator import index
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.arguments import integer
+from hybridkv.errors import ConfigError, HashError
+from hybridkv.extra_keys import Extra
+from hybridkv.units import MOST_COUNT, shown
+
+MAX_TOKEN_ID: Final = MOST_COUNT
+
+_UNSIGNED: Final = {np.dtype(np.int32): np.uint32, np.dtype(np.int64): np.uint64}
+"""Read so, negative numbers are the largest: one pass over an array tells of both ends."""
+
+
+def check_ids(ids: Iterable[int], what: str) -> None:
+    """ConfigError, about ``what``, unless all ``ids`` lie in 0 .. 2**31 - 1."""
+    if any(not 0 <= token <= MAX_TOKEN_ID for token in ids):
+        raise ConfigError(f"{what} must lie in 0 .. 2**31 - 1, got {', '.join(map(shown, ids))}")
+
+
+def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
+    """A copy of ``tokens`` as unsigned 32-bit integers below 2**31, type code I; ConfigError for ids that do not fit.
+
+    O(n); a list costs some ten times what an array does.
+    """
+    if type(tokens) is not list and isinstance(tokens, bytes | bytearray | str | Mapping | AbstractSet | Iterator):
+        raise ConfigError(f"token ids must be a sequence of integers, got {type(tokens).__name__}: tokenize it first")
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise ConfigError(f"token ids must be a one-dimensional integer array, got {tokens.dtype}{tokens.shape}")
+        if tokens.size and not _all_fit(tokens):
+            raise ConfigError("token ids must lie in 0 .. 2**31 - 1")
+        out = array("I")
+        out.frombytes(np.ascontiguousarray(tokens, np.int32).view(np.uint8).data)
+        return out
+    try:
+        out = array("I", tokens)  # a third of the time that signed ones take
+        if not out or _all_fit(np.frombuffer(out, np.int32)):
+            return out
+    except TypeError as error:
+        raise ConfigError(f"token ids must be integers in 0 .. 2**31 - 1: {error}") from None
+    except OverflowError:
+        pass
+    wrong = next(token for token in map(index, tokens) if not 0 <= token <= MAX_TOKEN_ID)
+    if wrong < 0:
+        raise ConfigError(f"token ids must not be negative, got {shown(wrong)}")
+    raise ConfigError(f"token ids must be integers in 0 .. 2**31 - 1, got {shown(wrong)}")
+
+
+def _all_fit(ids: NDArray[np.integer]) -> bool:
+    """Whether all of ``ids``, at least one, are token ids."""
+    unsigned = _UNSIGNED.get(ids.dtype)
+    if unsigned is None:
+        return int(ids.min()) >= 0 and int(ids.max()) <= MAX_TOKEN_ID
+    return bool(np.maximum.reduce(ids.view(unsigned)) <= MAX_TOKEN_ID)
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is an integer, numpy's as well; no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an array of no dimension, which says that it can be iterated."""
+    return isinstance(value, np.ndarray) and not value.ndim
+
+
+def checked_marks(marks: object, what: str = "marks") -> tuple[int, ...]:
+    """``marks`` ascending. ConfigError, about ``what``, unless they are distinct token counts, 1 .. 2**31 - 1."""
+    if type(marks) is tuple and not marks:
+        return ()  # as nearly always
+    if not isinstance(marks, Iterable) or isinstance(marks, str | bytes | bytearray) or is_number(marks):
+        raise ConfigError(f"{what} must be a list of token counts, got {shown(marks)}")
+    given = list(marks)
+    for mark in given:
+        if not is_integer(mark) or not 0 < mark <= MAX_TOKEN_ID:
+            raise ConfigError(f"{what} must be token counts, 1 .. 2**31 - 1, got {shown(mark)}")
+    ascending = sorted(map(int, given))
+    twice = next((mark for mark, after in pairwise(ascending) if mark == after), None)
+    if twice is not None:
+        raise ConfigError(f"{what} must be distinct, got {twice} twice")
+    return tuple(ascending)
+
+
+class Lender(Protocol):
+    """An engine's own request: ``num_tokens`` known tokens, in ``all_token_ids``; appended to, never changed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and outputs."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Theirs; slices of it are read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lent:
+    """In place of a Request's prompt: who has its tokens, ``num_prompt_tokens`` of them the prompt's.
+
+    hashes: the engine's own list of one key a full hash block, which grows as it hashes; None: the request's hasher
+    hashes what is lent. ConfigError for what is none of these.
+    """
+
+    lender: Lender
+    num_prompt_tokens: int
+    hashes: list[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        if not (hasattr(self.lender, "num_tokens") and hasattr(self.lender, "all_token_ids")):
+            raise ConfigError(f"lender must have num_tokens and all_token_ids, got {shown(self.lender)}")
+        integer("num_prompt_tokens", self.num_prompt_tokens, 1, MOST_COUNT)
+        if self.hashes is not None and not isinstance(self.hashes, list):
+            raise ConfigError(f"hashes must be the engine's own list, which grows, or None, got {shown(self.hashes)}")
+
+
+class Columns(Protocol):
+    """Where a resident request lives; see hybridkv.request_rows.RequestRows."""
+
+    num_tokens: NDArray[np.int64]
+    num_computed: NDArray[np.int64]
+    num_lent: int
+    tail: NDArray[np.int32]
+
+    def append_one(self, row: int, token: int) -> None:
+        """One token behind the known ones of ``row``."""
+
+    def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> dict[int, HashError]:
+        """One token behind the known ones of each of ``rows``; those that could not take theirs, and why."""
+
+    def least_tokens(self, row: int) -> int:
+        """Tokens of ``row`` that cannot be forgotten: computed, or promised to others."""
+
+    def truncate(self, row: int, num_tokens: int) -> None:
+        """Only the first ``num_tokens`` tokens of ``row`` are left, at least one of them."""
+
+
+class Hasher(Protocol):
+    """Hashes blocks of tokens; see hybridkv.cache.hashing.BlockHasher."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a hash block."""
+
+    @property
+    def root(self) -> bytes:
+        """What the first block's hash builds on."""
+
+    def hash_chain(
+        self, parent: bytes | None, tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None = None
+    ) -> list[bytes]:
+        """Hashes of consecutive full blocks, a new list; a tail shorter than a block is left out."""
+
+    def hash_rows(
+        self, parents: Sequence[bytes | None], tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None = None
+    ) -> list[bytes]:
+        """Hashes of unrelated blocks, one a row of ``tokens`` [n, block_size], each with its own parent."""
+
+
+def checked_hasher(hasher: Hasher) -> Hasher:
+    """``hasher``; ConfigError for what is none."""
+    asked = ("block_size", "root", "hash_chain", "hash_rows")
+    missing = [name for name in asked if not hasattr(hasher, name)]
+    if missing:
+        raise ConfigError(f"hasher must have {', '.join(missing)}, got {shown(hasher)}: hand over cache.hasher")
+    return hasher
