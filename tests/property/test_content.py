@@ -1,5 +1,6 @@
 """Every token that a step reads is the row's own: plans as the planner makes them, Steps alone, one bytearray."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -13,12 +14,14 @@ from hybridkv.cache.pool import Taken
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner import KVCacheConfig, plan
+from hybridkv.planner.config import ALIGNMENT_BYTES, SlabClass
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec
+from hybridkv.step import Copy, Step
 from hybridkv.testing import DigestModel, FakeWorker, attention_config, digest_model
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from hybridkv.testing.fake_worker import WorkerRow
-from oracles import Rig, RigOptions, random_options, random_run
+from oracles import Rig, RigOptions, random_natural_options, random_options, random_run
 from oracles.random_models import PLACEMENTS
 from oracles.strategies import limits, prompts
 
@@ -174,9 +177,12 @@ def test_natural_plans_read_what_they_wrote(
 # -- controls: the oracle must see what is wrong
 
 EXAMPLES = 25
-HYBRIDS = 200
-"""Runs of models with windows and states, of which one at least must see a fault of theirs."""
+MANY = 200
+"""Runs of models with windows and states, or of slabs, of which one at least must see a fault of theirs."""
 HYBRID: tuple[KVCacheSpec, ...] = (full_spec(4), state_spec(4), window_spec(2, 5), chunk_spec(4, 8))
+IN_SLABS: tuple[KVCacheSpec, ...] = (full_spec(4), state_spec(4), window_spec(2, 5))
+
+OptionsOf = Callable[[Random], RigOptions]
 
 
 def some_options(random: Random, specs: tuple[KVCacheSpec, ...] | None = None) -> RigOptions:
@@ -184,37 +190,38 @@ def some_options(random: Random, specs: tuple[KVCacheSpec, ...] | None = None) -
     return replace(random_options(random, specs), dcp=1, pcp=1)
 
 
+def of_two_layers(random: Random) -> RigOptions:
+    return replace(some_options(random), layers_per_group=2)
+
+
+def hybrid(random: Random) -> RigOptions:
+    return some_options(random, HYBRID)
+
+
+def in_slabs(random: Random) -> RigOptions:
+    """Few slabs: three classes, of which two have blocks that move."""
+    return replace(
+        random_natural_options(random, IN_SLABS),
+        dcp=1,
+        pcp=1,
+        num_blocks=random.randint(8, 14),
+        blocks_per_slab=(random.choice((4, 5)), 1, random.choice((2, 3))),
+        kernel_blocks=(),
+        caching=True,
+        placement=random.choice(("ends", "interval:3")),
+    )
+
+
 def worker_of(options: RigOptions, kind: type[FakeWorker], config: KVCacheConfig | None = None) -> FakeWorker:
     return kind(config or options.config, digest_model(options.config, options.vocabulary))
 
 
-@pytest.mark.parametrize("specs", [None, HYBRID])
-def test_the_controls_without_their_fault_see_nothing(specs: tuple[KVCacheSpec, ...] | None) -> None:
-    for seed in range(how_many(EXAMPLES)):
+@pytest.mark.parametrize(("options_of", "runs"), [(some_options, EXAMPLES), (hybrid, EXAMPLES), (in_slabs, 4)])
+def test_the_controls_without_their_fault_see_nothing(options_of: OptionsOf, runs: int) -> None:
+    for seed in range(how_many(runs)):
         random = Random(seed)
-        options = some_options(random, specs)
+        options = options_of(random)
         random_run(Rig(options, worker=worker_of(options, FakeWorker)), random)
-
-
-def test_a_wrong_stride_is_caught() -> None:
-    def make(random: Random) -> Rig:
-        options = some_options(random)
-        config = options.config
-        tensors = tuple(replace(tensor, block_stride_bytes=tensor.block_stride_bytes - 16) for tensor in config.tensors)
-        wrong = replace(config, tensors=tensors)
-        return Rig(options, worker=worker_of(options, FakeWorker, wrong))
-
-    assert caught(make, EXAMPLES) <= EXAMPLES
-
-
-def test_tensors_that_overlap_are_caught() -> None:
-    def make(random: Random) -> Rig:
-        options = replace(some_options(random), layers_per_group=2)
-        first, second = options.config.tensors
-        shifted = replace(second, offset_bytes=first.offset_bytes + first.block_stride_bytes)
-        return Rig(options, worker=worker_of(options, FakeWorker, replace(options.config, tensors=(first, shifted))))
-
-    assert caught(make, EXAMPLES) <= EXAMPLES
 
 
 class SkipsCells(FakeWorker):
@@ -233,15 +240,6 @@ class AliasesBlocks(FakeWorker):
 
     def _set_cell(self, group: int, row: int, column: int, block: int) -> None:
         super()._set_cell(group, row, column, 1 if block == 2 else block)
-
-
-@pytest.mark.parametrize("kind", [SkipsCells, AliasesBlocks])
-def test_a_faulty_worker_is_caught(kind: type[FakeWorker]) -> None:
-    def make(random: Random) -> Rig:
-        options = replace(some_options(random), layers_per_group=2)
-        return Rig(options, worker=worker_of(options, kind))
-
-    assert caught(make, EXAMPLES) <= EXAMPLES
 
 
 class LabelsOneMore(FakeWorker):
@@ -273,13 +271,115 @@ class ReadsOneTokenMore(FakeWorker):
         self._layers = tuple(replace(one, window=one.window + 1) if one.window else one for one in self._layers)
 
 
-@pytest.mark.parametrize("kind", [LabelsOneMore, SkipsCopies, SkipsZeroing, ReadsOneTokenMore])
-def test_a_worker_that_mistakes_states_or_windows_is_caught(kind: type[FakeWorker]) -> None:
+class SkipsAMove(FakeWorker):
+    """Loses the first move of every step."""
+
+    def _move(self, step: Step) -> None:
+        moves = [copy for copy in step.copies if copy.kind == "move"]
+        super()._move(replace(step, copies=tuple(moves[1:])))
+
+
+class MovesLate(FakeWorker):
+    """Moves blocks when the states that begin are zero already and what is hit is copied."""
+
+    def _move(self, step: Step) -> None:
+        pass
+
+    def _copy(self, step: Step, stage: str) -> None:
+        super()._copy(step, stage)
+        if stage == "before":
+            super()._move(step)
+
+
+class SkipsBlockCopies(FakeWorker):
+    """Begins with an empty block where a hit ends inside one."""
+
+    def _copy_one(self, copy: Copy) -> None:
+        if copy.kind != "block":
+            super()._copy_one(copy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options_of", "most"),
+    [
+        *((kind, of_two_layers, EXAMPLES) for kind in (SkipsCells, AliasesBlocks)),
+        *((kind, hybrid, MANY) for kind in (LabelsOneMore, SkipsCopies, SkipsZeroing, ReadsOneTokenMore)),
+        *((kind, in_slabs, MANY) for kind in (SkipsAMove, MovesLate, SkipsBlockCopies)),
+    ],
+)
+def test_a_faulty_worker_is_caught(kind: type[FakeWorker], options_of: OptionsOf, most: int) -> None:
     def make(random: Random) -> Rig:
-        options = some_options(random, HYBRID)
+        options = options_of(random)
         return Rig(options, worker=worker_of(options, kind))
 
-    assert caught(make, HYBRIDS) <= HYBRIDS
+    assert caught(make, most) <= most
+
+
+def shorter(config: KVCacheConfig) -> KVCacheConfig:
+    """Blocks begin before the end of the one before them."""
+    tensors = (replace(tensor, block_stride_bytes=tensor.block_stride_bytes - 16) for tensor in config.tensors)
+    return replace(config, tensors=tuple(tensors))
+
+
+def overlapping(config: KVCacheConfig) -> KVCacheConfig:
+    """The second tensor begins inside the first."""
+    first, second = config.tensors
+    shifted = replace(second, offset_bytes=first.offset_bytes + first.block_stride_bytes)
+    return replace(config, tensors=(first, shifted))
+
+
+def narrower(config: KVCacheConfig) -> KVCacheConfig:
+    """Layers of attention step by less than a block, so that one block's last layer lies in the next block."""
+    return with_strides(config, lambda of: of.block_bytes - ALIGNMENT_BYTES)
+
+
+def denser(config: KVCacheConfig) -> KVCacheConfig:
+    """Layers of attention step as if a slab held a block more."""
+    return with_strides(config, lambda of: round_down(of.block_bytes * of.blocks_per_slab // (of.blocks_per_slab + 1)))
+
+
+def round_down(size: int) -> int:
+    return size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+def with_strides(config: KVCacheConfig, stride: Callable[[SlabClass], int]) -> KVCacheConfig:
+    """Of classes with more than one block in a slab."""
+    assert config.slabs is not None
+    strides = {
+        name: stride(of)
+        for of in config.slabs.classes
+        for group in of.groups
+        for name in config.groups[group].layer_names
+        if of.blocks_per_slab > 1
+    }
+    tensors = [
+        replace(tensor, block_stride_bytes=strides.get(tensor.shared_by[0], tensor.block_stride_bytes))
+        for tensor in config.tensors
+    ]
+    return replace(config, tensors=tuple(tensors))
+
+
+def in_slabs_of_two_layers(random: Random) -> RigOptions:
+    return replace(in_slabs(random), layers_per_group=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "options_of", "most"),
+    [
+        (shorter, some_options, EXAMPLES),
+        (overlapping, of_two_layers, EXAMPLES),
+        (narrower, in_slabs_of_two_layers, MANY),
+        (denser, in_slabs_of_two_layers, MANY),
+    ],
+)
+def test_a_wrong_layout_is_caught(
+    wrong: Callable[[KVCacheConfig], KVCacheConfig], options_of: OptionsOf, most: int
+) -> None:
+    def make(random: Random) -> Rig:
+        options = options_of(random)
+        return Rig(options, worker=worker_of(options, FakeWorker, wrong(options.config)))
+
+    assert caught(make, most) <= most
 
 
 def test_a_block_that_two_rows_hold_is_caught() -> None:
