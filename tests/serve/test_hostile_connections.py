@@ -414,9 +414,8 @@ def test_limits_are_positive(named: dict[str, Any]) -> None:
 
 
 def half_closed(served: Served, **body: object) -> bytes:
-    raw = json.dumps(body).encode()
     with served.connected() as one:
-        one.sendall(head_of_body(len(raw)) + raw)
+        one.sendall(asks(**body))
         one.shutdown(socket.SHUT_WR)
         return read(one)
 
@@ -438,9 +437,8 @@ def test_who_has_sent_all_is_answered(strict: Served) -> None:
 
 
 def test_who_has_sent_all_by_old_http_is_answered_with_nothing_in_front(strict: Served) -> None:
-    raw = json.dumps({"prompt": "go on", "max_tokens": 100, "ignore_eos": True}).encode()
     with strict.connected() as one:
-        one.sendall(head_of_body(len(raw)).replace(b"HTTP/1.1", b"HTTP/1.0") + raw)
+        one.sendall(asks(prompt="go on", max_tokens=100, ignore_eos=True).replace(b"HTTP/1.1", b"HTTP/1.0"))
         one.shutdown(socket.SHUT_WR)
         assert read(one).startswith(b"HTTP/1.1 200 OK")
 
@@ -448,9 +446,8 @@ def test_who_has_sent_all_by_old_http_is_answered_with_nothing_in_front(strict: 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_had_sent_all_and_then_leaves_ends_what_it_asked(strict: Served, *, stream: bool) -> None:
     before = strict.statistics
-    raw = json.dumps({**LONG, "stream": stream}).encode()
     with strict.connected() as one:
-        one.sendall(head_of_body(len(raw)) + raw)
+        one.sendall(asks(**LONG, stream=stream))
         one.shutdown(socket.SHUT_WR)
         until(lambda: strict.statistics.steps > before.steps)
     until(lambda: strict.statistics.running == 0 and strict.front.places.taken == 0)

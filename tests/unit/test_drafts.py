@@ -15,7 +15,6 @@ from hybridkv.schedule import Outcome, Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec, UniformTypeKVCacheSpecs
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing.configs import full_spec, model_config, natural_model_config, state_spec
-from hybridkv.wire import decode_reply, decode_step, encode_reply, encode_step
 
 TOKEN = 7
 
@@ -215,15 +214,3 @@ def test_what_waits_for_drafts_alone_is_known_before_a_step_is_made() -> None:
     update(sched, both)
     waits += [sched.waits_for_drafts, scheduler(natural(full_spec(4))).waits_for_drafts]
     assert waits == [False, True, False, False, False]
-
-
-def test_drafts_cross_the_wire() -> None:
-    sched, step = drafted()
-    sent = decode_step(encode_step(step))
-    assert isinstance(sent, Step)
-    assert drafts_of(sent) == [[1, 2], []]
-    back = decode_reply(encode_reply(result(sent, {0: 1})))
-    assert isinstance(back, StepResult)
-    assert back.num_accepted is not None
-    assert back.num_accepted.tolist() == [2, 1]
-    assert sched.update(back).appended[0].tolist() == [1, TOKEN]

@@ -16,7 +16,6 @@ from hybridkv.cache import (
     EventsDropped,
     KVCacheManager,
 )
-from hybridkv.cache.journal import untagged
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, SamplingParams
@@ -62,24 +61,6 @@ def test_schema() -> None:
     ]
     assert [f.name for f in fields(BlockRemoved)] == ["block_hashes", "medium", "group_idx"]
     assert fields(AllBlocksCleared) == ()
-
-
-def test_salt_is_published_untagged_with_the_first_block() -> None:
-    cache = manager()
-    request = started(cache, range(9), salt="tenant-a")
-    (event,) = cache.take_events()
-    assert isinstance(event, BlockStored)
-    assert event.extra_keys == (("tenant-a",), None)
-    assert event.block_hashes == tuple(request.hashes)
-    request.append(9)
-    cache.allocate_slots(request, 1)
-    assert cache.take_events() == []
-
-
-def test_extra_keys_lose_their_tags() -> None:
-    assert untagged(None) is None
-    extra = (("lora", "sql", "/adapters/sql"), ("mm", "image", 3), ("cache_salt", "s"), ("encoder", b"d"))
-    assert untagged(extra) == ("sql", ("image", 3), "s", b"d")
 
 
 def test_published_then_written() -> None:

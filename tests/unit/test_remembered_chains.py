@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.hashing import LEAST_BLOCKS, BlockHasher, Extras, RememberedChains
 from hybridkv.errors import ConfigError
-from hybridkv.request import Request
 
 SIZE = 2
 PLAIN = BlockHasher(SIZE, remembered_bytes=0)
@@ -67,17 +66,6 @@ def test_short_prompts_and_chains_behind_a_parent_are_hashed() -> None:
     assert hasher.remembered.num_bytes == 0
 
 
-def test_one_token_more_or_another_one_ends_it() -> None:
-    """Every place of a block, the first block and the last one."""
-    hasher, prompt = BlockHasher(SIZE), ids(LONG + 8)
-    hasher.hash_chain(None, prompt)
-    for place in (0, 1, 2, 3, LONG // 2, LONG // 2 + 1, LONG + 6, LONG + 7):
-        other = prompt.copy()
-        other[place] += 1
-        assert hasher.hash_chain(None, other) == PLAIN.hash_chain(None, other)
-        assert hasher.hash_chain(None, prompt) == PLAIN.hash_chain(None, prompt)
-
-
 @pytest.mark.parametrize("max_bytes", [0, 30_000, 200_000, 1 << 30])
 def test_random_trees_of_prompts(max_bytes: int) -> None:
     """They share beginnings, with other extra keys, too; what is remembered stays within its bytes."""
@@ -99,14 +87,6 @@ def test_random_trees_of_prompts(max_bytes: int) -> None:
         assert hasher.remembered.num_bytes <= max_bytes
         assert hasher.remembered.num_bytes == sum(run.size_bytes() for run in hasher.remembered._used)
     assert (hasher.remembered.num_bytes > 0) == (max_bytes > 0)
-
-
-def test_salts_part_what_is_remembered() -> None:
-    hasher, prompt = BlockHasher(SIZE), ids(LONG)
-    salts = (None, "a", "b", "a", None)
-    made = [Request("r", prompt, hasher=hasher, cache_salt=salt).hashes for salt in salts]
-    assert made == [Request("r", prompt, hasher=PLAIN, cache_salt=salt).hashes for salt in salts]
-    assert len({one[-1] for one in made}) == 3
 
 
 def hashes_of(count: int) -> list[bytes]:

@@ -248,14 +248,6 @@ def test_random_histories_meet_everything() -> None:
 # -- what is refused
 
 
-def test_the_null_slab_alone_gives_nothing() -> None:
-    twins = Twins(1, (3, 1))
-    assert (twins.take(1, 0), twins.take(2, 1)) == ([], [])
-    assert (twins.space.usage((0, 0)), twins.space.fits((0, 0)), twins.space.fits((1, 0))) == (0.0, True, False)
-    with pytest.raises(CacheError, match="no class has a slab for class 0: ask fits"):
-        twins.space.make_room(0, twins.ref)
-
-
 @pytest.mark.parametrize(
     ("call", "blocks", "message"),
     [

@@ -145,18 +145,6 @@ def test_an_operation_on_one_costs_no_more_than_the_logarithm_of_all(
     few.scheduler.check()
 
 
-def test_all_are_aborted_at_the_price_of_each() -> None:
-    costs = []
-    for waiting in (FEW, 4 * FEW):
-        crowd = Crowd(waiting, "fcfs")
-        for request in crowd.requests:
-            crowd.scheduler._waiting.abort(request.request_id)
-        costs.append(bytecodes(lambda crowd=crowd: crowd.scheduler.finish("nobody")))  # type: ignore[misc]  # of this turn
-        assert crowd.scheduler.num_waiting == 0
-        crowd.scheduler.check()
-    assert costs[1] < 4.8 * costs[0]
-
-
 def test_who_comes_while_others_are_looked_at_is_handed_out_in_its_turn() -> None:
     """As the branches of a request that ends when its admission fails."""
     queue = WaitingQueue()
