@@ -262,19 +262,14 @@ def _grouped(prompts: Iterable[str | list[int]]) -> Iterator[list[str | list[int
 
 def _message(given: ChatMessage) -> dict[str, Any]:
     """A message for chat templates: content as one text, a developer as the system, arguments of calls as objects."""
-    content = given.content
-    made: dict[str, Any] = {
-        "role": "system" if given.role == "developer" else given.role,
-        "content": "\n".join(one.text for one in content) if isinstance(content, list) else content or "",
-    }
-    if given.name is not None:
-        made["name"] = given.name
-    if given.tool_call_id is not None:
-        made["tool_call_id"] = given.tool_call_id
-    if given.tool_calls:
-        made["tool_calls"] = [one.model_dump() for one in given.tool_calls]
-        for call in made["tool_calls"]:
-            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    made, content = given.model_dump(exclude_none=True), given.content
+    if given.role == "developer":
+        made["role"] = "system"
+    made["content"] = "\n".join(one.text for one in content) if isinstance(content, list) else content or ""
+    if not given.tool_calls:
+        made.pop("tool_calls", None)
+    for call in made.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
     return made
 
 
