@@ -92,7 +92,7 @@ def test_a_converted_trace_stays_unknown(azure: Path, tmp_path: Path) -> None:
     assert [documents[0][name] for name in names] == [documents[1][name] for name in names]
     for wrong, said in (
         ({"prompt": 0, "output": 1}, "Expected `int` >= 1 - at `$.prompt`"),
-        ({"prompt": 5}, "'output'"),
+        ({"prompt": 5}, "`output`"),
     ):
         assert said in error("replay", written(tmp_path, wrong), "--format", "token-exact", *BASE)
 

@@ -146,7 +146,7 @@ def test_recording_changes_nothing_and_strides_do_not_change_it() -> None:
 
 
 def test_there_are_so_many_samples_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridkv.simulator.recording.MOST_SAMPLES", 50)
+    monkeypatch.setattr("hybridkv.simulator.report.MOST_SAMPLES", 50)
     _, report, recorded = replayed("llama-3-8b", "8GiB")
     at = recorded.samples.time_s
     assert 25 <= len(at) <= 51 < MOST_SAMPLES

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any, Final
 
 import numpy as np
@@ -52,6 +53,9 @@ def page(title: str, facts: Mapping[str, str], parts: Sequence[Chart | Table]) -
         from plotly.offline import get_plotlyjs  # noqa: PLC0415  # an extra, and slow to import
     except ImportError as error:
         raise ConfigError("pages with pictures need plotly: pip install 'hybridkv[report]'") from error
+    template, style, draw = (
+        files(__package__).joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "page.js")
+    )
     charts = [part for part in parts if isinstance(part, Chart)]
     drawn = [{"traces": [dict(one) for one in chart.traces], "layout": dict(chart.layout)} for chart in charts]
     data = json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
@@ -59,15 +63,8 @@ def page(title: str, facts: Mapping[str, str], parts: Sequence[Chart | Table]) -
     sections = "".join(
         _section(part, charts.index(part)) if isinstance(part, Chart) else _table(part) for part in parts
     )
-    return _PAGE.format(
-        title=html.escape(title),
-        rows=rows,
-        sections=sections,
-        style=_STYLE,
-        plotly=get_plotlyjs(),
-        data=data,
-        draw=_DRAW,
-    )
+    told = {"title": html.escape(title), "rows": rows, "sections": sections}
+    return template.format(**told, style=style, plotly=get_plotlyjs(), data=data, draw=draw)
 
 
 def _section(chart: Chart, at: int) -> str:
@@ -94,76 +91,6 @@ def _cells(row: Sequence[str], table: Table) -> str:
     if len(row) < len(table.columns):
         kinds[-1] = f' colspan="{len(table.columns) - len(row) + 1}"'
     return "".join(f"<td{kind}>{html.escape(one)}</td>" for kind, one in zip(kinds, row, strict=True))
-
-
-_PAGE: Final = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><link rel="icon" href="data:,"><style>{style}</style></head>
-<body><main><h1>{title}</h1><dl>{rows}</dl>{sections}</main>
-<script>{plotly}</script>
-<script type="application/json" id="charts">{data}</script>
-<script>{draw}</script></body></html>
-"""
-
-_STYLE: Final = """
-:root { color-scheme: light dark; --back: #ffffff; --card: #f6f7f9; --text: #1c2330; --soft: #566072; --line: #dfe3ea; }
-@media (prefers-color-scheme: dark) {
-  :root { --back: #12161d; --card: #1a2029; --text: #e6e9ef; --soft: #a0a9b8; --line: #2c3542; }
-}
-body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1360px; margin: 0 auto; padding: 16px; }
-h1 { font-size: 1.5rem; margin: 8px 0 12px; overflow-wrap: anywhere; }
-h2 { font-size: 1.05rem; margin: 0; }
-p { margin: 2px 0 8px; color: var(--soft); }
-dl { margin: 0 0 16px; columns: 220px; column-gap: 24px; }
-dt { color: var(--soft); font-size: .85rem; break-after: avoid; }
-dd { margin: 0 0 8px; break-inside: avoid; font-variant-numeric: tabular-nums; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px; margin: 0 0 16px; }
-.chart { width: 100%; }
-section.table > div { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .85rem; }
-th, td { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--soft); font-weight: normal; }
-td[colspan] { white-space: normal; min-width: 20em; }
-.number { font-variant-numeric: tabular-nums; }
-"""
-
-_DRAW: Final = """
-const charts = JSON.parse(document.getElementById("charts").textContent);
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-const palettes = {
-  light: ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#6b7280", "#7a3fb0", "#a3a9b4"],
-  dark: ["#4ba3e3", "#f0b93a", "#2cc295", "#e29bc4", "#f0803c", "#8fd0f5", "#d6c64a", "#9aa3b2", "#b58be0", "#5b6472"],
-};
-function draw() {
-  const style = getComputedStyle(document.documentElement);
-  const of = (name) => style.getPropertyValue(name).trim();
-  const colours = palettes[dark.matches ? "dark" : "light"];
-  charts.forEach((chart, at) => {
-    const traces = chart.traces.map((trace) => {
-      const { colour, ...rest } = trace;
-      if (colour === undefined) return rest;
-      const with_ = colours[colour % colours.length];
-      const filled = rest.stackgroup === undefined ? {} : { fillcolor: with_ };
-      return { ...rest, ...filled, marker: { color: with_, ...rest.marker }, line: { color: with_, ...rest.line } };
-    });
-    const axis = { gridcolor: of("--line"), linecolor: of("--line"), zerolinecolor: of("--line"), automargin: true };
-    const asked = chart.layout;
-    const named = (axis) => ({ ...axis, ...(axis.title === undefined ? {} : { title: { text: axis.title } }) });
-    const layout = {
-      margin: { l: 56, r: 12, t: 8, b: 44 }, hovermode: "x unified", ...asked,
-      paper_bgcolor: of("--card"), plot_bgcolor: of("--card"), font: { color: of("--text"), size: 12 },
-      legend: { orientation: "h", y: -0.22, ...asked.legend },
-      hoverlabel: { bgcolor: of("--back"), font: { color: of("--text") } },
-      xaxis: { ...axis, ...named(asked.xaxis ?? {}) },
-      yaxis: { ...axis, rangemode: "tozero", ...named(asked.yaxis ?? {}) },
-    };
-    Plotly.react("chart-" + at, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
-  });
-}
-draw();
-dark.addEventListener("change", draw);
-"""
 
 
 Float64 = NDArray[np.float64]

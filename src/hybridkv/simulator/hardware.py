@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields
+from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -80,50 +81,16 @@ class Hardware:
                 raise ConfigError(f"{name} must be {'above 0' if name in rates else '0 or more'}, got {shown(value)}")
 
 
-def _gpu(  # noqa: PLR0917  # a row of a table
-    name: str, tflops: float, fp8: float, gb: int, gb_per_s: float, link: float, sheet: str
-) -> Hardware:
-    return Hardware(
-        name,
-        flops_per_s=tflops * 1e12,
-        bytes_per_s=gb_per_s * 1e9,
-        compute_efficiency=0.5,
-        memory_efficiency=0.8,
-        overhead_s=0.001,
-        fp8_flops_per_s=fp8 * 1e12,
-        link_bytes_per_s=link * 1e9,
-        memory_bytes=gb * 1e9,
-        sheet=sheet,
-    )
-
-
-H100: Final = _gpu("H100 SXM", 989, 1979, 80, 3350, 450, "NVIDIA H100 Tensor Core GPU data sheet, SXM")
-
 DEFAULT_HARDWARE: Final = "h100"
 UNBOUNDED: Final = "h100-unbounded"
-H100_UNBOUNDED: Final = replace(H100, name="H100 SXM of any memory", memory_bytes=0.0)
-"""No machine that exists: for hit rates of weights and caches that no H100 holds."""
+_GUESSED: Final = {"compute_efficiency": 0.5, "memory_efficiency": 0.8, "overhead_s": 0.001}
+_SHEETS: Final = tomllib.loads(files(__package__).joinpath("hardware.toml").read_text("utf-8"))
 HARDWARE: Final[Mapping[str, Hardware]] = MappingProxyType(
-    {
-        DEFAULT_HARDWARE: H100,
-        UNBOUNDED: H100_UNBOUNDED,
-        "h100-pcie": _gpu("H100 PCIe", 756, 1513, 80, 2000, 64, "NVIDIA H100 Tensor Core GPU data sheet, PCIe"),
-        "h200": _gpu("H200 SXM", 989, 1979, 141, 4800, 450, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
-        "b200": _gpu("B200", 2250, 4500, 180, 8000, 900, "NVIDIA DGX B200 data sheet, an eighth of it"),
-        "a100-40": _gpu("A100 40GB SXM", 312, 0, 40, 1555, 300, "NVIDIA A100 Tensor Core GPU data sheet, 40GB SXM"),
-        "a100-80": _gpu("A100 80GB SXM", 312, 0, 80, 2039, 300, "NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM"),
-        "l40s": _gpu("L40S", 362, 733, 48, 864, 32, "NVIDIA L40S data sheet"),
-        "l4": _gpu("L4", 121, 242.5, 24, 300, 32, "NVIDIA L4 Tensor Core GPU data sheet"),
-        "mi300x": _gpu("MI300X", 1307.4, 2614.9, 192, 5300, 448, "AMD Instinct MI300X data sheet"),
-        "epyc-9654": replace(
-            _gpu(
-                "EPYC 9654", 14.7, 0, 0, 460.8, 64, "AMD EPYC 9654 page: 96 cores, 2.4 GHz; 64 bf16 operations a cycle"
-            ),
-            overhead_s=0.005,
-        ),
-    }
+    {name: Hardware(**(_GUESSED | said)) for name, said in _SHEETS.items()}
 )
 """By the name that options and prices use."""
+H100: Final = HARDWARE[DEFAULT_HARDWARE]
+H100_UNBOUNDED: Final = HARDWARE[UNBOUNDED]
 
 
 def hardware_named(name: str) -> Hardware:
