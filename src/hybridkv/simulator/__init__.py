@@ -17,9 +17,9 @@ from hybridkv.simulator.described import TraceDescription, convert, describe
 from hybridkv.simulator.fleet import FleetReport, replay_replicas
 from hybridkv.simulator.formats import FORMATS, TraceRequest
 from hybridkv.simulator.hardware import H100, H100_UNBOUNDED, HARDWARE, Hardware, hardware_named
-from hybridkv.simulator.loop import Progress, SimulatedClock, Speculation, replay_through
+from hybridkv.simulator.loop import Progress, SimulatedClock, Simulation, Speculation, replay_through
 from hybridkv.simulator.report import GroupReport, ReplayReport
-from hybridkv.simulator.setup import ReplaySettings, Simulation, plan_for_trace, plan_with_length, replay, simulation_of
+from hybridkv.simulator.setup import ReplaySettings, plan_for_trace, plan_with_length, replay, simulation_of
 from hybridkv.simulator.sweep import Cell, Swept, processes, sweep
 from hybridkv.simulator.tokens import Pieces
 from hybridkv.simulator.trace import RequestSource, TraceFile, TraceSummary

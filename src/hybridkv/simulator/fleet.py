@@ -242,7 +242,7 @@ def replay_replicas(
         lambda at: route.heard(at, runs[at]),
     )
     counted = source.summary() if summary is None else summary
-    each = [replace(run.report(source.name), caching_off=first.caching_off, machine=first.machine) for run in runs]
+    each = [run.report(source.name) for run in runs]
     firsts, laters = array("d"), array("d")
     for run in runs:
         firsts += run.first_token_s

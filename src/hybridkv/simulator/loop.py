@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,6 +209,12 @@ class OutputRows:
 
 _STEPS_PER_PROGRESS: Final = 64
 _MOST_EMPTY_STEPS: Final = 1000
+_OWN: Final = ("requests", "prompt_tokens", "output_tokens", "longest_tokens", "steps", "moves", "moved_bytes")
+_COUNTS: Final = (
+    *("hit_tokens", "computed_tokens", "preemptions", "peak_usage", "misses", "drafted_tokens", "accepted_tokens"),
+)
+_KEPT: Final = ("ends", "missed_tokens", "missed_a_gib_more", "tenants")
+"""Fields of reports that replicas, schedulers and caches count under the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +291,45 @@ class _Stretch:
             self._clock.now_s += self._cost.decode_seconds(self._computed + steps - 1, 1, copies).item()
 
 
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """All that a replay drives, fresh.
+
+    encoder_tokens: of every request. caching_off: why nothing can be hit, None where something can. step_by_step,
+    speculation: see ReplaySettings. machine: that times are of, in words.
+    """
+
+    scheduler: Scheduler
+    cost: StepCost
+    clock: SimulatedClock
+    encoder_tokens: int = 0
+    caching_off: str | None = None
+    step_by_step: bool = False
+    speculation: Speculation | None = None
+    machine: str = ""
+
+    def replica(self) -> Replica:
+        """What runs it, to be used once."""
+        return Replica(self)
+
+    def run(
+        self,
+        source: RequestSource,
+        *,
+        summary: TraceSummary | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        recording: Recording | None = None,
+        on_explained: Callable[[Explained], None] | None = None,
+    ) -> ReplayReport:
+        """Replay ``source``, once. recording: of ``scheduler``. on_explained: as replay_through has it."""
+        counted = source.summary() if summary is None else summary
+        replica = Replica(self, recording)
+        if on_explained is not None:
+            replica.explain_to(on_explained)
+        run_replicas(source, [replica], lambda _request, _now_s: 0, on_progress)
+        return replace(told_of(replica.report(source.name), counted), bad_lines=counted.bad_lines)
+
+
 class Replica:
     """A scheduler in simulated time: the requests alive, what was measured.
 
@@ -292,33 +337,20 @@ class Replica:
     those), first_token_s and per_token_s of what finished, in order, per_token_s NaN for an output of one token.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        cost: StepCost,
-        clock: SimulatedClock,
-        encoder_tokens: int,
-        *,
-        step_by_step: bool,
-        speculation: Speculation | None = None,
-    ) -> None:
-        self.scheduler = scheduler
-        self.cost = cost
-        self.clock = clock
-        self.encoder_tokens = encoder_tokens
-        self.step_by_step = step_by_step or speculation is not None
-        self.speculation = speculation
-        self.recording: Recording | None = None
-        self.steps = self.empty_steps = self.row_steps = self.finished = 0
+    def __init__(self, simulation: Simulation, recording: Recording | None = None) -> None:
+        self.simulation = simulation
+        self.scheduler, self.cost, self.clock = simulation.scheduler, simulation.cost, simulation.clock
+        self.speculation, self.recording = simulation.speculation, recording
+        self.step_by_step = simulation.step_by_step or simulation.speculation is not None
+        self.steps = self.empty_steps = self.row_steps = self.requests = 0
         self.prompt_tokens = self.output_tokens = self.longest_tokens = 0
         self.live: dict[str, Live] = {}
         self.most_at_once = 0
         self.rows = OutputRows()
-        self.copies = [0] * len(scheduler.cache.groups)
-        self.block_bytes = [scheduler.cache.config.block_bytes_of(group) for group in range(len(self.copies))]
+        self.copies = [0] * len(self.scheduler.cache.groups)
+        self.block_bytes = [self.scheduler.cache.config.block_bytes_of(group) for group in range(len(self.copies))]
         self.moves = self.moved_bytes = 0
-        self.first_token_s = array("d")
-        self.per_token_s = array("d")
+        self.first_token_s, self.per_token_s = array("d"), array("d")
 
     def advance(self, until_s: float | None, on_steps: Callable[[], None] | None = None) -> None:
         """Every step that begins before ``until_s``, when something arrives; None: until all is done.
@@ -341,7 +373,8 @@ class Replica:
         """``trace`` as a request of this replica, and of others with its hasher. ConfigError for one that cannot be."""
         sampling = SamplingParams(max_tokens=trace.num_output_tokens, ignore_eos=True)
         # a trace does not say what encoders read: everybody something else
-        encoder = EncoderInput(f"request {request_id}", self.encoder_tokens) if self.encoder_tokens else None
+        size = self.simulation.encoder_tokens
+        encoder = EncoderInput(f"request {request_id}", size) if size else None
         return Request(
             request_id,
             trace.prompt.token_ids(),
@@ -438,7 +471,7 @@ class Replica:
 
     def _finish(self, request: Request) -> None:
         live = self.live.pop(request.request_id)
-        self.finished += 1
+        self.requests += 1
         if self.recording is not None:
             begun_s = live.first_token_s if live.begun_s is None else live.begun_s
             times = (live.trace.timestamp_s, begun_s, live.first_token_s, self.clock.now_s)
@@ -452,18 +485,14 @@ class Replica:
     def report(self, source: str) -> ReplayReport:
         """What came of it. source: its name."""
         counts, kept = self.scheduler.statistics(), self.scheduler.cache.statistics()
+        counted: dict[str, Any] = {
+            name: getattr(owner, name)
+            for owner, names in ((self, _OWN), (counts, _COUNTS), (kept, _KEPT))
+            for name in names
+        }
         return ReplayReport(
             source=source,
-            requests=self.finished,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            longest_tokens=self.longest_tokens,
             bad_lines=0,
-            hit_tokens=counts.hit_tokens,
-            computed_tokens=counts.computed_tokens,
-            preemptions=counts.preemptions,
-            peak_usage=counts.peak_usage,
-            steps=self.steps,
             mean_running=round(self.row_steps / self.steps, 6) if self.steps else 0.0,
             simulated_s=round(self.clock.now_s, 6),
             time_to_first_token_s=Distribution.of(self.first_token_s),
@@ -471,17 +500,11 @@ class Replica:
             timed=self.cost.time_scale > 0,
             groups=tuple(self._groups()),
             refusals=dict(sorted(counts.refusals.items())),
-            moves=self.moves,
-            moved_bytes=self.moved_bytes,
             checkpoints=self.scheduler.cache.checkpoints.stored,
             declined_checkpoints=self.scheduler.cache.checkpoints.declined,
-            ends=kept.ends,
-            missed_tokens=kept.missed_tokens,
-            missed_a_gib_more=kept.missed_a_gib_more,
-            tenants=kept.tenants,
-            misses=counts.misses,
-            drafted_tokens=counts.drafted_tokens,
-            accepted_tokens=counts.accepted_tokens,
+            caching_off=self.simulation.caching_off,
+            machine=self.simulation.machine,
+            **counted,
         )
 
     def _groups(self) -> Iterator[GroupReport]:
@@ -522,14 +545,17 @@ def replay_through(
     request begins, with why its tokens were missed.
     Raises TraceError for a malformed line, ConfigError naming a request that can never fit.
     """
-    counted = source.summary() if summary is None else summary
-    clock = SimulatedClock() if clock is None else clock
-    replica = Replica(scheduler, cost, clock, encoder_tokens, step_by_step=step_by_step, speculation=speculation)
-    replica.recording = recording
-    if on_explained is not None:
-        replica.explain_to(on_explained)
-    run_replicas(source, [replica], lambda _request, _now_s: 0, on_progress)
-    return replace(told_of(replica.report(source.name), counted), bad_lines=counted.bad_lines)
+    simulation = Simulation(
+        scheduler,
+        cost,
+        SimulatedClock() if clock is None else clock,
+        encoder_tokens,
+        step_by_step=step_by_step,
+        speculation=speculation,
+    )
+    return simulation.run(
+        source, summary=summary, on_progress=on_progress, recording=recording, on_explained=on_explained
+    )
 
 
 def told_of(report: ReplayReport, summary: TraceSummary) -> ReplayReport:
@@ -579,7 +605,7 @@ def _progress(replicas: Sequence[Replica]) -> Progress:
     schedulers = [one.scheduler for one in replicas]
     found = [one.prompt_tokens_found for one in schedulers]
     return Progress(
-        sum(one.finished for one in replicas),
+        sum(one.requests for one in replicas),
         sum(one.steps for one in replicas),
         sum(one.num_running for one in schedulers),
         sum(one.num_waiting for one in schedulers),

@@ -20,8 +20,8 @@ from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.schedule.limits import short_share
 from hybridkv.simulator.cost import StepCost
 from hybridkv.simulator.hardware import BF16, H100, Hardware, machine_in_words, too_large, weights_named
-from hybridkv.simulator.loop import Progress, Replica, SimulatedClock, Speculation, replay_through
-from hybridkv.simulator.report import Explained, Recording, ReplayReport
+from hybridkv.simulator.loop import Progress, SimulatedClock, Simulation, Speculation
+from hybridkv.simulator.report import ReplayReport
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, shown
 
@@ -162,60 +162,6 @@ def _maximum(summary: TraceSummary, max_model_len: int | None) -> int:
             f"({summary.longest_at}): raise it (--max-model-len) to that, or leave it out"
         )
     return max_model_len
-
-
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """All that a replay drives, fresh.
-
-    encoder_tokens: of every request. caching_off: why nothing can be hit, None where something can. step_by_step,
-    speculation: see ReplaySettings. machine: that times are of, in words.
-    """
-
-    scheduler: Scheduler
-    cost: StepCost
-    clock: SimulatedClock
-    encoder_tokens: int
-    caching_off: str | None
-    step_by_step: bool
-    speculation: Speculation | None
-    machine: str
-
-    def replica(self) -> Replica:
-        """What runs it, to be used once."""
-        return Replica(
-            self.scheduler,
-            self.cost,
-            self.clock,
-            self.encoder_tokens,
-            step_by_step=self.step_by_step,
-            speculation=self.speculation,
-        )
-
-    def run(
-        self,
-        source: RequestSource,
-        *,
-        summary: TraceSummary | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
-        recording: Recording | None = None,
-        on_explained: Callable[[Explained], None] | None = None,
-    ) -> ReplayReport:
-        """Replay ``source``, once. recording: of ``scheduler``. on_explained: as replay_through has it."""
-        report = replay_through(
-            source,
-            self.scheduler,
-            self.cost,
-            clock=self.clock,
-            encoder_tokens=self.encoder_tokens,
-            summary=summary,
-            on_progress=on_progress,
-            step_by_step=self.step_by_step,
-            speculation=self.speculation,
-            recording=recording,
-            on_explained=on_explained,
-        )
-        return replace(report, caching_off=self.caching_off, machine=self.machine)
 
 
 def simulation_of(
