@@ -201,6 +201,8 @@ def test_what_does_not_fit_is_refused(llama: Served) -> None:
 
 def test_fields_that_ask_for_nothing_are_taken(llama: Served) -> None:
     llama.post(PATH, prompt="a", max_tokens=1, best_of=1, suffix=None, user=None, logprobs=None, stop=None, top_k=-1)
+    nothing = {"response_format": {"type": "text"}, "store": False, "modalities": ["text"], "user": None}
+    llama.post(CHAT, messages=SAID, max_tokens=1, **nothing)
 
 
 def test_an_error_tells_what_no_json_can() -> None:
@@ -295,11 +297,6 @@ def test_what_a_template_is_given() -> None:
         assert rendered(user, called, answered) == "user: a; assistant: sea; tool: blue; "
         call["function"] = {"name": "look", "arguments": "{"}
         assert "no JSON" in served.refused(CHAT, 400, messages=[user, called])["message"]
-
-
-def test_values_that_ask_for_nothing_are_taken(llama: Served) -> None:
-    nothing = {"response_format": {"type": "text"}, "store": False, "modalities": ["text"], "user": None}
-    llama.post(CHAT, messages=SAID, max_tokens=1, **nothing)
 
 
 def test_an_answer_is_as_long_as_there_is_room(llama: Served) -> None:

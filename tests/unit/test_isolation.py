@@ -170,17 +170,6 @@ def test_a_sampled_token_that_cannot_be_hashed_ends_its_request_alone(config: Co
 
 
 @pytest.mark.parametrize("config", LAYOUTS)
-def test_what_was_appended_of_the_failed_step_is_what_the_others_got(config: Config) -> None:
-    sched = scheduler(config())
-    for name, first in (("a", 0), ("b", 20)):
-        add(sched, name, range(first, first + BLOCK - 1))
-    outcome = turn(sched, "b", at=0)
-    assert [len(outcome.appended[i]) for i in range(2)] == [1, 0]
-    assert ended([outcome]) == {"b": "error"}
-    assert sched.num_running == 1
-
-
-@pytest.mark.parametrize("config", LAYOUTS)
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3])
 def test_drafts_of_a_request_that_cannot_be_hashed(config: Config, accepted: int) -> None:
     """The drafts before the token that fills the block stay; the others' are all there."""

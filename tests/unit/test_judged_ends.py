@@ -86,21 +86,6 @@ def chat(person: int, turns: int = 1) -> list[int]:
 # -- what is kept
 
 
-def test_what_no_end_needs_goes_first_and_is_kept_again_when_one_does() -> None:
-    cache = Cache()
-    cache.run(chat(1))
-    needs, space = cache.kept._needs, cache.kept._space
-    ids = np.flatnonzero(cache.cache.block_pool.cached())
-    assert not space.given_up()[ids].any()
-    kept = cache.node(13)
-    cache.kept._release(kept, cache.now)
-    loose = np.flatnonzero(space.given_up())
-    assert len(loose) == 2  # its state, and the block of tokens 12 .. 13 that nobody else reads
-    assert (needs.counts[loose] == 0).all()
-    assert cache.run(chat(1)) == 10
-    cache.cache.check()
-
-
 @pytest.mark.parametrize("specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9))])
 def test_where_a_request_leaves_what_others_had_is_an_end(specs: tuple[KVCacheSpec, ...]) -> None:
     """Though nothing is missing there: else nobody would know that a template is hit."""

@@ -119,7 +119,7 @@ def create_app(
 
 
 def _gates(front: Front) -> list[Middleware]:
-    """What a request passes before the routes: for what browsers send, for keys, for bodies."""
+    """Return what a request passes before the routes: checks of what browsers send, of keys, of bodies."""
     options, gates = front.options, list[Middleware]()
     if options.keys is None:
         hosts = {*options.allow_hosts, socket.gethostname().lower()}

@@ -265,7 +265,7 @@ class ChoicesForm:
         return ()
 
     def part(self, choice: int, new: Increment) -> Iterable[bytes]:
-        """Tell what is new of an output, if anything is: nothing may be for a part of a character."""
+        """Tell what is new of an output, unless it is nothing, as for a part of a character."""
         told = self._choice(choice, new)
         if new.text or any(told.get(name) for name in ("text", "finish_reason", "logprobs")) or "token_ids" in told:
             yield event(self._chunk(told))
@@ -286,7 +286,7 @@ class ChoicesForm:
         raise NotImplementedError
 
     def _ended(self, number: int, new: Increment | Completion) -> str | None:
-        """Why an output has ended, None while it goes on. The first of each prompt says what was cached."""
+        """Return why an output has ended, None while it goes on. The first of each prompt says what was cached."""
         done = new if isinstance(new, Completion) else new.completion
         if done is None:
             return None
