@@ -99,23 +99,6 @@ def test_all_are_handed_out_until_steps_were_timed() -> None:
     assert told.closed == 1
 
 
-def test_a_row_alone_runs_what_many_do_not() -> None:
-    """One draft in two is right: worth it where a step is mostly fixed cost, not beside 64 rows that share it."""
-    told = Told()
-    drafter = AdaptiveDrafter(told)
-    timed(drafter, 0.05, 0.004)
-    fed(drafter, told, [True, False] * 40)
-    told.drafts = {"x": [1, 2, 3, 4]}
-    assert len(drafter.propose([Request("x", [1])])[0]) > 0
-    many = [Request("x", [1]), *(Request(str(at), [1]) for at in range(63))]
-    assert drafter.propose(many) == [[]] * 64
-    steep = AdaptiveDrafter(told)
-    timed(steep, 0.0, 0.01)  # two tokens take twice as long as one: a draft that may be wrong never pays
-    fed(steep, told, [True, False] * 40)
-    told.drafts = {"x": [1, 2, 3, 4]}
-    assert steep.propose([Request("x", [1])]) == [[]]
-
-
 def test_it_learns_from_drafts_that_it_did_not_hand_out() -> None:
     told = Told()
     drafter = AdaptiveDrafter(told)

@@ -134,32 +134,6 @@ def test_a_mixer_on_its_states_is_a_mixer_on_transformers_own_cache(name: str) -
                 assert torch.equal(state, getattr(layer, f"{part.kind}_states")[part.index])
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_a_model_whose_mixers_run_in_segments_gives_the_same_logits(name: str) -> None:
-    model = tiny_model(name)
-    mixers = probe(model).mixers
-    ways = of_each_kind({mixer: mixer for mixer in mixers}, continuation)
-    tokens = torch.randint(32, 127, (1, TOKENS), generator=torch.Generator().manual_seed(3))
-    with torch.inference_mode():
-        expected = model(input_ids=tokens, use_cache=False).logits
-
-        def segmented(mixer: RecurrentMixer) -> Callable[..., torch.Tensor]:
-            def forward(hidden_states: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
-                states, outputs = None, []
-                for start, stop in pairwise((0, 16, 17, 19, 64, TOKENS)):
-                    out, states = run_segment(mixer, hidden_states[:, start:stop], states, ways[mixer])
-                    outputs.append(out)
-                return torch.cat(outputs, dim=1)
-
-            return forward
-
-        for mixer in mixers:
-            mixer.module.forward = segmented(mixer)  # as a runner does
-        logits = model(input_ids=tokens, use_cache=False).logits
-    assert not torch.equal(logits, expected)  # the segments were run
-    assert (logits - expected).abs().max() <= TOLERANCE * (expected.max() - expected.min())
-
-
 def test_states_handed_in_are_left_alone() -> None:
     for name, how in WAYS:
         mixer = mixers_of(name)[0]

@@ -24,15 +24,20 @@ from hybridkv.runner.states.recurrent import (
     run_segment,
 )
 
+SINGLE = [(name, torch.float32, TOLERANCE) for name in (*NATIVE, *SUPERPOSED)]
+HALF = [(name, torch.bfloat16, 0.05) for name in ("qwen3_next", "mamba", "mamba2")]
 
-@pytest.mark.parametrize("name", [*NATIVE, *SUPERPOSED])
-def test_every_state_of_a_batch_is_that_of_token_by_token(name: str) -> None:
+
+@pytest.mark.parametrize(("name", "dtype", "tolerance"), [*SINGLE, *HALF])
+def test_every_state_of_a_batch_is_that_of_token_by_token(name: str, dtype: torch.dtype, tolerance: float) -> None:
     """Another number of rows and tokens than was looked at, one of the rows from zeros; two mixers of the model."""
-    for mixer in (mixers_of(name)[0], mixers_of(name)[-1]):
+    mixers = probe(tiny_model(name).to(dtype)).mixers
+    for mixer in (mixers[0], mixers[-1]):
         found = recurrence(mixer)
         assert found is not None
         rows, tokens = 3, 4
-        hidden, states = noise(rows, tokens, mixer.width), random_states(mixer, rows)
+        hidden = noise(rows, tokens, mixer.width).to(dtype)
+        states = tuple(state.to(one.dtype) for one, state in zip(mixer.parts, random_states(mixer, rows), strict=True))
         for state in states:
             state[1] = 0
         before = [state.clone() for state in states]
@@ -41,25 +46,9 @@ def test_every_state_of_a_batch_is_that_of_token_by_token(name: str) -> None:
             assert all(torch.equal(*pair) for pair in zip(states, before, strict=True))
             for token in range(tokens):
                 wanted, states = run_decode(mixer, hidden[:, token : token + 1], tuple(one.clone() for one in states))
-                assert apart(out[:, token : token + 1], wanted) <= TOLERANCE
-                assert all(apart(*pair) <= TOLERANCE for pair in zip(behind[token], states, strict=True))
+                assert apart(out[:, token : token + 1], wanted) <= tolerance
+                assert all(apart(*pair) <= tolerance for pair in zip(behind[token], states, strict=True))
                 assert [one.dtype for one in behind[token]] == [part.dtype for part in mixer.parts]
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba", "mamba2"])
-def test_every_state_in_half_precision(name: str) -> None:
-    mixer = probe(tiny_model(name).to(torch.bfloat16)).mixers[0]
-    found = recurrence(mixer)
-    assert found is not None
-    hidden = noise(2, 4, mixer.width).bfloat16()
-    states = tuple(state.to(part.dtype) for part, state in zip(mixer.parts, random_states(mixer, 2), strict=True))
-    with torch.inference_mode():
-        out, behind = run_every(mixer, hidden, states, found)
-        for token in range(4):
-            wanted, states = run_decode(mixer, hidden[:, token : token + 1], tuple(one.clone() for one in states))
-            assert apart(out[:, token : token + 1].float(), wanted.float()) < 0.05
-            assert [one.dtype for one in behind[token]] == [part.dtype for part in mixer.parts]
-            assert all(apart(ours.float(), one.float()) < 0.05 for ours, one in zip(behind[token], states, strict=True))
 
 
 def test_drafts_are_run_as_decoding_does_where_prompts_are_run_otherwise() -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import groupby
 
 import pytest
 import torch
@@ -12,13 +11,12 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Model, read_model
-from hybridkv.planner import plan
 from hybridkv.runner import TINY_MODELS, tiny_model
 from hybridkv.runner.model_call import ModelCall
 from hybridkv.runner.probe import Probed, page_layout, planner_model, probe, state_layout
 from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.specs import Keeps, MambaSpec
-from hybridkv.worker import PagedStorage, PagePart
+from hybridkv.worker import PagePart
 
 torch.set_num_threads(1)
 
@@ -90,28 +88,6 @@ def test_the_planner_counts_the_probes_bytes(name: str, dtype: torch.dtype) -> N
             assert model.get_submodule(layer.name) is mixer.module
         else:
             assert layer.spec.page_size_bytes == 16 * sum(part.token_bytes for part in pages[layer.name])
-
-
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_the_layout_fits_the_storage_of_a_plan(name: str) -> None:
-    model = model_of(name, torch.bfloat16)
-    planned = planned_of(model)
-    layout = page_layout(planned, probe(model))
-    config = plan(planned, memory=8 << 20, max_model_len=256).config
-    views = PagedStorage(config, layout).views
-    assert set(views) == set(layout)
-    for layer in planned.layers:
-        tokens = () if layer.spec.keeps is Keeps.STATE else (16,)
-        found = [(view.shape[1:], view.dtype) for view in views[layer.name]]
-        assert found == [((*tokens, *part.shape), part.dtype) for part in layout[layer.name]]
-
-
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_layers_of_every_kind(name: str) -> None:
-    kinds = [layer.spec.keeps for layer in planned_of(model_of(name)).layers]
-    assert (kinds.count(Keeps.STATE) >= 2) == (Keeps.STATE in kinds) == (name in RECURRENT)
-    assert kinds.count(Keeps.TOKENS) >= (0 if "mamba" in name or name == "mistral" else 1)
-    assert len(kinds) >= 3
 
 
 def test_a_probe_leaves_the_model_as_it_was() -> None:
@@ -244,11 +220,3 @@ def test_states_are_planned_in_the_dtype_of_the_weights() -> None:
     assert planned.name == "cast"
     layout = page_layout(planned, probe(model))
     assert [part.dtype for part in layout["model.layers.0.linear_attn"]] == [torch.bfloat16, torch.float32]
-
-
-def test_layers_with_two_things_have_one_index() -> None:
-    planned = planned_of(model_of("zamba"))
-    by_index = {
-        at: [layer.spec.keeps for layer in layers] for at, layers in groupby(planned.layers, lambda one: one.index)
-    }
-    assert [at for at, kinds in by_index.items() if len(kinds) == 2] == [2, 5]

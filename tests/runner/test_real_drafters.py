@@ -3,19 +3,18 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from checked_engine import CheckedEngine, models
+from checked_engine import CheckedEngine
 from runner_support import EngineFactory, drawn, greedy, loaded_model, shared_prompts
 from scripted import ScriptedDrafter
 
 from hybridkv.errors import OwnershipError
 from hybridkv.request import Request
-from hybridkv.runner import AsyncEngine, Completion, Engine, EngineOptions, load
-from hybridkv.runner.drafters import Drafter, DraftModel, NgramDrafter
-from hybridkv.schedule import FinishReason
+from hybridkv.runner import AsyncEngine, Completion, Engine, load
+from hybridkv.runner.drafters import DraftModel, NgramDrafter
 
 OUTPUT = 24
 
@@ -53,69 +52,12 @@ def test_text_that_repeats_itself_is_looked_up(make_engine: EngineFactory) -> No
     assert done[0].drafted_tokens >= done[0].accepted_tokens
 
 
-# -- beside everything else
-
-
-def ngrams(_name: str, _in_flight: int) -> Drafter:
-    return NgramDrafter(3, min_ngram=1)
-
-
-def itself(name: str, in_flight: int) -> Drafter:
-    """Loaded a second time."""
-    engine = Engine(load(f"tiny:{name}"), None, EngineOptions(in_flight=in_flight), memory="2MiB", max_model_len=120)
-    return DraftModel(engine, 5)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "in_flight"),
-    [(ngrams, 2), (itself, 1), *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((ngrams, 1), (itself, 2)))],
-)
-@pytest.mark.parametrize("name", models("qwen3_next"))
-def test_aborts_preemptions_salts_and_steps_ahead(
-    name: str, drafter: Callable[[str, int], Drafter], in_flight: int, make_engine: EngineFactory
-) -> None:
-    prompts = [one * 2 for one in shared_prompts(5, 8, prefix=20, longest=12)]  # looked up in the second half
-    asked = [replace(one, repetition_penalty=0.2 if one.seed % 2 else 1.0) for one in drawn(5, OUTPUT)]
-    plain = make_engine(loaded_model(name), prompts, OUTPUT).generate(prompts, asked)
-    made = drafter(name, in_flight)
-    checked = CheckedEngine(
-        make_engine, name, prompts, OUTPUT, speculate=made, in_flight=in_flight, token_budget=50, room_for=4
-    )
-    engine = checked.engine
-    ids = [
-        engine.add(prompt, one, cache_salt=None if at % 2 else "a")
-        for at, (prompt, one) in enumerate(zip(prompts, asked, strict=True))
-    ]
-    done: list[Completion] = []
-    for number in range(400):
-        if engine.idle:
-            break
-        done += engine.step()
-        if number in {3, 6} and engine.scheduler.num_running:
-            engine.scheduler._running.preempt_last(engine.scheduler._in_flight)
-        if number == 5:
-            assert engine.abort(ids[4])
-    checked.check(done)
-    by_id = {one.request_id: one for one in done}
-    assert by_id[ids[4]].finish_reason is FinishReason.ABORT
-    for request_id, other in zip(ids, plain, strict=True):
-        cut = by_id[request_id].token_ids
-        assert cut == other.token_ids[: len(cut)]
-        assert len(cut) == OUTPUT or request_id == ids[4]
-    stats = engine.statistics()
-    assert stats.preemptions >= 2
-    assert 0 < stats.accepted_tokens <= stats.drafted_tokens
-    if isinstance(made, DraftModel):
-        assert made.engine.idle
-        made.engine.scheduler.check()
-        assert made.engine.cache.usage == 0
-
-
 def test_tasks_of_an_event_loop_have_drafts_too(make_engine: EngineFactory) -> None:
     """The thread that drives the engine drives its draft model's as well."""
     prompts, sampling = shared_prompts(3, 2), drawn(3, OUTPUT)
     plain = make_engine(loaded_model("llama"), prompts, OUTPUT).generate(prompts, sampling)
-    checked = CheckedEngine(make_engine, "llama", prompts, OUTPUT, speculate=itself("llama", 1))
+    draft_model = DraftModel(Engine(load("tiny:llama"), memory="2MiB", max_model_len=120), 5)
+    checked = CheckedEngine(make_engine, "llama", prompts, OUTPUT, speculate=draft_model)
 
     async def work() -> list[Completion]:
         async with AsyncEngine(checked.engine) as front:
