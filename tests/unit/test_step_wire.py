@@ -468,11 +468,6 @@ def test_a_number_that_no_float_holds_is_not_sent() -> None:
         encode_step(example_step(new_rows=(new,)))
 
 
-def test_a_row_without_an_encoder_has_none_behind_the_wire() -> None:
-    step = example_step(new_rows=(replace(example_step().new_rows[0], encoder=None),))
-    assert same(decode_step(encode_step(step)), step)
-
-
 def test_a_failure_says_what_happened_in_any_characters() -> None:
     failure = StepFailure.of(3, RuntimeError("lost \ud800"))
     assert decode_reply(encode_reply(failure)) == StepFailure(3, "RuntimeError", "lost \\ud800")

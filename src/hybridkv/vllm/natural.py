@@ -143,9 +143,6 @@ ATTRIBUTE: Final = "hybridkv_step"
 """Of a SchedulerOutput."""
 
 
-_NO_COPIES, _NO_BLOCKS = np.empty((0, 3), np.int32), np.empty((0, 2), np.int32)
-
-
 class Cell(NamedTuple):
     """A cell of a block table that is another block now: column ``column`` of ``group`` of a request."""
 
@@ -201,7 +198,7 @@ class StepWriter:
         copied = [one for one in transfers.copies if one.kind != "move"]
         return NaturalStep(
             _triples((self._class_of[one.group], one.source, one.destination) for one in moved),
-            np.array(zero, np.int32).reshape(-1, 2) if zero else _NO_BLOCKS,
+            np.array(zero, np.int32).reshape(-1, 2),
             _triples((self._class_of[one.group], one.source, one.destination) for one in copied),
             _triples(self._kept(transfers, ends)),
             tuple(self._moved_cells(transfers)),
@@ -279,5 +276,4 @@ class StepWriter:
 
 
 def _triples(given: Iterable[tuple[int, int, int]]) -> Int32:
-    found = list(given)
-    return np.array(found, np.int32).reshape(-1, 3) if found else _NO_COPIES
+    return np.array(list(given), np.int32).reshape(-1, 3)

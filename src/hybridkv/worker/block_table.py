@@ -243,22 +243,6 @@ def choose_kernel_block_size(block_size: int, kernel_block_size: KernelSize) -> 
     )
 
 
-def id_limit(num_blocks: int | None, blocks_per_kv_block: int) -> int:
-    """What ids of memory blocks must lie below, so that ids of kernel blocks fit int32.
-
-    num_blocks: how many there are; None for as many as fit. Raises ConfigError for more, and for none.
-    """
-    limit = (1 << 31) // blocks_per_kv_block
-    if num_blocks is None:
-        return limit
-    if not 1 <= num_blocks <= limit:
-        raise ConfigError(
-            f"num_blocks must lie in 1 .. {limit}, got {num_blocks}: each is {blocks_per_kv_block} kernel blocks, "
-            "whose ids are int32"
-        )
-    return num_blocks
-
-
 def map_to_kernel_blocks(
     kv_manager_block_ids: NDArray[np.integer], blocks_per_kv_block: int, kernel_block_arange: NDArray[np.integer]
 ) -> NDArray[np.integer]:
@@ -339,7 +323,13 @@ class BlockTable:
         self.max_num_blocks_per_req = max_num_blocks_per_req * self.blocks_per_kv_block
         self.max_num_batched_tokens = max_num_batched_tokens
         self.device = torch.device(device)
-        self.id_limit = id_limit(num_blocks, self.blocks_per_kv_block)
+        most = (1 << 31) // self.blocks_per_kv_block  # ids of kernel blocks are int32
+        self.id_limit = most if num_blocks is None else num_blocks
+        if not 1 <= self.id_limit <= most:
+            raise ConfigError(
+                f"num_blocks must lie in 1 .. {most}, got {num_blocks}: each is {self.blocks_per_kv_block} kernel "
+                "blocks, whose ids are int32"
+            )
         self.layout = SlotLayout(self.block_size, self.max_num_blocks_per_req, share)
         self._parts: Int64 = np.arange(self.blocks_per_kv_block)
         shape = (self.num_rows, self.max_num_blocks_per_req)
