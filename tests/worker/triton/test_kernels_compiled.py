@@ -134,13 +134,13 @@ def layer(shape: Shape, requests: int = 1, columns: int = 8) -> tuple[torch.Tens
 def record_attention(
     shape: Shape, kernels: tuple[Any, ...], requests: int = 1, columns: int = 8
 ) -> tuple[Recorder, Recorder]:
-    from hybridkv.worker import kernels as attention  # noqa: PLC0415 - only in the process that compiles
+    from hybridkv.worker import kernels as ours  # noqa: PLC0415 - only in the process that compiles
 
     recorders = Recorder(kernels[0]), Recorder(kernels[1])
-    attention.attention_kernel, attention.combine_kernel = recorders
-    attention.INTERPRETED = True  # type: ignore[misc] # so that a batch is made on a CPU
+    ours.attention_kernel, ours.combine_kernel = recorders
+    ours.INTERPRETED = True  # type: ignore[misc] # so that a batch is made on a CPU
     query, pages, batch = layer(shape, requests, columns)
-    attention.INTERPRETED = False  # type: ignore[misc] # as on a GPU
+    ours.INTERPRETED = False  # type: ignore[misc] # as on a GPU
     with_everything: dict[str, Any] = {"softcap": 30.0, "sink_logits": torch.zeros(shape.heads[0])}
     triton_paged_attention(query, pages, batch, 0.1, **with_everything if shape.everything else {})
     return recorders
@@ -155,11 +155,11 @@ def steps(kernels: tuple[Any, ...]) -> list[list[str]]:
 
 
 def compile_writes() -> list[dict[str, Any]]:
-    from hybridkv.worker import kernels as kv_write  # noqa: PLC0415 - as above
+    from hybridkv.worker import kernels as ours  # noqa: PLC0415 - as above
     from hybridkv.worker import triton_write_kv  # noqa: PLC0415 - only in the process that compiles
 
-    recorder = Recorder(kv_write.write_kernel)
-    kv_write.write_kernel = recorder
+    recorder = Recorder(ours.write_kernel)
+    ours.write_kernel = recorder
     made = []
     for cache, capability in ((torch.bfloat16, 90), (torch.float8_e4m3fn, 80)):
         pages = KVPages(torch.zeros(4, 16, 8, 128).to(cache), torch.zeros(4, 16, 8, 128).to(cache))
@@ -175,13 +175,13 @@ def compile_shift(one: str, other: str) -> str:
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - as above
     from triton.compiler import ASTSource  # noqa: PLC0415 - as above
 
-    from hybridkv.worker import kernels as copies  # noqa: PLC0415 - as above
+    from hybridkv.worker import kernels as ours  # noqa: PLC0415 - as above
 
     signature = {"stack": "*i16", "source": "*i64", "destination": "*i64", "bias": "*i64"}
     signature |= {"layer_stride": "i64", "block_stride": "i64", one: "constexpr", other: "i32"}
     signature |= dict.fromkeys(("layers", "tiles", "columns", "channels"), "i32")
     signature |= {"all_columns": "constexpr", "tile": "constexpr"}
-    source = ASTSource(fn=copies._shift_kernel, signature=signature, constexprs={one: 1, "all_columns": 8, "tile": 256})
+    source = ASTSource(fn=ours._shift_kernel, signature=signature, constexprs={one: 1, "all_columns": 8, "tile": 256})
     ptx: str = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     return ptx
 
@@ -229,9 +229,9 @@ def test_all_columns_are_read_before_one_is_written(stride: str, compiled: dict[
 
 
 if __name__ == "__main__":
-    from hybridkv.worker import kernels as attention
+    from hybridkv.worker import kernels as ours
 
-    kernels = (attention.attention_kernel, attention.combine_kernel)
+    kernels = (ours.attention_kernel, ours.combine_kernel)
     recorded = {name: record_attention(shape, kernels) for name, shape in SHAPES.items()}
     made = {name: [one.compiled(SHAPES[name].capability) for one in both] for name, both in recorded.items()}
     strides = ("channel_stride", "column_stride")
