@@ -5,8 +5,7 @@ from itertools import groupby
 
 import pytest
 
-from assumed import plan_of
-from hybridkv.models import known_models, read_model
+from hybridkv.models import read_model
 from hybridkv.planner import KVCacheConfig, Plan, plan, plan_from_json, plan_to_json
 from hybridkv.planner.plan import facts_of, padding_of
 from hybridkv.units import GiB
@@ -52,18 +51,6 @@ def groups_of(config: KVCacheConfig) -> str:
     return " ".join(one + (f"*{times}" if times > 1 else "") for one, times in runs)
 
 
-def test_every_known_model_has_such_a_plan() -> None:
-    """The others only in short."""
-    for known in known_models():
-        model = read_model(known.name)
-        made = plan_of(model, 640 * GiB, max_model_len=min(4096, model.max_model_len or 4096), layout="natural")
-        config = made.config
-        assert config.slabs is not None
-        assert padding_of(config) <= 0.02
-        assert {group.spec.block_size for group in config.groups} == {16}
-        assert made.capacity.concurrency >= 1
-
-
 @pytest.mark.parametrize("golden", GOLDEN, ids=NAMES)
 def test_the_natural_plan_is_the_golden_one(golden: tuple[str, int, str, int, int, float, int, int | None]) -> None:
     name, slab_bytes, groups, padding, longest, requests, tokens, states = golden
@@ -101,18 +88,6 @@ def test_nearly_all_of_the_memory_holds_something(name: str) -> None:
         assert (facts.attention_tokens + 16) * model.kv_bytes_per_token >= 0.99 * 40 * GiB
     if facts.states is not None:
         assert (facts.states + 1) * model.state_bytes >= 0.99 * 40 * GiB
-
-
-def test_gemma_wastes_nothing() -> None:
-    made = natural("gemma-3-27b")
-    assert made.config.slabs is not None
-    assert padding_of(made.config) == 0
-    assert made.capacity.padding_bytes == made.capacity.unused_bytes == 0
-    # the groups of ten full and ten sliding layers share slabs and ids, the two left over have a fifth of a slab
-    assert [(one.blocks_per_slab, one.groups) for one in made.config.slabs.classes] == [
-        (1, (0, 1, 2, 3, 4, 6)),
-        (5, (5,)),
-    ]
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3", "gpt-oss-120b", "llama-4-scout", "whisper-large-v3"])

@@ -278,11 +278,6 @@ def test_the_block_of_states(name: str) -> None:
     assert blocks == {STATE_BLOCKS[name]}
 
 
-def test_half_the_bytes_of_a_token_make_a_longer_block_of_states() -> None:
-    layers = [(layer.name, layer.spec) for layer in read_model("qwen3.5-35b-a3b", dtype="fp8").layers]
-    assert state_block_tokens(layers) == 2096
-
-
 def test_without_states_there_is_no_block_of_them() -> None:
     with pytest.raises(ConfigError, match="the model has no recurrent layers"):
         state_block_tokens([("f", FULL), ("w", WINDOW)])
