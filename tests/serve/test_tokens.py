@@ -14,8 +14,8 @@ from tokenizers import AddedToken
 from hybridkv.errors import ConfigError
 from hybridkv.runner import Engine
 from hybridkv.runner.chat import chat_ids
-from hybridkv.serve import ApiKeys, ServeOptions, tokens
-from hybridkv.serve.tokens import SHORT, Piece, Turns
+from hybridkv.serve import ApiKeys, ServeOptions, front
+from hybridkv.serve.front import SHORT, Piece, Turns
 
 PER_TOKEN = len("<eos>")
 """Most characters of a token of tiny models."""
@@ -114,8 +114,8 @@ class SlowTokenizer:
 def slow(
     monkeypatch: pytest.MonkeyPatch, options: ServeOptions | None = None
 ) -> Iterator[tuple[Served, SlowTokenizer]]:
-    monkeypatch.setattr(tokens, "SHORT", 100)  # so that two texts of 80 are no one piece
-    monkeypatch.setattr(tokens, "_LANES", (100, None))
+    monkeypatch.setattr(front, "SHORT", 100)  # so that two texts of 80 are no one piece
+    monkeypatch.setattr(front, "_LANES", (100, None))
     engine = engine_of("llama")
     slowed = SlowTokenizer(engine)
     with serving(engine, options) as served:

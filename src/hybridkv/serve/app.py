@@ -31,11 +31,10 @@ from hybridkv.runner.inputs import encode
 from hybridkv.serve import forms
 from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from hybridkv.serve.errors import ApiError, ErrorBody, answer_errors
-from hybridkv.serve.front import Front, ServeOptions
+from hybridkv.serve.front import Front, Piece, ServeOptions, TokenTexts
 from hybridkv.serve.gates import BYTES_PER_SECOND, MOST_VALUES, BodyGate, HeadGate, Pace, check_key, check_origin
 from hybridkv.serve.generation import Answer, Asked
 from hybridkv.serve.metrics import Snapshot, SnapshotCollector
-from hybridkv.serve.tokens import Piece, TokenTexts
 
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": ErrorBody, "description": said}

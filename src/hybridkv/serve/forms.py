@@ -22,9 +22,8 @@ from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.sampling.logprobs import TokenLogprob
 from hybridkv.schedule import FinishReason
 from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, ResponseBody, StreamOptions, TemplateBody
-from hybridkv.serve.front import Front
+from hybridkv.serve.front import Front, TokenTexts
 from hybridkv.serve.generation import Asked, event
-from hybridkv.serve.tokens import TokenTexts
 
 DEFAULT_MAX_TOKENS: Final = 16
 LEAST: Final = -9999.0

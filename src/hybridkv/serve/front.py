@@ -1,13 +1,27 @@
-"""What all routes share: the engine behind asyncio, its tokenizer's threads, its places, its tenants."""
+"""What all routes share: the engine behind asyncio, its tokenizer's threads, its places, its tenants.
+
+Texts are tokenized in threads beside the event loop:
+
+    piece of work -> lane, by its size -> queue of its client -> the next free thread of the lane, clients in turn
+
+Short texts never wait for long ones, and clients take turns. A tokenizer releases the interpreter while it works, so a
+long text costs others a core and no time. A call into a tokenizer cannot be stopped: work that may take long comes in
+pieces, and a client that waits for the next one can leave.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Self
+from typing import Any, Final, Generic, Self, TypeVar
 
 from opentelemetry.trace import Tracer
 from starlette.requests import Request
@@ -15,13 +29,23 @@ from starlette.requests import Request
 from hybridkv.arguments import check_fields, each, integer, one_of, or_none, text
 from hybridkv.errors import ConfigError
 from hybridkv.runner.async_engine import AsyncEngine, EventSink
+from hybridkv.runner.chat import chat_ids
 from hybridkv.runner.engine import Engine
-from hybridkv.serve.bodies import SamplingBody
-from hybridkv.serve.errors import ApiError
+from hybridkv.runner.inputs import encode
+from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.text_bound import TextBound
+from hybridkv.serve.bodies import ChatMessage, SamplingBody, TemplateBody
+from hybridkv.serve.errors import ApiError, ClientGoneError, leaves
 from hybridkv.serve.gates import ApiKeys, host_name, origin, tenant_of
 from hybridkv.serve.metrics import PREFIX, Live, RequestMetrics, metrics_prefix
-from hybridkv.serve.tokens import Tokens
 
+T = TypeVar("T")
+
+SHORT: Final = 1 << 12
+"""Characters or tokens of work that takes a few milliseconds."""
+_LANES: Final = (SHORT, 1 << 16, None)
+_THREADS: Final = 2
+_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 RETRY_AFTER: Final = 1
 """Seconds until a client that was turned away should ask again."""
 
@@ -155,3 +179,277 @@ class Front:
         """Raise ConfigError without a tokenizer."""
         if self.loaded.tokenizer is None:
             raise ConfigError(f"{self.name} has no tokenizer: ask for token ids, with return_token_ids")
+
+
+# texts in turns
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(Generic[T]):
+    """Work that is done at once. size: characters or tokens of it."""
+
+    size: int
+    work: Callable[[], T]
+
+
+class Turns:
+    """Lanes of threads, each for work of at most some size.
+
+    Args:
+        parallel: whether several threads may use the tokenizer at a time; else all work goes through one.
+    """
+
+    def __init__(self, *, parallel: bool) -> None:
+        sizes = _LANES if parallel else (None,)
+        self._lanes = [(most, Lane(_THREADS if parallel else 1)) for most in sizes]
+
+    async def run(self, client: Hashable, pieces: Iterable[Piece[T]]) -> list[T]:
+        """Return what each of ``pieces`` gives, one after the other, each in a turn of ``client``.
+
+        Raises what a piece raises. If the task is cancelled, no further piece is begun.
+        """
+        return [await self._lane(one.size).run(client, one.work) for one in pieces]
+
+    def close(self) -> None:
+        """Begin nothing more. Threads end after the work in hand; a process that ends does not wait for them."""
+        for _, lane in self._lanes:
+            lane.close()
+
+    def _lane(self, size: int) -> Lane:
+        return next(lane for most, lane in self._lanes if most is None or size <= most)
+
+
+class Lane:
+    """Threads that share a queue; they begin with the first work.
+
+    A client has one thread fewer than there are, so that one is left for the others.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._most, self._most_of_client = threads, max(threads - 1, 1)
+        self._waiting: OrderedDict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
+        self._running: Counter[Hashable] = Counter()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    async def run(self, client: Hashable, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, in a turn of ``client``. Cancelled before it begins, it never does."""
+        future: Future[T] = Future()
+        queued = (future, work)
+        with self._changed:
+            if len(self._threads) < self._most:
+                self._start_thread()
+            self._waiting.setdefault(client, deque()).append(queued)
+            self._changed.notify()
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._forget(client, queued)
+            raise
+
+    def close(self) -> None:
+        """Cancel what waits, and let the threads end."""
+        with self._changed:
+            self._closed = True
+            for queue in self._waiting.values():
+                for future, _ in queue:
+                    future.cancel()
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _start_thread(self) -> None:
+        # daemons: the process may end while a tokenizer is busy
+        thread = threading.Thread(target=self._work, name="hybridkv-tokens", daemon=True)
+        thread.start()  # may raise where the process has no more threads
+        self._threads.append(thread)
+
+    def _forget(self, client: Hashable, queued: tuple[Future[Any], Callable[[], Any]]) -> None:
+        """Drop what nobody waits for, and the text in it."""
+        with self._changed:
+            queue = self._waiting.get(client, deque())
+            if queued in queue:
+                queue.remove(queued)
+            if not queue:
+                self._waiting.pop(client, None)
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            client, future, work = taken
+            if future.set_running_or_notify_cancel():
+                _settle(future, work)
+            del future, work, taken  # a thread that waits holds no text
+            with self._changed:
+                self._running[client] -= 1
+                self._running += Counter()  # without clients that have none
+                self._changed.notify()
+
+    def _take(self) -> tuple[Hashable, Future[Any], Callable[[], Any]] | None:
+        """Wait for the next work: the oldest of the first client that may have a thread. None once closed."""
+        with self._changed:
+            while not self._closed:
+                client = next((one for one in self._waiting if self._running[one] < self._most_of_client), None)
+                if client is None:
+                    self._changed.wait()
+                    continue
+                queue = self._waiting.pop(client)
+                future, work = queue.popleft()
+                if queue:
+                    self._waiting[client] = queue  # after all others
+                self._running[client] += 1
+                return client, future, work
+            return None
+
+
+def _settle(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001  # whoever waits hears of it
+        future.set_exception(error)
+
+
+class Tokens:
+    """The tokenizer of a server.
+
+    Args:
+        loaded: the model that is served.
+        max_model_len: tokens of prompt and output together; no longer text is tokenized.
+    """
+
+    def __init__(self, loaded: LoadedModel, max_model_len: int) -> None:
+        self._loaded, self._most = loaded, max_model_len
+        self._bound = TextBound.of(loaded.tokenizer)
+        self._turns = Turns(parallel=bool(getattr(loaded.tokenizer, "is_fast", False)))
+
+    async def run(self, request: Request, pieces: Iterable[Piece[T]]) -> list[T]:
+        """Return what ``pieces`` give, in turns with other clients. ClientGoneError if that of ``request`` leaves."""
+        client = tenant_of(request), request.client and request.client.host
+        working = asyncio.ensure_future(self._turns.run(client, pieces))
+        leaving = asyncio.ensure_future(leaves(request.receive))
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ClientGoneError
+            return working.result()
+        finally:
+            working.cancel()
+            leaving.cancel()
+
+    async def ids(self, request: Request, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Return the token ids of each of ``prompts``.
+
+        Raises ApiError 400 for a prompt that cannot fit the model, ConfigError as encode, ClientGoneError as run.
+        """
+        for one in prompts:
+            if not isinstance(one, str):
+                self.require_room(one)
+            elif self._bound is not None and self._bound.spaces_count:  # which is told by the length
+                self._require_room_for_text(one)
+        if sum(SHORT if isinstance(one, str) else len(one) for one in prompts) < SHORT:
+            return self._encoded(prompts)
+        pieces = [Piece(sum(map(len, some)), partial(self._encoded, some)) for some in _grouped(prompts)]
+        return [one for some in await self.run(request, pieces) for one in some]
+
+    async def conversation(self, request: Request, messages: Sequence[ChatMessage], reads: TemplateBody) -> list[int]:
+        """Return the token ids of a conversation.
+
+        Raises ApiError 400 for one that cannot fit the model, ConfigError as chat_ids and for tool calls whose
+        arguments are no JSON object, ClientGoneError as run.
+        """
+        offered = None if reads.tool_choice == "none" else reads.tools
+        tools = None if offered is None else [one.model_dump() for one in offered]
+        check = None if self._bound is None else self._require_room_for_text
+
+        def work() -> list[int]:
+            said = [_message(one) for one in messages]
+            return chat_ids(self._loaded, said, tools=tools, names=reads.chat_template_kwargs, check=check)
+
+        (ids,) = await self.run(request, [Piece(len(await request.body()), work)])
+        return ids
+
+    def require_room(self, ids: Sequence[int]) -> None:
+        """Raise ApiError 400 for more token ids than the model has room for."""
+        if len(ids) > self._most:
+            raise self._too_long(f"{len(ids)} tokens do")
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._turns.close()
+
+    def _require_room_for_text(self, given: str) -> None:
+        if self._bound is not None and self._bound.exceeded(given, self._most):
+            raise self._too_long(f"a text of {len(given)} characters does")
+
+    def _too_long(self, what: str) -> ApiError:
+        """The error for ``what`` ("9 tokens do") that there is no room for."""
+        message = f"{what} not fit: {self._loaded.name} has {self._most} tokens for prompt and output together"
+        return ApiError(400, message, code="context_length_exceeded")
+
+    def _encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        for one in prompts:
+            if isinstance(one, str):
+                self._require_room_for_text(one)
+        return [encode(self._loaded, one) for one in prompts]
+
+
+def _grouped(prompts: Iterable[str | list[int]]) -> Iterator[list[str | list[int]]]:
+    """Neighbours that are short together; long ones alone."""
+    group: list[str | list[int]] = []
+    size = 0
+    for one in prompts:
+        if group and size + len(one) > SHORT:
+            yield group
+            group, size = [], 0
+        group.append(one)
+        size += len(one)
+    yield group
+
+
+def _message(given: ChatMessage) -> dict[str, Any]:
+    """A message for chat templates: content as one text, a developer as the system, arguments of calls as objects."""
+    made, content = given.model_dump(exclude_none=True), given.content
+    if given.role == "developer":
+        made["role"] = "system"
+    made["content"] = "\n".join(one.text for one in content) if isinstance(content, list) else content or ""
+    if not given.tool_calls:
+        made.pop("tool_calls", None)
+    for call in made.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    return made
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"arguments of a tool call are no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError("arguments of a tool call must be a JSON object")
+    return found
+
+
+class TokenTexts:
+    """The texts of single tokens. tokenizer: None for ids alone; as_ids: ``token_id:7``, whatever there is."""
+
+    def __init__(self, tokenizer: Any, *, as_ids: bool = False) -> None:  # noqa: ANN401  # transformers' tokenizers share no typed base
+        self._tokenizer: Any = None if as_ids else tokenizer
+
+    def text(self, token: int, before: int | None) -> str:
+        """``token`` as text after the token ``before``: a space in front of a word is the word's."""
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        if before is not None:
+            shown = self._decode([before])
+            together = self._decode([before, token])
+            if together.startswith(shown) and not shown.endswith(_REPLACEMENT):
+                return together[len(shown) :]
+        return self._decode([token])
+
+    @staticmethod
+    def utf8(text: str) -> list[int] | None:
+        """The bytes of a token's text; None for one that is a part of a character."""
+        return None if _REPLACEMENT in text else list(text.encode())
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text

@@ -34,9 +34,8 @@ from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.engine import Engine
 from hybridkv.runner.stream import Stream
 from hybridkv.serve.errors import ClientGoneError, api_error, leaves
-from hybridkv.serve.front import Front
+from hybridkv.serve.front import Front, Piece
 from hybridkv.serve.metrics import Watch
-from hybridkv.serve.tokens import Piece
 
 CLIENT_LEFT: Final = "client_left"
 """The kind of error of a span whose client went away."""
