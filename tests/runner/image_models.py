@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,155 +16,22 @@ from hybridkv.runner import Engine, LoadedModel, wrap
 from hybridkv.runner.tiny import fill
 
 _GRIDS = ("qwen", "glm")
-IMAGE, VIDEO, START, END, VOCABULARY = 260, 261, 262, 263, 300
-_TEXT: Mapping[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 512,
-    "eos_token_id": VOCABULARY - 1,
-    "bos_token_id": 0,
-    "pad_token_id": 0,
-}
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-_MARKS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-_PATCHES = {"depth": 3, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
-_QWEN3_VISION = {
-    **_PATCHES,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [0, 2],
-}
-_QWEN3_TEXT = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_DELTA = {
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "partial_rotary_factor": 1.0,
-}
-_CLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-}
-_LLAMA = {**_TEXT, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_vl": {**_MARKS, "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION},
-    "qwen3_vl_moe": {**_MARKS, "text_config": {**_QWEN3_TEXT, **_EXPERTS}, "vision_config": _QWEN3_VISION},
-    "qwen2_vl": {
-        **_MARKS,
-        "text_config": {**_TEXT, "rope_parameters": _ROPE},
-        "vision_config": {**_PATCHES, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
-    },
-    "qwen2_5_vl": {
-        **_MARKS,
-        "text_config": {**_TEXT, "rope_parameters": _ROPE},
-        "vision_config": {
-            **_PATCHES,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        },
-    },
-    "qwen3_5": {
-        **_MARKS,
-        "text_config": {**_TEXT, **_DELTA, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
-        "vision_config": {name: value for name, value in _QWEN3_VISION.items() if name != "deepstack_visual_indexes"},
-    },
-    "qwen3_5_moe": {
-        **_MARKS,
-        "text_config": {
-            **_TEXT,
-            **_DELTA,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            "rope_parameters": {**_ROPE, "mrope_interleaved": True},
-        },
-        "vision_config": {name: value for name, value in _QWEN3_VISION.items() if name != "deepstack_visual_indexes"},
-    },
-    "glm4v": {
-        "image_token_id": IMAGE,
-        "video_token_id": VIDEO,
-        "image_start_token_id": START,
-        "image_end_token_id": END,
-        "text_config": {**_TEXT, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}},
-        "vision_config": {
-            **_PATCHES,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "image_size": 32,
-        },
-    },
-    "aya_vision": {
-        "image_token_id": IMAGE,
-        "image_token_index": IMAGE,
-        "downsample_factor": 2,
-        "vision_feature_layer": -1,
-        "text_config": {**_LLAMA, "model_type": "cohere2", "sliding_window": 24},
-        "vision_config": {**_CLIP, "model_type": "siglip_vision_model"},
-    },
-    "llava": {
-        "image_token_index": IMAGE,
-        "image_token_id": IMAGE,
-        "text_config": _LLAMA,
-        "vision_config": {**_CLIP, "model_type": "clip_vision_model", "projection_dim": 32},
-    },
-    "gemma3": {
-        "image_token_index": IMAGE,
-        "boi_token_index": START,
-        "eoi_token_index": END,
-        "mm_tokens_per_image": 9,
-        "tie_word_embeddings": False,
-        "text_config": {
-            **_TEXT,
-            "query_pre_attn_scalar": 16,
-            "tie_word_embeddings": False,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-        "vision_config": {**_CLIP, "image_size": 24},
-    },
-    "internvl": {
-        "image_token_id": IMAGE,
-        "downsample_ratio": 0.5,
-        "text_config": {**_LLAMA, "model_type": "qwen2"},
-        "vision_config": {**_CLIP, "image_size": [16, 16], "patch_size": [4, 4]},
-    },
-    "mistral3": {
-        "image_token_index": IMAGE,
-        "image_token_id": IMAGE,
-        "spatial_merge_size": 2,
-        "vision_feature_layer": -1,
-        "text_config": {**_LLAMA, "model_type": "mistral", "sliding_window": None},
-        "vision_config": {**_CLIP, "model_type": "pixtral", "head_dim": 16, "image_size": 64},
-    },
-}
+IMAGE, START, END = 260, 262, 263
+
+
+def fields_of(model_type: str) -> dict[str, Any]:
+    """Of its config, as image_models.json has them: text configs share fields, and vision configs of a kind do."""
+    models = json.loads((Path(__file__).parent / "image_models.json").read_text("utf-8"))
+    shared, own = models["shared"], models[model_type]
+    text = {**shared["text"], **own["text_config"]}
+    vision = {**shared[own["vision_config"].pop("like")], **own["vision_config"]}
+    return {**own, "text_config": text, "vision_config": vision}
 
 
 @cache
 def image_model(model_type: str, seed: int = 0) -> LoadedModel:
     """In float32 on the CPU, with weights with which images matter."""
-    config = CONFIG_MAPPING[model_type](**FIELDS[model_type])
+    config = CONFIG_MAPPING[model_type](**fields_of(model_type))
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
     fill(model, torch.Generator().manual_seed(seed))
     if model_type == "gemma3":  # its features are as large as its scaled embeddings
