@@ -394,11 +394,9 @@ class Figures(Protocol):
 
     def of(self, name: str, **labels: str) -> float | None:
         """The sum of those with ``labels``; None where there is none."""
-        ...
 
     def by(self, name: str, label: str) -> Mapping[str, float]:
         """Such sums for each value of ``label``."""
-        ...
 
 
 def examine_server(subject: str, now: Figures) -> Diagnosis:

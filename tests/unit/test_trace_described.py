@@ -36,16 +36,7 @@ def report_of(source: RequestSource) -> dict[str, Any]:
 def test_an_endless_cache_is_the_closed_form(block_size: int) -> None:
     workload = UniformWorkload()
     (found,) = describe(workload, [block_size]).hits
-    assert found.hit_tokens == sum(_uniform_shared(workload, block_size))
-
-
-def _uniform_shared(of: UniformWorkload, block: int) -> list[int]:
-    warm = max(of.conversations - of.templates, 0)
-    turns = [of.prompt_tokens(turn - 1) + of.answer_tokens - 1 for turn in range(1, of.turns)]
-    return [
-        warm * (of.system_tokens // block * block),
-        *(of.conversations * (known // block * block) for known in turns),
-    ]
+    assert found.hit_tokens == workload.hit_tokens(block_size)
 
 
 def test_a_description_counts() -> None:

@@ -46,11 +46,9 @@ class Router(Protocol):
 
     def choose(self, request: Request, replicas: Sequence[Replica], now_s: float) -> int:
         """The index of the replica for ``request``."""
-        ...
 
     def heard(self, at: int, replica: Replica) -> None:
         """Replica ``at`` took steps."""
-        ...
 
 
 def router_named(name: str) -> Callable[[], Router]:

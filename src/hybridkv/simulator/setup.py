@@ -23,7 +23,7 @@ from hybridkv.simulator.hardware import BF16, H100, Hardware, machine_in_words, 
 from hybridkv.simulator.loop import Progress, SimulatedClock, Simulation, Speculation
 from hybridkv.simulator.report import ReplayReport
 from hybridkv.simulator.trace import RequestSource, TraceSummary
-from hybridkv.units import MOST_COUNT, format_bytes, format_count, shown
+from hybridkv.units import MOST_COUNT, format_bytes, format_count
 
 TOKEN_BUDGET: Final = 8192
 MOST_RUNNING: Final = 1 << 20
@@ -75,11 +75,7 @@ class ReplaySettings:
         weights_named(self.weights)
         check_fields(self, partial(integer, least=0, most=MOST_COUNT), "remembered_losses")
         for name, most in (("max_running", MOST_RUNNING), ("token_budget", MOST_COUNT)):
-            value, option = getattr(self, name), name.replace("_", "-")
-            if value < 1:
-                raise ConfigError(f"{name} (--{option}) must be at least 1, got {shown(value)}")
-            if value > most:
-                raise ConfigError(f"{name} (--{option}) must be at most {most}, got {shown(value)}")
+            integer(f"{name} (--{name.replace('_', '-')})", getattr(self, name), 1, most)
         if not 0 <= self.time_scale < float("inf"):
             raise ConfigError(f"time_scale (--time-scale) must be 0 or more and finite, got {self.time_scale}")
         if self.time_scale > MOST_TIME_SCALE:

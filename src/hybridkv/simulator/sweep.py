@@ -266,7 +266,7 @@ def sweep(
             end(Swept(cell, known, again=True))
 
     def submit(cell: Cell) -> Future[dict[str, object]]:
-        return executor.submit(_run, cell, source, summary)
+        return executor.submit(Cell.run, cell, source, summary)
 
     missing = [cell for cell in dict.fromkeys(cells) if cell not in done]
     try:
@@ -312,10 +312,6 @@ def _finished(
     finally:
         for future in running:
             future.cancel()
-
-
-def _run(cell: Cell, source: RequestSource, summary: TraceSummary) -> dict[str, object]:
-    return cell.run(source, summary)
 
 
 def identity(source: RequestSource) -> str:
@@ -371,13 +367,8 @@ class _Folder:
 
         if self._claims is None:
             self._claims = self._claims_path.open("ab")
-        digest = sha256(cell.name.encode()).digest()
-        fcntl.lockf(
-            self._claims,
-            fcntl.LOCK_EX | fcntl.LOCK_NB if taken else fcntl.LOCK_UN,
-            1,
-            int.from_bytes(digest[:_PLACE_BYTES], "big"),
-        )
+        place = int.from_bytes(sha256(cell.name.encode()).digest()[:_PLACE_BYTES], "big")
+        fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB if taken else fcntl.LOCK_UN, 1, place)
 
     def write(self, cell: Cell, document: Mapping[str, object]) -> None:
         """Write the document of ``cell``, which was claimed, and give up the claim."""

@@ -208,15 +208,12 @@ class RequestSource(Protocol):
     @property
     def name(self) -> str:
         """For reports and messages."""
-        ...
 
     def summary(self) -> TraceSummary:
         """Counts over the whole source. O(requests)."""
-        ...
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """Requests in the order of their timestamps."""
-        ...
 
 
 def summarise(items: Iterable[TraceRequest | TraceError], name: str) -> TraceSummary:

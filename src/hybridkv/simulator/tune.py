@@ -218,7 +218,6 @@ class _Search:
         from optuna.storages.journal import JournalFileBackend  # noqa: PLC0415
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._axes = axes
         self._texts = {name: [json.dumps(one) for one in values] for name, values in axes.items()}
         self._choices = {
             name: optuna.distributions.CategoricalDistribution(texts) for name, texts in self._texts.items()

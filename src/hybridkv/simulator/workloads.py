@@ -30,6 +30,7 @@ from typing import Final
 
 import numpy as np
 
+from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.tokens import PROMPT_SEGMENT, Piece, Pieces
@@ -289,8 +290,7 @@ class UniformWorkload:
 
     def __post_init__(self) -> None:
         for what in ("templates", "conversations", "turns", "system_tokens", "user_tokens", "answer_tokens"):
-            if getattr(self, what) < 1:
-                raise ConfigError(f"{what} must be at least 1, got {getattr(self, what)}")
+            integer(what, getattr(self, what), 1)
 
     def prompt_tokens(self, turn: int) -> int:
         """Tokens of a prompt of that turn."""
