@@ -1,30 +1,22 @@
 """`hybridkv generate` on any architecture, saved to a folder and loaded from there as a user's own model is."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 from checked_engine import models
 
-from hybridkv.cli.outcome import run as entry
+from cli_support import document
 from hybridkv.runner import load
 
 
 @pytest.mark.parametrize("name", models("gemma3", "deepseek_v3", "mamba", "qwen3_next"))
-def test_a_folder_drafts_for_itself(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_drafts_for_itself(name: str, tmp_path: Path) -> None:
     """Cold, then warm; each token is compared with plain transformers."""
     tiny = load(f"tiny:{name}")
     tiny.model.save_pretrained(tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
     arguments = ("--model", str(tmp_path), "--speculate", f"draft:{tmp_path}:3", "--max-new-tokens", "12")
-    monkeypatch.setattr(sys, "argv", ["hybridkv", "generate", *arguments, "--repeat", "2", "--check", "--json"])
-    code = entry()
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    found = json.loads(said.out)
+    found = document("generate", *arguments, "--repeat", "2", "--check")
     assert found["check"] | {"near_ties": 0} == {
         "ok": True, "requests": 8, "tokens": 96, "near_ties": 0, "differences": [], "wrong_ends": [],
     }  # fmt: skip

@@ -7,7 +7,6 @@ import os
 import struct
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from PIL import Image
 from runner_support import loaded_model
 from transformers import AutoProcessor, CLIPImageProcessorPil, LlavaProcessor
 
-from hybridkv.cli.outcome import run as entry
+from cli_support import document, error, run
 from hybridkv.errors import ConfigError
 from hybridkv.runner import byte_tokenizer, load, picture_files, wrap
 from hybridkv.runner.chat import chat_ids, chat_prompt, checked_messages
 from hybridkv.runner.picture_files import open_picture
 
-Call = Callable[..., tuple[int, str, str]]
 TEMPLATE = (
     "{% for one in messages %}{{ one.role }}: {% if one.content is string %}{{ one.content }}{% else %}"
     "{% for part in one.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
@@ -211,20 +209,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs a command in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments: str | Path, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hybridkv", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        code = entry()
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
-
-
 def plain(folder: Path, messages: list[dict[str, Any]], count: int) -> tuple[list[int], list[int]]:
     """Prompt and output of transformers alone, which opens the pictures itself."""
     loaded = load(folder)
@@ -237,7 +221,7 @@ def plain(folder: Path, messages: list[dict[str, Any]], count: int) -> tuple[lis
     return prompt, out[0, len(prompt) :].tolist()
 
 
-def test_conversations_with_pictures_equal_plain_transformers(folder: Path, tmp_path: Path, here: Call) -> None:
+def test_conversations_with_pictures_equal_plain_transformers(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "near.png").write_bytes(stored(drawn(1)))
     first = [asked("What is ", {"type": "image", "path": "near.png"}, "?")]
     second = [asked({"type": "image_url", "image_url": {"url": f"file://{folder}/2.png"}}, "And this?")]  # type: ignore[dict-item]
@@ -247,10 +231,8 @@ def test_conversations_with_pictures_equal_plain_transformers(folder: Path, tmp_
     file, output = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
     sampling = {"max_tokens": 8, "ignore_eos": True}
     file.write_text("".join(json.dumps({"messages": one, "sampling": sampling}) + "\n" for one in lines), "utf-8")
-    arguments = ("--model", folder, "--messages", file, "--output", output, "--check", "--json")
-    code, out, err = here("generate", *arguments)
-    assert code == 0, err
-    assert json.loads(out)["check"]["differences"] == []
+    arguments = ("--model", folder, "--messages", file, "--output", output, "--check")
+    assert document("generate", *arguments)["check"]["differences"] == []
     found = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
     near = {"type": "image", "path": str(tmp_path / "near.png")}
     prompt, expected = plain(folder, [asked("What is ", near, "?")], 8)
@@ -265,20 +247,20 @@ def test_conversations_with_pictures_equal_plain_transformers(folder: Path, tmp_
 
 
 def test_what_a_check_compares_with_sees_the_pictures(
-    folder: Path, tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "asked.jsonl"
     file.write_text(json.dumps([asked({"type": "image", "path": str(folder / "1.png")}, "?")]), "utf-8")
     monkeypatch.setattr("hybridkv.runner.check._tensors", lambda *_: {})
-    out = here("generate", "--model", folder, "--messages", file, "--check", "--json")[1]
-    assert json.loads(out)["check"]["differences"] != []
+    found = document("generate", "--model", folder, "--messages", file, "--check", code=1)
+    assert found["check"]["differences"] != []
 
 
-def test_chat_remembers_pictures(folder: Path, here: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_remembers_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     talk = ("/image 1.png", "What?", "And?", "/image none.png", "/image", "/new", "/image 1.png", "What?", "/exit")
-    code, out, err = here("chat", "--model", folder, "--max-new-tokens", "6", "--memory", "2MiB", stdin="\n".join(talk))
-    assert code == 0
+    done = run("chat", "--model", folder, "--max-new-tokens", "6", "--memory", "2MiB", stdin="\n".join(talk))
+    out, err = done.stdout, done.stderr
     shown = "[1.png, 20 x 12, goes with what you say next]"
     assert out.count(shown) == 2
     summaries = [line for line in out.splitlines() if "prompt tokens were in the cache" in line]
@@ -305,21 +287,19 @@ def test_chat_remembers_pictures(folder: Path, here: Call, monkeypatch: pytest.M
     ],
 )
 def test_a_picture_that_cannot_be_read_is_one_line(
-    part: dict[str, str], message: str, folder: Path, tmp_path: Path, here: Call
+    part: dict[str, str], message: str, folder: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "asked.jsonl"
     file.write_text(json.dumps([asked(part)]), "utf-8")
-    code, out, err = here("generate", "--model", folder, "--messages", file)
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert f"line 1: {message}" in err or message in err
+    assert message in error("generate", "--model", folder, "--messages", file)
 
 
 def test_models_and_machines_without_pictures_say_so(
-    folder: Path, tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages = checked_messages([asked({"type": "image", "path": "1.png"}, "?")])
-    code, _, err = here("chat", "--model", "tiny:llama", "--memory", "1MiB", stdin="/image 1.png\n")
-    assert (code, err) == (0, "error: LlamaForCausalLM takes no images: leave them out, or load a multimodal model\n")
+    done = run("chat", "--model", "tiny:llama", "--memory", "1MiB", stdin="/image 1.png\n")
+    assert done.stderr == "error: LlamaForCausalLM takes no images: leave them out, or load a multimodal model\n"
     with pytest.raises(ConfigError, match="LlamaForCausalLM takes no images"):
         chat_prompt(loaded_model("llama"), messages, folder)
     loaded = load(folder)

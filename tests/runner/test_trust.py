@@ -11,7 +11,7 @@ import torch
 from hostile_folder import CONFIG_CODE, TOKENIZER_CODE, TRACE, hostile_folder, put, ran
 from runner_support import greedy
 
-from hybridkv.cli.outcome import run as entry
+from cli_support import error
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.runner import Engine, load
@@ -135,17 +135,12 @@ def test_plans_never_run_code(folder: Path) -> None:
     assert not ran(folder)
 
 
-def test_the_command_asks_nothing_and_runs_code_on_demand(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_asks_nothing_and_runs_code_on_demand(folder: Path) -> None:
     put(folder, "config.json", auto_map=CONFIG_CODE)
     put(folder, "tokenizer_config.json", auto_map=TOKENIZER_CODE, tokenizer_class=UNKNOWN)
     models = [("--model", folder), ("--model", "tiny:llama", "--speculate", f"draft:{folder}")]
     for model in models:
-        monkeypatch.setattr(sys, "argv", ["hybridkv", "generate", *map(str, model), "--max-new-tokens", "3"])
-        code, said = entry(), capsys.readouterr()
-        assert (code, said.out, said.err.count("\n")) == (2, "", 1), said.err
-        assert "--trust-remote-code" in said.err
+        assert "--trust-remote-code" in error("generate", *model, "--max-new-tokens", "3", stdin="y\n" * 9)
     assert not ran(folder)
     both = ("generate", *models[0], *models[1][2:], "--max-new-tokens", "3", "--trust-remote-code")
     done = command(*both, home=folder.parent)

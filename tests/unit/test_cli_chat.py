@@ -1,6 +1,5 @@
 """Conversations on the command line: files of them through `generate`, and `chat` through pipes and a terminal."""
 
-import io
 import json
 import os
 import pty
@@ -10,36 +9,18 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybridkv.cli.outcome import run as entry
+from cli_support import document, error, run
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, load
-
-Capture = pytest.CaptureFixture[str]
-Call = Callable[..., tuple[int, str, str]]
 
 ASK = {"role": "user", "content": "What is a prefix cache?"}
 GENERATE = ("generate", "--model", "tiny:llama")
 SYSTEM = {"role": "system", "content": "Be brief."}
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Call:
-    """Runs a command in this process, which has torch loaded already: (exit code, stdout, stderr)."""
-
-    def call(*arguments: str | Path, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hybridkv", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode(errors="surrogateescape"))))
-        code = entry()
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
 
 
 def conversations(tmp_path: Path, *lines: Any) -> Path:  # noqa: ANN401  # any JSON
@@ -58,14 +39,13 @@ def generated(prompt: str, sampling: SamplingParams) -> str:
 # -- files
 
 
-def test_conversations_go_through_the_chat_template(tmp_path: Path, here: Call) -> None:
+def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     file = conversations(tmp_path, [ASK], {"messages": [SYSTEM, ASK], "sampling": {"max_tokens": 5}}, [ASK])
     output = tmp_path / "out.jsonl"
     options = ("--temperature", "0.7", "--top-p", "0.9", "--seed", "3", "--stop", "a", "--stop", "e")
     files = ("--messages", file, "--system", "Rhyme.", "--output", output)
-    code, out, _ = here(*GENERATE, *files, *options, "--max-new-tokens", "50", "--json", "--check")
-    assert code == 0
-    document, written = json.loads(out), [json.loads(line) for line in output.read_text("utf-8").splitlines()]
+    printed = document(*GENERATE, *files, *options, "--max-new-tokens", "50", "--check")
+    written = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
     sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=3, stop=("a", "e"), max_tokens=50)
     expected = generated("system: Rhyme.\nuser: What is a prefix cache?\nassistant: ", sampling)
     assert "a" not in expected
@@ -73,26 +53,26 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path, here: Call) 
     assert len(written[1]["token_ids"]) == 5
     assert written[1]["messages"] == [SYSTEM, ASK, {"role": "assistant", "content": written[1]["text"]}]
     assert written[0]["messages"][0] == {"role": "system", "content": "Rhyme."}
-    assert [{**one, "messages": None} for one in written] == [{**one, "messages": None} for one in document["requests"]]
-    assert document["check"]["ok"]
+    assert [{**one, "messages": None} for one in written] == [{**one, "messages": None} for one in printed["requests"]]
+    assert printed["check"]["ok"]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["conversations.jsonl", "out.jsonl"]
 
 
-def test_whole_outputs_are_printed_when_asked(tmp_path: Path, here: Call) -> None:
+def test_whole_outputs_are_printed_when_asked(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a prompt\n", "utf-8")
     arguments = (*GENERATE, "--prompts", prompts, "--max-new-tokens", "80")
     text = generated("a prompt", SamplingParams(max_tokens=80))
     whole = "\n".join(one if one.isprintable() else repr(one)[1:-1] for one in text.split("\n"))
     assert len(text) > 44
-    assert whole in here(*arguments, "--whole")[1]
-    assert whole not in here(*arguments)[1]
+    assert whole in run(*arguments, "--whole").stdout
+    assert whole not in run(*arguments).stdout
 
 
-def test_outputs_without_a_conversation_have_none(tmp_path: Path, here: Call) -> None:
+def test_outputs_without_a_conversation_have_none(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text("before", "utf-8")
-    assert here(*GENERATE, "--max-new-tokens", "3", "--repeat", "2", "--output", output)[0] == 0
+    run(*GENERATE, "--max-new-tokens", "3", "--repeat", "2", "--output", output)
     written = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
     assert [one["round"] for one in written] == [0] * 4 + [1] * 4
     assert all("messages" not in one and len(one["token_ids"]) == 3 for one in written)
@@ -117,12 +97,11 @@ def test_outputs_without_a_conversation_have_none(tmp_path: Path, here: Call) ->
         (5, "a line must be an object such as"),
     ],
 )
-def test_a_conversation_that_is_none_is_one_line(line: Any, message: str, tmp_path: Path, here: Call) -> None:  # noqa: ANN401  # same
+def test_a_conversation_that_is_none_is_one_line(line: Any, message: str, tmp_path: Path) -> None:  # noqa: ANN401  # same
     file = conversations(tmp_path, [ASK], line)
-    code, out, err = here(*GENERATE, "--messages", file)
-    assert (code, out) == (2, "")
-    assert f"line 2: {message}" in err or message in err
-    assert "line 2" in err
+    said = error(*GENERATE, "--messages", file)
+    assert message in said
+    assert "line 2" in said
 
 
 @pytest.mark.parametrize(
@@ -137,20 +116,17 @@ def test_a_conversation_that_is_none_is_one_line(line: Any, message: str, tmp_pa
         (("--stop", ""), "stop must be a list of strings that are not empty"),
     ],
 )
-def test_options_that_cannot_be_are_one_line(arguments: tuple[str, ...], message: str, here: Call) -> None:
-    code, out, err = here(*GENERATE, *arguments)
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert message in err
+def test_options_that_cannot_be_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+    assert message in error(*GENERATE, *arguments)
 
 
-def test_a_folder_without_a_chat_template_has_no_conversations(tmp_path: Path, here: Call) -> None:
+def test_a_folder_without_a_chat_template_has_no_conversations(tmp_path: Path) -> None:
     tiny = load("tiny:llama")
     tiny.model.save_pretrained(tmp_path)
     tiny.tokenizer.chat_template = None
     tiny.tokenizer.save_pretrained(tmp_path)
     for command in (("generate", "--messages", conversations(tmp_path, [ASK])), ("chat",)):
-        code, _, err = here(*command, "--model", tmp_path)
-        assert (code, "has no chat template: use a chat model" in err) == (2, True)
+        assert "has no chat template: use a chat model" in error(*command, "--model", tmp_path)
 
 
 # -- talking
@@ -158,12 +134,10 @@ def test_a_folder_without_a_chat_template_has_no_conversations(tmp_path: Path, h
 CHAT = ("chat", "--model", "tiny:llama", "--memory", "2MiB", "--max-new-tokens", "12")
 
 
-def test_a_conversation_is_remembered_and_hit(here: Call) -> None:
-    code, out, err = here(
-        *CHAT, "--system", "Rhyme.", stdin="hello\n\n  and \udcff again \n/new\nhello\n/exit\nunread\n"
-    )
-    assert (code, err) == (0, "")
-    answers, summaries = out.splitlines()[::2], out.splitlines()[1::2]
+def test_a_conversation_is_remembered_and_hit() -> None:
+    done = run(*CHAT, "--system", "Rhyme.", stdin="hello\n\n  and \udcff again \n/new\nhello\n/exit\nunread\n")
+    assert done.stderr == ""
+    answers, summaries = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
     sampling = SamplingParams(max_tokens=12)
     first = "system: Rhyme.\nuser: hello\nassistant: "
     second = f"{first}{generated(first, sampling)}\nuser: and \ufffd again\nassistant: "
@@ -175,12 +149,11 @@ def test_a_conversation_is_remembered_and_hit(here: Call) -> None:
         assert summary.startswith(f"[{hit} of {prompt} prompt tokens were in the cache; 12 new in ")
 
 
-def test_what_is_too_long_is_said_and_the_conversation_goes_on(here: Call) -> None:
-    code, out, err = here(*CHAT, stdin=f"{'x' * 5000}\nhello\n")
-    assert code == 0
-    assert err.startswith("error: ")
-    assert "/new begins another conversation" in err
-    assert "[0 of 23 prompt tokens" in out
+def test_what_is_too_long_is_said_and_the_conversation_goes_on() -> None:
+    done = run(*CHAT, stdin=f"{'x' * 5000}\nhello\n")
+    assert done.stderr.startswith("error: ")
+    assert "/new begins another conversation" in done.stderr
+    assert "[0 of 23 prompt tokens" in done.stdout
 
 
 class Terminal:
