@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import error, run
 
+from cli_support import error, run
 from hybridkv.models import read_model
 from hybridkv.simulator import ReplaySettings, TraceFile, convert, describe, plan_for_trace, replay, replay_replicas
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import error, run
 
+from cli_support import error, run
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import known_model, read_model
 from hybridkv.planner import plan, plan_from_json, plan_to_json

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_support import error, run
 
 from assumed import plan_of
+from cli_support import error, run
 from hybridkv.cache import EDGES_S
 from hybridkv.cli.options import checked_page
 from hybridkv.errors import ConfigError

@@ -8,8 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from cli_support import error, run
 
+from cli_support import error, run
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.simulator import (
