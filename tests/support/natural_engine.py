@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from engine_request import Asked
+from engine_groups import Asked
 from hybridkv.specs import Keeps
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.natural import NaturalStep, StepWriter

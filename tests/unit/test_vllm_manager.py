@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_groups import PROMPT, FullAttentionSpec, MambaSpec, SlidingWindowSpec, manager, run
-from engine_request import SIZE, Asked, Sampling
+from engine_groups import PROMPT, SIZE, Asked, FullAttentionSpec, MambaSpec, Sampling, SlidingWindowSpec, manager, run
 from hybridkv import vllm
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError

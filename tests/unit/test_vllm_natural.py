@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from natural_faults import FAULTS
 
-from engine_groups import Config, FullAttentionSpec, Group, MambaSpec, SlidingWindowSpec
-from engine_request import SIZE, Asked, Sampling
+from engine_groups import SIZE, Asked, Config, FullAttentionSpec, Group, MambaSpec, Sampling, SlidingWindowSpec
 from hybridkv.cache import BlockRemoved, BlockStored, KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request

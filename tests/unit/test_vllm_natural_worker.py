@@ -20,7 +20,7 @@ import pytest
 import torch
 from test_vllm_natural import FULL, HYBRID, OPTIONS, WINDOWS, config
 
-from engine_request import SIZE
+from engine_groups import SIZE
 from hybridkv.errors import ConfigError
 from hybridkv.planner import SlabClass, SlabLayout
 from hybridkv.vllm.natural import ATTRIBUTE, Cell, NaturalStep, natural_plan

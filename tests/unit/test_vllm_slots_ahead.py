@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine_groups import FullAttentionSpec, MambaSpec, SlidingWindowSpec, manager, run
-from engine_request import SIZE, Asked
+from engine_groups import SIZE, Asked, FullAttentionSpec, MambaSpec, SlidingWindowSpec, manager, run
 from hybridkv.vllm.manager import CacheManager
 
 
