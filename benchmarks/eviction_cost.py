@@ -61,7 +61,7 @@ class Busy:
             _LONGEST,
             options=CacheOptions(placement=EndsPlacement(), eviction=eviction_named(eviction), clock=lambda: self._now),
         )
-        while not self.cache.block_pool.evictions:
+        while not self.cache.block_pool.keys.evictions:
             self._now += 0.02
             request = self._request()
             serve_alone(self.cache, request, _FILLED_WITH, next(self._names))

@@ -100,7 +100,7 @@ class Twin:
             "labels": [group.label[rows].tolist() for group in cache.groups],
             "dropped": [group.rows.dropped[rows].tolist() for group in cache.groups],
             "next": [cache.engine.next_event(row) for row in rows],
-            "evictions": cache.block_pool.evictions,
+            "evictions": cache.block_pool.keys.evictions,
         }
 
 

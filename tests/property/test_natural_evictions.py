@@ -65,7 +65,7 @@ def test_random_runs_of_any_model_hit_and_evict() -> None:
         random = Random(seed)
         twins = Twins(random_natural_options(random), PAIR)
         random_run(twins, random)
-        hit, evicted = hit + twins.tokens_hit, evicted + twins.cache.block_pool.evictions
+        hit, evicted = hit + twins.tokens_hit, evicted + twins.cache.block_pool.keys.evictions
     assert hit > 0
     assert evicted > 0
 

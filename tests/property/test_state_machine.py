@@ -143,7 +143,7 @@ def test_random_runs_meet_what_is_rare(layout: str, seeds: int) -> None:
         rig = Rig(RANDOM[layout](random))
         random_run(rig, random)
         met.update(rig.oracle.counts)
-        met["evicted"] += rig.cache.block_pool.evictions
+        met["evicted"] += rig.cache.block_pool.keys.evictions
         met["tokens checked"] += rig.worker.tokens_checked
         met["states checked"] += rig.worker.states_checked
     assert too_rare(met, RARE[layout]) == {}

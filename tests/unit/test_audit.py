@@ -34,7 +34,7 @@ def live_rig() -> Rig:
     cache, oracle = rig.cache, rig.oracle
     now = cache.statistics()
     assert min(now.unwritten_blocks, len(oracle.dead), len(oracle.waiting), len(oracle.running) - 1) > 0
-    assert {cache.block_pool.key_of(block) is None for block in cache.block_pool.free_order()} == {True, False}
+    assert {cache.block_pool.keys.key_of(block) is None for block in cache.block_pool.free_order()} == {True, False}
     return rig
 
 
@@ -47,13 +47,13 @@ def held(cache: KVCacheManager, group: int = 0) -> int:
     pool = cache.block_pool
     for row in rows(cache):
         for block in cache.groups[group].rows.ids(row).tolist():
-            if pool.ref_count(block) == 1 and pool.key_of(block) is not None:
+            if pool.ref_count(block) == 1 and pool.keys.key_of(block) is not None:
                 return int(block)
     raise LookupError("no such block")
 
 
 def free(pool: BlockPool, *, cached: bool) -> int:
-    return next(block for block in pool.free_order() if (pool.key_of(block) is not None) == cached)
+    return next(block for block in pool.free_order() if (pool.keys.key_of(block) is not None) == cached)
 
 
 def ids(*blocks: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

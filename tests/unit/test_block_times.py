@@ -32,7 +32,7 @@ def test_a_manager_tells_what_came_of_its_blocks() -> None:
         now[0] += random.choice((0.005, 0.2, 4.0))
         request = Request(str(number), [random.randrange(3)] * 4 + [random.randrange(3)] * 8, hasher=cache.hasher)
         found = cache.look_up(request)
-        before = {block for block in range(13) if cache.block_pool.key_of(block) is not None}
+        before = {block for block in range(13) if cache.block_pool.keys.key_of(block) is not None}
         blocks = cache.engine.blocks_of(found)
         shared = blocks.ids[0].tolist()
         for block in shared:
@@ -42,7 +42,7 @@ def test_a_manager_tells_what_came_of_its_blocks() -> None:
             if cache.allocate_slots(request, 12 - found.tokens, found.tokens, blocks) is None:
                 raise CacheError("it does not fit")
         cache.mark_written(number)
-        after = {block for block in range(13) if cache.block_pool.key_of(block) is not None}
+        after = {block for block in range(13) if cache.block_pool.keys.key_of(block) is not None}
         taken = set(cache.get_block_ids(request.request_id)[0]) - set(shared)
         for block in (before - after) | (before & taken):
             lives.append(now[0] - begun.pop(block))

@@ -181,7 +181,7 @@ def test_only_held_blocks_are_published() -> None:
         cache.cache_blocks(one, 12)
     cache.check()
     cache.cache_blocks(one, 5)
-    assert cache.block_pool.key_of(1) is not None
+    assert cache.block_pool.keys.key_of(1) is not None
 
 
 # -- free and reset

@@ -294,7 +294,7 @@ def test_the_cache_runs_over_a_space_that_no_file_of_it_knows(seed: int) -> None
             loop.step()
     loop.run()
     assert loop.cache.usage == 0
-    assert loop.cache.block_pool.evictions > 0
+    assert loop.cache.block_pool.keys.evictions > 0
 
 
 @pytest.mark.parametrize("length", [3, 4, 6])

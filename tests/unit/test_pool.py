@@ -42,7 +42,7 @@ def test_pool_of_eight() -> None:
     assert pool.get_new_blocks(5).tolist() == [4, 5, 6, 7, 3]
     assert [pool.get_cached_block(key(block)) for block in (1, 2, 3)] == [1, 2, None]
     assert pool.take_events() == [BlockRemoved((key(3),))]
-    assert pool.evictions == 1
+    assert pool.keys.evictions == 1
 
 
 def test_the_null_block_alone() -> None:
@@ -112,7 +112,7 @@ def test_a_tail_that_has_to_go_frees_its_block_for_the_next() -> None:
     assert pool.publish_tail(0, blocks[4], b"parent", b"five")
     assert pool.free_order() == [1, 6, 7, 2, 3, 4]
     assert (pool.keys.given, pool.keys.lost, pool.keys.per_group()) == ([5], [1], [4])
-    assert pool.evictions == 1
+    assert pool.keys.evictions == 1
 
 
 # -- the order of free blocks, and rows of blocks

@@ -71,7 +71,12 @@ def left(made: Simulation) -> tuple[object, ...]:
     """What a replay leaves: counts, and every free block in the order in which it would be taken."""
     made.scheduler.check()
     cache = made.scheduler.cache
-    return made.scheduler.statistics(), cache.statistics(), cache.block_pool.free_order(), cache.block_pool.evictions
+    return (
+        made.scheduler.statistics(),
+        cache.statistics(),
+        cache.block_pool.free_order(),
+        cache.block_pool.keys.evictions,
+    )
 
 
 def compared(source: Source, made_of: Plan, **settings: object) -> tuple[ReplayReport, int]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import BlockError, CacheError
 from hybridkv.planner.config import ALIGNMENT_BYTES, SlabClass, SlabLayout
-from oracles.slabs import CACHED, HELD, HOLE, OracleSlabs
+from oracles.slabs import CACHED, HELD, HOLE, OracleSlabs, holes_of
 
 ACTIONS = ("take",) * 4 + ("append",) * 3 + ("prepend",) * 3 + ("room", "room", "remove", "age_first", "lock", "unlock")
 Event = tuple[str, int]
@@ -161,7 +161,7 @@ class Twins:
         for slab in range(1, oracle.num_slabs):
             owner = oracle.owner[slab]
             assert space.owner(slab) == (-1 if owner is None else owner)
-            assert space._holes.holes_of(slab).tolist() == oracle.blocks_of(slab, HOLE)
+            assert holes_of(space, slab) == oracle.blocks_of(slab, HOLE)
         assert len(space) == sum(state != HELD for state in oracle.state.values())
         assert list(space.check(self.ref, self.keyed())) == []
 
@@ -175,7 +175,7 @@ class Twins:
         """What is said to fit is said on both sides. Some need, of at least a block."""
         more = [random.choice((0, 1, k, random.randint(0, k * self.oracle.num_slabs))) for k in self.ks]
         more[random.randrange(len(more))] += 1
-        assert self.space.needed_slabs(more, 2) == self.oracle.needed_slabs(more, 2)
+        assert self.space.needed_slabs(more) == self.oracle.needed_slabs(more)
         assert self.space.fits(more) == self.oracle.fits(more)
         assert self.space.fits_without_moves(more) == self.oracle.fits_without_moves(more)
         assert self.space.fits(more) or not self.space.fits_without_moves(more)

@@ -95,7 +95,7 @@ def compared(seed: int, *, alike: bool = False) -> str:
     ids = np.array([number for what, number in single if what == "free"], np.int32)
     last = at_once.last_releases(ids)
     assert last is not None
-    usages, evictions = at_once.get_usages(more_after(single, last, at_once)), at_once.evictions
+    usages, evictions = at_once.get_usages(more_after(single, last, at_once)), at_once.keys.evictions
     found = [at_once.take(need, group) for group, need in enumerate(needs)]
     taken, moves = [some.ids.tolist() for some in found], [part.tolist() for some in found for part in some.moves]
     at_once.release_in_turn(ids, last)
@@ -103,12 +103,12 @@ def compared(seed: int, *, alike: bool = False) -> str:
     assert alike or not moves
     assert usages[-1] == at_once.get_usage()
     assert at_once.free_order() == one_by_one.free_order()
-    assert at_once.evictions == one_by_one.evictions
+    assert at_once.keys.evictions == one_by_one.keys.evictions
     spaces = [pool.space for pool in (at_once, one_by_one)]
     assert len({(space.now, tuple(space.stamps.tolist()), tuple(space.free_slabs())) for space in spaces}) == 1  # type: ignore[union-attr]  # a SlabSpace
     if moves:
         return "moves"
-    return f"{'evicts' if at_once.evictions > evictions else 'takes'}{' and frees' if gone else ''}"
+    return f"{'evicts' if at_once.keys.evictions > evictions else 'takes'}{' and frees' if gone else ''}"
 
 
 @pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 6000), marks=pytest.mark.thorough)])

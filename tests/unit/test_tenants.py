@@ -204,7 +204,7 @@ def test_without_rivals_all_memory_is_used(share: Share) -> None:
     caches = [Cache(shares, slabs) for shares in (EVERYBODY, TenantShares((share,)))]
     found = [chats(cache, 0, people=people) for cache in caches]
     assert found[0] == found[1] > chats(Cache(EVERYBODY, 11), 0, people=people)
-    assert caches[0].cache.block_pool.evictions == caches[1].cache.block_pool.evictions > 0
+    assert caches[0].cache.block_pool.keys.evictions == caches[1].cache.block_pool.keys.evictions > 0
 
 
 def test_a_flood_makes_nobody_forget_where_others_branched_off() -> None:

@@ -38,7 +38,7 @@ class Block:
 
     @property
     def block_hash(self) -> bytes | None:
-        return self.cache.block_pool.key_of(self.block_id)
+        return self.cache.block_pool.keys.key_of(self.block_id)
 
     _block_hash = block_hash
 

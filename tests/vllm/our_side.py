@@ -134,7 +134,7 @@ class OurSide:
 
     def keys(self, ids: Ids) -> Keys:
         pool = self._manager.block_pool
-        return tuple(tuple(pool.key_of(block) for block in group) for group in ids)
+        return tuple(tuple(pool.keys.key_of(block) for block in group) for group in ids)
 
     def num_free(self) -> int:
         return self._manager.block_pool.get_num_free_blocks()

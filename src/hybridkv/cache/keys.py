@@ -164,8 +164,8 @@ class BlockKeys:
         """
         self._begin(group, block, step)
         index = self.indexes[group]
-        if self.tells_ends:
-            self._tell_displaced(group, parent)
+        if self.tells_ends and len(tails := index.tails_of(parent)) == MOST_TAILS:
+            self.emit(EndLost(group, parent, tails[0].tokens))
         gone = index.add_tail(parent, Tail(tokens, block, len(tokens) // TOKEN_BYTES))
         if gone is None:
             return None
@@ -206,8 +206,9 @@ class BlockKeys:
         blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
         if self._losses is not None:
             self._remember(self._losses, blocks, keys, groups)
-        if self.tells_ends:
-            self._tell_lost_tails(blocks)
+        for group, index in enumerate(self.indexes if self.tells_ends else ()):
+            for _, parent, tokens in index.tails_in(blocks) if index.num_tails else ():
+                self.emit(EndLost(group, parent, tokens))
         tailed = self._forget_tails(blocks, groups)
         for group, count in enumerate(np.bincount(groups).tolist()):
             self.lost[group] += count
@@ -230,21 +231,14 @@ class BlockKeys:
     ) -> None:
         """``blocks`` lose ``keys`` and tails in ``groups``."""
         for group in sorted(set(groups)):
-            if groups.count(group) < len(groups):
-                mine = [place for place, of in enumerate(groups) if of == group]
-                self._remember_all(lost, [blocks[place] for place in mine], [keys[place] for place in mine], group)
-            else:
-                self._remember_all(lost, blocks, keys, group)
-
-    def _remember_all(self, lost: Losses, blocks: Sequence[int], keys: Sequence[bytes | None], group: int) -> None:
-        """As above, all of one group."""
-        index, idle_s = self.indexes[group], None
-        tails = index.tails_in(blocks) if index.num_tails else []
-        named = [key for key in keys if key is not None]
-        if self._times is not None:
-            whole = [block for key, block in zip(keys, blocks, strict=True) if key is not None]
-            idle_s = self._times.idle_s(np.array([*whole, *(blocks[place] for place, *_ in tails)], np.int64))
-        lost.note(group, named, [(parent, tokens) for _, parent, tokens in tails], len(blocks), idle_s)
+            mine = [(block, key) for block, key, of in zip(blocks, keys, groups, strict=True) if of == group]
+            index, idle_s = self.indexes[group], None
+            tails = index.tails_in([block for block, _ in mine]) if index.num_tails else []
+            if self._times is not None:
+                timed = [block for block, key in mine if key is not None] + [mine[place][0] for place, *_ in tails]
+                idle_s = self._times.idle_s(np.array(timed, np.int64))
+            named = [key for _, key in mine if key is not None]
+            lost.note(group, named, [(parent, tokens) for _, parent, tokens in tails], len(mine), idle_s)
 
     def _forget_tails(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
         """The tails of ``blocks``, of ``groups``, go; which of them had one."""
@@ -345,16 +339,8 @@ class BlockKeys:
         """Whether each of ``ids`` has been written; the null block is."""
         return bool((self._step[ids] == WRITTEN).all())
 
-    def is_written(self, block: int) -> bool:
-        """Whether a published block has been written."""
-        return self._step.item(block) == WRITTEN
-
-    def num_unwritten(self) -> int:
-        """Published blocks whose step is in flight. O(num_blocks)."""
-        return int(np.count_nonzero(self._step != WRITTEN))
-
     def every_unwritten(self) -> list[int]:
-        """The same, block by block."""
+        """Published blocks whose step is in flight. O(num_blocks)."""
         found: list[int] = np.flatnonzero(self._step != WRITTEN).tolist()
         return found
 
@@ -379,8 +365,10 @@ class BlockKeys:
         """An event for each of ``keys``, of ``ids`` in ``groups``, that had been written."""
         if self._events is None:
             return
-        if self.tells_ends:
-            self._tell_lost_states(keys, groups)
+        if self.tells_ends:  # of states the last one of a key is told
+            for key, group in zip(keys, groups, strict=True):
+                if group in self._silent and self.indexes[group].get(key) is None:
+                    self.emit(EndLost(group, key))
         written = (self._step[ids] == WRITTEN).tolist()
         self._events.put_removed(
             [
@@ -399,24 +387,6 @@ class BlockKeys:
         if end.tail:
             block = next((tail.block for tail in index.tails_of(end.parent) if tail.tokens == end.tail), None)
         return None if block is None else self.step_of(block)
-
-    def _tell_displaced(self, group: int, parent: bytes) -> None:
-        """One more tail is added behind ``parent``: the oldest of too many goes."""
-        tails = self.indexes[group].tails_of(parent)
-        if len(tails) == MOST_TAILS:
-            self.emit(EndLost(group, parent, tails[0].tokens))
-
-    def _tell_lost_tails(self, blocks: Sequence[int]) -> None:
-        """Those of ``blocks`` go."""
-        for group, index in enumerate(self.indexes):
-            for _, parent, tokens in index.tails_in(blocks) if index.num_tails else ():
-                self.emit(EndLost(group, parent, tokens))
-
-    def _tell_lost_states(self, keys: Sequence[bytes], groups: Sequence[int]) -> None:
-        """``keys`` in ``groups`` are gone; of states the last one of a key is told."""
-        for key, group in zip(keys, groups, strict=True):
-            if group in self._silent and self.indexes[group].get(key) is None:
-                self.emit(EndLost(group, key))
 
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call, oldest first; empty when they are off."""

@@ -313,7 +313,7 @@ class PrefixLookup:
 
     def _holds(self, group: CacheGroup, request: Request, ids: Int32, source: int, tokens: int) -> bool:
         """Return whether a hit of ``tokens`` tokens may begin with ``ids`` and be copied from ``source``."""
-        if len(ids) and ids[-1] and self._pool.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
+        if len(ids) and ids[-1] and self._pool.keys.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
             return False
         view, policy = group.view(request), group.policy
         try:
@@ -419,7 +419,7 @@ class KVCacheBlocks:
         if len(self.ids) != 1:
             raise ConfigError(f"get_unhashed_block_ids needs exactly one group, these blocks have {len(self.ids)}")
         pool = self._known_pool()
-        return [block for block in self.ids[0].tolist() if block != NULL_BLOCK and pool.key_of(block) is None]
+        return [block for block in self.ids[0].tolist() if block != NULL_BLOCK and pool.keys.key_of(block) is None]
 
     def new_empty(self) -> KVCacheBlocks:
         """No block, in as many groups."""
@@ -455,7 +455,7 @@ class BlockView:
     @property
     def block_hash(self) -> bytes | None:
         """The key under which it can be hit."""
-        return self.pool.key_of(self.number)
+        return self.pool.keys.key_of(self.number)
 
     @property
     def is_null(self) -> bool:

@@ -425,15 +425,6 @@ class BlockPool:
 
     # -- keys, as far as they decide which free block goes first
 
-    @property
-    def evictions(self) -> int:
-        """Keys lost so far; see BlockKeys."""
-        return self.keys.evictions
-
-    def key_of(self, block: int) -> bytes | None:
-        """The key under which ``block`` can be hit, None when it cannot."""
-        return self.keys.key_of(block)
-
     def get_cached_block(self, key: bytes, group: int = 0) -> int | None:
         """The block of ``group`` that holds the tokens behind ``key``."""
         index = self.indexes[integer("group", group, 0, len(self.indexes) - 1)]

@@ -442,7 +442,9 @@ class Publisher:
             return
         keys = run.group.key_run(run.request, run.first, run.first + len(run.ids))
         # one that was evicted may have made room for another of the same step, which has its turn
-        written = np.array([self._pool.key_of(block) == key for block, key in zip(run.ids.tolist(), keys, strict=True)])
+        written = np.array(
+            [self._pool.keys.key_of(block) == key for block, key in zip(run.ids.tolist(), keys, strict=True)]
+        )
         written[written] = self._pool.keys.mark_written(run.ids[written], step)
         if written.all():
             self._pool.keys.emit(_stored(run, run.first, run.first + len(run.ids)))

@@ -125,7 +125,7 @@ def cache_statistics(
         num_blocks=pool.num_usable,
         free_blocks=pool.get_num_free_blocks(),
         cached_blocks=sum(cached),
-        unwritten_blocks=pool.keys.num_unwritten(),
+        unwritten_blocks=len(pool.keys.every_unwritten()),
         resident_requests=resident_requests,
         pinned_blocks=pinned_blocks,
         evictions=sum(pool.keys.lost),

@@ -211,7 +211,7 @@ class PointBlocks:
         """Return the known keys of blocks that begin with the last tokens of ``point``, which fill none."""
         if not point.inside[1]:
             return set()
-        keys = {key for block in point.own if (key := self._pool.key_of(block)) is not None}
+        keys = {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
         return keys.union(request.hashes[point.depth : point.depth + 1])
 
     def _put_below(self, point: ResumePoint, parent: ResumePoint) -> list[ResumePoint]:
@@ -273,7 +273,7 @@ class PointBlocks:
             one for block in point.own + (segment or []) if block in owners for one in owners[block] if one is not point
         ]
         others = siblings_of(point)
-        keys = {key for block in point.own if (key := self._pool.key_of(block)) is not None}
+        keys = {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
         if keys:  # those that continue after the block that it ends in
             others += [one for before in level_of(point) for key in sorted(keys) for one in few(before, key)]
         return found + [one for one in others if self.overlaps or not one.children]

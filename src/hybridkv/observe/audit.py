@@ -144,16 +144,16 @@ def _index(pool: BlockPool, times: BlockTimes | None) -> Iterator[str]:
             if block in seen:
                 yield f"block {block} is indexed twice"
             seen.add(block)
-            if not 0 < block < pool.num_blocks or pool.key_of(block) != key:
+            if not 0 < block < pool.num_blocks or pool.keys.key_of(block) != key:
                 yield f"block {block} is indexed under a key in group {group} that it does not carry"
             elif pool.keys.group_of(block) != group:
                 yield f"block {block} is indexed in group {group}, its key is of group {pool.keys.group_of(block)}"
     yield from _tails(pool)
     for block in sorted({*pool.keys.keyed(), *(block for index in pool.indexes for block in index.tailed())}):
         tailed = any(index.has_tail(block) for index in pool.indexes)
-        if (pool.key_of(block) is None and not tailed) != (pool.keys.group_of(block) < 0):
+        if (pool.keys.key_of(block) is None and not tailed) != (pool.keys.group_of(block) < 0):
             yield f"block {block} has a key without group, or a group without key"
-        if pool.key_of(block) is not None and block not in seen:
+        if pool.keys.key_of(block) is not None and block not in seen:
             yield f"block {block} carries a key that the index does not know"
     if times is not None and times.kept().tolist() != pool.keys.keyed():
         yield "blocks whose times are kept are not those with a key"
@@ -202,7 +202,7 @@ def _row_keys(parts: CacheParts, group: CacheGroup) -> Iterator[str]:
             yield from _encoder_keys(parts, group, request)
             continue
         if not group.kind.publishes:
-            if any(pool.key_of(block) is not None for block in group.rows.held(row).tolist()):
+            if any(pool.keys.key_of(block) is not None for block in group.rows.held(row).tolist()):
                 yield f"row {row} of group {group.number}, which publishes nothing, holds a block with a key"
             continue
         keys, published = group.keys(request), group.published.item(row)
@@ -216,7 +216,7 @@ def _row_keys(parts: CacheParts, group: CacheGroup) -> Iterator[str]:
         for column, block in enumerate(group.rows.ids(row).tolist()):
             if not 0 < block < pool.num_blocks:
                 continue  # null, or told by _ownership
-            key = pool.key_of(block)
+            key = pool.keys.key_of(block)
             if key is not None and (column >= published or key != keys[column]):
                 yield f"block {block}, column {column} of {request.request_id!r}, carries another key than its tokens"
 
@@ -225,6 +225,6 @@ def _encoder_keys(parts: CacheParts, group: CacheGroup, request: Request) -> Ite
     """A block of the encoder's output carries the key of its column, or none."""
     keys = request.encoder_keys(group.policy.block_size)
     for column, block in enumerate(group.rows.ids(request.row).tolist()):
-        key = parts.pool.key_of(block) if 0 < block < parts.pool.num_blocks else None
+        key = parts.pool.keys.key_of(block) if 0 < block < parts.pool.num_blocks else None
         if key is not None and (column >= len(keys) or key != keys[column]):
             yield f"block {block} of {request.request_id!r} carries another key than encoder column {column}"

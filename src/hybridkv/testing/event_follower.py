@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent, KVCacheManager
+from hybridkv.cache.keys import WRITTEN
 from hybridkv.extra_keys import Extra
 from hybridkv.specs import Keeps
 from hybridkv.testing.configs import ENCODERS
@@ -70,7 +71,7 @@ class EventFollower:
             for group, index in enumerate(pool.indexes)
             if group not in self._silent
             for key, block in index.entries()
-            if pool.keys.is_written(block)
+            if pool.keys.step_of(block) == WRITTEN
         )
         told = Counter({key: n for key, n in self._told.items() if n})
         same("events", told if self._knows_all else told | written, written)

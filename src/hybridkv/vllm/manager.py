@@ -460,7 +460,7 @@ class Blocks:
     @property
     def blocks(self) -> tuple[list[Block], ...]:
         """Each block of each group."""
-        key_of = _no_key if self.held.pool is None else self.held.pool.key_of
+        key_of = _no_key if self.held.pool is None else self.held.pool.keys.key_of
         return tuple([Block(one, key_of(one), one == 0) for one in ids.tolist()] for ids in self.held.ids)
 
     def get_block_ids(

@@ -17,7 +17,7 @@ from hybridkv.testing.model import Origin, Prefix
 from oracles.cache import OracleHit, OracleRequest
 from oracles.natural import NaturalOracle
 from oracles.scheduler import Oracle
-from oracles.slabs import HOLE
+from oracles.slabs import HOLE, holes_of
 from oracles.steps import OracleStep
 
 
@@ -121,7 +121,7 @@ class Comparison:
         self._compare_requests()
         self._compare_statistics()
         self._compare_index()
-        unwritten = {b: pool.keys.step_of(b) for b in range(pool.num_blocks) if not pool.keys.is_written(b)}
+        unwritten = {b: pool.keys.step_of(b) for b in pool.keys.every_unwritten()}
         same("unwritten", unwritten, oracle.pool.step)
 
     def _compare_free(self) -> None:
@@ -265,7 +265,7 @@ class NaturalComparison(Comparison):
         same("free slabs", space.free_slabs(), slabs.free_slabs())
         for of in range(len(space.ks)):
             same(f"blocks of class {of} to evict", space.lru(of).tolist(), slabs.lru(of))
-        holes = [block for slab in range(1, space.num_slabs + 1) for block in space._holes.holes_of(slab).tolist()]
+        holes = [block for slab in range(1, space.num_slabs + 1) for block in holes_of(space, slab)]
         same("holes", sorted(holes), sorted(block for block, state in slabs.state.items() if state == HOLE))
         same("states that only ends keep", self._cache.block_pool.keys._supersedable, self._natural.blocks.ends)
 

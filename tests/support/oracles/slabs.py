@@ -9,9 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
+import numpy as np
+
+from hybridkv.cache.spaces.slabs import SlabSpace
+
 HOLE, HELD, CACHED = "hole", "held", "cached"
 HYSTERESIS = Fraction(11, 10)
 FOREVER = 2**60
+
+
+def holes_of(space: SlabSpace, slab: int) -> list[int]:
+    """Return the holes of ``slab`` of the library's own space, ascending; none of a free slab."""
+    of = space.owner(slab)
+    if of < 0:
+        return []
+    rows = space._holes.blocks_of(slab, of)
+    found: list[int] = (np.flatnonzero(space._holes.is_hole[rows]) + rows.start).tolist()
+    return found
 
 
 class OracleSlabs:
@@ -247,9 +261,9 @@ class OracleSlabs:
 
     # -- will it do
 
-    def needed_slabs(self, more: Sequence[int], more_reserved: int = 0) -> int:
-        """Slabs for what is held and ``more[c]`` blocks of each class c, and ``more_reserved`` slabs."""
-        return sum(self._wants(more)) + more_reserved
+    def needed_slabs(self, more: Sequence[int]) -> int:
+        """Slabs for what is held and ``more[c]`` blocks of each class c."""
+        return sum(self._wants(more))
 
     def fits(self, more: Sequence[int]) -> bool:
         """Whether ``more[c]`` blocks of each class c can be taken, room being made."""

@@ -166,15 +166,6 @@ class SlabHoles:
         """Free slabs, the next to be taken last. O(slabs)."""
         return self._stack[: self.num_free].copy()
 
-    def holes_of(self, slab: int) -> Int32:
-        """Holes of ``slab``, ascending; none of a free one. O(k)."""
-        of = self.owner[slab]
-        if of == FREE:
-            return np.empty(0, np.int32)
-        rows = self.blocks_of(slab, of)
-        ids: Int32 = (np.flatnonzero(self.is_hole[rows]) + rows.start).astype(np.int32)
-        return ids
-
     # -- take
 
     def take(self, n: int, of: int) -> Int32:
@@ -221,7 +212,8 @@ class SlabHoles:
                 return np.empty(0, np.int32)
         self._current[of] = slab
         ids = self._fill(slab, n, of)
-        self._refile(slab, ids.size, of)
+        self.num_held[slab] += ids.size
+        self._file(slab, of)
         self.referenced[of] += ids.size
         return ids
 
@@ -239,11 +231,6 @@ class SlabHoles:
         self.holes[of] -= ids.size
         return ids
 
-    def _refile(self, slab: int, held: int, of: int) -> None:
-        """``held`` more blocks of ``slab`` are referenced; it goes where it belongs now."""
-        self.num_held[slab] += held
-        self._file(slab, of)
-
     def _open_slab(self, n: int, of: int) -> Int32:
         """The first ``n`` blocks of a free slab; if there are more, the others become holes."""
         self.num_free -= 1
@@ -254,7 +241,8 @@ class SlabHoles:
         self.slabs[of] += 1
         self.holes[of] += holes
         self.referenced[of] += n
-        self._refile(slab, n, of)
+        self.num_held[slab] += n
+        self._file(slab, of)
         self._current[of] = slab
         return np.arange(rows.start, rows.start + n, dtype=np.int32)
 
@@ -385,7 +373,8 @@ class SlabHoles:
         while done < len(held):
             slab = self.fullest_pinned(of) or self.fullest_unpinned(of)
             ids = self._fill(slab, len(held) - done, of)
-            self._refile(slab, int(np.count_nonzero(held[done : done + ids.size])), of)
+            self.num_held[slab] += int(np.count_nonzero(held[done : done + ids.size]))
+            self._file(slab, of)
             targets.append(ids)
             done += ids.size
         return np.concatenate(targets)

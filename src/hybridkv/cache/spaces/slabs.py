@@ -142,9 +142,9 @@ class SlabSpace:
 
     # -- will it do (docs/design/0010)
 
-    def needed_slabs(self, more: Sequence[int], more_reserved: int = 0) -> int:
-        """Slabs for what is referenced and ``more[c]`` blocks of each class c, + ``more_reserved``. O(classes)."""
-        return sum(self._wants(more)) + more_reserved
+    def needed_slabs(self, more: Sequence[int]) -> int:
+        """Slabs for what is referenced and ``more[c]`` blocks of each class c. O(classes)."""
+        return sum(self._wants(more))
 
     def fits(self, more: Sequence[int]) -> bool:
         """Whether ``more[c]`` blocks of each class c can be taken, with make_room whenever take falls short.
