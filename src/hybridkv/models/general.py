@@ -82,11 +82,21 @@ _PLACES: Final = re.compile(r"pattern|every|block_type|attn_layer|attention_laye
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """Of one layer. value_dim: width of a value where it is not that of a key. window: of a windowed layer."""
+    """Of one layer, by fields of configs. v_head_dim: width of a value where it is not that of a key.
 
-    heads: Heads
-    value_dim: int | None = None
-    window: int | None = None
+    sliding_window: of a windowed layer.
+    """
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    sliding_window: int | None = None
+
+    @property
+    def heads(self) -> Heads:
+        """Attention heads of the layer."""
+        return Heads(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
 
 
 def general(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
@@ -125,7 +135,7 @@ def general(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
         longest = reading.required("tokens of the encoder", SOURCES)
     indexers = {one.index for one in layers if one.name.endswith(".indexer")}
     attentions = [
-        Attention(shape.heads, shape.value_dim or shape.heads.head_dim, kind, kept=i < kept, indexer=i in indexers)
+        Attention(shape.heads, shape.v_head_dim or shape.head_dim, kind, kept=i < kept, indexer=i in indexers)
         for i, (kind, shape) in enumerate(zip(types, shapes, strict=True))
     ]
     plain = known is not None and not images and not longest
@@ -163,10 +173,8 @@ def layer_count(reading: Reading) -> int:
     count = reading.required("layers", LAYERS, most=MOST_LAYERS)
     if model_type == "hrm_text" and reading.fields.values.get("num_layers_per_stack") is None:
         high, low = (reading.required(what, (what,)) for what in ("H_cycles", "L_cycles"))
-        reading.derive(
-            "layers", count * high * (low + 1), f"{count} layers run {high} * ({low} + 1) times, each with a cache"
-        )
-        return count * high * (low + 1)
+        why = f"{count} layers run {high} * ({low} + 1) times, each with a cache"
+        return reading.derive("layers", count * high * (low + 1), why)
     return count
 
 
@@ -183,8 +191,7 @@ def heads_of(reading: Reading, options: ReadOptions, *, known: bool = True) -> H
                 f"{heads} attention heads do not divide the hidden size {hidden}: say the width of a head with "
                 "--set head_dim=N (fields=)"
             )
-        width = hidden // heads
-        reading.derive("width of a head", width, "hidden size / attention heads")
+        width = reading.derive("width of a head", hidden // heads, "hidden size / attention heads")
     return Heads(heads, kv_heads, width)
 
 
@@ -194,14 +201,11 @@ def _kv_heads(reading: Reading, heads: int, options: ReadOptions, *, known: bool
     if model_type in {"falcon", "gpt_bigcode"}:
         many = model_type == "falcon" and fields.flag("new_decoder_architecture")
         if many and options.backend == "transformers":
-            reading.derive("KV heads", heads, "transformers' Falcon keeps a copy for every attention head")
-            return heads
+            return reading.derive("KV heads", heads, "transformers' Falcon keeps a copy for every attention head")
         if not many and reading.flag("multi-query attention", "multi_query"):
-            reading.derive("KV heads", 1, "multi_query")
-            return 1
+            return reading.derive("KV heads", 1, "multi_query")
         if model_type == "gpt_bigcode":
-            reading.derive("KV heads", heads, "one for each attention head")
-            return heads
+            return reading.derive("KV heads", heads, "one for each attention head")
     if model_type == "dbrx":
         inner = Reading(Fields(fields.mapping("attn_config"), fields.name), {"kv_n_heads": 1})
         return reading.note("KV heads", inner.required("KV heads", ("kv_n_heads",)), "attn_config")
@@ -210,8 +214,7 @@ def _kv_heads(reading: Reading, heads: int, options: ReadOptions, *, known: bool
         return found
     if not known and not reading.declares(KV_HEADS):
         raise reading.missing("KV heads", KV_HEADS[0])
-    reading.derive("KV heads", heads, "one for each attention head: no field says otherwise")
-    return heads
+    return reading.derive("KV heads", heads, "one for each attention head: no field says otherwise")
 
 
 _PER_LAYER: Final = ("head_dim", "num_key_value_heads", "num_attention_heads", "v_head_dim", "sliding_window")
@@ -222,33 +225,22 @@ def _shapes(reading: Reading, types: Sequence[str], options: ReadOptions, *, kno
     fields = reading.fields
     if reading.key(("kv_lora_rank",)) is not None:
         count = reading.required("attention heads", HEADS)
-        return [_Shapes(Heads(count, count, 1))] * len(types)
+        return [_Shapes(count, count, 1)] * len(types)
     heads = heads_of(reading, options, known=known)
     value = reading.integer("width of a value", ("v_head_dim",))
     window = _layer_window(reading) if SLIDING in types else None
-    common = _Shapes(heads, None if value == heads.head_dim else value, window)
+    value = None if value == heads.head_dim else value
+    common = _Shapes(heads.heads, heads.kv_heads, heads.head_dim, value, window)
     shapes = [common] * len(types)
-    changes = _changes(reading, types)
     if fields.text("model_type") == "mimo_v2_flash":
-        if fields.integer("swa_num_key_value_heads", 2 * heads.kv_heads) != 2 * heads.kv_heads:
+        twice = 2 * heads.kv_heads
+        if fields.integer("swa_num_key_value_heads", twice) != twice:
             raise reading.refuse_value("swa_num_key_value_heads", fields.values["swa_num_key_value_heads"])
-        reading.derive(
-            "KV heads of windowed layers", 2 * heads.kv_heads, "twice those of the others, as its class has them"
-        )
-        wide = replace(common, heads=replace(heads, kv_heads=2 * heads.kv_heads))
+        reading.derive("KV heads of windowed layers", twice, "twice those of the others, as its class has them")
+        wide = replace(common, num_key_value_heads=twice)
         shapes = [wide if kind == SLIDING else common for kind in types]
-    for index, change in changes.items():
-        was = shapes[index]
-        of = was.heads
-        shapes[index] = _Shapes(
-            Heads(
-                change.get("num_attention_heads", of.heads),
-                change.get("num_key_value_heads", of.kv_heads),
-                change.get("head_dim", of.head_dim),
-            ),
-            change.get("v_head_dim", was.value_dim),
-            change.get("sliding_window", was.window),
-        )
+    for index, change in _changes(reading, types).items():
+        shapes[index] = replace(shapes[index], **change)
     return shapes
 
 
@@ -257,14 +249,11 @@ def _layer_window(reading: Reading) -> int:
     # ModernBERT's decoder says a window, or else a span of which it is half
     if reading.own.values.get(WINDOW[0]) is None and reading.key(("local_attention",)) is not None:
         span = reading.required("local attention", ("local_attention",), minimum=2)
-        reading.derive("window", span // 2, "half of local_attention")
-        return span // 2
+        return reading.derive("window", span // 2, "half of local_attention")
     window = reading.required("window", WINDOW)
-    if str(reading.fields.text("model_type")).startswith("gemma4"):
-        both = reading.fields.values.get("use_bidirectional_attention")
-        if both == "all":
-            reading.derive("window", window // 2 + 1, "half, as attention goes both ways")
-            return window // 2 + 1
+    both_ways = reading.fields.values.get("use_bidirectional_attention") == "all"
+    if both_ways and str(reading.fields.text("model_type")).startswith("gemma4"):
+        return reading.derive("window", window // 2 + 1, "half, as attention goes both ways")
     return window
 
 
@@ -335,9 +324,9 @@ def spec_of(
     kind: str, heads: Heads, reading: Reading, options: ReadOptions, shapes: _Shapes | None = None
 ) -> AttentionSpec:
     """Keys and values of a layer of ``kind``."""
-    window = None if shapes is None else shapes.window
+    window = None if shapes is None else shapes.sliding_window
     spec = heads.of_type(kind if kind in {SLIDING, CHUNKED} else FULL, reading.fields, options, window=window)
-    value = None if shapes is None else shapes.value_dim
+    value = None if shapes is None else shapes.v_head_dim
     return spec if value is None else replace(spec, head_size_v=value)
 
 
@@ -423,10 +412,7 @@ def layer_types(reading: Reading, count: int, *, known: bool) -> tuple[str, ...]
     if key is not None:
         found = reading.fields.layer_types(key, count, ())
         refuse_layer_types(found, reading.name, KINDS)
-        for kind in dict.fromkeys(found):
-            reading.say(
-                f"{kind} layers", ranges([i for i, one in enumerate(found) if one == kind]), key, reading.source(key)
-            )
+        reading.say_types(found, key)
         return _last_is_full(reading, found)
     if reading.key((ATTENTION_CODES,)) is not None:
         coded = coded_types(reading, count)
@@ -458,17 +444,14 @@ def coded_types(reading: Reading, count: int) -> tuple[str, ...]:
     if len(codes) != count or not set(codes) <= {0, 1}:
         raise reading.refuse_value(ATTENTION_CODES, list(codes))
     types = tuple(FULL if code else LINEAR for code in codes)
-    for kind in dict.fromkeys(types):
-        where = ranges([i for i, one in enumerate(types) if one == kind])
-        reading.say(f"{kind} layers", where, ATTENTION_CODES, reading.source(ATTENTION_CODES))
+    reading.say_types(types, ATTENTION_CODES)
     return types
 
 
 def _last_is_full(reading: Reading, types: tuple[str, ...]) -> tuple[str, ...]:
     """Gemma 4 makes the last layer one of full attention whatever its config says."""
     if str(reading.fields.text("model_type")).startswith("gemma4") and types[-1] != FULL:
-        reading.derive("last layer", FULL, "as its config class makes it")
-        return (*types[:-1], FULL)
+        return (*types[:-1], reading.derive("last layer", FULL, "as its config class makes it"))
     return types
 
 

@@ -10,10 +10,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models.fields import Fields
+from hybridkv.models.layers import ranges
 from hybridkv.models.model import ASSUMED, ReadFact
 from hybridkv.units import MOST_COUNT, shown
 
@@ -58,6 +59,9 @@ def text_parts() -> Mapping[str, str]:
 
 _USUAL: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size", "sliding_window")
 """The names that most configs have for fields."""
+
+
+T = TypeVar("T")
 
 
 class Reading:
@@ -130,9 +134,19 @@ class Reading:
         if fact not in self.facts:
             self.facts.append(fact)
 
-    def derive(self, what: str, value: object, why: str) -> None:
-        """Write down what the config class makes of other fields; an assumption where nobody described the class."""
+    def derive(self, what: str, value: T, why: str) -> T:
+        """Write down ``value``, which the config class makes of other fields, and hand it back.
+
+        It is an assumption where nobody described the class.
+        """
         self.say(what, str(value), why, DERIVED if self.defaults else ASSUMED)
+        return value
+
+    def say_types(self, types: Sequence[str], key: str) -> None:
+        """Write down which layers are of which type, as ``key`` says."""
+        for kind in dict.fromkeys(types):
+            where = ranges([i for i, one in enumerate(types) if one == kind])
+            self.say(f"{kind} layers", where, key, self.source(key))
 
     def assume(self, what: str, value: object, why: str) -> None:
         """Write down what no field says."""
