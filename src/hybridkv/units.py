@@ -17,21 +17,10 @@ MiB: Final = 1 << 20
 GiB: Final = 1 << 30
 TiB: Final = 1 << 40
 
-_SUFFIX_BYTES: Final = {
-    "": 1,
-    "b": 1,
-    "kib": KiB,
-    "mib": MiB,
-    "gib": GiB,
-    "tib": TiB,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "k": KiB,
-    "m": MiB,
-    "g": GiB,
-    "t": TiB,
+_SUFFIX_BYTES: Final = {"": 1, "b": 1} | {
+    letter + suffix: base**power
+    for power, letter in enumerate("kmgt", 1)
+    for suffix, base in (("ib", 1024), ("b", 1000), ("", 1024))
 }
 _SIZE: Final = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-zA-Z]*)\s*")
 

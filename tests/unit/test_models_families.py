@@ -93,8 +93,20 @@ T5: dict[str, object] = {
     "vocab_size": 60,
 }
 
+DEEPSEEK: dict[str, object] = {
+    **KIMI,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
 CASES: list[tuple[str, dict[str, object]]] = [
     ("llama", {**DENSE, "num_hidden_layers": 2}),
+    ("llama", {**DENSE, "num_hidden_layers": 1, "head_dim": 6, "attention_bias": True, "mlp_bias": True}),
+    ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0, "tie_word_embeddings": True}),
+    ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": 12, "first_k_dense_replace": 2}),
     ("mistral", {**DENSE, "num_hidden_layers": 2, "sliding_window": 8}),
     (
         "qwen2",
@@ -190,7 +202,9 @@ def test_weights_and_modules(model_type: str, given: dict[str, object]) -> None:
         assert model.parameters == sum(parameter.numel() for parameter in weights.parameters())
         assert 0 < model.active_parameters <= model.parameters
         for layer in model.layers:
-            assert weights.get_submodule(layer.name) is not None
+            module = weights.get_submodule(layer.name)
+            if isinstance(layer.spec, MLAAttentionSpec) and hasattr(module, "kv_a_proj_with_mqa"):
+                assert layer.spec.head_size == module.kv_a_proj_with_mqa.out_features
 
 
 def cached(layer: object) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -265,3 +279,19 @@ def test_cross_attention_keeps_the_encoder_output(model_type: str, given: dict[s
     if model_type == "whisper":
         assert cross.layers[0].keys.shape[2] == model.max_encoder_tokens == 20
         assert model.max_model_len == 30
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("switch", [None, False, True])
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_windows_are_seen_where_transformers_sees_them(
+    model_type: str, switch: bool | None, window: int | None, first: int
+) -> None:
+    given = {**DENSE, "num_hidden_layers": 2, "sliding_window": window, "max_window_layers": first}
+    if switch is not None:
+        given["use_sliding_window"] = switch
+    types = AutoConfig.for_model(model_type, **given).layer_types
+    layers = read_model({"model_type": model_type, **given}, dtype="bf16").layers
+    windows = [layer.spec.sliding_window if isinstance(layer.spec, SlidingWindowSpec) else None for layer in layers]
+    assert windows == [window if kind == "sliding_attention" else None for kind in types]
