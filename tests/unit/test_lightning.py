@@ -13,76 +13,12 @@ from hybridkv.specs import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 from hybridkv.units import GiB
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-MINIMAX_M1: dict[str, object] = {
-    "architectures": ["MiniMaxM1ForCausalLM"],
-    "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10,
-    "head_dim": 128,
-    "hidden_size": 6144,
-    "intermediate_size": 9216,
-    "layernorm_full_attention_alpha": 3.5565588200778455,
-    "max_position_embeddings": 10240000,
-    "model_type": "minimax_m1",
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "postnorm": True,
-    "rotary_dim": 64,
-    "shared_intermediate_size": 0,
-    "shared_moe_mode": "sigmoid",
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 200064,
-}
-"""As in MiniMaxAI/MiniMax-M1-80k; that file names no dtype."""
-RING_MINI: dict[str, object] = {
-    "architectures": ["BailingMoeLinearV2ForCausalLM"],
-    "first_k_dense_replace": 1,
-    "group_norm_size": 4,
-    "head_dim": 128,
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "layer_group_size": 5,
-    "max_position_embeddings": 131072,
-    "model_type": "bailing_moe_linear",
-    "moe_intermediate_size": 512,
-    "moe_shared_expert_intermediate_size": 512,
-    "n_group": 8,
-    "num_attention_heads": 16,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 20,
-    "num_key_value_heads": 4,
-    "num_nextn_predict_layers": 0,
-    "num_shared_experts": 1,
-    "partial_rotary_factor": 0.5,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_qk_norm": True,
-    "vocab_size": 157184,
-}
-"""As in inclusionAI/Ring-mini-linear-2.0."""
-LING_3_FLASH: dict[str, object] = {
-    "architectures": ["BailingMoeV3ForCausalLM"],
-    "head_dim": 128,
-    "hidden_size": 2560,
-    "kv_lora_rank": 512,
-    "layer_group_size": 6,
-    "max_position_embeddings": 262144,
-    "model_type": "bailing_hybrid",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 42,
-    "num_key_value_heads": 32,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "short_conv_kernel_size": 4,
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 157184,
-}
-"""The fields of inclusionAI/Ling-3.0-flash that its cache depends on."""
+CONFIGS: list[dict[str, object]] = json.loads(Path(__file__).with_name("lightning_configs.json").read_text("utf-8"))
+MINIMAX_M1, RING_MINI, LING_3_FLASH = CONFIGS
+"""As in MiniMaxAI/MiniMax-M1-80k, which names no dtype, and inclusionAI/Ring-mini-linear-2.0.
+
+Of inclusionAI/Ling-3.0-flash the fields that its cache depends on.
+"""
 
 
 @pytest.mark.parametrize(
