@@ -8,31 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import generate_duel
-import generation
+import generators
 import pytest
 import torch
 from generate_duel import MATCHES, Match, Row
 from generation import (
-    GRID_WAY,
     HEADS,
-    NATURAL_WAY,
     NEAR_TIE_GAP,
     QUESTION,
-    REFERENCE_WAY,
     Answer,
     Comparison,
     Difference,
     FewerHits,
-    Plain,
     Round,
     Tokens,
-    VllmError,
-    last_error,
     make_rounds,
-    our_answers,
-    their_answers,
 )
 from generation import TOLERANCE as BOUND
+from generators import GRID_WAY, NATURAL_WAY, REFERENCE_WAY, Plain, VllmError, last_error, our_answers, their_answers
 from runner_support import TOLERANCE
 
 from hybridkv.errors import ConfigError
@@ -151,7 +144,7 @@ SHORT = 6
 def rounds() -> Iterator[tuple[Round, ...]]:
     """Of llama: two prompts, and what follows on them. Outputs are short from here on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "OUTPUT", SHORT)
+        patch.setattr(generators, "OUTPUT", SHORT)
         cold, *_, turns = make_rounds(generate_duel.SEED, Plain(loaded(LLAMA)).generate)
         yield tuple(replace(one, prompts=one.prompts[2:4]) for one in (cold, turns))
 
@@ -204,7 +197,7 @@ def test_jobs_and_answers_pass_as_files(tmp_path: Path) -> None:
     rounds = [Round("cold", PROMPTS), Round("again", PROMPTS[:1])]
     version, answers = their_answers(tmp_path / "model", rounds, {"block_size": 64}, script)
     assert version == "64"
-    asked = generation.OUTPUT
+    asked = generators.OUTPUT
     assert answers == [[Answer((1, 2), asked), Answer((4, 5), asked)], [Answer((1, 2), asked)]]
     job = json.loads((tmp_path / "job.json").read_text("utf-8"))
     assert job["model"] == str(tmp_path / "model")
@@ -217,10 +210,10 @@ def test_what_fails_is_told_with_its_error(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(VllmError, match=r"^IndexError: index 12 is out of bounds$"):
         their_answers(tmp_path / "model", [], {}, script)
     script.write_text("import time; time.sleep(60)", "utf-8")
-    monkeypatch.setattr(generation, "STOP_AFTER_S", 0.2)
+    monkeypatch.setattr(generators, "STOP_AFTER_S", 0.2)
     with pytest.raises(VllmError, match="no answers within"):
         their_answers(tmp_path / "model", [], {}, script)
-    monkeypatch.setattr(generation, "STOP_AFTER_S", 60.0)
+    monkeypatch.setattr(generators, "STOP_AFTER_S", 60.0)
     with pytest.raises(VllmError):  # neither a vllm here nor a model there
         their_answers(tmp_path / "model", [], {"no_such_option": 1})
 
@@ -243,7 +236,7 @@ def theirs(rounds: tuple[Round, ...], sound: list[list[Answer]], monkeypatch: py
     """What vLLM is said to answer; a test may change it."""
     answers = [list(one) for one in sound]
     monkeypatch.setattr(generate_duel, "make_rounds", lambda *_: rounds)
-    monkeypatch.setattr(generation, "their_answers", lambda *_: ("0", answers))
+    monkeypatch.setattr(generators, "their_answers", lambda *_: ("0", answers))
     return answers
 
 
@@ -288,7 +281,7 @@ def test_a_model_that_vllm_refuses_fails_a_run(
     def refuse(*_: object) -> None:
         raise VllmError("IndexError: index 12")
 
-    monkeypatch.setattr(generation, "their_answers", refuse)
+    monkeypatch.setattr(generators, "their_answers", refuse)
     assert generate_duel.main(["--models", "llama"]) == 1
     assert "tiny:llama does not run in vLLM: IndexError: index 12" in capsys.readouterr().out
 
@@ -304,7 +297,7 @@ def test_a_model_that_vllm_refuses_fails_a_run(
     ],
 )
 def test_fewer_hits_are_explained_where_states_are_not_kept_yet(
-    match: Match, *, parting: bool, way: generation.Way, explained: bool
+    match: Match, *, parting: bool, way: generators.Way, explained: bool
 ) -> None:
     fewer, other = FewerHits(0, 64, 0), Difference(0, 0, 1, 2, 0.5)
     found = Comparison(prompts=1, tokens=1, theirs=64, ours=0, differences=(other,), fewer=(fewer,))

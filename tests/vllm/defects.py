@@ -4,7 +4,8 @@ A look-up that one of LOOK_UP explains is counted, and the run goes on without t
 by a look-up. Any other defect ends its run, because from there on the two caches hold different things.
 """
 
-from calls import ATTENTION, Call, Decode, Difference, Group, Grow, Kind, Start
+from calls import Call, Decode, Difference, Grow, Start
+from cases import ATTENTION, Group, Kind
 from duel import Duel
 
 LOOK_UP = {

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from calls import (
     Ask,
     Call,
-    Case,
     Decode,
     DecodeRow,
     Difference,
@@ -14,7 +13,6 @@ from calls import (
     Free,
     Grow,
     Ids,
-    Kind,
     Known,
     Preempt,
     Probe,
@@ -23,6 +21,7 @@ from calls import (
     Slots,
     Start,
 )
+from cases import Case, Kind
 from our_side import OurSide
 from vllm_side import VllmSide
 

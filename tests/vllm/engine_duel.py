@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from generate_duel import MATCHES, Match, say
-from generation import Plain, Round, VllmError, answers_of, job_of, make_rounds
+from generation import Round, make_rounds
+from generators import Plain, VllmError, answers_of, job_of
 
 from hybridkv.runner import tiny_model, wrap
 

@@ -13,22 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import generation
+import generators
 import torch
-from generation import (
-    GRID_WAY,
-    NATURAL_WAY,
-    REFERENCE_WAY,
-    Comparison,
-    Difference,
-    FewerHits,
-    Plain,
-    Round,
-    VllmError,
-    Way,
-    make_rounds,
-    our_answers,
-)
+from generation import Comparison, Difference, FewerHits, Round, make_rounds
+from generators import GRID_WAY, NATURAL_WAY, REFERENCE_WAY, Plain, VllmError, Way, our_answers
 
 from hybridkv.runner import tiny_model, wrap
 
@@ -104,7 +92,7 @@ def play(match: Match, options: Mapping[str, Any]) -> list[Row]:
     with TemporaryDirectory() as folder:
         saved = Path(folder) / "model"
         model.save_pretrained(saved)
-        version, theirs = generation.their_answers(saved, rounds, {**match.options, **options})
+        version, theirs = generators.their_answers(saved, rounds, {**match.options, **options})
     say(f"tiny:{match.name} ran in vLLM {version}")
     ours = {way.name: our_answers(loaded, rounds, way) for way in match.ways}
     return [

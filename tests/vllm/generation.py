@@ -1,4 +1,4 @@
-"""Prompts in rounds, what two sides generated behind them, and how that is compared; all greedy.
+"""Prompts in rounds, what two sides generated behind them, and how that is compared.
 
     theirs  [ equal ......... | x | not compared ]
     ours    [ equal ......... | y | not compared ]
@@ -7,25 +7,13 @@
 Behind a first difference the sides go on from other texts: nothing there says anything.
 """
 
-from __future__ import annotations
-
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from random import Random
-from typing import Any, Self, TypeAlias
-
-import torch
+from typing import Self, TypeAlias
 
 from hybridkv.errors import ConfigError
-from hybridkv.planner.plan import NATURAL, REFERENCE
-from hybridkv.request import SamplingParams
-from hybridkv.runner import Engine, LoadedModel, plan_for
-from hybridkv.runner.check import forced_logits, generate_greedy
 
 TOLERANCE = 2e-4
 """What float32 logits may differ by, as a share of their range (docs/models.md)."""
@@ -174,117 +162,3 @@ def _require_same_lengths(prompts: Sequence[Tokens], theirs: Sequence[Answer], o
     lengths = {len(one.tokens) for one in chain(theirs, ours)}
     if len(lengths) > 1 or 0 in lengths:
         raise ConfigError(f"outputs of {sorted(lengths)} tokens: let every request generate as many, whatever they are")
-
-
-OUTPUT = 24
-"""Tokens of every output."""
-MAX_MODEL_LEN = 512
-VLLM_BLOCK_SIZE = 32
-"""The smallest that vLLM's attention on CPUs takes."""
-MEMORY = "64MiB"
-"""Of our cache: like the GiB of vLLM's, so much that nothing is evicted."""
-STOP_AFTER_S = 900.0
-ENGINE = Path(__file__).with_name("vllm_engine.py")
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How Engine keeps the cache. placement: of states, None for the default of ``layout``."""
-
-    name: str
-    layout: str
-    block_size: int
-    placement: str | None = None
-
-
-REFERENCE_WAY = Way("reference", REFERENCE, VLLM_BLOCK_SIZE)
-NATURAL_WAY = Way("natural", NATURAL, 16)
-GRID_WAY = Way("natural, interval:64", NATURAL, 16, "interval:64")
-
-
-class VllmError(Exception):
-    """vLLM did not answer. The message is its own."""
-
-
-class Plain:
-    """Plain transformers."""
-
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._model = loaded.model
-
-    def generate(self, prompt: Tokens) -> Tokens:
-        with torch.inference_mode():
-            return tuple(generate_greedy(self._model, prompt, OUTPUT))
-
-    def gap(self, prompt: Tokens, output: Tokens, theirs: int, ours: int) -> float:
-        """As generation.Gap has it."""
-        with torch.inference_mode():
-            logits = forced_logits(self._model, prompt, (*output, theirs))
-        last = logits[-1]
-        return float((last.max() - last[[theirs, ours]].min()) / (logits.max() - logits.min()))
-
-
-def our_answers(loaded: LoadedModel, rounds: Sequence[Round], way: Way) -> list[list[Answer]]:
-    """Of Engine, round by round."""
-    plan = plan_for(
-        loaded, [MAX_MODEL_LEN], memory=MEMORY, layout=way.layout, block_size=way.block_size, placement=way.placement
-    )
-    greedy = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
-    with Engine(loaded, plan) as engine:
-        return [
-            [Answer(done.token_ids, done.hit_tokens) for done in engine.generate(one.prompts, greedy)] for one in rounds
-        ]
-
-
-def their_answers(
-    model: Path, rounds: Sequence[Round], options: Mapping[str, Any], script: Path | None = None
-) -> tuple[str, list[list[Answer]]]:
-    """vLLM's version and its answers, round by round. Files are left beside the folder ``model``.
-
-    options: of vllm.LLM, beside those that every run has. script: what runs vLLM, None for vllm_engine.py.
-    Raises VllmError as ``answers_of`` does.
-    """
-    size = {"max_model_len": MAX_MODEL_LEN, "block_size": VLLM_BLOCK_SIZE, "enable_prefix_caching": True}
-    found = answers_of(job_of(model, rounds, {**size, **options}), model.parent, script)
-    return found["version"], [
-        [Answer(tuple(one["tokens"]), one["hit_tokens"]) for one in answered] for answered in found["rounds"]
-    ]
-
-
-def job_of(model: Path, rounds: Sequence[Round], options: Mapping[str, Any], **more: object) -> dict[str, Any]:
-    """As vllm_engine.py reads it."""
-    prompts = [one.prompts for one in rounds]
-    return {"model": str(model), "rounds": prompts, "output": OUTPUT, "options": dict(options), **more}
-
-
-def answers_of(asked: Mapping[str, Any], folder: Path, script: Path | None = None) -> Any:  # noqa: ANN401 - JSON
-    """What ``script``, which runs vLLM in a process of its own, makes of ``asked``. Files are left in ``folder``.
-
-    Raises VllmError, with the last error of its log, when it fails or takes longer than STOP_AFTER_S.
-    """
-    job, answers, log = (folder / name for name in ("job.json", "answers.json", "log.txt"))
-    job.write_text(json.dumps(asked), "utf-8")
-    with log.open("w", encoding="utf-8") as out:
-        try:
-            subprocess.run(  # noqa: S603  # this very Python, and a script of these tests
-                [sys.executable, str(script or ENGINE), str(job), str(answers)],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                timeout=STOP_AFTER_S,
-                check=True,
-            )
-        except subprocess.CalledProcessError:
-            raise VllmError(last_error(log.read_text("utf-8"))) from None
-        except subprocess.TimeoutExpired:
-            raise VllmError(f"no answers within {STOP_AFTER_S:.0f} s") from None
-    return json.loads(answers.read_text("utf-8"))
-
-
-def last_error(log: str) -> str:
-    """The last error of the process that computes, whose cause the others do not know; else of any.
-
-    vLLM's lines are "(Worker pid=7) ERROR date [file:line] IndexError: ...".
-    """
-    lines = [line for line in log.splitlines() if "Error: " in line]
-    named = [line for line in lines if line.startswith("(Worker")] or lines or ["its log names no error"]
-    return named[-1].partition("] ")[2].strip() or named[-1].strip()

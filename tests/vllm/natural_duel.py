@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from generate_duel import MATCHES, Match, say
-from generation import Answer, Comparison, Plain, Round, VllmError, answers_of, job_of, make_rounds
+from generation import Answer, Comparison, Round, make_rounds
+from generators import Plain, VllmError, answers_of, job_of
 from natural_faults import FAULTS
 
 from hybridkv.runner import tiny_model, wrap

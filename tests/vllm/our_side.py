@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from calls import Ask, Case, DecodeRow, Found, Group, Ids, Keys, Kind, Slots
+from calls import Ask, DecodeRow, Found, Ids, Keys, Slots
+from cases import Case, Group, Kind
 
 from hybridkv.cache import CacheOptions, KVCacheBlocks, KVCacheManager
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec

@@ -18,19 +18,8 @@ from typing import Any, Self
 
 import torch
 from generate_duel import MATCHES, Match, say
-from generation import (
-    ENGINE,
-    OUTPUT,
-    Answer,
-    Comparison,
-    Plain,
-    Round,
-    VllmError,
-    answers_of,
-    job_of,
-    last_error,
-    make_rounds,
-)
+from generation import Answer, Comparison, Round, make_rounds
+from generators import ENGINE, OUTPUT, Plain, VllmError, answers_of, job_of, last_error
 
 from hybridkv.runner import tiny_model, wrap
 

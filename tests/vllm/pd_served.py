@@ -12,7 +12,8 @@ from shutil import copytree
 from tempfile import TemporaryDirectory
 
 from generate_duel import say
-from generation import OUTPUT, make_rounds
+from generation import make_rounds
+from generators import OUTPUT
 from served import LINES, SEED, USAGE, ask, metrics, model_with_words, server, tokens_of
 
 EXTERNAL = "vllm:external_prefix_cache_hits_total"

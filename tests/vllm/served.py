@@ -25,7 +25,8 @@ import msgspec
 import openai
 import zmq
 from generate_duel import MATCHES, say
-from generation import OUTPUT, Plain, make_rounds
+from generation import make_rounds
+from generators import OUTPUT, Plain
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm.distributed.kv_events import BlockStored, KVEventBatch

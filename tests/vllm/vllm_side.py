@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from calls import Ask, Case, DecodeRow, Found, Group, Ids, Keys, Kind, Slots
+from calls import Ask, DecodeRow, Found, Ids, Keys, Slots
+from cases import Case, Group, Kind
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface as interface
