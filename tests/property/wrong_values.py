@@ -1,5 +1,6 @@
 """Values of every wrong kind, one argument at a time, for whatever can be called."""
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -98,7 +99,7 @@ def untyped_fields(made: Any) -> list[str]:  # noqa: ANN401  # any dataclass
             continue
         for field in fields(made):
             value, wanted = getattr(other, field.name), type(getattr(made, field.name))
-            named = type(value).__name__ in str(field.type).split(" | ")
+            named = type(value).__name__ in re.findall(r"\w+", str(field.type))
             kinds = (wanted, int, str) if wanted is type(None) else (wanted,)
             if (
                 type(value) not in kinds

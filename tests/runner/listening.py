@@ -10,7 +10,7 @@ from runner_support import TOLERANCE, EngineFactory, EveryLogit, greedy, loaded_
 from hybridkv.runner import TINY_ENCODER_DECODERS, Completion, Engine, LoadedModel
 from hybridkv.runner.check import forced_logits, generate_greedy
 from hybridkv.runner.drafters import Drafter
-from hybridkv.runner.encoder_inputs import EncoderFeed, Given, encoder_feed
+from hybridkv.runner.inputs import EncoderFeed, Given, encoder_feed
 from hybridkv.runner.probe import attention_implementation
 
 OUTPUT = 24
@@ -87,7 +87,7 @@ class Listening:
 
 
 def feed(loaded: LoadedModel, given: Given) -> EncoderFeed:
-    return encoder_feed(loaded, given, None, 1 << 20)
+    return encoder_feed(loaded, given, 1 << 20)
 
 
 _REFERENCE: dict[tuple[int, bytes | str, tuple[int, ...]], torch.Tensor] = {}

@@ -19,7 +19,7 @@ from hybridkv.runner import TINY_MODELS, Completion, Engine, EngineOptions, Load
 from hybridkv.runner.check import forced_logits, generate_greedy
 from hybridkv.runner.drafters import Drafter
 from hybridkv.runner.probe import attention_implementation
-from hybridkv.runner.sampling.verify import Draws
+from hybridkv.runner.sampling.draws import Draws
 from hybridkv.step import Step
 
 torch.set_num_threads(1)

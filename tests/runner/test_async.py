@@ -254,7 +254,7 @@ def test_what_ends_one_output_of_several_is_not_lost_on_who_reads_late() -> None
         async with engines() as (front, engine):
             with front.read([two]) as reading:
                 await reading.next()
-                opened[0]._cursors[0]._progress.error = ValueError("no such text")
+                opened[0]._outputs[0].error = ValueError("no such text")
                 await until(lambda: engine.idle)
                 with pytest.raises(ValueError, match="no such text"):
                     await all_of(reading)

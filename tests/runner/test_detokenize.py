@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from hybridkv.runner import byte_tokenizer
-from hybridkv.runner.detokenize import Detokenizer
+from hybridkv.runner.completion import Detokenizer
 from hybridkv.schedule import FinishReason
 
 BYTES = 256

@@ -22,9 +22,8 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner import AsyncEngine, Engine, LoadedModel, load
 from hybridkv.runner.drafters import DraftModel, NgramDrafter
 from hybridkv.runner.inputs import with_word_ids
-from hybridkv.runner.sampling.rows import RowState
-from hybridkv.runner.sampling.sampler import sample, scores
-from hybridkv.runner.sampling.verify import NO_DRAFT
+from hybridkv.runner.sampling.draws import NO_DRAFT
+from hybridkv.runner.sampling.sampler import RowState, sample, scores
 from hybridkv.step import Csr, NewRow
 from hybridkv.wire import decode_step, encode_step
 
@@ -122,7 +121,9 @@ def test_draws_of_a_step_are_those_told_one_by_one(seed: int) -> None:
                 for i, (row, behind) in enumerate(draws)
             ]
         )
-        torch.testing.assert_close(scores(logits, replace(batch, temperature=np.zeros(len(draws)))), expected)
+        greedy = batch.how.copy()
+        greedy["temperature"] = 0
+        torch.testing.assert_close(scores(logits, replace(batch, how=greedy)), expected)
         drawn, wrong = sample(logits, batch)
         told_tokens, _ = sample(expected, replace(batch, edits=None))
         assert torch.equal(drawn, told_tokens)

@@ -96,7 +96,7 @@ class Wrapping(PreTrainedModel):  # type: ignore[misc]  # transformers is not ty
 def test_a_forward_that_names_nothing_is_given_positions_where_there_is_attention() -> None:
     positions = torch.arange(3)[None]
     for name, wanted in (("llama", True), ("mamba", False)):
-        arguments = ModelCall.of(Wrapping(loaded_model(name).model)).arguments(Cache(layers=[]), positions)
+        arguments = ModelCall(Wrapping(loaded_model(name).model)).arguments(Cache(layers=[]), positions)
         assert ("position_ids" in arguments) == wanted
 
 

@@ -21,7 +21,7 @@ from hybridkv.runner import (
     plan_within,
     tiny_model,
 )
-from hybridkv.runner.detokenize import Detokenizer
+from hybridkv.runner.completion import Detokenizer
 from hybridkv.schedule import FinishReason
 
 TOKENIZER = byte_tokenizer()

@@ -13,7 +13,7 @@ from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Layer, read_model
 from hybridkv.runner import TINY_ENCODER_DECODERS, Engine, byte_tokenizer, load, tiny_model, wrap
 from hybridkv.runner.attention.formulas import eager_function
-from hybridkv.runner.encoder_inputs import Given
+from hybridkv.runner.inputs import Given
 from hybridkv.runner.probe import page_layout, planner_model, probe, require_runnable
 from hybridkv.specs import EncoderOnlyAttentionSpec
 

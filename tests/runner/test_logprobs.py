@@ -12,8 +12,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Completion, Engine, EngineOptions, Increment, LoadedModel, TokenLogprob
 from hybridkv.runner.probe import attention_implementation
-from hybridkv.runner.sampling.logprobs import LogprobRows, Targets, logprobs_of
-from hybridkv.runner.sampling.verify import Draws
+from hybridkv.runner.sampling.draws import Draws, LogprobRows, Targets, logprobs_of
 from hybridkv.schedule import FinishReason
 
 CLOSE = 1e-4
@@ -229,8 +228,8 @@ def test_rows_forget_what_the_request_before_asked_for(make_engine: EngineFactor
     rows, draws, one = LogprobRows(4), Draws.of(step), np.ones(1, np.bool_)
 
     def counts() -> tuple[int, int, int]:
-        of_drawn = (rows.of_drawn(step, draws, np.array([7]), kept) for kept in (one, ~one))
-        return len(rows.of_prompts(step)), *map(len, of_drawn)  # type: ignore[return-value]  # two of them
+        of_drawn = [len(rows.of_drawn(step, draws, np.array([7]), kept).source) for kept in (one, ~one)]
+        return len(rows.of_prompts(step).source), of_drawn[0], of_drawn[1]
 
     rows.begin(step.new_rows[0])
     assert counts() == (len(prompts[0]) - 1, 1, 0)

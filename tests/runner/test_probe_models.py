@@ -41,7 +41,7 @@ def own_cache(model: PreTrainedModel, tokens: int) -> DynamicCache:
     held = DynamicCache(config=model.config)
     positions = torch.arange(tokens)[None]
     with torch.inference_mode():
-        model(input_ids=positions + 40, use_cache=True, **ModelCall.of(model).arguments(held, positions))
+        model(input_ids=positions + 40, use_cache=True, **ModelCall(model).arguments(held, positions))
     return held
 
 

@@ -2,8 +2,8 @@ import numpy as np
 import torch
 
 from hybridkv.request import SamplingParams
-from hybridkv.runner.sampling.rows import NONE_DRAWN, RowState
-from hybridkv.runner.sampling.verify import NO_DRAFT
+from hybridkv.runner.sampling.draws import NO_DRAFT
+from hybridkv.runner.sampling.sampler import NONE_DRAWN, RowState
 from hybridkv.step import Csr, NewRow
 
 VOCABULARY = 20
@@ -31,7 +31,7 @@ def test_a_row_that_begins_remembers_nothing_of_the_one_before() -> None:
     rows.drawn(np.array([1, 2, 0], np.int32), Csr.from_lists([[7], [], [8]]))
     assert (seen(rows), rows.last_token.tolist()) == ([[2, 4, 7]], [8, 7, NONE_DRAWN])
     batch = rows.batch(np.array([1, 2], np.int32), np.array([9, 3]), np.array([NO_DRAFT] * 2))
-    assert (batch.temperature.tolist(), batch.top_k.tolist(), batch.seed.tolist()) == ([0.5, 0], [3, 0], [-1, 0])
+    assert [batch.how[name].tolist() for name in ("temperature", "top_k", "seed")] == [[0.5, 0], [3, 0], [-1, 0]]
     assert batch.position.tolist() == [9, 3]
     # begins again without having been finished: a resumed request
     rows.begin(new([5], SamplingParams()))

@@ -14,8 +14,7 @@ from transformers import (
 )
 
 from hybridkv.request import SamplingParams
-from hybridkv.runner.sampling.edits import Edits, RowEdits
-from hybridkv.runner.sampling.sampler import SamplingBatch, gumbel, sample, scores, signed_seed
+from hybridkv.runner.sampling.sampler import Edits, RowEdits, SamplingBatch, gumbel, sample, scores, signed_seed
 
 VOCABULARY = 40
 
@@ -27,7 +26,7 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
 def batch(params: list[SamplingParams], seen: list[list[int]] | None = None) -> SamplingBatch:
     edits = Edits()
     for row, tokens in enumerate(seen or []):
-        edits.add(row, RowEdits(params[row], tokens, [], np.empty(0, np.int64)))
+        edits.add(row, RowEdits(params[row], tokens, len(tokens), [], VOCABULARY))
     return SamplingBatch.of(params, [5] * len(params), edits)
 
 
@@ -64,7 +63,7 @@ def test_filters_are_those_of_transformers(params: SamplingParams) -> None:
         chain.insert(0, RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     expected = LogitsProcessorList(chain)(torch.tensor(seen), logits.clone())
     one = batch([params] * 20, seen)
-    ours = scores(logits, one) - gumbel(one.seed, one.position, VOCABULARY)
+    ours = scores(logits, one) - gumbel(one.how["seed"], one.position, VOCABULARY)
     assert torch.equal(ours.isinf(), expected.isinf())
     kept = ~expected.isinf()
     torch.testing.assert_close(ours[kept].float(), expected[kept], rtol=1e-5, atol=1e-5)

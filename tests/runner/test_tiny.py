@@ -49,7 +49,7 @@ def model_and_tokens(name: str) -> tuple[PreTrainedModel, torch.Tensor]:
 def extend(model: PreTrainedModel, tokens: torch.Tensor, cached: DynamicCache, start: int) -> torch.Tensor:
     """Logits [rows, tokens, vocabulary] of ``tokens`` behind what is cached."""
     positions = torch.arange(start, start + tokens.shape[1])[None].expand(tokens.shape)
-    arguments = ModelCall.of(model).arguments(cached, positions)
+    arguments = ModelCall(model).arguments(cached, positions)
     logits: torch.Tensor = model(input_ids=tokens, use_cache=True, **arguments).logits
     return logits
 

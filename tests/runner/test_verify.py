@@ -18,8 +18,8 @@ from hybridkv.errors import WorkerError
 from hybridkv.request import SamplingParams
 from hybridkv.runner.check import forced_logits
 from hybridkv.runner.probe import attention_implementation
+from hybridkv.runner.sampling.draws import NO_DRAFT, Draws, check_drafts
 from hybridkv.runner.sampling.sampler import SamplingBatch, sample
-from hybridkv.runner.sampling.verify import NO_DRAFT, Draws, check_drafts
 from hybridkv.runner.states.recurrent import StateKind
 from hybridkv.step import Cells, Csr, Step
 
@@ -196,15 +196,10 @@ CHI_SQUARE = 103.4
 
 def plain_batch(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> SamplingBatch:
     """Rows that differ in nothing but seed and position."""
-    ones = np.ones(len(seeds))
-    return SamplingBatch(
-        temperature=TEMPERATURE * ones,
-        top_k=np.zeros(len(seeds), np.int64),
-        top_p=ones,
-        min_p=0 * ones,
-        seed=seeds,
-        position=positions,
-    )
+    batch = SamplingBatch.of([SamplingParams(temperature=TEMPERATURE)], [0])
+    how = np.repeat(batch.how, len(seeds))
+    how["seed"] = seeds
+    return SamplingBatch(how, positions)
 
 
 def chi_square(draw_again: bool) -> float:

@@ -54,8 +54,7 @@ def calibrate_command(
     if out.suffix != ".toml":
         raise ConfigError(f"--out must end in .toml, got {out}: that is how --hardware knows a file")
     loaded = model.load()
-    from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # see ModelOptions.load
-    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
+    from hybridkv.runner.engine import Engine, EngineOptions  # noqa: PLC0415  # see ModelOptions.load
 
     options = EngineOptions(attention=attention)
     longest = _longest(loaded, scale)

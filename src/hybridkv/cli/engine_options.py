@@ -27,8 +27,8 @@ from hybridkv.request import SamplingParams
 from hybridkv.units import MOST_COUNT, shown
 
 if TYPE_CHECKING:
-    from hybridkv.runner.assembly import EngineOptions
     from hybridkv.runner.drafters import Drafter
+    from hybridkv.runner.engine import EngineOptions
     from hybridkv.runner.load import LoadedModel
 
 _DRAFTS: Final = 4
@@ -100,7 +100,7 @@ class StepOptions:
 
     def engine_options(self, **others: Any) -> EngineOptions:  # noqa: ANN401  # as EngineOptions has them
         """The options of an engine. others: those that only one command asks for."""
-        from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # see above
+        from hybridkv.runner.engine import EngineOptions  # noqa: PLC0415  # see above
 
         return EngineOptions(
             self.max_running,

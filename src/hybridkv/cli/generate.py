@@ -47,11 +47,10 @@ from hybridkv.request import SamplingParams, output_ids
 from hybridkv.units import format_bytes, format_count
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
-    from hybridkv.runner.assembly import EngineOptions
     from hybridkv.runner.check import CheckReport
     from hybridkv.runner.completion import Completion
     from hybridkv.runner.drafters import Drafter
-    from hybridkv.runner.engine import Engine
+    from hybridkv.runner.engine import Engine, EngineOptions
     from hybridkv.runner.load import LoadedModel
     from hybridkv.runner.prompts import Hear, Prompts
     from hybridkv.schedule import SchedulerStatistics
@@ -149,9 +148,8 @@ def _prompts(
     skip_bad_lines: bool,
 ) -> Prompts:
     """What is asked: the lines of one of the files, or built-in prompts."""
-    from hybridkv.runner.encoder_decoder import is_encoder_decoder  # noqa: PLC0415  # see generate_command
-    from hybridkv.runner.encoder_inputs import read_encoder_input  # noqa: PLC0415  # same
-    from hybridkv.runner.inputs import encode  # noqa: PLC0415  # same
+    from hybridkv.runner.inputs import encode, read_encoder_input  # noqa: PLC0415  # same
+    from hybridkv.runner.model_call import is_encoder_decoder  # noqa: PLC0415  # see generate_command
     from hybridkv.runner.prompts import built_in_prompts, read_conversations, read_prompts  # noqa: PLC0415  # same
 
     hears = is_encoder_decoder(loaded.model)

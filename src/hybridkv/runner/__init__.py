@@ -4,16 +4,14 @@ load -> LoadedModel -> plan_for -> Engine.generate -> Completions
                           Engine = Scheduler + ModelRunner; check_completions compares with plain transformers
 """
 
-from hybridkv.runner.assembly import EngineOptions
 from hybridkv.runner.async_engine import AsyncEngine
-from hybridkv.runner.completion import Completion, Increment
-from hybridkv.runner.engine import Engine
+from hybridkv.runner.completion import Completion, Increment, Stream
+from hybridkv.runner.engine import Engine, EngineOptions
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel, load, wrap
 from hybridkv.runner.planning import plan_for, plan_within
 from hybridkv.runner.runner import ModelRunner, Observer
-from hybridkv.runner.sampling.logprobs import TokenLogprob
-from hybridkv.runner.stream import Stream
+from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.runner.tiny import TINY_ENCODER_DECODERS, TINY_MODELS, byte_tokenizer, tiny_model
 
 __all__ = [

@@ -6,7 +6,7 @@
 
 The thread owns the engine; the loop hands it readers and takes parts back between its turns. A reader holds at most
 ``max_unread`` increments. Behind that nothing is taken for it: what its request outputs meanwhile comes later in one
-larger increment (see hybridkv.runner.stream), so a slow reader costs no memory and holds nobody up. When every
+larger increment (see Stream), so a slow reader costs no memory and holds nobody up. When every
 reader is that far behind, no step runs.
 """
 
@@ -18,20 +18,17 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar, Unpack
 
 from hybridkv.arguments import instance, integer
 from hybridkv.cache.journal import KVCacheEvent
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.request import Hints, SamplingParams
-from hybridkv.runner.completion import Completion, Increment
-from hybridkv.runner.encoder_inputs import Given, one_input_each
-from hybridkv.runner.engine import Engine, engine_closed
-from hybridkv.runner.images import Images, images_each
-from hybridkv.runner.inputs import one_each
-from hybridkv.runner.stream import Stream
+from hybridkv.request import SamplingParams
+from hybridkv.runner.completion import Completion, Increment, Stream
+from hybridkv.runner.engine import Engine, RequestOptions, engine_closed
+from hybridkv.runner.images import Images
+from hybridkv.runner.inputs import Given, Prompt, one_each
 from hybridkv.schedule import SchedulerStatistics
 from hybridkv.units import shown
 
@@ -48,14 +45,8 @@ class EventSink(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _News:
-    """What a turn has for a reader: parts, whether they are the last, or what went wrong."""
-
-    reader: _Reader
-    parts: list[Increment] = field(default_factory=list)
-    ended: bool = False
-    error: Exception | None = None
+_News = Callable[[], None]
+"""What a turn has for a reader: its ``deliver`` with what it delivers."""
 
 
 class _Bell:
@@ -79,15 +70,14 @@ class _Bell:
 class _Reader:
     """Of one request. open_stream: queues it, in the engine's thread. ``stream`` is that thread's alone.
 
-    bell: rung for what is delivered; wake: set when there is room again.
+    bell: rung for what is delivered; wake: set when there is room again. ended: nothing more is delivered.
     """
 
     def __init__(self, open_stream: Callable[[], Stream], max_unread: int, bell: _Bell, wake: asyncio.Event) -> None:
         self.open_stream, self._max_unread = open_stream, max_unread
         self.stream: Stream | None = None
-        self.left = False
+        self.left = self.ended = False
         self._parts: deque[Increment] = deque()
-        self._ended = False
         self._error: Exception | None = None
         self._bell, self._wake = bell, wake
 
@@ -99,55 +89,35 @@ class _Reader:
     @property
     def waits(self) -> bool:
         """Whether a step could bring what there is room for."""
-        return not self._ended and self.room > 0
-
-    @property
-    def ended(self) -> bool:
-        """Nothing more is delivered."""
-        return self._ended
+        return not self.ended and self.room > 0
 
     @property
     def over(self) -> bool:
         """Nothing is left to read, not even what went wrong."""
-        return self._ended and not self._parts and self._error is None
+        return self.ended and not self._parts and self._error is None
 
     @property
     def failed(self) -> bool:
         """What went wrong is all that is left to read."""
         return not self._parts and self._error is not None
 
-    def deliver(self, news: _News) -> None:
-        """More to read; nothing behind an error."""
-        if self._ended:
+    def deliver(self, parts: Sequence[Increment] = (), *, ended: bool = False, error: Exception | None = None) -> None:
+        """More to read, maybe the last, maybe with what went wrong; nothing behind an error."""
+        if self.ended:
             return
-        self._parts += news.parts
-        self._error = news.error
-        self._ended = news.ended or news.error is not None
+        self._parts += parts
+        self._error = error
+        self.ended = ended or error is not None
         self._bell.ring()
 
-    async def next(self) -> Increment | None:
-        """The next increment; None behind the last. Raises what went wrong, behind what came before."""
-        while not self._parts:
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                return None
-            await self._bell.wait()
-        self._make_room()
-        return self._parts.popleft()
-
-    def take(self) -> list[Increment]:
-        """All that is there. Raises what went wrong where nothing is."""
+    def take(self, most: int | None) -> list[Increment]:
+        """All that is there, or ``most`` of it. Raises what went wrong where nothing is."""
         if self._error is not None and self.failed:
             raise self._error
-        self._make_room()
-        parts = list(self._parts)
-        self._parts.clear()
-        return parts
-
-    def _make_room(self) -> None:
         if not self.room:
             self._wake.set()
+        count = len(self._parts) if most is None else min(most, len(self._parts))
+        return [self._parts.popleft() for _ in range(count)]
 
 
 class Reading:
@@ -157,16 +127,17 @@ class Reading:
         self._readers, self._bell, self._leave = readers, bell, leave
         self._unread = list(enumerate(readers))
 
-    async def next(self) -> list[tuple[int, Increment]]:
+    async def next(self, most: int | None = None) -> list[tuple[int, Increment]]:
         """Everything that is new, each with the number of its request; waits for it. Empty behind the last.
 
+        most: increments of a request to take at once; None for all that are there.
         Raises what went wrong with any request, behind what came of it before. O(requests + increments).
         """
         while self._unread:
             found = list[tuple[int, Increment]]()
             for number, one in self._unread:
                 if not (found and one.failed):  # which the next call says
-                    found += ((number, part) for part in one.take())
+                    found += ((number, part) for part in one.take(most))
             self._unread = [one for one in self._unread if not one[1].over]
             if found:
                 return found
@@ -212,44 +183,16 @@ class AsyncEngine:
         self._died_of: BaseException | None = None
 
     async def stream(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
-        marks: Sequence[int] = (),
-        hints: Hints | None = None,
-        encoder: Given | None = None,
-        encoder_digest: bytes | str | None = None,
-        images: Images | None = None,
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[Increment, None]:
         """Increments of a prompt's output, as ``Engine.stream`` has them; the request is queued with the first ask.
 
         A reader that is cancelled, or leaves early (``contextlib.aclosing``), aborts the request.
         Raises as ``Engine.add``, what a forward raised, and CacheError once the engine is closed.
         """
-        queued = partial(
-            self._engine.stream,
-            prompt,
-            sampling,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            marks=marks,
-            hints=hints,
-            encoder=encoder,
-            encoder_digest=encoder_digest,
-            images=images,
-        )
-        reader = _Reader(queued, self._max_unread, _Bell(), self._wake)
-        self._enter(reader)
-        try:
-            while (part := await reader.next()) is not None:
-                yield part
-        finally:
-            self._leave(reader)
+        with self.read([lambda engine: engine.stream(prompt, sampling, **options)]) as reading:
+            while found := await reading.next(most=1):
+                yield found[0][1]
 
     @contextmanager
     def read(self, requests: Sequence[Callable[[Engine], Stream]]) -> Iterator[Reading]:
@@ -273,33 +216,26 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         encoders: Sequence[Given] | None = None,
         images: Sequence[Images | None] | None = None,
     ) -> list[Completion]:
         """As ``Engine.generate``. When one request fails, or the caller is cancelled, all are aborted."""
-        pairs = one_each(prompts, sampling)
-        each = zip(pairs, one_input_each(prompts, encoders), images_each(prompts, images), strict=True)
-        tasks = [asyncio.create_task(self._completions(*one, given, shown)) for one, given, shown in each]
-        try:
-            done = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return [completion for outputs in done for completion in outputs]
 
-    async def _completions(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None, encoder: Given | None, images: Images | None
-    ) -> list[Completion]:
-        """All outputs of one prompt, in their order."""
-        done: dict[int, Completion] = {}
-        async for part in self.stream(prompt, sampling, encoder=encoder, images=images):
-            if part.completion is not None:
-                done[part.output] = part.completion
-        return [done[output] for output in sorted(done)]
+        def queued(
+            prompt: Prompt, sampling: SamplingParams | None, encoder: Given | None, images: Images | None
+        ) -> Callable[[Engine], Stream]:
+            return lambda engine: engine.stream(prompt, sampling, encoder=encoder, images=images)
+
+        done: dict[tuple[int, int], Completion] = {}
+        with self.read([queued(*one) for one in one_each(prompts, sampling, encoders, images)]) as reading:
+            while found := await reading.next():
+                for number, part in found:
+                    if part.completion is not None:
+                        done[number, part.output] = part.completion
+        return [done[at] for at in sorted(done)]
 
     def abort(self, request_id: str) -> bool:
         """End a request from any thread; its stream ends with reason "abort". False for an id that does not run.
@@ -378,8 +314,8 @@ class AsyncEngine:
                     await self._wake.wait()
                     continue
                 idle, news = await loop.run_in_executor(self._thread, self._turn)
-                for one in news:
-                    one.reader.deliver(one)
+                for deliver in news:
+                    deliver()
                 if idle:
                     await self._wake.wait()
         except asyncio.CancelledError as error:
@@ -391,7 +327,7 @@ class AsyncEngine:
         finally:
             for reader in self._readers:
                 if not reader.ended:
-                    reader.deliver(_News(reader, error=self._over()))
+                    reader.deliver(error=self._over())
 
     def _over(self) -> CacheError:
         """Why nothing is read any more."""
@@ -431,7 +367,9 @@ class AsyncEngine:
             if not self._engine.idle:
                 self._engine.step()
         except Exception as error:  # noqa: BLE001  # whatever it is, the readers must hear of it
-            return True, news + self._fail(error)
+            news += [partial(one.deliver, error=error) for one in self._open]
+            self._end_streams()
+            return True, news
         finally:
             self._tell()
         news += [_taken(one) for one in self._open]
@@ -440,7 +378,7 @@ class AsyncEngine:
 
     def _admit(self) -> list[_News]:
         """Queue the requests of readers that arrived; those that are refused hear of it."""
-        refused = []
+        refused: list[_News] = []
         while self._arrivals:
             reader = self._arrivals.popleft()
             if reader.left:
@@ -449,14 +387,8 @@ class AsyncEngine:
                 reader.stream = instance("what a request queues", reader.open_stream(), Stream)
                 self._open.append(reader)
             except Exception as error:  # noqa: BLE001  # as above
-                refused.append(_News(reader, error=error))
+                refused.append(partial(reader.deliver, error=error))
         return refused
-
-    def _fail(self, error: Exception) -> list[_News]:
-        """Every open stream ends by ``error``."""
-        failed = [_News(one, error=error) for one in self._open]
-        self._end_streams()
-        return failed
 
     def _end_streams(self) -> None:
         for reader in self._open:
@@ -474,12 +406,12 @@ class AsyncEngine:
 def _taken(reader: _Reader) -> _News:
     """What is new for ``reader``, as far as it has room."""
     if reader.stream is None:
-        return _News(reader)
+        return reader.deliver
     parts: list[Increment] = []
     try:
         while len(parts) < reader.room and (part := reader.stream.take()) is not None:
             parts.append(part)
     except Exception as error:  # noqa: BLE001  # as above
         reader.stream.close()  # of its other outputs nobody would hear the end
-        return _News(reader, parts, error=error)
-    return _News(reader, parts, reader.stream.ended)
+        return partial(reader.deliver, parts, error=error)
+    return partial(reader.deliver, parts, ended=reader.stream.ended)

@@ -27,10 +27,8 @@ from hybridkv.runner.images import OF_TEXT, TOKEN_KINDS, Images
 from hybridkv.runner.inputs import with_word_ids
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import attention_implementation
-from hybridkv.runner.sampling.edits import Edits, RowEdits
-from hybridkv.runner.sampling.rows import row_edits
-from hybridkv.runner.sampling.sampler import SamplingBatch, scores
-from hybridkv.runner.sampling.verify import Draws
+from hybridkv.runner.sampling.draws import Draws
+from hybridkv.runner.sampling.sampler import Edits, RowEdits, SamplingBatch, scores
 from hybridkv.runner.self_check import plain_transformers, tolerance
 from hybridkv.schedule import FinishReason
 from hybridkv.step import Step
@@ -260,7 +258,7 @@ def _sampling_of(
     """One row for every token of ``output``, each with the tokens before it seen."""
     edits = Edits()
     if RowEdits.wanted(params):
-        own = row_edits(params, prompt, len(prompt), held, vocabulary=logits.shape[-1])
+        own = RowEdits(params, prompt, len(prompt), held, logits.shape[-1])
         for at, token in enumerate(output):
             edits.add(at, own)
             own.add([token])

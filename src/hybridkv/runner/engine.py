@@ -2,33 +2,51 @@
 
 add -> drafts, maybe -> scheduler.schedule -> Step -> runner.execute -> StepResult -> scheduler.update
     -> text, stop strings -> Completion
+
+With a step in flight the forward runs in a thread, and the engine schedules the next Step meanwhile:
+
+    engine    [ schedule n + 1 ] [ update n, text ] [ schedule n + 2 ] ..
+    thread    [   forward n    ]                    [ forward n + 1  ]
+
+Nothing runs between two calls of an engine: models, requests and observers are then the caller's. What a forward waits
+for, kernels of a CPU or the copy of tokens from another device, leaves Python to the scheduler.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypedDict, Unpack
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
-from hybridkv.arguments import instance, one_of, or_none, text
+from hybridkv.arguments import Count, Positive, check_types, instance, integer, one_of, or_none, text
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.errors import CacheError, ConfigError
+from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
 from hybridkv.planner import Plan
 from hybridkv.request import Hints, Request, SamplingParams
-from hybridkv.runner.assembly import EngineOptions, assemble, plan_of
-from hybridkv.runner.completion import Completion, Progress, count_step, raise_first
-from hybridkv.runner.encoder_inputs import EncoderFeed, Given, InputName, encoder_feed, one_input_each
-from hybridkv.runner.forward_thread import ForwardThread
-from hybridkv.runner.images import Images, PromptImages, images_each
+from hybridkv.runner.attention.formulas import AttentionBackend, attention_backend
+from hybridkv.runner.completion import Completion, Progress, Stream, count_step, raise_first
+from hybridkv.runner.decode_graphs import compile_option
+from hybridkv.runner.images import Images, PromptImages, attends_both_ways
 from hybridkv.runner.inputs import (
+    EncoderFeed,
+    Given,
+    Prompt,
     as_list,
-    detokenizer_of,
+    checked_sampling,
     drafts_by_request,
     encode,
+    encoder_feed,
     is_empty,
     loaded_of,
     number_in,
@@ -36,14 +54,16 @@ from hybridkv.runner.inputs import (
     refuse_what_it_lacks,
     require_callable,
     require_drafter,
-    require_sampling,
     with_word_ids,
 )
 from hybridkv.runner.load import LoadedModel, own_mode
-from hybridkv.runner.runner import Observer
-from hybridkv.runner.sampling.logprobs import TokenLogprob
-from hybridkv.runner.stream import Stream
-from hybridkv.schedule import Finished, Outcome, SchedulerStatistics
+from hybridkv.runner.planning import plan_within
+from hybridkv.runner.probe import planner_model
+from hybridkv.runner.runner import ModelRunner, Observer, require_fit
+from hybridkv.runner.sampling.draws import TokenLogprob
+from hybridkv.runner.self_check import require_same
+from hybridkv.schedule import Finished, Outcome, Scheduler, SchedulerLimits, SchedulerStatistics
+from hybridkv.schedule.limits import short_share
 from hybridkv.step import Step, StepResult
 
 if TYPE_CHECKING:  # a draft model is an engine, too
@@ -55,17 +75,72 @@ _IDLE_STEPS: Final = 8
 """Empty steps in a row, with nothing in flight, after which a scheduler that is not drained is called stuck."""
 
 
-class _Said(NamedTuple):
-    """What the caller says of a request besides what is run, as Request has it."""
-
-    request_id: str | None = None
-    cache_salt: str | None = None
-    tenant: str | None = None
-    marks: Sequence[int] = ()
-    hints: Hints | None = None
+def _known_eviction(name: str, value: object) -> str:
+    known = text(name, value)
+    eviction_named(known)
+    return known
 
 
-_NOTHING_SAID: Final = _Said()
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine runs. max_running: requests at once. token_budget: tokens of a step.
+
+    in_flight: steps scheduled ahead of their results, 1 or 2: then forwards run in a thread of their own, observers and
+    logits_processors with them, while the next step is scheduled. prefix_caching: share blocks of equal prefixes.
+    attention: what attends over the pages (AttentionBackend).
+    compile: "decode" for steps that only decode as CUDA graphs, where the model allows it and attention is "triton";
+    elsewhere they run as they are, and the log says why.
+    self_check: first compare the model on pages with plain forwards, some 15 short ones (hybridkv.runner.self_check).
+    kv_events: the cache tells what it stores and forgets, for AsyncEngine's ``events``; end_events: and where hits can
+    end, for an exact KVEventPublisher.
+    image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.
+    eviction, shares: what the cache gives up next, by name, None for what suits the plan, and shares of tenants of what
+    it keeps (KVCacheManager). remembered_losses, block_times: what statistics tell besides (KVCacheManager).
+    short_share: as SchedulerLimits.
+    Raises ConfigError for counts that are none, and for the name of no eviction.
+    """
+
+    max_running: Positive = 64
+    token_budget: Positive = 2048
+    in_flight: Annotated[int, partial(integer, least=1, most=2)] = 1
+    prefix_caching: bool = True
+    self_check: bool = True
+    image_bytes: Count = 256 << 20
+    attention: Annotated[AttentionBackend | str, attention_backend] = AttentionBackend.GATHER
+    compile: Annotated[str | None, compile_option] = None
+    kv_events: bool = False
+    end_events: bool = False
+    eviction: Annotated[str | None, or_none(_known_eviction)] = None
+    shares: TenantShares = EVERYBODY
+    remembered_losses: Count = 0
+    block_times: bool = False
+    short_share: Annotated[float | None, or_none(short_share)] = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may be said of a request besides its prompt and its sampling.
+
+    marks, tenant, hints: as of hybridkv.request.Request.
+    encoder: of an encoder-decoder, what its encoder reads: text, token ids, or features [bins, frames]. The prompt
+    is then the decoder's, its start token included; an empty one is that token alone. encoder_digest: the caller's
+    own name of that content, under this salt and for as long as the engine lives: what was computed for it is found
+    under that name when the request is long gone. Without one the content is hashed.
+    images: of a multimodal model, in the order of their placeholders: pictures, with a prompt of text, for the
+    processor that it was loaded with; or what a processor made of them, by name (``pixel_values``,
+    ``image_grid_thw``), with its token ids. Blocks with images are shared by their content.
+    """
+
+    request_id: str | None
+    cache_salt: str | None
+    tenant: str | None
+    marks: Sequence[int]
+    hints: Hints | None
+    encoder: Given | None
+    encoder_digest: bytes | str | None
+    images: Images | None
 
 
 class Engine:
@@ -112,25 +187,81 @@ class Engine:
             self.loaded = loaded_of(model, tokenizer)
             if speculate is not None:
                 speculate.require(self.loaded)
-            self.plan = plan_of(self.loaded, plan, memory, max_model_len, options=self.options, drafts=drafts)
+            self.plan = self._planned(plan, memory, max_model_len, drafts)
             self._undrawn: dict[str, Exception] = {}
-            parts = assemble(
-                self.loaded, self.plan, self.options, drafts=drafts, observer=observer, undrawn=self._undrawn.setdefault
-            )
-            self.cache, self.scheduler, self.runner = parts
+            self._assemble(drafts, observer)
             undo.callback(self.runner.detach)
-            self._forwards = ForwardThread(self.runner)
-            undo.callback(self._forwards.close)
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv-forward")
+            undo.callback(self._thread.shutdown)
             if speculate is not None:
                 undo.callback(speculate.close)
             self._closing = undo.pop_all()
         self._closed = False
         self._in_flight: deque[Step] = deque()
+        self._running: Future[StepResult] | None = None
+        self._seconds = 0.0  # of the forward that ran last
         self._live: dict[str, Progress] = {}
         self._ended: list[Progress] = []
         self._next_id = 0
         self._idle = 0
         self._found_none = False
+
+    def _planned(self, plan: Plan | None, memory: int | str | None, max_model_len: int | None, drafts: int) -> Plan:
+        """``plan``, or one within ``memory``. drafts: most of a row in a step. Raises ConfigError for both at once."""
+        if plan is None:
+            return plan_within(
+                self.loaded,
+                memory,
+                max_model_len=max_model_len,
+                max_batched_tokens=self.options.token_budget,
+                max_in_flight=self.options.in_flight,
+                num_speculative_tokens=drafts,
+            )
+        if memory is not None or max_model_len is not None:
+            raise ConfigError("the plan has a memory and a max_model_len: leave these out, or leave the plan out")
+        return plan
+
+    def _assemble(self, drafts: int, observer: Observer | None) -> None:
+        """Make cache, scheduler and runner of the plan; from here on the model runs on pages."""
+        loaded, plan, options = self.loaded, self.plan, self.options
+        planned = planner_model(loaded.model, block_size=plan.model.block_size, name=loaded.name)
+        require_fit(planned, plan.config)
+        forwards = require_same(loaded, plan, AttentionBackend(options.attention)) if options.self_check else None
+        limits = SchedulerLimits(
+            max_running=options.max_running,
+            max_batched_tokens=options.token_budget,
+            max_in_flight=options.in_flight,
+            num_speculative_tokens=drafts,
+            whole_items=attends_both_ways(loaded.model),
+            short_share=options.short_share,
+        )
+        self.cache = KVCacheManager(
+            plan,
+            enable_caching=options.prefix_caching,
+            enable_kv_cache_events=options.kv_events,
+            options=CacheOptions(
+                end_events=options.end_events,
+                eviction=eviction_of(plan, options.eviction),
+                shares=options.shares,
+                remembered_losses=options.remembered_losses,
+                block_times=options.block_times,
+            ),
+        )
+        self.scheduler = Scheduler(self.cache, limits)
+        self.runner = ModelRunner(
+            loaded.model,
+            plan.config,
+            planned,
+            max_running=limits.max_running,
+            max_model_len=plan.max_model_len,
+            max_batched_tokens=limits.max_batched_tokens,
+            max_encoder_tokens=plan.limits.max_encoder_tokens,
+            observer=observer,
+            undrawn=self._undrawn.setdefault,
+            forwards=forwards,
+            attention=options.attention,
+            compiled=options.compile,
+        )
 
     def close(self) -> None:
         """Give the model back as it was, and close the drafter: nothing runs here any more. Again: nothing."""
@@ -149,60 +280,24 @@ class Engine:
 
     # -- requests
 
-    def add(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
-        marks: Sequence[int] = (),
-        hints: Hints | None = None,
-        encoder: Given | None = None,
-        encoder_digest: bytes | str | None = None,
-        images: Images | None = None,
-    ) -> str:
+    def add(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]) -> str:
         """Queue a prompt, text or token ids; its request id. Branches have the ids of ``output_ids``.
 
-        marks, tenant, hints: as of hybridkv.request.Request.
-        encoder: of an encoder-decoder, what its encoder reads: text, token ids, or features [bins, frames]. The prompt
-        is then the decoder's, its start token included; an empty one is that token alone. encoder_digest: the caller's
-        own name of that content, under this salt and for as long as the engine lives: what was computed for it is found
-        under that name when the request is long gone. Without one the content is hashed.
-        images: of a multimodal model, in the order of their placeholders: pictures, with a prompt of text, for the
-        processor that it was loaded with; or what a processor made of them, by name (``pixel_values``,
-        ``image_grid_thw``), with its token ids. Blocks with images are shared by their content.
+        options: see RequestOptions.
         Raises ConfigError for what is no prompt or no sampling, text without tokenizer, an empty prompt, images that do
         not fit it or the model, ids outside the vocabulary, stop strings without tokenizer, more log probabilities than
         there are tokens, marks that are no token counts and an id in use; CapacityError when it could never fit;
         CacheError once the engine is closed.
         """
-        feed = self._feed(encoder, encoder_digest, cache_salt)
-        said = _Said(request_id, cache_salt, tenant, marks, hints)
-        added = self._add(prompt, sampling, said, feed=feed, images=images)
-        return added[0].request.request_id
+        return self._add(prompt, sampling, **options)[0].request.request_id
 
     def stream(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
-        marks: Sequence[int] = (),
-        hints: Hints | None = None,
-        encoder: Given | None = None,
-        encoder_digest: bytes | str | None = None,
-        images: Images | None = None,
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Stream:
         """Queue a prompt as ``add`` does, to be read as it grows; see Stream."""
-        feed = self._feed(encoder, encoder_digest, cache_salt)
-        said = _Said(request_id, cache_salt, tenant, marks, hints)
-        added = self._add(prompt, sampling, said, feed=feed, images=images)
-        for one in added:
-            one.streamed = True
+        added = self._add(prompt, sampling, **options)
+        for number, one in enumerate(added):
+            one.streamed_as = number
         return Stream(added, self._run, self._leave)
 
     def abort(self, request_id: str) -> bool:
@@ -219,7 +314,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         encoders: Sequence[Given] | None = None,
@@ -236,10 +331,8 @@ class Engine:
         self._require_open()
         added: list[Progress] = []
         try:
-            pairs = one_each(prompts, sampling)
-            each = zip(pairs, one_input_each(prompts, encoders), images_each(prompts, images), strict=True)
-            for (prompt, params), given, pictures in each:
-                added += self._add(prompt, params, feed=self._feed(given), images=pictures)
+            for prompt, params, given, pictures in one_each(prompts, sampling, encoders, images):
+                added += self._add(prompt, params, encoder=given, images=pictures)
             # behind the last request, steps that were scheduled ahead still hold its blocks
             while any(one.completion is None for one in added) or (self._in_flight and not self._live):
                 self._run()
@@ -260,37 +353,43 @@ class Engine:
 
     def _add(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling: SamplingParams | None,
-        said: _Said = _NOTHING_SAID,
         *,
-        feed: EncoderFeed | None = None,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+        marks: Sequence[int] = (),
+        hints: Hints | None = None,
+        encoder: Given | None = None,
+        encoder_digest: bytes | str | None = None,
         images: Images | None = None,
     ) -> list[Progress]:
         """A request and its branches, queued."""
         self._require_open()
-        require_sampling(sampling)
-        for name in ("request_id", "cache_salt", "tenant"):
-            or_none(text)(name, getattr(said, name))
-        params = with_word_ids(sampling if sampling is not None else SamplingParams(), self.loaded)
+        feed = self._feed(encoder, encoder_digest, cache_salt)
+        params = checked_sampling(sampling) or SamplingParams()
+        for name, value in (("request_id", request_id), ("cache_salt", cache_salt), ("tenant", tenant)):
+            or_none(text)(name, value)
+        params = with_word_ids(params, self.loaded)
         refuse_what_it_lacks(params, self.loaded)
         ids, pictures = self._ids(prompt, images, starts=feed is not None)
         request = Request(
-            str(self._next_id) if said.request_id is None else said.request_id,
+            str(self._next_id) if request_id is None else request_id,
             ids,
             params,
             hasher=self.cache.hasher,
-            cache_salt=said.cache_salt,
-            tenant=said.tenant,
+            cache_salt=cache_salt,
+            tenant=tenant,
             eos_token_ids=self.loaded.eos_token_ids,
-            marks=as_list(said.marks),
-            hints=said.hints,
+            marks=as_list(marks),
+            hints=hints,
             encoder=None if feed is None else feed.read,
             multimodal=() if pictures is None else pictures.items,
         )
         of_prompt: list[TokenLogprob] = []
         added = [
-            Progress(one, detokenizer_of(self.loaded, params), prompt_logprobs=of_prompt)
+            Progress(one, self.loaded.tokenizer, prompt_logprobs=of_prompt)
             for one in (request, *self.scheduler.add(request))
         ]
         for one in added:
@@ -302,25 +401,20 @@ class Engine:
         self._next_id = max(self._next_id, number_in(request.request_id) + 1)
         return added
 
-    def _ids(
-        self, prompt: str | Sequence[int], images: Images | None, *, starts: bool
-    ) -> tuple[list[int], PromptImages | None]:
+    def _ids(self, prompt: Prompt, images: Images | None, *, starts: bool) -> tuple[list[int], PromptImages | None]:
         """A prompt's tokens, and its images. starts: whether an empty one is the decoder's start."""
         if images is None or (isinstance(images, Sequence) and not images):
             return encode(self.loaded, self.loaded.decoder_start if starts and is_empty(prompt) else prompt), None
         return self.runner.take_images(self.options.image_bytes).of_prompt(self.loaded, prompt, images)
 
-    def _feed(
-        self, given: Given | None, digest: bytes | str | None = None, cache_salt: str | None = None
-    ) -> EncoderFeed | None:
+    def _feed(self, given: Given | None, digest: bytes | str | None, cache_salt: str | None) -> EncoderFeed | None:
         """What an encoder reads. ConfigError where it is missing, and where there is no encoder."""
-        self._require_open()
         if given is None and self.runner.cross is None:
             return None
         if given is None:
             raise ConfigError(f"{self.loaded.name} is an encoder-decoder: hand over what its encoder reads")
-        name = None if digest is None else InputName(digest, cache_salt)
-        return encoder_feed(self.loaded, given, name, self.plan.limits.max_encoder_tokens)
+        most = self.plan.limits.max_encoder_tokens
+        return encoder_feed(self.loaded, given, most, digest=digest, cache_salt=cache_salt)
 
     def _forget(self, live: Progress) -> None:
         """``live`` runs no longer, and what its encoder reads may go."""
@@ -359,18 +453,22 @@ class Engine:
     def _run(self) -> None:
         """As ``step``, with nothing handed out."""
         self._require_open()
-        if self._in_flight and self._overlaps:
-            self._forwards.begin(self._in_flight[0])
+        # a forward runs beside the scheduler, but not where what it reads is held for the next Step, too
+        if self._in_flight and self._running is None and self.runner.cross is None and self.runner.images is None:
+            inference = torch.is_inference_mode_enabled()
+            self._running = self._thread.submit(self._execute_aside, self._in_flight[0], inference)
         try:
             self._schedule_ahead()
         finally:
-            self._forwards.wait()
+            if self._running is not None:
+                wait([self._running])
         if not self._in_flight:
             return
         self._watch()
         step = self._in_flight[0]
         try:
-            result = self._forwards.result(step)
+            running, self._running = self._running, None
+            result = self._execute(step) if running is None else running.result()
         except BaseException as error:
             while self._in_flight:
                 self._land()
@@ -378,13 +476,20 @@ class Engine:
             raise
         self._land()
         if len(step) and step.decodes.all():
-            self._decoded = (step.num_tokens, self._forwards.seconds)
+            self._decoded = (step.num_tokens, self._seconds)
         self._take_in(step, result, self.scheduler.update(result))
 
-    @property
-    def _overlaps(self) -> bool:
-        """Whether a forward may run beside the scheduler: not where what it reads is held for the next Step, too."""
-        return self.runner.cross is None and self.runner.images is None
+    def _execute_aside(self, step: Step, inference: bool) -> StepResult:  # handed on by submit
+        """In the thread, which has a device and an inference mode of its own."""
+        device = self.loaded.model.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode(inference):
+            return self._execute(step)
+
+    def _execute(self, step: Step) -> StepResult:
+        began = time.perf_counter()
+        result = self.runner.execute(step)
+        self._seconds = time.perf_counter() - began
+        return result
 
     def _launch(self, step: Step) -> None:
         """``step`` is in flight, and holds what its encoders read: its requests may end before it runs."""
@@ -486,7 +591,7 @@ class Engine:
             return
         self._forget(live)
         live.end(finished.reason, finished.error)
-        if not live.streamed:
+        if live.streamed_as is None:
             self._ended.append(live)
 
 

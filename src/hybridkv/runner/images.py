@@ -195,17 +195,6 @@ class PromptImages:
         return np.concatenate((inside, np.broadcast_to(after, (len(inside), len(after)))), axis=1)
 
 
-def images_each(prompts: Sequence[object], images: Sequence[Images | None] | None) -> list[Images | None]:
-    """Those of each prompt, None where there are none. ConfigError when the numbers differ, and for what is no list."""
-    if images is None:
-        return [None] * len(prompts)
-    if not isinstance(images, list | tuple):
-        raise ConfigError(f"images must be a list with an entry for each prompt, got {shown(images)}")
-    if len(images) != len(prompts):
-        raise ConfigError(f"images of {len(images)} prompts for {len(prompts)} prompts: give an entry for each")
-    return list(images)
-
-
 def prompt_images(
     loaded: LoadedModel,
     call: ImageCall,

@@ -1,24 +1,42 @@
-"""What callers hand to an engine, checked: a model, prompts, sampling, drafts. Bad ones raise ConfigError."""
+"""What callers hand to an engine, checked: a model, prompts, sampling, drafts, what encoders read, Steps.
+
+Bad ones raise ConfigError, Steps WorkerError.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final, NoReturn
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from hybridkv.arguments import instance, text
-from hybridkv.errors import ConfigError
+from hybridkv.errors import ConfigError, WorkerError
+from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams, token_array
-from hybridkv.runner.detokenize import Detokenizer
 from hybridkv.runner.load import LoadedModel, wrap
+from hybridkv.runner.model_call import is_encoder_decoder
+from hybridkv.runner.probe import planner_model
+from hybridkv.step import Step
 from hybridkv.units import shown
+from hybridkv.worker import BlockTable
+
+if TYPE_CHECKING:
+    from hybridkv.runner.images import Images
+
+Int64 = NDArray[np.int64]
+Given = str | Sequence[int] | NDArray[np.generic] | torch.Tensor
+"""An encoder's input as a caller has it: text, token ids, or features [bins, frames]."""
+Prompt = str | Sequence[int]
 
 _PROMPT: Final = "must be text or a list of token ids"
-_PROMPTS: Final = "prompts must be a list, each of them text or a list of token ids"
 
 _MOST_DIGITS: Final = 18
 """Of a number that requests without an id are counted up to."""
@@ -34,34 +52,44 @@ def loaded_of(model: PreTrainedModel | LoadedModel, tokenizer: Any) -> LoadedMod
 
 
 def one_each(
-    prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams | None] | None
-) -> list[tuple[str | Sequence[int], SamplingParams | None]]:
-    """Each prompt with its sampling: one for all, or one each.
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams | Sequence[SamplingParams | None] | None,
+    encoders: Sequence[Given] | None = None,
+    images: Sequence[Images | None] | None = None,
+) -> list[tuple[Prompt, SamplingParams | None, Given | None, Images | None]]:
+    """Each prompt with its sampling, one for all or one each, what its encoder reads, and its images.
 
-    Raises ConfigError when the numbers differ, and for what is no list of prompts or no sampling.
+    Raises ConfigError when the numbers differ, and for what is no list of prompts, of inputs or of images, or no
+    sampling.
     """
     if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Sequence):
-        raise ConfigError(f"{_PROMPTS}, got {_kind(prompts)}")
-    params: list[SamplingParams | None]
-    if sampling is None or isinstance(sampling, SamplingParams):
-        params = [sampling] * len(prompts)
-    else:
-        params = list(sampling) if isinstance(sampling, list | tuple) else _no_sampling(sampling)
-    if len(params) != len(prompts):
-        raise ConfigError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one for each")
-    for one in params:
-        require_sampling(one)
-    return list(zip(prompts, params, strict=True))
+        raise ConfigError(f"prompts must be a list, each of them text or a list of token ids, got {_kind(prompts)}")
+    asked = sampling if isinstance(sampling, list | tuple) else [checked_sampling(sampling)] * len(prompts)
+    params = [*map(checked_sampling, asked)]
+    if encoders is not None and not _is_listed(encoders):
+        raise ConfigError(f"encoders must be a list of what the encoder reads for each prompt, got {shown(encoders)}")
+    if not isinstance(images, list | tuple | None):
+        raise ConfigError(f"images must be a list with an entry for each prompt, got {shown(images)}")
+    inputs, pictures = ([None] * len(prompts) if given is None else list(given) for given in (encoders, images))
+    counts = {"{} sampling parameters": params, "{} encoder inputs": inputs, "images of {} prompts": pictures}
+    for what, given in counts.items():
+        if len(given) != len(prompts):
+            raise ConfigError(f"{what.format(len(given))} for {len(prompts)} prompts: give one for each")
+    return list(zip(prompts, params, inputs, pictures, strict=True))
 
 
-def require_sampling(sampling: object) -> None:
-    """Raise ConfigError unless it is SamplingParams or None."""
+def _is_listed(values: object) -> bool:
+    """Whether they are values in a row: a sequence, or an array that is more than a number."""
+    if isinstance(values, np.ndarray | torch.Tensor):
+        return bool(values.ndim)
+    return isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray)
+
+
+def checked_sampling(sampling: object) -> SamplingParams | None:
+    """It, which is SamplingParams or None. ConfigError for anything else."""
     if not isinstance(sampling, SamplingParams | None):
-        _no_sampling(sampling)
-
-
-def _no_sampling(given: object) -> NoReturn:
-    raise ConfigError(f"sampling must be SamplingParams or None, got {_kind(given)}")
+        raise ConfigError(f"sampling must be SamplingParams or None, got {_kind(sampling)}")
+    return sampling
 
 
 def require_callable(**values: object) -> None:
@@ -109,12 +137,6 @@ def refuse_what_it_lacks(params: SamplingParams, loaded: LoadedModel) -> None:
             f"logit_bias and bad_words name token {most}, which lies outside the vocabulary of {loaded.name}: "
             f"ids are 0 .. {loaded.vocab_size - 1}"
         )
-
-
-def detokenizer_of(loaded: LoadedModel, params: SamplingParams) -> Detokenizer | None:
-    """Of one output; None without a tokenizer."""
-    tokenizer = loaded.tokenizer
-    return None if tokenizer is None else Detokenizer(tokenizer, params.stop, params.min_tokens)
 
 
 def with_word_ids(params: SamplingParams, loaded: LoadedModel) -> SamplingParams:
@@ -213,3 +235,136 @@ def drafts_by_request(
                 f"{loaded.vocab_size - 1}"
             )
     return {request.request_id: tokens for request, tokens in zip(requests, drafts, strict=True)}
+
+
+# -- what encoders read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderFeed:
+    """values: token ids [1, tokens] or features [1, bins, frames], on the CPU. read: their digest and token count."""
+
+    values: torch.Tensor
+    read: EncoderInput
+
+
+def encoder_feed(
+    loaded: LoadedModel,
+    given: Given,
+    most_tokens: int,
+    *,
+    digest: bytes | str | None = None,
+    cache_salt: str | None = None,
+) -> EncoderFeed:
+    """``given`` for the encoder of ``loaded``.
+
+    digest: what the caller calls it, which means nothing to those of another salt; None for one of the content. A name
+    belongs to one number of tokens: one that comes again with another is another input.
+    most_tokens: of the encoder's output, as planned. Raises ConfigError for a model without an encoder, text without a
+    tokenizer, ids outside the vocabulary, features of another shape, and more tokens than planned. O(values).
+    """
+    if digest is not None:
+        if not isinstance(digest, bytes | str):
+            raise ConfigError(f"encoder_digest must be bytes or text, got {shown(digest)}")
+        EncoderInput(digest, 1)  # ConfigError for an empty one
+    if not is_encoder_decoder(loaded.model):
+        raise ConfigError(f"{loaded.name} has no encoder: leave the encoder's input out")
+    values: NDArray[Any]
+    if loaded.model.main_input_name == "input_ids":
+        values = np.array(encode(loaded, given, what="encoder input"), np.int64)
+        tokens = len(values)
+    else:
+        values = _features(loaded, given)
+        tokens = int(loaded.model.config.max_source_positions)
+    if tokens > most_tokens:
+        raise ConfigError(
+            f"an encoder input of {tokens} tokens exceeds the {most_tokens} that the plan has room for: shorten it, or "
+            "plan with a larger max_encoder_tokens"
+        )
+    named = hashlib.sha256(f"{values.dtype.str} {values.shape}".encode())
+    if digest is None:
+        named.update(values.view(np.uint8).data)
+    else:
+        named = hashlib.sha256(repr((digest, cache_salt, tokens)).encode())
+    return EncoderFeed(torch.from_numpy(values)[None], EncoderInput(named.digest(), tokens))
+
+
+def _features(loaded: LoadedModel, given: Any) -> NDArray[np.floating[Any]]:  # noqa: ANN401  # arrays and tensors
+    """A copy of [bins, frames], of the very shape that the encoder takes: it attends to all frames."""
+    config = loaded.model.config
+    # its two convolutions halve the frames once
+    wanted = (int(config.num_mel_bins), 2 * int(config.max_source_positions))
+    if isinstance(given, torch.Tensor):
+        given = given.detach().cpu().float().numpy()
+    if not isinstance(given, np.ndarray) or given.shape != wanted or not np.issubdtype(given.dtype, np.floating):
+        shape = getattr(given, "shape", type(given).__name__)
+        raise ConfigError(
+            f"{loaded.name} takes features of shape {wanted}, floats, got {shape}: pad them as its feature extractor "
+            "does, one input at a time"
+        )
+    if not np.isfinite(given).all():
+        raise ConfigError(f"{loaded.name} takes features that are numbers: there are NaN or infinite ones among them")
+    return np.ascontiguousarray(given).copy()
+
+
+def read_encoder_input(loaded: LoadedModel, given: str | Sequence[int], folder: Path) -> EncoderFeed:
+    """What a file of prompts says of an encoder's input: text or token ids, or the name of a .npy file of features.
+
+    folder: where such a file is looked for. Raises ConfigError as ``encoder_feed``, and for a file that cannot be read.
+    """
+    most = planner_model(loaded.model, block_size=16, name=loaded.name).max_encoder_tokens
+    if loaded.model.main_input_name == "input_ids":
+        return encoder_feed(loaded, given, most)
+    if not isinstance(given, str):
+        raise ConfigError(f"the encoder of {loaded.name} reads features: name a .npy file of them")
+    try:
+        features = np.load(folder / given, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"cannot read the features in {folder / given}: {error}") from None
+    return encoder_feed(loaded, features, most)
+
+
+class EncoderInputs(dict[bytes | str, torch.Tensor]):
+    """Values by digest, each as long as somebody holds it. Requests of one digest hold the values of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._holders: Counter[bytes | str] = Counter()
+
+    def hold(self, feed: EncoderFeed) -> None:
+        """One more request needs ``feed``."""
+        self.setdefault(feed.read.digest, feed.values)
+        self.hold_again(feed.read.digest)
+
+    def hold_again(self, digest: bytes | str) -> None:
+        """One more needs what is here. An unknown digest is a no-op."""
+        if digest in self:
+            self._holders[digest] += 1
+
+    def release(self, digest: bytes | str) -> None:
+        """One less; the last takes it along. An unknown digest is a no-op."""
+        self._holders[digest] -= 1
+        if self._holders[digest] <= 0:
+            del self._holders[digest]
+            self.pop(digest, None)
+
+
+# -- Steps
+
+
+def require_blocks(step: Step, table: BlockTable, group: int, tokens: Int64, what: str) -> None:
+    """Raise WorkerError unless every row of ``step`` holds blocks for ``tokens``, once the Step's cells are written.
+
+    table: of ``group``. tokens: int64[R]. what: the tokens are, for the message. O(rows + cells).
+    """
+    held = table.num_blocks_per_row.astype(np.int64)
+    held[np.concatenate((step.finished_rows, [new.row for new in step.new_rows])).astype(np.int64)] = 0
+    mine = step.cells.group == group
+    np.maximum.at(held, step.cells.row[mine], step.cells.column[mine] + 1)
+    short = np.flatnonzero(held[step.rows] * table.block_size < tokens)
+    if len(short):
+        row = step.rows[short[0]]
+        raise WorkerError(
+            f"Step {step.id}: row {row} needs blocks for {tokens[short[0]]} {what} in group {group}, it has "
+            f"{held[row]} of {table.block_size}"
+        )

@@ -17,8 +17,8 @@ from hybridkv.arguments import check_fields, each, flag, instance, integer, text
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import read_model
 from hybridkv.models.quantization import kv_dtype
-from hybridkv.runner.encoder_decoder import auto_class
 from hybridkv.runner.folder import require_no_code, require_plain_weights
+from hybridkv.runner.model_call import auto_class
 from hybridkv.runner.probe import require_runnable
 from hybridkv.runner.source import ModelFiles, files_of
 from hybridkv.runner.tiny import byte_tokenizer, tiny_model

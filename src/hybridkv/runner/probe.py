@@ -28,8 +28,7 @@ from hybridkv.errors import ConfigError, HybridKVError, UnsupportedModelError
 from hybridkv.models import Model, read_model
 from hybridkv.runner.attention import gather
 from hybridkv.runner.attention.formulas import Attended, AttentionForm, attention_modules, eager_function, form_of
-from hybridkv.runner.encoder_decoder import decode, is_encoder_decoder
-from hybridkv.runner.model_call import ModelCall
+from hybridkv.runner.model_call import ModelCall, decode, is_encoder_decoder
 from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.runner.step_context import EmptyCache, StepContext
 from hybridkv.specs import (
@@ -296,7 +295,7 @@ def _forward(model: PreTrainedModel, cache: ProbeCache, crossed: ProbeCache) -> 
         encoded = torch.zeros((1, PROBE_TOKENS, model.config.hidden_size), dtype=model.dtype, device=model.device)
         decode(model, ids, positions, encoded, caches=(cache, crossed))
         return True
-    call = ModelCall.of(model)
+    call = ModelCall(model)
     model(input_ids=ids[None], use_cache=True, **call.arguments(cache, positions[None]))
     return call.takes_positions
 

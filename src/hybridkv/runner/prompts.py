@@ -38,8 +38,8 @@ from hybridkv.errors import ConfigError, TraceError
 from hybridkv.regular_files import open_regular
 from hybridkv.request import NO_HINTS, Hints, SamplingParams, checked_marks
 from hybridkv.runner.chat import Message, chat_prompt, checked_messages, require_chat
-from hybridkv.runner.encoder_inputs import EncoderFeed
 from hybridkv.runner.images import Images
+from hybridkv.runner.inputs import EncoderFeed
 from hybridkv.runner.load import LoadedModel
 
 Encode = Callable[[str | Sequence[int]], list[int]]

@@ -34,12 +34,11 @@ from hybridkv.runner.attention.formulas import (
 )
 from hybridkv.runner.attention.gather import GatherBatch, gather_batch, segment_biases
 from hybridkv.runner.decode_graphs import DecodeGraphs, compile_option, refusal
-from hybridkv.runner.encoder_decoder import decode
 from hybridkv.runner.images import ImageRead, StepImages, attends_both_ways, towers_of
-from hybridkv.runner.inputs import require_callable
+from hybridkv.runner.inputs import require_blocks, require_callable
 from hybridkv.runner.linears import padded_linears
 from hybridkv.runner.load import require_model
-from hybridkv.runner.model_call import ModelCall
+from hybridkv.runner.model_call import ModelCall, decode
 from hybridkv.runner.probe import (
     FormNotes,
     Forwards,
@@ -52,11 +51,8 @@ from hybridkv.runner.probe import (
     set_attention,
     state_layout,
 )
-from hybridkv.runner.row_blocks import require_blocks
-from hybridkv.runner.sampling.logprobs import LogprobRows, logprobs_of
-from hybridkv.runner.sampling.rows import NONE_DRAWN, RowState
-from hybridkv.runner.sampling.sampler import sample
-from hybridkv.runner.sampling.verify import Draws, check_drafts
+from hybridkv.runner.sampling.draws import Draws, LogprobRows, check_drafts, logprobs_of
+from hybridkv.runner.sampling.sampler import NONE_DRAWN, RowState, sample
 from hybridkv.runner.states.continuation import continuation, of_each_kind, recurrence
 from hybridkv.runner.states.recurrent import RecurrentMixer
 from hybridkv.runner.states.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
@@ -90,7 +86,7 @@ class ModelRunner:
     attention: what attends, in layers that it can run (hybridkv.runner.attention.formulas); the others' contexts are
     gathered.
     compiled: "decode" for CUDA graphs of steps that only decode, where the model allows it (runner.decode_graphs).
-    undrawn: is told where the edits of a request's logits fail (hybridkv.runner.sampling.edits); None: the Step fails.
+    undrawn: is told where the edits of a request's logits fail (runner.sampling.sampler); None: the Step fails.
     Raises ConfigError when a forward caches other bytes than planned, and for a model that another runner holds;
     UnsupportedModelError for a model that cannot run on pages, or whose mixers were patched.
     """
@@ -130,7 +126,7 @@ class ModelRunner:
         self.model, self.config, self.observer = model, config, observer
         self.attention, compiled = attention_backend("attention", attention), compile_option("compiled", compiled)
         self._prepare = kernel_of(self.attention, model.device)
-        self._model_call = ModelCall.of(model)
+        self._model_call = ModelCall(model)
         self._undrawn, self._request_of_row = undrawn, dict[int, str]()
         self._device = model.device
         self.storage = PagedStorage(config, page_layout(planned, probed), self._device)
@@ -293,7 +289,7 @@ class ModelRunner:
         self._tell(step, draws, {draw: error for draw, error in wrong.items() if kept[draw]})
         sampled = draws.appended(drawn, kept, len(step))
         self._rows.drawn(step.rows, sampled)
-        prompts = replace(prompts, source=np.arange(len(prompts)))
+        prompts = prompts._replace(source=np.arange(len(prompts.source)))
         wanted = logprobs_of([(of_prompts, prompts), (logits, self._logprobs.of_drawn(step, draws, drawn, kept))])
         accepted = np.diff(sampled.indptr).astype(np.int32) if len(step.drafts.values) else None
         return StepResult(step.id, sampled, accepted, wanted)

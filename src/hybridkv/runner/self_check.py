@@ -26,12 +26,12 @@ from hybridkv.planner import Plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import step_context
 from hybridkv.runner.attention.formulas import AttentionBackend
-from hybridkv.runner.encoder_decoder import is_encoder_decoder
 from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.model_call import is_encoder_decoder
 from hybridkv.runner.planning import plan_for
 from hybridkv.runner.probe import Forwards, attention_implementation, forwards_of, planner_model, probe
 from hybridkv.runner.runner import ModelRunner
-from hybridkv.runner.sampling.verify import Draws
+from hybridkv.runner.sampling.draws import Draws
 from hybridkv.runner.states.continuation import depends_on_calls, difference
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.step import Step

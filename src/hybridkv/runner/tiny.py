@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError
-from hybridkv.runner.encoder_decoder import auto_class
+from hybridkv.runner.model_call import auto_class
 from hybridkv.units import shown
 
 __all__ = ["END", "TINY_ENCODER_DECODERS", "TINY_MODELS", "VOCAB_SIZE", "byte_tokenizer", "fill", "tiny_model"]

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from hybridkv.errors import ConfigError
 from hybridkv.runner.completion import Completion, Increment
-from hybridkv.runner.sampling.logprobs import TokenLogprob
+from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.schedule import FinishReason
 from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, ResponseBody, StreamOptions, TemplateBody
 from hybridkv.serve.front import Front, TokenTexts

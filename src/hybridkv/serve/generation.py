@@ -30,9 +30,8 @@ from starlette.types import Receive, Scope, Send
 from hybridkv.errors import ConfigError
 from hybridkv.request import Hints, SamplingParams
 from hybridkv.runner.async_engine import Reading
-from hybridkv.runner.completion import Completion, Increment
+from hybridkv.runner.completion import Completion, Increment, Stream
 from hybridkv.runner.engine import Engine
-from hybridkv.runner.stream import Stream
 from hybridkv.serve.errors import ClientGoneError, api_error, leaves
 from hybridkv.serve.front import Front, Piece
 from hybridkv.serve.metrics import Watch

@@ -30,10 +30,9 @@ from transformers.cache_utils import Cache
 from hybridkv.errors import WorkerError
 from hybridkv.runner.attention.formulas import PagedStep
 from hybridkv.runner.attention.gather import CrossRead, GatherBatch, cross_batch, gathered
-from hybridkv.runner.encoder_decoder import decode, encode
-from hybridkv.runner.encoder_inputs import EncoderInputs
+from hybridkv.runner.inputs import EncoderInputs, require_blocks
+from hybridkv.runner.model_call import decode, encode
 from hybridkv.runner.probe import ProbeCache, attention_implementation
-from hybridkv.runner.row_blocks import require_blocks
 from hybridkv.runner.step_context import EmptyCache, StepContext
 from hybridkv.step import EncoderRead, Step
 from hybridkv.worker import CAUSAL, AttentionMask, MultiGroupBlockTable

@@ -1,8 +1,14 @@
 """How tokens are chosen: greedy and sampled, all rows at once, whatever runs beside them.
 
-    logits -> edits -> / temperature -> top-k -> top-p -> min-p -> + noise -> argmax
+    logits -> bad words, tokens held back: -inf -> + bias -> the caller's functions -> repetition -> frequency, presence
+           -> / temperature -> top-k -> top-p -> min-p -> + noise -> argmax
 
-Edits are biases, penalties and the like (hybridkv.runner.sampling.edits). The order of the filters is transformers'.
+The order of the edits, up to presence, is vLLM's, that of the filters transformers'. A request touches few tokens of a
+vocabulary: those that it names, and those that it has. So edits are cells (draw, token) with a value, all draws of a
+Step in one go, and only the logits of draws that have some are copied. A caller's function gets all logits of one draw.
+Every draw is edited by the tokens in front of it, drafts included that it assumes to be accepted: drafts change no
+output.
+
 Sampling is the Gumbel-max trick: adding independent Gumbel noise to log-probabilities and taking the largest draws
 from their softmax (Maddison et al., arXiv 1411.0030, section 2.1). The noise of a token is a hash of (seed, position,
 token id) alone, so neither the batch nor a preemption can change a draw. The hash is SplitMix64's finaliser (Steele et
@@ -11,38 +17,247 @@ al., OOPSLA 2014, figure 16).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridkv.request import SamplingParams
-from hybridkv.runner.sampling.edits import Edits
+from hybridkv.errors import ConfigError, WorkerError
+from hybridkv.request import SamplingParams, takes_prompt
+from hybridkv.runner.sampling.draws import NO_DRAFT
+from hybridkv.step import Csr, NewRow
 
+Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
+NONE_DRAWN: Final = -1
+
+_FEWEST: Final = 16
+_NO_TOKENS: Final = np.empty(0, np.int64)
 _WORD: Final = 1 << 64
 _STEP: Final = 0x9E3779B97F4A7C15 - _WORD  # 64-bit constants as the signed integers that torch has
 _MIX_1: Final = 0xBF58476D1CE4E5B9 - _WORD
 _MIX_2: Final = 0x94D049BB133111EB - _WORD
 
+_HOW: Final = np.dtype([("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "i8")])
+"""How the tokens of one request are drawn."""
+
+
+class TokenCounts:
+    """Distinct tokens, and how often each is in the output. O(tokens) to make, O(1) for one more."""
+
+    def __init__(self, prompt: Iterable[int], output: Iterable[int]) -> None:
+        self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        known = len(self._place)
+        self._ids = np.zeros(max(2 * known, _FEWEST), np.int64)
+        self._ids[:known] = list(self._place)
+        self._counts = np.zeros(len(self._ids), np.float32)
+        for token in output:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Another token of the output."""
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        self._ids[place] = token
+        self._counts[place] += 1
+
+    def behind(self, drafts: Sequence[int]) -> tuple[Int64, Float32]:
+        """Tokens and their counts with ``drafts`` in the output, too. O(tokens)."""
+        known = len(self._place)
+        ids, counts = self._ids[:known], self._counts[:known].copy()
+        for token in drafts:
+            if token in self._place:
+                counts[self._place[token]] += 1
+        new = Counter(token for token in drafts if token not in self._place)
+        if not new:
+            return ids.copy(), counts
+        return np.append(ids, list(new)), np.append(counts, np.array(list(new.values()), np.float32))
+
+
+class RowEdits:
+    """What one request changes, and its tokens as far as they decide that.
+
+    tokens: of the request, the first ``num_prompt`` of which are its prompt. held: tokens that are not drawn before
+    ``min_tokens`` outputs (NewRow.held_ids). bad_words are token ids.
+    """
+
+    def __init__(
+        self, params: SamplingParams, tokens: Sequence[int], num_prompt: int, held: Sequence[int], vocabulary: int
+    ) -> None:
+        prompt, self._output = tokens[:num_prompt], list(tokens[num_prompt:])
+        self.penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self._min_tokens = params.min_tokens
+        self._held = np.array([token for token in held if token < vocabulary], np.int64)
+        words = [word for word in params.bad_words if not isinstance(word, str)]
+        self._words = np.array([word[0] for word in words if len(word) == 1], np.int64)
+        self._endings: dict[int, list[tuple[int, ...]]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._endings.setdefault(word[-2], []).append(word)
+        tokens_biased, biases = [token for token, _ in params.biases], [bias for _, bias in params.biases]
+        self.bias = np.array(tokens_biased, np.int64), np.array(biases, np.float32)
+        self._functions = [(one, takes_prompt(one)) for one in params.logits_processors]
+        self._prompt = list(prompt) if any(whole for _, whole in self._functions) else []
+        self._counts = None
+        if self.penalties != (1, 0, 0):
+            self._counts = TokenCounts(prompt if params.repetition_penalty != 1 else (), self._output)
+
+    @staticmethod
+    def wanted(params: SamplingParams) -> bool:
+        """Whether a request changes anything."""
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+        named = params.min_tokens or params.bad_words or params.logit_bias or params.logits_processors
+        return penalties or bool(named)
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """``tokens`` are output, too. O(tokens)."""
+        for token in tokens:
+            self._output.append(token)
+            if self._counts is not None:
+                self._counts.add(token)
+
+    def banned(self, drafts: Sequence[int]) -> Int64:
+        """Tokens that must not come behind ``drafts``. O(words that end as the output does)."""
+        found = [self._words]
+        if len(self._output) + len(drafts) < self._min_tokens:
+            found.append(self._held)
+        if self._endings:
+            last = drafts[-1] if drafts else self._output[-1] if self._output else None
+            ends = [word[-1] for word in self._endings.get(last, ()) if self._ends_in(word[:-1], drafts)]  # type: ignore[arg-type]  # no word has None
+            found.append(np.array(ends, np.int64))
+        return np.concatenate(found)
+
+    def _ends_in(self, tokens: tuple[int, ...], drafts: Sequence[int]) -> bool:
+        before = len(tokens) - len(drafts)
+        behind = [*self._output[-before:], *drafts] if before > 0 else list(drafts[-len(tokens) :])
+        return tuple(behind) == tokens
+
+    def counted(self, drafts: Sequence[int]) -> tuple[Int64, Float32]:
+        """Tokens that a penalty is on, and how often each is in the output; none without one."""
+        return (_NO_TOKENS, np.empty(0, np.float32)) if self._counts is None else self._counts.behind(drafts)
+
+    def asked(self, drafts: Sequence[int]) -> list[Callable[[torch.Tensor], Any]]:
+        """The caller's functions of logits."""
+        return [
+            partial(one, *([[*self._prompt]] if whole else []), [*self._output, *drafts])
+            for one, whole in self._functions
+        ]
+
+
+_Cells = list[tuple[int, Int64, Float32]]
+"""Of one draw each: its place, tokens, and a value for each of these."""
+
+
+def _on(device: torch.device, cells: _Cells) -> tuple[torch.Tensor, ...] | None:
+    """All places, tokens and values of ``cells``, one a token; None where there are none."""
+    counts = [len(tokens) for _, tokens, _ in cells]
+    if not any(counts):
+        return None
+    places, tokens, values = zip(*cells, strict=True)
+    columns = (np.repeat(places, counts), np.concatenate(tokens), np.concatenate(values))
+    return tuple(torch.from_numpy(one).to(device) for one in columns)
+
+
+@dataclass(slots=True, eq=False)
+class Edits:
+    """Those of a Step's draws. rows: of the logits, those with some, ascending; ``add`` asks for them in order."""
+
+    rows: list[int] = field(default_factory=list)
+    _penalties: list[tuple[float, float, float]] = field(default_factory=list)
+    _banned: _Cells = field(default_factory=list)
+    _biased: _Cells = field(default_factory=list)
+    _counted: _Cells = field(default_factory=list)
+    _asked: dict[int, list[Callable[[torch.Tensor], Any]]] = field(default_factory=dict)
+
+    def add(self, row: int, edits: RowEdits, drafts: Sequence[int] = ()) -> None:
+        """The draw from logits ``row``, behind ``drafts`` of the request. Later tokens of it change nothing here."""
+        place, functions = len(self.rows), edits.asked(drafts)
+        banned, (counted, counts) = edits.banned(drafts), edits.counted(drafts)
+        if not (len(banned) or len(counted) or len(edits.bias[0]) or functions):
+            return
+        self.rows.append(row)
+        self._penalties.append(edits.penalties)
+        self._banned.append((place, banned, np.full(len(banned), -np.inf, np.float32)))
+        self._biased.append((place, *edits.bias))
+        self._counted.append((place, counted, counts))
+        if functions:
+            self._asked[place] = functions
+
+    def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, dict[int, Exception]]:
+        """Edited logits of ``rows``, [len(rows), vocabulary], and what went wrong, by row of ``logits``.
+
+        logits: float32[n, vocabulary], left as they are; those of a row that went wrong stay so, too: a function of the
+        caller raised or returned no logits, or no token is left that may be drawn.
+        O(edited rows * vocabulary) to copy, then O(cells).
+        """
+        device = logits.device
+        at = torch.tensor(self.rows, device=device)
+        out = logits[at]
+        wrong: dict[int, Exception] = {}
+        if (banned := _on(device, self._banned)) is not None:
+            out[banned[:2]] = banned[2]
+        if (biases := _on(device, self._biased)) is not None:
+            out.index_put_(biases[:2], biases[2], accumulate=True)
+        for place, functions in self._asked.items():
+            try:
+                for function in functions:
+                    out[place] = _logits_like(out[place], function(out[place].clone()))
+            except Exception as error:  # noqa: BLE001  # the caller's: it ends that request alone
+                wrong[place] = error
+        self._penalise(out)
+        if banned is not None or self._asked:
+            best = out.amax(dim=-1)
+            for place in torch.nonzero(~best.isfinite()).flatten().tolist():
+                wrong.setdefault(place, _undrawable(float(best[place])))
+        for place in wrong:
+            out[place] = logits[self.rows[place]]
+        return out, {self.rows[place]: error for place, error in wrong.items()}
+
+    def _penalise(self, out: torch.Tensor) -> None:
+        counted = _on(out.device, self._counted)
+        if counted is None:
+            return
+        place, token, count = counted
+        penalties = torch.tensor(self._penalties, dtype=out.dtype, device=out.device)[place]
+        repetition, frequency, presence = penalties.unbind(dim=1)
+        old = out[place, token]
+        new = torch.where(old > 0, old / repetition, old * repetition)
+        out[place, token] = new - frequency * count - presence * (count > 0)
+
+
+def _logits_like(given: torch.Tensor, made: object) -> torch.Tensor:
+    if not isinstance(made, torch.Tensor) or made.shape != given.shape:
+        got = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
+        raise ConfigError(f"logits_processors must return logits, one of each of {len(given)} tokens, got {got}")
+    return made
+
+
+def _undrawable(best: float) -> ConfigError:
+    if best == -np.inf:
+        return ConfigError(
+            "no token is left to draw: bad_words, min_tokens or logits_processors leave none; allow at least one"
+        )
+    return ConfigError(f"logits_processors must return numbers and -inf alone, got {best}")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """One entry a row. temperature, top_p, min_p: float64[R]; top_k, seed, position: int64[R].
+    """One entry a row. how: of _HOW. position: int64[R], of the token to draw, counted from the start of the request.
 
-    position: of the token to draw, counted from the start of the request. edits: of the rows' logits; None for none.
+    edits: of the rows' logits; None for none.
     """
 
-    temperature: Float64
-    top_k: Int64
-    top_p: Float64
-    min_p: Float64
-    seed: Int64
+    how: NDArray[np.void]
     position: Int64
     edits: Edits | None = None
 
@@ -51,20 +266,85 @@ class SamplingBatch:
         cls, params: Sequence[SamplingParams], positions: Sequence[int], edits: Edits | None = None
     ) -> SamplingBatch:
         """A batch from one SamplingParams a row."""
-        return cls(
-            temperature=np.asarray([one.temperature for one in params], np.float64),
-            top_k=np.asarray([one.top_k for one in params], np.int64),
-            top_p=np.asarray([one.top_p for one in params], np.float64),
-            min_p=np.asarray([one.min_p for one in params], np.float64),
-            seed=np.asarray([signed_seed(one.seed) for one in params], np.int64),
-            position=np.asarray(positions, np.int64),
-            edits=edits,
-        )
+        return cls(np.array([_how(one) for one in params], _HOW), np.asarray(positions, np.int64), edits)
+
+
+def _how(params: SamplingParams) -> tuple[float, int, float, float, int]:
+    """A row of _HOW."""
+    return params.temperature, params.top_k, params.top_p, params.min_p, signed_seed(params.seed)
 
 
 def signed_seed(seed: int) -> int:
     """``seed`` modulo 2**64 as a signed 64-bit integer."""
     return (seed + (1 << 63)) % _WORD - (1 << 63)
+
+
+class RowState:
+    """Columns over ``rows`` rows; a row's values hold from the Step that begins it to the next that does.
+
+    Rows that change logits (RowEdits.wanted) also keep what decides how.
+    """
+
+    def __init__(self, rows: int, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        self.last_token: Int64 = np.full(rows, NONE_DRAWN, np.int64)
+        self._how = np.zeros(rows, _HOW)
+        self._edited = np.zeros(rows, np.bool_)
+        self._edits: dict[int, RowEdits] = {}
+
+    def check(self, rows: Sequence[NewRow]) -> None:
+        """Raise WorkerError for a row that names tokens which are not there, or words that are no tokens yet."""
+        for new in rows:
+            if any(isinstance(word, str) for word in new.sampling.bad_words):
+                raise WorkerError(
+                    f"bad_words of {new.request_id!r} are text, and a worker has no tokenizer: give their token ids"
+                )
+            if (most := max(new.sampling.named_tokens, default=0)) >= self._vocabulary:
+                raise WorkerError(
+                    f"logit_bias and bad_words of {new.request_id!r} name token {most}: ids are 0 .. "
+                    f"{self._vocabulary - 1}"
+                )
+
+    def begin(self, new: NewRow) -> None:
+        """The row's request is another one, or the same one resumed. O(tokens) where it changes logits, else O(1)."""
+        row, params = new.row, new.sampling
+        self.last_token[row] = NONE_DRAWN
+        self._how[row] = _how(params)
+        self._edits.pop(row, None)
+        self._edited[row] = RowEdits.wanted(params)
+        if self._edited[row]:
+            tokens = new.token_ids.tolist()
+            self._edits[row] = RowEdits(params, tokens, new.num_prompt_tokens, new.held_ids, self._vocabulary)
+
+    def end(self, rows: Int32) -> None:
+        """Rows without a request."""
+        for row in rows.tolist():
+            self._edits.pop(row, None)
+        self._edited[rows] = False
+        self.last_token[rows] = NONE_DRAWN
+
+    def batch(self, rows: Int32, positions: Int64, before: Int64) -> SamplingBatch:
+        """How the token at ``positions[i]`` of ``rows[i]`` is drawn.
+
+        before: the draft in front of it, NO_DRAFT where there is none. Drafts of a row follow one another: each of its
+        draws knows those of the draws before it, too. O(n), and O(cells) for rows that change logits.
+        """
+        return SamplingBatch(self._how[rows], positions, self._edits_of(rows, before) if self._edits else None)
+
+    def _edits_of(self, rows: Int32, before: Int64) -> Edits:
+        edits, drafts = Edits(), list[int]()
+        for draw in np.flatnonzero(self._edited[rows]).tolist():
+            last = before.item(draw)
+            drafts = [] if last == NO_DRAFT else [*drafts, last]
+            edits.add(draw, self._edits[rows.item(draw)], drafts)
+        return edits
+
+    def drawn(self, rows: Int32, tokens: Csr) -> None:
+        """``tokens[i]``, maybe none, were appended to ``rows[i]``."""
+        some = np.flatnonzero(np.diff(tokens.indptr))
+        self.last_token[rows[some]] = tokens.values[tokens.indptr[some + 1] - 1]
+        for i in some[self._edited[rows[some]]].tolist() if self._edits else ():
+            self._edits[rows.item(i)].add(tokens[i].tolist())
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, dict[int, Exception]]:
@@ -89,7 +369,7 @@ def scores(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     parts, wrong = _changed(logits, batch)
     if wrong:
         raise wrong[min(wrong)]
-    out = logits.double() if (batch.temperature > 0).any() else logits.clone()
+    out = logits.double() if (batch.how["temperature"] > 0).any() else logits.clone()
     for at, changed in parts:
         out[at] = changed.to(out.dtype)
     return out
@@ -108,17 +388,15 @@ def _changed(
     if edits is not None and edits.rows:
         edited, wrong = edits.apply(logits)
         parts.append((torch.tensor(edits.rows, device=logits.device), edited))
-    sampled = np.flatnonzero(batch.temperature > 0)
+    sampled = np.flatnonzero(batch.how["temperature"] > 0)
     if len(sampled):
-        at = torch.from_numpy(sampled).to(logits.device)
+        at, how = torch.from_numpy(sampled).to(logits.device), batch.how[sampled]
         chosen = logits[at]
         if edits is not None and edits.rows:
             _, places, of_edited = np.intersect1d(sampled, edits.rows, assume_unique=True, return_indices=True)
             chosen[torch.from_numpy(places).to(at)] = edited[torch.from_numpy(of_edited).to(at)]
-        scaled = chosen.double() / _column(batch.temperature[sampled], logits.device)
-        scaled = _filtered(scaled, batch, sampled)
-        noise = gumbel(batch.seed[sampled], batch.position[sampled], logits.shape[-1], logits.device)
-        parts.append((at, scaled + noise))
+        scaled = _filtered(chosen.double() / _column(how["temperature"], logits.device), how)
+        parts.append((at, scaled + gumbel(how["seed"], batch.position[sampled], logits.shape[-1], logits.device)))
     return parts, wrong
 
 
@@ -144,9 +422,9 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _filtered(scaled: torch.Tensor, batch: SamplingBatch, rows: Int64) -> torch.Tensor:
+def _filtered(scaled: torch.Tensor, how: NDArray[np.void]) -> torch.Tensor:
     """-inf for tokens outside top-k, then top-p, then min-p; a filter that no row uses costs nothing."""
-    top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
+    top_k, top_p, min_p = how["top_k"], how["top_p"], how["min_p"]
     device, vocabulary = scaled.device, scaled.shape[-1]
     if (top_k > 0).any() or (top_p < 1).any():
         ordered, order = scaled.sort(dim=-1, descending=True, stable=True)

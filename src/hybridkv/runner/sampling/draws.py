@@ -1,0 +1,244 @@
+"""What a Step has drawn: which drafts it appends to its rows, and the log probabilities of tokens.
+
+    a row's tokens   [ c  c  c | d0 d1 d2 ]      c: certain, d: drafts
+    logits behind            c   d0 d1 d2        its last certain token and each draft
+    drawn from them         t0   t1 t2 t3        t0 where d0 stands, .., t3 behind d2
+    appended, if d0 = t0 and d1 != t1: t0 t1     two were accepted: a draft, and the token drawn behind it
+
+Every token is drawn as without drafts, by the request's seed and the token's own position. A draft that equals what is
+drawn in its place is accepted; the first draw that differs takes its draft's place and ends the row. So outputs do
+not depend on drafts, sampled ones as little as greedy ones, but for near-ties: arithmetic over another number of
+tokens may round another way. A draft x is accepted with the probability p(x) that the model gives it: that of
+speculative sampling when x was certain to be proposed (Leviathan et al., arXiv 2211.17192, section 2.3). A draft model
+that draws with the same noise agrees more often than one that draws by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hybridkv.errors import WorkerError
+from hybridkv.step import Csr, Logprobs, NewRow, Step
+
+Bool = NDArray[np.bool_]
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+NO_DRAFT: Final = -1
+_OFF: Final = -1
+_ROWS_AT_ONCE: Final = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """The tokens that a Step has drawn, int64[n] each.
+
+    For each row that samples, in order: one behind its last certain token, and one behind each draft.
+    row: index into the Step's rows. place: within the row, from 0. position: of the token in its request.
+    source: index into the Step's tokens of the one whose logits it is drawn from.
+    draft: what was proposed in its place, NO_DRAFT behind the last draft.
+    """
+
+    row: Int64
+    place: Int64
+    position: Int64
+    source: Int64
+    draft: Int64
+
+    @classmethod
+    def of(cls, step: Step) -> Draws:
+        """Those of ``step``. O(rows + drafts)."""
+        drafts = np.diff(step.drafts.indptr)
+        count = np.where(step.samples, drafts + 1, 0)
+        row = np.repeat(np.arange(len(step)), count)
+        ends = np.cumsum(count)
+        place = np.arange(len(row)) - np.repeat(ends - count, count)
+        certain = step.num_computed.astype(np.int64) + step.num_scheduled - drafts
+        last = step.token_ids.indptr[1:] - 1 - drafts
+        draft = np.full(len(row), NO_DRAFT, np.int64)
+        if len(step.drafts.values):
+            draft[place < drafts[row]] = step.drafts.values
+        return cls(row, place, certain[row] + place, last[row] + place, draft)
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def before(self) -> Int64:
+        """Of each draw, the draft that it assumes to be accepted last; NO_DRAFT where it assumes none."""
+        return np.concatenate(([NO_DRAFT], self.draft[:-1]))[: len(self)]
+
+    def kept(self, drawn: Int64) -> Bool:
+        """Which of the tokens ``drawn`` are appended: in every row those up to its first that is not the draft."""
+        if not (self.draft != NO_DRAFT).any():
+            return np.ones(len(self), np.bool_)
+        starts = np.flatnonzero(self.place == 0)
+        differs = np.where(drawn != self.draft, self.place, len(self))  # the last of a row always does
+        first = np.minimum.reduceat(differs, starts)
+        kept: Bool = self.place <= np.repeat(first, np.diff(starts, append=len(self)))
+        return kept
+
+    def appended(self, drawn: Int64, kept: Bool, rows: int) -> Csr:
+        """The ``kept`` ones of the tokens ``drawn``, CSR over the Step's ``rows``."""
+        indptr = np.zeros(rows + 1, np.int64)
+        np.cumsum(np.bincount(self.row[kept], minlength=rows), out=indptr[1:])
+        return Csr(indptr, drawn[kept].astype(np.int32))
+
+
+def check_drafts(step: Step) -> None:
+    """Raise WorkerError unless the drafts of ``step`` are tails of its tokens, behind certain ones of rows that sample.
+
+    O(rows + drafts).
+    """
+    if len(step.drafts) != len(step) or step.drafts.indptr[-1] != len(step.drafts.values):
+        raise WorkerError(f"Step {step.id} has {len(step)} rows, its drafts {len(step.drafts)}: give one list a row")
+    if not len(step.drafts.values):
+        return
+    drafts = np.diff(step.drafts.indptr)
+    wrong = np.flatnonzero((drafts > 0) & ~(step.samples & (drafts < step.num_scheduled)))
+    if len(wrong):
+        raise WorkerError(
+            f"Step {step.id}: row {step.rows[wrong[0]]} has {drafts[wrong[0]]} drafts of "
+            f"{step.num_scheduled[wrong[0]]} tokens: drafts stand behind a certain token, in rows that sample"
+        )
+    inside = np.arange(len(step.drafts.values)) - np.repeat(step.drafts.indptr[:-1], drafts)
+    tail = np.repeat(step.token_ids.indptr[1:] - drafts, drafts) + inside
+    if step.drafts.values.min() < 0 or (step.token_ids.values[tail] != step.drafts.values).any():
+        raise WorkerError(f"Step {step.id}: drafts are token ids, the last of their row's tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How probable a token was where it stands, by log_softmax of the model's logits as they are.
+
+    Temperature, penalties and filters do not show in it.
+    rank: 1 for the most probable; as many tokens are strictly more probable as rank - 1.
+    best: (token id, log probability) of the most probable tokens, best first, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    best: tuple[tuple[int, float], ...]
+
+
+class Targets(NamedTuple):
+    """Tokens whose log probabilities are wanted: int64[E] each.
+
+    source: where the logits behind the token before it are. row: index into the Step's rows. position: of the token
+    in its request. best: how many most probable tokens.
+    """
+
+    source: Int64
+    row: Int64
+    position: Int64
+    token: Int64
+    best: Int64
+
+
+_NONE: Final = Targets(*[np.empty(0, np.int64)] * 5)
+
+
+class LogprobRows:
+    """What each of ``rows`` rows asks for; a row's values hold from the Step that begins it, as in RowState."""
+
+    def __init__(self, rows: int) -> None:
+        self._sampled = np.full(rows, _OFF, np.int64)
+        self._prompts: dict[int, tuple[Int64, int]] = {}
+
+    def begin(self, new: NewRow) -> None:
+        """The row's request is another one, or the same one resumed. O(prompt) where its logprobs are wanted."""
+        wanted, of_prompt = new.sampling.logprobs, new.sampling.prompt_logprobs
+        self._sampled[new.row] = _OFF if wanted is None else wanted
+        self._prompts.pop(new.row, None)
+        if of_prompt is not None:
+            self._prompts[new.row] = new.token_ids[: new.num_prompt_tokens].astype(np.int64), of_prompt
+
+    def end(self, rows: Int32) -> None:
+        """Rows without a request."""
+        self._sampled[rows] = _OFF
+        for row in rows.tolist():
+            self._prompts.pop(row, None)
+
+    def of_prompts(self, step: Step) -> Targets:
+        """Prompt tokens that ``step`` predicts; source: index into its tokens. O(rows) where nobody asks.
+
+        They need the logits behind every token of a prompt but the last: vocabulary numbers of memory a token.
+        """
+        found = [_NONE]
+        for i, row in enumerate(step.rows.tolist()) if self._prompts else ():
+            if row not in self._prompts:
+                continue
+            prompt, best = self._prompts[row]
+            first = int(step.num_computed[i])
+            # the logits behind the last prompt token are those of the first output
+            behind = np.arange(first, min(first + int(step.num_scheduled[i]), len(prompt) - 1))
+            row_of, best_of = np.full_like(behind, i), np.full_like(behind, best)
+            source = step.token_ids.indptr[i] + behind - first
+            found.append(Targets(source, row_of, behind + 1, prompt[behind + 1], best_of))
+        return Targets(*map(np.concatenate, zip(*found, strict=True)))
+
+    def of_drawn(self, step: Step, draws: Draws, drawn: Int64, kept: Bool) -> Targets:
+        """The ``kept`` ones of the tokens ``drawn``; source: index into ``draws``. O(draws)."""
+        best = self._sampled[step.rows[draws.row]]
+        wanted = np.flatnonzero((best != _OFF) & kept)
+        return Targets(wanted, draws.row[wanted], draws.position[wanted], drawn[wanted], best[wanted])
+
+
+def logprobs_of(parts: Sequence[tuple[torch.Tensor, Targets]]) -> Logprobs | None:
+    """The values of every part, in order; None where nothing is wanted.
+
+    parts: logits [n, vocabulary], of which ``source`` names a row for every target. O(targets * vocabulary), and
+    float32[_ROWS_AT_ONCE, vocabulary] of memory at a time.
+    """
+    every = Targets(*map(np.concatenate, zip(*(targets for _, targets in parts), strict=True)))
+    if not len(every.source):
+        return None
+    pieces = [
+        _values(logits, Targets(*(column[start : start + _ROWS_AT_ONCE] for column in targets)))
+        for logits, targets in parts
+        for start in range(0, len(targets.source), _ROWS_AT_ONCE)
+    ]
+    logprob, rank, best_ids, best_logprobs = map(np.concatenate, zip(*pieces, strict=True))
+    return Logprobs(
+        row=every.row.astype(np.int32),
+        position=every.position.astype(np.int32),
+        token=every.token.astype(np.int32),
+        logprob=logprob,
+        rank=rank,
+        best=Csr(np.concatenate(([0], np.cumsum(every.best))), best_ids),
+        best_logprobs=best_logprobs,
+    )
+
+
+def _values(logits: torch.Tensor, targets: Targets) -> tuple[NDArray[Any], ...]:
+    """Of a few targets: log probabilities and ranks, then ids and log probabilities of the most probable tokens."""
+    device = logits.device
+    with torch.inference_mode():
+        values = logits[torch.from_numpy(targets.source).to(device)].float().log_softmax(dim=-1)
+        chosen = values.gather(1, torch.from_numpy(targets.token).to(device)[:, None])
+        rank = (values > chosen).sum(dim=-1) + 1
+        most = values.topk(int(targets.best.max()), dim=-1)
+    found = [one.cpu().numpy() for one in (chosen[:, 0], rank.int(), most.indices.int(), most.values)]
+    kept = np.arange(found[2].shape[1]) < targets.best[:, None]
+    return found[0], found[1], found[2][kept], found[3][kept]
+
+
+def tokens_of(logprobs: Logprobs | None, rows: int) -> list[list[tuple[int, TokenLogprob]]]:
+    """For each of a Step's ``rows``: (position, value), in order. O(values)."""
+    found: list[list[tuple[int, TokenLogprob]]] = [[] for _ in range(rows)]
+    if logprobs is None:
+        return found
+    columns = (logprobs.row, logprobs.position, logprobs.token, logprobs.logprob, logprobs.rank)
+    indptr, ids, values = (one.tolist() for one in (logprobs.best.indptr, logprobs.best.values, logprobs.best_logprobs))
+    for i, (row, position, token, value, rank) in enumerate(zip(*(one.tolist() for one in columns), strict=True)):
+        span = slice(indptr[i], indptr[i + 1])
+        best = tuple(zip(ids[span], values[span], strict=True))
+        found[row].append((position, TokenLogprob(token, value, rank, best)))
+    return found
