@@ -493,7 +493,7 @@ def test_what_fails_behind_a_refused_draft_never_was() -> None:
         ({"logit_bias": {-3: 1.0}}, "token ids of logit_bias must lie in 0"),
         ({"logit_bias": {3: 1e31}}, "logit_bias must lie between -1e"),
         ({"logit_bias": {3: 1.0, "3": 2.0}}, "token 3 twice"),
-        ({"logit_bias": [3]}, "logit_bias must map token ids"),
+        ({"logit_bias": [3]}, "logit_bias must be a mapping of token ids"),
         ({"bad_words": [""]}, "bad_words must be text, and not empty"),
         ({"bad_words": [[]]}, "each of bad_words must be text or a list of token ids"),
         ({"bad_words": [3]}, "each of bad_words must be text or a list of token ids"),
