@@ -22,7 +22,8 @@ from runner_support import TOLERANCE, EngineFactory, EveryLogit, drained, failin
 
 from hybridkv.errors import ConfigError
 from hybridkv.planner.plan import REFERENCE
-from hybridkv.runner import AsyncEngine, Completion, Engine, assembly
+from hybridkv.runner import AsyncEngine, Completion, Engine
+from hybridkv.runner import engine as engine_module
 from hybridkv.runner.drafters import NgramDrafter
 from hybridkv.runner.images import COMPARED, ImageCall, Picture, PromptImages, StepImages, _picture, prompt_images
 from hybridkv.runner.probe import Forwards
@@ -175,7 +176,7 @@ def test_row_by_row_reads_the_same(name: str, make_engine: EngineFactory, monkey
     model = compared.loaded.model
     if hasattr(model.model, "rope_deltas"):  # what generate leaves there would move rows of text
         monkeypatch.setattr(model.model, "rope_deltas", None)
-    monkeypatch.setattr(assembly, "require_same", lambda *_: Forwards.BY_ROW)
+    monkeypatch.setattr(engine_module, "require_same", lambda *_: Forwards.BY_ROW)
     engine = compared.engine(token_budget=13)
     assert engine.runner.forwards is Forwards.BY_ROW
     compared.run(engine)
@@ -221,7 +222,7 @@ def test_a_part_of_an_image_or_a_causal_one_would_show(
 ) -> None:
     compared = Compared("gemma3", make_engine)
     if wrong == "chunks":
-        monkeypatch.setattr(assembly, "attends_both_ways", lambda _: False)
+        monkeypatch.setattr(engine_module, "attends_both_ways", lambda _: False)
     else:
         monkeypatch.setattr(PromptImages, "last_seen", lambda _, first, behind: np.arange(first, behind))
     engine = compared.engine(token_budget=13, prefix_caching=False)
