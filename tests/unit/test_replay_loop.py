@@ -1,10 +1,10 @@
 """The replay loop around the real scheduler and manager: exact hits, the trace's own outputs, simulated time."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
+from token_traces import Given
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
@@ -22,7 +22,6 @@ from hybridkv.simulator import (
     ReplaySettings,
     StepCost,
     TraceRequest,
-    TraceSummary,
     UniformWorkload,
     Workload,
     plan_for_trace,
@@ -32,7 +31,6 @@ from hybridkv.simulator import (
     simulation_of,
 )
 from hybridkv.simulator.loop import run_replicas
-from hybridkv.simulator.trace import summarise
 from hybridkv.step import Step, StepResult
 from hybridkv.units import GiB, MiB
 
@@ -40,20 +38,6 @@ from hybridkv.units import GiB, MiB
 SECOND = StepCost(0, 0, CacheTraffic(), Hardware("second", 1, 1, 1, 1, 1.0))
 MODEL = read_model("llama-3-8b")
 BLOCK_BYTES = int(MODEL.kv_bytes_per_token) * 16
-
-
-@dataclass
-class Given:
-    """Requests made by hand."""
-
-    requests: list[TraceRequest]
-    name: str = "given"
-
-    def summary(self) -> TraceSummary:
-        return summarise(self.requests, self.name)
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        return iter(self.requests)
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """Several replicas behind a router: the counts add up, and each router chooses as it says."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from token_traces import Given
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.journal import AllBlocksCleared, BlockRemoved, BlockStored
@@ -16,33 +16,14 @@ from hybridkv.simulator import (
     Pieces,
     ReplaySettings,
     TraceRequest,
-    TraceSummary,
     UniformWorkload,
     plan_for_trace,
     replay,
     replay_replicas,
 )
 from hybridkv.simulator.fleet import ROUND_ROBIN, FleetReport, _Told
-from hybridkv.simulator.trace import summarise
 
 SOURCE = UniformWorkload(templates=5, conversations=11, gap_s=0.02)
-
-
-class Given:
-    """Requests made by hand."""
-
-    name = "given"
-
-    def __init__(self, *requests: TraceRequest) -> None:
-        self._requests = requests
-
-    def summary(self) -> TraceSummary:
-        return summarise(self._requests, self.name)
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        return iter(self._requests)
-
-
 ANY = ReplaySettings(hardware=H100_UNBOUNDED)
 
 
@@ -55,7 +36,7 @@ def asked(time_s: float, segment: int, prompt: int, output: int = 2) -> TraceReq
 
 
 def shared(*requests: TraceRequest, router: str, replicas: int = 2) -> FleetReport:
-    source = Given(*requests)
+    source = Given(list(requests))
     return replay_replicas(source, plan_of(source), replicas=replicas, router=router)
 
 

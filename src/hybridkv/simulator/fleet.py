@@ -41,14 +41,13 @@ _MOST_DELAY_S: Final = 1e6
 class Router(Protocol):
     """Chooses among replicas, and hears of their steps. events: whether it wants what caches tell."""
 
-    @property
-    def events(self) -> bool: ...  # noqa: D102  # above
+    events: bool = False
 
     def choose(self, request: Request, replicas: Sequence[Replica], now_s: float) -> int:
         """The index of the replica for ``request``."""
 
     def heard(self, at: int, replica: Replica) -> None:
-        """Replica ``at`` took steps."""
+        """Replica ``at`` took steps; nothing depends on it unless a router says so."""
 
 
 def router_named(name: str) -> Callable[[], Router]:
@@ -69,9 +68,7 @@ def router_named(name: str) -> Callable[[], Router]:
     return lambda: _PrefixAware(_Told(delay_s))
 
 
-class _RoundRobin:
-    events = False
-
+class _RoundRobin(Router):
     def __init__(self) -> None:
         self._chosen = 0
 
@@ -79,13 +76,8 @@ class _RoundRobin:
         self._chosen += 1
         return (self._chosen - 1) % len(replicas)
 
-    def heard(self, at: int, replica: Replica) -> None:
-        """Nothing depends on it."""
 
-
-class _LeastLoaded:
-    events = False
-
+class _LeastLoaded(Router):
     def __init__(self) -> None:
         self._sent = Counter[int]()
 
@@ -94,11 +86,8 @@ class _LeastLoaded:
         self._sent[chosen] += 1
         return chosen
 
-    def heard(self, at: int, replica: Replica) -> None:
-        """Nothing depends on it."""
 
-
-class _PrefixAware:
+class _PrefixAware(Router):
     """told: what is known of caches; None: they are asked."""
 
     def __init__(self, told: _Told | None) -> None:
@@ -274,10 +263,9 @@ def _together(
 
 
 def _group(same: Sequence[GroupReport]) -> GroupReport:
-    published, evictions, cached, copies = (
-        sum(getattr(one, name) for one in same) for name in ("published", "evictions", "cached_blocks", "copies")
-    )
-    return replace(same[0], published=published, evictions=evictions, cached_blocks=cached, copies=copies)
+    names = ("published", "evictions", "cached_blocks", "copies")
+    added: dict[str, Any] = {name: sum(getattr(one, name) for one in same) for name in names}
+    return replace(same[0], **added)
 
 
 def _counts(each: Sequence[Mapping[str, int]]) -> dict[str, int]:

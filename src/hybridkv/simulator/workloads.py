@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Final
 
@@ -130,14 +130,8 @@ def _conversations(stream: _Stream, *, outputs_return: bool) -> list[TraceReques
     return requests
 
 
-def chat(stream: _Stream) -> list[TraceRequest]:
-    """Conversations whose prompts repeat all that was said."""
-    return _conversations(stream, outputs_return=True)
-
-
-def think(stream: _Stream) -> list[TraceRequest]:
-    """Conversations whose outputs are not part of the next prompt."""
-    return _conversations(stream, outputs_return=False)
+chat: Final = partial(_conversations, outputs_return=True)
+think: Final = partial(_conversations, outputs_return=False)
 
 
 def agent(stream: _Stream) -> list[TraceRequest]:
