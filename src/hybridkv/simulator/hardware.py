@@ -195,9 +195,8 @@ def machine_in_words(plan: Plan, hardware: Hardware, weights: str, time_scale: f
     model = plan.model
     if not time_scale:
         return "no machine: steps take no time"
-    held = f"{weights} weights of unknown size"
-    if model.parameters:
-        held = f"{format_bytes(round(_weight_bytes(model, weights)))} of {weights} weights"
+    known = format_bytes(round(_weight_bytes(model, weights)))
+    held = f"{known} of {weights} weights" if model.parameters else f"{weights} weights of unknown size"
     memory = f" in {format_bytes(round(hardware.memory_bytes))}" if hardware.memory_bytes else ""
     each = " each" if model.tp > 1 else ""
     return f"{model.tp} x {hardware.name}: {held} + {format_bytes(plan.memory_bytes)} of cache{memory}{each}"

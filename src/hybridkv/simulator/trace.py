@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -38,8 +38,6 @@ _GZIP_MAGIC: Final = b"\x1f\x8b"
 _BOM: Final = b"\xef\xbb\xbf"
 _BETWEEN: Final = " \t\r\n,["
 _CHUNK_BYTES: Final = 1 << 20
-
-T = TypeVar("T")
 
 MOST_LINE_BYTES: Final = 1 << 24
 """Of a line, or of an item of an array: a million tokens, each a piece of its own. Mooncake's ids take 40 KB."""
@@ -63,12 +61,17 @@ def records(path: Path, rows: Callable[[Record], bool]) -> Numbered:
                 return
             columns: list[str] | None = None
             for number, line in _lines(path, file):  # told where it ended
-                if columns is not None:
-                    yield number, _caught(_row, line, columns)
-                elif number == 1 and rows(dict.fromkeys(names := _columns(line))):
-                    columns = names
-                else:
-                    yield number, _caught(_object, line, _BOM if number == 1 else b"")
+                if number == 1:
+                    line = line.removeprefix(_BOM)  # noqa: PLW2901  # a mark, no content
+                    if rows(dict.fromkeys(names := _columns(line))):
+                        columns = names
+                        continue
+                record: Record | MalformedLineError
+                try:
+                    record = _object(line) if columns is None else _row(line, columns)
+                except MalformedLineError as error:
+                    record = error
+                yield number, record
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise TraceError(f"{path}, after line {number}: the gzip data is damaged: {error}") from None
     except OSError as error:
@@ -99,17 +102,10 @@ def _open(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
             yield file
 
 
-def _caught(make: Callable[[bytes, T], Record], line: bytes, with_: T) -> Record | MalformedLineError:
-    try:
-        return make(line, with_)
-    except MalformedLineError as error:
-        return error
-
-
-def _object(line: bytes, mark: bytes) -> Record:
+def _object(line: bytes) -> Record:
     """The JSON object of one line."""
     try:
-        record = json.loads(line.removeprefix(mark))
+        record = json.loads(line)
     except UnicodeDecodeError:
         raise MalformedLineError("not UTF-8 text") from None
     except json.JSONDecodeError as error:
@@ -124,7 +120,7 @@ def _object(line: bytes, mark: bytes) -> Record:
 def _columns(line: bytes) -> list[str]:
     """A first line as names; of what is no CSV whatever it gives."""
     try:
-        return [name.strip() for name in _cells(line.removeprefix(_BOM))]
+        return [name.strip() for name in _cells(line)]
     except MalformedLineError:
         return []
 
@@ -134,7 +130,7 @@ def _row(line: bytes, columns: list[str]) -> Record:
     cells = _cells(line)
     if len(cells) != len(columns):
         raise MalformedLineError(f"{len(cells)} columns, but the first line names {len(columns)}")
-    return dict(zip(columns, cells, strict=True))
+    return dict(zip(columns, map(str.strip, cells), strict=True))
 
 
 def _cells(line: bytes) -> list[str]:
