@@ -56,7 +56,9 @@ def weights_of(kept: RankedResumePoints, shares: TenantShares) -> list[int]:
     blocks: list[set[int]] = [set() for _ in shares.of]
     for node in kept._tree.kept():
         blocks[node.tenant] |= needed(kept, node)
-    bytes_of = [sum(kept._needs.block_bytes[kept._pool.class_of(block)] for block in sorted(mine)) for mine in blocks]
+    bytes_of = [
+        sum(int(kept._blocks._bytes_of[kept._pool.class_of(block)]) for block in sorted(mine)) for mine in blocks
+    ]
     assert sum(map(len, blocks)) == len(set().union(*blocks))
     return bytes_of
 
@@ -93,7 +95,7 @@ class Watch:
             self.wishes[kept] = weights_of(kept, self.shares)
             answer = give_way(kept, needs, now, wants)
             del self.wishes[kept]
-            same("bytes by tenant after a wish", kept._needs.weights.of, weights_of(kept, self.shares))
+            same("bytes by tenant after a wish", kept._blocks.weights.of, weights_of(kept, self.shares))
             return answer
 
         def prefers(rankings: TenantRankings, end: ResumePoint, other: ResumePoint, now: float) -> bool:
@@ -105,7 +107,7 @@ class Watch:
 
     def lowest(self, kept: RankedResumePoints, now: float) -> ResumePoint | None:
         """As the library, and what must be true of it."""
-        weights = list(kept._needs.weights.of)
+        weights = list(kept._blocks.weights.of)
         if kept in self.wishes:  # without the ends that would go for it
             more = [now > before for now, before in zip(weights, self.wishes[kept], strict=True)]
             same("tenants that are charged more for a wish", more, [False] * len(weights))

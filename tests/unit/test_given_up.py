@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from hybridkv.cache.journal import BlockFact, Cleared, Journal, Moved
+from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.spaces.slabs import SlabSpace
+from hybridkv.eviction.blocks import PointBlocks
 from hybridkv.planner.config import ALIGNMENT_BYTES, SlabClass, SlabLayout
 
 Ids = NDArray[np.int32]
@@ -142,3 +145,64 @@ def build(space: SlabSpace, random: Random) -> None:
             space.append(ids)
             if random.random() < 0.6:
                 space.give_up(ids[: random.randrange(len(ids) + 1)])
+
+
+# -- counted
+
+
+def facts_of(pool: BlockPool) -> list[BlockFact]:
+    """What happened to blocks since the last call."""
+    assert pool.journal.blocks is not None
+    found = pool.journal.blocks.copy()
+    pool.journal.blocks.clear()
+    return found
+
+
+def counted(slabs: int, k: int) -> tuple[SlabSpace, BlockPool, PointBlocks]:
+    space = space_of(slabs, k)
+    pool = BlockPool(space.num_blocks, space=space, journal=Journal(ranked=True))
+    return space, pool, PointBlocks([], pool, space, [1])
+
+
+def test_released_blocks_that_nobody_needs_are_given_up() -> None:
+    space, pool, needs = counted(2, 4)
+    ids = pool.get_new_blocks(4)
+    pool.publish(0, ids, [bytes([i]) for i in range(4)])
+    needs._add(ids[:2], 0)
+    assert (needs.all_needed(ids), needs.all_needed(ids[:2])) == (False, True)
+    pool.free_blocks(ids)
+    assert needs.read(facts_of(pool)) == {}
+    assert np.flatnonzero(space.given_up()).tolist() == ids[2:].tolist()
+    assert needs._drop(ids[:1]).tolist() == ids[:1].tolist()
+    needs._add(ids[3:], 0)
+    assert not space.given_up()[ids[3]]
+
+
+def test_what_was_released_twice_is_given_up_where_it_was_released_last() -> None:
+    found = []
+    for at_once in (True, False):
+        space, pool, needs = counted(3, 4)
+        ids = pool.get_new_blocks(8)
+        pool.publish(0, ids, [bytes([i]) for i in range(8)])
+        for released, held in ((ids[:4], ids[1:2]), (ids[4:], ids[4:5]), (ids[[4, 1]], ids[:0])):
+            pool.free_blocks(released)
+            if at_once:
+                needs.read(facts_of(pool))
+            pool.touch(held)
+        needs.read(facts_of(pool))
+        found.append([space.make_room(0, nobody(space)).evicted.tolist() for _ in range(8)])
+    assert found[0] == found[1]
+
+
+def test_a_block_that_loses_its_key_is_needed_by_nobody() -> None:
+    _, pool, needs = counted(2, 4)
+    ids = pool.get_new_blocks(3)
+    pool.publish(0, ids, [b"a", b"b", b"c"])
+    needs._add(ids[:2], 0)
+    pool.evict_blocks(ids[1:])
+    moved = Moved(np.array([[int(ids[1]), 7]]))  # before anybody asked
+    assert needs.read([*facts_of(pool), moved]) == {7: 1}
+    pool.free_blocks(ids)
+    assert pool.reset_prefix_cache()
+    assert isinstance(facts_of(pool)[-1], Cleared)
+    assert not needs.counts[ids[1:]].any()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from cli_support import run
 from eviction_table import serve_alone
+from numpy.typing import NDArray
 
+from cli_support import run
 from hybridkv.cache import CacheOptions, KVCacheManager, Miss, MissReason
+from hybridkv.cache.journal import KeysLost
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
+from hybridkv.observe.block_times import BlockTimes
 from hybridkv.observe.misses import Lost, LostKeys
 from hybridkv.request import Request
 from hybridkv.simulator import H100_UNBOUNDED, ReplaySettings, Workload, plan_for_trace, replay
@@ -91,22 +95,30 @@ def test_without_a_memory_of_losses_nothing_is_explained() -> None:
         served.cache.explain(served.request(PROMPT), -1)
 
 
+class Idle(BlockTimes):
+    """Blocks that were not used for as many seconds as their numbers say."""
+
+    def __init__(self) -> None:
+        super().__init__(10, lambda: 0.0)
+
+    def idle_s(self, ids: Sequence[int], now: float) -> NDArray[np.float64]:  # noqa: ARG002 - as BlockTimes
+        return np.array(ids, np.float64)
+
+
 def test_losses_are_forgotten_by_generations() -> None:
-    now = [0.0]
-    lost = LostKeys(4, (10, 5), lambda: now[0])
+    times = Idle()
+    lost = LostKeys(4, (10, 5), times)
 
     def known(number: int | None) -> Lost | None:
         return None if number is None else lost.lost(number)
 
-    lost.note(0, [b"a"], (), 1)
-    now[0] = 1.0
+    lost.read(KeysLost(0, [b"a"], (), [], 1, 0.0))
     with lost.evicting_for("r"):
-        lost.note(1, [b"b"], [(b"p", b"tail")], 1)  # three: the generation is full
+        lost.read(KeysLost(1, [b"b"], [(b"p", b"tail")], [], 1, 1.0))  # three: the generation is full
     assert (known(lost.whole(0, b"a")), known(lost.whole(1, b"b"))) == (Lost(0.0, 0), Lost(1.0, 10, "r"))
     assert [(tokens, known(number)) for tokens, number in lost.inside(1, b"p")] == [(b"tail", Lost(1.0, 10, "r"))]
-    now[0] = 2.0
-    lost.note(1, [b"b"], (), 1, np.array([7.0]))
-    lost.note(0, [b"c", b"d"], (), 2, np.array([8.0, 9.0]))
+    lost.read(KeysLost(1, [b"b"], (), [7], 1, 2.0))
+    lost.read(KeysLost(0, [b"c", b"d"], (), [8, 9], 2, 2.0))
     assert (lost.whole(0, b"a"), list(lost.inside(1, b"p"))) == (None, [])
     assert (known(lost.whole(1, b"b")), known(lost.whole(0, b"d"))) == (Lost(2.0, 15, None, 7), Lost(2.0, 20, None, 9))
     assert lost.lost_bytes == 40

@@ -10,25 +10,28 @@ from random import Random
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from test_given_up import facts_of
 from test_slab_model import space_of
 
-from hybridkv.cache.journal import Observers
+from hybridkv.cache.journal import Journal
 from hybridkv.cache.pool import BlockPool
-from hybridkv.eviction.blocks import BlockNeeds
+from hybridkv.eviction.blocks import PointBlocks
 
 WAYS = ("told", "takes", "takes and frees", "evicts", "evicts and frees")
 KS = [(1,), (3,), (1, 1), (2, 1), (4, 3), (3, 1, 2)]
 
 
-def pool_of(seed: int) -> tuple[BlockPool, list[int]]:
-    """A pool of some history, and what is held in it, as often as it is, cached all of it. The same for equal seeds."""
+def pool_of(seed: int) -> tuple[BlockPool, list[int], PointBlocks | None]:
+    """A pool of some history, what is held in it, as often as it is, cached all of it, and what resume points need."""
     random = Random(seed)
     ks = random.choice(KS)
     space = space_of(random.randrange(3, 7), ks)
-    needs = BlockNeeds(space, [1] * len(ks)) if random.random() < 0.3 else None
-    observers = Observers() if needs is None else Observers(needs=needs)
-    pool = BlockPool(space.num_blocks, len(ks), space=space, observers=observers)
+    ranked = random.random() < 0.3
+    pool = BlockPool(space.num_blocks, len(ks), space=space, journal=Journal(ranked=ranked))
+    needs = PointBlocks([], pool, space, [1] * len(ks)) if ranked else None
     for step in range(random.randrange(15, 70)):
+        if needs is not None:
+            needs.read(facts_of(pool))
         group, held = random.randrange(len(ks)), held_in(pool)
         if not pool.gives([int(one == group) for one in range(len(ks))]) or (
             len(held) > space.num_slabs and random.random() < 0.4
@@ -38,12 +41,15 @@ def pool_of(seed: int) -> tuple[BlockPool, list[int]]:
         block = pool.take(1, group).ids
         pool.publish(group, block, [b"%d" % step])
         if needs is not None and random.random() < 0.7:
-            needs.add(block, 0)
+            needs.read(facts_of(pool))
+            needs._add(block, 0)
         if random.random() < 0.2:
             pool.touch(block)
     if random.random() < 0.6:  # much is cached
         pool.release(np.array(random.sample(blocks := sorted(set(held_in(pool))), len(blocks) * 3 // 4), np.int32))
-    return pool, held_in(pool)
+    if needs is not None:
+        needs.read(facts_of(pool))
+    return pool, held_in(pool), needs
 
 
 def held_in(pool: BlockPool) -> list[int]:
@@ -79,14 +85,16 @@ def more_after(single: Sequence[tuple[str, int]], freed: NDArray[np.bool_], pool
 
 def compared(seed: int, *, alike: bool = False) -> str:
     """Both ways from the same beginning; which case that was. alike: blocks may move."""
-    (at_once, held), (one_by_one, _) = pool_of(seed), pool_of(seed)
+    (at_once, held, kept), (one_by_one, _, _) = pool_of(seed), pool_of(seed)
     random = Random(-seed)
     needs = [random.choice((0, 1, 1, 2)) for _ in at_once.classes]
     gone = random.sample(held, random.randrange(min(len(held), 3) + 1)) if random.random() < 0.6 else []
     ids = np.array(gone, np.int32)
     last = at_once.last_releases(ids)
     takes = at_once.space.takes_alike if alike else at_once.space.takes_in_any_order
-    if last is None or not (at_once.gives(needs) and takes(at_once.by_class(needs), lambda: bool(gone))):
+    if last is None or not (kept is None or kept.all_needed(ids[last])):
+        return "told"
+    if not (at_once.gives(needs) and takes(at_once.by_class(needs), lambda: bool(gone))):
         return "told"
     single = [("take", group) for group, need in enumerate(needs) for _ in range(need)] + [
         ("free", one) for one in gone

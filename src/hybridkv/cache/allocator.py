@@ -348,7 +348,7 @@ class Slots:
         self._transfers.make_way(missing)
         if not self._pool.space.takes_alike(self._pool.by_class(missing), lambda: self._drops(due.rows, needs)):
             return None
-        if not drop(self._groups, self._pool, due, needs.drop):
+        if not drop(self._groups, self._transfers, due, needs.drop):
             return None
         slots = take(self._groups, self._transfers, due.rows, needs.missing, due.place)
         self._publisher.publish_rows(self._request_rows, due.rows, due.known)
@@ -580,7 +580,7 @@ def needs_of(groups: Sequence[CacheGroup], batch: Batch) -> Needs:
     return Needs(missing, plain, drop)
 
 
-def drop(groups: Sequence[CacheGroup], pool: BlockPool, batch: Batch, columns: Int64) -> bool:
+def drop(groups: Sequence[CacheGroup], transfers: TransferLog, batch: Batch, columns: Int64) -> bool:
     """Drop ``columns`` of each row and group, if single calls would lead to the same; whether it was done.
 
     They would when every block that loses its last holder goes to the back of the free order.
@@ -603,8 +603,9 @@ def drop(groups: Sequence[CacheGroup], pool: BlockPool, batch: Batch, columns: I
     order = np.lexsort((np.concatenate(numbers), owner))
     ids = ids[order]
     ids = ids[ids != 0]
+    pool = transfers.pool
     last = pool.last_releases(ids)
-    if last is None:
+    if last is None or not transfers.keeps_all(ids[last]):
         return False
     for group, rows, upto in parts:
         group.rows.drop_rows(rows, upto)

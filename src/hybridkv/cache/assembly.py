@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from hybridkv.cache.fast_forward import Strides
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.holds import Loads, Locks, Pins
-from hybridkv.cache.journal import NoNeeds, Observers
+from hybridkv.cache.journal import Journal
 from hybridkv.cache.kept import KeptEnds, LastUsed
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
@@ -59,7 +59,7 @@ from hybridkv.cache.residents import Residents
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.cache.transfers import Checkpoints, TransferLog
 from hybridkv.errors import ConfigError, UnsupportedModelError
-from hybridkv.eviction.blocks import BlockNeeds
+from hybridkv.eviction.blocks import PointBlocks
 from hybridkv.eviction.named import EVICTIONS, LRU, Eviction, eviction_named, eviction_of
 from hybridkv.eviction.ranked import RankedResumePoints
 from hybridkv.eviction.ranking import EVERYBODY, TenantRankings, TenantShares
@@ -82,105 +82,6 @@ from hybridkv.specs import (
 from hybridkv.units import MOST_COUNT, shown
 
 _KEYS_APART: Final = 16  # tokens, where there is no attention whose blocks would say it
-
-
-class Layout(Protocol):
-    """placement: where states are kept; None where the specs say it themselves. eviction: what is given up next.
-
-    needs: what kept ends need of the space; None where they are not ranked. shares: of tenants of what is kept.
-    retention: see KVCacheManager.
-    rewrites_states: running states are rewritten in place, so that a failed step leaves them broken. shares_in_part: a
-    branch can begin with blocks that its parent has half filled. keeps_ends: what a request has computed stays to the
-    last token when it ends; publishes_ends: so does what lies before other ends inside blocks. evicts_in_order: free
-    blocks of one size go in the order of their last use. follows_vllm: block ids and steps are those of vLLM.
-    """
-
-    @property
-    def placement(self) -> Placement | None:
-        """See the class."""
-        ...
-
-    @property
-    def eviction(self) -> Eviction:
-        """See the class."""
-        ...
-
-    @property
-    def needs(self) -> BlockNeeds | None:
-        """See the class."""
-        ...
-
-    @property
-    def shares(self) -> TenantShares:
-        """See the class."""
-        ...
-
-    @property
-    def retention(self) -> int | None:
-        """See the class."""
-        ...
-
-    @property
-    def rewrites_states(self) -> bool:
-        """See the class."""
-        ...
-
-    @property
-    def shares_in_part(self) -> bool:
-        """See the class."""
-        ...
-
-    @property
-    def keeps_ends(self) -> bool:
-        """See the class."""
-        ...
-
-    @property
-    def follows_vllm(self) -> bool:
-        """See the class."""
-        ...
-
-    @property
-    def publishes_ends(self) -> bool:
-        """See the class."""
-        ...
-
-    @property
-    def evicts_in_order(self) -> bool:
-        """See the class."""
-        ...
-
-    def publishes(self, spec: KVCacheSpec) -> bool:
-        """Whether anything of a group of ``spec`` can be hit."""
-        ...
-
-    def is_by_digest(self, spec: KVCacheSpec) -> bool:
-        """Whether blocks of a group of ``spec`` are found under the digest of the encoder's input."""
-        ...
-
-    def hash_block(self, kinds: Sequence[GroupKind]) -> int:
-        """Tokens between two keys of a request: the greatest number that divides all blocks that have keys."""
-        ...
-
-    def alignment(self, kinds: Sequence[GroupKind]) -> int:
-        """Tokens of which every hit is a multiple."""
-        ...
-
-    def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
-        """One a kind.
-
-        ConfigError for a hash block that does not divide the blocks, or a retention that cannot be kept;
-        UnsupportedModelError for a kind of layer that has none.
-        """
-        ...
-
-    def num_blocks(self, config: KVCacheConfig) -> int:
-        """Return how many numbers blocks have."""
-        ...
-
-    def pool(self, config: KVCacheConfig, observers: Observers) -> BlockPool:
-        """The blocks of ``config``."""
-        ...
 
 
 def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) -> Layout:
@@ -207,10 +108,7 @@ def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) ->
         return ReferenceLayout(options.retention)
     placed = DEFAULT_PLACEMENT if placement is None else placement
     found = SlabSpace(config.slabs, options.max_moved_bytes) if options.space is None else options.space
-    judges = eviction.ranking is not None and placed.keeps_states
-    sizes = [one.block_bytes for one in config.slabs.classes]
-    needs = BlockNeeds(found, sizes, len(options.shares.of)) if judges else None
-    return NaturalLayout(placed, eviction, found, needs, options.retention, options.published_ends, options.shares)
+    return NaturalLayout(placed, eviction, found, options.retention, options.published_ends, options.shares)
 
 
 def _refuse_shares(config: KVCacheConfig, eviction: Eviction, placement: Placement | None) -> None:
@@ -252,12 +150,24 @@ def can_resume(kinds: Sequence[GroupKind]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLayout:
-    """retention: tokens between the windows and states kept, 0 for those of each request's own edges, None for all."""
+    """vLLM's layout.
+
+    retention: tokens between the windows and states kept, 0 for those of each request's own edges, None for all.
+    placement: where states are kept; None where the specs say it themselves.
+    eviction: what is given up next. ranks: whether resume points are kept by value.
+    shares: of tenants, of what is kept.
+    rewrites_states: running states are rewritten in place, so that a failed step leaves them broken.
+    shares_in_part: a branch can begin with blocks that its parent has half filled.
+    keeps_ends: what a request has computed stays to the last token when it ends; publishes_ends: so does what lies
+        before other ends inside blocks.
+    evicts_in_order: free blocks of one size go in the order of their last use.
+    follows_vllm: block ids and steps are those of vLLM.
+    """
 
     retention: int | None = None
     placement: None = None
     eviction: Eviction = LRU
-    needs: None = None
+    ranks: bool = False
     shares: TenantShares = EVERYBODY
     rewrites_states: bool = False
     shares_in_part: bool = False
@@ -317,22 +227,21 @@ class ReferenceLayout:
         """Return those of the config."""
         return config.num_blocks
 
-    def pool(self, config: KVCacheConfig, observers: Observers) -> BlockPool:
+    def pool(self, config: KVCacheConfig, journal: Journal) -> BlockPool:
         """Blocks of one size in one order."""
-        return BlockPool(config.num_blocks, len(config.groups), observers=observers)
+        return BlockPool(config.num_blocks, len(config.groups), journal=journal)
 
 
 @dataclass(frozen=True, slots=True)
 class NaturalLayout:
-    """space: of this cache alone. needs: what kept ends need of it, where they are ranked.
+    """Blocks of several sizes; see ReferenceLayout.
 
-    retention: is checked, but all is kept. publishes_ends: hits end inside blocks.
+    space: of this cache alone. retention: is checked, but all is kept. publishes_ends: hits end inside blocks.
     """
 
     placement: Placement
     eviction: Eviction
     space: SlabSpace
-    needs: BlockNeeds | None = None
     retention: int | None = None
     publishes_ends: bool = True
     shares: TenantShares = EVERYBODY
@@ -341,6 +250,11 @@ class NaturalLayout:
     keeps_ends: bool = True
     evicts_in_order: ClassVar[bool] = False
     follows_vllm: ClassVar[bool] = False
+
+    @property
+    def ranks(self) -> bool:
+        """Whether resume points are kept by value."""
+        return self.eviction.ranking is not None and self.placement.keeps_states
 
     def publishes(self, spec: KVCacheSpec) -> bool:
         """Tokens, and states if the placement keeps any."""
@@ -393,16 +307,19 @@ class NaturalLayout:
         """Return those of all classes."""
         return self.space.num_blocks
 
-    def pool(self, config: KVCacheConfig, observers: Observers) -> BlockPool:
+    def pool(self, config: KVCacheConfig, journal: Journal) -> BlockPool:
         """Blocks of ``space``. Events are of the decoder's tokens: states and encoder outputs make none."""
         keeps = [group.spec.keeps for group in config.groups]
         return BlockPool(
             self.space.num_blocks,
             len(keeps),
-            observers=observers,
+            journal=journal,
             space=self.space,
             silent=[number for number, kept in enumerate(keeps) if kept in {Keeps.STATE, Keeps.ENCODER}],
         )
+
+
+Layout = ReferenceLayout | NaturalLayout
 
 
 def _span_of(spec: KVCacheSpec) -> Span:
@@ -508,6 +425,7 @@ class CacheParts:
     checkpoints: Checkpoints
     lookup: PrefixLookup
     misses: Misses | None
+    events: EventQueue | None
     times: BlockTimes | None
     loads: Loads
     planner: SlotPlanner
@@ -537,19 +455,21 @@ def assemble(
 
     sizes = [config.block_bytes_of(number) for number in range(len(kinds))]
     most = options.remembered_losses
-    lost = LostKeys(most, sizes, options.clock) if most else None
-    seen = SeenPrompts(most) if most else None
     times = BlockTimes(layout.num_blocks(config), options.clock) if options.block_times else None
-    ranks = found is not None and layout.needs is not None and layout.eviction.ranking is not None
-    observers = Observers(
-        needs=layout.needs if ranks and layout.needs is not None else NoNeeds(),
-        events=EventQueue(options.max_event_blocks) if enable_events else None,
-        tells_ends=enable_events and options.end_events,
-        losses=lost,
-        times=times,
-        begins=None if seen is None else seen.add,
+    lost = LostKeys(most, sizes, times) if most else None
+    seen = SeenPrompts(most) if most else None
+    events = EventQueue(options.max_event_blocks) if enable_events else None
+    ranking = layout.eviction.ranking if found is not None and layout.ranks else None
+    journal = Journal(
+        [observer for observer in (events, seen, lost, times) if observer is not None],
+        options.clock,
+        events=enable_events,
+        ends=enable_events and options.end_events,
+        losses=lost is not None,
+        times=times is not None,
+        ranked=ranking is not None,
     )
-    pool = layout.pool(config, observers)
+    pool = layout.pool(config, journal)
     groups = tuple(
         CacheGroup(number, kind, policy, index, hash_block)
         for number, (kind, policy, index) in enumerate(
@@ -568,19 +488,16 @@ def assemble(
     ends_in = holding_tokens if caching and layout.publishes_ends else []
     retention = Retention(layout.retention, alignment, any(kind.drops for kind in kinds)) if caching else None
     publisher = Publisher(groups, pool, ends_in=ends_in, retention=retention)
-    residents = Residents(groups, publisher, hasher=hasher, tail_tokens=hash_block, begins=observers.begins)
+    residents = Residents(groups, publisher, hasher=hasher, tail_tokens=hash_block, journal=journal)
     placement = layout.placement if caching and layout.placement is not None else NoStates()
     stateful = [group for group in groups if group.states is not None] if placement.keeps_states else []
     kept: KeptEnds = LastUsed(stateful, pool, placement)
-    if caching and layout.needs is not None and layout.eviction.ranking is not None:
-        kept = RankedResumePoints(
-            [group for group in groups if group.kind.publishes],
-            pool,
-            needs=layout.needs,
-            rankings=TenantRankings(layout.eviction.ranking, layout.shares, config.arena_bytes, layout.needs.weights),
-            clock=options.clock,
-            hash_block=hash_block,
-        )
+    if ranking is not None and config.slabs and journal.blocks is not None and isinstance(layout, NaturalLayout):
+        publishing = [group for group in groups if group.kind.publishes]
+        sizes = [one.block_bytes for one in config.slabs.classes]
+        blocks = PointBlocks(publishing, pool, layout.space, sizes, len(layout.shares.of))
+        rankings = TenantRankings(ranking, layout.shares, config.arena_bytes, blocks.weights)
+        kept = RankedResumePoints(pool, blocks=blocks, rankings=rankings, facts=journal.blocks, hash_block=hash_block)
     transfers = TransferLog(groups, pool, publisher=publisher, pins=pins, kept=kept)
     checkpoints = Checkpoints(
         stateful,
@@ -593,7 +510,7 @@ def assemble(
     lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, kept=kept)
     misses = None
     if lost is not None and seen is not None:
-        misses = Misses(residents, lookup, lost=lost, seen=seen, clock=options.clock, hash_block=hash_block)
+        misses = Misses(residents, lookup, lost=lost, seen=seen, journal=journal, hash_block=hash_block)
     loads = Loads(groups, locks)
     planner = SlotPlanner(pool, residents, publisher=publisher, loads=loads, max_model_len=limits.max_model_len)
     slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
@@ -613,6 +530,7 @@ def assemble(
         checkpoints,
         lookup,
         misses,
+        events,
         times,
         loads,
         planner,

@@ -193,4 +193,5 @@ class EngineSide:
         """
         if self._times is None:
             raise ConfigError("nobody counts how long blocks are idle: construct with block_times")
+        self._pool.journal.settle()
         return tuple(self._times.idle(self._pool.keys.in_group(number)) for number in range(len(self._groups)))

@@ -203,7 +203,7 @@ class Strides:
         else:
             ids = self._blocks(some, dropped)
             last = self._pool.last_releases(ids[ids != 0])
-            if last is None:
+            if last is None or not self._transfers.keeps_all(ids[ids != 0][last]):
                 return 0, 0.0
             freed = np.flatnonzero(ids)[last]
             usage = self._peak(taken, _Columns(*(column[freed] for column in dropped)), steps)

@@ -1,10 +1,17 @@
-"""Facts that the core makes, as values, and the observers that hear of them."""
+"""The journal: facts about blocks that the core makes, in order, for others to read later.
+
+    core --record--> observers     KV events, losses, block times, prompts seen; at the step's end, and when asked
+         --blocks--> eviction      before it decides anything, and when room is asked for
+
+Nothing is recorded that nobody reads.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +21,9 @@ from hybridkv.request import Request
 
 Int64 = NDArray[np.int64]
 Ids = NDArray[np.int32] | NDArray[np.int64]
+
+_MOST_FACTS: Final = 4096
+"""Facts that wait at most, for callers that take no steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,137 +142,122 @@ def published_extras(extras: Sequence[Extra | None], stride: int, hash_block_siz
     return joined
 
 
-class Needs(Protocol):
-    """What a pool and its keys tell of blocks."""
+class Named(NamedTuple):
+    """Blocks ``ids`` got a key at ``now``, seconds."""
 
-    def all_needed(self, ids: Ids) -> bool:
-        """Whether none of ``ids`` goes first when nobody holds it."""
-        ...
-
-    def release(self, ids: Ids) -> None:
-        """``ids``, cached, have lost their last holders, in this order."""
-        ...
-
-    def release_one(self, block: int) -> None:
-        """``release`` of one block, without an array."""
-        ...
-
-    def lose(self, ids: Ids) -> None:
-        """``ids`` have lost their keys."""
-        ...
-
-    def lose_one(self, block: int) -> None:
-        """``lose`` of one block, without an array."""
-        ...
-
-    def follow(self, moves: Int64) -> None:
-        """Blocks moved, int64[m, 2] of (source, target)."""
-        ...
-
-    def clear(self) -> None:
-        """No block has a key."""
-        ...
+    ids: Ids
+    now: float
 
 
-class NoNeeds:
-    """Nobody counts: blocks go in the order of their last use."""
+class Used(NamedTuple):
+    """A request holds ``ids`` from ``now`` on, seconds."""
 
-    def all_needed(self, ids: Ids) -> bool:  # noqa: ARG002 - the answer of needs
-        """Always."""
-        return True
-
-    def release(self, ids: Ids) -> None:
-        """Nothing."""
-
-    def release_one(self, block: int) -> None:
-        """Nothing."""
-
-    def lose(self, ids: Ids) -> None:
-        """Nothing."""
-
-    def lose_one(self, block: int) -> None:
-        """Nothing."""
-
-    def follow(self, moves: Int64) -> None:
-        """Nothing."""
-
-    def clear(self) -> None:
-        """Nothing."""
+    ids: Ids
+    now: float
 
 
-class Events(Protocol):
-    """Takes what others are told, oldest first."""
+class Released(NamedTuple):
+    """Blocks ``ids``, cached, lost their last holders, in this order."""
 
-    def put(self, event: KVCacheEvent) -> None:
-        """Add one event."""
-        ...
-
-    def put_removed(self, events: Sequence[BlockRemoved]) -> None:
-        """Add ``events``, of one block each, in this order."""
-        ...
-
-    def take(self) -> list[KVCacheEvent]:
-        """Return the events since the last call, oldest first."""
-        ...
+    ids: Ids
 
 
-class Losses(Protocol):
-    """Remembers the keys that were evicted."""
+class KeysLost(NamedTuple):
+    """Blocks of ``group`` lose ``keys`` and ``tails``, (parent, bytes of tokens) each.
 
-    def note(
-        self,
-        group: int,
-        keys: Sequence[bytes],
-        tails: Sequence[tuple[bytes, bytes]],
-        blocks: int,
-        idle_s: NDArray[np.float64] | None = None,
-    ) -> None:
-        """``blocks`` of ``group`` lose ``keys`` and ``tails``; idle_s: seconds since each was used, where known."""
-        ...
-
-
-class Times(Protocol):
-    """Measures how long blocks keep their keys."""
-
-    def begin(self, ids: Ids) -> None:
-        """``ids`` have a key."""
-        ...
-
-    def hit(self, ids: Ids) -> None:
-        """A request uses ``ids``."""
-        ...
-
-    def end(self, ids: Ids) -> None:
-        """``ids`` lost their last key."""
-        ...
-
-    def clear(self) -> None:
-        """All blocks did."""
-        ...
-
-    def follow(self, sources: Ids, targets: Ids) -> None:
-        """The content of ``sources`` lies in ``targets``."""
-        ...
-
-    def idle_s(self, ids: Ids) -> NDArray[np.float64]:
-        """Return how long ``ids`` were not used, seconds."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Observers:
-    """Who hears of the facts that the core makes, as it makes them; None: nobody.
-
-    needs: which cached blocks go first since no kept resume point needs them. tells_ends: events tell of states and of
-    tokens that end inside a block, too. begins: called with each request that gets a row.
+    blocks: those of the keys, then those of the tails. num_blocks: distinct ones. now: seconds.
     """
 
-    needs: Needs = field(default_factory=NoNeeds)
-    events: Events | None = None
-    tells_ends: bool = False
-    losses: Losses | None = None
-    times: Times | None = None
-    begins: Callable[[Request], None] | None = None
+    group: int
+    keys: Sequence[bytes]
+    tails: Sequence[tuple[bytes, bytes]]
+    blocks: Sequence[int]
+    num_blocks: int
+    now: float
 
 
-NOBODY: Final = Observers()
+class Lost(NamedTuple):
+    """Blocks ``ids`` lost their last key at ``now``, seconds."""
+
+    ids: Ids
+    now: float
+
+
+class Moved(NamedTuple):
+    """Blocks moved, int64[m, 2] of (source, target)."""
+
+    moves: Int64
+
+
+class Cleared(NamedTuple):
+    """All blocks lost their keys at ``now``, seconds."""
+
+    now: float
+
+
+class Begun(NamedTuple):
+    """A request got a row."""
+
+    request: Request
+
+
+BlockFact = Released | Lost | Moved | Cleared
+"""What eviction reads."""
+
+Fact = BlockFact | Named | Used | KeysLost | Begun | KVCacheEvent
+
+
+class Observer(Protocol):
+    """Reads facts; see hybridkv.observe."""
+
+    def read(self, fact: Fact) -> None:
+        """Note ``fact``, the next one in order; others than it knows are ignored."""
+        ...
+
+
+class Journal:
+    """Record facts until they are read.
+
+    observers: read every fact that is recorded, in this order.
+    clock: seconds.
+    events: whether KV events are recorded. ends: whether they tell of states, and of tokens that end inside a block.
+    losses: whether an observer remembers the keys that blocks lost.
+    times: whether an observer measures how long blocks keep their keys.
+    ranked: whether an eviction reads what happens to blocks.
+
+    Attributes
+        observed: whether there are observers.
+        pending: facts that the observers have not read. The core records them where an attribute says so.
+        blocks: facts that the eviction has not read; None without one that reads.
+    """
+
+    def __init__(
+        self,
+        observers: Sequence[Observer] = (),
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        events: bool = False,
+        ends: bool = False,
+        losses: bool = False,
+        times: bool = False,
+        ranked: bool = False,
+    ) -> None:
+        self.events, self.ends, self.losses, self.times = events, ends, losses, times
+        self.observed = bool(observers)
+        self.clock = clock
+        self.pending: list[Fact] = []
+        self.blocks: list[BlockFact] | None = [] if ranked else None
+        self._observers = tuple(observers)
+
+    def record(self, fact: Fact) -> None:
+        """Record ``fact`` for the observers."""
+        self.pending.append(fact)
+        if len(self.pending) >= _MOST_FACTS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Let the observers read all that was recorded since the last call. O(facts)."""
+        facts, self.pending = self.pending, []
+        for fact in facts:
+            for observer in self._observers:
+                observer.read(fact)

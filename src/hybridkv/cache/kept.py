@@ -12,16 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.journal import Ids
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.request import Request
-
-Int64 = NDArray[np.int64]
 
 
 class KeptEnds(Protocol):
@@ -63,8 +59,8 @@ class KeptEnds(Protocol):
         """``n`` blocks of ``group`` will be taken."""
         ...
 
-    def follow(self, moves: Int64) -> None:
-        """Blocks moved, int64[m, 2] of (source, target)."""
+    def all_needed(self, ids: Ids) -> bool:
+        """Whether none of ``ids``, cached, is given up when it is released."""
         ...
 
     def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
@@ -125,8 +121,9 @@ class LastUsed:
     def make_way(self, n: int, group: int) -> None:
         """Nothing: the space evicts as it is."""
 
-    def follow(self, moves: Int64) -> None:
-        """Nothing: states are found by their keys."""
+    def all_needed(self, ids: Ids) -> bool:  # noqa: ARG002 - as above
+        """Always: nothing is given up."""
+        return True
 
     def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
         """No ends are known."""

@@ -19,14 +19,16 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.index import MOST_TAILS, TOKEN_BYTES, PrefixIndex, Tail
 from hybridkv.cache.journal import (
-    NOBODY,
     AllBlocksCleared,
     BlockRemoved,
+    Cleared,
     EndKept,
     EndLost,
-    KVCacheEvent,
-    Losses,
-    Observers,
+    Journal,
+    KeysLost,
+    Lost,
+    Moved,
+    Named,
 )
 from hybridkv.errors import CacheError
 
@@ -49,14 +51,14 @@ def _wrapped(count: int) -> int:
 class BlockKeys:
     """Keys of ``num_blocks`` blocks in ``num_groups`` groups.
 
-    observers: hear of keys. silent: groups with keys that make no events.
+    journal: where facts are recorded. silent: groups with keys that make no events.
     Attributes for reading: indexes (one a group), each_group (of the keys of each block, -1 without key), evictions
     (keys lost so far; grows with ``clear`` and with moves too: a remembered block is looked up anew), given and lost
     (blocks that got their first key and that lost their last, so far, per group).
     """
 
     def __init__(
-        self, num_blocks: int, num_groups: int = 1, *, observers: Observers = NOBODY, silent: Sequence[int] = ()
+        self, num_blocks: int, num_groups: int = 1, *, journal: Journal | None = None, silent: Sequence[int] = ()
     ) -> None:
         self.evictions = 0
         self.indexes = tuple(PrefixIndex(self) for _ in range(num_groups))
@@ -70,9 +72,7 @@ class BlockKeys:
         self.each_group, self._each_step = self._group.data, self._step.data  # quick to read and write singly
         self._each_lost_at = self._lost_at.data
         self._supersedable: set[int] = set()
-        self._events, self._needs = observers.events, observers.needs
-        self._losses, self._times = observers.losses, observers.times
-        self.tells_ends = observers.tells_ends
+        self.journal = Journal() if journal is None else journal
 
     # -- answers
 
@@ -135,8 +135,8 @@ class BlockKeys:
         if step != WRITTEN:
             self._step[where] = step
         self.indexes[group].add(keys, where.tolist())
-        if self._times is not None:
-            self._times.begin(where)
+        if self.journal.times:
+            self.journal.record(Named(where, self.journal.clock()))
 
     def publish_one(self, group: int, block: int, key: bytes, step: int) -> None:
         """``publish`` of one block, without arrays of one element."""
@@ -150,8 +150,8 @@ class BlockKeys:
         self.each_group[block] = group
         if step != WRITTEN:
             self._each_step[block] = step
-        if self._times is not None:
-            self._times.begin(np.array([block]))
+        if self.journal.times:
+            self.journal.record(Named(np.array([block]), self.journal.clock()))
 
     def knows_tail(self, group: int, parent: bytes, tokens: bytes) -> bool:
         """Whether some block of ``group`` is published for ``tokens`` (bytes of int32) behind ``parent``. O(1)."""
@@ -164,8 +164,8 @@ class BlockKeys:
         """
         self._begin(group, block, step)
         index = self.indexes[group]
-        if self.tells_ends and len(tails := index.tails_of(parent)) == MOST_TAILS:
-            self.emit(EndLost(group, parent, tails[0].tokens))
+        if self.journal.ends and len(tails := index.tails_of(parent)) == MOST_TAILS:
+            self.journal.record(EndLost(group, parent, tails[0].tokens))
         gone = index.add_tail(parent, Tail(tokens, block, len(tokens) // TOKEN_BYTES))
         if gone is None:
             return None
@@ -187,8 +187,7 @@ class BlockKeys:
         """``evict`` of one block: without arrays of one element, where nobody wants to hear of it."""
         group, key = self.each_group[block], self.key_of(block)
         index = self.indexes[group]
-        told = self._events is not None or self._losses is not None or self._times is not None
-        if told or key is None or index.num_tails:
+        if self.journal.observed or key is None or index.num_tails:
             self.evict(np.array([block], np.int32))
             return
         index.remove(key, block)
@@ -196,7 +195,8 @@ class BlockKeys:
         self._keys[block] = None
         self.each_group[block], self._each_step[block] = _NO_GROUP, WRITTEN
         self._supersedable.discard(block)
-        self._needs.lose_one(block)
+        if self.journal.blocks is not None:
+            self.journal.blocks.append(Lost(np.array([block]), 0.0))
         self.evictions += 1
         self._each_lost_at[block] = _wrapped(self.evictions)
 
@@ -204,11 +204,11 @@ class BlockKeys:
         """The indexes know nothing of ``ids`` any longer; events say so."""
         where = ids.astype(np.int64)
         blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
-        if self._losses is not None:
-            self._remember(self._losses, blocks, keys, groups)
-        for group, index in enumerate(self.indexes if self.tells_ends else ()):
+        if self.journal.losses:
+            self._record_lost(blocks, keys, groups)
+        for group, index in enumerate(self.indexes if self.journal.ends else ()):
             for _, parent, tokens in index.tails_in(blocks) if index.num_tails else ():
-                self.emit(EndLost(group, parent, tokens))
+                self.journal.record(EndLost(group, parent, tokens))
         tailed = self._forget_tails(blocks, groups)
         for group, count in enumerate(np.bincount(groups).tolist()):
             self.lost[group] += count
@@ -226,19 +226,16 @@ class BlockKeys:
                 self.indexes[group].remove(key, block)
         self._emit_removed(keys, groups, where)
 
-    def _remember(
-        self, lost: Losses, blocks: Sequence[int], keys: Sequence[bytes | None], groups: Sequence[int]
-    ) -> None:
-        """``blocks`` lose ``keys`` and tails in ``groups``."""
+    def _record_lost(self, blocks: Sequence[int], keys: Sequence[bytes | None], groups: Sequence[int]) -> None:
+        """Record that ``blocks`` lose ``keys`` and tails in ``groups``."""
         for group in sorted(set(groups)):
             mine = [(block, key) for block, key, of in zip(blocks, keys, groups, strict=True) if of == group]
-            index, idle_s = self.indexes[group], None
+            index = self.indexes[group]
             tails = index.tails_in([block for block, _ in mine]) if index.num_tails else []
-            if self._times is not None:
-                timed = [block for block, key in mine if key is not None] + [mine[place][0] for place, *_ in tails]
-                idle_s = self._times.idle_s(np.array(timed, np.int64))
             named = [key for _, key in mine if key is not None]
-            lost.note(group, named, [(parent, tokens) for _, parent, tokens in tails], len(mine), idle_s)
+            timed = [block for block, key in mine if key is not None] + [mine[place][0] for place, *_ in tails]
+            lost = [(parent, tokens) for _, parent, tokens in tails]
+            self.journal.record(KeysLost(group, named, lost, timed, len(mine), self.journal.clock()))
 
     def _forget_tails(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
         """The tails of ``blocks``, of ``groups``, go; which of them had one."""
@@ -257,10 +254,15 @@ class BlockKeys:
         self._group[where] = _NO_GROUP
         self._step[where] = WRITTEN
         self._supersedable.difference_update(ids.tolist() if self._supersedable else ())
-        self._needs.lose(where)
-        if self._times is not None:
-            self._times.end(where)
+        self._record(Lost(where, self.journal.clock() if self.journal.times else 0.0))
         self._note_lost(ids)
+
+    def _record(self, fact: Lost | Moved | Cleared) -> None:
+        """Record what happened to blocks, for the eviction and for who measures times."""
+        if self.journal.blocks is not None:
+            self.journal.blocks.append(fact)
+        if self.journal.times:
+            self.journal.record(fact)
 
     def _note_lost(self, ids: Int32) -> None:
         """``ids`` lost a key each, just now."""
@@ -273,13 +275,12 @@ class BlockKeys:
             self.lost[group] += count
             self.indexes[group].clear()
         self._supersedable.clear()
-        self._needs.clear()
-        if self._times is not None:
-            self._times.clear()
+        self._record(Cleared(self.journal.clock()))
         self._keys.fill(None)
         self._group.fill(_NO_GROUP)
         self._step.fill(WRITTEN)
-        self.emit(AllBlocksCleared())
+        if self.journal.events:
+            self.journal.record(AllBlocksCleared())
         self.evictions += 1
         self._lost_at.fill(_wrapped(self.evictions))
 
@@ -301,9 +302,7 @@ class BlockKeys:
         if self._supersedable:
             new = dict(moves.tolist())
             self._supersedable = {new.get(block, block) for block in self._supersedable}
-        self._needs.follow(moves)
-        if self._times is not None:
-            self._times.follow(sources, targets)
+        self._record(Moved(moves))
         self.evictions += 1
         self._lost_at[sources] = _wrapped(self.evictions)
 
@@ -351,32 +350,18 @@ class BlockKeys:
 
     # -- events
 
-    @property
-    def events_enabled(self) -> bool:
-        """Whether events are collected."""
-        return self._events is not None
-
-    def emit(self, event: KVCacheEvent) -> None:
-        """Collect an event, if events are on."""
-        if self._events is not None:
-            self._events.put(event)
-
     def _emit_removed(self, keys: Sequence[bytes], groups: Sequence[int], ids: Int64) -> None:
         """An event for each of ``keys``, of ``ids`` in ``groups``, that had been written."""
-        if self._events is None:
+        if not self.journal.events:
             return
-        if self.tells_ends:  # of states the last one of a key is told
+        if self.journal.ends:  # of states the last one of a key is told
             for key, group in zip(keys, groups, strict=True):
                 if group in self._silent and self.indexes[group].get(key) is None:
-                    self.emit(EndLost(group, key))
+                    self.journal.record(EndLost(group, key))
         written = (self._step[ids] == WRITTEN).tolist()
-        self._events.put_removed(
-            [
-                BlockRemoved(block_hashes=(key,), group_idx=group)
-                for key, group, done in zip(keys, groups, written, strict=True)
-                if done and group not in self._silent
-            ]
-        )
+        for key, group, done in zip(keys, groups, written, strict=True):
+            if done and group not in self._silent:
+                self.journal.record(BlockRemoved(block_hashes=(key,), group_idx=group))
 
     # -- what else can be hit: states, tokens that end inside a block
 
@@ -387,7 +372,3 @@ class BlockKeys:
         if end.tail:
             block = next((tail.block for tail in index.tails_of(end.parent) if tail.tokens == end.tail), None)
         return None if block is None else self.step_of(block)
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """Events since the last call, oldest first; empty when they are off."""
-        return [] if self._events is None else self._events.take()

@@ -489,7 +489,10 @@ class KVCacheManager:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call; empty when they are off."""
-        return self.block_pool.take_events()
+        if self._parts.events is None:
+            return []
+        self.block_pool.journal.settle()
+        return self._parts.events.take()
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Statistics since the last call; None when they are off."""
@@ -500,6 +503,7 @@ class KVCacheManager:
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds now. O(num_blocks)."""
+        self.block_pool.journal.settle()
         counts = cache_statistics(
             self.block_pool, self.groups, len(self._residents), self.pins.num_blocks, self._parts.times
         )

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import instance, instances, integer
-from hybridkv.cache.journal import NOBODY, KVCacheEvent, Observers
+from hybridkv.cache.journal import Journal, Released, Used
 from hybridkv.cache.keys import WRITTEN, BlockKeys
 from hybridkv.cache.spaces.one_size import FreeOrder
 from hybridkv.cache.spaces.slabs import SlabSpace
@@ -52,7 +52,7 @@ class Taken(NamedTuple):
 class BlockPool:
     """``num_blocks`` blocks, 0 .. num_blocks - 1; block 0 is the null block, never handed out.
 
-    num_groups: how many prefix indexes there are. observers: hear of the facts that the pool makes.
+    num_groups: how many prefix indexes there are. journal: where facts are recorded.
     space: where free blocks come from, by default a FreeOrder of all but the null block. silent: groups whose keys
     make no events.
     Attributes for reading: space, keys (what the blocks carry), indexes (theirs, one a group), num_reserved (taken for
@@ -65,19 +65,18 @@ class BlockPool:
         num_blocks: int,
         num_groups: int = 1,
         *,
-        observers: Observers = NOBODY,
+        journal: Journal | None = None,
         space: SlabSpace | None = None,
         silent: Sequence[int] = (),
     ) -> None:
         if integer("num_blocks", num_blocks, most=MOST_COUNT) < 1:
             raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
         integer("num_groups", num_groups, 1, MOST_COUNT)
-        instance("observers", observers, Observers)
         self.num_blocks = num_blocks
         self.num_reserved = 0
         self.moved = 0
-        self._needs, self._times = observers.needs, observers.times
-        self.keys = BlockKeys(num_blocks, num_groups, observers=observers, silent=silent)
+        self.keys = BlockKeys(num_blocks, num_groups, journal=journal, silent=silent)
+        self.journal = self.keys.journal
         self.indexes = self.keys.indexes
         self.epoch = 0
         self.classes = (0,) * num_groups if space is None else space.class_of_group
@@ -302,8 +301,8 @@ class BlockPool:
         free = ids[self._ref[ids] == 0]
         if free.size:
             self.space.remove(free)
-        if self._times is not None:
-            self._times.hit(ids)
+        if self.journal.times:
+            self.journal.record(Used(ids.copy(), self.journal.clock()))
         self._ref[ids] += 1
         self.epoch += 1
 
@@ -337,7 +336,8 @@ class BlockPool:
                 self.space.prepend(ids[~cached])
                 ids = ids[cached]
         self.space.append(ids)
-        self._needs.release(ids)
+        if self.journal.blocks is not None and ids.size:
+            self.journal.blocks.append(Released(ids))
         self.epoch += 1
 
     def release_one(self, block: int) -> None:
@@ -349,7 +349,8 @@ class BlockPool:
         if held == 1:
             if self.keys.each_group[block] >= 0:
                 self.space.append_one(block)
-                self._needs.release_one(block)
+                if self.journal.blocks is not None:
+                    self.journal.blocks.append(Released(np.array([block])))
             else:
                 self.space.prepend_one(block)
         self.epoch += 1
@@ -357,7 +358,7 @@ class BlockPool:
     def last_releases(self, ids: Int32) -> NDArray[np.bool_] | None:
         """Which of ``ids``, given back one after the other, lose their last holder by it, bool[n]; some may come twice.
 
-        None unless each of those goes to the back of the free order: cached, and kept.
+        None unless each of those is cached, so that it goes to the back of the free order.
         """
         where = ids.astype(np.int64)
         last = self._ref[where] == 1
@@ -368,14 +369,15 @@ class BlockPool:
             nth[order] = np.arange(1, len(where) + 1) - np.repeat(first, np.diff(first, append=len(where)))
             last = self._ref[where] == nth
         gone = where[last]
-        return last if self.keys.are_on(gone).all() and self._needs.all_needed(gone) else None
+        return last if self.keys.are_on(gone).all() else None
 
     def release_in_turn(self, ids: Int32, last: NDArray[np.bool_]) -> None:
         """One holder less of ``ids``, one after the other; ``last`` as last_releases says."""
         where = ids.astype(np.int64)
         np.subtract.at(self._ref, where, 1)
         self.space.append(where[last])
-        self._needs.release(where[last])
+        if self.journal.blocks is not None and len(where):
+            self.journal.blocks.append(Released(where[last]))
         self.epoch += 1
 
     def free_many(self, parts: Sequence[Int32]) -> None:
@@ -402,7 +404,8 @@ class BlockPool:
         # what goes first: a later part before an earlier one
         self.space.prepend(ids[~cached][np.argsort(-part_of[~cached], kind="stable")])
         self.space.append(ids[cached])
-        self._needs.release(ids[cached][np.argsort(-part_of[cached], kind="stable")])
+        if self.journal.blocks is not None:
+            self.journal.blocks.append(Released(ids[cached][np.argsort(-part_of[cached], kind="stable")]))
         self.epoch += 1
 
     def _held(self, ids: Int64) -> Int32:
@@ -494,10 +497,6 @@ class BlockPool:
         self.keys.clear()
         self.epoch += 1
         return True
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """Events since the last call, oldest first; empty when they are off."""
-        return self.keys.take_events()
 
 
 def _double_free(block: int) -> BlockError:

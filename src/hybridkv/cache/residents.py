@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import instance, integers
 from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.journal import Begun, Journal
 from hybridkv.cache.policies import UNPUBLISHED
 from hybridkv.cache.publisher import Publisher
 from hybridkv.errors import CacheError, ConfigError
@@ -46,7 +47,7 @@ class Residents:
         *,
         hasher: Hasher | None,
         tail_tokens: int,
-        begins: Callable[[Request], None] | None = None,
+        journal: Journal,
     ) -> None:
         self.request_rows = RequestRows(tail_tokens, promised=self._promised)
         self.groups = tuple(groups)
@@ -54,7 +55,7 @@ class Residents:
         self._publisher = publisher
         self._hasher = hasher
         self._publishes = hasher is not None
-        self._begins = begins
+        self._journal = journal
         self._by_id: dict[str, Request] = {}
         self._next_event = np.zeros(0, np.int64)
 
@@ -111,8 +112,8 @@ class Residents:
         if request.multimodal or request.encoder is not None:
             self.names.know(request)
         self._by_id[request.request_id] = request
-        if self._begins is not None:
-            self._begins(request)
+        if self._journal.observed:
+            self._journal.record(Begun(request))
         if self.request_rows.capacity > len(self._next_event):
             self._next_event = grown(self._next_event, self.request_rows.capacity)
             for group in self.groups:

@@ -304,6 +304,10 @@ class TransferLog:
         """Whether evictions give up ends, one against the other."""
         return self._ends.ranks
 
+    def keeps_all(self, ids: Int32) -> bool:
+        """Return whether none of ``ids``, cached, is given up when it is released."""
+        return self._ends.all_needed(ids)
+
     @property
     def held(self) -> list[int]:
         """Blocks held for the step, sources first."""
@@ -367,7 +371,6 @@ class TransferLog:
                 group.rows.rewrite(sources[held], targets[held])
         self._publisher.follow(sources, targets)
         self._pins.follow(sources, targets)
-        self._ends.follow(moves)
         self._moves.append(moves)
         new = dict(moves.tolist())
         for copy in self._copies:
@@ -386,6 +389,8 @@ class TransferLog:
 
     def take_transfers(self) -> Transfers:
         """All of it, and nothing is held any longer. O(transfers)."""
+        if self.pool.journal.pending:
+            self.pool.journal.settle()
         if self.idle:
             self.pool.space.begin_step()
             return Transfers((), (), _NO_BLOCKS)

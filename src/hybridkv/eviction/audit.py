@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def check_points(kept: RankedResumePoints) -> Iterator[str]:
     """Every invariant of ``kept`` that does not hold. O(ends and segments)."""
-    needs, points = kept._needs, kept._tree.kept()
+    needs, points = kept._blocks, kept._tree.kept()
     wrong = np.flatnonzero(kept._blocks.counted(points) != needs.counts)
     yield from (f"block {block} is needed by {needs.counts[block]} ends by count" for block in wrong.tolist())
     at: dict[bytes, list[ResumePoint]] = {}

@@ -12,7 +12,7 @@ A block that no kept resume point needs and no request holds can never be hit wi
     payers[block]   of several tenants, the one whose resume point needed it first; charged until no one needs it
     owners[block]   the resume points that need it by themselves: a state, or what holds their last tokens
 
-A block that loses its key is needed no longer: ``take_lost`` says which of them a resume point still counted on.
+What happens to blocks is read from the journal, in order: see ``read``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.journal import BlockFact, Ids, Lost, Moved, Released
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.eviction.ranking import ResumePoint, Weights
@@ -45,7 +46,6 @@ from hybridkv.request import Request
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-Ids = NDArray[np.int32] | NDArray[np.int64]
 
 _FEW: Final = 3
 """Up to so many blocks, pricing each takes less time than seeing whether all have one size."""
@@ -55,18 +55,35 @@ class PointBlocks:
     """Count the blocks of resume points as they come and go.
 
     groups: all that publish.
-    needs: how many resume points need each block of ``pool``.
+    space: of ``pool``.
+    block_bytes: of each class.
+    tenants: among whom ``weights`` divides what is needed.
 
     Attributes
         owners: block -> the resume points that need it by themselves.
+        counts: int32[blocks], resume points that need each block.
+        payers: int32[blocks], the tenant that is charged for each block; empty for a single tenant.
+        weights: bytes that each tenant is charged.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, needs: BlockNeeds) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        pool: BlockPool,
+        space: SlabSpace,
+        block_bytes: Sequence[int],
+        tenants: int = 1,
+    ) -> None:
         self.owners: dict[int, list[ResumePoint]] = {}
+        self.space = space
+        space.take_given_first()
+        self.counts = np.zeros(pool.num_blocks, np.int32)
+        self._each = self.counts.data  # quick to read singly
+        self.weights = Weights(tenants)
+        self.payers = np.zeros(pool.num_blocks if tenants > 1 else 0, np.int32)
         self._pool = pool
-        self._needs = needs
-        self._bytes = np.array(needs.block_bytes, np.int64)
-        self._bytes_of = [float(size) for size in needs.block_bytes]
+        self._bytes = np.array(block_bytes, np.int64)
+        self._bytes_of = [float(size) for size in block_bytes]
         tokens = [one for one in groups if one.states is None and not one.kind.by_digest]
         self._states = tuple(one for one in groups if one.states is not None)
         self._full = tuple(one for one in tokens if one.policy.hits.downward_closed)
@@ -125,13 +142,13 @@ class PointBlocks:
         taken: bytes that each tenant is charged no longer without them; those of ``point`` are added.
         """
         ids = np.array(point.own + self._besides(point), np.int64)
-        counts = self._needs.counts[ids]
+        counts = self.counts[ids]
         shared = ids[counts > 1].tolist()
         gone.update(shared)
-        last = [block for block in shared if gone[block] == self._needs.counts.item(block)]
+        last = [block for block in shared if gone[block] == self.counts.item(block)]
         loose = np.concatenate((ids[counts == 1], np.array(last, np.int64)))
-        if self._needs.payers.size:
-            self._needs.take_off(loose, taken)
+        if self.payers.size:
+            self._take_off(loose, taken)
         loose = loose[self._pool.ref_counts(loose) == 0]
         classes = np.searchsorted(self._pool.bases, loose, side="right") - 1
         found: list[int] = np.bincount(classes, minlength=len(self._bytes)).tolist()
@@ -146,7 +163,7 @@ class PointBlocks:
         for group in self._full:
             keys = _columns(group, request.hashes[parent.depth : point.depth], parent.depth)
             found = np.array(group.index.blocks_of(keys), np.int64)
-            counts[self._pool.classes[group.number]] += int(np.count_nonzero(self._needs.counts[found] == 0))
+            counts[self._pool.classes[group.number]] += int(np.count_nonzero(self.counts[found] == 0))
         size = int(np.dot(self._bytes, counts))
         return (point.tokens - parent.tokens) / size if size else 0.0
 
@@ -161,7 +178,7 @@ class PointBlocks:
 
     def _price(self, ids: list[int]) -> float:
         """Return the bytes of ``ids``, each shared by those that need it."""
-        sizes, bases, counts = self._bytes_of, self._pool.bases, self._needs.each
+        sizes, bases, counts = self._bytes_of, self._pool.bases, self._each
         if len(ids) > _FEW and (of := bisect_right(bases, min(ids))) == bisect_right(bases, max(ids)):
             size = sizes[of - 1]
             return sum([size / (counts[block] or 1) for block in ids])
@@ -182,7 +199,7 @@ class PointBlocks:
         if segment is None or window is None:
             point.segment, point.parent, point.own = [], None, []
             return None
-        self._needs.add(np.array(segment + window + own, np.int64), point.tenant)
+        self._add(np.array(segment + window + own, np.int64), point.tenant)
         for block in own:
             self.owners.setdefault(block, []).append(point)
         following = self._following(request, point)
@@ -205,7 +222,7 @@ class PointBlocks:
     def _pass_on(self, keys: Sequence[bytes], start: int, times: int) -> None:
         """Let ``times`` resume points leave the hash blocks ``keys``, from ``start`` on, to another."""
         for group in self._full if times else ():
-            self._needs.counts[group.index.blocks_of(_columns(group, keys, start))] -= times
+            self.counts[group.index.blocks_of(_columns(group, keys, start))] -= times
 
     def _following(self, request: Request, point: ResumePoint) -> set[bytes]:
         """Return the known keys of blocks that begin with the last tokens of ``point``, which fill none."""
@@ -239,13 +256,13 @@ class PointBlocks:
             gone += (segment or [])[::-1]
         elif segment:
             ids = np.array(segment, np.int64)
-            self._needs.counts[ids] += len(children) - 1
-            self._needs.hand_on(ids, children[0].tenant)
-        loose = self._needs.drop(np.array(gone, np.int64))
+            self.counts[ids] += len(children) - 1
+            self._hand_on(ids, children[0].tenant)
+        loose = self._drop(np.array(gone, np.int64))
         if loose.size:
             loose = loose[self._pool.ref_counts(loose) == 0]
         if loose.size:
-            self._needs.space.give_up(loose)
+            self.space.give_up(loose)
         parent, children = self.cut(point)
         changed = children + changed
         if not parent.children or self.overlaps:
@@ -280,15 +297,65 @@ class PointBlocks:
 
     # -- what happens to blocks
 
-    def follow(self, moves: Int64) -> None:
-        """Follow blocks that moved, int64[m, 2] of (source, target). O(moves)."""
+    def read(self, facts: Sequence[BlockFact]) -> dict[int, int]:
+        """Follow what happened to blocks. O(their blocks).
+
+        Blocks that no resume point needs are given up once no request holds them, in the order in which they were
+        released last. Blocks that lost their keys are needed no longer.
+
+        facts: in order. No block moves after it is released: room is made, and so facts are read, before blocks move.
+
+        Returns the blocks that lost their keys while they were needed, each with how many resume points needed it.
+        """
+        lost, released = dict[int, int](), list[Int64]()
+        for fact in facts:
+            match fact:
+                case Released(ids):
+                    released.append(ids.astype(np.int64))
+                case Lost(ids):
+                    needed = ids[self.counts[ids] > 0]
+                    if needed.size:
+                        lost.update(zip(needed.tolist(), self.counts[needed].tolist(), strict=True))
+                        self._discharge(needed)
+                        self.counts[needed] = 0
+                case Moved(moves):
+                    lost = self._follow(moves, lost)
+        for place, ids in enumerate(released):
+            loose = ids[(self.counts[ids] == 0) & (self._pool.ref_counts(ids) == 0)]
+            if loose.size:
+                again = [loose[:0], *released[place + 1 :]]
+                loose = loose[self._pool.keys.are_on(loose) & ~np.isin(loose, np.concatenate(again))]
+            if loose.size:
+                self.space.give_up(loose)
+        return lost
+
+    def _follow(self, moves: Int64, lost: dict[int, int]) -> dict[int, int]:
+        """Follow moves, int64[m, 2] of (source, target). Return ``lost`` under its new numbers. O(moves)."""
+        sources, targets = moves[:, 0], moves[:, 1]
+        self.counts[targets] = self.counts[sources]
+        self.counts[sources] = 0
+        if self.payers.size:
+            self.payers[targets] = self.payers[sources]
         found = [(source, target, self.owners.pop(source, None)) for source, target in moves.tolist()]
         for source, target, owners in found:
-            if owners is None:
-                continue
-            self.owners[target] = owners
-            for point in owners:
-                point.own = [target if block == source else block for block in point.own]
+            if owners is not None:
+                self.owners[target] = owners
+                for point in owners:
+                    point.own = [target if block == source else block for block in point.own]
+        if not lost:
+            return lost
+        moved = dict(moves.tolist())
+        return {moved.get(block, block): count for block, count in lost.items()}
+
+    def clear(self) -> None:
+        """Need nothing, since all blocks lost their keys."""
+        self.owners.clear()
+        self.counts.fill(0)
+        self.weights.replace([0] * len(self.weights.of))
+
+    def all_needed(self, ids: Ids) -> bool:
+        """Return whether some resume point needs each of ``ids``."""
+        return bool(self.counts[ids].all())
 
     def lose(self, lost: Mapping[int, int]) -> tuple[set[ResumePoint], bool]:
         """Forget blocks that lost their keys, as blocks of their own of resume points.
@@ -308,54 +375,23 @@ class PointBlocks:
 
     def counted(self, points: Sequence[ResumePoint]) -> Int32:
         """Return how many of ``points`` need each block, int32[blocks], counted anew."""
-        counts = np.zeros_like(self._needs.counts)
+        counts = np.zeros_like(self.counts)
         for point in points:
             np.add.at(counts, self._blocks_of(point), 1)
         return counts
 
     def recount(self, points: Sequence[ResumePoint]) -> None:
         """Count anew: ``points``, whole ones, are all that need anything."""
-        self._needs.recount([(point.tenant, self._blocks_of(point)) for point in points])
-        self._needs.space.give_up(np.flatnonzero(self._pool.cached() & (self._needs.counts == 0)))
+        self._recount([(point.tenant, self._blocks_of(point)) for point in points])
+        self.space.give_up(np.flatnonzero(self._pool.cached() & (self.counts == 0)))
 
     def _blocks_of(self, point: ResumePoint) -> Int64:
         """Return all that it needs, as far as its segment and windows are there."""
         return np.array([*(self.segment(point) or []), *(self.window(point) or []), *point.own], np.int64)
 
+    # -- counts, and who is charged
 
-def _columns(group: CacheGroup, keys: Sequence[bytes], start: int) -> Sequence[bytes]:
-    """Return those of ``keys``, of hash blocks from ``start`` on, that end a column of ``group``."""
-    stride = group.key_stride
-    return keys if stride == 1 else keys[(stride - 1 - start) % stride :: stride]
-
-
-class BlockNeeds:
-    """Count how many kept resume points need each block of ``space``.
-
-    block_bytes: of each class.
-    tenants: among whom ``weights`` divides what is needed.
-
-    Attributes
-        counts, each: int32[blocks], resume points that need each block; ``each`` is quick to read singly.
-        payers: int32[blocks], the tenant that is charged for each block; empty for a single tenant.
-        weights: bytes that each tenant is charged.
-        lost: what ``take_lost`` will return.
-        cleared: how often all keys were lost at once.
-    """
-
-    def __init__(self, space: SlabSpace, block_bytes: Sequence[int], tenants: int = 1) -> None:
-        self.space = space
-        space.take_given_first()
-        self.block_bytes = tuple(block_bytes)
-        self.counts = np.zeros(space.num_blocks, np.int32)
-        self.each = self.counts.data
-        self._sizes = np.array(block_bytes, np.int64)
-        self.weights = Weights(tenants)
-        self.payers = np.zeros(space.num_blocks if tenants > 1 else 0, np.int32)
-        self.cleared = 0
-        self.lost: dict[int, int] = {}
-
-    def add(self, ids: Ids, tenant: int) -> None:
+    def _add(self, ids: Ids, tenant: int) -> None:
         """Count one more resume point of ``tenant`` for each of ``ids``, distinct, with keys."""
         counts = self.counts[ids]
         new = ids[counts == 0]
@@ -363,10 +399,10 @@ class BlockNeeds:
         if new.size:
             if self.payers.size:
                 self.payers[new] = tenant
-                self.weights.add(tenant, self._bytes_of(new))
+                self.weights.add(tenant, self._size(new))
             self.space.keep(new)
 
-    def recount(self, points: Sequence[tuple[int, Ids]]) -> None:
+    def _recount(self, points: Sequence[tuple[int, Ids]]) -> None:
         """Count anew what resume points need. O(blocks and needs).
 
         Of two blocks with one key the first may have been lost: the other one, given up before, is needed in its place.
@@ -384,24 +420,24 @@ class BlockNeeds:
         self.weights.replace(self.charged())
 
     def _bytes_of_each(self, ids: Ids) -> Int64:
-        sizes: Int64 = self._sizes[np.searchsorted(self.space.bases, ids, side="right") - 1]
+        sizes: Int64 = self._bytes[np.searchsorted(self._pool.bases, ids, side="right") - 1]
         return sizes
 
-    def _bytes_of(self, ids: Ids) -> int:
+    def _size(self, ids: Ids) -> int:
         return int(self._bytes_of_each(ids).sum())
 
-    def hand_on(self, ids: Ids, tenant: int) -> None:
+    def _hand_on(self, ids: Ids, tenant: int) -> None:
         """Charge ``tenant`` for ``ids``, which its resume points need, from now on."""
         if self.payers.size:
             self._discharge(ids)
             self.payers[ids] = tenant
-            self.weights.add(tenant, self._bytes_of(ids))
+            self.weights.add(tenant, self._size(ids))
 
     def _discharge(self, ids: Ids) -> None:
         if self.payers.size:
-            self.take_off(ids, {})
+            self._take_off(ids, {})
 
-    def take_off(self, ids: Ids, taken: dict[int, int]) -> None:
+    def _take_off(self, ids: Ids, taken: dict[int, int]) -> None:
         """Charge no tenant for ``ids``, and add to ``taken`` what each was charged. O(ids log ids)."""
         payers, place = np.unique(self.payers[ids], return_inverse=True)
         sizes = np.zeros(payers.size, np.int64)
@@ -424,7 +460,7 @@ class BlockNeeds:
         found: list[int] = sizes.tolist()
         return found
 
-    def drop(self, ids: Ids) -> Ids:
+    def _drop(self, ids: Ids) -> Ids:
         """Count one resume point less for each of ``ids``, distinct. Return those that none needs now."""
         counts = self.counts[ids] - 1
         self.counts[ids] = counts
@@ -432,54 +468,8 @@ class BlockNeeds:
         self._discharge(loose)
         return loose
 
-    def all_needed(self, ids: Ids) -> bool:
-        """Return whether some resume point needs each of ``ids``."""
-        return bool(self.counts[ids].all())
 
-    def release(self, ids: Ids) -> None:
-        """Give up those of ``ids``, held no longer, that no resume point needs."""
-        loose = ids[self.counts[ids] == 0]
-        if loose.size:
-            self.space.give_up(loose)
-
-    def release_one(self, block: int) -> None:
-        """Do as ``release`` for one block."""
-        if not self.each[block]:
-            self.space.give_up(np.array([block]))
-
-    def lose(self, ids: Ids) -> None:
-        """Need ``ids``, which lost their keys, no longer."""
-        if not (self.counts.item(ids.item(0)) if len(ids) == 1 else self.counts[ids].any()):
-            return
-        needed = ids[self.counts[ids] > 0]
-        self.lost.update(zip(needed.tolist(), self.counts[needed].tolist(), strict=True))
-        self._discharge(needed)
-        self.counts[needed] = 0
-
-    def lose_one(self, block: int) -> None:
-        """Do as ``lose`` for one block."""
-        if self.each[block]:
-            self.lose(np.array([block]))
-
-    def take_lost(self) -> dict[int, int]:
-        """Return blocks that lost their keys since the last call, each with how many resume points needed it."""
-        lost, self.lost = self.lost, {}
-        return lost
-
-    def follow(self, moves: Int64) -> None:
-        """Follow blocks that moved: with their counts, and as blocks that ``take_lost`` has not returned yet."""
-        sources, targets = moves[:, 0], moves[:, 1]
-        if self.lost:
-            moved = dict(moves.tolist())
-            self.lost = {moved.get(block, block): count for block, count in self.lost.items()}
-        self.counts[targets] = self.counts[sources]
-        self.counts[sources] = 0
-        if self.payers.size:
-            self.payers[targets] = self.payers[sources]
-
-    def clear(self) -> None:
-        """Need nothing."""
-        self.counts.fill(0)
-        self.weights.replace([0] * len(self.weights.of))
-        self.lost = {}
-        self.cleared += 1
+def _columns(group: CacheGroup, keys: Sequence[bytes], start: int) -> Sequence[bytes]:
+    """Return those of ``keys``, of hash blocks from ``start`` on, that end a column of ``group``."""
+    stride = group.key_stride
+    return keys if stride == 1 else keys[(stride - 1 - start) % stride :: stride]

@@ -12,19 +12,19 @@ requests branch off.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.index import KnownTokens, add_known, leading_known
+from hybridkv.cache.journal import BlockFact, Cleared, Ids
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.statistics import CacheStatistics, EndClassStatistics, EndStatistics, TenantStatistics
 from hybridkv.eviction.audit import check_points
-from hybridkv.eviction.blocks import BlockNeeds, PointBlocks
+from hybridkv.eviction.blocks import PointBlocks
 from hybridkv.eviction.hazard import class_of, least_gap_s
 from hybridkv.eviction.ranking import (
     NEVER,
@@ -122,41 +122,32 @@ class _Session:
 class RankedResumePoints:
     """Keep resume points by what they are worth.
 
-    groups: all that publish.
-    needs: counts of blocks of the pool's space.
+    blocks: what resume points need of the pool.
     rankings: which resume point goes next.
-    clock: seconds.
+    facts: what happened to blocks since it was read last, see Journal.blocks.
     hash_block: tokens.
     """
 
     ranks = True
 
     def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        pool: BlockPool,
-        *,
-        needs: BlockNeeds,
-        rankings: TenantRankings,
-        clock: Callable[[], float],
-        hash_block: int,
+        self, pool: BlockPool, *, blocks: PointBlocks, rankings: TenantRankings, facts: list[BlockFact], hash_block: int
     ) -> None:
         self._pool = pool
-        self._needs = needs
-        self._space = needs.space
-        self._blocks = PointBlocks(groups, pool, needs)
+        self._facts = facts
+        self._space = blocks.space
+        self._blocks = blocks
         self._rankings = rankings
         self._counts = PointCounts()
-        self._clock = clock
+        self._clock = pool.journal.clock
         self._hash_block = hash_block
-        self._none = [0] * len(needs.block_bytes)
+        self._none = [0] * len(pool.bases)
         self._tree = ResumePointTree(hash_block)
         self._ghosts = defaultdict[int, dict[int, ResumePoint]](dict)  # by tenant and serial, the oldest first
         self._known = defaultdict[int, KnownTokens](lambda: KnownTokens(_REMEMBERED * pool.num_blocks))
         self._sessions: dict[int, _Session] = {}
         self._parked: dict[int, ResumePoint] = {}  # those whose blocks are all held, by serial
         self._stale: dict[int, ResumePoint] = {}  # those whose worth may have changed, by serial
-        self._cleared = needs.cleared
 
     # -- what happens to requests
 
@@ -382,10 +373,10 @@ class RankedResumePoints:
 
     def make_way(self, n: int, group: int) -> None:
         """Give up resume points until ``n`` blocks of ``group`` are free or given up. O(rings) each."""
+        self._settle()
         of = self._pool.classes[group]
         if self._space.has_spare(n, of):
             return
-        self._settle()
         needs, now = self._none.copy(), self._clock()
         needs[of] = n
         while not self._space.spares(needs, self._none):
@@ -406,7 +397,7 @@ class RankedResumePoints:
             self._unrank(point)
             victims.append(point)
             more = [a + b for a, b in zip(more, self._blocks.frees(point, gone, taken), strict=True)]
-        self._needs.put_back(taken)
+        self._blocks.put_back(taken)
         for point in victims:
             if not enough or self._space.spares(needs, self._none):
                 self._rank(point, now)
@@ -477,18 +468,24 @@ class RankedResumePoints:
 
     # -- what happens to blocks
 
-    def follow(self, moves: Int64) -> None:
-        """Follow blocks that moved, int64[m, 2] of (source, target). O(moves)."""
-        self._blocks.follow(moves)
+    def all_needed(self, ids: Ids) -> bool:
+        """Return whether some resume point needs each of ``ids``, so that none is given up when it is released."""
+        self._settle()
+        return self._blocks.all_needed(ids)
 
     def _settle(self) -> None:
-        """Follow losses since the last call: of failed steps, of callers' evictions, of a reset."""
-        if self._needs.cleared != self._cleared:
+        """Read what happened to blocks since the last call."""
+        if not self._facts:
+            return
+        facts = self._facts.copy()
+        self._facts.clear()
+        cleared = max((place for place, fact in enumerate(facts) if isinstance(fact, Cleared)), default=-1)
+        if cleared >= 0:
             self._forget_all()
+        lost = self._blocks.read(facts[cleared + 1 :])
+        if not lost:
             return
-        if not self._needs.lost:
-            return
-        broken, owned_alone = self._blocks.lose(self._needs.take_lost())
+        broken, owned_alone = self._blocks.lose(lost)
         if not owned_alone:
             self._recount(broken)
             return
@@ -503,9 +500,8 @@ class RankedResumePoints:
             self._unrank(point)
             self._rankings.of(point.tenant).forget(point, now)
         self._tree.clear()
-        for remembered in (self._ghosts, self._blocks.owners, self._sessions, self._parked, self._stale, self._known):
+        for remembered in (self._ghosts, self._blocks, self._sessions, self._parked, self._stale, self._known):
             remembered.clear()
-        self._cleared = self._needs.cleared
 
     def _recount(self, broken: set[ResumePoint]) -> None:
         """Count anew, without ``broken`` ones and those whose tokens are gone. O(kept ones and segments)."""
@@ -530,7 +526,7 @@ class RankedResumePoints:
         """Return ``counts`` with those of resume points and tenants. O(resume points)."""
         shares, found = self._rankings.shares.of, self._counts
         asked = [found.asked.get(number, [0] * 3) for number in range(len(shares))]
-        tenants = zip(shares, self._needs.weights.of, asked, strict=True)
+        tenants = zip(shares, self._blocks.weights.of, asked, strict=True)
         return replace(
             counts,
             ends=found.kinds(point for point in self._tree.points.values() if point.kept),

@@ -26,6 +26,7 @@ _SHOWN = 8
 def check_cache(parts: CacheParts) -> None:
     """Raise CacheError naming every invariant that does not hold. O(blocks + keys)."""
     pool = parts.pool
+    pool.journal.settle()
     found = [
         *_residents(parts),
         *_ownership(parts),

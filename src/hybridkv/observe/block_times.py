@@ -8,14 +8,15 @@ Nobody keeps it unless it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = NDArray[np.int32] | NDArray[np.int64]
+from hybridkv.cache.journal import Cleared, Fact, Ids, Lost, Moved, Named, Used
+
 Float64 = NDArray[np.float64]
 
 EDGES_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
@@ -75,34 +76,32 @@ class BlockTimes:
         self._hit = np.full(num_blocks, np.nan)  # last, or begun
         self._lifetime, self._idle, self._gap = _Histogram(), _Histogram(), _Histogram()
 
-    def begin(self, ids: Ids) -> None:
-        """``ids`` have a key; those that had none before are new."""
-        new = ids[np.isnan(self._begun[ids])]
-        self._begun[new] = self._hit[new] = self._clock()
+    def read(self, fact: Fact) -> None:
+        """Note what happened to blocks. O(ids), O(blocks) where all lost their keys."""
+        match fact:
+            case Named(ids, now):  # those that had a key before are not new
+                new = ids[np.isnan(self._begun[ids])]
+                self._begun[new] = self._hit[new] = now
+            case Used(ids, now):  # blocks without a key do not count
+                cached = ids[~np.isnan(self._begun[ids])]
+                self._gap.add(now - self._hit[cached])
+                self._hit[cached] = now
+            case Lost(ids, now):
+                self._end(ids, now)
+            case Cleared(now):
+                self._end(self.kept(), now)
+            case Moved(moves):
+                sources, targets = moves[:, 0], moves[:, 1]
+                for column in (self._begun, self._hit):
+                    column[targets] = column[sources]
+                    column[sources] = np.nan
+            case _:
+                pass
 
-    def hit(self, ids: Ids) -> None:
-        """Somebody comes for ``ids``; those without a key do not count."""
-        kept = ids[~np.isnan(self._begun[ids])]
-        now = self._clock()
-        self._gap.add(now - self._hit[kept])
-        self._hit[kept] = now
-
-    def end(self, ids: Ids) -> None:
-        """``ids`` lost their last key."""
-        now = self._clock()
+    def _end(self, ids: Ids, now: float) -> None:
         self._lifetime.add(now - self._begun[ids])
         self._idle.add(now - self._hit[ids])
         self._begun[ids] = self._hit[ids] = np.nan
-
-    def clear(self) -> None:
-        """All did. O(blocks)."""
-        self.end(self.kept())
-
-    def follow(self, sources: Ids, targets: Ids) -> None:
-        """What was in ``sources`` lies in ``targets``, which had no key."""
-        for column in (self._begun, self._hit):
-            column[targets] = column[sources]
-            column[sources] = np.nan
 
     def kept(self) -> NDArray[np.int64]:
         """Blocks that have a key, int64. O(blocks)."""
@@ -113,9 +112,9 @@ class BlockTimes:
         places = np.searchsorted(EDGES_S, self._clock() - self._hit[ids])
         return tuple(np.bincount(places, minlength=len(EDGES_S) + 1).tolist())
 
-    def idle_s(self, ids: Ids) -> Float64:
-        """How long nobody came for ``ids``, seconds; NaN for those without a key."""
-        found: Float64 = self._clock() - self._hit[ids]
+    def idle_s(self, ids: Sequence[int], now: float) -> Float64:
+        """Return how long no request used ``ids``, seconds, float64[len(ids)]; NaN for those without a key."""
+        found: Float64 = now - self._hit[np.array(ids, np.int64)]
         return found
 
     def statistics(self) -> BlockTimeStatistics:

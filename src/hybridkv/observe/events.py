@@ -6,10 +6,9 @@ A token span and its hash list always match: ``len(token_ids) == len(block_hashe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Final
 
-from hybridkv.cache.journal import BlockRemoved, BlockStored, EventsDropped, KVCacheEvent
+from hybridkv.cache.journal import BlockRemoved, BlockStored, EventsDropped, Fact, KVCacheEvent
 
 MAX_EVENT_BLOCKS: Final = 100_000
 """Unless told: about 100 MB of events with 16 tokens a block."""
@@ -27,17 +26,15 @@ class EventQueue:
         self._num_blocks = 0
         self._dropped = 0
 
+    def read(self, fact: Fact) -> None:
+        """Keep ``fact``, if it is an event, as the youngest."""
+        if isinstance(fact, KVCacheEvent):
+            self.put(fact)
+
     def put(self, event: KVCacheEvent) -> None:
-        """``event`` is the youngest."""
+        """Keep ``event`` as the youngest."""
         self._events.append(event)
         self._num_blocks += len(event.block_hashes) if type(event) is BlockStored else _num_blocks(event)
-        if self._num_blocks > self._max_blocks:
-            self._drop()
-
-    def put_removed(self, events: Sequence[BlockRemoved]) -> None:
-        """``events``, of one block each, are the youngest, in this order."""
-        self._events.extend(events)
-        self._num_blocks += len(events)
         if self._num_blocks > self._max_blocks:
             self._drop()
 

@@ -19,20 +19,19 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, groupby, islice
 from typing import Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hybridkv.cache.groups import CacheGroup, parent_key
 from hybridkv.cache.index import KnownTokens, add_known, leading_known
+from hybridkv.cache.journal import Begun, Fact, Journal, KeysLost
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.policies import Search
 from hybridkv.cache.residents import Residents
+from hybridkv.observe.block_times import BlockTimes
 from hybridkv.request import Request
 
 _TOKEN_BYTES: Final = 4
@@ -128,10 +127,11 @@ class SeenPrompts:
     def __init__(self, most: int) -> None:
         self.begun, self.plain = KnownTokens(most), KnownTokens(most)
 
-    def add(self, request: Request) -> None:
-        """The prompt of ``request`` has begun. O(its hash blocks)."""
-        add_known(self.begun, request.hashes)
-        add_known(self.plain, _plain_hashes(request))
+    def read(self, fact: Fact) -> None:
+        """Note that the prompt of a request has begun. O(its hash blocks)."""
+        if isinstance(fact, Begun):
+            add_known(self.begun, fact.request.hashes)
+            add_known(self.plain, _plain_hashes(fact.request))
 
     def clear(self) -> None:
         """No prompt has begun."""
@@ -141,7 +141,7 @@ class SeenPrompts:
 
 
 class Misses:
-    """hash_block: tokens. lost: what was evicted. seen: prompts that began. clock: seconds."""
+    """hash_block: tokens. lost: what was evicted. seen: prompts that began. journal: read before all answers."""
 
     def __init__(
         self,
@@ -150,13 +150,14 @@ class Misses:
         *,
         lost: LostKeys,
         seen: SeenPrompts,
-        clock: Callable[[], float],
+        journal: Journal,
         hash_block: int,
     ) -> None:
         self._residents = residents
         self._lookup = lookup
+        self._journal = journal
         self._lost = lost
-        self._prompts, self._clock = seen, clock
+        self._prompts = seen
         self._alignment = lookup.alignment
         self._hash_block = hash_block
         publishing = [group for group in residents.groups if group.kind.publishes]
@@ -167,6 +168,7 @@ class Misses:
 
     def forget(self) -> None:
         """Nothing was seen."""
+        self._journal.settle()
         self._lost.clear()
         self._prompts.clear()
 
@@ -175,7 +177,8 @@ class Misses:
 
         hit_tokens: None for what would be found now. O(hash blocks of the prompt, and its look-ups).
         """
-        now = self._clock()
+        self._journal.settle()
+        now = self._journal.clock()
         at = self._lookup.find(request).tokens if hit_tokens is None else hit_tokens
         end = request.num_prompt_tokens
         misses: list[Miss] = []
@@ -189,9 +192,13 @@ class Misses:
             at += tokens
         return tuple(misses)
 
-    def evicting_for(self, request: Request) -> AbstractContextManager[None]:
-        """What is evicted inside makes room for ``request``."""
-        return self._lost.evicting_for(request.request_id)
+    @contextmanager
+    def evicting_for(self, request: Request) -> Iterator[None]:
+        """Note that what is evicted inside makes room for ``request``."""
+        self._journal.settle()
+        with self._lost.evicting_for(request.request_id):
+            yield
+            self._journal.settle()
 
     def _miss(self, cut: _Cut, first: int, tokens: int, now: float) -> Miss:
         """``cut`` from ``first`` on, told in full."""
@@ -442,15 +449,15 @@ class _Generation:
 
 
 class LostKeys:
-    """most: keys that are remembered, at least half of them. block_bytes: of each group. clock: seconds.
+    """most: keys that are remembered, at least half of them. block_bytes: of each group. times: when blocks were used.
 
     For reading: lost_bytes, of blocks that lost their keys so far.
     """
 
-    def __init__(self, most: int, block_bytes: Sequence[int], clock: Callable[[], float]) -> None:
+    def __init__(self, most: int, block_bytes: Sequence[int], times: BlockTimes | None = None) -> None:
         self._most_young = max(most // 2, 1)
         self._block_bytes = tuple(block_bytes)
-        self._clock = clock
+        self._times = times
         self._by: str | None = None
         self._next = 0
         self.lost_bytes = 0
@@ -469,24 +476,17 @@ class LostKeys:
         finally:
             self._by = None
 
-    def note(
-        self,
-        group: int,
-        keys: Sequence[bytes],
-        tails: Sequence[tuple[bytes, bytes]],
-        blocks: int,
-        idle_s: NDArray[np.float64] | None = None,
-    ) -> None:
-        """``blocks`` of ``group`` lose ``keys`` and ``tails``, (parent, bytes of tokens) each. O(keys + tails).
-
-        idle_s: how long nobody came, of each key, then of each tail; None where nobody knows.
-        """
+    def read(self, fact: Fact) -> None:
+        """Note the keys and tails that blocks lost. O(keys + tails)."""
+        if not isinstance(fact, KeysLost):
+            return
+        group, keys, tails = fact.group, fact.keys, fact.tails
         young, first, count = self._young, self._next, len(keys) + len(tails)
         young.noted.append(first)
-        young.lost.append(Lost(self._clock(), self.lost_bytes, self._by))
-        if idle_s is not None:
-            young.idle_s.frombytes(idle_s.tobytes())
-        self.lost_bytes += self._block_bytes[group] * blocks
+        young.lost.append(Lost(fact.now, self.lost_bytes, self._by))
+        if self._times is not None:
+            young.idle_s.frombytes(self._times.idle_s(fact.blocks, fact.now).tobytes())
+        self.lost_bytes += self._block_bytes[group] * fact.num_blocks
         self._next += count
         young.whole[group].update(zip(keys, range(first, first + len(keys)), strict=True))
         for number, (parent, tokens) in enumerate(tails, first + len(keys)):

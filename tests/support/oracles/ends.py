@@ -63,7 +63,7 @@ class PlainEnds:
         before = {node: self.before(node, nodes) or kept._tree.root for node in nodes}
         needs = {node: self.needs(kept, node, before[node]) for node in nodes}
         counts = Counter(block for blocks in needs.values() for block in blocks)
-        sizes = kept._needs.block_bytes
+        sizes = kept._blocks._bytes_of
         for node in nodes:
             self.compared += 1
             if kept._blocks.overlaps or is_crowded(node):
