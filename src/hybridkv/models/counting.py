@@ -152,6 +152,8 @@ class _Counting:
         """Of Gemma 3n and 4: embeddings of every layer, which are look-ups, and what brings them in; and more."""
         if self._type not in {"gemma3n_text", "gemma4_text"}:
             return Weights()
+        if self.fields.values.get("vocab_size_per_layer_input") is None:
+            raise MissingFieldError(f"config of {self.fields.name}: vocab_size_per_layer_input is missing: add it")
         count, hidden, found = len(layers), self.hidden, Weights()
         if width := self.fields.optional("hidden_size_per_layer_input", minimum=0):
             found += Weights(self.fields.integer("vocab_size_per_layer_input") * count * width)

@@ -23,7 +23,9 @@ from hybridkv.models.layers import (
     FamilyFacts,
     Heads,
     NotingFamily,
+    Part,
     ReadOptions,
+    layers_of,
     mla_spec,
     per_rank,
     ranges,
@@ -31,8 +33,8 @@ from hybridkv.models.layers import (
 )
 from hybridkv.models.model import Layer
 from hybridkv.models.reading import ATTENTION_CODES, Reading, class_defaults
-from hybridkv.models.states import DeltaNet, ShortConv
-from hybridkv.specs import KVCacheSpec, MambaSpec
+from hybridkv.models.states import DeltaNet, ShortConv, state_of
+from hybridkv.specs import KVCacheSpec
 from hybridkv.units import round_up
 
 _F32: Final = "float32"
@@ -45,8 +47,7 @@ _SHORT_CONV: Final = "short_conv_kernel_size"
 
 def lfm2_moe(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """LFM2 with mixtures of experts: attention, or gated short convolutions."""
-    reading = _reading(fields, given)
-    number = layer_count(reading)
+    reading, number = _opened(fields, options, given, splits=True)
     types = types_of(reading, number, (FULL, "conv"))
     heads = heads_of(reading, options)
     mixer = ShortConv(
@@ -59,9 +60,7 @@ def lfm2_moe(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) ->
 
 def recurrent_gemma(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """RecurrentGemma (arXiv 2404.07839): windows between RG-LRU layers, each with a convolution."""
-    reading = _reading(fields, given)
-    _one_rank(options, reading)
-    number = layer_count(reading)
+    reading, number = _opened(fields, options, given)
     pattern = reading.fields.names("block_types")
     if not pattern:
         raise reading.missing("what each layer is", "block_types", '["recurrent", "recurrent", "attention"]')
@@ -83,9 +82,7 @@ def recurrent_gemma(fields: Fields, options: ReadOptions, given: Sequence[str] =
 
 def rwkv(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """RWKV-4: the last input of both blocks, and three sums of the attention in float32."""
-    reading = _reading(fields, given)
-    _one_rank(options, reading)
-    number = layer_count(reading)
+    reading, number = _opened(fields, options, given)
     hidden = reading.required("hidden size", ("hidden_size",))
     inner = reading.integer("width of the attention", ("attention_hidden_size",)) or hidden
     inputs = ((hidden,), options.state_dtype)
@@ -95,9 +92,7 @@ def rwkv(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> Fam
 
 def xlstm(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """The xLSTM (arXiv 2405.04517): a matrix memory, its normalizer and a running maximum for every head."""
-    reading = _reading(fields, given)
-    _one_rank(options, reading)
-    number = layer_count(reading)
+    reading, number = _opened(fields, options, given)
     hidden, heads = (reading.required(what, (what,)) for what in ("hidden_size", "num_heads"))
     widths = [round_up(int(hidden * (fields.number(key) or default)), 64) for key, default in _FACTORS.items()]
     if any(width % heads for width in widths):
@@ -115,9 +110,7 @@ _FACTORS: Final = {"qk_dim_factor": 0.5, "v_dim_factor": 1.0}
 
 def zaya(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """ZAYA1: attention whose queries and keys pass convolutions, and half of each value is the token's before."""
-    reading = _reading(fields, given)
-    _one_rank(options, reading)
-    number = layer_count(reading)
+    reading, number = _opened(fields, options, given)
     types = types_of(reading, number, ("hybrid", "hybrid_sliding"))
     heads = heads_of(reading, options)
     first, second = (reading.required("width of a convolution", (key,)) for key in ("cca_time0", "cca_time1"))
@@ -129,9 +122,7 @@ def zaya(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> Fam
 
 def inkling(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """Inkling: convolutions over keys, values and behind both blocks, in float32; windowed layers have other heads."""
-    reading = _reading(fields, given)
-    _one_rank(options, reading)
-    number = layer_count(reading)
+    reading, number = _opened(fields, options, given)
     types = types_of(reading, number, ("hybrid", "hybrid_sliding"))
     hidden, kernel = (reading.required(what, (what,)) for what in ("hidden_size", "conv_kernel_size"))
     heads = {"hybrid": heads_of(reading, options)}
@@ -154,23 +145,29 @@ def _hybrids(
     heads: dict[str, Heads],
     states: dict[str, KVCacheSpec],
     options: ReadOptions,
-) -> list[Layer]:
+) -> tuple[Layer, ...]:
     """Attention and a state in every layer."""
-    layers: list[Layer] = []
-    if "hybrid_sliding" in types:
-        reading.required("window", WINDOW)
-    for i, kind in enumerate(types):
+    specs: dict[str, KVCacheSpec] = {}
+    for kind in dict.fromkeys(types):
         if kind == "hybrid_sliding":
-            window = reading.required("window", WINDOW)
-            spec: KVCacheSpec = heads[kind].sliding(reading.fields, options, window)
+            specs[kind] = heads[kind].sliding(reading.fields, options, reading.required("window", WINDOW))
         else:
-            spec = spec_of(FULL, heads[kind], reading, options)
-        layers += [Layer(f"model.layers.{i}.self_attn", spec, i), Layer(f"model.layers.{i}.conv", states[kind], i)]
-    return layers
+            specs[kind] = spec_of(FULL, heads[kind], reading, options)
+    parts = {kind: (Part("self_attn", spec), Part("conv", states[kind])) for kind, spec in specs.items()}
+    return layers_of(types, parts, reading.name)
 
 
-def _reading(fields: Fields, given: Sequence[str]) -> Reading:
-    return Reading(fields, class_defaults(fields.text("model_type") or "") or {}, given)
+def _opened(fields: Fields, options: ReadOptions, given: Sequence[str], *, splits: bool = False) -> tuple[Reading, int]:
+    """A reading with the defaults of the class, and how many layers there are.
+
+    splits: it is known how the states are split over ranks. ConfigError for several ranks where it is not.
+    """
+    reading = Reading(fields, class_defaults(fields.text("model_type") or "") or {}, given)
+    if options.tp != 1 and not splits:
+        raise ConfigError(
+            f"how the states of {reading.name} are split over tp={options.tp} ranks is not known: use tp=1"
+        )
+    return reading, layer_count(reading)
 
 
 def types_of(reading: Reading, number: int, kinds: Sequence[str]) -> tuple[str, ...]:
@@ -183,24 +180,6 @@ def types_of(reading: Reading, number: int, kinds: Sequence[str]) -> tuple[str, 
     for kind in dict.fromkeys(types):
         reading.say(f"{kind} layers", str(types.count(kind)), key, reading.source(key))
     return types
-
-
-def _one_rank(options: ReadOptions, reading: Reading) -> None:
-    if options.tp != 1:
-        raise ConfigError(
-            f"how the states of {reading.name} are split over tp={options.tp} ranks is not known: use tp=1"
-        )
-
-
-def state_of(options: ReadOptions, mamba_type: str, *states: tuple[tuple[int, ...], str]) -> MambaSpec:
-    """The state of ``states``, shapes and dtypes in the order in which they lie in a page."""
-    return MambaSpec(
-        block_size=options.block_size,
-        shapes=tuple(shape for shape, _ in states),
-        dtypes=tuple(options.every_state or dtype for _, dtype in states),
-        mamba_type=mamba_type,
-        num_speculative_blocks=options.num_speculative_tokens,
-    )
 
 
 # -- lightning attention
@@ -256,10 +235,9 @@ def _lightning(heads: Heads, reading: Reading, options: ReadOptions, dtype: str)
 
 
 def _facts(reading: Reading, types: Sequence[str], heads: Heads, specs: dict[str, KVCacheSpec]) -> FamilyFacts:
-    refuse_layer_types(types, reading.name, (FULL, LINEAR))
-    layers = [Layer(f"model.layers.{i}.self_attn", specs[kind], i) for i, kind in enumerate(types)]
-    attentions = [Attention(heads, heads.head_dim, kind) for kind in types]
-    return facts(reading, layers, attentions)
+    parts = {kind: (Part("self_attn", spec),) for kind, spec in specs.items()}
+    layers = layers_of(types, parts, reading.name)
+    return facts(reading, layers, [Attention(heads, heads.head_dim, kind) for kind in types])
 
 
 OTHER_STATES: Final[Mapping[str, NotingFamily]] = {

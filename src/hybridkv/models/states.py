@@ -169,12 +169,18 @@ def _spec(
         conv_shape = (kernel - 1 + options.num_speculative_tokens, channels)
         named = fields.text("mamba_ssm_cache_dtype") or fields.text("mamba_ssm_dtype")
         ssm_dtype = dtype_name(named or recurrent_dtype or options.state_dtype)
-    states = (conv_shape,) if recurrent is None else (conv_shape, recurrent)
-    dtypes = (options.state_dtype, ssm_dtype) if options.every_state is None else (options.every_state,) * 2
+    states: list[tuple[tuple[int, ...], str]] = [(conv_shape, options.state_dtype)]
+    if recurrent is not None:
+        states.append((recurrent, ssm_dtype))
+    return state_of(options, mamba_type, *states)
+
+
+def state_of(options: ReadOptions, mamba_type: str, *states: tuple[tuple[int, ...], str]) -> MambaSpec:
+    """The state of ``states``, shapes and dtypes in the order in which they lie in a page."""
     return MambaSpec(
         block_size=options.block_size,
-        shapes=states,
-        dtypes=dtypes[: len(states)],
+        shapes=tuple(shape for shape, _ in states),
+        dtypes=tuple(options.every_state or dtype for _, dtype in states),
         mamba_type=mamba_type,
         num_speculative_blocks=options.num_speculative_tokens,
     )
