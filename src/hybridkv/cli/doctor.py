@@ -46,7 +46,16 @@ def doctor_command(
     if as_json:
         print(json.dumps(asdict(diagnosis), indent=2))
         return
-    _show(diagnosis)
+    say(diagnosis.subject)
+    for finding in diagnosis.findings:
+        for line in _in_words(finding):
+            say(line)
+    if not diagnosis.findings:
+        say("nothing wrong was found")
+    wrong = {finding.name for finding in diagnosis.findings}
+    for name, figure in diagnosis.figures.items():
+        if name not in wrong:
+            say(f"fine: {name.replace('_', ' ')}: {figure}")
 
 
 def _diagnosis(subject: str, options: RunOptions, api_key: str | None) -> Diagnosis:
@@ -92,19 +101,6 @@ def _is_document(beginning: str) -> bool:
         return isinstance(parse_json(beginning), dict) and beginning.count("\n") > 1
     except DocumentError:
         return False
-
-
-def _show(diagnosis: Diagnosis) -> None:
-    say(diagnosis.subject)
-    for finding in diagnosis.findings:
-        for line in _in_words(finding):
-            say(line)
-    if not diagnosis.findings:
-        say("nothing wrong was found")
-    wrong = {finding.name for finding in diagnosis.findings}
-    for name, figure in diagnosis.figures.items():
-        if name not in wrong:
-            say(f"fine: {name.replace('_', ' ')}: {figure}")
 
 
 def _in_words(finding: Finding) -> list[str]:

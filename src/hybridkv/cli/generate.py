@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -114,7 +114,7 @@ def generate_command(
         plan = plan_for(loaded, lengths, num_speculative_tokens=drafts.drafts if drafts else 0, **rules)
     run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter)
     if output is not None:
-        _write_lines(output, _lines_of(run))
+        _write_lines(output, run)
     if as_json:
         print(json.dumps(_document(run), indent=2))  # equal runs give equal documents, so it holds no times
     else:
@@ -302,21 +302,21 @@ def _request_document(one: Completion, number: int) -> dict[str, object]:
     }
 
 
-def _lines_of(run: _Run) -> Iterator[str]:
-    """A JSON line for each request, as the document has it; of a conversation with its messages, answer included."""
+def _write_lines(path: Path, run: _Run) -> None:
+    """Make or replace the file at ``path``, all of it or nothing: a JSON line for each request, as the document has it.
+
+    That of a conversation has its messages, answer included. ConfigError where there can be no such file.
+    """
     asked = [one for one in run.prompts.prompts for _ in range(one.sampling.n)]
+    lines = []
     for number, done in enumerate(run.rounds):
         for prompt, one in zip(asked, done, strict=True):
             line = _request_document(one, number)
             if prompt.messages is not None:
                 line["messages"] = [*prompt.messages, {"role": "assistant", "content": one.text}]
-            yield json.dumps(line)
-
-
-def _write_lines(path: Path, lines: Iterator[str]) -> None:
-    """Make or replace the file at ``path``, all of it or nothing. ConfigError where that cannot be."""
+            lines.append(f"{json.dumps(line)}\n")
     try:
-        write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+        write_whole(path, "".join(lines).encode())
     except OSError as error:
         raise ConfigError(f"cannot write to {path}: {error.strerror or error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -51,26 +51,20 @@ def models_command(
             out.print(f"  {known.verification}", soft_wrap=True)
 
 
+_OF_KNOWN: Final = ("name", "title", "source", "read_in", "verified", "verification")
+_OF_MODELS: Final = ("dtype", "max_model_len", "vocab_size", "parameters", "active_parameters", "weight_bytes")
+
+
 def _facts(known: KnownModel, model: Model) -> dict[str, object]:
     return {
-        "name": known.name,
-        "title": known.title,
-        "source": known.source,
-        "read_in": known.read_in,
-        "verified": known.verified,
-        "verification": known.verification,
+        **{name: getattr(known, name) for name in _OF_KNOWN},
         "model_type": model.model_type,
         "layers": model.depth,
         "kv_bytes_per_token": int(model.kv_bytes_per_token),
         "window_bytes_per_token": int(model.window_bytes_per_token),
         "encoder_bytes_per_token": int(model.encoder_bytes_per_token),
         "state_bytes": model.state_bytes,
-        "dtype": model.dtype,
-        "max_model_len": model.max_model_len,
-        "vocab_size": model.vocab_size,
-        "parameters": model.parameters,
-        "active_parameters": model.active_parameters,
-        "weight_bytes": model.weight_bytes,
+        **{name: getattr(model, name) for name in _OF_MODELS},
         "config": known.config,
     }
 

@@ -43,7 +43,6 @@ from hybridkv.units import GiB, MiB, format_count, parse_bytes, shown
 
 _MOST_CELLS: Final = 100_000
 _DEFAULTS: Final = ReplaySettings()
-_NUMBERED: Final = {"tp", "block_size", "max_running", "token_budget", "replicas", "drafts"}
 _SHOWN: Final = 10
 """Settings in the table of what was tried."""
 jobs_option: Final = partial(run_option, "Processes at once.", show_default="one a core")
@@ -78,18 +77,13 @@ class AxesOptions:
 
     def values(self) -> dict[str, Sequence[object]]:
         """By the fields of Cell, which these are. ConfigError for lists that are none."""
+        read: dict[str, Callable[[str, str], Sequence[object]]] = {"memory": _sizes, "acceptance": _shares}
+        read |= dict.fromkeys(("tp", "block_size", "max_running", "token_budget", "replicas", "drafts"), _numbers)
         found: dict[str, Sequence[object]] = {}
         for field in fields(self):
             name, given = field.name, getattr(self, field.name)
             option = "--kv-dtype" if name == "dtype" else as_option(name)
-            if given is None:
-                found[name] = [None]
-            elif name == "acceptance":
-                found[name] = _shares(option, given)
-            elif name == "memory":
-                found[name] = _sizes(given)
-            else:
-                found[name] = _numbers(option, given) if name in _NUMBERED else _words(option, given)
+            found[name] = [None] if given is None else read.get(name, _words)(option, given)
         require_drafts(any(found["drafts"]), self.acceptance)
         found["acceptance"] = [ACCEPTANCE if one is None else one for one in found["acceptance"]]
         found["dtype"] = [DTYPE_NAMES.get(str(one), one) for one in found["dtype"]]
@@ -146,20 +140,20 @@ def _shares(option: str, given: str) -> list[float]:
         raise ConfigError(f"{option} {shown(given)}: say numbers of 0 .. 1, as {option} 0.6,0.8") from None
 
 
-def _sizes(given: str) -> list[str]:
+def _sizes(option: str, given: str) -> list[str]:
     """Memories: each by itself, or from:to:step with both ends."""
     found: list[str] = []
-    for one in _words("--memory", given):
+    for one in _words(option, given):
         first, *more = one.split(":")
         if not more:
             parse_bytes(first)
             found.append(first)
             continue
         if len(more) != 2:
-            raise ConfigError(f"--memory {shown(one)}: a range is from:to:step, as 20GiB:80GiB:20GiB")
+            raise ConfigError(f"{option} {shown(one)}: a range is from:to:step, as 20GiB:80GiB:20GiB")
         least, most, step = map(parse_bytes, (first, *more))
         if least > most or (most - least) // step >= _MOST_CELLS:
-            raise ConfigError(f"--memory {shown(one)}: the range must ascend, in fewer than {_MOST_CELLS} steps")
+            raise ConfigError(f"{option} {shown(one)}: the range must ascend, in fewer than {_MOST_CELLS} steps")
         found += map(_exact, range(least, most + 1, step))
     return list(dict.fromkeys(found))
 
@@ -188,12 +182,8 @@ def sweep_command(
     cells = _cells_of(axes.values())
     at_once = min(os.cpu_count() or 1, len(cells)) if jobs is None else jobs
     count = itertools.count(1)
-    with (
-        processes(at_once) as executor,
-        _progress(
-            "sweep", len(cells), "cells,", lambda one: f"{next(count)} of {len(cells)}: {one.cell.name}"
-        ) as on_done,
-    ):
+    progress = _progress("sweep", len(cells), "cells,", lambda one: f"{next(count)} of {len(cells)}: {one.cell.name}")
+    with processes(at_once) as executor, progress as on_done:
         done = sweep(source, cells, out, executor, at_a_time=at_once, on_done=on_done)
     if page_file is not None:
         write_page(page_file, sweep_page(source.name, done))
@@ -262,10 +252,12 @@ def tune_command(
     source = options.read(trace)
     aims, prices = parse_aims(slo), parse_prices(price)
     at_once = (os.cpu_count() or 1) if jobs is None else jobs
-    with (
-        processes(at_once) as executor,
-        _progress("tune", trials, "settings,", lambda one: f"{one.cell.name}: {_came_of(one)}") as on_done,
-    ):
+
+    def line(one: Tried) -> str:
+        came_of = "keeps" if one.keeps_aims else "misses"
+        return f"{one.cell.name}: {came_of if one.refused is None else 'refused'}"
+
+    with processes(at_once) as executor, _progress("tune", trials, "settings,", line) as on_done:
         tried = tune(
             source, axes.values(), aims, prices, out, executor=executor, trials=trials, at_once=at_once, on_done=on_done
         )
@@ -325,12 +317,6 @@ def _in_words(tried: Sequence[Tried], differ: Sequence[str]) -> Iterator[str]:
             yield f"runner-up: {setting(one)}, {more} dearer; {aim} is {share(taken)} of the aim"
         else:
             yield f"no other keeps them; the nearest: {setting(one)}, whose {aim} is {taken:.2f} times the aim"
-
-
-def _came_of(one: Tried) -> str:
-    if one.refused is not None:
-        return "refused"
-    return "keeps" if one.keeps_aims else "misses"
 
 
 @contextmanager

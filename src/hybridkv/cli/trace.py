@@ -18,7 +18,6 @@ from hybridkv.cli.running import SourceOptions, TraceArgument, untold
 from hybridkv.errors import ConfigError
 from hybridkv.simulator import TraceDescription, TraceFile, convert, describe
 from hybridkv.simulator.described import BLOCK_SIZES, LengthBin
-from hybridkv.simulator.report import Distribution
 from hybridkv.units import format_count, shown
 
 json_option: Final = partial(output_option, "Print it as JSON.", "--json", default=False)
@@ -135,7 +134,9 @@ def _show(told: TraceDescription, format_name: str) -> None:
         if total is None or one is None:
             lengths.add_row(name, UNKNOWN)
         else:
-            lengths.add_row(name, format_count(total), *_numbers(one))
+            lengths.add_row(
+                name, format_count(total), *(f"{figure:,.0f}" for figure in (one.mean, one.p50, one.p90, one.p99))
+            )
     console().print(lengths)
     _show_bins({"prompts": told.prompts, "outputs": told.outputs, "shared": told.shared}, told.requests)
     if not told.hits:
@@ -146,10 +147,6 @@ def _show(told: TraceDescription, format_name: str) -> None:
         counts = format_count(found.block_size), format_count(found.hit_tokens)
         hits.add_row(*counts, share(found.hit_rate), bar(found.hit_rate))
     console().print(hits)
-
-
-def _numbers(of: Distribution) -> list[str]:
-    return [f"{one:,.0f}" for one in (of.mean, of.p50, of.p90, of.p99)]
 
 
 def _show_bins(parts: Mapping[str, Sequence[LengthBin]], requests: int) -> None:
