@@ -171,7 +171,7 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
         (("plan", "llama-3-80b", "--memory", "1GiB"), "did you mean llama-3-8b, llama-3-70b"),
         (("plan", "llama-3-8b", "--memory", "-4GiB"), "not a size"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--tp", "3"), "use one of 1, 2, 4, 8, 16, 32"),
-        (("plan", "llama-3-8b", "--memory", "4GiB", "--block-size", "-16"), "at least 1 token, got -16"),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--block-size", "-16"), "block_size must be at least 1, got -16"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--max-model-len", "9000"), "use at most 8192"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--dtype", "int4"), "'auto', 'bf16', 'fp16', 'fp32', 'fp8'"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "sideways"), "'reference', 'natural'"),
