@@ -227,9 +227,9 @@ class ReferenceLayout:
         """Return those of the config."""
         return config.num_blocks
 
-    def pool(self, config: KVCacheConfig, journal: Journal) -> BlockPool:
+    def pool(self, config: KVCacheConfig, journal: Journal, columns: Sequence[tuple[int, int]]) -> BlockPool:
         """Blocks of one size in one order."""
-        return BlockPool(config.num_blocks, len(config.groups), journal=journal)
+        return BlockPool(config.num_blocks, len(config.groups), journal=journal, columns=columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,13 +307,14 @@ class NaturalLayout:
         """Return those of all classes."""
         return self.space.num_blocks
 
-    def pool(self, config: KVCacheConfig, journal: Journal) -> BlockPool:
+    def pool(self, config: KVCacheConfig, journal: Journal, columns: Sequence[tuple[int, int]]) -> BlockPool:
         """Blocks of ``space``. Events are of the decoder's tokens: states and encoder outputs make none."""
         keeps = [group.spec.keeps for group in config.groups]
         return BlockPool(
             self.space.num_blocks,
             len(keeps),
             journal=journal,
+            columns=columns,
             space=self.space,
             silent=[number for number, kept in enumerate(keeps) if kept in {Keeps.STATE, Keeps.ENCODER}],
         )
@@ -469,12 +470,11 @@ def assemble(
         times=times is not None,
         ranked=ranking is not None,
     )
-    pool = layout.pool(config, journal)
+    policies = layout.policies(kinds, hash_block)
+    pool = layout.pool(config, journal, [(one.block_size, one.block_size // hash_block) for one in policies])
     groups = tuple(
         CacheGroup(number, kind, policy, index, hash_block)
-        for number, (kind, policy, index) in enumerate(
-            zip(kinds, layout.policies(kinds, hash_block), pool.indexes, strict=True)
-        )
+        for number, (kind, policy, index) in enumerate(zip(kinds, policies, pool.indexes, strict=True))
     )
     sinks = tuple(pool.reserve(kind.sink_blocks, number) for number, kind in enumerate(kinds))
     if options.max_pinned_blocks > pool.num_usable:

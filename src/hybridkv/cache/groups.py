@@ -19,11 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import cbor2
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.index import PrefixIndex, Tail
+from hybridkv.cache.index import PrefixIndex
 from hybridkv.cache.policies import (
     AlignedStatePolicy,
     AttentionPolicy,
@@ -73,7 +72,6 @@ class CacheGroup:
         self.accepted = np.full(len(self.rows.start), -1)
         self.rotated = np.zeros(len(self.rows.start), np.int64)
         self.pending: dict[int, tuple[int, ...]] = {}
-        self._view: PrefixView | None = None  # of the request asked for last
         self.key_stride = policy.block_size // hash_block_size
         self._look_anew()
 
@@ -120,23 +118,15 @@ class CacheGroup:
         found = self.index.leading_run(keys)
         return found if len(found) == len(keys) else _NONE
 
-    def view(self, request: Request) -> PrefixView:
-        """What ``request`` can find in the index."""
-        view = self._view
-        if view is None or view.request is not request or view.index is not self.index:
-            view = self._view = PrefixView(self.index, request, self.key_stride, self.policy.block_size)
-        return view
-
     def knows_any(self, request: Request, missing: Sequence[int]) -> bool:
         """Whether tokens behind one of the token counts ``missing`` are indexed by now.
 
         Also when ``request`` was cut and has their key no longer. O(missing) look-ups.
         """
         size, stride, hashes = self.policy.block_size, self.key_stride, request.hashes
-        view = self.view(request)
         for tokens in missing:
             column, known = divmod(tokens, size)
-            if view.reach(column)[0] > known or (not known and (column + 1) * stride > len(hashes)):
+            if self.index.reach(request, column)[0] > known or (not known and (column + 1) * stride > len(hashes)):
                 return True
         return False
 
@@ -160,7 +150,7 @@ class CacheGroup:
 
     def clear(self, row: int) -> None:
         """``row`` holds nothing."""
-        self._view = None
+        self.index.forget_last()
         self.rows.clear(row)
         self.pending.pop(row, None)
         self.published[row] = self.label[row] = 0
@@ -215,142 +205,6 @@ class CacheGroup:
             return most
         bound = self.kind.spec.max_request_blocks(limits) + (steps - 1 if self.states is not None else 0)
         return min(most, bound)
-
-
-class PrefixView:
-    """Keys of ``request`` in blocks of ``stride`` hash blocks, ``block_size`` tokens, looked up in ``index``."""
-
-    __slots__ = ("_block_size", "_column", "_known", "_own", "_stride", "get", "index", "leading_run", "request")
-
-    def __init__(self, index: PrefixIndex, request: Request, stride: int, block_size: int) -> None:
-        self.index = index
-        self.request = request
-        self._stride = stride
-        self._block_size = block_size
-        self._column, self._known, self._own = -1, (0, 0), (b"", b"")
-        self.get = index.get
-        self.leading_run = index.leading_run
-
-    @property
-    def additions(self) -> int:
-        """Keys that the index was ever given."""
-        return self.index.additions
-
-    def reach(self, column: int) -> tuple[int, int]:
-        """How many tokens of ``column`` a cached block begins with, and that block; 0 and 0 without one. O(1)."""
-        whole = self._whole(column)
-        if whole is not None:
-            return self._block_size, whole
-        length = block = 0
-        for tail in self._tails(column):
-            if tail.length > length:
-                length, block = tail.length, tail.block
-        return length, block
-
-    def source(self, column: int, tokens: int) -> int:
-        """The block that begins with the first ``tokens`` tokens of ``column``. CacheError where reach is less."""
-        found = self.beginning(column, tokens)
-        if found is None:
-            raise CacheError(f"no block begins with {tokens} tokens of column {column}: look up again")
-        return found
-
-    def beginning(self, column: int, tokens: int) -> int | None:
-        """The block that begins with the first ``tokens`` tokens of ``column``, None without one."""
-        whole = self._whole(column)
-        if whole is not None:
-            return whole
-        for tail in self._tails(column):
-            if tail.length >= tokens:
-                return tail.block
-        return None
-
-    def begins(self, block: int, column: int, tokens: int) -> bool:
-        """Whether ``block`` begins with the first ``tokens`` tokens of ``column``."""
-        return block == self._whole(column) or any(
-            tail.block == block and tail.length >= tokens for tail in self._tails(column)
-        )
-
-    def is_state(self, block: int, tokens: int) -> bool:
-        """Whether ``block`` is a state after ``tokens`` tokens."""
-        column, rest = divmod(tokens, self._block_size)
-        if not rest:
-            return bool(column) and block == self.index.get(self.request.hashes[column - 1])
-        return any(tail.block == block and tail.length == rest for tail in self._tails(column))
-
-    def label(self, end_tokens: int, alignment: int) -> int:
-        """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
-        size, index = self._block_size, self.index
-        if not len(index) and not index.num_tails:
-            return 0
-        hashes: Sequence[bytes] = self.request.hashes
-        for column in range(end_tokens // size, -1, -1):
-            longest = -1
-            for tail in self._tails(column):
-                label = column * size + tail.length
-                if longest < label <= end_tokens and label % alignment == 0:
-                    longest = label
-            if longest >= 0:
-                return longest
-            if column and column * size % alignment == 0 and index.get(hashes[column - 1]) is not None:
-                return column * size
-        return 0
-
-    def labelled(self, tokens: int) -> int | None:
-        """The block of the state after ``tokens`` tokens."""
-        column, rest = divmod(tokens, self._block_size)
-        if not rest:
-            return self.index.get(self.request.hashes[column - 1]) if column else None
-        for tail in self._tails(column):
-            if tail.length == rest:
-                return tail.block
-        return None
-
-    def tail(self, tokens: int) -> tuple[bytes, bytes]:
-        """Parent and tail of the partial key of the first ``tokens`` tokens."""
-        column = tokens // self._block_size
-        parent = parent_key(self.request, column * self._stride, self._stride)
-        return parent, self.request.token_bytes(column * self._block_size, tokens)
-
-    def _whole(self, column: int) -> int | None:
-        place = (column + 1) * self._stride - 1
-        return self.index.get(self.request.hashes[place]) if place < len(self.request.hashes) else None
-
-    def _tails(self, column: int) -> Sequence[Tail]:
-        """Those that the request's own tokens begin with, oldest first."""
-        if not self.index.num_tails:
-            return ()
-        parent, own = self._begins_with(column)
-        tails = self.index.tails_of(parent)
-        if len(tails) == 1:
-            return tails if own.startswith(tails[0].tokens) else ()
-        return [tail for tail in tails if own.startswith(tail.tokens)] if tails else ()
-
-    def _begins_with(self, column: int) -> tuple[bytes, bytes]:
-        """The parent of the tails of ``column``, and the tokens that the request has there; remembered for one column.
-
-        A request that was cut has other tokens there: it is counted.
-        """
-        request = self.request
-        known = request.num_tokens, request.truncations
-        if column != self._column or known != self._known:
-            start = column * self._block_size
-            self._own = (
-                parent_key(request, column * self._stride, self._stride),
-                request.token_bytes(start, start + self._block_size),
-            )
-            self._column, self._known = column, known
-        return self._own
-
-
-def parent_key(request: Request, first: int, count: int) -> bytes:
-    """What the tails of hash blocks first .. first + count - 1 are found behind: the key before, and extra keys."""
-    if request.hasher is None:
-        raise CacheError(f"request {request.request_id!r} has no keys: construct it with hasher=cache.hasher")
-    parent = request.hashes[first - 1] if first else request.hasher.root
-    if request._extras is None:
-        return parent
-    extras = request.extra_keys(first, count)
-    return parent if extras is None else parent + cbor2.dumps(extras, canonical=True)
 
 
 _SMALLEST = 16

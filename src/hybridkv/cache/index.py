@@ -23,10 +23,12 @@ from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import Final, NamedTuple, Protocol
 
+import cbor2
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import CacheError
+from hybridkv.request import Request
 
 MOST_TAILS: Final = 4
 """Entries of one parent."""
@@ -76,14 +78,19 @@ class _Run:
 class PrefixIndex:
     """Keys of one group. Two blocks may carry one key: a look-up gives the one that came first.
 
+    losses: of the blocks that it names. block_size: tokens of a block. stride: hash blocks of a block.
+
     _first: key -> block. _others: key -> later blocks with the same key, oldest first; only keys that
     stand in _first. _tails: parent -> its tails, oldest first; _parent: of every block that has one (a block has one
     place). num_tails: of all parents. additions: keys added so far, tails too. losses: of the blocks that it names.
     _runs: by their first keys; keys_in_runs: in all of them, as often as one stands there.
     """
 
-    def __init__(self, losses: Losses) -> None:
+    def __init__(self, losses: Losses, block_size: int = 1, stride: int = 1) -> None:
         self._losses = losses
+        self._block_size, self._stride = block_size, stride
+        self._last: Request | None = None
+        self._known, self._own = (-1, 0, 0), (b"", b"")  # of the column and request asked for last
         self._runs: dict[bytes, _Run] = {}
         self._swept = losses.evictions
         self.keys_in_runs = 0
@@ -277,6 +284,116 @@ class PrefixIndex:
             for tail in tails:
                 yield parent, tail
 
+    # -- what a request finds
+
+    def reach(self, request: Request, column: int) -> tuple[int, int]:
+        """How many tokens of ``column`` a cached block begins with, and that block; 0 and 0 without one. O(1)."""
+        whole = self._whole(request, column)
+        if whole is not None:
+            return self._block_size, whole
+        length = block = 0
+        for tail in self._own_tails(request, column):
+            if tail.length > length:
+                length, block = tail.length, tail.block
+        return length, block
+
+    def source(self, request: Request, column: int, tokens: int) -> int:
+        """The block that begins with the first ``tokens`` tokens of ``column``. CacheError where reach is less."""
+        found = self.beginning(request, column, tokens)
+        if found is None:
+            raise CacheError(f"no block begins with {tokens} tokens of column {column}: look up again")
+        return found
+
+    def beginning(self, request: Request, column: int, tokens: int) -> int | None:
+        """The block that begins with the first ``tokens`` tokens of ``column``, None without one."""
+        whole = self._whole(request, column)
+        if whole is not None:
+            return whole
+        for tail in self._own_tails(request, column):
+            if tail.length >= tokens:
+                return tail.block
+        return None
+
+    def begins(self, request: Request, block: int, column: int, tokens: int) -> bool:
+        """Whether ``block`` begins with the first ``tokens`` tokens of ``column``."""
+        return block == self._whole(request, column) or any(
+            tail.block == block and tail.length >= tokens for tail in self._own_tails(request, column)
+        )
+
+    def is_state(self, request: Request, block: int, tokens: int) -> bool:
+        """Whether ``block`` is a state after ``tokens`` tokens."""
+        column, rest = divmod(tokens, self._block_size)
+        if not rest:
+            return bool(column) and block == self.get(request.hashes[column - 1])
+        return any(tail.block == block and tail.length == rest for tail in self._own_tails(request, column))
+
+    def label(self, request: Request, end_tokens: int, alignment: int) -> int:
+        """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
+        size = self._block_size
+        if not self._first and not self.num_tails:
+            return 0
+        hashes: Sequence[bytes] = request.hashes
+        for column in range(end_tokens // size, -1, -1):
+            longest = -1
+            for tail in self._own_tails(request, column):
+                label = column * size + tail.length
+                if longest < label <= end_tokens and label % alignment == 0:
+                    longest = label
+            if longest >= 0:
+                return longest
+            if column and column * size % alignment == 0 and self.get(hashes[column - 1]) is not None:
+                return column * size
+        return 0
+
+    def labelled(self, request: Request, tokens: int) -> int | None:
+        """The block of the state after ``tokens`` tokens."""
+        column, rest = divmod(tokens, self._block_size)
+        if not rest:
+            return self.get(request.hashes[column - 1]) if column else None
+        for tail in self._own_tails(request, column):
+            if tail.length == rest:
+                return tail.block
+        return None
+
+    def tail(self, request: Request, tokens: int) -> tuple[bytes, bytes]:
+        """Parent and tail of the partial key of the first ``tokens`` tokens."""
+        column = tokens // self._block_size
+        parent = parent_key(request, column * self._stride, self._stride)
+        return parent, request.token_bytes(column * self._block_size, tokens)
+
+    def _whole(self, request: Request, column: int) -> int | None:
+        place = (column + 1) * self._stride - 1
+        return self.get(request.hashes[place]) if place < len(request.hashes) else None
+
+    def _own_tails(self, request: Request, column: int) -> Sequence[Tail]:
+        """Those that the request's own tokens begin with, oldest first."""
+        if not self.num_tails:
+            return ()
+        parent, own = self._begins_with(request, column)
+        tails = self.tails_of(parent)
+        if len(tails) == 1:
+            return tails if own.startswith(tails[0].tokens) else ()
+        return [tail for tail in tails if own.startswith(tail.tokens)] if tails else ()
+
+    def _begins_with(self, request: Request, column: int) -> tuple[bytes, bytes]:
+        """The parent of the tails of ``column``, and the tokens that the request has there; remembered for one column.
+
+        A request that was cut has other tokens there: it is counted.
+        """
+        known = column, request.num_tokens, request.truncations
+        if request is not self._last or known != self._known:
+            start = column * self._block_size
+            self._own = (
+                parent_key(request, column * self._stride, self._stride),
+                request.token_bytes(start, start + self._block_size),
+            )
+            self._last, self._known = request, known
+        return self._own
+
+    def forget_last(self) -> None:
+        """Remember no request."""
+        self._last = None
+
     # -- runs of keys
 
     def _find_runs(self, keys: Sequence[bytes], stop: int) -> list[Int32]:
@@ -393,3 +510,14 @@ def leading_known(known: KnownTokens, keys: Sequence[bytes]) -> int:
     """How many of ``keys`` from the first on are known: with a key, all before it were seen. O(log keys)."""
     young, old = known.young, known.old
     return bisect_left(keys, 1, key=lambda key: (found := hash(key)) not in young and found not in old)
+
+
+def parent_key(request: Request, first: int, count: int) -> bytes:
+    """What the tails of hash blocks first .. first + count - 1 are found behind: the key before, and extra keys."""
+    if request.hasher is None:
+        raise CacheError(f"request {request.request_id!r} has no keys: construct it with hasher=cache.hasher")
+    parent = request.hashes[first - 1] if first else request.hasher.root
+    if request._extras is None:
+        return parent
+    extras = request.extra_keys(first, count)
+    return parent if extras is None else parent + cbor2.dumps(extras, canonical=True)

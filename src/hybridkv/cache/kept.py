@@ -114,7 +114,7 @@ class LastUsed:
         consumed = self._consumed.get(request.row, 0)
         if not 0 < consumed < tokens:
             return
-        found = [group.view(request).labelled(consumed) for group in self._groups]
+        found = [group.index.labelled(request, consumed) for group in self._groups]
         if self._pool.supersede([block for block in found if block is not None]):
             del self._consumed[request.row]
 

@@ -52,16 +52,23 @@ class BlockKeys:
     """Keys of ``num_blocks`` blocks in ``num_groups`` groups.
 
     journal: where facts are recorded. silent: groups with keys that make no events.
+    columns: tokens of a block and hash blocks of a block, by group.
     Attributes for reading: indexes (one a group), each_group (of the keys of each block, -1 without key), evictions
     (keys lost so far; grows with ``clear`` and with moves too: a remembered block is looked up anew), given and lost
     (blocks that got their first key and that lost their last, so far, per group).
     """
 
     def __init__(
-        self, num_blocks: int, num_groups: int = 1, *, journal: Journal | None = None, silent: Sequence[int] = ()
+        self,
+        num_blocks: int,
+        num_groups: int = 1,
+        *,
+        journal: Journal | None = None,
+        silent: Sequence[int] = (),
+        columns: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.evictions = 0
-        self.indexes = tuple(PrefixIndex(self) for _ in range(num_groups))
+        self.indexes = tuple(PrefixIndex(self, *one) for one in columns or ((1, 1),) * num_groups)
         self.given = [0] * num_groups
         self.lost = [0] * num_groups
         self._silent = frozenset(silent)

@@ -126,7 +126,7 @@ class PrefixLookup:
         search = Search(limit_tokens // step * step, limit_tokens, step, int(group.kind.drops))
         if not search.end_tokens:
             return GroupHit(0, _NONE)
-        return group.policy.hits.longest(group.view(request), group.keys(request), search)
+        return group.policy.hits.longest(group.index, request, group.keys(request), search)
 
     def find_written(self, request: Request) -> Hit:
         """The longest prefix of all tokens of ``request`` that is cached and written. O(blocks of the prefix)."""
@@ -150,7 +150,7 @@ class PrefixLookup:
         if since is not None and not all(self._pool.keys.kept_since(ids, since) for ids in hit.seen):
             return False
         copied = ((group, source) for group, source in zip(self._groups, hit.sources, strict=True) if source)
-        return all(group.policy.hits.source(group.view(request), hit.tokens) == source for group, source in copied)
+        return all(group.policy.hits.source(group.index, request, hit.tokens) == source for group, source in copied)
 
     def _longest(self, request: Request, limit_tokens: int) -> Hit:
         """The longest prefix of at most ``limit_tokens`` tokens that every group has. O(blocks of the longest hit)."""
@@ -171,7 +171,6 @@ class PrefixLookup:
         does so anew after a group that did not drop has lowered the candidate.
         """
         hits: dict[int, GroupHit] = {}
-        views = {group.number: group.view(request) for group in self._groups}
         missing: dict[int, list[int]] = {group.number: [] for group in self._groups}
         additions = [-1] * len(self._groups)
         dropped: set[int] = set()
@@ -186,7 +185,7 @@ class PrefixLookup:
                     hit = _trimmed(before, min(before.tokens, candidate), group.policy.block_size)
                 else:
                     search = Search(candidate, ahead if past else limit_tokens, self.alignment, past, longest)
-                    hit = group.policy.hits.longest(views[group.number], group.keys(request), search)
+                    hit = group.policy.hits.longest(group.index, request, group.keys(request), search)
                     missing[group.number] += hit.missing
                     additions[group.number] = max(additions[group.number], hit.additions)
                     seen.append(hit.seen)
@@ -201,7 +200,7 @@ class PrefixLookup:
         asked, sources = self._no_hit.groups, self._no_hit.sources
         if candidate:
             asked = tuple(hits[group.number] for group in self._groups)
-            sources = tuple(group.policy.hits.source(views[group.number], candidate) for group in self._groups)
+            sources = tuple(group.policy.hits.source(group.index, request, candidate) for group in self._groups)
             seen.append(np.array([source for source in sources if source], np.int32))
         return Hit(
             candidate,
@@ -219,15 +218,15 @@ class PrefixLookup:
 
     def _longest_of(self, group: CacheGroup, request: Request, search: Search) -> Hit:
         """_longest of one group alone, of which every prefix of a hit is one: it agrees with itself at once."""
-        hits, view = group.policy.hits, group.view(request)
+        hits = group.policy.hits
         if group.kind.drops:
             search = search._replace(past=1)
-        hit = hits.longest(view, group.keys(request), search)
+        hit = hits.longest(group.index, request, group.keys(request), search)
         evictions, missing, additions = self._pool.keys.evictions, (hit.missing,), (hit.additions,)
         if not hit.tokens:
             none = self._no_hit
             return Hit(0, none.groups, 0, missing, (hit.seen,), additions, none.sources, evictions)
-        source = hits.source(view, hit.tokens)
+        source = hits.source(group.index, request, hit.tokens)
         seen = (hit.seen, np.array([source], np.int32)) if source else (hit.seen,)
         return Hit(
             hit.tokens, (hit,), 0, missing, seen, additions, (source,), evictions, 0, request, request.truncations
@@ -315,16 +314,16 @@ class PrefixLookup:
         """Return whether a hit of ``tokens`` tokens may begin with ``ids`` and be copied from ``source``."""
         if len(ids) and ids[-1] and self._pool.keys.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
             return False
-        view, policy = group.view(request), group.policy
+        index, policy = group.index, group.policy
         try:
-            found = policy.hits.source(view, tokens)
+            found = policy.hits.source(index, request, tokens)
         except CacheError:  # nothing is known that its last column could be copied from
             return False
         if source == found or not (source and found):
             return source == found
         if group.states is not None:
-            return view.is_state(source, tokens)
-        return view.begins(source, *divmod(tokens, policy.block_size))
+            return index.is_state(request, source, tokens)
+        return index.begins(request, source, *divmod(tokens, policy.block_size))
 
     # -- blocks to begin with
 

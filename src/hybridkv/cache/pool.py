@@ -68,6 +68,7 @@ class BlockPool:
         journal: Journal | None = None,
         space: SlabSpace | None = None,
         silent: Sequence[int] = (),
+        columns: Sequence[tuple[int, int]] = (),
     ) -> None:
         if integer("num_blocks", num_blocks, most=MOST_COUNT) < 1:
             raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
@@ -75,7 +76,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_reserved = 0
         self.moved = 0
-        self.keys = BlockKeys(num_blocks, num_groups, journal=journal, silent=silent)
+        self.keys = BlockKeys(num_blocks, num_groups, journal=journal, silent=silent, columns=columns)
         self.journal = self.keys.journal
         self.indexes = self.keys.indexes
         self.epoch = 0

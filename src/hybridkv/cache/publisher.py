@@ -203,7 +203,7 @@ class Publisher:
         step = WRITTEN if written else self.open_step
         column, inside = divmod(tokens, group.policy.block_size)
         if inside:
-            parent, tail = group.view(request).tail(tokens)
+            parent, tail = group.index.tail(request, tokens)
             self._pool.publish_tail(group.number, block, parent, tail, step)
         else:
             self._pool.publish(group.number, (block,), (request.hashes[column - 1],), step)
@@ -326,7 +326,7 @@ class Publisher:
         block = rows.cells.item(rows.origin.item(request.row) + column)
         if not block:
             return
-        parent, tail = group.view(request).tail(end)
+        parent, tail = group.index.tail(request, end)
         if not self._pool.publish_tail(group.number, block, parent, tail, step):
             return
         if step != WRITTEN:
@@ -370,7 +370,7 @@ class Publisher:
         if inside:
             extras = request.extra_keys(column * stride, stride)
             told = None if extras is None else untagged(published_extras(extras, stride, size // stride)[0])
-            end = EndKept(group.number, behind, *group.view(request).tail(tokens), extra_keys=told)
+            end = EndKept(group.number, behind, *group.index.tail(request, tokens), extra_keys=told)
         elif behind is None:
             return
         else:

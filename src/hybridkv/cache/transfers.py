@@ -169,7 +169,7 @@ class Checkpoints:
             self._set_next(request, start + count)
 
     def _store_one(self, request: Request, tokens: int, column: int | None = None) -> None:
-        lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
+        lacking = [group for group in self.groups if group.index.labelled(request, tokens) is None]
         if not lacking:
             if self._kept.ranks:
                 self._kept.keep(request, tokens, (), ended=False)
@@ -206,7 +206,7 @@ class Checkpoints:
 
     def _keep_column(self, request: Request, tokens: int, column: int, *, ended: bool) -> None:
         """The state after ``tokens`` tokens, which lies in ``column``, stays where it is."""
-        lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
+        lacking = [group for group in self.groups if group.index.labelled(request, tokens) is None]
         blocks = [group.rows.cells.item(group.rows.origin.item(request.row) + column) for group in lacking]
         for group, block in zip(lacking, blocks, strict=True):
             self._publisher.publish_state(group, request, tokens, block, written=True)

@@ -119,8 +119,8 @@ class PointBlocks:
             column, rest = divmod(tokens, group.policy.block_size)
             hits = group.policy.hits
             if rest and hits.copies and hits.first_needed(tokens) < tokens:
-                found.append(group.view(request).beginning(column, rest))
-        found += [group.view(request).labelled(tokens) for group in self._states]
+                found.append(group.index.beginning(request, column, rest))
+        found += [group.index.labelled(request, tokens) for group in self._states]
         return None if None in found else [block for block in found if block]
 
     # -- what they cost

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from hybridkv.cache.groups import parent_key
+from hybridkv.cache.index import parent_key
 from hybridkv.errors import CacheError
 from hybridkv.eviction.ranking import WHOLE, Kind, ResumePoint
 from hybridkv.request import Request

@@ -25,8 +25,8 @@ from enum import StrEnum
 from itertools import chain, groupby, islice
 from typing import Final, NamedTuple
 
-from hybridkv.cache.groups import CacheGroup, parent_key
-from hybridkv.cache.index import KnownTokens, add_known, leading_known
+from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.index import KnownTokens, add_known, leading_known, parent_key
 from hybridkv.cache.journal import Begun, Fact, Journal, KeysLost
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.policies import Search
@@ -238,12 +238,14 @@ class Misses:
 
     def _common(self, request: Request, groups: Sequence[CacheGroup], limit: int, last: int) -> int:
         """The longest end up to ``limit`` that all of ``groups`` serve, nothing being dropped."""
-        asked = [(group, group.view(request), group.keys(request)) for group in groups]
+        asked = [(group, group.index, group.keys(request)) for group in groups]
         end, before, proven = limit, -1, 0
         while end and end != before:
             before = end
             for group, view, keys in asked:
-                end = group.policy.hits.longest(view, keys, Search(end, last, self._alignment, 0, proven)).tokens
+                end = group.policy.hits.longest(
+                    view, request, keys, Search(end, last, self._alignment, 0, proven)
+                ).tokens
                 proven = proven or end
         return end
 
@@ -378,7 +380,7 @@ def _has_state(request: Request, group: CacheGroup, tokens: int) -> bool:
     """Whether ``group`` has the state after ``tokens`` tokens."""
     column, rest = divmod(tokens, group.policy.block_size)
     if rest:
-        return group.view(request).labelled(tokens) is not None
+        return group.index.labelled(request, tokens) is not None
     return group.index.get(request.hashes[column * group.key_stride - 1]) is not None
 
 

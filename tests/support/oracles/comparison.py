@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from hybridkv.cache.groups import parent_key
+from hybridkv.cache.index import parent_key
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request

@@ -39,6 +39,7 @@ from hybridkv.cache.policies.policy import (
     Search,
     T,
 )
+from hybridkv.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,11 +364,11 @@ class BlockHits:
         """What the span says."""
         return self.span.first_needed(num_tokens, self.block_size)
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:
+    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """What the span finds."""
         return self.span.longest_hit(index, keys, search, self.block_size)
 
-    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
+    def source(self, index: Index, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
         """None: blocks are shared whole."""
         return 0
 
@@ -401,7 +402,7 @@ class TokenHits:
         """Return what the span says; 0 where every earlier token is read."""
         return 0 if self.span.downward_closed else self.span.first_needed(num_tokens, self.block_size)
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:
+    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:
         """The largest end that is served.
 
         No end between a column's reach and the column's own can be, so the candidate falls from column to column.
@@ -425,7 +426,7 @@ class TokenHits:
                 seen.append(run)
             at = min(column + len(run), last)  # the first column that is not known whole, or that of the end
             wanted = end - at * block_size
-            reached, begun = index.reach(at) if wanted > 0 else (0, 0)
+            reached, begun = index.reach(request, at) if wanted > 0 else (0, 0)
             if begun:
                 seen.append(np.array([begun], np.int32))
             if at == last and reached >= wanted:
@@ -436,11 +437,11 @@ class TokenHits:
             missing.append(end)
         return GroupHit(0, NONE, tuple(missing), _joined(seen))
 
-    def source(self, index: Index, num_tokens: int) -> int:
+    def source(self, index: Index, request: Request, num_tokens: int) -> int:
         """The block to copy the last column from, where it is used in part and read."""
         column, rest = divmod(num_tokens, self.block_size)
         read = rest and self.first_needed(num_tokens) < num_tokens
-        return index.source(column, rest) if read else 0
+        return index.source(request, column, rest) if read else 0
 
 
 def _joined(parts: list[Int32]) -> Int32:

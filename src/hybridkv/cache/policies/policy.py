@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.request import Request
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ NO_COLUMNS: Final = np.empty(0, np.int64)
 
 
 class Index(Protocol):
-    """What a request finds in the index of the policy's own group; see hybridkv.cache.groups.PrefixView."""
+    """What a request finds in the index of the policy's own group; see hybridkv.cache.index.PrefixIndex."""
 
     @property
     def additions(self) -> int:
@@ -53,19 +54,19 @@ class Index(Protocol):
         """Blocks of the leading keys that are all known, at most ``stop``."""
         ...
 
-    def reach(self, column: int) -> tuple[int, int]:
+    def reach(self, request: Request, column: int) -> tuple[int, int]:
         """How many tokens of ``column`` a cached block begins with, and that block; 0 and 0 without one."""
         ...
 
-    def source(self, column: int, tokens: int) -> int:
+    def source(self, request: Request, column: int, tokens: int) -> int:
         """The block that begins with the first ``tokens`` tokens of ``column``."""
         ...
 
-    def labelled(self, tokens: int) -> int | None:
+    def labelled(self, request: Request, tokens: int) -> int | None:
         """The block of the state after ``tokens`` tokens."""
         ...
 
-    def label(self, end_tokens: int, alignment: int) -> int:
+    def label(self, request: Request, end_tokens: int, alignment: int) -> int:
         """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
         ...
 
@@ -191,11 +192,11 @@ class Hits(Protocol):
         """The first token whose block a hit of ``num_tokens`` reads; ``num_tokens`` where it reads none."""
         ...
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:
+    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:
         """The longest cached prefix; keys: one a full column."""
         ...
 
-    def source(self, index: Index, num_tokens: int) -> int:
+    def source(self, index: Index, request: Request, num_tokens: int) -> int:
         """The block to copy the end of a hit of ``num_tokens`` from; 0 where nothing is copied.
 
         CacheError where there is none to copy.

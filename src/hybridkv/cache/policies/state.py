@@ -34,6 +34,7 @@ from hybridkv.cache.policies.policy import (
     Search,
     T,
 )
+from hybridkv.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +52,14 @@ class LabelHits:
         """None: a state is no block of tokens."""
         return num_tokens
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
+    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """The last label at or before the end. O(blocks behind it)."""
         additions = index.additions
-        return GroupHit(index.label(search.end_tokens, search.alignment), NONE, additions=additions)
+        return GroupHit(index.label(request, search.end_tokens, search.alignment), NONE, additions=additions)
 
-    def source(self, index: Index, num_tokens: int) -> int:
+    def source(self, index: Index, request: Request, num_tokens: int) -> int:
         """The checkpoint."""
-        return index.labelled(num_tokens) or 0
+        return index.labelled(request, num_tokens) or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,11 @@ class NoHits:
         """None."""
         return num_tokens
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
+    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """None."""
         return GroupHit(0, NONE)
 
-    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - as above
+    def source(self, index: Index, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - as above
         """None."""
         return 0
 
@@ -100,11 +101,11 @@ class AnyHits:
         """None."""
         return num_tokens
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
+    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """Whatever the others say."""
         return GroupHit(search.end_tokens, NONE)
 
-    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - as above
+    def source(self, index: Index, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - as above
         """None."""
         return 0
 
@@ -242,7 +243,7 @@ class StateHits:
         """None: a state is no block of tokens."""
         return num_tokens
 
-    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> GroupHit:
+    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """The right-most state at or before the end. O(boundaries behind it)."""
         size, step = self.block_size, search.alignment // self.block_size
         edge = min(search.end_tokens // size, len(keys)) // step * step
@@ -257,7 +258,7 @@ class StateHits:
             edge -= step
         return GroupHit(0, NONE, tuple(missing))
 
-    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
+    def source(self, index: Index, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
         """None: what is hit is held by the row itself."""
         return 0
 
