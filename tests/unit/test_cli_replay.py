@@ -402,7 +402,7 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (("workload:chat", *BASE, "--max-running", "0"), "max_running (--max-running) must be at least 1, got 0"),
         (("workload:chat", *BASE, "--token-budget", "-1"), "token_budget (--token-budget) must be at least 1"),
         (("workload:chat", *BASE, "--time-scale", "-1"), "time_scale (--time-scale) must be 0 or more"),
-        (("workload:chat", *BASE, "--block-size", "0"), "block_size must be at least 1 token, got 0"),
+        (("workload:chat", *BASE, "--block-size", "0"), "block_size must be at least 1, got 0"),
         (("workload:chat", *BASE, "--tp", "3"), "tp"),
         (("workload:chat", *BASE, "--kv-dtype", "int4"), "'auto', 'bf16', 'fp16', 'fp32', 'fp8'"),
         (("workload:chat", *BASE, "--layout", "slabs"), "'reference', 'natural'"),
