@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import error, run
 
+from cli_support import error, run
 from hybridkv.eviction import DEFAULT_EVICTIONS, EVICTIONS
 from hybridkv.simulator import UniformWorkload
 
