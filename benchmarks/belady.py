@@ -22,14 +22,14 @@ import numpy as np
 from foreseen import Future
 
 from hybridkv.eviction.named import Eviction
-from hybridkv.eviction.ranking import ResumePoint, note_hit
+from hybridkv.eviction.resume_points import ResumePoint, note_hit
 from hybridkv.request_rows import grown
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 
 
 class Belady:
-    """A ranking (hybridkv.eviction.ranking) whose clock says which request of ``future`` runs."""
+    """A ranking (hybridkv.eviction.resume_points) whose clock says which request of ``future`` runs."""
 
     def __init__(self, future: Future) -> None:
         self._future = future

@@ -26,7 +26,7 @@ from eviction_table import serve_alone
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.eviction import EVICTIONS, LRU, eviction_named
-from hybridkv.eviction.ranking import Kind, ResumePoint
+from hybridkv.eviction.resume_points import Kind, ResumePoint
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult

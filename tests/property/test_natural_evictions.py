@@ -20,7 +20,7 @@ from hybridkv.errors import CacheError
 from hybridkv.eviction import HAZARD, hazard
 from hybridkv.eviction.blocks import PointBlocks
 from hybridkv.eviction.ranked import RankedResumePoints
-from hybridkv.eviction.ranking import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN, ResumePoint, promise_of
+from hybridkv.eviction.resume_points import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN, ResumePoint, promise_of
 from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from hybridkv.testing.event_follower import DifferenceError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybridkv.eviction.hazard import BUCKETS, HazardRanking, bucket_of
-from hybridkv.eviction.ranking import Kind, ResumePoint
+from hybridkv.eviction.resume_points import Kind, ResumePoint
 
 
 def end(

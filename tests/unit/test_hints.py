@@ -10,7 +10,7 @@ from test_tenants import Cache, chat, unique
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import EVERYBODY, Share, TenantShares
 from hybridkv.eviction.hazard import HazardRanking
-from hybridkv.eviction.ranking import (
+from hybridkv.eviction.resume_points import (
     BY_ALL,
     NEVER,
     NOTHING,
@@ -18,10 +18,10 @@ from hybridkv.eviction.ranking import (
     WITHIN,
     Kind,
     ResumePoint,
+    keys_of,
     of_session,
     promise_of,
 )
-from hybridkv.eviction.resume_points import keys_of
 from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.simulator import Pieces, TraceRequest
 from hybridkv.simulator.tokens import NEW_OUTPUT, PROMPT_SEGMENT

@@ -12,7 +12,7 @@ from hybridkv.cache.index import KnownTokens, add_known, leading_known
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.eviction import HAZARD, ranked
 from hybridkv.eviction.ranked import RankedResumePoints
-from hybridkv.eviction.ranking import Kind, ResumePoint
+from hybridkv.eviction.resume_points import Kind, ResumePoint
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec

@@ -14,7 +14,7 @@ from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.eviction import LRU
 from hybridkv.eviction.hazard import HazardRanking
 from hybridkv.eviction.ranked import RankedResumePoints
-from hybridkv.eviction.ranking import ResumePoint
+from hybridkv.eviction.resume_points import ResumePoint
 from hybridkv.models import Layer, Model, known_models, read_model
 from hybridkv.planner import Plan, plan
 from hybridkv.request import Request, SamplingParams

@@ -5,7 +5,7 @@ The core (hybridkv.cache) knows none of it: a manager composes the two.
 
 import hybridkv.cache  # noqa: F401 - the manager composes this package: its modules come first
 from hybridkv.eviction.named import DEFAULT_EVICTIONS, EVICTIONS, HAZARD, LRU, Eviction, eviction_named, eviction_of
-from hybridkv.eviction.ranking import EVERYBODY, Share, TenantShares
+from hybridkv.eviction.tenants import EVERYBODY, Share, TenantShares
 
 __all__ = [
     "DEFAULT_EVICTIONS",

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridkv.eviction.ranking import ResumePoint
-from hybridkv.eviction.resume_points import begins_block_of, first_key, is_crowded
+from hybridkv.eviction.resume_points import ResumePoint, begins_block_of, first_key, is_crowded
 
 if TYPE_CHECKING:
     from hybridkv.eviction.ranked import RankedResumePoints

@@ -29,8 +29,8 @@ from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.journal import BlockFact, Ids, Lost, Moved, Released
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.spaces.slabs import SlabSpace
-from hybridkv.eviction.ranking import ResumePoint, Weights
 from hybridkv.eviction.resume_points import (
+    ResumePoint,
     children_after,
     children_of,
     detach,
@@ -42,6 +42,7 @@ from hybridkv.eviction.resume_points import (
     siblings_of,
     unlink,
 )
+from hybridkv.eviction.tenants import Weights
 from hybridkv.request import Request
 
 Int32 = NDArray[np.int32]

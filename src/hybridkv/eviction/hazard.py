@@ -20,13 +20,13 @@ worth    the greatest, over what one might wait for, of P(hit by then) / E[secon
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from typing import Final
+from bisect import bisect_left, bisect_right
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.eviction.ranking import Heir, ResumePoint, Ring, class_kind, is_promised, note_hit, promised_rate
+from hybridkv.eviction.resume_points import KINDS, Heir, ResumePoint, is_promised, note_hit, promised_rate
 from hybridkv.request_rows import grown
 
 Float = NDArray[np.float64]
@@ -72,6 +72,94 @@ _FREE: Final = -1
 
 _ROUNDING: Final = 1e-6
 """Seconds: what sums of times may be wrong by."""
+
+
+class Ring:
+    """Hold resume points in the order of their last use. O(log n) in Python, and a shift of the list.
+
+    Attributes
+        points: (used, serial, resume point), ascending.
+        least, value, until: the end of the ring of less value, as of ``until``; kept by the ranking that owns the ring.
+    """
+
+    __slots__ = ("least", "points", "until", "value")
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, int, ResumePoint]] = []
+        self.least: ResumePoint | None = None
+        self.value, self.until = math.inf, -math.inf
+
+    def add(self, point: ResumePoint) -> bool:
+        """Add ``point``, which is in no ring. Return whether it is the first or the last one now."""
+        points, entry = self.points, (point.used, point.serial, point)
+        if not points or points[-1] < entry:  # as nearly always
+            points.append(entry)
+            return True
+        place = bisect_left(points, entry)
+        points.insert(place, entry)
+        return not place
+
+    def remove(self, point: ResumePoint) -> bool:
+        """Remove ``point``, whose last use is as it was when added. Return whether it was the first or the last one."""
+        place = bisect_left(self.points, (point.used, point.serial))
+        del self.points[place]
+        return not place or place == len(self.points)
+
+    def outer(self) -> tuple[ResumePoint, ...]:
+        """Return the one used longest ago, and the one used last where that is another."""
+        points = self.points
+        return (points[0][2],) if len(points) == 1 else (points[0][2], points[-1][2])
+
+
+class Ranking(Protocol):
+    """Which kept end goes next. ``now``: seconds, never less than before.
+
+    An end changes between ``remove`` and ``add`` only. Only ``kept`` and ``hit`` change when it was used.
+    """
+
+    def note_request(self, now: float) -> None:
+        """One more request begins."""
+        ...
+
+    def add(self, end: ResumePoint, now: float) -> None:
+        """``end`` is kept, and may be given up."""
+        ...
+
+    def remove(self, end: ResumePoint) -> None:
+        """``end``, added before, may not be given up, or is kept no longer."""
+        ...
+
+    def kept(self, end: ResumePoint, now: float) -> None:
+        """``end``, a ghost or new and not added now, is kept from now on: it is used now, and a new age begins."""
+        ...
+
+    def hit(self, end: ResumePoint, now: float) -> None:
+        """``end``, not added now, was hit, or would have been; its ``used`` is that before."""
+        ...
+
+    def promised(self, end: ResumePoint, promise: int, now: float) -> None:
+        """``promise`` is what hints say of ``end``, not added now, from now on."""
+        ...
+
+    def given_up(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
+        """``end`` is kept no longer, or was declined. parent: the kept end that serves its requests now."""
+        ...
+
+    def forget(self, end: ResumePoint, now: float) -> None:
+        """``end``, a ghost, is remembered no longer."""
+        ...
+
+    def lowest(self, now: float) -> ResumePoint | None:
+        """The end to give up next, None where there is none."""
+        ...
+
+    def prefers(self, end: ResumePoint, other: ResumePoint, now: float) -> bool:
+        """Whether ``other``, which is kept, is to be given up for ``end``."""
+        ...
+
+    def check(self) -> list[str]:
+        """A line for each thing kept that is not what it would be when made anew. O(ends)."""
+        ...
 
 
 class HazardRanking:
@@ -390,7 +478,7 @@ def class_of(point: ResumePoint) -> tuple[int, int, int]:
         gap = -1
     else:
         gap = 0 if point.session_gap < 1.0 else min(6, 1 + int(math.log(point.session_gap, 3)))
-    return class_kind(point.kind, point.promise), min(point.hits, 3), gap
+    return int(point.kind) + KINDS * point.promise, min(point.hits, 3), gap
 
 
 def least_gap_s(hits: int, gap: int) -> float | None:

@@ -16,8 +16,7 @@ from types import MappingProxyType
 from typing import Final
 
 from hybridkv.errors import ConfigError
-from hybridkv.eviction.hazard import HazardRanking
-from hybridkv.eviction.ranking import Ranking
+from hybridkv.eviction.hazard import HazardRanking, Ranking
 from hybridkv.planner import Plan
 from hybridkv.planner.plan import NATURAL, REFERENCE
 

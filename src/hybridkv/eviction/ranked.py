@@ -11,8 +11,9 @@ requests branch off.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -25,12 +26,12 @@ from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.statistics import CacheStatistics, EndClassStatistics, EndStatistics, TenantStatistics
 from hybridkv.eviction.audit import check_points
 from hybridkv.eviction.blocks import PointBlocks
-from hybridkv.eviction.hazard import class_of, least_gap_s
-from hybridkv.eviction.ranking import (
+from hybridkv.eviction.hazard import Ranking, Ring, class_of, least_gap_s
+from hybridkv.eviction.resume_points import (
     NEVER,
     Kind,
     ResumePoint,
-    TenantRankings,
+    ResumePointTree,
     in_words,
     is_of_session,
     kind_of,
@@ -38,7 +39,7 @@ from hybridkv.eviction.ranking import (
     parts_of,
     promise_of,
 )
-from hybridkv.eviction.resume_points import ResumePointTree
+from hybridkv.eviction.tenants import Standing, TenantShares, Weights
 from hybridkv.request import NO_HINTS, Request
 
 Int64 = NDArray[np.int64]
@@ -117,6 +118,128 @@ class _Session:
 
     consumed: ResumePoint | None = None
     gap: float | None = None
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What is kept of a tenant that has had a request. points: how many may be given up. standing: its place in order.
+
+    awaited: those that a request waits for, which go after all that ``ranking`` ranks.
+    """
+
+    ranking: Ranking
+    awaited: Ring = field(default_factory=Ring)
+    points: int = 0
+    standing: Standing | None = None
+
+
+class TenantRankings:
+    """Rank the ends of each tenant, and say whose end goes next. What a tenant needs is made for its first request.
+
+    ranking: makes one. memory_bytes: of which ``shares`` are. weights: bytes kept of each tenant, followed from now on.
+    For reading: shares.
+    """
+
+    def __init__(
+        self, ranking: Callable[[], Ranking], shares: TenantShares, memory_bytes: int, weights: Weights
+    ) -> None:
+        self.shares = shares
+        self._ranking = ranking
+        self._memory_bytes = memory_bytes
+        self._weights = weights
+        self._tenants = {0: _Tenant(ranking())}
+        self._numbers = shares.numbers()
+        self._order: list[Standing] = []
+        self._moved = set[int]()
+
+    def tenant_of(self, request: Request) -> int:
+        """Return the number of the tenant of ``request``."""
+        return self._numbers.get(request.tenant, 0) if request.tenant is not None else 0
+
+    def of(self, tenant: int) -> Ranking:
+        """Return the ranking of ``tenant``."""
+        return self._of(tenant).ranking
+
+    def _of(self, tenant: int) -> _Tenant:
+        found = self._tenants.get(tenant)
+        if found is None:
+            found = self._tenants[tenant] = _Tenant(self._ranking())
+        return found
+
+    def add(self, point: ResumePoint, now: float) -> None:
+        """Rank ``point``; one that a request waits for goes after all others of its tenant."""
+        tenant = self._of(point.tenant)
+        if point.awaited:
+            tenant.awaited.add(point)
+        else:
+            tenant.ranking.add(point, now)
+        tenant.points += 1
+        if tenant.points == 1:
+            self._moved.add(point.tenant)
+
+    def remove(self, point: ResumePoint) -> None:
+        """Rank ``point`` no longer."""
+        tenant = self._tenants[point.tenant]
+        if point.awaited:
+            tenant.awaited.remove(point)
+        else:
+            tenant.ranking.remove(point)
+        tenant.points -= 1
+        if not tenant.points:
+            self._moved.add(point.tenant)
+
+    def lowest(self, now: float) -> ResumePoint | None:
+        """Return the resume point to give up next: of the tenants that have one, the first that gives way.
+
+        O(log tenants) and a shift of a list, for each tenant whose bytes have changed since the last call.
+        """
+        if len(self.shares.of) == 1:
+            tenant = self._tenants[0]
+        else:
+            self._place()
+            if not self._order:
+                return None
+            tenant = self._tenants[self._order[0][-1]]
+        found = tenant.ranking.lowest(now)
+        return tenant.awaited.outer()[0] if found is None and tenant.awaited.points else found
+
+    def _place(self) -> None:
+        """Bring tenants whose bytes changed, or whose first or last resume point came or went, to their places."""
+        for number in self._moved | self._weights.changed:
+            tenant = self._tenants.get(number)
+            if tenant is None:
+                continue
+            if tenant.standing is not None:
+                del self._order[bisect_left(self._order, tenant.standing)]
+            tenant.standing = self._standing(number) if tenant.points else None
+            if tenant.standing is not None:
+                insort(self._order, tenant.standing)
+        self._moved.clear()
+        self._weights.changed.clear()
+
+    def _standing(self, tenant: int) -> Standing:
+        return self.shares.standing(tenant, self._weights.of[tenant], self._memory_bytes)
+
+    def prefers(self, point: ResumePoint, other: ResumePoint, now: float) -> bool:
+        """Return whether ``other``, which is kept, goes for ``point``: of another tenant, if that gives way first."""
+        if point.tenant == other.tenant:
+            return not other.awaited and self.of(point.tenant).prefers(point, other, now)
+        return self._standing(other.tenant) < self._standing(point.tenant)
+
+    def check(self, ranked: Mapping[int, int]) -> Iterator[str]:
+        """Yield a line for each violated invariant. ranked: resume points of each tenant that may be given up."""
+        for number, tenant in self._tenants.items():
+            yield from tenant.ranking.check()
+            yield from (
+                f"no request waits for the awaited resume point of {point.tokens} tokens"
+                for _, _, point in tenant.awaited.points
+                if not point.awaited
+            )
+            if tenant.points != ranked.get(number, 0):
+                yield f"tenant {number} counts {tenant.points} ranked resume points, not {ranked.get(number, 0)}"
+        self._place()
+        if len(self.shares.of) > 1 and self._order != sorted(map(self._standing, ranked)):
+            yield f"tenants give way as {self._order}, not by what they have too much"
 
 
 class RankedResumePoints:

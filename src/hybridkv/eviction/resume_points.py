@@ -8,6 +8,19 @@ A parent is a prefix of its children, token for token. Whole blocks are known by
 open: a resume point that stops inside a block, and an older one that continues after the same whole blocks. Neither is
 then before the other. Of all that continue with the same key, the first is before every one, or before none.
 
+Each resume point has a kind:
+
+PROMPT    before the last token of a prompt          BRANCH    where requests went different ways, or a mark
+OUTPUT    where a request ended                      GRID      any other place that a placement asks for
+
+and hints promise something of it (docs/design/0026):
+
+NOTHING   no hint, or none that concerns it          NEVER     its session is over, or goes on elsewhere
+BY_ALL    it is within what many begin with          SOMETIME  its session continues from here
+WITHIN    and those above: within 4, 16, 64 ... seconds
+
+A promise is a class of its own for what learns, with a rate to begin with; hits of its like outweigh that.
+
 The tree also knows which requests wait, and the deepest kept resume point that each begins with: it goes after all
 others of its tenant. Tokens that a request gets while it waits (from steps in flight when it was preempted) are
 ignored.
@@ -15,16 +28,192 @@ ignored.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from hybridkv.cache.index import parent_key
 from hybridkv.errors import CacheError
-from hybridkv.eviction.ranking import WHOLE, Kind, ResumePoint
-from hybridkv.request import Request
+from hybridkv.request import NO_HINTS, Hints, Request
+
+NOTHING: Final = 0
+NEVER: Final = 1
+BY_ALL: Final = 2
+SOMETIME: Final = 3
+WITHIN: Final = 4
+
+WHOLE: Final = (b"", b"")
+"""``ResumePoint.inside`` at the edge of a hash block."""
+
+_SHORTEST_GAP: Final = 1e-3
+"""Seconds between two hits: at less they count as this."""
+
+
+class Kind(IntEnum):
+    """See the module."""
+
+    PROMPT = 0
+    OUTPUT = 1
+    BRANCH = 2
+    GRID = 3
+
+
+@dataclass(slots=True, eq=False)
+class ResumePoint:
+    """A token count of a prefix at which a later request can resume: kept, or remembered (a ghost).
+
+    Attributes
+        serial: number in the order in which resume points were first made.
+        kind, promise: what it was made as, and what hints promise of it; see the module.
+        tokens: of the prefix.
+        used: seconds, when it was kept or last hit.
+        session_gap: seconds that its session had paused when it was made; None for a new session.
+        tenant: number of the tenant that is charged for its blocks.
+        depth, chain, inside, parent, children, segment: its place in the tree (hybridkv.eviction.resume_points).
+        own: blocks that no other kind of resume point shares: its states, and those that hold its last tokens.
+        kept: whether it is no ghost.
+        ranked: whether it may be given up.
+        hits: so far.
+        log_gap: mean of the natural logarithm of the seconds between hits, in which the last counts half; 0.0 before
+            the first.
+        saved: tokens behind its parent for each byte that it needs.
+        awaited: whether a waiting request will resume here.
+        class_number, row, ring, heir, value, until, learned: kept by its ranking (hybridkv.eviction.hazard).
+    """
+
+    serial: int
+    kind: Kind
+    tokens: int
+    used: float
+    session_gap: float | None
+    tenant: int = 0
+    depth: int = 0
+    chain: bytes = b""
+    inside: tuple[bytes, bytes] = WHOLE
+    parent: ResumePoint | None = field(default=None, repr=False)
+    children: dict[bytes, list[ResumePoint]] = field(default_factory=dict, repr=False)
+    segment: list[bytes] = field(default_factory=list, repr=False)
+    own: list[int] = field(default_factory=list)
+    kept: bool = False
+    ranked: bool = False
+    hits: int = 0
+    log_gap: float = 0.0
+    saved: float = 0.0
+    promise: int = NOTHING
+    awaited: bool = False
+    class_number: int = -1
+    row: int = -1
+    ring: tuple[int, int] | None = None
+    heir: Heir | None = None
+    value: float = math.inf
+    until: float = -math.inf
+    learned: int = 0
+
+
+class Heir(NamedTuple):
+    """A resume point that was given up: its class, and when it was last used."""
+
+    class_number: int
+    used: float
+
+
+def note_hit(point: ResumePoint, now: float) -> None:
+    """Count a hit of ``point``, which is used ``now``."""
+    gap = math.log(max(now - point.used, _SHORTEST_GAP))
+    point.log_gap = (point.log_gap + gap) / 2 if point.hits else gap
+    point.hits += 1
+    point.used = now
+
+
+_BASE: Final = 4.0
+_MOST: Final = 11
+KINDS: Final = len(Kind)
+
+
+def kind_of(request: Request, tokens: int, *, ended: bool) -> Kind:
+    """Of the end at ``tokens`` of ``request``. ended: it ends there."""
+    if ended:
+        return Kind.OUTPUT
+    if tokens == request.branch_tokens or tokens in request.marks:
+        return Kind.BRANCH
+    return Kind.PROMPT if tokens == request.num_prompt_tokens - 1 else Kind.GRID
+
+
+def promise_of(request: Request, tokens: int) -> int:
+    """What is promised of the end at ``tokens`` of ``request``. O(marks)."""
+    hints = request.hints
+    if hints is NO_HINTS:
+        return NOTHING
+    if tokens <= hints.shared_tokens:
+        return BY_ALL
+    if tokens in request.marks:
+        return of_session(hints)
+    if tokens == request.branch_tokens:
+        return NOTHING
+    elsewhere = hints.goes_on and any(mark > hints.shared_tokens for mark in request.marks)
+    return NEVER if elsewhere else of_session(hints)
+
+
+def of_session(hints: Hints) -> int:
+    """What is promised of where a session goes on."""
+    if hints.over or hints.scratch:
+        return NEVER
+    if hints.within_s is not None:
+        return WITHIN + _step_of(hints.within_s)
+    return SOMETIME if hints.goes_on else NOTHING
+
+
+def _step_of(seconds: float) -> int:
+    step, bound = 0, _BASE
+    while seconds > bound and step < _MOST:
+        step, bound = step + 1, bound * _BASE
+    return step
+
+
+def is_of_session(promise: int) -> bool:
+    """Whether it holds for one session, which keeps it by going on."""
+    return promise not in {NOTHING, BY_ALL}
+
+
+def in_words(promise: int) -> str:
+    """What hints said, as they are named."""
+    if promise >= WITHIN:
+        return f"within {_BASE ** (1 + promise - WITHIN):.0f} s"
+    return {NOTHING: "", NEVER: "never", BY_ALL: "by all", SOMETIME: "some time"}[promise]
+
+
+# -- as part of a class
+
+
+def class_kind(kind: Kind, promise: int) -> int:
+    """One number for both."""
+    return int(kind) + KINDS * promise
+
+
+def parts_of(number: int) -> tuple[Kind, int]:
+    """Kind and promise of a ``class_kind``."""
+    return Kind(number % KINDS), number // KINDS
+
+
+def is_promised(number: int) -> bool:
+    """Whether anything is promised of ends of ``class_kind`` ``number``."""
+    return number >= KINDS
+
+
+def promised_rate(number: int, usual: float, age: float) -> float:
+    """Hits a second to begin with, of ends of ``class_kind`` ``number`` at ``age`` seconds; of all together: usual."""
+    promise = number // KINDS
+    if promise >= WITHIN:
+        bound = _BASE ** (1 + promise - WITHIN)
+        return max(usual, 2 / bound) if age < bound else usual
+    return usual * {NOTHING: 1.0, NEVER: 1e-3, BY_ALL: 100.0, SOMETIME: 10.0}[promise]
+
+
+# -- the tree
 
 CROWD: Final = 8
 """Children that begin with the same block: of more than these, what each saves is not followed."""

@@ -11,8 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from hybridkv.eviction.ranked import RankedResumePoints
-from hybridkv.eviction.ranking import Kind, ResumePoint
-from hybridkv.eviction.resume_points import ResumePointTree, is_crowded
+from hybridkv.eviction.resume_points import Kind, ResumePoint, ResumePointTree, is_crowded
 from hybridkv.request import Request
 from hybridkv.testing.event_follower import DifferenceError, same
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hybridkv.eviction import HAZARD, Eviction
-from hybridkv.eviction.hazard import HazardRanking
-from hybridkv.eviction.ranking import Ranking, ResumePoint, class_kind, is_promised, promised_rate
+from hybridkv.eviction.hazard import HazardRanking, Ranking
+from hybridkv.eviction.resume_points import ResumePoint, class_kind, is_promised, promised_rate
 from hybridkv.testing.event_follower import DifferenceError
 
 EDGES = [0.0, *(1.5**k for k in range(23))]
