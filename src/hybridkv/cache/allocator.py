@@ -212,7 +212,7 @@ class Slots:
             self._pool.hold(touched[0] if len(touched) == 1 else np.concatenate(touched))
         if plan.begins:
             self._publisher.begin(plan.request, plan.computed_tokens)
-        new = tuple(self._append(group, row, part) for group, part in work)
+        new = tuple([self._append(group, row, part) for group, part in work])
         self._publisher.publish_plans(plan.request, plan.groups, plan.known_tokens)
         for group, part in work:
             if part.pending:

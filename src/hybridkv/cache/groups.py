@@ -150,7 +150,6 @@ class CacheGroup:
 
     def clear(self, row: int) -> None:
         """``row`` holds nothing."""
-        self.index.forget_last()
         self.rows.clear(row)
         self.pending.pop(row, None)
         self.published[row] = self.label[row] = 0

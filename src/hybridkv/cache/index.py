@@ -89,8 +89,6 @@ class PrefixIndex:
     def __init__(self, losses: Losses, block_size: int = 1, stride: int = 1) -> None:
         self._losses = losses
         self._block_size, self._stride = block_size, stride
-        self._last: Request | None = None
-        self._known, self._own = (-1, 0, 0), (b"", b"")  # of the column and request asked for last
         self._runs: dict[bytes, _Run] = {}
         self._swept = losses.evictions
         self.keys_in_runs = 0
@@ -366,33 +364,17 @@ class PrefixIndex:
         return self.get(request.hashes[place]) if place < len(request.hashes) else None
 
     def _own_tails(self, request: Request, column: int) -> Sequence[Tail]:
-        """Those that the request's own tokens begin with, oldest first."""
+        """Return the tails of ``column`` that the request's own tokens begin with, oldest first."""
         if not self.num_tails:
             return ()
-        parent, own = self._begins_with(request, column)
-        tails = self.tails_of(parent)
+        tails = self._tails.get(parent_key(request, column * self._stride, self._stride), ())
+        if not tails:
+            return ()
+        start = column * self._block_size
+        own = request.token_bytes(start, start + self._block_size)
         if len(tails) == 1:
             return tails if own.startswith(tails[0].tokens) else ()
-        return [tail for tail in tails if own.startswith(tail.tokens)] if tails else ()
-
-    def _begins_with(self, request: Request, column: int) -> tuple[bytes, bytes]:
-        """The parent of the tails of ``column``, and the tokens that the request has there; remembered for one column.
-
-        A request that was cut has other tokens there: it is counted.
-        """
-        known = column, request.num_tokens, request.truncations
-        if request is not self._last or known != self._known:
-            start = column * self._block_size
-            self._own = (
-                parent_key(request, column * self._stride, self._stride),
-                request.token_bytes(start, start + self._block_size),
-            )
-            self._last, self._known = request, known
-        return self._own
-
-    def forget_last(self) -> None:
-        """Remember no request."""
-        self._last = None
+        return [tail for tail in tails if own.startswith(tail.tokens)]
 
     # -- runs of keys
 

@@ -199,14 +199,14 @@ class PrefixLookup:
                     longest = candidate
         asked, sources = self._no_hit.groups, self._no_hit.sources
         if candidate:
-            asked = tuple(hits[group.number] for group in self._groups)
-            sources = tuple(group.policy.hits.source(group.index, request, candidate) for group in self._groups)
+            asked = tuple([hits[group.number] for group in self._groups])
+            sources = tuple([group.policy.hits.source(group.index, request, candidate) for group in self._groups])
             seen.append(np.array([source for source in sources if source], np.int32))
         return Hit(
             candidate,
             asked,
             longest - candidate,
-            tuple(tuple(missing[group.number]) for group in self._groups),
+            tuple([tuple(missing[group.number]) for group in self._groups]),
             tuple(seen),
             tuple(additions),
             sources,

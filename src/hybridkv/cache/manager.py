@@ -212,7 +212,9 @@ class KVCacheManager:
         the manager without a Scheduler opens one for each forward. Outside of any, what is published counts as written
         at once. CacheError inside another one.
         """
-        self._publisher.begin_step(integer("step", step, 0, MOST_COUNT))
+        if type(step) is not int or not 0 <= step <= MOST_COUNT:
+            step = integer("step", step, 0, MOST_COUNT)
+        self._publisher.begin_step(step)
         try:
             yield
         finally:
@@ -220,7 +222,9 @@ class KVCacheManager:
 
     def mark_written(self, step: int) -> None:
         """``step`` was executed. CacheError for one that never began, or was marked or revoked already."""
-        self._publisher.mark_written(integer("step", step, 0, MOST_COUNT))
+        if type(step) is not int or not 0 <= step <= MOST_COUNT:
+            step = integer("step", step, 0, MOST_COUNT)
+        self._publisher.mark_written(step)
 
     def revoke(self, first_step: int) -> None:
         """Steps from ``first_step`` on were not executed: what they published can be hit no longer."""
@@ -315,7 +319,7 @@ class KVCacheManager:
             num_encoder_tokens,
             num_external_computed_tokens,
         )
-        if admission is not None:
+        if admission is not None and type(admission) is not Admission:
             instance("admission", admission, Admission)
         return self._planner.plan(request, wanted, admission)
 
@@ -345,7 +349,9 @@ class KVCacheManager:
 
     def commit(self, plan: SlotPlan) -> KVCacheBlocks:
         """Do what ``plan`` says and return the new columns. StalePlanError if anything changed since it was made."""
-        return KVCacheBlocks(self._slots.commit(instance("plan", plan, SlotPlan)), self.block_pool)
+        if type(plan) is not SlotPlan:
+            instance("plan", plan, SlotPlan)
+        return KVCacheBlocks(self._slots.commit(plan), self.block_pool)
 
     # -- slots, all rows of a step
 
@@ -360,9 +366,10 @@ class KVCacheManager:
         rows = self._residents.rows_held(rows)
         if not isinstance(num_new_tokens, int):
             num_new_tokens = one_a_row("num_new_tokens", num_new_tokens, rows, 1)
-        else:
+        elif type(num_new_tokens) is not int or not 1 <= num_new_tokens <= MOST_COUNT:
             num_new_tokens = integer("num_new_tokens", num_new_tokens, 1, MOST_COUNT)
-        num_lookahead_tokens = integer("num_lookahead_tokens", num_lookahead_tokens, 0, MOST_COUNT)
+        if type(num_lookahead_tokens) is not int or not 0 <= num_lookahead_tokens <= MOST_COUNT:
+            num_lookahead_tokens = integer("num_lookahead_tokens", num_lookahead_tokens, 0, MOST_COUNT)
         return self._slots.allocate(rows, num_new_tokens, num_lookahead_tokens)
 
     # -- drafts
@@ -457,10 +464,12 @@ class KVCacheManager:
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """The blocks that a request holds; none for an unknown id."""
-        request = self._residents.get(instance("request_id", request_id, str))
+        if type(request_id) is not str:
+            instance("request_id", request_id, str)
+        request = self._residents.get(request_id)
         if request is None:
             return self._lookup.empty
-        return KVCacheBlocks(tuple(group.rows.ids(request.row) for group in self.groups), self.block_pool)
+        return KVCacheBlocks(tuple([group.rows.ids(request.row) for group in self.groups]), self.block_pool)
 
     def create_empty_block_list(self) -> KVCacheBlocks:
         """No block in every group."""

@@ -164,7 +164,7 @@ class SlotPlanner:
         facts = [group.facts(row) for group in groups]
         adopted = self._adopted(request, wanted)
         plans = tuple(
-            group.policy.plan(known, ids, demand) for group, known, ids in zip(groups, facts, adopted, strict=True)
+            [group.policy.plan(known, ids, demand) for group, known, ids in zip(groups, facts, adopted, strict=True)]
         )
         sources = self._sources(wanted)
         freed = _freed_blocks(groups, facts, plans, row, pool)
@@ -200,7 +200,7 @@ class SlotPlanner:
             demand.computed,
             demand.known,
             begins=row < 0,
-            encodes=any(plan.take for plan, group in zip(plans, groups, strict=True) if group in self._encoded),
+            encodes=bool(self._encoded) and any(plans[group.number].take for group in self._encoded),
             loads=not wanted.new_tokens,
         )
 
@@ -211,9 +211,12 @@ class SlotPlanner:
 
         limits: bounds of the request. tokens, encoder_tokens: in place of those of ``limits``.
         """
-        instance("limits", limits, RequestLimits)
-        integer("max_in_flight", max_in_flight, 1, MOST_COUNT)
-        tokens = limits.max_model_len if tokens is None else integer("tokens", tokens, 1, MOST_COUNT)
+        if type(limits) is not RequestLimits:
+            instance("limits", limits, RequestLimits)
+        tokens = limits.max_model_len if tokens is None else tokens
+        for name, count in (("max_in_flight", max_in_flight), ("tokens", tokens)):
+            if type(count) is not int or not 1 <= count <= MOST_COUNT:
+                integer(name, count, 1, MOST_COUNT)
         encoder = limits.max_encoder_tokens if encoder_tokens is None else encoder_tokens
         if not all(map(_HOLDS_ALL, self._groups)):
             limits = replace(limits, max_model_len=tokens, max_encoder_tokens=encoder)

@@ -121,11 +121,12 @@ class Publisher:
 
     def publish_plans(self, request: Request, plans: Sequence[GroupPlan], known_tokens: int) -> None:
         """What a step of ``request`` fills, group after group, and its ends up to ``known_tokens``."""
+        writes = request.writes_prefix_cache
         for group, plan in zip(self._groups, plans, strict=True):
             self._publish_columns(group, request, plan.publish, plan.decided)
             if group in self._ends_in:
                 self._publish_ends(group, request, known_tokens)
-            if not request.writes_prefix_cache:
+            if not writes:
                 group.published[request.row] = UNPUBLISHED
         self._pass_ends(request, known_tokens)
 

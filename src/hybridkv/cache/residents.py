@@ -71,7 +71,9 @@ class Residents:
 
     def row_of(self, request: Request) -> int:
         """The row of ``request``. CacheError when it holds none here."""
-        if self._by_id.get(instance("request", request, Request).request_id) is not request:
+        if type(request) is not Request:
+            instance("request", request, Request)
+        if self._by_id.get(request.request_id) is not request:
             raise CacheError(f"request {request.request_id!r} holds no blocks here: allocate slots first")
         return request.row
 
@@ -93,7 +95,9 @@ class Residents:
 
     def refuse_stranger(self, request: Request) -> None:
         """ConfigError, CacheError for a request that was made for another manager, or cannot be served by this one."""
-        if instance("request", request, Request).row < 0 and (request.multimodal or request.encoder is not None):
+        if type(request) is not Request:
+            instance("request", request, Request)
+        if request.row < 0 and (request.multimodal or request.encoder is not None):
             self.names.refuse(request)
         if request.hasher is not self._hasher:
             raise ConfigError(

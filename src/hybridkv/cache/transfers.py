@@ -399,9 +399,11 @@ class TransferLog:
         copies += [self._copied(copy) for copy in self._copies]
         copies += [self._kept(one, one.column) for one in self._stored if one.column is not None]
         checkpoints = tuple(
-            Checkpoint(one.row, one.group.number, one.tokens, self._local(one.group, one.block))
-            for one in self._stored
-            if one.column is None
+            [
+                Checkpoint(one.row, one.group.number, one.tokens, self._local(one.group, one.block))
+                for one in self._stored
+                if one.column is None
+            ]
         )
         moved = np.concatenate([moves[:, 1] for moves in self._moves]) if self._moves else _NO_BLOCKS
         self._moves, self._copies, self._stored = [], [], []
@@ -604,8 +606,10 @@ def state_moves(groups: Sequence[CacheGroup], pool: BlockPool, spans: RowSpans) 
     read = np.full((len(rows), len(groups)), -1, np.int32)
     read[:, numbers] = read_blocks
     moved = tuple(
-        Copy("before", int(numbers[place]), source, int(read_blocks[i, place]), "state")
-        for i, place, source in sorted(copies)
+        [
+            Copy("before", int(numbers[place]), source, int(read_blocks[i, place]), "state")
+            for i, place, source in sorted(copies)
+        ]
     )
     tokens = (spans.computed + spans.certain)[owner] + behind
     zero = _zeroed(spans.computed, numbers, read_blocks)
@@ -659,9 +663,7 @@ def with_transfers(moves: StateMoves, transfers: Transfers, rows: Int64) -> Stat
     """``moves`` and what the cache asks for: its moves and copies first, its checkpoints behind all other writes."""
     if not (transfers.copies or transfers.checkpoints):
         return moves
-    asked = tuple(
-        Copy("before", group, source, destination, kind) for group, source, destination, kind in transfers.copies
-    )
+    asked = tuple([Copy("before", *transfer) for transfer in transfers.copies])
     place = {row: i for i, row in enumerate(rows.tolist())}
     stored = [(place[one.row], one.group, one.tokens, one.block) for one in transfers.checkpoints]
     writes = np.concatenate((moves.state_writes, np.array(stored, np.int32).reshape(-1, 4)))

@@ -30,6 +30,7 @@ from hybridkv.eviction.hazard import Ranking, Ring, class_of, least_gap_s
 from hybridkv.eviction.resume_points import (
     NEVER,
     Kind,
+    Place,
     ResumePoint,
     ResumePointTree,
     in_words,
@@ -137,7 +138,7 @@ class TenantRankings:
     """Rank the ends of each tenant, and say whose end goes next. What a tenant needs is made for its first request.
 
     ranking: makes one. memory_bytes: of which ``shares`` are. weights: bytes kept of each tenant, followed from now on.
-    For reading: shares.
+    For reading: shares; tenants, by number, that have had a request.
     """
 
     def __init__(
@@ -147,23 +148,23 @@ class TenantRankings:
         self._ranking = ranking
         self._memory_bytes = memory_bytes
         self._weights = weights
-        self._tenants = {0: _Tenant(ranking())}
+        self.tenants = {0: _Tenant(ranking())}
         self._numbers = shares.numbers()
         self._order: list[Standing] = []
         self._moved = set[int]()
 
     def tenant_of(self, request: Request) -> int:
         """Return the number of the tenant of ``request``."""
-        return self._numbers.get(request.tenant, 0) if request.tenant is not None else 0
+        return 0 if request.tenant is None else self._numbers.get(request.tenant, 0)
 
     def of(self, tenant: int) -> Ranking:
         """Return the ranking of ``tenant``."""
         return self._of(tenant).ranking
 
     def _of(self, tenant: int) -> _Tenant:
-        found = self._tenants.get(tenant)
+        found = self.tenants.get(tenant)
         if found is None:
-            found = self._tenants[tenant] = _Tenant(self._ranking())
+            found = self.tenants[tenant] = _Tenant(self._ranking())
         return found
 
     def add(self, point: ResumePoint, now: float) -> None:
@@ -179,7 +180,7 @@ class TenantRankings:
 
     def remove(self, point: ResumePoint) -> None:
         """Rank ``point`` no longer."""
-        tenant = self._tenants[point.tenant]
+        tenant = self.tenants[point.tenant]
         if point.awaited:
             tenant.awaited.remove(point)
         else:
@@ -194,19 +195,19 @@ class TenantRankings:
         O(log tenants) and a shift of a list, for each tenant whose bytes have changed since the last call.
         """
         if len(self.shares.of) == 1:
-            tenant = self._tenants[0]
+            tenant = self.tenants[0]
         else:
             self._place()
             if not self._order:
                 return None
-            tenant = self._tenants[self._order[0][-1]]
+            tenant = self.tenants[self._order[0][-1]]
         found = tenant.ranking.lowest(now)
         return tenant.awaited.outer()[0] if found is None and tenant.awaited.points else found
 
     def _place(self) -> None:
         """Bring tenants whose bytes changed, or whose first or last resume point came or went, to their places."""
         for number in self._moved | self._weights.changed:
-            tenant = self._tenants.get(number)
+            tenant = self.tenants.get(number)
             if tenant is None:
                 continue
             if tenant.standing is not None:
@@ -228,7 +229,7 @@ class TenantRankings:
 
     def check(self, ranked: Mapping[int, int]) -> Iterator[str]:
         """Yield a line for each violated invariant. ranked: resume points of each tenant that may be given up."""
-        for number, tenant in self._tenants.items():
+        for number, tenant in self.tenants.items():
             yield from tenant.ranking.check()
             yield from (
                 f"no request waits for the awaited resume point of {point.tokens} tokens"
@@ -272,6 +273,13 @@ class RankedResumePoints:
         self._parked: dict[int, ResumePoint] = {}  # those whose blocks are all held, by serial
         self._stale: dict[int, ResumePoint] = {}  # those whose worth may have changed, by serial
 
+    def _tenant_of(self, request: Request) -> int:
+        return 0 if request.tenant is None else self._rankings.tenant_of(request)
+
+    def _ranking_of(self, tenant: int) -> Ranking:
+        found = self._rankings.tenants.get(tenant)
+        return self._rankings.of(tenant) if found is None else found.ranking
+
     # -- what happens to requests
 
     def begin(self, request: Request, hit_tokens: int) -> None:
@@ -285,8 +293,8 @@ class RankedResumePoints:
         session = self._sessions[request.row] = _Session()
         if request.first_hit_tokens is not None or not request.reads_prefix_cache:
             return
-        tenant = self._rankings.tenant_of(request)
-        self._rankings.of(tenant).note_request(now)
+        tenant = self._tenant_of(request)
+        self._ranking_of(tenant).note_request(now)
         asked = self._counts.asked.setdefault(tenant, [0] * 3)
         asked[0] += 1
         asked[1] += request.num_prompt_tokens
@@ -313,7 +321,7 @@ class RankedResumePoints:
     def _hit(self, point: ResumePoint, request: Request, now: float) -> None:
         """Let the ranking learn that ``request`` hits ``point``, or would have."""
         was_ranked = self._unrank(point)
-        self._rankings.of(point.tenant).hit(point, now)
+        self._ranking_of(point.tenant).hit(point, now)
         if was_ranked:
             self._rank(point, now)
         if is_of_session(point.promise):  # it was kept: what does the session promise now?
@@ -323,11 +331,12 @@ class RankedResumePoints:
         """Keep a resume point where ``request`` leaves what others had, though its blocks were there without one."""
         tokens = hit_tokens // self._hash_block * self._hash_block
         before = 0 if consumed is None else consumed.tokens
-        if tokens >= before + self._hash_block and self._tree.has_room(request, tokens):
-            point = self._tree.find(request, tokens)
-            if point is None:
-                point = self._tree.make(request, Kind.BRANCH, tokens, now, None, self._rankings.tenant_of(request))
-            if not point.kept:
+        if tokens >= before + self._hash_block:
+            place = self._tree.place_of(request, tokens)
+            point = None if place is None else self._tree.at(place)
+            if place is not None and point is None:
+                point = self._tree.make(place, Kind.BRANCH, tokens, now, None, self._tenant_of(request))
+            if point is not None and not point.kept:
                 self._insert(request, point, now)
 
     def expect(self, request: Request) -> None:
@@ -353,7 +362,7 @@ class RankedResumePoints:
         if request.first_hit_tokens is not None:
             return 0  # what it computed itself
         most = (request.num_prompt_tokens - 1) // self._hash_block
-        known = self._known[self._rankings.tenant_of(request)]
+        known = self._known[self._tenant_of(request)]
         return leading_known(known, request.hashes[:most]) * self._hash_block
 
     # -- resume points come and go
@@ -364,10 +373,11 @@ class RankedResumePoints:
         wanted, now = self._pool.by_class(needs), self._clock()
         if self._space.spares(wanted, self._none):
             return True
-        if not self._tree.has_room(request, tokens):
+        place = self._tree.place_of(request, tokens)
+        if place is None:
             return False
-        known = self._tree.find(request, tokens)
-        point = self._make(request, tokens, now, ended=False) if known is None else known
+        known = self._tree.at(place)
+        point = self._make(request, place, tokens, now, ended=False) if known is None else known
         parent = self._tree.parent_of(request, tokens)
         if not point.kept:
             self._adopt(request, point, now)
@@ -388,10 +398,11 @@ class RankedResumePoints:
         now = self._clock()
         if ended:
             self._unpark(now)
-            add_known(self._known[self._rankings.tenant_of(request)], request.hashes)
-        if not self._tree.has_room(request, tokens):
+            add_known(self._known[self._tenant_of(request)], request.hashes)
+        place = self._tree.place_of(request, tokens)
+        if place is None:
             return
-        point = self._tree.find(request, tokens) or self._make(request, tokens, now, ended=ended)
+        point = self._tree.at(place) or self._make(request, place, tokens, now, ended=ended)
         if request.hints is not NO_HINTS:
             self._promise(point, promise_of(request, tokens), now)
         if point.kept and states:
@@ -406,14 +417,14 @@ class RankedResumePoints:
         if session is None or passed is None or passed.tokens >= tokens:
             return
         session.consumed = None
-        if passed.tenant == self._rankings.tenant_of(request) and is_of_session(passed.promise):
+        if passed.tenant == self._tenant_of(request) and is_of_session(passed.promise):
             self._promise(passed, NEVER, now)  # other tenants may still resume there
 
-    def _make(self, request: Request, tokens: int, now: float, *, ended: bool) -> ResumePoint:
+    def _make(self, request: Request, place: Place, tokens: int, now: float, *, ended: bool) -> ResumePoint:
         session = self._sessions.get(request.row)
         gap = None if session is None else session.gap
-        kind, tenant = kind_of(request, tokens, ended=ended), self._rankings.tenant_of(request)
-        point = self._tree.make(request, kind, tokens, now, gap, tenant)
+        kind, tenant = kind_of(request, tokens, ended=ended), self._tenant_of(request)
+        point = self._tree.make(place, kind, tokens, now, gap, tenant)
         self._promise(point, promise_of(request, tokens), now)
         return point
 
@@ -421,15 +432,15 @@ class RankedResumePoints:
         """Note what hints promise of ``point``."""
         if promise != point.promise:
             was_ranked = self._unrank(point)
-            self._rankings.of(point.tenant).promised(point, promise, now)
+            self._ranking_of(point.tenant).promised(point, promise, now)
             if was_ranked:
                 self._rank(point, now)
 
     def _adopt(self, request: Request, point: ResumePoint, now: float) -> None:
         """Give ``point``, not kept, to the tenant of ``request``; another's ranking knows it no longer."""
-        tenant = self._rankings.tenant_of(request)
+        tenant = self._tenant_of(request)
         if point.tenant != tenant:
-            self._rankings.of(point.tenant).forget(point, now)
+            self._ranking_of(point.tenant).forget(point, now)
             self._ghosts[point.tenant].pop(point.serial, None)
             point.tenant = tenant
 
@@ -447,7 +458,7 @@ class RankedResumePoints:
         self._counts.gone_at.pop(point.serial, None)
         self._ghosts[point.tenant].pop(point.serial, None)
         if not is_hit:
-            self._rankings.of(point.tenant).kept(point, now)
+            self._ranking_of(point.tenant).kept(point, now)
         if self._tree.waiting:
             self._await(self._tree.note_kept(point))
         self._note_stale(changed)
@@ -475,7 +486,7 @@ class RankedResumePoints:
         A parent of another tenant inherits nothing.
         """
         is_heir = parent is not None and parent is not self._tree.root and parent.tenant == point.tenant
-        self._rankings.of(point.tenant).given_up(point, parent if is_heir else None, now, declined=declined)
+        self._ranking_of(point.tenant).given_up(point, parent if is_heir else None, now, declined=declined)
         before = 0 if parent is None else parent.tokens
         size = round((point.tokens - before) / point.saved) if point.saved else 0
         self._counts.note_gone(point, size, declined=declined)
@@ -490,7 +501,7 @@ class RankedResumePoints:
         self._ghosts[point.tenant].pop(point.serial, None)
         self._tree.forget(point)
         self._counts.gone_at.pop(point.serial, None)
-        self._rankings.of(point.tenant).forget(point, now)
+        self._ranking_of(point.tenant).forget(point, now)
 
     # -- room
 
@@ -621,7 +632,7 @@ class RankedResumePoints:
         now = self._clock()
         for point in self._tree.points.values():
             self._unrank(point)
-            self._rankings.of(point.tenant).forget(point, now)
+            self._ranking_of(point.tenant).forget(point, now)
         self._tree.clear()
         for remembered in (self._ghosts, self._blocks, self._sessions, self._parked, self._stale, self._known):
             remembered.clear()

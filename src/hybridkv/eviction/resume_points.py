@@ -215,6 +215,9 @@ def promised_rate(number: int, usual: float, age: float) -> float:
 
 # -- the tree
 
+Place = tuple[bytes, tuple[bytes, bytes]]
+"""``ResumePoint.chain`` and ``inside``."""
+
 CROWD: Final = 8
 """Children that begin with the same block: of more than these, what each saves is not followed."""
 
@@ -374,7 +377,7 @@ def keys_of(point: ResumePoint, first: int, last: int) -> list[bytes]:
 
 
 @dataclass(slots=True)
-class _Place:
+class _Inside:
     """Resume points that share all of their whole hash blocks, by the tokens that follow the last whole one.
 
     A look-up costs one dictionary access for each length in use, however many resume points there are.
@@ -412,7 +415,7 @@ class ResumePointTree:
         self.points: dict[int, ResumePoint] = {}
         self.waiting: dict[str, _Waiting] = {}
         self._hash_block = hash_block
-        self._places: dict[bytes, _Place] = {}
+        self._places: dict[bytes, _Inside] = {}
         self._next = 0
 
     def clear(self) -> None:
@@ -465,30 +468,39 @@ class ResumePointTree:
             return WHOLE
         return parent_key(request, depth, 1), request.token_bytes(depth * self._hash_block, tokens)
 
-    def find(self, request: Request, tokens: int) -> ResumePoint | None:
-        """Return the resume point at ``tokens`` tokens of ``request``, kept or remembered; None without one. O(1)."""
+    def place_of(self, request: Request, tokens: int) -> Place | None:
+        """Return where a resume point at ``tokens`` tokens of ``request`` is found; None below one known hash block."""
         if not self.has_room(request, tokens):
             return None
-        place = self._places.get(request.hashes[tokens // self._hash_block - 1])
-        return None if place is None else place.by_inside.get(self._inside(request, tokens))
+        return request.hashes[tokens // self._hash_block - 1], self._inside(request, tokens)
+
+    def at(self, place: Place) -> ResumePoint | None:
+        """Return the resume point at ``place``, kept or remembered; None without one. O(1)."""
+        found = self._places.get(place[0])
+        return None if found is None else found.by_inside.get(place[1])
+
+    def find(self, request: Request, tokens: int) -> ResumePoint | None:
+        """Return the resume point at ``tokens`` tokens of ``request``, kept or remembered; None without one. O(1)."""
+        place = self.place_of(request, tokens)
+        return None if place is None else self.at(place)
 
     def has_room(self, request: Request, tokens: int) -> bool:
         """Return whether ``tokens`` fill a hash block at least, and are known."""
         return 0 < tokens // self._hash_block <= len(request.hashes)
 
     def make(  # noqa: PLR0917 - what a resume point is
-        self, request: Request, kind: Kind, tokens: int, now: float, gap: float | None, tenant: int
+        self, place: Place, kind: Kind, tokens: int, now: float, gap: float | None, tenant: int
     ) -> ResumePoint:
-        """Make a resume point at ``tokens`` of ``request``, remembered and not kept."""
-        depth, inside = tokens // self._hash_block, self._inside(request, tokens)
-        point = ResumePoint(self._next, kind, tokens, now, gap, tenant, depth, request.hashes[depth - 1], inside)
+        """Make a resume point of ``tokens`` tokens at ``place``, remembered and not kept."""
+        chain, inside = place
+        point = ResumePoint(self._next, kind, tokens, now, gap, tenant, tokens // self._hash_block, chain, inside)
         self._next += 1
-        place = self._places.get(point.chain)
-        if place is None:
-            place = self._places[point.chain] = _Place()
-        place.by_inside[inside] = point
+        found = self._places.get(chain)
+        if found is None:
+            found = self._places[chain] = _Inside()
+        found.by_inside[inside] = point
         length = len(inside[1])
-        place.lengths[length] = place.lengths.get(length, 0) + 1
+        found.lengths[length] = found.lengths.get(length, 0) + 1
         self.points[point.serial] = point
         return point
 

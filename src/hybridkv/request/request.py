@@ -309,8 +309,12 @@ class Request:
 
     def token_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         """Tokens start .. stop-1 as a new int32 array. O(stop - start). ConfigError for negative places."""
-        start, known = integer("start", start, 0), self.num_tokens
-        end = known if stop is None else min(integer("stop", stop, 0), known)
+        known = self.num_tokens
+        if type(start) is not int or start < 0:
+            start = integer("start", start, 0)
+        if stop is not None and (type(stop) is not int or stop < 0):
+            stop = integer("stop", stop, 0)
+        end = known if stop is None else min(stop, known)
         if self._lent is not None:
             return np.array(self._lent.lender.all_token_ids[start:end], np.int32)
         whole = len(self._tokens)
@@ -322,7 +326,10 @@ class Request:
 
     def token_bytes(self, start: int, stop: int) -> bytes:
         """Known tokens 0 <= start .. stop-1 as the bytes of an int32 array. O(stop - start), in haste."""
-        whole, end = len(self._tokens), min(stop, self.num_tokens)
+        whole = len(self._tokens)
+        if stop <= whole and self._lent is None:
+            return self._tokens[start:stop].tobytes()
+        end = min(stop, self.num_tokens)
         if self._lent is not None:
             return np.array(self._lent.lender.all_token_ids[start:end], np.int32).tobytes()
         head = self._tokens[start:end].tobytes()

@@ -89,7 +89,9 @@ class Scheduler:
         ConfigError if it can never run: hashed by another hasher, an id in use, a prompt as long as
         max_model_len; CapacityError if the pool is too small for it alone.
         """
-        self._admission.refuse_impossible(instance("request", request, Request))
+        if type(request) is not Request:
+            instance("request", request, Request)
+        self._admission.refuse_impossible(request)
         branches = branches_of(request, request.sampling.n - 1)
         self._waiting.arrive(request, branches)
         return branches
@@ -348,7 +350,8 @@ class Scheduler:
         WorkerError, and nothing changed, for a result that does not fit that Step.
         """
         self._waiting.claim()
-        instance("result", result, StepResult)
+        if type(result) is not StepResult:
+            instance("result", result, StepResult)
         if not self._in_flight:
             raise CacheError(f"result of step {result.id}, but no step is in flight")
         flight = self._in_flight[0]

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from hybridkv.eviction.ranked import RankedResumePoints
-from hybridkv.eviction.resume_points import Kind, ResumePoint, ResumePointTree, is_crowded
+from hybridkv.eviction.resume_points import Kind, Place, ResumePoint, ResumePointTree, is_crowded
 from hybridkv.request import Request
 from hybridkv.testing.event_follower import DifferenceError, same
 
@@ -97,13 +97,20 @@ class PlainEnds:
 @contextmanager
 def watched() -> Iterator[PlainEnds]:
     """Every end, and every request that begins, is looked at: DifferenceError where another is hit than should be."""
-    plain, make, begin = PlainEnds(), ResumePointTree.make, RankedResumePoints.begin
+    plain, begin = PlainEnds(), RankedResumePoints.begin
+    make, place_of, asked = ResumePointTree.make, ResumePointTree.place_of, dict[Place, Prefix]()
+
+    def watch_place(self: ResumePointTree, request: Request, tokens: int) -> Place | None:
+        place = place_of(self, request, tokens)
+        if place is not None:
+            asked[place] = prefix_of(request, tokens, self._hash_block)
+        return place
 
     def watch_make(  # noqa: PLR0917 - what an end is
-        self: ResumePointTree, request: Request, kind: Kind, tokens: int, now: float, gap: float | None, tenant: int
+        self: ResumePointTree, place: Place, kind: Kind, tokens: int, now: float, gap: float | None, tenant: int
     ) -> ResumePoint:
-        node = make(self, request, kind, tokens, now, gap, tenant)
-        plain.prefixes[node] = prefix_of(request, tokens, self._hash_block)
+        node = make(self, place, kind, tokens, now, gap, tenant)
+        plain.prefixes[node] = asked[place]
         return node
 
     def watch_begin(self: RankedResumePoints, request: Request, hit_tokens: int) -> None:
@@ -123,7 +130,11 @@ def watched() -> Iterator[PlainEnds]:
         for end in ends_of(self):
             same(f"hits of the end of {end.tokens} tokens", end.hits - before.get(end, 0), int(end in wanted))
 
-    with patch.object(ResumePointTree, "make", watch_make), patch.object(RankedResumePoints, "begin", watch_begin):
+    with (
+        patch.object(ResumePointTree, "place_of", watch_place),
+        patch.object(ResumePointTree, "make", watch_make),
+        patch.object(RankedResumePoints, "begin", watch_begin),
+    ):
         yield plain
 
 
