@@ -420,7 +420,7 @@ class KVCacheManager:
 
         A request that holds nothing, or an unknown id, is a no-op.
         """
-        self._slots.free(id_of(request))
+        self._slots.free_many((id_of(request),))
 
     def evict_blocks(self, group: int, block_ids: Sequence[int] | Int32) -> None:
         """Blocks of ``group``, by ids as get_block_ids has them, can be hit no longer; who holds them keeps them.

@@ -80,6 +80,7 @@ class PointBlocks:
         space.take_given_first()
         self.counts = np.zeros(pool.num_blocks, np.int32)
         self._each = self.counts.data  # quick to read singly
+        self._released_last = np.zeros(pool.num_blocks, np.int32)  # by which of the facts that are read together
         self.weights = Weights(tenants)
         self.payers = np.zeros(pool.num_blocks if tenants > 1 else 0, np.int32)
         self._pool = pool
@@ -321,14 +322,22 @@ class PointBlocks:
                         self.counts[needed] = 0
                 case Moved(moves):
                     lost = self._follow(moves, lost)
+        self._give_up(released)
+        return lost
+
+    def _give_up(self, released: Sequence[Int64]) -> None:
+        """Give up those of ``released`` that nothing needs or holds, each where it was released last."""
+        several = len(released) > 1
+        for place, ids in enumerate(released if several else ()):
+            self._released_last[ids] = place
         for place, ids in enumerate(released):
             loose = ids[(self.counts[ids] == 0) & (self._pool.ref_counts(ids) == 0)]
             if loose.size:
-                again = [loose[:0], *released[place + 1 :]]
-                loose = loose[self._pool.keys.are_on(loose) & ~np.isin(loose, np.concatenate(again))]
+                loose = loose[self._pool.keys.are_on(loose)]
+            if loose.size and several:
+                loose = loose[self._released_last[loose] == place]
             if loose.size:
                 self.space.give_up(loose)
-        return lost
 
     def _follow(self, moves: Int64, lost: dict[int, int]) -> dict[int, int]:
         """Follow moves, int64[m, 2] of (source, target). Return ``lost`` under its new numbers. O(moves)."""

@@ -439,7 +439,8 @@ class ResumePointTree:
         stop, chunk = min(limit // size, len(hashes)), _FIRST_CHUNK
         while stop > 0:
             start = max(stop - chunk, 0)
-            for depth, place in zip(range(stop, start, -1), map(get, reversed(hashes[start:stop])), strict=True):
+            places = list(map(get, reversed(hashes[start:stop])))
+            for depth, place in zip(range(stop, start, -1), places, strict=True) if any(places) else ():
                 if place is None:
                     continue
                 found, lengths = place.by_inside, sorted(place.lengths, reverse=True)
