@@ -41,6 +41,15 @@ def test_a_reach_past_the_manager_is_seen() -> None:
     ]
 
 
+def test_others_import_the_cache_and_not_its_modules() -> None:
+    """Eviction and observers read the core's values; nothing else imports below the package."""
+    inside = {"cache", "eviction", "observe"}
+    outside = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in inside]
+    below = [path for path in outside if "from hybridkv.cache." in path.read_text("utf-8")]
+    assert len(outside) > 100
+    assert below == []
+
+
 MANY_ARGUMENTS = {
     "KVCacheManager": "the signature that users of vLLM know",
     "BlockTable": "vllm-ascend's",

@@ -12,9 +12,11 @@ from hybridkv.cache.journal import (
     EventsDropped,
     KVCacheEvent,
 )
+from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.lookup import BlockView, Hit, KVCacheBlocks
 from hybridkv.cache.manager import CacheBounds, KVCacheManager
 from hybridkv.cache.options import CacheOptions
+from hybridkv.cache.placement import placement_named, placement_of
 from hybridkv.cache.plan import Admission, BatchSlots, Reason, Refusal, SlotPlan
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.statistics import (
@@ -31,6 +33,7 @@ from hybridkv.observe.misses import Miss, MissReason
 
 __all__ = [
     "EDGES_S",
+    "WRITTEN",
     "Admission",
     "AllBlocksCleared",
     "BatchSlots",
@@ -72,4 +75,6 @@ __all__ = [
     "Transfers",
     "cells_of",
     "cells_of_row",
+    "placement_named",
+    "placement_of",
 ]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from hybridkv.cache.placement import placement_named, placement_of
+from hybridkv.cache import placement_named, placement_of
 from hybridkv.cli.options import (
     as_option,
     cache_option,

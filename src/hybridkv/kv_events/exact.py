@@ -20,15 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from hybridkv.cache.journal import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EndKept,
-    EndLost,
-    EventsDropped,
-    KVCacheEvent,
-)
+from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EndKept, EndLost, EventsDropped, KVCacheEvent
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import (

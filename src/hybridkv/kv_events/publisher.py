@@ -33,7 +33,7 @@ import msgspec
 import zmq
 
 from hybridkv.arguments import check_fields, flag, instance, integer
-from hybridkv.cache.journal import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events.exact import Exact, kind_of, single_blocks, without_ends
 from hybridkv.planner.config import KVCacheConfig

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Protocol, Self, TypeVar, Unpack
 
 from hybridkv.arguments import instance, integer
-from hybridkv.cache.journal import KVCacheEvent
+from hybridkv.cache import KVCacheEvent
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion, Increment, Stream

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hybridkv.arguments import instance, integer, integers, one_of, or_none
-from hybridkv.cache.placement import placement_named
+from hybridkv.cache import placement_named
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.planner import Plan, plan
 from hybridkv.planner.config import longest_that

@@ -30,8 +30,7 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from hybridkv.cache import EDGES_S, MissReason
-from hybridkv.cache.statistics import CacheStatistics
+from hybridkv.cache import EDGES_S, CacheStatistics, MissReason
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.observe.block_map import BlockMap, block_map
 from hybridkv.runner.async_engine import AsyncEngine

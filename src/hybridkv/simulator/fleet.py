@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from hybridkv.arguments import integer
-from hybridkv.cache.journal import BlockRemoved, BlockStored, KVCacheEvent
+from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.request import Request

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Final
 
 from hybridkv.arguments import check_fields, integer, one_of, or_none
-from hybridkv.cache import CacheOptions, KVCacheManager
-from hybridkv.cache.placement import placement_of
+from hybridkv.cache import CacheOptions, KVCacheManager, placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
 from hybridkv.models import Model

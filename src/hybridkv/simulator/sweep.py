@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from hybridkv.arguments import integer
-from hybridkv.cache.placement import placement_named
+from hybridkv.cache import placement_named
 from hybridkv.errors import ConfigError, SweepError
 from hybridkv.models import Model, read_model
 from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, LAYOUTS, NATURAL, NO_STATES

@@ -7,8 +7,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent, KVCacheManager
-from hybridkv.cache.keys import WRITTEN
+from hybridkv.cache import (
+    WRITTEN,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventsDropped,
+    KVCacheEvent,
+    KVCacheManager,
+)
 from hybridkv.extra_keys import Extra
 from hybridkv.specs import Keeps
 from hybridkv.testing.configs import ENCODERS

@@ -21,8 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import CacheOptions, KVCacheManager, Transfers
-from hybridkv.cache.placement import placement_named
+from hybridkv.cache import CacheOptions, KVCacheManager, Transfers, placement_named
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.eviction import eviction_named
 from hybridkv.models.model import Layer, Model
