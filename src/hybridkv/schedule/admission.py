@@ -1,15 +1,6 @@
 """Who may come in, whether it fits now, and its first step: branches first, then waiting requests in order.
 
 One that does not fit lets others pass, within bounds.
-
-Many steps are taken as one while every running request decodes and nothing else happens (docs/design/0027):
-
-    steps   [ arrival, prefill | 1 token each | 1 token each | ... | 1 token each, the first request ends | ... ]
-                               ^ stride                                                                   ^
-
-What a step of one token a row does, and the result behind it, is done for all of them at once: as many steps are
-counted, tokens appended and hashed, blocks taken, dropped, published, and whoever is done ends. There is no Step: for
-those who know the tokens beforehand.
 """
 
 from __future__ import annotations
@@ -21,23 +12,11 @@ from contextlib import closing
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hybridkv.cache import Admission, Hit, KVCacheBlocks, KVCacheManager, Miss, MissReason, Reason, Refusal, SlotPlan
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
 from hybridkv.schedule.builder import StepBuilder
-from hybridkv.schedule.limits import (
-    NO_STRIDE,
-    Choose,
-    Finished,
-    FinishReason,
-    SchedulerLimits,
-    Stride,
-    StrideTimes,
-    Uniform,
-)
+from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
 from hybridkv.schedule.queue import QueueKey, Wait, Waiting, WaitingQueue, WaitReason
 from hybridkv.schedule.running import RunningRows
 from hybridkv.specs import RequestLimits
@@ -45,12 +24,10 @@ from hybridkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-Int64 = NDArray[np.int64]
 OnExplained = Callable[[Request, int, tuple[Miss, ...]], None]
 """Called with a request that begins for the first time, its hit tokens and why the others were not found."""
 
 _MOST_PASSED: Final = 16  # refused requests that a step looks at: each costs a look-up
-_MOST_STEPS: Final = 512  # of one stride: what a stride makes of each step and row is held at once
 
 
 class Standstill(NamedTuple):
@@ -76,10 +53,10 @@ class AdmissionControl:
     def __init__(
         self, cache: KVCacheManager, limits: SchedulerLimits, waiting: WaitingQueue, running: RunningRows
     ) -> None:
-        self._cache = cache
-        self._limits = limits
-        self._waiting = waiting
-        self._running = running
+        self.cache = cache
+        self.limits = limits
+        self.waiting = waiting
+        self.running = running
         self.prompt_tokens = self.hit_tokens = 0
         self.refusals: Counter[Reason] = Counter()
         self.misses: Counter[MissReason] = Counter()
@@ -96,7 +73,7 @@ class AdmissionControl:
 
     def refuse_impossible(self, request: Request) -> None:
         """ConfigError or CapacityError for a request that could not run even alone."""
-        cache = self._cache
+        cache = self.cache
         if request.is_lent:
             raise ConfigError(
                 f"tokens of {request.request_id!r} are another engine's: give a Scheduler tokens of its own"
@@ -115,11 +92,11 @@ class AdmissionControl:
                 f"request {request.request_id!r} has {request.num_tokens} tokens, max_model_len is "
                 f"{cache.max_model_len}: shorten the prompt or raise max_model_len"
             )
-        if self._limits.whole_items:
+        if self.limits.whole_items:
             self._refuse_items(request)
-        tokens = self._running.limit_tokens(request) - 1  # the last token of all is never computed
+        tokens = self.running.limit_tokens(request) - 1  # the last token of all is never computed
         needed = cache.bounds.peak_blocks(
-            self._bounds, self._limits.max_in_flight, self._room_for(tokens), request.num_encoder_tokens
+            self._bounds, self.limits.max_in_flight, self._room_for(tokens), request.num_encoder_tokens
         )
         usable = cache.bounds.promised_blocks
         if needed <= usable:
@@ -134,7 +111,7 @@ class AdmissionControl:
 
     def _refuse_items(self, request: Request) -> None:
         """ConfigError for items that no step runs in one piece: too long, or cut by the prompt's last token."""
-        most = self._limits.max_batched_tokens
+        most = self.limits.max_batched_tokens
         for item in request.multimodal:
             if item.length > most:
                 raise ConfigError(
@@ -149,7 +126,7 @@ class AdmissionControl:
 
     def _room_for(self, tokens: int) -> int:
         """Return the tokens that a request needs room for while it computes ``tokens``: drafts included."""
-        return max(min(tokens + self._limits.num_lookahead_tokens, self._cache.max_model_len), 1)
+        return max(min(tokens + self.limits.num_lookahead_tokens, self.cache.max_model_len), 1)
 
     # -- now
 
@@ -160,34 +137,34 @@ class AdmissionControl:
         ``max_overtaken_seconds`` since it was first refused. Branches whose parent is ready and that do not come in
         wait like others from now on.
         """
-        if self._waiting.families:
+        if self.waiting.families:
             self._admit_branches(builder, room=room)
         if room:
             self._admit_waiting(builder, now)
 
     def _admit_branches(self, builder: StepBuilder, *, room: bool) -> None:
         """Branch off every parent that is ready."""
-        ready = self._waiting.parents(self._running.requests)  # sorted, so it is a heap
+        ready = self.waiting.parents(self.running.requests)  # sorted, so it is a heap
         while ready:
             _, parent = heappop(ready)
             computed, known = parent.num_computed_tokens, parent.num_tokens
-            if self._running.steps[parent.row] or computed < known - 1:
+            if self.running.steps[parent.row] or computed < known - 1:
                 continue
             late: list[Waiting] = []
-            for child in self._waiting.take_children(parent):
-                entry = self._waiting.entry(child)
+            for child in self.waiting.take_children(parent):
+                entry = self.waiting.entry(child)
                 fits = room and not late and child.num_tokens == known and computed == known - 1
                 if not (fits and self._admit_branch(parent, entry, builder)):
                     late.append(entry)
-                elif (family := self._waiting.families.get(child.request_id)) is not None:
+                elif (family := self.waiting.families.get(child.request_id)) is not None:
                     heappush(ready, (family.order, child))
-            self._waiting.return_to_front(late)
+            self.waiting.return_to_front(late)
 
     def _admit_branch(self, parent: Request, entry: Waiting, builder: StepBuilder) -> bool:
         """Give a child a row that begins as the parent's, and its one token; whether it fits."""
-        if not builder.left or not self._running.seats_free:
+        if not builder.left or not self.running.seats_free:
             return False
-        plan, _ = self._plan(entry.request, *self._cache.engine.blocks_to_share(parent), builder, alone=False)
+        plan, _ = self._plan(entry.request, *self.cache.engine.blocks_to_share(parent), builder, alone=False)
         if plan is None:
             return False
         self._begin(plan, entry.queue_key, builder)
@@ -195,8 +172,8 @@ class AdmissionControl:
 
     def _admit_waiting(self, builder: StepBuilder, now: float) -> None:
         refused = list[Waiting]()
-        with closing(self._waiting.in_order()) as entries:
-            while builder.left and self._running.seats_free:
+        with closing(self.waiting.in_order()) as entries:
+            while builder.left and self.running.seats_free:
                 entry = next(entries, None)
                 if entry is None:
                     break
@@ -208,11 +185,11 @@ class AdmissionControl:
                         continue
                     plan = None if hit is None else self._plan_behind_hit(entry, hit, builder)
                 except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
-                    self._running.end([Finished(entry.request, FinishReason.ERROR, error)])
+                    self.running.end([Finished(entry.request, FinishReason.ERROR, error)])
                     continue
                 if plan is not None:
                     self._begin(plan, entry.queue_key, builder)
-                    self._waiting.remove(entry.request)
+                    self.waiting.remove(entry.request)
                     for other in refused:
                         other.overtaken += 1
                     if not all(self._may_be_overtaken(other, now) for other in refused):
@@ -244,17 +221,17 @@ class AdmissionControl:
 
     def _may_be_overtaken(self, entry: Waiting, now: float) -> bool:
         waited = 0 if entry.refused_at is None else now - entry.refused_at
-        return entry.overtaken < self._limits.max_overtaken and waited < self._limits.max_overtaken_seconds
+        return entry.overtaken < self.limits.max_overtaken and waited < self.limits.max_overtaken_seconds
 
     def count_short(self, builder: StepBuilder, now: float) -> int:
         """Tokens of the waiting requests that may go ahead: they lack no more than ``builder.ahead``, and they fit.
 
         In order, behind the entry that is looked at. Only remembers look-ups. now: seconds.
         """
-        kept, seats, passed = 0, self._running.seats_free, self._num_passed
+        kept, seats, passed = 0, self.running.seats_free, self._num_passed
         if not seats:
             return 0
-        with closing(self._waiting.in_order()) as entries:
+        with closing(self.waiting.in_order()) as entries:
             for entry in entries:
                 tokens = self._short_tokens(entry, builder, builder.ahead - kept)
                 if tokens:
@@ -275,7 +252,7 @@ class AdmissionControl:
             hit, request = self._hit(entry), entry.request
             if request.num_tokens - hit.tokens > most:
                 return 0
-            alone = not self._running.seats_taken
+            alone = not self.running.seats_taken
             plan, _ = self._plan(request, hit, hit.tokens, builder, alone=alone)
         except Exception:  # noqa: BLE001 - its request ends for it when it is its turn
             return 0
@@ -284,19 +261,19 @@ class AdmissionControl:
     # -- many steps
 
     def standstill(self, builder: StepBuilder, now: float) -> Standstill | None:
-        """What the next step makes of those that wait, and all do like it as long as FastForward.refuses.
+        """What the next step makes of those that wait, and all do like it as long as cache.fast_forward.refuses says so.
 
         None where somebody may come in, or has yet to be looked up. Changes nothing. builder: has what is left to them.
         """
         refused, takes, hits, since = Counter[Reason](), list[tuple[int, ...]](), list[Hit](), list[float]()
-        if not (builder.left and len(self._waiting) and self._running.seats_free):
+        if not (builder.left and len(self.waiting) and self.running.seats_free):
             return Standstill(refused)
-        with closing(self._waiting.in_order()) as entries:
+        with closing(self.waiting.in_order()) as entries:
             for looked, entry in enumerate(entries, 1):
                 hit, request = entry.hit, entry.request
                 if hit is None or entry.refused_at is None or entry.in_flight_steps:
                     return None
-                if not self._cache.is_longest_hit(request, hit):
+                if not self.cache.is_longest_hit(request, hit):
                     return None
                 hits.append(hit)
                 if not self._may_be_overtaken(entry, now):
@@ -318,69 +295,19 @@ class AdmissionControl:
                 since.append(entry.refused_at)
         return Standstill(refused, tuple(takes), tuple(hits), min(since, default=None))
 
-    def take_stride(self, choose: Choose, times: StrideTimes | None, builder: StepBuilder, now: float) -> Stride:
-        """One stride, none where the next step is not uniform; see Scheduler.stride. No step is in flight.
-
-        builder: of a step, its tokens without those of running rows. now: seconds. O(running * steps) in array
-        operations, some Python calls a block.
-        """
-        cache, rows, requests = self._cache, self._running.order, self._running.requests
-        if builder.left < 0 or not self._all_decode(rows) or (still := self.standstill(builder, now)) is None:
-            return NO_STRIDE
-        most = self._most_steps(rows, still)
-        if not most:
-            return NO_STRIDE
-        patience_s = self._limits.max_overtaken_seconds
-        tokens = choose(Uniform(rows, cache.rows.num_computed[rows], most, still.since_s, patience_s))
-        if tokens.dtype != np.int32 or tokens.ndim != 2 or len(tokens) != len(rows) or tokens.shape[1] > most:
-            raise ConfigError(
-                f"a stride of {tokens.dtype} tokens {tokens.shape}: choose int32, a row for each of the {len(rows)} "
-                f"requests that run and at most {most} steps"
-            )
-        advance = cache.fast_forward.advance(rows, tokens, None if times is None else times.begin)
-        if not advance.steps:
-            return NO_STRIDE
-        for reason, count in still.refused.items():
-            self.refusals[reason] += count * advance.steps
-        copies = cache.fields.take_transfers().copies
-        if times is not None:
-            times.end(advance.steps, copies)
-        done = np.flatnonzero(cache.rows.num_tokens[rows] >= self._running.limit[rows])
-        self._running.end(Finished(requests[place], FinishReason.LENGTH) for place in done.tolist())
-        return Stride(advance.steps, len(rows), copies, advance.peak_usage, self._running.take_finished())
-
-    def _all_decode(self, rows: Int64) -> bool:
-        """Whether all that run compute their last token next, and go on until their limit. O(running)."""
-        running, columns, limits = self._running, self._cache.rows, self._limits
-        if limits.num_speculative_tokens or limits.num_lookahead_tokens:
-            return False
-        if not rows.size or running.num_dead or self._waiting.families:
-            return False
-        return bool((columns.num_tokens[rows] - columns.num_computed[rows] == 1).all()) and not running.may_stop(rows)
-
-    def _most_steps(self, rows: Int64, still: Standstill) -> int:
-        """How many of the next steps are uniform. O(running)."""
-        cache = self._cache
-        left = int((self._running.limit[rows] - cache.rows.num_tokens[rows]).min())
-        steps = cache.fast_forward.most_steps(rows, min(left, _MOST_STEPS))
-        if still.hits:
-            while steps and not cache.fast_forward.refuses(rows, steps, still.takes, still.hits):
-                steps //= 2
-        return steps
-
     # -- answers
 
     def waits(self) -> list[Wait]:
         """Who waits in the queue, in order, then branches that wait for their parents, and why. O(n log n)."""
-        seat = self._running.seats_free > 0
-        queued = [Wait(entry.request, _why(entry, seat=seat)) for entry in self._waiting.entries()]
-        return queued + [Wait(child, WaitReason.PARENT) for child in self._waiting.branches()]
+        seat = self.running.seats_free > 0
+        queued = [Wait(entry.request, _why(entry, seat=seat)) for entry in self.waiting.entries()]
+        return queued + [Wait(child, WaitReason.PARENT) for child in self.waiting.branches()]
 
     # -- one request
 
     def _hit(self, entry: Waiting) -> Hit:
         """The longest cached prefix of a waiting request, remembered in ``entry`` until it may have changed."""
-        cache, request = self._cache, entry.request
+        cache, request = self.cache, entry.request
         if entry.hit is None or not cache.is_longest_hit(request, entry.hit):
             entry.hit = cache.look_up(request)
             request.branch_tokens = entry.hit.branch_tokens
@@ -388,7 +315,7 @@ class AdmissionControl:
 
     def _plan_behind_hit(self, entry: Waiting, hit: Hit, builder: StepBuilder) -> SlotPlan | None:
         """Slots for the first chunk of a waiting request behind ``hit``; None while it does not fit."""
-        request, alone = entry.request, not self._running.seats_taken
+        request, alone = entry.request, not self.running.seats_taken
         plan, refusal = self._plan(request, hit, hit.tokens, builder, alone=alone)
         if refusal is not None and alone and any(hit.sources):  # what is copied may be in the way of the copy
             plan, refusal = self._plan(request, None, 0, builder, alone=alone)
@@ -406,7 +333,7 @@ class AdmissionControl:
         All its known tokens must fit, and the watermark besides unless it is ``alone``, so that it is not
         preempted at once.
         """
-        cache, limits = self._cache, self._limits
+        cache, limits = self.cache, self.limits
         count = builder.first_chunk(request, hit_tokens)
         if not count:
             return None, None
@@ -433,14 +360,14 @@ class AdmissionControl:
     def _begin(self, plan: SlotPlan, queue_key: QueueKey, builder: StepBuilder) -> None:
         """The request of ``plan`` runs from now on."""
         request = plan.request
-        if self._cache.misses is None:
-            self._cache.commit(plan)
+        if self.cache.misses is None:
+            self.cache.commit(plan)
         else:
             self._explain(plan)
-            with self._cache.misses.evicting_for(request):
-                self._cache.commit(plan)
+            with self.cache.misses.evicting_for(request):
+                self.cache.commit(plan)
         request.num_computed_tokens = plan.hit_tokens
-        self._running.admit(request, queue_key)
+        self.running.admit(request, queue_key)
         builder.add_admitted(plan)
         if request.first_hit_tokens is None:
             request.first_hit_tokens = plan.hit_tokens
@@ -449,7 +376,7 @@ class AdmissionControl:
 
     def _explain(self, plan: SlotPlan) -> None:
         """Say why tokens are missed, before anything is evicted for the request of ``plan``."""
-        cache, request = self._cache, plan.request
+        cache, request = self.cache, plan.request
         if request.first_hit_tokens is None:
             misses = cache.explain(request, plan.hit_tokens)
             for miss in misses:

@@ -1,18 +1,16 @@
-"""What bounds a step, and what came of one, or of a stride."""
+"""What bounds a step, and what came of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Final, Literal, Protocol
+from typing import Annotated, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import check_types, integer, or_none, real
-from hybridkv.cache import Transfer
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.specs import BATCHED_TOKENS
@@ -161,52 +159,3 @@ class SchedulerStatistics:
     def accepted_tokens(self) -> int:
         """Drafts accepted."""
         return sum(self.accepted_by_position)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stride:
-    """What a stride did.
-
-    steps: how many it was, 0 for none, of ``rows`` requests each. copies: what the last of them had to move and copy
-    before its forward; all others nothing. peak_usage: the largest share of the pool in use at any of them.
-    finished: who ended with the last one.
-    """
-
-    steps: int
-    rows: int
-    copies: Sequence[Transfer]
-    peak_usage: float
-    finished: tuple[Finished, ...]
-
-
-NO_STRIDE: Final = Stride(0, 0, (), 0.0, ())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Uniform:
-    """Steps from now on that are all alike but for the last, in which requests may end.
-
-    rows: int64[running], those that run, in order. computed: int64[running], tokens that each has computed. steps: how
-    many at most. since_s, patience_s: of them, those that begin less than ``patience_s`` behind ``since_s``, on the
-    scheduler's clock, since then somebody who waits lets nobody pass any longer; None: whenever they begin.
-    """
-
-    rows: Int64
-    computed: Int64
-    steps: int
-    since_s: float | None
-    patience_s: float
-
-
-Choose = Callable[[Uniform], Int32]
-"""What each row samples in as many of the steps as shall be taken, int32[running, steps]."""
-
-
-class StrideTimes(Protocol):
-    """When the steps of a stride are: what the clock of a scheduler and its cache says while one is taken."""
-
-    def begin(self, step: int) -> None:
-        """Step ``step`` of those chosen begins: what is done from now on is done then. Not told of every one."""
-
-    def end(self, steps: int, copies: Sequence[Transfer]) -> None:
-        """The last of ``steps`` steps, which made ``copies``, is complete: what ends now ends then."""

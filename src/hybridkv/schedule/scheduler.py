@@ -26,17 +26,8 @@ from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import MOST_OUTPUTS, Request
 from hybridkv.schedule.admission import AdmissionControl, OnExplained
 from hybridkv.schedule.builder import Speculation, StepBuilder, check_drafts, split_of
-from hybridkv.schedule.limits import (
-    NO_STRIDE,
-    Choose,
-    Finished,
-    FinishReason,
-    Outcome,
-    SchedulerLimits,
-    SchedulerStatistics,
-    Stride,
-    StrideTimes,
-)
+from hybridkv.schedule.fast_forward import NO_STRIDE, Choose, Stride, StrideTimes, take_stride
+from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.queue import Wait, WaitingQueue, WaitReason, branches_of
 from hybridkv.schedule.running import InFlight, RunningRows, check_result
 from hybridkv.step import Step, StepResult
@@ -405,7 +396,7 @@ class Scheduler:
             return NO_STRIDE
         now = self._clock()
         builder = self._builder(now, taken=len(self._running.requests))
-        stride = self._admission.take_stride(choose, times, builder, now)
+        stride = take_stride(self._admission, choose, times, builder, now)
         if stride.steps:
             self._next_id += stride.steps
             self._after = self._next_id - 1
