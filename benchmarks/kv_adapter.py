@@ -143,7 +143,7 @@ class HybridKVAdapter:
         """One token for each request."""
         rows = mgr.rows.rows_of(reqs)
         slots = mgr.allocate_batch(rows, 1)
-        mgr.rows.advance(rows[: slots.accepted], 1)
+        mgr.rows.num_computed[rows[: slots.accepted]] += 1
         return slots
 
     def batch_result(self, out: BatchSlots, n: int) -> list[list[list[int]] | bool | None]:

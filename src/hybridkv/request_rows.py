@@ -254,15 +254,6 @@ class RequestRows:
         last: NDArray[np.int32] = self.tail[rows, (self.num_tokens[rows] - 1) % self.tail_tokens]
         return last
 
-    def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64] | int) -> None:
-        """``tokens`` more are computed in each of ``rows``."""
-        self.num_computed[rows] += tokens
-
-    def schedule(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-        """``tokens`` more count as computed in each of ``rows``; the step that computes them is in flight."""
-        self.num_computed[rows] += tokens
-        self.in_flight[rows] += tokens
-
     def synchronise(
         self,
         rows: NDArray[np.int64],
@@ -305,15 +296,6 @@ class RequestRows:
                 return
             self.each_num_tokens[row] = num_tokens
         self.num_computed[row], self.in_flight[row] = num_computed, in_flight
-
-    def complete(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
-        """A step that computed ``tokens`` in each of ``rows`` has run."""
-        self.in_flight[rows] -= tokens
-
-    def retract(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
-        """A step that should have computed ``tokens`` in each of ``rows`` failed."""
-        self.num_computed[rows] -= tokens
-        self.in_flight[rows] -= tokens
 
     def _fill_one(self, row: int, token: int) -> None:
         """_fill of one row. HashError, and nothing done, when its block could not be hashed."""

@@ -113,8 +113,9 @@ def test_losses_are_forgotten_by_generations() -> None:
         return None if number is None else lost.lost(number)
 
     lost.read(KeysLost(0, [b"a"], (), [], 1, 0.0))
-    with lost.evicting_for("r"):
-        lost.read(KeysLost(1, [b"b"], [(b"p", b"tail")], [], 1, 1.0))  # three: the generation is full
+    lost.by = "r"
+    lost.read(KeysLost(1, [b"b"], [(b"p", b"tail")], [], 1, 1.0))  # three: the generation is full
+    lost.by = None
     assert (known(lost.whole(0, b"a")), known(lost.whole(1, b"b"))) == (Lost(0.0, 0), Lost(1.0, 10, "r"))
     assert [(tokens, known(number)) for tokens, number in lost.inside(1, b"p")] == [(b"tail", Lost(1.0, 10, "r"))]
     lost.read(KeysLost(1, [b"b"], (), [7], 1, 2.0))

@@ -65,7 +65,7 @@ from hybridkv.eviction.ranked import RankedResumePoints, TenantRankings
 from hybridkv.eviction.tenants import EVERYBODY, TenantShares
 from hybridkv.observe.block_times import BlockTimes
 from hybridkv.observe.events import EventQueue
-from hybridkv.observe.misses import LostKeys, Misses, SeenPrompts
+from hybridkv.observe.misses import LostKeys, Misses
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher
 from hybridkv.specs import (
@@ -458,11 +458,10 @@ def assemble(
     most = options.remembered_losses
     times = BlockTimes(layout.num_blocks(config), options.clock) if options.block_times else None
     lost = LostKeys(most, sizes, times) if most else None
-    seen = SeenPrompts(most) if most else None
     events = EventQueue(options.max_event_blocks) if enable_events else None
     ranking = layout.eviction.ranking if found is not None and layout.ranks else None
     journal = Journal(
-        [observer for observer in (events, seen, lost, times) if observer is not None],
+        [observer for observer in (events, lost, times) if observer is not None],
         options.clock,
         events=enable_events,
         ends=enable_events and options.end_events,
@@ -508,9 +507,7 @@ def assemble(
         kept=kept,
     )
     lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, kept=kept)
-    misses = None
-    if lost is not None and seen is not None:
-        misses = Misses(residents, lookup, lost=lost, seen=seen, journal=journal, hash_block=hash_block)
+    misses = None if lost is None else Misses(residents, lookup, lost=lost, journal=journal, hash_block=hash_block)
     loads = Loads(groups, locks)
     planner = SlotPlanner(pool, residents, publisher=publisher, loads=loads, max_model_len=limits.max_model_len)
     slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)

@@ -27,12 +27,7 @@ class EngineSide:
         self._pool, self._groups, self._times = parts.pool, parts.groups, parts.times
         self._residents, self._rows, self._lookup = parts.residents, parts.residents.request_rows, parts.lookup
         self._planner, self._slots, self._publisher = parts.planner, parts.slots, parts.publisher
-        self._checkpoints, self._loads, self._locks, self._pins = (
-            parts.checkpoints,
-            parts.loads,
-            parts.locks,
-            parts.pins,
-        )
+        self._checkpoints, self._loads, self._locks = parts.checkpoints, parts.loads, parts.locks
 
     def get_computed_blocks_per_group(self, request: Request) -> tuple[KVCacheBlocks, tuple[int, ...]]:
         """What each group has of ``request``, whatever the others have: its blocks, and how many tokens that is.

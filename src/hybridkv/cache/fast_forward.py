@@ -30,16 +30,6 @@ _ENOUGH: Final = 1 << 32
 """Columns, more than any row has."""
 
 
-class Advance(NamedTuple):
-    """What an advance did. steps: those carried out; fewer than asked for where the last of them moves blocks.
-
-    peak_usage: of the pool, the largest after any of them.
-    """
-
-    steps: int
-    peak_usage: float
-
-
 class _Columns(NamedTuple):
     """Columns to which something happens. int64[n] each: place of the row, group, column, step at which it does."""
 
@@ -150,18 +140,19 @@ class Strides:
         gone = self._pool.space.next_evicted(n)
         return gone is None or bool(np.isin(seen, gone).any())
 
-    def advance(self, rows: Int64, tokens: Int32, begin: Callable[[int], None] | None = None) -> Advance:
+    def advance(self, rows: Int64, tokens: Int32, begin: Callable[[int], None] | None = None) -> tuple[int, float]:
         """Take steps of ``rows`` in each of which they compute their last token and ``tokens[:, k]`` follows it.
 
+        Return how many were taken, fewer where the last of them moves blocks, and the pool's peak usage after any.
         tokens: int32[rows, steps], as many steps as ``most_steps`` allowed at most. Slots are allocated, blocks written
-        and computed tokens advanced as if step by step, outside of any open step; see Advance for an early end.
+        and computed tokens advanced as if step by step, outside of any open step.
         begin: called with k before step k is carried out, where that depends on the time: an eviction that ranks
         resume points reads the manager's clock.
         """
         requests, wanted = self._rows, tokens.shape[1]
         computed = requests.num_computed[rows]
         if not (wanted and requests.append_many(rows, tokens)):
-            return Advance(0, 0.0)
+            return 0, 0.0
         steps, peak, singly = 0, 0.0, 1
         while steps < wanted and self._transfers.idle:
             taken, usage = self._at_once(rows, computed + steps, wanted - steps)
@@ -177,7 +168,7 @@ class Strides:
                 request.truncate(known)
         requests.num_computed[rows] = computed + steps
         self._slots.label_rows(rows, computed + steps)
-        return Advance(steps, peak)
+        return steps, peak
 
     def _at_once(self, rows: Int64, computed: Int64, most: int) -> tuple[int, float]:
         """As many of ``most`` steps as can be carried out as one, and the largest usage after any of them.

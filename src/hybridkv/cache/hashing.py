@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import cbor2
 import numpy as np
@@ -47,11 +47,8 @@ INTERFACE: Final = 1
 """Of the compiled module: the functions that are called here, and what they are handed."""
 
 
-class _Hash(Protocol):
-    def digest(self) -> bytes: ...
-
-
-Digest = Callable[[bytes], _Hash]
+Digest = Callable[[bytes], Any]
+"""Of hashlib's kind: what it returns has ``digest()``."""
 Tails = Sequence[bytes | None]
 """Of each block the bytes that end it in place of null, None where that is null."""
 
@@ -156,7 +153,7 @@ class ArrayDigests:
 
     def __init__(self, block_size: int, digest: Digest, size: int) -> None:
         self._block_size, self._digest = block_size, digest
-        self._before = before_parent(size)
+        self._before = _head(4, 3) + _head(2, size)  # an array of three, and in it the head of the parent
 
     def chain(self, parent: bytes, tokens: NDArray[np.integer], tails: Tails | None) -> Iterator[list[bytes]]:
         """Of blocks one behind the other, some at a time; at once no more than is asked for. O(tokens)."""
@@ -195,11 +192,6 @@ class CompiledDigests:
         """As ArrayDigests.rows."""
         hashes: list[bytes] = self._rows(parents, _as_uint32(tokens), self._block_size, tails)
         return hashes
-
-
-def before_parent(size: int) -> bytes:
-    """What a block's encoding begins with: an array of three, and in it the head of a parent of ``size`` bytes."""
-    return _head(4, 3) + _head(2, size)
 
 
 def _as_uint32(tokens: NDArray[np.integer]) -> NDArray[np.uint32]:

@@ -185,12 +185,8 @@ class Loads:
         if tokens > load.tokens:
             raise ConfigError(f"{load.tokens} tokens of {request.request_id!r} are loaded, {tokens} cannot have come")
         there = max(tokens, load.hit_tokens)
-        return there if all(_goes_on(group, request.row, there) for group in self._groups) else 0
-
-
-def _goes_on(group: CacheGroup, row: int, tokens: int) -> bool:
-    """Whether ``row``, made for more tokens than came, holds what the token behind ``tokens`` reads."""
-    if group.states is not None:
-        return False  # its state was to be that behind all of them
-    policy = group.policy
-    return bool(group.rows.ids(row)[policy.droppable(tokens) : policy.columns(tokens)].all())
+        for group in self._groups:
+            read = slice(group.policy.droppable(there), group.policy.columns(there))
+            if group.states is not None or not group.rows.ids(request.row)[read].all():
+                return 0  # a state was to be that behind all tokens
+        return there

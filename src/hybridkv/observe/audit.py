@@ -5,7 +5,7 @@ Each function yields one line a violation; check_cache raises with all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,10 +27,11 @@ def check_cache(parts: CacheParts) -> None:
     """Raise CacheError naming every invariant that does not hold. O(blocks + keys)."""
     pool = parts.pool
     pool.journal.settle()
+    every = np.arange(pool.num_blocks, dtype=np.int32)
     found = [
         *_residents(parts),
         *_ownership(parts),
-        *_space(pool),
+        *pool.space.check(pool.ref_counts(every), pool.keys.are_on(every)),
         *_free_order(pool),
         *_index(pool, parts.times),
         *_unwritten(parts),
@@ -55,7 +56,9 @@ def _residents(parts: CacheParts) -> Iterator[str]:
         full = 0 if hasher is None else request.num_tokens // hasher.block_size
         if len(request.hashes) < full or (len(request.hashes) > full and not request.is_lent):
             yield f"{request.request_id!r} has {len(request.hashes)} hashes for {request.num_tokens} tokens"
-        now, right = residents.next_event(row), _next_event(parts, row)
+        now = residents.next_event(row)
+        soonest = min(group.next_event(row, publishes=hasher is not None) for group in parts.groups)
+        right = STALLED if row in parts.loads.of_row else min(soonest, parts.publisher.next_end(row))
         if now != right:
             yield f"row {row} expects its next event at {now} tokens, not {right}"
     for group in parts.groups:
@@ -84,13 +87,6 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
             yield f"row {row} of group {group.number} has no state after {computed} tokens"
 
 
-def _next_event(parts: CacheParts, row: int) -> int:
-    if row in parts.loads.of_row:
-        return STALLED
-    soonest = min(group.next_event(row, publishes=parts.hasher is not None) for group in parts.groups)
-    return min(soonest, parts.publisher.next_end(row))
-
-
 def _ownership(parts: CacheParts) -> Iterator[str]:
     """Reference counts are the number of rows that hold a block, all in one group, never the null block."""
     pool = parts.pool
@@ -117,12 +113,6 @@ def _ownership(parts: CacheParts) -> Iterator[str]:
         yield f"block {block} has ref count {pool.ref_count(block)}, {total[block]} rows hold it"
     for block in np.flatnonzero(owners > 1).tolist():
         yield f"block {block} is held in {owners[block]} groups"
-
-
-def _space(pool: BlockPool) -> Iterator[str]:
-    """What the space itself promises, of the blocks that are held and that have keys."""
-    every = np.arange(pool.num_blocks, dtype=np.int32)
-    yield from pool.space.check(pool.ref_counts(every), pool.keys.are_on(every))
 
 
 def _free_order(pool: BlockPool) -> Iterator[str]:
@@ -199,16 +189,18 @@ def _row_keys(parts: CacheParts, group: CacheGroup) -> Iterator[str]:
     """Published columns carry the request's own keys, the others none."""
     for request in parts.residents:
         row, pool = request.row, parts.pool
-        if group.kind.by_digest:
-            yield from _encoder_keys(parts, group, request)
-            continue
-        if not group.kind.publishes:
+        if not group.kind.by_digest and not group.kind.publishes:
             if any(pool.keys.key_of(block) is not None for block in group.rows.held(row).tolist()):
                 yield f"row {row} of group {group.number}, which publishes nothing, holds a block with a key"
             continue
-        keys, published = group.keys(request), group.published.item(row)
+        if group.kind.by_digest:
+            keys: Sequence[bytes] = request.encoder_keys(group.policy.block_size)
+            published, source = len(keys), "encoder input"
+        else:
+            keys, published, source = group.keys(request), group.published.item(row), "tokens"
         if (
             parts.hasher is not None
+            and not group.kind.by_digest
             and request.writes_prefix_cache
             and published > min(len(keys), group.rows.count.item(row))
         ):
@@ -219,13 +211,4 @@ def _row_keys(parts: CacheParts, group: CacheGroup) -> Iterator[str]:
                 continue  # null, or told by _ownership
             key = pool.keys.key_of(block)
             if key is not None and (column >= published or key != keys[column]):
-                yield f"block {block}, column {column} of {request.request_id!r}, carries another key than its tokens"
-
-
-def _encoder_keys(parts: CacheParts, group: CacheGroup, request: Request) -> Iterator[str]:
-    """A block of the encoder's output carries the key of its column, or none."""
-    keys = request.encoder_keys(group.policy.block_size)
-    for column, block in enumerate(group.rows.ids(request.row).tolist()):
-        key = parts.pool.keys.key_of(block) if 0 < block < parts.pool.num_blocks else None
-        if key is not None and (column >= len(keys) or key != keys[column]):
-            yield f"block {block} of {request.request_id!r} carries another key than encoder column {column}"
+                yield f"block {block}, column {column} of {request.request_id!r}, carries another key than its {source}"

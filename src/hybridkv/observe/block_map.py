@@ -64,16 +64,11 @@ def block_map(config: KVCacheConfig, pool: BlockPool, groups: Sequence[CacheGrou
         for number, ids in enumerate(pin.blocks):
             owner[ids], states[ids] = number, BlockState.PINNED
     blocks = np.flatnonzero(states)
-    starts, ends = _addresses(config, pool, blocks)
+    of = np.searchsorted(pool.bases, blocks, side="right") - 1  # blocks of a class fill the arena, whoever owns it
+    size_of = np.zeros(len(pool.bases), np.int64)
+    size_of[list(pool.classes)] = [config.block_bytes_of(group) for group in range(len(pool.classes))]
+    starts = (blocks - np.array(pool.bases)[of]) * size_of[of]
+    ends = starts + size_of[of]
     order = np.argsort(starts, kind="stable")
     blocks = blocks[order]
     return BlockMap(blocks, starts[order], ends[order], owner[blocks], states[blocks])
-
-
-def _addresses(config: KVCacheConfig, pool: BlockPool, blocks: Int64) -> tuple[Int64, Int64]:
-    """Where each of ``blocks`` begins and ends, bytes. Blocks of a class fill the arena, whoever owns it."""
-    of = np.searchsorted(pool.bases, blocks, side="right") - 1
-    size_of = np.zeros(len(pool.bases), np.int64)
-    size_of[list(pool.classes)] = [config.block_bytes_of(group) for group in range(len(pool.classes))]
-    starts: Int64 = (blocks - np.array(pool.bases)[of]) * size_of[of]
-    return starts, starts + size_of[of]

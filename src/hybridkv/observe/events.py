@@ -28,17 +28,10 @@ class EventQueue:
 
     def read(self, fact: Fact) -> None:
         """Keep ``fact``, if it is an event, as the youngest."""
-        if isinstance(fact, KVCacheEvent):
-            self.put(fact)
-
-    def put(self, event: KVCacheEvent) -> None:
-        """Keep ``event`` as the youngest."""
-        self._events.append(event)
-        self._num_blocks += len(event.block_hashes) if type(event) is BlockStored else _num_blocks(event)
-        if self._num_blocks > self._max_blocks:
-            self._drop()
-
-    def _drop(self) -> None:
+        if not isinstance(fact, KVCacheEvent):
+            return
+        self._events.append(fact)
+        self._num_blocks += len(fact.block_hashes) if type(fact) is BlockStored else _num_blocks(fact)
         while self._num_blocks > self._max_blocks:
             self._num_blocks -= _num_blocks(self._events.popleft())
             self._dropped += 1

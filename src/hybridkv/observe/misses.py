@@ -118,46 +118,16 @@ class _Cut(NamedTuple):
     nearest_state: int | None = None
 
 
-class SeenPrompts:
-    """Prompts that began: at most ``most`` keys of each kind.
-
-    For reading: begun, their keys; plain, the keys of their tokens alone.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.begun, self.plain = KnownTokens(most), KnownTokens(most)
-
-    def read(self, fact: Fact) -> None:
-        """Note that the prompt of a request has begun. O(its hash blocks)."""
-        if isinstance(fact, Begun):
-            add_known(self.begun, fact.request.hashes)
-            add_known(self.plain, _plain_hashes(fact.request))
-
-    def clear(self) -> None:
-        """No prompt has begun."""
-        for known in (self.begun, self.plain):
-            known.young.clear()
-            known.old.clear()
-
-
 class Misses:
-    """hash_block: tokens. lost: what was evicted. seen: prompts that began. journal: read before all answers."""
+    """hash_block: tokens. lost: what was evicted, and began. journal: read before all answers."""
 
     def __init__(
-        self,
-        residents: Residents,
-        lookup: PrefixLookup,
-        *,
-        lost: LostKeys,
-        seen: SeenPrompts,
-        journal: Journal,
-        hash_block: int,
+        self, residents: Residents, lookup: PrefixLookup, *, lost: LostKeys, journal: Journal, hash_block: int
     ) -> None:
         self._residents = residents
         self._lookup = lookup
         self._journal = journal
         self._lost = lost
-        self._prompts = seen
         self._alignment = lookup.alignment
         self._hash_block = hash_block
         publishing = [group for group in residents.groups if group.kind.publishes]
@@ -170,7 +140,6 @@ class Misses:
         """Nothing was seen."""
         self._journal.settle()
         self._lost.clear()
-        self._prompts.clear()
 
     def explain(self, request: Request, hit_tokens: int | None) -> tuple[Miss, ...]:
         """For what reason each token of its prompt behind ``hit_tokens`` is missed, in order.
@@ -196,9 +165,12 @@ class Misses:
     def evicting_for(self, request: Request) -> Iterator[None]:
         """Note that what is evicted inside makes room for ``request``."""
         self._journal.settle()
-        with self._lost.evicting_for(request.request_id):
+        self._lost.by = request.request_id
+        try:
             yield
             self._journal.settle()
+        finally:
+            self._lost.by = None
 
     def _miss(self, cut: _Cut, first: int, tokens: int, now: float) -> Miss:
         """``cut`` from ``first`` on, told in full."""
@@ -288,8 +260,8 @@ class Misses:
         yield cut
         known = max(running, seen, begins)
         for reason, blocks in (
-            (MissReason.UNPUBLISHED, leading_known(self._prompts.begun, hashes)),
-            (MissReason.OTHER_SALT, min(leading_known(self._prompts.plain, _plain_hashes(request)), len(hashes))),
+            (MissReason.UNPUBLISHED, leading_known(self._lost.begun, hashes)),
+            (MissReason.OTHER_SALT, min(leading_known(self._lost.plain, _plain_hashes(request)), len(hashes))),
             (MissReason.NEVER_SEEN, len(hashes)),
         ):
             if blocks > known:
@@ -451,41 +423,37 @@ class _Generation:
 
 
 class LostKeys:
-    """most: keys that are remembered, at least half of them. block_bytes: of each group. times: when blocks were used.
+    """Remembers what blocks lost, and which prompts began: of each kind ``most`` keys, at least half of them.
 
-    For reading: lost_bytes, of blocks that lost their keys so far.
+    block_bytes: of each group. times: when blocks were used. For reading: lost_bytes, of blocks that lost their keys so
+    far; begun, keys of prompts that began; plain, the keys of their tokens alone. by: who room is made for now.
     """
 
     def __init__(self, most: int, block_bytes: Sequence[int], times: BlockTimes | None = None) -> None:
-        self._most_young = max(most // 2, 1)
+        self._most, self._most_young = most, max(most // 2, 1)
         self._block_bytes = tuple(block_bytes)
         self._times = times
-        self._by: str | None = None
+        self.by: str | None = None
         self._next = 0
         self.lost_bytes = 0
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is remembered."""
+        """Forget all of it."""
+        self.begun, self.plain = KnownTokens(self._most), KnownTokens(self._most)
         self._young, self._old = (_Generation(len(self._block_bytes), self._next) for _ in range(2))
 
-    @contextmanager
-    def evicting_for(self, by: str) -> Iterator[None]:
-        """What is lost inside makes room for the request ``by``."""
-        self._by = by
-        try:
-            yield
-        finally:
-            self._by = None
-
     def read(self, fact: Fact) -> None:
-        """Note the keys and tails that blocks lost. O(keys + tails)."""
+        """Note the keys and tails that blocks lost, or that a prompt began. O(keys + tails)."""
+        if isinstance(fact, Begun):
+            add_known(self.begun, fact.request.hashes)
+            add_known(self.plain, _plain_hashes(fact.request))
         if not isinstance(fact, KeysLost):
             return
         group, keys, tails = fact.group, fact.keys, fact.tails
         young, first, count = self._young, self._next, len(keys) + len(tails)
         young.noted.append(first)
-        young.lost.append(Lost(fact.now, self.lost_bytes, self._by))
+        young.lost.append(Lost(fact.now, self.lost_bytes, self.by))
         if self._times is not None:
             young.idle_s.frombytes(self._times.idle_s(fact.blocks, fact.now).tobytes())
         self.lost_bytes += self._block_bytes[group] * fact.num_blocks

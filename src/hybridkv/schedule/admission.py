@@ -196,7 +196,7 @@ class AdmissionControl:
                         break
                     continue
                 refused.append(entry)
-                if not self._passes_for_memory(entry, now):
+                if not self._passes(entry, now, lacks_memory=True):
                     break
         self._num_passed = 0
 
@@ -208,16 +208,14 @@ class AdmissionControl:
             builder.keep_nothing()
         return not builder.room_for(entry.request.num_tokens - hit.tokens)
 
-    def _passes(self, entry: Waiting, now: float) -> bool:
-        """Pass by ``entry``; whether a step looks at those behind it."""
+    def _passes(self, entry: Waiting, now: float, *, lacks_memory: bool = False) -> bool:
+        """Pass by ``entry``, counting from now on how long it lacks memory; whether a step looks at those behind it."""
         self._num_passed += 1
-        return self._num_passed < _MOST_PASSED and self._may_be_overtaken(entry, now)
-
-    def _passes_for_memory(self, entry: Waiting, now: float) -> bool:
-        """``_passes`` of an entry that lacks memory: how long it lets others pass is counted from now on."""
-        if entry.refused_at is None and self._num_passed + 1 < _MOST_PASSED:  # the last one lets nobody pass
+        if self._num_passed == _MOST_PASSED:  # the last one lets nobody pass
+            return False
+        if lacks_memory and entry.refused_at is None:
             entry.refused_at = now
-        return self._passes(entry, now)
+        return self._may_be_overtaken(entry, now)
 
     def _may_be_overtaken(self, entry: Waiting, now: float) -> bool:
         waited = 0 if entry.refused_at is None else now - entry.refused_at
@@ -261,7 +259,7 @@ class AdmissionControl:
     # -- many steps
 
     def standstill(self, builder: StepBuilder, now: float) -> Standstill | None:
-        """What the next step makes of those that wait, and all do like it as long as cache.fast_forward.refuses says so.
+        """What the next step makes of those that wait, and all do like it while Strides.refuses says so.
 
         None where somebody may come in, or has yet to be looked up. Changes nothing. builder: has what is left to them.
         """

@@ -99,17 +99,17 @@ def take_stride(
             f"a stride of {tokens.dtype} tokens {tokens.shape}: choose int32, a row for each of the {len(rows)} "
             f"requests that run and at most {most} steps"
         )
-    advance = cache.fast_forward.advance(rows, tokens, None if times is None else times.begin)
-    if not advance.steps:
+    steps, peak_usage = cache.fast_forward.advance(rows, tokens, None if times is None else times.begin)
+    if not steps:
         return NO_STRIDE
     for reason, count in still.refused.items():
-        admission.refusals[reason] += count * advance.steps
+        admission.refusals[reason] += count * steps
     copies = cache.fields.take_transfers().copies
     if times is not None:
-        times.end(advance.steps, copies)
+        times.end(steps, copies)
     done = np.flatnonzero(cache.rows.num_tokens[rows] >= admission.running.limit[rows])
     admission.running.end(Finished(requests[place], FinishReason.LENGTH) for place in done.tolist())
-    return Stride(advance.steps, len(rows), copies, advance.peak_usage, admission.running.take_finished())
+    return Stride(steps, len(rows), copies, peak_usage, admission.running.take_finished())
 
 
 def _all_decode(admission: AdmissionControl, rows: Int64) -> bool:

@@ -159,7 +159,7 @@ class RunningRows:
     def append(self, flight: InFlight, sampled: Csr) -> Csr:
         """Append the ``sampled`` tokens of ``flight`` and end who is done; what was really appended, CSR."""
         rows, num_drafts, held = flight.rows, flight.num_drafts, self._complete(flight)
-        self._cache.rows.complete(rows[held], flight.step.num_scheduled[held])
+        self._cache.rows.in_flight[rows[held]] -= flight.step.num_scheduled[held]
         alive = held & ~self.dead[rows] if self.num_dead else held
         taken = flight.step.samples & alive
         appended, places = taken.astype(np.int64), taken.nonzero()[0]
@@ -334,7 +334,9 @@ class RunningRows:
         touched = set[int]()
         for flight in failed:
             touched.update(self._undo(flight))
-        touched.update(self._distrust_moved(failed))
+        moved = self._cache.fields.forget_moved(np.concatenate([flight.moved for flight in failed]))
+        self._distrust(moved)  # where a move ended may be anything: those blocks lost their keys
+        touched |= moved
         requests = [request for request in self.requests if request.row in touched]
         self._send_back(requests, in_flight, written=False)
         for flight in failed:
@@ -345,19 +347,14 @@ class RunningRows:
         self._ended_rows += flight.step.finished_rows.tolist()
         held = self._complete(flight)
         rows = flight.rows[held]
-        self._cache.rows.retract(rows, flight.step.num_scheduled[held])
+        self._cache.rows.num_computed[rows] -= flight.step.num_scheduled[held]
+        self._cache.rows.in_flight[rows] -= flight.step.num_scheduled[held]
         for request in flight.released.values():
             self._waiting.complete(request)
         numbers: list[int] = rows.tolist()
         if self._cache.bounds.rewrites_states:
             self._distrust(numbers)
         return numbers
-
-    def _distrust_moved(self, failed: Sequence[InFlight]) -> set[int]:
-        """Where the moves of ``failed`` ended may be anything: those blocks lose their keys. Rows that hold one."""
-        rows = self._cache.fields.forget_moved(np.concatenate([flight.moved for flight in failed]))
-        self._distrust(rows)
-        return rows
 
     def _distrust(self, rows: Iterable[int]) -> None:
         """Blocks of ``rows`` may hold anything: of those that are dead nothing more is published."""

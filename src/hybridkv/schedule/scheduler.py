@@ -309,7 +309,8 @@ class Scheduler:
             ended_rows=self._running.take_ended_rows(),
             transfers=transfers,
         )
-        self.cache.rows.schedule(rows, step.num_scheduled.astype(np.int64))
+        self.cache.rows.num_computed[rows] += step.num_scheduled
+        self.cache.rows.in_flight[rows] += step.num_scheduled
         drafts = step.drafts
         flight = InFlight(
             step,
