@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.index import PrefixIndex
 from hybridkv.cache.policies import (
-    AlignedStatePolicy,
     AttentionPolicy,
     EncoderPolicy,
     FullSpan,
@@ -32,6 +31,7 @@ from hybridkv.cache.policies import (
     Policy,
     RowFacts,
     RunningStatePolicy,
+    StatePolicy,
 )
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
@@ -61,7 +61,7 @@ class CacheGroup:
         self.number = number
         self.kind = kind
         self.policy = policy
-        self.states = policy if isinstance(policy, AlignedStatePolicy | RunningStatePolicy) else None
+        self.states = policy if isinstance(policy, StatePolicy) else None
         self.holds_all = isinstance(policy, RunningStatePolicy | EncoderPolicy) or (
             isinstance(policy, AttentionPolicy) and isinstance(policy.span, FullSpan)
         )

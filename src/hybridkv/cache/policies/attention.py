@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hybridkv.cache.index import PrefixIndex
 from hybridkv.cache.policies.policy import (
     NEVER,
     NEW,
@@ -32,7 +33,6 @@ from hybridkv.cache.policies.policy import (
     Demand,
     GroupHit,
     GroupPlan,
-    Index,
     Int32,
     Int64,
     RowFacts,
@@ -221,7 +221,7 @@ class FullSpan:
         """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
         return columns * 0 + NEVER
 
-    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
+    def longest_hit(self, index: PrefixIndex, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
         """Left to right until the first miss. O(columns of the hit)."""
         stop = min(search.end_tokens // block_size + search.past, search.limit_tokens // block_size, len(keys))
         blocks = index.leading_run(keys, stop)
@@ -258,7 +258,7 @@ class WindowSpan:
         """
         return max(-(-(self.window - 1) // block_size), 1)
 
-    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
+    def longest_hit(self, index: PrefixIndex, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
         """The last aligned edge whose window is cached, or the leading columns where they are fewer.
 
         A miss rules out every edge that would read it, so a prompt never seen costs one look-up a window,
@@ -303,7 +303,7 @@ class ChunkSpan:
         """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
         return -(-columns * block_size // self.chunk) * self.chunk
 
-    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
+    def longest_hit(self, index: PrefixIndex, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
         """Inside the last chunk from left to right; else at its start; else in the chunk before, and so on.
 
         At a chunk's start nothing is read, so it counts only if the prefix is proved to have been seen: by
@@ -328,7 +328,7 @@ class ChunkSpan:
         return GroupHit(0, NONE, tuple(missing))
 
 
-def _proof(index: Index, keys: Sequence[bytes], start: int, search: Search, block_size: int) -> Int32 | None:
+def _proof(index: PrefixIndex, keys: Sequence[bytes], start: int, search: Search, block_size: int) -> Int32 | None:
     """The block that proves that a prompt was seen up to ``start``, where a chunk begins, int32[1].
 
     int32[0] where another group has proved it, None where nobody has.
@@ -364,11 +364,11 @@ class BlockHits:
         """What the span says."""
         return self.span.first_needed(num_tokens, self.block_size)
 
-    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
+    def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """What the span finds."""
         return self.span.longest_hit(index, keys, search, self.block_size)
 
-    def source(self, index: Index, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
+    def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
         """None: blocks are shared whole."""
         return 0
 
@@ -402,7 +402,7 @@ class TokenHits:
         """Return what the span says; 0 where every earlier token is read."""
         return 0 if self.span.downward_closed else self.span.first_needed(num_tokens, self.block_size)
 
-    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:
+    def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:
         """The largest end that is served.
 
         No end between a column's reach and the column's own can be, so the candidate falls from column to column.
@@ -437,7 +437,7 @@ class TokenHits:
             missing.append(end)
         return GroupHit(0, NONE, tuple(missing), _joined(seen))
 
-    def source(self, index: Index, request: Request, num_tokens: int) -> int:
+    def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:
         """The block to copy the last column from, where it is used in part and read."""
         column, rest = divmod(num_tokens, self.block_size)
         read = rest and self.first_needed(num_tokens) < num_tokens

@@ -1,22 +1,14 @@
-"""What a group is, and what every policy answers.
-
-Values that policies are asked with and answer with.
-"""
+"""What a group is, and the values that policies are asked with and answer with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.request import Request
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
-
-if TYPE_CHECKING:
-    from hybridkv.cache.policies.attention import PublishRule
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -36,39 +28,6 @@ UNPUBLISHED: Final = 1 << 40
 NONE: Final = np.empty(0, np.int32)
 
 NO_COLUMNS: Final = np.empty(0, np.int64)
-
-
-class Index(Protocol):
-    """What a request finds in the index of the policy's own group; see hybridkv.cache.index.PrefixIndex."""
-
-    @property
-    def additions(self) -> int:
-        """Keys that the index was ever given."""
-        ...
-
-    def get(self, key: bytes) -> int | None:
-        """The block behind ``key``."""
-        ...
-
-    def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> Int32:
-        """Blocks of the leading keys that are all known, at most ``stop``."""
-        ...
-
-    def reach(self, request: Request, column: int) -> tuple[int, int]:
-        """How many tokens of ``column`` a cached block begins with, and that block; 0 and 0 without one."""
-        ...
-
-    def source(self, request: Request, column: int, tokens: int) -> int:
-        """The block that begins with the first ``tokens`` tokens of ``column``."""
-        ...
-
-    def labelled(self, request: Request, tokens: int) -> int | None:
-        """The block of the state after ``tokens`` tokens."""
-        ...
-
-    def label(self, request: Request, end_tokens: int, alignment: int) -> int:
-        """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
-        ...
 
 
 class Search(NamedTuple):
@@ -166,124 +125,6 @@ class GroupPlan(NamedTuple):
     publish: Int64
     decided: int
     pending: tuple[int, ...] = ()
-
-
-class Hits(Protocol):
-    """copies: whether a hit may end inside a block, or at a state, which is copied then.
-
-    downward_closed: whether a prefix of a hit is a hit.
-    """
-
-    @property
-    def copies(self) -> bool:
-        """See the class."""
-        ...
-
-    @property
-    def downward_closed(self) -> bool:
-        """See the class."""
-        ...
-
-    def columns(self, num_tokens: int) -> int:
-        """Columns of a hit of ``num_tokens`` tokens, null ones included."""
-        ...
-
-    def first_needed(self, num_tokens: int) -> int:
-        """The first token whose block a hit of ``num_tokens`` reads; ``num_tokens`` where it reads none."""
-        ...
-
-    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:
-        """The longest cached prefix; keys: one a full column."""
-        ...
-
-    def source(self, index: Index, request: Request, num_tokens: int) -> int:
-        """The block to copy the end of a hit of ``num_tokens`` from; 0 where nothing is copied.
-
-        CacheError where there is none to copy.
-        """
-        ...
-
-
-class Policy(Protocol):
-    """What the columns of a row mean; frozen, without a view of the pool or of other groups.
-
-    Two of the answers are values that answer for themselves: where hits may end (``hits``), and which full columns get
-    keys (``publishing``; None: none). Policies of recurrent layers answer where states lie as well: see StatePolicy.
-    """
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a column, over all context parallel ranks."""
-        ...
-
-    @property
-    def hits(self) -> Hits:
-        """What of a prefix can be hit."""
-        ...
-
-    @property
-    def publishing(self) -> PublishRule | None:
-        """Which full columns are worth a key."""
-        ...
-
-    def columns(self, num_tokens: T) -> T:
-        """Columns that a row of ``num_tokens`` tokens has. A number or an int64 array."""
-        ...
-
-    def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens hold at most."""
-        ...
-
-    def next_need(self, held: T, dropped: T) -> T:
-        """The token count at which a row needs another block, or may drop one."""
-        ...
-
-    def droppable(self, processed_tokens: T) -> T:
-        """Leading columns that are read no longer. A number or an int64 array."""
-        ...
-
-    def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:
-        """Whether a row needs no more than ``columns`` new blocks at its end and a key for every decided column.
-
-        tokens: computed, end and known, as in Demand. Numbers or int64 arrays.
-        """
-        ...
-
-    @property
-    def only_grows(self) -> bool:
-        """Whether a row that runs is always plain, but for the columns that it drops."""
-        ...
-
-    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
-        """What is missing for ``demand``. hit: blocks to adopt, for a row that holds nothing."""
-        ...
-
-    def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
-        """Columns to publish when ``computed_tokens`` are there at last, and how many are decided then."""
-        ...
-
-
-class StatePolicy(Policy, Protocol):
-    """A policy of recurrent layers.
-
-    rotates: an accepted state changes places with column 0; else it is read in place.
-    """
-
-    @property
-    def rotates(self) -> bool:
-        """See the class."""
-        ...
-
-    def state_column(self, num_tokens: T) -> T:
-        """Return the column that holds the state after ``num_tokens`` tokens. A number or an int64 array."""
-        ...
-
-    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
-        """Return where the state after the ``position``-th draft goes in a step of ``drafts``, int64[n]; 0: after none.
-
-        certain: tokens that are no drafts.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridkv.cache.index import PrefixIndex
 from hybridkv.cache.policies.attention import PublishRule
 from hybridkv.cache.policies.policy import (
     NEVER,
@@ -27,7 +28,6 @@ from hybridkv.cache.policies.policy import (
     Demand,
     GroupHit,
     GroupPlan,
-    Index,
     Int32,
     Int64,
     RowFacts,
@@ -52,12 +52,12 @@ class LabelHits:
         """None: a state is no block of tokens."""
         return num_tokens
 
-    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
+    def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """The last label at or before the end. O(blocks behind it)."""
         additions = index.additions
         return GroupHit(index.label(request, search.end_tokens, search.alignment), NONE, additions=additions)
 
-    def source(self, index: Index, request: Request, num_tokens: int) -> int:
+    def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:
         """The checkpoint."""
         return index.labelled(request, num_tokens) or 0
 
@@ -77,11 +77,11 @@ class NoHits:
         """None."""
         return num_tokens
 
-    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
+    def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """None."""
         return GroupHit(0, NONE)
 
-    def source(self, index: Index, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - as above
+    def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - as above
         """None."""
         return 0
 
@@ -101,11 +101,11 @@ class AnyHits:
         """None."""
         return num_tokens
 
-    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
+    def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """Whatever the others say."""
         return GroupHit(search.end_tokens, NONE)
 
-    def source(self, index: Index, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - as above
+    def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - as above
         """None."""
         return 0
 
@@ -243,7 +243,7 @@ class StateHits:
         """None: a state is no block of tokens."""
         return num_tokens
 
-    def longest(self, index: Index, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
+    def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """The right-most state at or before the end. O(boundaries behind it)."""
         size, step = self.block_size, search.alignment // self.block_size
         edge = min(search.end_tokens // size, len(keys)) // step * step
@@ -258,7 +258,7 @@ class StateHits:
             edge -= step
         return GroupHit(0, NONE, tuple(missing))
 
-    def source(self, index: Index, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
+    def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
         """None: what is hit is held by the row itself."""
         return 0
 
