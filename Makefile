@@ -38,7 +38,7 @@ NEWEST_TRANSFORMERS ?= 5.23.0
 	touch $@
 
 test-newest: .venv/newest/$(NEWEST_TRANSFORMERS).stamp
-	PYTHONPATH=.venv/newest $(BIN)/pytest -n 2 tests/runner/test_tiny.py tests/runner/test_probe_models.py \
+	PYTHONPATH=.venv/newest $(BIN)/pytest -n 2 tests/runner/test_mutations.py tests/runner/test_probe_models.py \
 		tests/runner/test_continuation.py tests/runner/test_ways.py tests/runner/test_encoder_decoder.py::test_cold_and_warm
 
 # the optional compiled hash chains (native/README.md): a C++ compiler and OpenSSL's headers are wanted

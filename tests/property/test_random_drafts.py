@@ -13,7 +13,7 @@ from how_much import how_many, too_rare
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Step
-from hybridkv.testing.configs import full_spec, state_spec, window_spec
+from hybridkv.testing.configs import full_spec, window_spec
 from oracles import Rig, RigOptions, random_natural_options, random_options, random_run
 from oracles.random_run import random_drafts
 
@@ -202,9 +202,6 @@ def test_random_runs(kind: str, layout: str) -> None:
     assert too_rare(met, RARE[kind][layout]) == {}
 
 
-pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
-
-
 def draft_rig(layout: str, drafts: int, specs: tuple[KVCacheSpec, ...], **other: object) -> Rig:
     """With room to spare, and a state kept every five tokens."""
     options = RigOptions(
@@ -216,66 +213,6 @@ def draft_rig(layout: str, drafts: int, specs: tuple[KVCacheSpec, ...], **other:
         blocks_per_slab=tuple(2 for _ in specs) if layout == "natural" else (),
     )
     return Rig(replace(options.with_drafts(drafts), **other))  # type: ignore[arg-type]  # fields by name
-
-
-def run_with(rig: Rig, name: str, right: int, wrong: int) -> None:
-    """``name`` to its end, with the same drafts in every step."""
-    while name in rig.live_ids:
-        rig.propose(name, right, wrong)
-        rig.schedule()
-        rig.update()
-
-
-@pytest.mark.parametrize("layout", RANDOM)
-@pytest.mark.parametrize("drafts", [1, 3, 8])
-def test_every_acceptance_pattern_at_every_place(layout: str, drafts: int) -> None:
-    """Each step, cell, state and cached block is foretold, and what is read and cached is compared in bytes."""
-    for right in range(drafts + 1):
-        for length in range(5, 6 + right):  # so that steps begin at every place, whatever they accept
-            rig = draft_rig(layout, drafts, (full_spec(4), state_spec(12), window_spec(2, 5)))
-            name = rig.add([1] * (length - 1) + [2], 26, marks=(12, 17, 18, 19))
-            assert name is not None
-            run_with(rig, name, right, drafts - right)
-            accepted = [rig.oracle.counts[f"accepted {place}"] for place in range(drafts)]
-            assert [bool(count) for count in accepted] == [place < right for place in range(drafts)]
-            again = rig.add([*rig.requests[name][1].tokens, 0], 3)
-            rig.drain()
-            assert again is not None
-            hit = rig.requests[again][0].first_hit_tokens
-            assert hit is not None
-            assert hit >= (24 if layout == "reference" else 25 + length - 1)
-
-
-@pytest.mark.parametrize("layout", RANDOM)
-@pytest.mark.parametrize("stop", [0, 1, 2, 3])
-def test_a_stop_token_among_accepted_drafts(layout: str, stop: int) -> None:
-    """Whatever token it is, and wherever among the drafts it comes."""
-    cut = 0
-    for length in range(2, 14, 2):
-        rig = draft_rig(layout, 3, (full_spec(4), state_spec(5)))
-        name = rig.add([length % 4, *[3] * (length - 1)], 20, stop_token_ids=(stop,))
-        assert name is not None
-        run_with(rig, name, 3, 0)
-        cut += rig.oracle.counts["cut drafts"]
-        rig.add([*rig.requests[name][1].tokens, 1], 4)
-        rig.drain()
-    assert cut
-
-
-@pytest.mark.parametrize("layout", RANDOM)
-@pytest.mark.parametrize("right", [0, 1, 3])
-def test_eagle_hits_what_accepted_drafts_filled_less_a_block(layout: str, right: int) -> None:
-    """After every step, however many of its drafts were accepted."""
-    rig = draft_rig(layout, 3, (full_spec(4), window_spec(2, 5)), eagle=True)
-    name = rig.add([1] * 9 + [2], 26)
-    assert name is not None
-    while name in rig.live_ids:
-        rig.propose(name, right, 3 - right)
-        rig.schedule()
-        rig.update()
-        tokens = rig.requests[name][1].tokens
-        assert rig.probe([*tokens, 0]) == (len(tokens) - 1) // 4 * 4 - 4
-    assert bool(rig.oracle.counts["accepted 2"]) == (right == 3)
 
 
 @pytest.mark.parametrize("layout", RANDOM)

@@ -1,9 +1,11 @@
 """Real tiny models, prompts that share prefixes, and an observer that keeps every logit."""
 
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,6 +23,8 @@ from hybridkv.runner.drafters import Drafter
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.runner.sampling.draws import Draws
 from hybridkv.step import Step
+
+T = TypeVar("T")
 
 torch.set_num_threads(1)
 
@@ -83,6 +87,16 @@ def drained(engine: Engine) -> list[Completion]:
     while not engine.idle:
         done += engine.step()
     return done
+
+
+def run(work: Callable[[], Awaitable[T]]) -> T:
+    """``work`` on a loop of its own; a test that hangs fails."""
+
+    async def limited() -> T:
+        async with asyncio.timeout(60):
+            return await work()
+
+    return asyncio.run(limited())
 
 
 @contextmanager

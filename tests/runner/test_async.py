@@ -2,14 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import pytest
-from runner_support import failing, generated, greedy, loaded_model, shared_prompts
+from runner_support import failing, generated, greedy, loaded_model, run, shared_prompts
 
 from hybridkv.errors import CacheError, ConfigError, OwnershipError
 from hybridkv.request import SamplingParams
@@ -17,19 +16,8 @@ from hybridkv.runner import AsyncEngine, Engine, EngineOptions, Increment, Loade
 from hybridkv.runner.async_engine import Reading
 from hybridkv.schedule import FinishReason
 
-T = TypeVar("T")
 LLAMA = loaded_model("llama")
 PROMPTS = shared_prompts(6, 11)
-
-
-def run(work: Callable[[], Awaitable[T]]) -> T:
-    """``work`` on a loop of its own; a test that hangs fails."""
-
-    async def limited() -> T:
-        async with asyncio.timeout(60):
-            return await work()
-
-    return asyncio.run(limited())
 
 
 @asynccontextmanager

@@ -182,8 +182,6 @@ def test_rows_that_ask_for_nothing_are_not_copied() -> None:
 
 # -- whole runs
 
-RISING = [b"0"[0], *range(60, 90)]
-
 
 def rising(output: list[int], logits: torch.Tensor) -> torch.Tensor:
     logits[: output[-1] if output else 0] -= 0.1 * len(output)

@@ -1,14 +1,14 @@
 """Engines that were closed, inputs of the wrong kind, and errors of forwards, tokenizers and drafters on the way."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from runner_support import EngineFactory, failing, generated, greedy, loaded_model, shared_prompts
+from runner_support import EngineFactory, drained, failing, generated, greedy, loaded_model, run, shared_prompts
 
 from hybridkv.errors import CacheError, ConfigError, WorkerError
 from hybridkv.runner import (
@@ -24,20 +24,11 @@ from hybridkv.runner import (
 from hybridkv.runner.inputs import encode, one_each
 from hybridkv.schedule import FinishReason
 
-T = TypeVar("T")
 LLAMA = loaded_model("llama")
 TOKENIZER = byte_tokenizer()
 PROMPTS = shared_prompts(3, 12)
 OUTPUT = 8
 ENGINE_SETTINGS = [{"in_flight": 1}, {"in_flight": 2}]
-
-
-def drained(engine: Engine) -> list[Completion]:
-    """What comes out until nothing more does."""
-    done: list[Completion] = []
-    while not engine.idle:
-        done += engine.step()
-    return done
 
 
 def expected(*which: int) -> list[tuple[int, ...]]:
@@ -302,16 +293,6 @@ def test_an_interrupt_while_text_is_decoded_loses_nothing(step: int) -> None:
 
 
 # -- behind asyncio
-
-
-def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """``work`` on a loop of its own; a test that hangs fails."""
-
-    async def limited() -> T:
-        async with asyncio.timeout(60):
-            return await work()
-
-    return asyncio.run(limited())
 
 
 async def read(front: AsyncEngine, prompt: list[int], tokens: int = OUTPUT) -> list[Increment]:

@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from runner_support import drained, generated, greedy, loaded_model, shared_prompts
+from runner_support import generated, greedy, loaded_model, shared_prompts
 
 from hybridkv.errors import ConfigError, HashError
 from hybridkv.request import Request
-from hybridkv.runner import AsyncEngine, Completion, Engine, EngineOptions, Increment
+from hybridkv.runner import AsyncEngine, Engine, EngineOptions, Increment
 
 LLAMA = loaded_model("llama")
 PROMPTS = shared_prompts(4, 12)
@@ -34,28 +34,6 @@ def break_hashes(engine: Engine, prompt: list[int]) -> None:
 
 def expected(*which: int) -> list[tuple[int, ...]]:
     return [generated(LLAMA, PROMPTS[at], OUTPUT) for at in which]
-
-
-@pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_hash_that_fails_ends_its_request_alone(in_flight: int) -> None:
-    with engine_of(in_flight) as engine:
-        for prompt in PROMPTS:
-            engine.add(prompt, greedy(OUTPUT))
-        break_hashes(engine, PROMPTS[1])
-        done: list[Completion] = []
-        errors = []
-        while not engine.idle:
-            try:
-                done += engine.step()
-            except HashError as error:
-                errors.append(error)
-            engine.scheduler.check()
-        assert [error.request_ids for error in errors] == [("1",)]
-        assert {one.request_id: one.token_ids for one in done} == dict(zip("023", expected(0, 2, 3), strict=True))
-        assert engine.cache.usage == 0
-        del engine.cache.hasher.hash_rows  # type: ignore[union-attr]  # it is there
-        engine.add(PROMPTS[1], greedy(OUTPUT))
-        assert [one.token_ids for one in drained(engine)] == expected(1)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])

@@ -1,14 +1,11 @@
 """What a runner does beside running prompts, with real tensors: every output right, every hit as long as promised."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from checked_engine import CheckedEngine, models, models_with
-from runner_support import EngineFactory, greedy, shared_prompts
+from runner_support import EngineFactory, greedy
 
 from hybridkv.cache.placement import AlignPlacement, placement_of
-from hybridkv.request import SamplingParams
 
 OUTPUT = 12
 STATES_AND_ATTENTION = ("qwen3_next", "falcon_h1")
@@ -110,36 +107,3 @@ def test_marked_positions_are_hit_to_the_token(name: str, make_engine: EngineFac
     checked.forget()
     again = checked.engine.add(first, greedy(OUTPUT))  # nobody wrote to what was copied
     assert checked.drain()[again].hit_tokens == len(first) - 1
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    models_with(
-        LAYOUTS, {"gpt_oss": ["natural"], "mamba": ["reference"], "qwen3_next": ["natural"], "falcon_h1": ["reference"]}
-    ),
-)
-def test_forks_go_on_by_themselves_and_one_can_be_aborted(name: str, layout: str, make_engine: EngineFactory) -> None:
-    prompts = shared_prompts(2, 4)
-    drawn = SamplingParams(temperature=1.0, seed=9, max_tokens=24, ignore_eos=True, n=3)
-    checked = CheckedEngine(make_engine, name, prompts, 24, layout=layout, room_for=10)
-    parents = [checked.engine.add(prompt, drawn) for prompt in prompts]
-    # with the natural layout all three wait for the prompt once; the parent, and one of the others, end early
-    doomed = {10: f"{parents[0]}#1", 14: parents[1]}
-    done = []
-    for number in range(100):
-        if number in doomed:
-            assert checked.engine.abort(doomed[number])
-        done += checked.engine.step()
-        if checked.engine.idle:
-            break
-    checked.check(done)
-    by_id = {one.request_id: one.token_ids for one in done}
-    assert len(by_id) == 6
-    for request_id, tokens in by_id.items():
-        assert (0 < len(tokens) < 24) if request_id in doomed.values() else (len(tokens) == 24)
-    assert len({tokens[:9] for tokens in by_id.values()}) == 6
-    if layout == "natural":
-        assert set(checked.copies()) >= set(["block"] * checked.attends + ["state"] * checked.keeps_states)
-    apart = CheckedEngine(make_engine, name, prompts, 24, layout=layout, room_for=10)
-    alone = apart.run(prompts, replace(drawn.of_branch(2)))
-    assert [one.token_ids for one in alone] == [by_id[f"{one}#2"] for one in parents]

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kinds_support import cache_of, chunked, config, cross, full, hit, mla, sink, start, state, table, window
+from kinds_support import cache_of, chunked, config, cross, full, mla, sink, state, table, window
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
@@ -14,16 +14,6 @@ from hybridkv.specs import KVCacheSpec, RequestLimits
 from hybridkv.step import Csr, Step, StepResult
 
 PROMPT = list(range(200))
-
-
-def test_a_window_of_several_ranks() -> None:
-    """W = 16 over 2 ranks is what W = 16 with blocks of 8 is on one."""
-    two, one = cache_of(window(16, 4), dcp_world_size=2), cache_of(window(16, 8))
-    for cache in (two, one):
-        start(cache, PROMPT[:48], (16, 16, 16))
-    assert table(two) == table(one) == [0, 0, 3, 4, 5, 6]
-    for n in (49, 48, 25, 9):
-        assert hit(two, PROMPT[:n]) == hit(one, PROMPT[:n])
 
 
 def test_encoder_outputs_and_sinks() -> None:

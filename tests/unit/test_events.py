@@ -63,28 +63,6 @@ def test_schema() -> None:
     assert fields(AllBlocksCleared) == ()
 
 
-def test_published_then_written() -> None:
-    cache = manager(num_blocks=16)
-    log = cache._parts.publisher
-    log.begin_step(0)
-    started(cache, range(9))
-    log.end_step()
-    assert cache.take_events() == []
-    assert cache.statistics().unwritten_blocks == 2
-    cache.check()
-    log.begin_step(1)
-    started(cache, range(50, 55))
-    log.end_step()
-    assert log.in_flight == (0, 1)
-    log.mark_written(0)
-    assert cache.take_events() == [BlockStored(keys_of(range(8)), None, tuple(range(8)), 4)]
-    assert cache.statistics().unwritten_blocks == 1
-    log.revoke(1)
-    assert cache.take_events() == []
-    assert cache.get_computed_blocks(Request("again", range(50, 55), hasher=cache.hasher))[1] == 0
-    cache.check()
-
-
 def test_a_stretch_whose_middle_was_evicted_is_told_in_two_events() -> None:
     cache = manager()
     log = cache._parts.publisher

@@ -1,18 +1,13 @@
 """All groups together: docs/contracts.md, 5, and groups that publish nothing."""
 
-from random import Random
-
-import numpy as np
 import pytest
 from kinds_support import (
     cache_of,
-    chunked,
     config,
     encoder_only,
     evict,
     flagged,
     full,
-    grow,
     hit,
     hit_tokens,
     hits,
@@ -172,40 +167,3 @@ def test_uniform_windows_drop_like_one() -> None:
 
 
 # -- what is remembered of a search
-
-
-@pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(8, 40))]
-)
-def test_a_remembered_hit_is_what_a_fresh_look_up_finds(seed: int) -> None:
-    """Random publishing and eviction: while is_longest_hit says so, and O(groups) keys decide it, nothing changed."""
-    random = Random(seed)
-    kinds = [full(2), window(random.randint(2, 9), 2), state(4), full(4), window(6, 4), chunked(8, 2), chunked(6, 4)]
-    specs = random.sample(kinds, random.randint(1, 4))
-    cache = cache_of(*specs, num_blocks=400, use_eagle=random.random() < 0.3)
-    prompt = [random.randrange(2) for _ in range(48)]
-    probe = Request("probe", prompt, hasher=cache.hasher)
-    found = cache.find_hit(probe)
-    stayed = 0
-    for i in range(60):
-        if random.random() < 0.5:
-            cut = random.randint(1, 48)
-            one = Request(f"r{i}", prompt[:cut] + [random.randrange(2) for _ in range(4)], hasher=cache.hasher)
-            while one.num_computed_tokens < one.num_tokens:
-                chunk = min(4 - one.num_computed_tokens % 4, one.num_tokens - one.num_computed_tokens)
-                if grow(cache, one, chunk) is None:
-                    break
-            cache.free(one)
-        else:
-            group = random.choice(cache.groups)
-            blocks = [block for _, block in group.index.entries()]
-            if blocks:
-                cache.block_pool.evict_blocks(np.array([random.choice(blocks)], np.int32))
-        fresh = cache.find_hit(probe)
-        if cache.is_longest_hit(probe, found):
-            stayed += 1
-            assert (found.tokens, found.branch_tokens) == (fresh.tokens, fresh.branch_tokens)
-            assert [part.blocks.tolist() for part in found.groups] == [part.blocks.tolist() for part in fresh.groups]
-        else:
-            found = fresh
-    assert stayed > 3

@@ -48,21 +48,6 @@ def prompts(count: int, tokens: int) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("as_array", [False, True])
-def test_hashes_are_those_of_the_contract(bench: ModuleType, as_array: bool) -> None:
-    adapter = bench.HybridKVAdapter()
-    assert adapter.hash_algos() == ["sha256_cbor"]
-    tokens: Any = np.arange(1, 40, dtype=np.int32) if as_array else list(range(1, 40))
-    assert [bytes(key).hex() for key in adapter.hash_prompt(adapter.hasher("sha256_cbor", BLOCK), tokens)] == [
-        "cd7c51bc5a8fc8643f383a2b9e01522fba7473c669e9270c7b0bf7bf7fd01682",
-        "2533ea50426b36e9e4d68296cac6bce8cf602e46957d0fe40b368b33d87bf3bf",
-    ]
-    largest = [0, 23, 24, 255, 256, 65535, 65536, 151643, 4294967295, *range(7, 14)]
-    assert [key.hex() for key in adapter.hash_prompt(adapter.hasher("sha256_cbor", BLOCK), largest)] == [
-        "102c4c555e5e27a21728d676a077e7ef720b4b38dc36402eb97c0dd1d9819049"
-    ]
-
-
 def test_a_prompt_is_allocated_found_and_freed(bench: ModuleType) -> None:
     adapter = bench.HybridKVAdapter()
     hasher = adapter.hasher("sha256_cbor", BLOCK)
@@ -111,19 +96,6 @@ def test_a_scheduler_of_several_kinds_shows_null_columns(bench: ModuleType) -> N
     step, ids = adapter.sched_schedule(sched)
     assert ids == ["a"]
     assert adapter.sched_view(sched, step) == [("a", 16, ([1, 2, 3, 4], [0, 5]))]
-
-
-def test_a_table_holds_what_was_written(bench: ModuleType) -> None:
-    adapter = bench.HybridKVAdapter()
-    table = adapter.table(4, 3, 8, 16)
-    adapter.table_add_row(table, [7], 0)
-    adapter.table_append_row(table, [3], 0)
-    adapter.table_append_many(table, [1], [5])
-    adapter.table_commit(table, 2)
-    assert adapter.table_committed(table, 0, 2).tolist() == [7, 3]
-    prepared = adapter.table_prepare(np.array([0, 4, 6]), np.array([2, 3, 4, 5, 0, 1]))
-    adapter.table_compute_slots(table, 2, prepared)
-    assert adapter.table_slots(table, 7).tolist() == [30, 31, 12, 13, 20, 21, -1]
 
 
 def test_a_scheduler_runs_prompts_and_then_decodes(bench: ModuleType) -> None:

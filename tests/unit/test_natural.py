@@ -78,32 +78,6 @@ def tokens(n: int, first: int = 100) -> list[int]:
 # -- exact hits
 
 
-def test_a_remembered_hit_is_what_a_fresh_look_up_finds() -> None:
-    """Ends are published and pushed out, blocks evicted: while is_longest_hit says so, nothing changed."""
-    wide, kept, lost = 8, 0, 0
-    for seed in range(8):
-        random = Random(seed)
-        specs = (full_spec(wide),) if seed % 2 else (full_spec(wide), state_spec(wide))
-        loop = Loop(cache_of(config_of(specs, (2, 1)[: len(specs)], 12), EndsPlacement() if len(specs) > 1 else None))
-        prompt = [random.randrange(2) for _ in range(2 * wide - 1)]  # its last block is never whole
-        probe = Request("probe", prompt, hasher=loop.cache.hasher)
-        found = loop.cache.find_hit(probe)
-        for i in range(60):
-            cut = random.randint(1, len(prompt))
-            more = [random.randrange(100) for _ in range(random.randint(0, 3))]
-            loop.add(f"r{i}", prompt[:cut] + more, outputs=random.randint(1, 4))
-            loop.run()
-            fresh = loop.cache.find_hit(probe)
-            if loop.cache.is_longest_hit(probe, found):
-                assert (fresh.tokens, fresh.sources) == (found.tokens, found.sources)
-                kept += 1
-            else:
-                lost += fresh.tokens < found.tokens
-                found = fresh
-    assert kept > 80
-    assert lost > 40
-
-
 def test_without_published_ends_one_class_of_one_block_gives_the_references_ids() -> None:
     """Every cell of every step, over random requests, hits and preemptions."""
     for seed in range(12):

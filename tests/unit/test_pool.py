@@ -8,7 +8,7 @@ import pytest
 
 from hybridkv.cache import AllBlocksCleared, BlockPool, BlockRemoved
 from hybridkv.cache.groups import BlockRows
-from hybridkv.cache.journal import Journal, KVCacheEvent
+from hybridkv.cache.journal import Journal, KVCacheEvent, Recorded
 from hybridkv.cache.spaces.one_size import FreeOrder
 from hybridkv.errors import BlockError, ConfigError
 from hybridkv.observe.events import EventQueue
@@ -34,7 +34,7 @@ def told(pool: BlockPool, events: EventQueue) -> list[KVCacheEvent]:
 
 
 def test_pool_of_eight() -> None:
-    pool = BlockPool(8, journal=Journal([events := EventQueue()], events=True))
+    pool = BlockPool(8, journal=Journal([events := EventQueue()], recorded=Recorded(events=True)))
     assert pool.free_order() == [1, 2, 3, 4, 5, 6, 7]
     assert pool.get_new_blocks(4).tolist() == [1, 2, 3, 4]
     hashed(pool, 1, 2, 3)
@@ -87,7 +87,7 @@ def test_double_free() -> None:
 
 
 def test_reset_only_when_nothing_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
-    pool = BlockPool(6, journal=Journal([events := EventQueue()], events=True))
+    pool = BlockPool(6, journal=Journal([events := EventQueue()], recorded=Recorded(events=True)))
     pool.get_new_blocks(3)
     hashed(pool, 1, 2)
     pool.free_blocks(ids(3, 2))

@@ -1,6 +1,5 @@
 """The time of a step by hand: the roofline, the bytes of the cache that it moves, and operations of attention."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.planner import Plan, plan
 from hybridkv.request import SamplingParams
-from hybridkv.simulator import H100, CacheTraffic, Hardware, ReplayReport, StepCost
+from hybridkv.simulator import H100, CacheTraffic, Hardware, StepCost
 from hybridkv.simulator.cost import Operations
 from hybridkv.simulator.report import Distribution
 from hybridkv.specs import (
@@ -124,19 +123,6 @@ def test_percentiles_are_those_of_nearest_rank() -> None:
     assert Distribution.of([4.0]) == Distribution(4, 4, 4, 4)
     assert Distribution.of([1.0, 3.0]) == Distribution(2, 1, 3, 3)
     assert Distribution.of([]) == Distribution(0, 0, 0, 0)
-
-
-def test_a_report_as_json() -> None:
-    none = Distribution.of([])
-    report = ReplayReport("x.jsonl", 2, 80, 5, 45, 1, 60, 24, 3, 0.25, 9, 1.5, 12.5, none, none)
-    document = json.loads(report.to_json({"model": "m"}))
-    assert (document["schema"], document["version"]) == ("hybridkv.replay", 1)
-    assert document["settings"] == {"model": "m"}
-    assert document["hit_rate"] == 0.75
-    assert document["time_to_first_token_s"] == {"mean": 0, "p50": 0, "p90": 0, "p99": 0}
-    assert {"requests", "prompt_tokens", "hit_tokens", "computed_tokens", "preemptions", "peak_usage", "steps"} <= set(
-        document
-    )
 
 
 # -- bytes of the cache

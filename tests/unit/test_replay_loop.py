@@ -13,7 +13,6 @@ from hybridkv.planner import Plan
 from hybridkv.request import Request
 from hybridkv.schedule import Outcome, Scheduler, SchedulerLimits
 from hybridkv.simulator import (
-    H100_UNBOUNDED,
     CacheTraffic,
     Hardware,
     Pieces,
@@ -111,23 +110,7 @@ def test_the_closed_form_can_differ() -> None:
     assert 0 < (endless(replace(workload, gap_s=0.0)).hit_tokens or 0) < 16 * 33  # answers are not there yet
 
 
-def test_without_prefix_caching_everything_runs() -> None:
-    report = endless(UniformWorkload(), prefix_caching=False)
-    assert report.hit_tokens == 0
-    assert report.computed_tokens == report.prompt_tokens + 40 * 20
-
-
 # -- tokens
-
-
-def test_requests_say_what_their_trace_says() -> None:
-    pieces = ((70, 5, 3), (71, 0, 1), (70, 8, 40), (72, 9, 20))
-    source = Given([request(0, 33, pieces, 1), request(0, 20, 7, 2), request(2, 50, 1, 3), request(60, 33, pieces, 1)])
-    report, scheduler = watched(source, 100, budget=16)
-    assert {int(name): said for name, said in scheduler.said.items()} == {
-        at: one.output.token_ids().tolist() for at, one in enumerate(source)
-    }
-    assert report.requests == 4
 
 
 def test_they_say_it_when_they_are_preempted_too() -> None:
@@ -297,25 +280,7 @@ def test_moves_are_those_of_the_steps() -> None:
     assert sum(group.copies for group in report.groups) == len(copies) - len(moved) > 0
 
 
-def test_equal_inputs_give_equal_reports_in_the_natural_layout() -> None:
-    source = Workload("api", seed=1, hours=0.01)
-    first, again = (
-        replay(source, natural_plan(source), ReplaySettings(hardware=H100_UNBOUNDED, max_running=4)) for _ in range(2)
-    )
-    assert first.to_json({}) == again.to_json({})
-    assert list(first.refusals) == sorted(first.refusals)
-
-
 # -- the rest
-
-
-def test_equal_inputs_give_equal_reports() -> None:
-    def once() -> str:
-        source = Workload("mix", seed=3, limit=60)
-        plan = plan_for_trace(source.summary(), MODEL, 3 * GiB)
-        return replay(source, plan, ReplaySettings(max_running=16)).to_json({})
-
-    assert once() == once()
 
 
 @pytest.mark.parametrize("step_by_step", [True, False])

@@ -8,7 +8,7 @@ import pytest
 from hybridkv.cache.placement import AlignPlacement, EndsPlacement, IntervalPlacement, NoStates, Placement, placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import read_model
-from hybridkv.planner import Plan, plan, plan_from_json, plan_to_json
+from hybridkv.planner import Plan, plan
 from hybridkv.simulator import (
     H100_UNBOUNDED,
     ReplayReport,
@@ -154,19 +154,6 @@ def test_every_known_model_runs_in_a_small_pool(name: str) -> None:
         assert 0 < (first.hit_tokens or 0) <= GOLDEN[name][1]
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-4-scout", "jamba-1.5-mini"])
-def test_a_generated_workload_in_a_pool_that_evicts(name: str) -> None:
-    workload = Workload("api", seed=5, hours=0.01, limit=60, rate=20)
-    report = finished(
-        workload,
-        simulation_of(
-            tight(name, workload), ReplaySettings(hardware=H100_UNBOUNDED, max_running=24, token_budget=2048)
-        ),
-    )
-    assert report.peak_usage > 0.5
-    assert any(group.evictions for group in report.groups)
-
-
 def test_a_short_prompt_never_hits_in_blocks_that_cover_a_state() -> None:
     hits = {
         name: replay(SHORT, planned(name, SHORT), ReplaySettings(hardware=H100_UNBOUNDED)).hit_tokens for name in MODELS
@@ -233,21 +220,6 @@ def test_why_nothing_is_shared() -> None:
     assert why("qwen3.5-35b-a3b") is None
     assert why("qwen3.5-35b-a3b", prefix_caching=False) == "as asked for"
     assert why("whisper-large-v3") == "the layers of this model cannot be resumed in this layout"
-
-
-@pytest.mark.parametrize("layout", ["reference", "natural"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_plan_that_was_written_and_read_gives_the_same_report(name: str, layout: str) -> None:
-    length = None if name == "llama-3-8b" else 400
-    made = plan(read_model(name), MEMORY.get(name, "200GiB"), max_model_len=length, layout=layout)
-    written = plan_with_length(SHORT.summary(), plan_from_json(plan_to_json(made)))
-    direct = plan_with_length(SHORT.summary(), made)
-    assert written == direct
-    if name in TWICE:
-        first, other = (
-            replay(SHORT, one, ReplaySettings(hardware=H100_UNBOUNDED)).to_json({}) for one in (written, direct)
-        )
-        assert first == other
 
 
 def test_context_parallel_ranks_of_the_plan_are_the_managers() -> None:

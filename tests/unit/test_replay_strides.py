@@ -157,11 +157,6 @@ def test_while_requests_wait_for_room(kind: str, seed: int, layout: str) -> None
     assert singles < report.steps / 3
 
 
-def test_an_eviction_that_minds_the_time() -> None:
-    source = Workload("api", seed=2, limit=30, hours=0.005, rate=40)
-    compared(source, tight("llama-3-8b", source, "natural", 4), eviction="hazard")
-
-
 def at_what_time(monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[object]]:
     """When ends were kept and given up in a replay step by step, and when in strides."""
     told: list[object] = []
@@ -295,32 +290,6 @@ def sampled(scheduler: Scheduler, first: int = 7) -> None:
 def saying(*tokens: tuple[int, ...]) -> Choose:
     """A choice of these tokens, whatever may be chosen."""
     return lambda uniform: np.array(tokens, np.int32)  # noqa: ARG005 - as a choice
-
-
-def test_a_stride_is_its_steps() -> None:
-    one_by_one, as_one = running((5, 3), 12), running((5, 3), 12)
-    kept = [request for scheduler in (one_by_one, as_one) for request in scheduler.cache.engine.resident_requests()]
-    for step in range(11):
-        sampled(one_by_one, 10 * step)
-    stride = as_one.stride(saying(tuple(range(0, 110, 10)), tuple(range(1, 111, 10))))
-    assert (stride.steps, stride.rows, stride.copies) == (11, 2, ())
-    assert [(done.request.request_id, done.reason) for done in stride.finished] == [("r0", "length"), ("r1", "length")]
-    assert [one.token_ids().tolist() for one in kept[2:]] == [one.token_ids().tolist() for one in kept[:2]]
-    assert [one.hashes for one in kept[2:]] == [one.hashes for one in kept[:2]]
-    assert len(kept[0].hashes) == 4
-    assert as_one.statistics() == one_by_one.statistics()
-    assert as_one.cache.block_pool.free_order() == one_by_one.cache.block_pool.free_order()
-    as_one.check()
-    # and what comes next is the same again
-    for scheduler in (one_by_one, as_one):
-        scheduler.add(Request("r2", kept[0].token_ids(), hasher=scheduler.cache.hasher))
-    first, again = one_by_one.schedule(), as_one.schedule()
-    assert (first.id, first.after, first.finished_rows.tolist()) == (
-        again.id,
-        again.after,
-        again.finished_rows.tolist(),
-    )
-    assert first.num_computed.tolist() == again.num_computed.tolist() == [16]
 
 
 def test_of_equal_blocks_the_one_that_was_full_first_is_found() -> None:

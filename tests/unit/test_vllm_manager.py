@@ -12,7 +12,6 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engine_groups import PROMPT, SIZE, Asked, FullAttentionSpec, MambaSpec, Sampling, SlidingWindowSpec, manager, run
@@ -384,15 +383,6 @@ def test_without_vllm_the_schedulers_say_what_to_install(name: str) -> None:
         _ = vllm.Schedule
 
 
-def test_numpy_tokens_of_a_prompt() -> None:
-    cache = manager(FullAttentionSpec())
-    request = Asked("a", PROMPT)
-    run(cache, request, len(PROMPT))
-    mine = cache._mirrors.known("a")
-    assert mine is not None
-    assert np.array_equal(mine.token_ids(), PROMPT)
-
-
 def admit_load(cache: CacheManager, request: Asked, external: int, **asked: Any) -> Any:  # noqa: ANN401 - Blocks or None
     """As a scheduler does whose connector brings ``external`` tokens beside the steps."""
     with cache.step():
@@ -442,24 +432,6 @@ def test_a_prompt_that_comes_whole_has_its_last_token_computed() -> None:
     cache.cache.check()
 
 
-@pytest.mark.parametrize(("came", "goes_on"), [(8, 8), (0, 0)])
-def test_what_did_not_come_is_computed(came: int, goes_on: int) -> None:
-    cache = manager(FullAttentionSpec())
-    request = Asked("a", PROMPT)
-    assert admit_load(cache, request, 12) is not None
-    request.num_computed_tokens = came
-    if came:
-        cache.cache_blocks(request, came)
-    else:
-        cache.free(request)  # as vLLM does where nothing came
-    assert request.num_computed_tokens == goes_on
-    assert other_hits(cache) == goes_on
-    run(cache, request, len(PROMPT) - goes_on)
-    cache.cache_blocks(request, len(PROMPT))
-    assert other_hits(cache) == 12
-    cache.cache.check()
-
-
 def test_where_the_end_of_a_window_did_not_come_it_begins_anew() -> None:
     cache = manager(SlidingWindowSpec())
     request = Asked("a", PROMPT)
@@ -482,18 +454,6 @@ def test_a_load_leaves_those_that_prefill_what_they_need() -> None:
     assert admit_load(cache, second, 13, reserved_blocks=needs) is None
     assert admit_load(cache, second, 12, reserved_blocks=needs) is not None
     cache.cache.check()
-
-
-def test_one_that_was_loaded_is_let_in_only_whole() -> None:
-    cache = manager(FullAttentionSpec(), num_blocks=8)
-    running, request = Asked("running", [7] * 8), Asked("a", PROMPT)
-    run(cache, running, 8)
-    assert admit_load(cache, request, 8) is not None
-    cache.cache_blocks(request, 8)
-    run(cache, Asked("longer", [9] * 5), 5)  # one block is left, where its 14 tokens need two
-    assert cache.allocate_slots(request, 4, full_sequence_must_fit=True) is None
-    cache.free(running)
-    assert cache.allocate_slots(request, 4, full_sequence_must_fit=True) is not None
 
 
 def test_a_connector_that_has_less_than_is_here_is_taken_at_its_word() -> None:
@@ -551,20 +511,6 @@ def test_a_state_that_came_with_its_tokens_is_gone_on_from(external: int, hits: 
     assert run(cache, request, len(PROMPT) - external) is not None
     cache.free(request)
     assert cache.usage == 0
-    cache.cache.check()
-
-
-def test_behind_a_hit_the_state_of_the_load_takes_the_place_of_that_of_the_hit() -> None:
-    cache = manager(FullAttentionSpec(), MambaSpec())
-    first = Asked("a", PROMPT[:8])
-    run(cache, first, 8)
-    request = Asked("b", PROMPT)
-    assert admit_load(cache, request, 5) is not None
-    attention, states = cache.get_block_ids("b")
-    assert attention[:2] == cache.get_block_ids("a")[0]
-    assert [bool(one) for one in states] == [False, False, False, True]
-    cache.cache_blocks(request, 13)
-    run(cache, request, 1)
     cache.cache.check()
 
 

@@ -155,38 +155,3 @@ def test_no_column_is_looked_up_more_than_twice() -> None:
     group.index = index
     hit_tokens(cache, list(range(600)))
     assert index.asked <= 2 * 150
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_hits_are_those_of_the_definition(seed: int) -> None:
-    """Against every aligned edge tried in turn, with keys missing at random; a remembered hit stays the longest."""
-    random = Random(seed)
-    size, tokens = random.choice((2, 4)), random.randint(1, 14)
-    chunks = random.random() < 0.4
-    spec = chunked(max(tokens, 2), size) if chunks else window(tokens, size)
-    cache = cache_of(spec)
-    prompt = list(range(40))
-    request = start(cache, prompt, (40,))
-    group = cache.groups[0]
-    kept = set(range(40 // size))
-    for _ in range(12):
-        column = random.randrange(40 // size)
-        block = group.index.get(group.keys(request)[column])
-        if block is not None:
-            cache.block_pool.evict_blocks(np.array([block], np.int32))
-            kept.discard(column)
-        limit = random.randint(2, 40)
-        probe = Request("probe", prompt[:limit], hasher=cache.hasher)
-        found = cache.find_hit(probe)
-        assert found.tokens == longest(kept, size, limit - 1, tokens if not chunks else max(tokens, 2), chunks=chunks)
-        assert cache.is_longest_hit(probe, found)
-
-
-def longest(kept: set[int], size: int, limit: int, tokens: int, *, chunks: bool) -> int:
-    for end in range(limit // size, 0, -1):
-        n = end * size
-        first = n // tokens * tokens if chunks else max(n - tokens + 1, 0)
-        live = set(range(first // size, end)) or {end - 1}  # nothing is read: one block must prove the prefix
-        if live <= kept:
-            return n
-    return 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from random import Random
@@ -15,29 +13,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import msgpack
-from wire_support import example_step, same
+from wire_support import example_step
 
-from how_much import how_many, too_rare
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import SchemaError, WireError, WorkerError
-from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult
-from hybridkv.testing import DigestModel, FakeWorker, attention_config, digest_model
+from hybridkv.testing import FakeWorker, attention_config, digest_model
 from hybridkv.wire import (
     Channel,
     Executor,
     RemoteStatistics,
     RemoteWorker,
     StepFailure,
-    decode_reply,
-    decode_step,
     encode_reply,
     encode_step,
     serve,
 )
-from oracles import Rig, RigOptions, random_natural_options, random_options, random_run
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -182,21 +175,6 @@ def test_bytes_are_counted(server: Server) -> None:
     worker.send(step)
     reply = worker.receive()
     assert worker.statistics() == RemoteStatistics(1, 0, len(encode_step(step)), len(encode_reply(reply)))
-
-
-@pytest.mark.parametrize("in_flight", [1, 2, 3])
-def test_a_forward_that_raises_fails_all_steps_in_flight_and_the_worker_goes_on(in_flight: int) -> None:
-    faulty = Faulty(frozenset({4}))
-    server = Server(faulty)
-    try:
-        outputs, failures = drive(scheduler(in_flight), RemoteWorker(server.channel))
-    finally:
-        server.close()
-    assert failures == [StepFailure(4, "RuntimeError", "the device is gone at 4")]
-    assert outputs == expected()
-    # Steps that were on their way behind it were not run: they built on it
-    assert faulty.seen[:6] == [0, 1, 2, 3, 4, 4 + in_flight]
-    assert server.served == len(faulty.seen) - 1
 
 
 def test_what_builds_on_a_failed_step_is_not_run_and_what_does_not_is() -> None:
@@ -381,86 +359,3 @@ def test_a_worker_whose_scheduler_is_gone_ends_in_peace() -> None:
 
     channel: Channel = Gone()
     assert serve(channel, Worker()) == 1
-
-
-def test_the_scheduler_refuses_a_result_out_of_order(server: Server) -> None:
-    """The order of results is the scheduler's to check, as in process."""
-    sched, worker = scheduler(2), RemoteWorker(server.channel)
-    worker.send(sched.schedule())
-    reply = worker.receive()
-    assert isinstance(reply, StepResult)
-    with pytest.raises(WorkerError, match="hand results in in order"):
-        sched.update(replace(reply, id=1))
-    sched.update(reply)
-
-
-class OverTheWire(FakeWorker):
-    """Sees decoded Steps only and gives decoded results, beside one in process that is given the Steps themselves."""
-
-    def __init__(self, config: KVCacheConfig, model: DigestModel, *, sharded: bool) -> None:
-        super().__init__(config, model, sharded=sharded)
-        self.in_process = FakeWorker(config, model, sharded=sharded)
-        self.met: Counter[str] = Counter()
-
-    def execute(self, step: Step) -> StepResult:
-        result = decode_reply(encode_reply(super().execute(self._carried(step))))
-        assert isinstance(result, StepResult)
-        assert same(result, self.in_process.execute(step))
-        assert self.storage == self.in_process.storage
-        return result
-
-    def break_down(self, step: Step, random: Random) -> None:
-        again = Random()
-        again.setstate(random.getstate())
-        super().break_down(self._carried(step), random)
-        self.in_process.break_down(step, again)
-        self.met["broken"] += 1
-
-    def _carried(self, step: Step) -> Step:
-        data = encode_step(step)
-        decoded = decode_step(data)
-        assert same(decoded, step)
-        assert encode_step(decoded) == data
-        self.met.update(copy.kind for copy in step.copies)
-        self.met.update(
-            steps=1,
-            new=len(step.new_rows),
-            ended=len(step.finished_rows),
-            zeroed=len(step.zero),
-            written=len(step.state_writes),
-            unknown=int((step.token_ids.values < 0).sum()),
-            skipped=int(step.id - step.after > 1),
-            forked=sum("#" in new.request_id for new in step.new_rows),
-        )
-        return decoded
-
-
-@pytest.mark.parametrize(
-    ("make", "runs", "least"),
-    [
-        (
-            random_options,
-            20,
-            {"broken": 11, "preempted": 7, "state": 130, "zeroed": 40, "written": 250, "unknown": 140, "skipped": 11},
-        ),
-        (
-            random_natural_options,
-            12,
-            {"broken": 7, "preempted": 1, "move": 45, "block": 18, "state": 11, "forked": 18, "skipped": 6},
-        ),
-    ],
-)
-def test_runs_over_the_wire_are_those_in_process(
-    make: Callable[[Random], RigOptions], runs: int, least: dict[str, int]
-) -> None:
-    """Such runs are no empty ones: each bound is about half of what all seeds give."""
-    met: Counter[str] = Counter()
-    for number in range(how_many(runs)):
-        random = Random(f"wire {number}")
-        options = make(random)
-        config = options.config
-        worker = OverTheWire(config, digest_model(config, options.vocabulary), sharded=options.ranks > 1)
-        rig = Rig(options, config=config, worker=worker)
-        random_run(rig, random, actions=60)
-        met += worker.met + rig.oracle.counts
-    assert too_rare(met, least) == {}

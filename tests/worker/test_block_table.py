@@ -32,28 +32,6 @@ def committed(t: BlockTable, row: int) -> list[int]:
     return ids
 
 
-def test_rows_append_add_move_swap_clear() -> None:
-    t = table()
-    t.append_row([7, 3], 0)
-    t.append_row([5], 0)
-    t.append_row([], 0)
-    assert blocks(t, 0) == [7, 3, 5]
-    t.add_row([9], 0)
-    assert blocks(t, 0) == [9]
-    t.append_row([1, 2], 1)
-    t.swap_row(0, 1)
-    assert (blocks(t, 0), blocks(t, 1)) == ([1, 2], [9])
-    t.move_row(0, 3)
-    assert (blocks(t, 0), blocks(t, 3)) == ([], [1, 2])
-    t.move_row(3, 3)
-    assert blocks(t, 3) == [1, 2]
-    t.commit_block_table(4)
-    t.clear()
-    assert t.num_blocks_per_row.tolist() == [0] * 4
-    assert not t.get_numpy_array().any()
-    assert not t.get_device_tensor().any()
-
-
 def test_speculation_on_several_ranks_has_a_row_for_every_token() -> None:
     assert BlockTable(4, 3, 2, 8, num_speculative_tokens=2).num_rows == 3
     t = BlockTable(4, 3, 2, 8, num_speculative_tokens=2, pcp_world_size=2)
@@ -66,29 +44,6 @@ def test_speculation_on_several_ranks_has_a_row_for_every_token() -> None:
     assert t.slot_mapping_np[0] == 29
     with pytest.raises(WorkerError, match="row 9"):
         t.add_row([1], 9)
-
-
-def test_columns_passed_over_hold_the_null_block() -> None:
-    t = table(width=6)
-    t.add_row([1, 2, 3, 4, 5, 6], 0)
-    t.commit_block_table(4)
-    t.clear_rows([0])
-    t.write_cells([0, 0], [5, 2], [8, 7])  # a new request's window, in the row of an old one
-    assert blocks(t, 0) == [0, 0, 7, 0, 0, 8]
-    assert t.commit_block_table(4) == 6
-    assert committed(t, 0) == [0, 0, 7, 0, 0, 8]
-
-
-def test_write_cells_takes_them_in_order() -> None:
-    t = table()
-    t.write_cells([1, 1, 1], [0, 2, 0], [4, 5, 6])
-    assert t.num_blocks_per_row[1] == 3
-    assert t.get_numpy_array()[1, [0, 2]].tolist() == [6, 5]
-    t.commit_block_table(4)
-    t.write_cells([1, 1], [0, 3], [8, 9])
-    assert blocks(t, 1) == [8, 0, 5, 9]
-    assert t.commit_block_table(4) == 2
-    assert committed(t, 1) == [8, 0, 5, 9]
 
 
 def test_commit_sends_the_changed_cells_and_nothing_else() -> None:
@@ -372,21 +327,6 @@ def test_ids_whose_kernel_blocks_would_not_fit_int32() -> None:
         BlockTable(64, 1, 2, 8, kernel_block_size=16, num_blocks=(1 << 29) + 1)
     with pytest.raises(ConfigError, match="num_blocks must lie in 1"):
         BlockTable(64, 1, 2, 8, num_blocks=0)
-
-
-def test_every_call_takes_memory_blocks_and_writes_kernel_blocks() -> None:
-    t = BlockTable(32, 3, 3, 8, kernel_block_size=16, num_blocks=9)
-    t.add_row([3, 1], 0)
-    t.append_row([4], 0)
-    assert (t.get_numpy_array()[0].tolist(), t.num_blocks_per_row[0]) == ([6, 7, 2, 3, 8, 9], 6)
-    t.append_row([5, 7], 1)
-    t.write_cells([2, 2], [0, 2], [8, 5])
-    assert (t.get_numpy_array()[2].tolist(), t.num_blocks_per_row[2]) == ([16, 17, 0, 1, 10, 11], 6)
-    t.swap_row(0, 1)
-    t.move_row(2, 0)
-    assert (t.get_numpy_array()[0].tolist(), t.num_blocks_per_row.tolist()) == ([16, 17, 0, 1, 10, 11], [6, 6, 0])
-    t.commit_block_table(3)
-    assert t.get_device_tensor(2).tolist() == t.get_numpy_array()[:2].tolist()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,32 +66,6 @@ def test_numpy_slots_are_those_of_a_loop(case: SlotCase) -> None:
     assert table.slot_mapping.dtype == torch.int64
 
 
-@settings(max_examples=settings().max_examples // 2)
-@given(case=slot_cases())
-def test_every_token_has_one_rank_and_no_two_share_a_slot(case: SlotCase) -> None:
-    """The formula itself: all ranks together hold each token once, each rank's tokens fill its slots in order."""
-    end = case.width * case.block_size * case.cp
-    held = []
-    for dcp_rank in range(case.dcp[0]):
-        for pcp_rank in range(case.pcp[0]):
-            one = SlotCase(
-                case.block_size,
-                case.kernel_blocks,
-                (tuple(range(case.width)),),  # block i of the request is block i: slots are local indices
-                (case.dcp[0], dcp_rank),
-                (case.pcp[0], pcp_rank),
-                case.interleave,
-                (),
-            )
-            table = one.table(tokens=end)
-            table.compute_slot_mapping([0] * end, range(end))
-            slots = table.slot_mapping_np[:end]
-            local = np.flatnonzero(slots >= 0)
-            assert slots[local].tolist() == list(range(case.width * case.block_size))
-            held.append(local)
-    assert np.sort(np.concatenate(held)).tolist() == list(range(end))
-
-
 # -- known defects
 
 
@@ -104,16 +77,6 @@ def test_slots_do_not_overflow_int32() -> None:
     table.compute_slot_mapping([0], [255])
     table.commit_slot_mapping(1)
     assert table.slot_mapping_np[0] == table.slot_mapping[0].item() == last * 256 + 255
-
-
-@pytest.mark.parametrize("supported", [[64, 16], [64, 48, 16], [0, 64, 16], [16, 64]])
-def test_slots_are_computed_whichever_kernel_size_is_chosen(supported: list[int]) -> None:
-    table = BlockTable(32, 1, 2, 64, kernel_block_size=supported)
-    table.add_row([5, 2], 0)
-    table.commit_block_table(1)
-    assert table.block_size == 16
-    expected = [(5 if p < 32 else 2) * 32 + p % 32 for p in range(64)]
-    assert slots_of(table, 64) == " ".join(map(str, expected))
 
 
 # -- what a window left behind
@@ -178,10 +141,3 @@ def test_what_lies_behind_the_slots_is_minus_one(through_torch: bool) -> None:
 def test_ranks_and_interleaves_that_cannot_work(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BlockTable(8, 2, 2, 8, **arguments)  # type: ignore[arg-type]  # integers all
-
-
-def test_a_single_rank_has_no_use_for_an_interleave() -> None:
-    table = BlockTable(4, 1, 2, 8, cp_kv_cache_interleave_size=16)
-    table.add_row([7, 3], 0)
-    table.compute_slot_mapping([0] * 8, range(8))
-    assert table.slot_mapping_np.tolist() == [28, 29, 30, 31, 12, 13, 14, 15]

@@ -26,7 +26,7 @@ from hybridkv.cache.fast_forward import Strides
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.holds import Loads, Locks, Pins
-from hybridkv.cache.journal import Journal
+from hybridkv.cache.journal import Journal, Recorded
 from hybridkv.cache.kept import KeptEnds, LastUsed
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
@@ -463,10 +463,7 @@ def assemble(
     journal = Journal(
         [observer for observer in (events, lost, times) if observer is not None],
         options.clock,
-        events=enable_events,
-        ends=enable_events and options.end_events,
-        losses=lost is not None,
-        times=times is not None,
+        Recorded(enable_events, enable_events and options.end_events, lost is not None, times is not None),
         ranked=ranking is not None,
     )
     policies = layout.policies(kinds, hash_block)

@@ -215,14 +215,26 @@ class Observer(Protocol):
         ...
 
 
+class Recorded(NamedTuple):
+    """Which facts the observers want.
+
+    events: KV events. ends: of states, and of tokens that end inside a block, as well.
+    losses: keys that blocks lost.
+    times: when blocks get, use and lose their keys.
+    """
+
+    events: bool = False
+    ends: bool = False
+    losses: bool = False
+    times: bool = False
+
+
 class Journal:
     """Record facts until they are read.
 
     observers: read every fact that is recorded, in this order.
     clock: seconds.
-    events: whether KV events are recorded. ends: whether they tell of states, and of tokens that end inside a block.
-    losses: whether an observer remembers the keys that blocks lost.
-    times: whether an observer measures how long blocks keep their keys.
+    recorded: which facts the observers want.
     ranked: whether an eviction reads what happens to blocks.
 
     Attributes
@@ -235,14 +247,11 @@ class Journal:
         self,
         observers: Sequence[Observer] = (),
         clock: Callable[[], float] = time.monotonic,
+        recorded: Recorded = Recorded(),  # noqa: B008 - immutable
         *,
-        events: bool = False,
-        ends: bool = False,
-        losses: bool = False,
-        times: bool = False,
         ranked: bool = False,
     ) -> None:
-        self.events, self.ends, self.losses, self.times = events, ends, losses, times
+        self.events, self.ends, self.losses, self.times = recorded
         self.observed = bool(observers)
         self.clock = clock
         self.pending: list[Fact] = []

@@ -2,7 +2,7 @@
 
 tiny.toml has the config of each. With ordinary random weights attention is nearly uniform, recurrent states fade within
 a few tokens, and equality tests prove nothing. Here queries and keys are scaled until attention is sharp, values and
-outputs until a block more or less moves the logits, and decays are slow; tests/runner/test_tiny.py holds the controls.
+outputs until a block more or less moves the logits, and decays are slow. Controls: tests/runner/test_mutations.py.
 
     A_log      log of U(0.01, 0.3)    a state loses 1 % to 20 % a token
     dt bias    U(-3, -1)

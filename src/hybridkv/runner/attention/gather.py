@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -105,24 +105,26 @@ def gathered(pages: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
     return copied.transpose(0, 1).unsqueeze(0)
 
 
+class _Reach(NamedTuple):
+    """What the tokens of a step see.
+
+    sees: the mask of the layers' attention. context: int64[R], tokens of each row's context; None: those of its
+    request. last_seen: int64[tokens], the last token that each sees; None: itself.
+    """
+
+    sees: AttentionMask
+    context: Int64 | None = None
+    last_seen: Int64 | None = None
+
+
 class _Builder:
     """Collects parts, and the blocks and stale tokens they gather.
 
-    sees: of the layers' attention. whole: each row's context is one piece. context: int64[R], tokens of each row's;
-    None: those of its request. last_seen: int64[tokens], the last token that each sees; None: itself.
+    dtype: of the scores. whole: each row's context is one piece.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        table: BlockTable,
-        sees: AttentionMask,
-        dtype: torch.dtype,
-        *,
-        whole: bool,
-        context: Int64 | None = None,
-        last_seen: Int64 | None = None,
-    ) -> None:
+    def __init__(self, step: Step, table: BlockTable, reach: _Reach, dtype: torch.dtype, *, whole: bool) -> None:
+        sees, context, last_seen = reach
         self.table, self.sees, self.dtype, self.device = table, sees, dtype, table.device
         self.size = table.block_size
         self.rows, self.decodes = step.rows.astype(np.int64), step.decodes
@@ -266,7 +268,7 @@ def gather_batch(
     last_seen: int64[tokens] of the step, the position of the last token that each sees, inside its row's chunk; None:
     its own, as causal attention has it. O(tokens + gathered tokens).
     """
-    builder = _Builder(step, table, sees, dtype, whole=whole, last_seen=last_seen)
+    builder = _Builder(step, table, _Reach(sees, last_seen=last_seen), dtype, whole=whole)
     return builder.build(table.slot_mapping[: step.num_tokens])
 
 
@@ -276,7 +278,7 @@ def cross_batch(step: Step, table: BlockTable, tokens: Int64, dtype: torch.dtype
     step, dtype: as in gather_batch; each row has at least one token to read. O(tokens + gathered tokens).
     """
     last_seen = np.repeat(tokens - 1, step.num_scheduled)
-    builder = _Builder(step, table, CAUSAL, dtype, whole=True, context=tokens, last_seen=last_seen)
+    builder = _Builder(step, table, _Reach(CAUSAL, tokens, last_seen), dtype, whole=True)
     return builder.build(torch.empty(0, dtype=torch.int64, device=table.device))
 
 
