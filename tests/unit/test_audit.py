@@ -214,7 +214,7 @@ def samples_miscounted(sched: Scheduler) -> None:
 
 
 def a_known_request_lost(sched: Scheduler) -> None:
-    sched._waiting.remove(sched._waiting.requests()[0])
+    sched._waiting.remove(sched._waiting.entries()[0].request)
 
 
 def a_turn_lost(sched: Scheduler) -> None:
@@ -222,7 +222,7 @@ def a_turn_lost(sched: Scheduler) -> None:
 
 
 def waits_with_a_row(sched: Scheduler) -> None:
-    request = sched._waiting.requests()[0]
+    request = sched._waiting.entries()[0].request
     sched.cache.allocate_slots(request, 1)
     sched._running.dead[request.row] = True  # so that the row is accounted for
     sched._running.num_dead += 1

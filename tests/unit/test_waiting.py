@@ -157,7 +157,7 @@ def test_who_comes_while_others_are_looked_at_is_handed_out_in_its_turn() -> Non
         queue.remove(requests[1])
         queue.return_to_front([queue.entry(late)])
         assert [entry.request for entry in entries] == [late, *requests[2:]]
-    assert queue.requests() == (late, requests[0], *requests[2:])
+    assert [one.request for one in queue.entries()] == [late, requests[0], *requests[2:]]
     with closing(queue.in_order()) as entries:
         assert [entry.request for entry in entries] == [late, requests[0], *requests[2:]]
 

@@ -333,14 +333,9 @@ class RememberedChains:
             place = self._place(tokens, extras)
             if place is self._nowhere:  # as for most prompts
                 return [], place
-            first, *others = _upwards(place.run)
-            if not others:
-                return first.hashes[: place.last], place
-            hashes = first.hashes.copy()
-            for run in others[:-1]:
-                hashes += run.hashes
-            hashes += place.run.hashes[: place.last]
-            return hashes, place
+            *before, last = _upwards(place.run)
+            hashes = last.hashes[: place.last]
+            return list(chain(*(run.hashes for run in before), hashes)) if before else hashes, place
 
     def remember(self, tokens: Int32, extras: Extras | None, place: Place, joined: bytearray) -> None:
         """Of the whole blocks of ``tokens`` behind ``place``, which ``find`` gave, the hashes one behind the other.

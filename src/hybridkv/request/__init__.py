@@ -10,23 +10,13 @@ from hybridkv.request.sampling import (
     output_ids,
     takes_prompt,
 )
-from hybridkv.request.tokens import (
-    MAX_TOKEN_ID,
-    Columns,
-    Hasher,
-    Lender,
-    Lent,
-    checked_hasher,
-    checked_marks,
-    token_array,
-)
+from hybridkv.request.tokens import MAX_TOKEN_ID, Hasher, Lender, Lent, checked_hasher, checked_marks, token_array
 
 __all__ = [
     "MAX_TOKEN_ID",
     "MOST_BIAS",
     "MOST_OUTPUTS",
     "NO_HINTS",
-    "Columns",
     "Hasher",
     "Hints",
     "Lender",

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from sys import byteorder
-from typing import Annotated, Final, Self
+from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,21 +28,13 @@ from hybridkv.arguments import check_types, flag, instance, instances, integer, 
 from hybridkv.errors import ConfigError, HashError
 from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
 from hybridkv.request.sampling import SamplingParams
-from hybridkv.request.tokens import (
-    MAX_TOKEN_ID,
-    Columns,
-    Hasher,
-    Lender,
-    Lent,
-    checked_hasher,
-    checked_marks,
-    token_array,
-)
+from hybridkv.request.tokens import MAX_TOKEN_ID, Hasher, Lender, Lent, checked_hasher, checked_marks, token_array
 from hybridkv.units import MOST_COUNT, shown
 
+if TYPE_CHECKING:
+    from hybridkv.request_rows import RequestRows
+
 _MOST_SECONDS: Final = 1e9
-
-
 _GREEDY: Final = SamplingParams()
 
 
@@ -222,7 +214,7 @@ class Request:
 
     def _begin(self) -> None:
         """Nothing is computed, no row held, nothing branched off."""
-        self._rows: Columns | None = None
+        self._rows: RequestRows | None = None
         self.row = -1
         self._computed = 0
         self.num_preemptions = self.branch_tokens = self.branches = self.truncations = 0

@@ -1,6 +1,6 @@
 """Token ids and token counts as callers give them, and what a request asks of others.
 
-Who lends it an engine's tokens, where it lives while it holds blocks, and who hashes its blocks.
+Who lends it an engine's tokens, and who hashes its blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import integer
-from hybridkv.errors import ConfigError, HashError
+from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import Extra
 from hybridkv.units import MOST_COUNT, shown
 
@@ -128,27 +128,6 @@ class Lent:
         integer("num_prompt_tokens", self.num_prompt_tokens, 1, MOST_COUNT)
         if self.hashes is not None and not isinstance(self.hashes, list):
             raise ConfigError(f"hashes must be the engine's own list, which grows, or None, got {shown(self.hashes)}")
-
-
-class Columns(Protocol):
-    """Where a resident request lives; see hybridkv.request_rows.RequestRows."""
-
-    num_tokens: NDArray[np.int64]
-    num_computed: NDArray[np.int64]
-    num_lent: int
-    tail: NDArray[np.int32]
-
-    def append_one(self, row: int, token: int) -> None:
-        """One token behind the known ones of ``row``."""
-
-    def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> dict[int, HashError]:
-        """One token behind the known ones of each of ``rows``; those that could not take theirs, and why."""
-
-    def least_tokens(self, row: int) -> int:
-        """Tokens of ``row`` that cannot be forgotten: computed, or promised to others."""
-
-    def truncate(self, row: int, num_tokens: int) -> None:
-        """Only the first ``num_tokens`` tokens of ``row`` are left, at least one of them."""
 
 
 class Hasher(Protocol):

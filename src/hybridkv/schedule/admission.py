@@ -164,8 +164,8 @@ class AdmissionControl:
         """Give a child a row that begins as the parent's, and its one token; whether it fits."""
         if not builder.left or not self.running.seats_free:
             return False
-        plan, _ = self._plan(entry.request, *self.cache.engine.blocks_to_share(parent), builder, alone=False)
-        if plan is None:
+        plan = self._plan(entry.request, *self.cache.engine.blocks_to_share(parent), builder, alone=False)
+        if not isinstance(plan, SlotPlan):
             return False
         self._begin(plan, entry.queue_key, builder)
         return True
@@ -251,10 +251,10 @@ class AdmissionControl:
             if request.num_tokens - hit.tokens > most:
                 return 0
             alone = not self.running.seats_taken
-            plan, _ = self._plan(request, hit, hit.tokens, builder, alone=alone)
+            plan = self._plan(request, hit, hit.tokens, builder, alone=alone)
         except Exception:  # noqa: BLE001 - its request ends for it when it is its turn
             return 0
-        return 0 if plan is None else plan.certain_tokens - plan.hit_tokens
+        return plan.certain_tokens - plan.hit_tokens if isinstance(plan, SlotPlan) else 0
 
     # -- many steps
 
@@ -278,16 +278,14 @@ class AdmissionControl:
                     builder.keep_nothing()
                 self._num_passed = looked - 1  # as in the step itself: what is kept depends on it
                 try:
-                    plan, refusal = self._plan(request, hit, hit.tokens, builder, alone=False)
+                    plan = self._plan(request, hit, hit.tokens, builder, alone=False)
                 finally:
                     self._num_passed = 0
                 if plan is not None:
-                    return None
-                if refusal is not None:
-                    if refusal.reason not in {Reason.NO_SPACE, Reason.ADMISSION_LIMIT}:
+                    if isinstance(plan, SlotPlan) or plan.reason not in {Reason.NO_SPACE, Reason.ADMISSION_LIMIT}:
                         return None
-                    refused[refusal.reason] += 1
-                    takes += [refusal.takes] if refusal.takes else []
+                    refused[plan.reason] += 1
+                    takes += [plan.takes] if plan.takes else []
                 if looked == _MOST_PASSED or not self._may_be_overtaken(entry, now):
                     break
                 since.append(entry.refused_at)
@@ -314,19 +312,20 @@ class AdmissionControl:
     def _plan_behind_hit(self, entry: Waiting, hit: Hit, builder: StepBuilder) -> SlotPlan | None:
         """Slots for the first chunk of a waiting request behind ``hit``; None while it does not fit."""
         request, alone = entry.request, not self.running.seats_taken
-        plan, refusal = self._plan(request, hit, hit.tokens, builder, alone=alone)
-        if refusal is not None and alone and any(hit.sources):  # what is copied may be in the way of the copy
-            plan, refusal = self._plan(request, None, 0, builder, alone=alone)
+        plan = self._plan(request, hit, hit.tokens, builder, alone=alone)
+        if isinstance(plan, Refusal) and alone and any(hit.sources):  # what is copied may be in the way of the copy
+            plan = self._plan(request, None, 0, builder, alone=alone)
+        if isinstance(plan, Refusal):
+            entry.lacked = plan.reason
+            self.refusals[plan.reason] += 1
+            return None
         entry.lacked = None
-        if refusal is not None:
-            entry.lacked = refusal.reason
-            self.refusals[refusal.reason] += 1
         return plan
 
     def _plan(
         self, request: Request, hit: KVCacheBlocks | Hit | None, hit_tokens: int, builder: StepBuilder, *, alone: bool
-    ) -> tuple[SlotPlan | None, Refusal | None]:
-        """Slots for the first chunk of ``request`` behind ``hit``, or why not; neither if the budget is too small.
+    ) -> SlotPlan | Refusal | None:
+        """Return slots for the first chunk of ``request`` behind ``hit``; None if the budget is too small.
 
         All its known tokens must fit, and the watermark besides unless it is ``alone``, so that it is not
         preempted at once.
@@ -334,7 +333,7 @@ class AdmissionControl:
         cache, limits = self.cache, self.limits
         count = builder.first_chunk(request, hit_tokens)
         if not count:
-            return None, None
+            return None
         plan = cache.plan_slots(
             request,
             count,
@@ -352,8 +351,7 @@ class AdmissionControl:
         )
         if isinstance(plan, Refusal):
             logger.debug("request %r is not admitted: %s", request.request_id, plan)
-            return None, plan
-        return plan, None
+        return plan
 
     def _begin(self, plan: SlotPlan, queue_key: QueueKey, builder: StepBuilder) -> None:
         """The request of ``plan`` runs from now on."""

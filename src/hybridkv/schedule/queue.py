@@ -302,10 +302,6 @@ class WaitingQueue:
         """All that wait in order. O(waiting * log waiting)."""
         return [self._at[key] for key in sorted(self._at)]
 
-    def requests(self) -> tuple[Request, ...]:
-        """Those requests."""
-        return tuple(entry.request for entry in self.entries())
-
     # -- branches
 
     def add_children(self, parent: Request, children: Sequence[Request]) -> None:
@@ -351,7 +347,7 @@ class WaitingQueue:
 
     def check(self, running: Sequence[Request]) -> None:
         """Known are exactly the requests that arrive, wait, run or are to branch off; who waits holds no row."""
-        queued = (*self.requests(), *self._parent_of)
+        queued = (*self._entries, *self._parent_of)
         with self._lock:
             known = set(self._known)
         if {request.request_id for request in (*self.arriving(), *queued, *running)} != known:

@@ -440,10 +440,7 @@ def _check_counts(step: Step, result: StepResult) -> None:
             f"step {step.id}: the result must hold 1 .. drafts + 1 tokens for each row that samples, none else"
         )
     kept = np.maximum(counts - 1, 0)
-    owner = np.repeat(np.arange(len(kept)), kept)
-    place = np.arange(len(owner)) - np.repeat(np.cumsum(kept) - kept, kept)
-    sampled = result.sampled.values[result.sampled.indptr[owner] + place]
-    wrong = owner[sampled != step.drafts.values[step.drafts.indptr[owner] + place]]
-    if wrong.size:
-        row = step.rows[wrong[0]]
+    wrong = _heads(result.sampled, kept).values != _heads(step.drafts, kept).values
+    if wrong.any():
+        row = np.repeat(step.rows, kept)[wrong.argmax()]
         raise WorkerError(f"step {step.id}: tokens accepted of row {row} are not its drafts: accept equal ones only")

@@ -116,7 +116,7 @@ class Comparison:
         same("running", running, [request.request_id for request in oracle.running])
         arriving = [request.request_id for request in scheduler._waiting.arriving()]
         queued = [one.request_id for one in oracle.waiting if one.request_id not in arriving]
-        same("waiting", [request.request_id for request in scheduler._waiting.requests()], queued)
+        same("waiting", [entry.request.request_id for entry in scheduler._waiting.entries()], queued)
         same("number waiting", scheduler.num_waiting, oracle.num_waiting)
         self._compare_requests()
         self._compare_statistics()
