@@ -179,7 +179,6 @@ def cache_calls(world: World) -> Calls:
     yield cache.get_blocks, {"request_id": "a"}
     yield cache.get_block_ids, {"request_id": "a"}
     yield cache.get_num_common_prefix_blocks, {"request": "a", "num_running_requests": 1}
-    yield cache.engine.next_event, {"row": a.row}
     computed = np.array([a.num_computed_tokens])
     yield cache.store_checkpoints, {"rows": rows, "computed": computed, "end": computed}
     yield opened(cache), {"step": 1 << 20}
@@ -200,7 +199,6 @@ def foreign_calls(world: World) -> Calls:
     loaded = world.request("loaded")
     cache.allocate_slots(loaded, 0, delay_cache_blocks=True, num_external_computed_tokens=2)
     yield cache.engine.finish_load, {"request": loaded, "num_computed_tokens": 2}
-    yield cache.engine.get_computed_blocks_per_group, {"request": fresh}
     yield cache.evict_blocks, {"group": 0, "block_ids": []}
     for column in (cache.engine.next_events, cache.engine.publish_edges):
         yield column, {"rows": rows}

@@ -118,12 +118,14 @@ def test_tokens_are_computed_before_they_are_known(config: KVCacheConfig) -> Non
     edge = cache.engine.publish_edges(np.array([one.row])).item()
     assert edge == 12
     longer = [*range(9), *range(100, 106), 1, 2]
-    assert cache.engine.get_computed_blocks_per_group(lent(cache, "look", longer)[0])[1][0] == 8
+    hit = cache.find_hit(lent(cache, "look", longer)[0])
+    assert max(hit.tokens, hit.branch_tokens) == 8  # tokens are there; a state behind them may not be
     theirs.grow(*range(100, 106))
     sync(cache, one, theirs, 15)
     cache.cache_blocks(one, 15)
     cache.check()
-    assert cache.engine.get_computed_blocks_per_group(lent(cache, "look", longer)[0])[1][0] == 12
+    hit = cache.find_hit(lent(cache, "look", longer)[0])
+    assert max(hit.tokens, hit.branch_tokens) == 12  # tokens are there; a state behind them may not be
     assert cache.engine.publish_edges(np.array([one.row])).item() == 16
 
 
@@ -172,7 +174,6 @@ def test_who_stays_below_its_next_event_needs_no_call(config: KVCacheConfig) -> 
         assert cache.allocate_slots(one, one.num_tokens) is not None
         one.num_computed_tokens = one.num_tokens
     rows = np.array([one.row for one, _ in known])
-    assert cache.engine.next_events(rows).tolist() == [cache.engine.next_event(row) for row in rows.tolist()]
     for _ in range(9):
         for _, theirs in known:
             theirs.grow(3)

@@ -257,21 +257,6 @@ def test_what_is_to_come_is_what_is_not_held(config: KVCacheConfig) -> None:
 # -- connectors
 
 
-def test_each_group_says_what_it_has() -> None:
-    cache = made(REFERENCE["state"])
-    one = request(cache)
-    assert cache.allocate_slots(one, 10) is not None  # a chunk that ends inside a block: no state at 8
-    one.num_computed_tokens = 10
-    cache.free(one)
-    look = request(cache, "look")
-    assert cache.find_hit(look).tokens == 0
-    blocks, tokens = cache.engine.get_computed_blocks_per_group(look)
-    assert tokens == (8, 0)
-    assert [len(ids) for ids in blocks.blocks] == [2, 0]
-    cache.reset_prefix_cache()
-    assert cache.engine.get_computed_blocks_per_group(look)[1] == (0, 0)
-
-
 @pytest.mark.parametrize("config", [REFERENCE["window"], NATURAL["window"]], ids=["reference", "natural"])
 def test_a_block_whose_load_failed_is_found_no_longer(config: KVCacheConfig) -> None:
     cache = made(config)

@@ -29,16 +29,6 @@ class EngineSide:
         self._planner, self._slots, self._publisher = parts.planner, parts.slots, parts.publisher
         self._checkpoints, self._loads, self._locks = parts.checkpoints, parts.loads, parts.locks
 
-    def get_computed_blocks_per_group(self, request: Request) -> tuple[KVCacheBlocks, tuple[int, ...]]:
-        """What each group has of ``request``, whatever the others have: its blocks, and how many tokens that is.
-
-        For connectors, which fetch what is missing. Each ends where its own blocks do, or at any token in the natural
-        layout, whose blocks that are used in part, and kept states, are left out. Nothing is adopted or counted.
-        O(blocks of the request).
-        """
-        hits = self._lookup.of_each(request)
-        return KVCacheBlocks(tuple(hit.blocks for hit in hits), self._pool), tuple(hit.tokens for hit in hits)
-
     def blocks_of(self, hit: Hit) -> KVCacheBlocks:
         """The blocks of a hit, 0 for null columns."""
         return self._lookup.blocks_of(instance("hit", hit, Hit))
@@ -108,7 +98,10 @@ class EngineSide:
         self._rows.synchronise_one(self._residents.row_of(request), lent.num_tokens, computed, in_flight)
 
     def next_events(self, rows: Int64) -> Int64:
-        """next_event of many rows, int64[R]: who stays below with all tokens needs no call. CacheError as there."""
+        """Return the tokens that each of ``rows`` may hold before anything must be done for it, int64[R].
+
+        A row that stays below with all its tokens needs no call. CacheError as allocate_batch.
+        """
         return self._residents.next_events(self._residents.rows_held(rows))
 
     def publish_edges(self, rows: Int64) -> Int64:
@@ -156,10 +149,6 @@ class EngineSide:
     def resident_requests(self) -> tuple[Request, ...]:
         """Requests that hold blocks."""
         return tuple(self._residents)
-
-    def next_event(self, row: int) -> int:
-        """Tokens that ``row`` may hold before anything must be done for it. CacheError for one that nobody holds."""
-        return self._residents.next_event(self._residents.rows_held((row,)).item())
 
     def finish_load(self, request: Request, num_computed_tokens: int | None = None) -> int:
         """The transfer for ``request`` is over: its first ``num_computed_tokens`` tokens came, None for all.

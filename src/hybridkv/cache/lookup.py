@@ -113,21 +113,6 @@ class PrefixLookup:
             return hit
         return hit._replace(uncached_tokens=uncached, branch_tokens=hit.tokens + uncached)
 
-    def of_each(self, request: Request) -> tuple[GroupHit, ...]:
-        """The longest cached prefix of all but the last token in each group alone. O(blocks of all)."""
-        self._residents.refuse_stranger(request)
-        limit = request.num_tokens - 1
-        if self._hasher is None or not request.reads_prefix_cache:
-            return tuple(GroupHit(0, _NONE) for _ in self._groups)
-        return tuple(self._of_one(group, request, limit) for group in self._groups)
-
-    def _of_one(self, group: CacheGroup, request: Request, limit_tokens: int) -> GroupHit:
-        step = 1 if group.policy.hits.copies else group.policy.block_size
-        search = Search(limit_tokens // step * step, limit_tokens, step, int(group.kind.drops))
-        if not search.end_tokens:
-            return GroupHit(0, _NONE)
-        return group.policy.hits.longest(group.index, request, group.keys(request), search)
-
     def find_written(self, request: Request) -> Hit:
         """The longest prefix of all tokens of ``request`` that is cached and written. O(blocks of the prefix)."""
         hit = self._longest(request, 0 if self._hasher is None else request.num_tokens)

@@ -466,12 +466,12 @@ class Request:
             return []
         if self._lent is not None:
             tokens = self.token_ids(done * size, full * size)
-            return self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, full - done))
-        rest = self._tokens
-        if more or done:  # what is whole, and all of it new, is read where it lies
-            rest = rest[done * size :]
-            rest.extend(more)
-        tokens = np.frombuffer(rest, np.int32)[: (full - done) * size]
+        else:
+            rest = self._tokens
+            if more or done:  # what is whole, and all of it new, is read where it lies
+                rest = rest[done * size :]
+                rest.extend(more)
+            tokens = np.frombuffer(rest, np.int32)[: (full - done) * size]
         return self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, full - done))
 
     def hash_block(self, tokens: NDArray[np.int32]) -> None:
