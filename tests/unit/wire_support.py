@@ -14,7 +14,6 @@ from hybridkv.wire import StepFailure, Unreadable
 INT32 = st.integers(-(2**31), 2**31 - 1)
 COUNT = st.integers(0, 2**31 - 1)
 NAME = st.text(max_size=8)
-NUMBER = st.floats(allow_nan=False)
 PENALTY = st.just(0.0) | st.floats(-2, 2)
 
 

@@ -62,6 +62,11 @@ class Comparison:
         same("encoders", [n.encoder for n in step.new_rows], read)
         same("new_rows", new, [(r.request_id, r.tokens, r.num_prompt_tokens) for r in begun])
         self._compare_states(step, foretold)
+        # states are those behind the tokens of the step that are known, drafts left out
+        ends = [min(e.computed + e.count, len(e.request.tokens)) for e in entries]
+        for group in self._cache.groups:
+            if group.states is not None:
+                same("labels", group.label[step.rows].tolist(), ends)
 
     def _compare_cells(self, step: Step, foretold: OracleStep) -> None:
         rows = step.rows.tolist()
