@@ -8,10 +8,9 @@ import pytest
 
 from hybridkv.cache import AllBlocksCleared, BlockPool, BlockRemoved
 from hybridkv.cache.groups import BlockRows
-from hybridkv.cache.journal import Journal, KVCacheEvent, Recorded
+from hybridkv.cache.journal import EventQueue, Journal
 from hybridkv.cache.spaces.one_size import FreeOrder
 from hybridkv.errors import BlockError, ConfigError
-from hybridkv.observe.events import EventQueue
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -28,13 +27,8 @@ def hashed(pool: BlockPool, *blocks: int) -> None:
     pool.publish(0, blocks, [key(block) for block in blocks])
 
 
-def told(pool: BlockPool, events: EventQueue) -> list[KVCacheEvent]:
-    pool.journal.settle()
-    return events.take()
-
-
 def test_pool_of_eight() -> None:
-    pool = BlockPool(8, journal=Journal([events := EventQueue()], recorded=Recorded(events=True)))
+    pool = BlockPool(8, journal=Journal(events=(events := EventQueue())))
     assert pool.free_order() == [1, 2, 3, 4, 5, 6, 7]
     assert pool.get_new_blocks(4).tolist() == [1, 2, 3, 4]
     hashed(pool, 1, 2, 3)
@@ -46,7 +40,7 @@ def test_pool_of_eight() -> None:
     assert pool.free_order() == [4, 5, 6, 7, 3, 1, 2]
     assert pool.get_new_blocks(5).tolist() == [4, 5, 6, 7, 3]
     assert [pool.get_cached_block(key(block)) for block in (1, 2, 3)] == [1, 2, None]
-    assert told(pool, events) == [BlockRemoved((key(3),))]
+    assert events.take() == [BlockRemoved((key(3),))]
     assert pool.keys.evictions == 1
 
 
@@ -87,7 +81,7 @@ def test_double_free() -> None:
 
 
 def test_reset_only_when_nothing_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
-    pool = BlockPool(6, journal=Journal([events := EventQueue()], recorded=Recorded(events=True)))
+    pool = BlockPool(6, journal=Journal(events=(events := EventQueue())))
     pool.get_new_blocks(3)
     hashed(pool, 1, 2)
     pool.free_blocks(ids(3, 2))
@@ -95,14 +89,14 @@ def test_reset_only_when_nothing_is_in_use(caplog: pytest.LogCaptureFixture) -> 
         assert not pool.reset_prefix_cache()
     assert "1 blocks are in use" in caplog.text
     assert pool.get_cached_block(key(2)) == 2
-    assert told(pool, events) == []
+    assert events.take() == []
     pool.free_blocks(ids(1))
     assert pool.free_order() == [3, 4, 5, 2, 1]
     assert pool.reset_prefix_cache()
     assert pool.free_order() == [3, 4, 5, 2, 1]
     assert pool.get_cached_block(key(2)) is None
-    assert told(pool, events) == [AllBlocksCleared()]
-    assert told(pool, events) == []
+    assert events.take() == [AllBlocksCleared()]
+    assert events.take() == []
 
 
 def test_a_tail_that_has_to_go_frees_its_block_for_the_next() -> None:

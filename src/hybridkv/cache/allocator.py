@@ -183,7 +183,7 @@ class Slots:
         self._loads.end(row)
         request.num_computed_tokens = arrived
         if not arrived:
-            self.free_many((request.request_id,))
+            self.free(request.request_id)
             return 0
         self._publisher.begin(request, arrived)
         self._checkpoints.go_on(request, arrived)
@@ -436,6 +436,21 @@ class Slots:
         self._publisher.withdraw(self._residents.row_of(request))
         self._pool.advance_epoch()
 
+    def free(self, request_id: str) -> None:
+        """Give back what a request holds, group after group, the last block first; nothing if it holds nothing.
+
+        Through free_many this takes 8% more of counted work (`free.per_call` of benchmarks/guard.py).
+        """
+        resident = self._residents.get(request_id)
+        if resident is None:
+            return
+        if self._loading:
+            self._loads.end(resident.row)
+        self._transfers.forget(resident.row)
+        for group in self._groups:
+            self._pool.release(group.rows.held(resident.row)[::-1])
+        self._residents.release(resident)
+
     def free_many(self, request_ids: Sequence[str]) -> None:
         """Give back what each of ``request_ids`` holds, in this order, in one go where they share no block."""
         found = dict.fromkeys(map(self._residents.get, request_ids))
@@ -444,12 +459,7 @@ class Slots:
             if self._loading:
                 self._loads.end(resident.row)
             self._transfers.forget(resident.row)
-        parts = [group.rows.held(resident.row)[::-1] for resident in residents for group in self._groups]
-        if len(residents) == 1:  # a group has one size of blocks: telling sizes apart takes longer than a call each
-            for part in parts:
-                self._pool.release(part)
-        else:
-            self._pool.free_many(parts)
+        self._pool.free_many([group.rows.held(resident.row)[::-1] for resident in residents for group in self._groups])
         for resident in residents:
             self._residents.release(resident)
 

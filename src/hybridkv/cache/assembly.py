@@ -26,7 +26,7 @@ from hybridkv.cache.fast_forward import Strides
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.holds import Loads, Locks, Pins
-from hybridkv.cache.journal import Journal, Recorded
+from hybridkv.cache.journal import EventQueue, Journal
 from hybridkv.cache.kept import KeptEnds, LastUsed
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
@@ -64,7 +64,6 @@ from hybridkv.eviction.named import EVICTIONS, LRU, Eviction, eviction_named, ev
 from hybridkv.eviction.ranked import RankedResumePoints, TenantRankings
 from hybridkv.eviction.tenants import EVERYBODY, TenantShares
 from hybridkv.observe.block_times import BlockTimes
-from hybridkv.observe.events import EventQueue
 from hybridkv.observe.misses import LostKeys, Misses
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher
@@ -426,7 +425,6 @@ class CacheParts:
     checkpoints: Checkpoints
     lookup: PrefixLookup
     misses: Misses | None
-    events: EventQueue | None
     times: BlockTimes | None
     loads: Loads
     planner: SlotPlanner
@@ -458,12 +456,14 @@ def assemble(
     most = options.remembered_losses
     times = BlockTimes(layout.num_blocks(config), options.clock) if options.block_times else None
     lost = LostKeys(most, sizes, times) if most else None
-    events = EventQueue(options.max_event_blocks) if enable_events else None
+    events = EventQueue(options.max_event_blocks, ends=options.end_events) if enable_events else None
     ranking = layout.eviction.ranking if found is not None and layout.ranks else None
     journal = Journal(
-        [observer for observer in (events, lost, times) if observer is not None],
+        [observer for observer in (lost, times) if observer is not None],
         options.clock,
-        Recorded(enable_events, enable_events and options.end_events, lost is not None, times is not None),
+        events=events,
+        losses=lost is not None,
+        times=times is not None,
         ranked=ranking is not None,
     )
     policies = layout.policies(kinds, hash_block)
@@ -524,7 +524,6 @@ def assemble(
         checkpoints,
         lookup,
         misses,
-        events,
         times,
         loads,
         planner,

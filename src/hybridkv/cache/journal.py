@@ -1,6 +1,7 @@
 """The journal: facts about blocks that the core makes, in order, for others to read later.
 
-    core --record--> observers     KV events, losses, block times, prompts seen; at the step's end, and when asked
+    core --events--> take_events   KV events, in a bounded queue
+         --record--> observers     losses, block times, prompts seen; at the step's end, and when asked
          --blocks--> eviction      before it decides anything, and when room is asked for
 
 Nothing is recorded that nobody reads.
@@ -9,6 +10,7 @@ Nothing is recorded that nobody reads.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
@@ -21,6 +23,9 @@ from hybridkv.request import Request
 
 Int64 = NDArray[np.int64]
 Ids = NDArray[np.int32] | NDArray[np.int64]
+
+MAX_EVENT_BLOCKS: Final = 100_000
+"""Of a queue, unless told: about 100 MB of events with 16 tokens a block."""
 
 _MOST_FACTS: Final = 4096
 """Facts that wait at most, for callers that take no steps."""
@@ -204,7 +209,7 @@ class Begun(NamedTuple):
 BlockFact = Released | Lost | Moved | Cleared
 """What eviction reads."""
 
-Fact = BlockFact | Named | Used | KeysLost | Begun | KVCacheEvent
+Fact = BlockFact | Named | Used | KeysLost | Begun
 
 
 class Observer(Protocol):
@@ -215,18 +220,41 @@ class Observer(Protocol):
         ...
 
 
-class Recorded(NamedTuple):
-    """Which facts the observers want.
+class EventQueue:
+    """Hold KV events until they are taken, oldest first, of ``max_blocks`` blocks at most (a clearing counts as one).
 
-    events: KV events. ends: of states, and of tokens that end inside a block, as well.
-    losses: keys that blocks lost.
-    times: when blocks get, use and lose their keys.
+    A token span and its hash list always match: ``len(token_ids) == len(block_hashes) * block_size``. Where there are
+    more events, the oldest go. Putting is O(1) an event, amortised.
+
+    ends: whether events tell of states, and of tokens that end inside a block, too.
     """
 
-    events: bool = False
-    ends: bool = False
-    losses: bool = False
-    times: bool = False
+    def __init__(self, max_blocks: int = MAX_EVENT_BLOCKS, *, ends: bool = False) -> None:
+        self.ends = ends
+        self._max_blocks = max_blocks
+        self._events: deque[KVCacheEvent] = deque()
+        self._num_blocks = 0
+        self._dropped = 0
+
+    def put(self, event: KVCacheEvent) -> None:
+        """Add ``event`` as the youngest."""
+        self._events.append(event)
+        self._num_blocks += len(event.block_hashes) if type(event) is BlockStored else _num_blocks(event)
+        while self._num_blocks > self._max_blocks:
+            self._num_blocks -= _num_blocks(self._events.popleft())
+            self._dropped += 1
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return all of them, after an EventsDropped if any were dropped since the last call."""
+        told: list[KVCacheEvent] = [EventsDropped(self._dropped)] if self._dropped else []
+        told += self._events
+        self._events.clear()
+        self._num_blocks = self._dropped = 0
+        return told
+
+
+def _num_blocks(event: KVCacheEvent) -> int:
+    return len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 1
 
 
 class Journal:
@@ -234,10 +262,13 @@ class Journal:
 
     observers: read every fact that is recorded, in this order.
     clock: seconds.
-    recorded: which facts the observers want.
+    events: the queue of KV events; None: none are told.
+    losses: whether an observer remembers the keys that blocks lost.
+    times: whether an observer measures how long blocks keep their keys.
     ranked: whether an eviction reads what happens to blocks.
 
     Attributes
+        tells: whether KV events are told. events: their queue.
         observed: whether there are observers.
         pending: facts that the observers have not read. The core records them where an attribute says so.
         blocks: facts that the eviction has not read; None without one that reads.
@@ -247,11 +278,15 @@ class Journal:
         self,
         observers: Sequence[Observer] = (),
         clock: Callable[[], float] = time.monotonic,
-        recorded: Recorded = Recorded(),  # noqa: B008 - immutable
         *,
+        events: EventQueue | None = None,
+        losses: bool = False,
+        times: bool = False,
         ranked: bool = False,
     ) -> None:
-        self.events, self.ends, self.losses, self.times = recorded
+        self.tells = events is not None
+        self.events = EventQueue() if events is None else events
+        self.ends, self.losses, self.times = self.events.ends, losses, times
         self.observed = bool(observers)
         self.clock = clock
         self.pending: list[Fact] = []

@@ -172,7 +172,7 @@ class BlockKeys:
         self._begin(group, block, step)
         index = self.indexes[group]
         if self.journal.ends and len(tails := index.tails_of(parent)) == MOST_TAILS:
-            self.journal.record(EndLost(group, parent, tails[0].tokens))
+            self.journal.events.put(EndLost(group, parent, tails[0].tokens))
         gone = index.add_tail(parent, Tail(tokens, block, len(tokens) // TOKEN_BYTES))
         if gone is None:
             return None
@@ -194,7 +194,7 @@ class BlockKeys:
         """``evict`` of one block: without arrays of one element, where nobody wants to hear of it."""
         group, key = self.each_group[block], self.key_of(block)
         index = self.indexes[group]
-        if self.journal.observed or key is None or index.num_tails:
+        if self.journal.tells or self.journal.observed or key is None or index.num_tails:
             self.evict(np.array([block], np.int32))
             return
         index.remove(key, block)
@@ -215,7 +215,7 @@ class BlockKeys:
             self._record_lost(blocks, keys, groups)
         for group, index in enumerate(self.indexes if self.journal.ends else ()):
             for _, parent, tokens in index.tails_in(blocks) if index.num_tails else ():
-                self.journal.record(EndLost(group, parent, tokens))
+                self.journal.events.put(EndLost(group, parent, tokens))
         tailed = self._forget_tails(blocks, groups)
         for group, count in enumerate(np.bincount(groups).tolist()):
             self.lost[group] += count
@@ -286,8 +286,8 @@ class BlockKeys:
         self._keys.fill(None)
         self._group.fill(_NO_GROUP)
         self._step.fill(WRITTEN)
-        if self.journal.events:
-            self.journal.record(AllBlocksCleared())
+        if self.journal.tells:
+            self.journal.events.put(AllBlocksCleared())
         self.evictions += 1
         self._lost_at.fill(_wrapped(self.evictions))
 
@@ -359,16 +359,16 @@ class BlockKeys:
 
     def _emit_removed(self, keys: Sequence[bytes], groups: Sequence[int], ids: Int64) -> None:
         """An event for each of ``keys``, of ``ids`` in ``groups``, that had been written."""
-        if not self.journal.events:
+        if not self.journal.tells:
             return
         if self.journal.ends:  # of states the last one of a key is told
             for key, group in zip(keys, groups, strict=True):
                 if group in self._silent and self.indexes[group].get(key) is None:
-                    self.journal.record(EndLost(group, key))
+                    self.journal.events.put(EndLost(group, key))
         written = (self._step[ids] == WRITTEN).tolist()
         for key, group, done in zip(keys, groups, written, strict=True):
             if done and group not in self._silent:
-                self.journal.record(BlockRemoved(block_hashes=(key,), group_idx=group))
+                self.journal.events.put(BlockRemoved(block_hashes=(key,), group_idx=group))
 
     # -- what else can be hit: states, tokens that end inside a block
 

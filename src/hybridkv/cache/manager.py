@@ -420,7 +420,7 @@ class KVCacheManager:
 
         A request that holds nothing, or an unknown id, is a no-op.
         """
-        self._slots.free_many((id_of(request),))
+        self._slots.free(id_of(request))
 
     def evict_blocks(self, group: int, block_ids: Sequence[int] | Int32) -> None:
         """Blocks of ``group``, by ids as get_block_ids has them, can be hit no longer; who holds them keeps them.
@@ -498,10 +498,7 @@ class KVCacheManager:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call; empty when they are off."""
-        if self._parts.events is None:
-            return []
-        self.block_pool.journal.settle()
-        return self._parts.events.take()
+        return self.block_pool.journal.events.take()
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Statistics since the last call; None when they are off."""

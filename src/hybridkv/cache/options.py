@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridkv.arguments import check_fields, flag, instance, integer, or_none
+from hybridkv.cache.journal import MAX_EVENT_BLOCKS
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import ConfigError
 from hybridkv.eviction.named import Eviction
 from hybridkv.eviction.tenants import EVERYBODY, TenantShares
-from hybridkv.observe.events import MAX_EVENT_BLOCKS
 from hybridkv.units import MOST_COUNT, shown
 
 

@@ -87,7 +87,8 @@ class Publisher:
     ) -> None:
         self.publishes = retention is not None
         self.open_step = WRITTEN
-        self.wants_runs = pool.journal.events
+        self.wants_runs = pool.journal.tells
+        self._events = pool.journal.events
         self.wants_ends = pool.journal.ends
         self._groups = tuple(groups)
         self._pool = pool
@@ -358,7 +359,7 @@ class Publisher:
         """
         if step == WRITTEN:
             for run in runs:
-                self._pool.journal.record(_stored(run, run.first, run.first + len(run.ids)))
+                self._events.put(_stored(run, run.first, run.first + len(run.ids)))
             return
         self._ids[step].append(ids)
         self._runs[step] += runs
@@ -377,7 +378,7 @@ class Publisher:
         else:
             end = EndKept(group.number, behind, behind)
         if step == WRITTEN:
-            self._pool.journal.record(end)
+            self._events.put(end)
         else:
             self._kept_ends.setdefault(step, []).append(end)
 
@@ -433,13 +434,13 @@ class Publisher:
         """The step that kept ``end`` has run; a later one may have gone on in its block, which has its turn then."""
         step = self._pool.keys.is_kept(end)
         if step == WRITTEN:
-            self._pool.journal.record(end)
+            self._events.put(end)
         elif step is not None:
             self._kept_ends.setdefault(step, []).append(end)
 
     def _mark_run_written(self, run: Run, step: int) -> None:
         """One stored-event for each stretch of ``run`` that is written."""
-        if not self._pool.journal.events:
+        if not self.wants_runs:
             return
         keys = run.group.key_run(run.request, run.first, run.first + len(run.ids))
         # one that was evicted may have made room for another of the same step, which has its turn
@@ -448,11 +449,11 @@ class Publisher:
         )
         written[written] = self._pool.keys.mark_written(run.ids[written], step)
         if written.all():
-            self._pool.journal.record(_stored(run, run.first, run.first + len(run.ids)))
+            self._events.put(_stored(run, run.first, run.first + len(run.ids)))
             return
         edges = np.flatnonzero(np.diff(np.concatenate(([False], written, [False])).astype(np.int8)))
         for start, stop in edges.reshape(-1, 2).tolist():
-            self._pool.journal.record(_stored(run, run.first + start, run.first + stop))
+            self._events.put(_stored(run, run.first + start, run.first + stop))
 
 
 def _ends_of(request: Request) -> list[int]:
