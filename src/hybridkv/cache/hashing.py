@@ -68,7 +68,8 @@ _FEW: Final = 8  # up to so many blocks a Python loop is faster than array opera
 _CHUNK: Final = 512  # blocks; what is made of a chunk stays in the processor's cache
 
 # The head byte of an unsigned integer that takes 1, 2, 3 or 5 bytes, in front of its argument.
-_HEADS: Final = np.array([0, 0, 0x18 << 8, 0x19 << 16, 0, 0x1A << 32], np.uint64)
+_HEAD_OF: Final = (0, 0, 0x18 << 8, 0x19 << 16, 0, 0x1A << 32)
+_HEADS: Final = np.array(_HEAD_OF, np.uint64)
 
 
 def _encode_blocks(tokens: NDArray[np.integer], block_size: int) -> list[bytes]:
@@ -89,26 +90,16 @@ def _encode_blocks(tokens: NDArray[np.integer], block_size: int) -> list[bytes]:
     ]
 
 
-def _encode_token(n: int) -> bytes:
-    """_head(0, n) of at most 4 bytes, without its search."""
-    if n < 24:
-        return n.to_bytes(1, "big")
-    if n < 1 << 8:
-        return (0x1800 | n).to_bytes(2, "big")
-    if n < 1 << 16:
-        return (0x190000 | n).to_bytes(3, "big")
-    return (0x1A << 32 | n).to_bytes(5, "big")
-
-
 class _Encoded(dict[int, bytes]):
-    """_encode_token of ids; the first ``most`` that are asked for are remembered, some 140 bytes each."""
+    """CBOR of token ids; the first ``most`` that are asked for are remembered, some 140 bytes each."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
 
     def __missing__(self, n: int) -> bytes:
-        found = _encode_token(n)
+        size = 1 if n < 24 else 2 if n < 1 << 8 else 3 if n < 1 << 16 else 5
+        found = (_HEAD_OF[size] | n).to_bytes(size, "big")
         if len(self) < self._most:
             self[n] = found
         return found

@@ -248,7 +248,9 @@ class Scheduler:
 
     def _schedule_running(self, builder: StepBuilder) -> bool:
         """Give running requests their tokens; whether somebody had to be preempted."""
-        preempted, start, held = False, 0, self._held_rows()
+        preempted, start = False, 0
+        parents = self._waiting.parents(self._running.requests) if self._waiting.families else []
+        held = [parent.row for _, parent in parents if self._running.steps[parent.row]]  # they wait for those steps
         speculation = self._speculation
         while True:
             rows = self._running.order[start:]
@@ -279,13 +281,6 @@ class Scheduler:
             self._running.preempt_last(self._in_flight)
             builder.keep_nothing()
             preempted = True
-
-    def _held_rows(self) -> list[int]:
-        """Return the rows of parents that wait for their steps in flight. O(running)."""
-        if not self._waiting.families:
-            return []
-        parents = self._waiting.parents(self._running.requests)
-        return [parent.row for _, parent in parents if self._running.steps[parent.row]]
 
     def _wanted(self, rows: Int64, held: list[int]) -> Int64:
         """Tokens that each of ``rows`` has left to run, drafts left out. held: rows that must wait."""
