@@ -163,3 +163,29 @@ def test_a_report_says_why() -> None:
         assert said in shown
     assert "prompt tokens missed" not in run(*asked).stdout
     assert json.loads(run(*asked, "--json").stdout)["misses"] == {}
+
+
+def test_what_is_evicted_before_an_error_is_evicted_for_the_request() -> None:
+    served = Served(FULL, 200)
+    served.run(PROMPT)
+    assert served.cache.misses is not None
+    newcomer = served.request(PROMPT)
+    block = served.cache.groups[0].index.get(newcomer.hashes[0])
+    with pytest.raises(AssertionError), served.cache.misses.evicting_for(newcomer):
+        list(map(served.evict, (0, 0), (block, None)))  # there is no block None
+    assert served.cache.explain(served.request(PROMPT), None)[0].by == newcomer.request_id
+
+
+def test_tokens_that_come_after_the_row_did_not_begin() -> None:
+    cache = Served(FULL, 200).cache
+    request = Request("r", PROMPT[:9], hasher=cache.hasher, skip_writing_prefix_cache=True)
+    cache.allocate_slots(request, 9)
+    request.num_computed_tokens = 9
+    for token in PROMPT[9:17]:
+        request.append(token)
+    cache.free(request)
+    asked = Request("p", [*PROMPT[:17], 5], hasher=cache.hasher)
+    assert [(miss.first, miss.reason.value) for miss in cache.explain(asked)][:2] == [
+        (0, "unpublished"),
+        (8, "never_seen"),
+    ]

@@ -201,9 +201,10 @@ class Cleared(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A request got a row."""
+    """A request got a row, with ``num_hashes`` hash blocks."""
 
     request: Request
+    num_hashes: int
 
 
 BlockFact = Released | Lost | Moved | Cleared

@@ -5,6 +5,7 @@ admits      may a state be stored at that end, room being made for it
 keep        the end is kept from now on: what it needs is published
 expect      a request waits to begin: what it begins with will be hit
 make_way    blocks are to be taken: what there is no room beside is given up
+settle      what happened to blocks is read: for callers that take no steps
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class KeptEnds(Protocol):
 
     def make_way(self, n: int, group: int) -> None:
         """``n`` blocks of ``group`` will be taken."""
+        ...
+
+    def settle(self) -> None:
+        """Read what happened to blocks since the last call."""
         ...
 
     def all_needed(self, ids: Ids) -> bool:
@@ -120,6 +125,9 @@ class LastUsed:
 
     def make_way(self, n: int, group: int) -> None:
         """Nothing: the space evicts as it is."""
+
+    def settle(self) -> None:
+        """Nothing is read."""
 
     def all_needed(self, ids: Ids) -> bool:  # noqa: ARG002 - as above
         """Always: nothing is given up."""

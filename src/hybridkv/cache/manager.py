@@ -434,9 +434,11 @@ class KVCacheManager:
         if found.size and found[-1] >= last:
             raise BlockError(f"group {group} has no block {int(ids[-1])}: evict those of get_block_ids")
         self.block_pool.evict_blocks(found.astype(np.int32))
+        self.kept.settle()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all keys, if no block is in use. Returns whether it was done."""
+        self.kept.settle()  # what was given up goes first into the free order
         done = self.block_pool.reset_prefix_cache()
         if done:
             if self._stats is not None:
@@ -459,6 +461,7 @@ class KVCacheManager:
     def unpin(self, pin: Pin) -> None:
         """``pin`` may be evicted again. CacheError for a pin that is not held."""
         self.pins.release(instance("pin", pin, Pin))
+        self.kept.settle()
 
     # -- answers
 

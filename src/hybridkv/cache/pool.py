@@ -405,7 +405,7 @@ class BlockPool:
         # what goes first: a later part before an earlier one
         self.space.prepend(ids[~cached][np.argsort(-part_of[~cached], kind="stable")])
         self.space.append(ids[cached])
-        if self.journal.blocks is not None:
+        if self.journal.blocks is not None and cached.any():
             self.journal.blocks.append(Released(ids[cached][np.argsort(-part_of[cached], kind="stable")]))
         self.epoch += 1
 

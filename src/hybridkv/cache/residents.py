@@ -117,7 +117,7 @@ class Residents:
             self.names.know(request)
         self._by_id[request.request_id] = request
         if self._journal.observed:
-            self._journal.record(Begun(request))
+            self._journal.record(Begun(request, len(request.hashes)))
         if self.request_rows.capacity > len(self._next_event):
             self._next_event = grown(self._next_event, self.request_rows.capacity)
             for group in self.groups:

@@ -287,7 +287,7 @@ class RankedResumePoints:
 
         One that was given up, and is hit before its blocks are taken, is kept again. O(its hash blocks).
         """
-        self._settle()
+        self.settle()
         now = self._clock()
         self._unpark(now)
         session = self._sessions[request.row] = _Session()
@@ -341,12 +341,12 @@ class RankedResumePoints:
 
     def expect(self, request: Request) -> None:
         """Let what ``request`` begins with go last until ``expect_no_longer``. O(its hash blocks)."""
-        self._settle()
+        self.settle()
         self._await(self._tree.expect(request))
 
     def expect_no_longer(self, request: Request) -> None:
         """Note that ``request`` begins, or never will. O(waiting)."""
-        self._settle()
+        self.settle()
         self._await(self._tree.expect_no_longer(request))
 
     def _await(self, changed: Iterable[tuple[ResumePoint, bool]]) -> None:
@@ -369,7 +369,7 @@ class RankedResumePoints:
 
     def admits(self, request: Request, tokens: int, needs: Sequence[int]) -> bool:
         """Return whether all that must be given up for a resume point is worth less. One declined is remembered."""
-        self._settle()
+        self.settle()
         wanted, now = self._pool.by_class(needs), self._clock()
         if self._space.spares(wanted, self._none):
             return True
@@ -394,7 +394,7 @@ class RankedResumePoints:
 
         One whose tokens are not all published, or shorter than a hash block, is not kept: its blocks go first.
         """
-        self._settle()
+        self.settle()
         now = self._clock()
         if ended:
             self._unpark(now)
@@ -507,7 +507,7 @@ class RankedResumePoints:
 
     def make_way(self, n: int, group: int) -> None:
         """Give up resume points until ``n`` blocks of ``group`` are free or given up. O(rings) each."""
-        self._settle()
+        self.settle()
         of = self._pool.classes[group]
         if self._space.has_spare(n, of):
             return
@@ -604,10 +604,10 @@ class RankedResumePoints:
 
     def all_needed(self, ids: Ids) -> bool:
         """Return whether some resume point needs each of ``ids``, so that none is given up when it is released."""
-        self._settle()
+        self.settle()
         return self._blocks.all_needed(ids)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Read what happened to blocks since the last call."""
         if not self._facts:
             return
@@ -658,6 +658,7 @@ class RankedResumePoints:
 
     def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
         """Return ``counts`` with those of resume points and tenants. O(resume points)."""
+        self.settle()
         shares, found = self._rankings.shares.of, self._counts
         asked = [found.asked.get(number, [0] * 3) for number in range(len(shares))]
         tenants = zip(shares, self._blocks.weights.of, asked, strict=True)
@@ -673,6 +674,6 @@ class RankedResumePoints:
 
     def check(self) -> Iterator[str]:
         """Yield a line for each violated invariant. O(resume points and segments)."""
-        self._settle()
+        self.settle()
         self._renew_stale(self._clock())
         yield from check_points(self)

@@ -168,8 +168,8 @@ class Misses:
         self._lost.by = request.request_id
         try:
             yield
-            self._journal.settle()
         finally:
+            self._journal.settle()
             self._lost.by = None
 
     def _miss(self, cut: _Cut, first: int, tokens: int, now: float) -> Miss:
@@ -446,7 +446,7 @@ class LostKeys:
     def read(self, fact: Fact) -> None:
         """Note the keys and tails that blocks lost, or that a prompt began. O(keys + tails)."""
         if isinstance(fact, Begun):
-            add_known(self.begun, fact.request.hashes)
+            add_known(self.begun, fact.request.hashes[: fact.num_hashes])
             add_known(self.plain, _plain_hashes(fact.request))
         if not isinstance(fact, KeysLost):
             return

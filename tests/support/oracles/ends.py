@@ -114,7 +114,7 @@ def watched() -> Iterator[PlainEnds]:
         return node
 
     def watch_begin(self: RankedResumePoints, request: Request, hit_tokens: int) -> None:
-        self._settle()
+        self.settle()
         before = {end: end.hits for end in ends_of(self)}
         known = self._tree.find(request, hit_tokens)
         expected, again, lost = list[ResumePoint](), None, list[ResumePoint]()
