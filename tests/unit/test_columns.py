@@ -16,7 +16,3 @@ def test_a_column_doubles_at_least(rows: int, length: int) -> None:
 def test_rows_of_a_column_may_be_arrays() -> None:
     column = np.ones((2, 3), np.int64)
     assert grown(column, 3).tolist() == [[1] * 3] * 2 + [[0] * 3] * 2
-
-
-def test_a_column_begins_empty() -> None:
-    assert grown(np.empty(0, np.int64), 3, 1).tolist() == [1, 1, 1]
