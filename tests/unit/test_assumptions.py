@@ -5,8 +5,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from cli_support import run
 
+from cli_support import run
 from hybridkv.errors import AssumptionWarning
 from hybridkv.models import read_model
 from hybridkv.planner import plan

@@ -10,9 +10,9 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from cli_support import error, run
 from token_traces import trace
 
+from cli_support import error, run
 from hybridkv import doctor
 from hybridkv.models import read_model
 from hybridkv.planner import Plan

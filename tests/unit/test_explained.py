@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import error, run
 from token_traces import trace
 
+from cli_support import error, run
 from hybridkv.cache import Miss, MissReason
 from hybridkv.models import read_model
 from hybridkv.schedule import Scheduler

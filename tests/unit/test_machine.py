@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_support import error, run
 
+from cli_support import error, run
 from hybridkv import doctor
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model

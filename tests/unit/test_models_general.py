@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_support import error, run
 
 from assumed import plan_of
+from cli_support import error, run
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import ReadFact, read_model
 from hybridkv.models.model import ASSUMED

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cli_support import run
 
+from cli_support import run
 from hybridkv.cli.replay import OverTime
 from hybridkv.simulator import Progress
 

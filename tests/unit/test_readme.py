@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from cli_support import run
 
 README = Path(__file__).parents[2] / "README.md"

@@ -4,8 +4,8 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from cli_support import error, run
 
+from cli_support import error, run
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner import Plan

@@ -15,8 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from cli_support import error, run
 
+from cli_support import error, run
 from hybridkv.errors import ConfigError, SweepError
 from hybridkv.models import read_model
 from hybridkv.simulator import (

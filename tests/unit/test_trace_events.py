@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import run
 
+from cli_support import run
 from hybridkv.errors import TraceError
 from hybridkv.simulator import TraceFile, TraceRequest, convert, describe
 

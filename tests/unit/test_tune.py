@@ -7,8 +7,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from cli_support import error, run
 
+from cli_support import error, run
 from hybridkv.errors import ConfigError
 from hybridkv.simulator import Tried, UniformWorkload, tune
 from hybridkv.simulator.sweep import Cell
