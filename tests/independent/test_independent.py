@@ -16,8 +16,8 @@ from how_much import how_many, too_rare
 from hybridkv.cache import CacheGroup
 from hybridkv.cache.policies.attention import WindowSpan
 from hybridkv.cache.publisher import Publisher
+from hybridkv.cache.transfers import TransferLog
 from hybridkv.extra_keys import ExtraKeys
-from hybridkv.schedule.running import RunningRows
 from hybridkv.step import Cells, Step
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -170,7 +170,7 @@ def _failures_stay_published(patch: pytest.MonkeyPatch) -> None:
             self.mark_written(step)
 
     patch.setattr(Publisher, "revoke", mark_all)
-    patch.setattr(RunningRows, "_distrust_moved", lambda self, failed: set())  # noqa: ARG005
+    patch.setattr(TransferLog, "forget_moved", lambda self, moved: set())  # noqa: ARG005
 
 
 def _drafts_leave_no_state(patch: pytest.MonkeyPatch) -> None:
