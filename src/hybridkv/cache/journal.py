@@ -70,9 +70,8 @@ class AllBlocksCleared:
 class EventsDropped:
     """``count`` events before this one were dropped, since nobody took them.
 
-    Nothing is known of blocks stored before. What is told from here on is true: who forgets all that was told before,
-    and passes over removals of what it has not heard of, believes in no block that is not there; in all that are
-    there only behind the next AllBlocksCleared.
+    A reader forgets all blocks that it was told of, and ignores removals of blocks that it does not know. It then lists
+    no block that is gone. It lists all blocks again after the next AllBlocksCleared.
     """
 
     count: int

@@ -4,7 +4,7 @@ begin       a request has a row and goes on behind its hit
 admits      may a state be stored at that end, room being made for it
 keep        the end is kept from now on: what it needs is published
 expect      a request waits to begin: what it begins with will be hit
-make_way    blocks are to be taken: what there is no room beside is given up
+make_way    blocks are to be taken: resume points are given up until there is room
 settle      what happened to blocks is read: for callers that take no steps
 """
 

@@ -1,4 +1,4 @@
-"""What a request needs, decided without touching anything; slots.py carries it out.
+"""What a request needs, decided without touching anything; the allocator carries it out.
 
 tokens  [ computed before | hit | external | new | lookahead ]
         0                                        ^ end       ^ total

@@ -2,8 +2,8 @@
 
     0 ... hit | copies | drops | windows | states lost | states | tokens, hash block by hash block | edge | last
 
-Every reason is what the next one asks less: a hit could end at ``drops`` if nothing was dropped for EAGLE, at
-``windows`` if layers read no window besides, at ``states`` if they needed no state, and so on.
+Each reason lifts one more condition: a hit could end at ``drops`` if nothing was dropped for EAGLE, at ``windows`` if
+layers also read no window, at ``states`` if they also needed no state, and so on.
 
 Keys that blocks have lost, for as long as that is remembered: what was evicted, when, and how much has been since.
 
