@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from attention_support import DEVICES, Case, Scene, assert_close, cases, sunk
+from attention_support import CASE, DEVICES, Case, Scene, assert_close, cases, sunk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,22 +28,7 @@ from hybridkv.worker import (
 
 MORE = settings(max_examples=2 * settings().max_examples)
 
-CASE = Case(
-    requests=((9, 4), (0, 5), (20, 1)),
-    shared=0,
-    block_size=4,
-    kv_heads=2,
-    group=2,
-    widths=(8, 6),
-    order=PageOrder.NHD,
-    dtype=torch.float32,
-    mask=AttentionMask(),
-    softcap=None,
-    sinks=False,
-    ranks=1,
-    interleave=1,
-    seed=7,
-)
+SMALL = replace(CASE, requests=((9, 4), (0, 5), (20, 1)), shared=0, block_size=4, widths=(8, 6), seed=7)
 
 
 def attended(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,12 +73,12 @@ def test_what_ranks_find_in_their_own_slots_combines(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=5), AttentionMask(chunk=6)])
 def test_on_every_device(device: str, order: PageOrder, dtype: torch.dtype, mask: AttentionMask) -> None:
-    scene = Scene(replace(CASE, device=device, order=order, dtype=dtype, mask=mask, sinks=True))
+    scene = Scene(replace(SMALL, device=device, order=order, dtype=dtype, mask=mask, sinks=True))
     assert_close(attended(scene), sunk(*scene.expected(), scene.sinks))
 
 
 def test_bfloat16_is_summed_in_float32() -> None:
-    scene = Scene(replace(CASE, dtype=torch.bfloat16, requests=((1500, 1),)))
+    scene = Scene(replace(SMALL, dtype=torch.bfloat16, requests=((1500, 1),)))
     out, lse = attended(scene)
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
     assert_close((out, lse), scene.expected())
@@ -147,7 +132,7 @@ def test_absorbed_latents_give_what_expanded_keys_and_values_give() -> None:
 
 def test_learned_sink_tokens_are_one_more_part() -> None:
     """SinkFullAttentionSpec: keys and values that belong to the layer, in blocks of their own, before every request."""
-    scene = Scene(replace(CASE, requests=((9, 4),)))
+    scene = Scene(replace(SMALL, requests=((9, 4),)))
     sinks = KVPages(torch.randn(2, 4, 2, 8, generator=scene.rng), torch.randn(2, 4, 2, 6, generator=scene.rng))
     layers = paged_batch([0, 4], [7], torch.tensor([[1, 0]]), block_size=4, num_blocks=2)
     parts = [
@@ -165,7 +150,7 @@ def test_learned_sink_tokens_are_one_more_part() -> None:
 
 
 def test_cross_attention_reads_more_queries_than_tokens_and_none_at_all() -> None:
-    scene = Scene(replace(CASE, requests=((0, 3),), mask=AttentionMask(causal=False)))
+    scene = Scene(replace(SMALL, requests=((0, 3),), mask=AttentionMask(causal=False)))
     pages = scene.pages(WHOLE)
     query = torch.randn(9, 4, 8, generator=scene.rng)
     rows = torch.tensor([scene.table[0], scene.table[0]])
@@ -278,7 +263,7 @@ def test_batches_that_do_not_fit(
 
 
 def test_calls_that_do_not_fit() -> None:
-    scene = Scene(CASE)
+    scene = Scene(SMALL)
     query, pages, batch = scene.query, scene.pages(WHOLE), scene.batch()
     wrong: tuple[tuple[Any, dict[str, Any], str], ...] = (
         ((query[1:], pages, batch), {}, "10 tokens"),

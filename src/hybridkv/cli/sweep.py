@@ -90,18 +90,6 @@ class AxesOptions:
         return found
 
 
-def __cells_of(axes: Mapping[str, Sequence[object]]) -> list[Cell]:
-    """Every combination. ConfigError for more than anybody waits for."""
-    count = 1
-    for values in axes.values():
-        count *= len(values)
-    if count > _MOST_CELLS:
-        raise ConfigError(f"{format_count(count)} cells are more than a sweep takes ({format_count(_MOST_CELLS)})")
-    chosen: Iterator[tuple[Any, ...]] = itertools.product(*axes.values())
-    cells = [Cell(**dict(zip(axes, values, strict=True))) for values in chosen]
-    return list(dict.fromkeys(one.plainest() for one in cells))
-
-
 def _cells_of(axes: Mapping[str, Sequence[object]]) -> list[Cell]:
     """Every combination. ConfigError for more than anybody waits for."""
     count = 1
