@@ -22,11 +22,11 @@ demo: .venv/runner.stamp
 test: .venv/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m "not thorough"
 
-# also what takes minutes: all models; writes the table of docs/models.md
+# also what takes minutes: all models; writes two tables of docs/data
 test-all: .venv/dev.stamp
 	rm -f models.jsonl
 	HYPOTHESIS_PROFILE=all HYBRIDKV_MODELS=$(CURDIR)/models.jsonl $(BIN)/pytest -n 2 --dist worksteal
-	$(BIN)/python tests/runner/models_table.py models.jsonl docs/models.md
+	$(BIN)/python tests/runner/models_table.py models.jsonl docs/data
 	rm models.jsonl
 
 # the self-check, the probe, tiny models, engines of every way and encoder-decoders once more with the newest transformers known to work

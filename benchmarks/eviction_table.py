@@ -2,9 +2,8 @@
 
     python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] [--limit N] [--replayed] [--hinted] [--seed N]
     python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] --bounds
-    python eviction_table.py show RESULTS.jsonl [NATURAL.jsonl]      a table in Markdown
+    python eviction_table.py show RESULTS.jsonl [NATURAL.jsonl]      the table as CSV: docs/data/evictions.csv
     python eviction_table.py never-worse RESULTS.jsonl [NATURAL.jsonl]    hazard beside the better of align and lru
-    python eviction_table.py write RESULTS.jsonl NATURAL.jsonl PAGE  both into docs/hit-rates.md, that page
 
 A cell runs its requests one after the other, each at its arrival, in a step or two and with nobody beside it: the cache
 alone, as docs/design/0019 compares it with a simulation. ``--replayed``: through the scheduler, time modelled and
@@ -27,8 +26,10 @@ request does not fit, it says so and goes on.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import platform
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -70,18 +71,13 @@ STREAMS = (
     "api.jsonl.gz",
 )
 MEMORIES = (40, 10, 20, 80, 160)
-_BEGIN, _BEGIN_AHEAD, _END = (
-    "<!-- written by eviction_table.py -->",
-    "<!-- how far ahead, written by eviction_table.py -->",
-    "<!-- end -->",
-)
 REFERENCE_ALIGN = "align"
 BELADY = "belady"
 LIMIT = "limit"
 WAYS = (REFERENCE_ALIGN, *EVICTIONS)
 BOUNDS = (BELADY, LIMIT)
-SHOWN = (REFERENCE_ALIGN, LRU.name, "coverage", HAZARD.name)
-"""Ways with a column. The library no longer has ``coverage``; its measurements stay."""
+SHOWN = (REFERENCE_ALIGN, LRU.name, HAZARD.name)
+"""Evictions with a column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +256,13 @@ def of_natural(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {**line, "stream": line["workload"], "eviction": eviction, "replayed": True}
 
 
-def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Markdown: a row for each stream, model and memory, a column for each way; what hazard moved."""
+def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
+    """Yield the header, then a row for each stream, model and memory, with a column for each eviction.
+
+    The last column is the memory that slabs moved under hazard in the whole run.
+    """
     columns = (*SHOWN, *BOUNDS)
-    yield f"| stream | requests | model | GiB | run | {' | '.join(columns)} | moved |"
-    yield f"|---|--:|---|--:|---|{'--:|' * len(columns)}--:|"
+    yield ("stream", "requests", "model", "GiB", "run", *columns, "moved")
     found, moved = rows(lines, "hit_rate"), rows(lines, "moved_bytes")
     bound = {key[:4]: rates[BELADY] for key, rates in found.items() if BELADY in rates}
     limits = {key[:2]: rates[LIMIT] for key, rates in found.items() if LIMIT in rates}
@@ -274,10 +272,7 @@ def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         known = {**run_so, BELADY: bound.get(key[:4]), LIMIT: limits.get(key[:2])}
         rates = (f"{rate:.4f}" if (rate := known.get(name)) is not None else "" for name in columns)
         of_hazard = moved.get(key, {}).get(HAZARD.name)
-        yield (
-            f"| {' | '.join(map(str, key))} | {' | '.join(rates)} | "
-            f"{'' if of_hazard is None else f'{of_hazard / 2**30:,.1f} GiB'} |"
-        )
+        yield (*key, *rates, "" if of_hazard is None else f"{of_hazard / 2**30:,.1f} GiB")
 
 
 def rows(lines: Sequence[Mapping[str, Any]], of: str) -> dict[tuple[Any, ...], dict[str, float]]:
@@ -303,22 +298,12 @@ def never_worse(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"ahead of {name}, {len(ahead)} cells: {mean:+.2f} points on average, at worst {worst:+.2f} ({where})"
 
 
-def written(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
-    """``page`` with what is to be shown between its marks."""
-    for mark, shown in ((_BEGIN, show(lines)), (_BEGIN_AHEAD, ("```", *never_worse(lines), "```"))):
-        before, rest = page.split(f"{mark}\n")
-        after = rest.split(_END, 1)[1]
-        page = "\n".join([f"{before}{mark}", *shown, f"{_END}{after}"])
-    return page
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "show", "never-worse", "write"))
+    parser.add_argument("what", choices=("run", "show", "never-worse"))
     parser.add_argument("results", type=Path)
     parser.add_argument("folder", nargs="?", default=".", help="of the streams; else NATURAL")
-    parser.add_argument("page", nargs="?", help="to write")
     parser.add_argument("--only", action="append", default=[], help="cells whose text has this, and all others given")
     parser.add_argument("--limit", type=int, default=0, help="first N requests")
     parser.add_argument("--replayed", action="store_true", help="through the scheduler")
@@ -329,11 +314,10 @@ def main() -> None:
     done = read_results(asked.results) if asked.results.exists() else []
     if asked.what != "run":
         lines = [*done, *(of_natural(read_results(Path(asked.folder))) if Path(asked.folder).is_file() else ())]
-        if asked.page:
-            page = Path(asked.page)
-            page.write_text(written(page.read_text("utf-8"), lines), "utf-8")
+        if asked.what == "show":
+            csv.writer(sys.stdout, lineterminator="\n").writerows(show(lines))
         else:
-            print("\n".join((show if asked.what == "show" else never_worse)(lines)))
+            print("\n".join(never_worse(lines)))
         return
     known = {tuple(line.get(name, False) for name in Cell.__dataclass_fields__) for line in done}
     streams = STREAMS if asked.seed is None else [f"workload:{kind}:{asked.seed}" for kind in WORKLOADS]

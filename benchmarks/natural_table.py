@@ -2,7 +2,8 @@
 
     python natural_table.py run RESULTS.jsonl WORKLOADS_FOLDER [--jobs 2] [--only mix] [--limit N]
     python natural_table.py slabs RESULTS.jsonl WORKLOADS_FOLDER [--limit N]     slabs against an ideal pool, busy
-    python natural_table.py show RESULTS.jsonl                                   the tables in Markdown
+    python natural_table.py show RESULTS.jsonl              rates by placement as CSV: docs/data/placements.csv
+    python natural_table.py show-slabs RESULTS.jsonl        slabs against an ideal pool as CSV: docs/data/slabs.csv
 
 What is used longest ago goes first in all of them: evictions that rank have a table of their own (eviction_table.py).
 A cell that stands in RESULTS already, made by whatever commit, is not run again: delete its line to do so.
@@ -11,9 +12,11 @@ A cell that stands in RESULTS already, made by whatever commit, is not run again
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -229,12 +232,21 @@ def _waited(line: Mapping[str, Any]) -> float:
 # -- tables
 
 
-def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Markdown."""
+def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
+    """Yield the header and a row for each cell that was not run against the ideal pool."""
     limits = {(line["workload"], line["limit"]): line["endless"] for line in lines if "endless" in line}
     plain = [line for line in lines if line.get("time_scale") == 1.0 and not line["ideal"]]
-    yield "| workload | GiB | model | way | hit rate | share of align to limit | refusals | moved | padding |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield (
+        "workload",
+        "GiB",
+        "model",
+        "layout and placement",
+        "hit rate",
+        "share of align to limit",
+        "refusals",
+        "moved",
+        "padding",
+    )
     base = {
         (line["workload"], line["memory_gib"], line["model"], line["limit"]): line["hit_rate"]
         for line in plain
@@ -246,24 +258,17 @@ def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         share = ""
         if align is not None and limit is not None and limit > align:
             share = f"{(line['hit_rate'] - align) / (limit - align):.2f}"
-        refused = ", ".join(f"{name} {count:,}" for name, count in line["refusals"].items()) or "none"
-        moved = f"{line['moved_bytes'] / 2**20 / max(line['simulated_s'], 1):.1f} MiB/s"
-        cells = (
+        yield (
             _named(line["workload"], line["limit"]),
             line["memory_gib"],
             line["model"],
             f"{line['layout']} {line['placement']}",
             f"{line['hit_rate']:.4f}",
             share,
-            refused,
-            moved,
+            ", ".join(f"{name} {count:,}" for name, count in line["refusals"].items()),
+            f"{line['moved_bytes'] / 2**20 / max(line['simulated_s'], 1):.1f} MiB/s",
             f"{line['padding']:.2%}",
         )
-        yield f"| {' | '.join(map(str, cells))} |"
-    yield ""
-    for (workload, limit), endless in sorted(limits.items()):
-        yield f"Limit of {_named(workload, limit)}: {endless:.4f}"
-    yield from _show_slabs([line for line in lines if line.get("time_scale", 1.0) != 1.0])
 
 
 def _named(workload: str, limit: int) -> str:
@@ -276,48 +281,42 @@ def _place(line: Mapping[str, Any]) -> tuple[object, ...]:
     return line["workload"], line["memory_gib"], line["limit"], line["model"], way
 
 
-def _show_slabs(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Slabs against the ideal pool."""
-    if not lines:
-        return
-    yield ""
-    yield "| model | GiB | running | waited (ideal) | ideal | slabs | loss, points | moved |"
-    yield "|---|---|---|---|---|---|---|---|"
+def show_slabs(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
+    """Yield the header and a row for each cell that was run on slabs and on the ideal pool."""
     pairs: dict[tuple[object, ...], dict[bool, Mapping[str, Any]]] = {}
     for line in lines:
-        pairs.setdefault((line["model"], line["memory_gib"], line["time_scale"]), {})[line["ideal"]] = line
-    losses = []
+        if line.get("time_scale", 1.0) != 1.0:
+            pairs.setdefault((line["model"], line["memory_gib"], line["time_scale"]), {})[line["ideal"]] = line
+    yield ("model", "GiB", "running", "waited (ideal)", "ideal", "slabs", "loss, points", "moved")
     for (model, memory, _), pair in sorted(pairs.items(), key=str):
         if len(pair) < 2:
             continue
         ideal, slabs = pair[True], pair[False]
-        waited = _waited(ideal)
-        loss = 100 * (ideal["hit_rate"] - slabs["hit_rate"])
-        losses.append(loss)
         yield (
-            f"| {model} | {memory} | {ideal['mean_running']:.0f} | {waited:.1%} | {ideal['hit_rate']:.4f} | "
-            f"{slabs['hit_rate']:.4f} | {loss:+.2f} | {slabs['moved_bytes'] / 2**20 / slabs['simulated_s']:.1f} MiB/s |"
-        )
-    if losses:
-        yield ""
-        yield (
-            f"Where under 2% waited ({len(losses)} cells): {sum(losses) / len(losses):+.2f} points on average, "
-            f"{max(losses):+.2f} at worst."
+            model,
+            memory,
+            f"{ideal['mean_running']:.0f}",
+            f"{_waited(ideal):.1%}",
+            f"{ideal['hit_rate']:.4f}",
+            f"{slabs['hit_rate']:.4f}",
+            f"{100 * (ideal['hit_rate'] - slabs['hit_rate']):+.2f}",
+            f"{slabs['moved_bytes'] / 2**20 / slabs['simulated_s']:.1f} MiB/s",
         )
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "slabs", "show"))
+    parser.add_argument("what", choices=("run", "slabs", "show", "show-slabs"))
     parser.add_argument("results", type=Path)
     parser.add_argument("folder", nargs="?", default=".")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default="", help="cells whose text has this")
     parser.add_argument("--limit", type=int, default=0, help="first N requests")
     asked = parser.parse_args()
-    if asked.what == "show":
-        print("\n".join(show(read_results(asked.results))))
+    if asked.what.startswith("show"):
+        shown = (show if asked.what == "show" else show_slabs)(read_results(asked.results))
+        csv.writer(sys.stdout, lineterminator="\n").writerows(shown)
         return
     if asked.what == "slabs":
         run_busy(asked.results, asked.folder, asked.limit, asked.jobs)

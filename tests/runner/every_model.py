@@ -1,6 +1,6 @@
-"""Which model types an engine runs, small (shrunk_models): docs/models.md.
+"""Write which model types an engine runs as small models (shrunk_models): docs/data/models-run.csv, models-refused.csv.
 
-    python tests/runner/every_model.py docs/models.md [MODEL_TYPE ...]
+    python tests/runner/every_model.py docs/data [MODEL_TYPE ...]
 
 An Engine of each makes the self-check that every engine makes (hybridkv.runner.self_check). Takes some minutes.
 """
@@ -8,12 +8,12 @@ An Engine of each makes the self-check that every engine makes (hybridkv.runner.
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
+from csv_table import write
 from models_table import layers_of
 from shrunk_models import small_model
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,7 +26,6 @@ from hybridkv.runner import Engine
 from hybridkv.runner.self_check import tolerance
 from hybridkv.runner.states.continuation import difference
 
-BEGIN, END = "<!-- of engines, written by tests/runner/every_model.py -->", "<!-- end -->"
 MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 MEMORY, LONGEST = "256MiB", 200
 _CONTEXT, _SAME = 41, 5
@@ -92,36 +91,28 @@ def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0].replace("|", " ")[:300]
+    return (str(error).strip().splitlines() or [""])[0][:300]
 
 
-def table(found: Sequence[Tried]) -> Iterator[str]:
-    """In Markdown: those that run, then those that do not."""
+def main(folder: str, *model_types: str) -> None:
+    """Try each of ``model_types``, all by default, and write both tables into ``folder``."""
+    torch.set_num_threads(1)
+    found = [tried(one) for one in model_types or MODEL_TYPES]
     runs = [one for one in found if one.outcome == "runs"]
+    write(
+        Path(folder) / "models-run.csv",
+        ("model type", "layers", "forwards"),
+        [(one.model_type, ", ".join(one.layers), one.how) for one in runs],
+    )
+    refused = [
+        (one.model_type, one.reason if one.outcome == "refused" else f"{one.outcome}: {one.reason}")
+        for one in found
+        if one.outcome != "runs"
+    ]
+    write(Path(folder) / "models-refused.csv", ("model type", "reason"), refused)
     counts = Counter(one.how for one in runs)
     how = ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), reverse=True))
-    yield f"transformers {transformers.__version__}: {len(runs)} of {len(found)} run ({how})."
-    yield ""
-    yield "| model type | layers | forwards |"
-    yield "|---|---|---|"
-    for one in runs:
-        yield f"| {one.model_type} | {', '.join(one.layers)} | {one.how} |"
-    yield ""
-    yield "| does not run | why |"
-    yield "|---|---|"
-    for one in found:
-        if one.outcome != "runs":
-            yield f"| {one.model_type} | {'' if one.outcome == 'refused' else f'**{one.outcome}**: '}{one.reason} |"
-
-
-def main(document: str, *model_types: str) -> None:
-    """Put the table between its marks in ``document``."""
-    path = Path(document)
-    before, rest = path.read_text("utf-8").split(BEGIN)
-    _, after = rest.split(END, 1)
-    torch.set_num_threads(1)
-    lines = "\n".join(table([tried(one) for one in model_types or MODEL_TYPES]))
-    path.write_text(f"{before}{BEGIN}\n{lines}\n{END}{after}", "utf-8")
+    sys.stdout.write(f"transformers {transformers.__version__}: {len(runs)} of {len(found)} run ({how}).\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""docs/models.md: which model types are planned, and whether their models keep what is planned.
+"""Write which model types are planned, and whether their models keep what the plan says.
 
-    python tests/runner/kept_table.py docs/models.md [MODEL_TYPE ...]
+    python tests/runner/kept_table.py docs/data [MODEL_TYPE ...]          models-planned.csv and models-not-planned.csv
 
 Every causal language model of transformers with the defaults of its config class (kept_models.REPAIRS where these build
 no model). Takes some minutes.
@@ -10,18 +10,17 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import transformers
+from csv_table import write
 from kept import KeptLayer, NotMeasured
 from kept_models import ON_CPU, REPAIRS, as_file, config_of, differences, kept_by_default, read
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybridkv.errors import ConfigError
-
-BEGIN, END = "<!-- of plans, written by tests/runner/kept_table.py -->", "<!-- end -->"
 
 NOT_BUILT = {"gemma3n": "its vision part needs timm and pillow: its text part, gemma3n_text, is measured"}
 """Models that are planned and cannot be built here, and why."""
@@ -91,36 +90,22 @@ def _words(layer: KeptLayer) -> str:
 _SHORT = {"bfloat16": "bf16", "float32": "fp32"}
 
 
-def table(found: Sequence[Compared]) -> Iterator[str]:
-    """In Markdown: those that are planned, then those that are not."""
+def main(folder: str, *model_types: str) -> None:
+    """Compare each of ``model_types``, all by default, and write both tables into ``folder``."""
+    found = [compare(one) for one in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
     planned = [one for one in found if one.outcome != "refused"]
+    rows = []
+    for one in planned:
+        said = one.outcome if one.outcome == "equal" else f"{one.outcome}: {one.reason}"
+        given = {**REPAIRS.get(one.model_type, {}), **ON_CPU.get(one.model_type, {})}
+        rows.append((one.model_type, one.keeps, said, ", ".join(given) or "-"))
+    header = ("model type", "its cache, in bf16", "plan", "fields set to build it")
+    write(Path(folder) / "models-planned.csv", header, rows)
+    refused = [(one.model_type, one.reason) for one in found if one.outcome == "refused"]
+    write(Path(folder) / "models-not-planned.csv", ("model type", "reason"), refused)
     equal = sum(one.outcome == "equal" for one in planned)
     count = f"{len(planned)} of {len(found)} planned"
-    yield f"transformers {transformers.__version__}: {count}, {equal} of these measured and equal."
-    yield ""
-    yield "| model type | its cache, in bf16 | plan | built with |"
-    yield "|---|---|---|---|"
-    for one in planned:
-        said = one.outcome if one.outcome == "equal" else f"**{one.outcome}**: {one.reason}"
-        given = {**REPAIRS.get(one.model_type, {}), **ON_CPU.get(one.model_type, {})}
-        yield f"| {one.model_type} | {one.keeps} | {said} | {', '.join(given) or '-'} |"
-    yield ""
-    yield "| not planned | why |"
-    yield "|---|---|"
-    for one in found:
-        if one.outcome == "refused":
-            yield f"| {one.model_type} | {one.reason.replace('|', ' ')} |"
-
-
-def main(document: str, *model_types: str) -> None:
-    """Put the table between its marks in ``document``."""
-    path = Path(document)
-    text = path.read_text("utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END, 1)
-    found = [compare(one) for one in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
-    lines = "\n".join(table(found))
-    path.write_text(f"{before}{BEGIN}\n{lines}\n{END}{after}", "utf-8")
+    sys.stdout.write(f"transformers {transformers.__version__}: {count}, {equal} measured and equal.\n")
 
 
 if __name__ == "__main__":

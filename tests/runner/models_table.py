@@ -1,7 +1,9 @@
-"""docs/models.md from what the tests of equality and of drafts found: a line of JSON for each test, model and seed.
+"""Write two tables from the results of the tests of equality and of drafts.
+
+results.jsonl has a line for each test, model and seed.
 
     HYBRIDKV_MODELS=results.jsonl pytest tests/runner/test_equality.py tests/runner/test_speculation.py
-    python tests/runner/models_table.py results.jsonl docs/models.md
+    python tests/runner/models_table.py results.jsonl docs/data      models-equality.csv and models-drafts.csv
 
 `make test-all` does both.
 """
@@ -15,14 +17,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from csv_table import Row, write
+
 from hybridkv.runner import LoadedModel
 from hybridkv.runner.probe import planner_model
 
-_BEGIN, _BEGIN_DRAFTS, _END = (
-    "<!-- written by make test-all -->",
-    "<!-- of drafts, written by make test-all -->",
-    "<!-- end -->",
+HEADER = (
+    "model",
+    "layers",
+    "regimes",
+    "seeds",
+    "tokens",
+    "near-ties",
+    "largest logit difference",
+    "resumes a state",
+    "known limits",
 )
+DRAFTS_HEADER = ("model", "seeds", "layouts", "tokens", "drafted", "accepted", "largest logit difference")
 _KINDS = {
     "FullAttentionSpec": "full",
     "SlidingWindowSpec": "window",
@@ -32,6 +43,7 @@ _KINDS = {
     "CrossAttentionSpec": "cross",
 }
 
+_END = "<!-- end -->"
 _SEEDS = 3
 """Of each model; what has fewer is not done, and says so."""
 _SUPERPOSITION = "superposition"
@@ -84,35 +96,28 @@ def note_model(result: ModelResult | DraftResult) -> None:
             out.write(json.dumps(asdict(result)) + "\n")
 
 
-def table(results: list[ModelResult]) -> Iterator[str]:
-    """In Markdown, a model a line; which of them have fewer seeds than they should."""
-    yield (
-        "| model | layers | regimes | seeds | tokens | near-ties | largest logit difference | goes on from a state | "
-        "known limits |"
-    )
-    yield "|---|---|--:|--:|--:|--:|--:|---|---|"
+def table(results: list[ModelResult]) -> Iterator[Row]:
+    """Yield a row for each model."""
     for name, mine in _by_name(results):
         yield (
-            f"| tiny:{name} | {', '.join(mine[0].layers)} | {len(mine[0].regimes)} | {_seeds(mine)} | "
-            f"{sum(one.tokens for one in mine):,} | {sum(one.near_ties for one in mine)} | "
-            f"{max(one.largest for one in mine):.1e} | {', '.join(mine[0].continues) or '-'} | {_limits(mine[0])} |"
+            f"tiny:{name}",
+            ", ".join(mine[0].layers),
+            len(mine[0].regimes),
+            _seeds(mine),
+            f"{sum(one.tokens for one in mine):,}",
+            sum(one.near_ties for one in mine),
+            f"{max(one.largest for one in mine):.1e}",
+            ", ".join(mine[0].continues) or "-",
+            _limits(mine[0]),
         )
-    yield from _unfinished(results)
 
 
-def draft_table(results: list[DraftResult]) -> Iterator[str]:
-    """As ``table``."""
-    yield "| model | seeds | layouts | tokens | drafted | accepted | largest logit difference |"
-    yield "|---|--:|---|--:|--:|--:|--:|"
+def draft_table(results: list[DraftResult]) -> Iterator[Row]:
+    """Yield a row for each model that ran with drafts."""
     for name, mine in _by_name(results):
-        tokens, drafted, accepted = (
-            sum(getattr(one, what) for one in mine) for what in ("tokens", "drafted", "accepted")
-        )
-        yield (
-            f"| tiny:{name} | {_seeds(mine)} | {', '.join(sorted({one.layout for one in mine}))} | {tokens:,} | "
-            f"{drafted:,} | {accepted:,} | {max(one.largest for one in mine):.1e} |"
-        )
-    yield from _unfinished(results)
+        counts = (f"{sum(getattr(one, which) for one in mine):,}" for which in ("tokens", "drafted", "accepted"))
+        layouts = ", ".join(sorted({one.layout for one in mine}))
+        yield f"tiny:{name}", _seeds(mine), layouts, *counts, f"{max(one.largest for one in mine):.1e}"
 
 
 def _by_name(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
@@ -121,18 +126,9 @@ def _by_name(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
 
 
 def _seeds(mine: Sequence[ModelResult] | Sequence[DraftResult]) -> str:
+    """Return the number of seeds, marked as unfinished where some are missing."""
     count = len({one.seed for one in mine})
-    return str(count) if count >= _SEEDS else f"**{count} of {_SEEDS}**"
-
-
-def _unfinished(results: Sequence[ModelResult] | Sequence[DraftResult]) -> Iterator[str]:
-    """Who has fewer seeds than all."""
-    seeds = {(one.name, one.seed) for one in results}
-    names = sorted({name for name, _ in seeds})
-    few = [f"tiny:{name}" for name in names if sum(of == name for of, _ in seeds) < _SEEDS]
-    if few:
-        yield ""
-        yield f"**Not finished: fewer than {_SEEDS} seeds so far of {', '.join(few)}.**"
+    return str(count) if count >= _SEEDS else f"unfinished: {count} of {_SEEDS}"
 
 
 def _limits(result: ModelResult) -> str:
@@ -155,20 +151,17 @@ def _read(line: dict[str, Any]) -> ModelResult:
     )
 
 
-def main(lines: str, document: str) -> None:
-    """Put the tables of ``lines`` between their marks in ``document``; one without a line stays as it is."""
+def main(lines: str, folder: str) -> None:
+    """Write both tables of ``lines`` into ``folder``; a table without a line stays as it is."""
     found = [json.loads(line) for line in Path(lines).read_text("utf-8").splitlines()]
-    path = Path(document)
-    text = path.read_text("utf-8")
     if equal := [_read(line) for line in found if "regimes" in line]:
-        text = put(text, _BEGIN, table(equal))
+        write(Path(folder) / "models-equality.csv", HEADER, table(equal))
     if drafted := [DraftResult(**line) for line in found if "drafted" in line]:
-        text = put(text, _BEGIN_DRAFTS, draft_table(drafted))
-    path.write_text(text, "utf-8")
+        write(Path(folder) / "models-drafts.csv", DRAFTS_HEADER, draft_table(drafted))
 
 
 def put(text: str, begin: str, lines: Iterator[str]) -> str:
-    """``lines`` in place of what stands between ``begin`` and the mark of its end."""
+    """Return ``text`` with ``lines`` between the mark ``begin`` and the next mark of an end."""
     before, rest = text.split(begin)
     _, after = rest.split(_END, 1)
     return f"{before}{begin}\n" + "\n".join(lines) + f"\n{_END}{after}"

@@ -1,6 +1,6 @@
-"""docs/models.md: the public models known by name, what they keep, and where their configs were read.
+"""Write docs/data/models-by-name.csv: the models known by name, their caches, and the sources of their configs.
 
-python tests/runner/published_table.py docs/models.md
+python tests/runner/published_table.py docs/data/models-by-name.csv
 """
 
 import logging
@@ -8,20 +8,30 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridkv.models import KnownModel, Model, known_models, read_model
+from csv_table import Row, write
+
+from hybridkv.models import Model, known_models, read_model
 from hybridkv.specs import AttentionSpec, ChunkedLocalAttentionSpec, Keeps, SlidingWindowSpec
 
-BEGIN, END = "<!-- of names, written by tests/runner/published_table.py -->", "<!-- end -->"
+HEADER = (
+    "name",
+    "model type",
+    "KiB a token",
+    "KiB a token in windows",
+    "KiB of state",
+    "parameters, 10^9",
+    "hub",
+    "read in",
+)
 
 
-def table() -> Iterator[str]:
-    """In Markdown: a line for each model."""
-    yield "| name | model type | KiB a token | KiB a token in windows | KiB of state | parameters, 10^9 | read in |"
-    yield "|---|---|--:|---|--:|--:|---|"
+def table() -> Iterator[Row]:
+    """Yield a row for each model."""
     for known in known_models():
         model = read_model(known.name)
-        cells = (known.name, model.model_type, tokens(model), windows(model), _kib(model.state_bytes), weights(model))
-        yield f"| {' | '.join(cells)} | {source(known)} |"
+        read_in = known.read_in if known.verified else f"in part: {known.read_in}"
+        sizes = (tokens(model), windows(model), _kib(model.state_bytes), weights(model))
+        yield (known.name, model.model_type, *sizes, known.hub, read_in)
 
 
 def tokens(model: Model) -> str:
@@ -56,23 +66,14 @@ def _billions(count: int) -> str:
     return f"{count / 1e9:.3g}" if count < 1e11 else f"{count / 1e9:.0f}"
 
 
-def source(known: KnownModel) -> str:
-    """Where it was read, and the hub's name."""
-    part = "" if known.verified else "in part: "
-    return f"[{known.hub}](https://huggingface.co/{known.hub}): {part}{known.read_in}"
-
-
 def _kib(count: int) -> str:
     return f"{count / 1024:,.0f}" if count >= 1 << 20 else f"{count / 1024:g}" if count else "-"
 
 
-def main(document: str) -> None:
-    """Put the table between its marks in ``document``."""
+def main(path: str) -> None:
+    """Write the table to ``path``."""
     logging.disable()
-    path = Path(document)
-    before, rest = path.read_text("utf-8").split(BEGIN)
-    _, after = rest.split(END, 1)
-    path.write_text(f"{before}{BEGIN}\n" + "\n".join(table()) + f"\n{END}{after}", "utf-8")
+    write(Path(path), HEADER, table())
 
 
 if __name__ == "__main__":

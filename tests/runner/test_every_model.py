@@ -1,10 +1,8 @@
 """Every causal language model of transformers that an engine runs, small, in six regimes against plain transformers."""
 
-import re
-from pathlib import Path
-
 import pytest
-from every_model import BEGIN, END, LONGEST, MEMORY, MODEL_TYPES, configs, context, tried
+from csv_table import DATA, read
+from every_model import LONGEST, MEMORY, MODEL_TYPES, configs, context, tried
 from regimes import Regimes
 from runner_support import TOLERANCE, EngineFactory, shared_prompts
 from shrunk_models import small_model
@@ -15,7 +13,6 @@ from hybridkv.runner.attention.gather import NAME
 from hybridkv.runner.load import wrap
 from hybridkv.runner.probe import Forwards, attention_implementation
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 PROMPTS, PREFIX, LONGEST_TAIL, OUTPUT = 5, 8, 16, 16
 NEAR_TIES = 2
 
@@ -37,9 +34,8 @@ SAMPLE = {
 
 
 def _runs() -> list[str]:
-    """What the document says."""
-    rows = DOCUMENT.read_text("utf-8").split(BEGIN)[1].split(END)[0].split("| does not run |")[0]
-    return re.findall(r"^\| ([^ |]+) \| \d", rows, re.MULTILINE)
+    """Return the model types that the documentation lists as running."""
+    return [row["model type"] for row in read(DATA / "models-run.csv")]
 
 
 UNLIKE = ("bloom", "cohere2", "gemma4_text", "gpt2", "lfm2_moe", "minicpm3", "roberta")

@@ -1,5 +1,7 @@
 """The documentation site: it builds, every link of it leads somewhere, and the API is in it."""
 
+import csv
+import html
 import re
 import subprocess
 import sys
@@ -65,3 +67,12 @@ def test_diagrams_of_docstrings_keep_their_columns(site: Path) -> None:
     """What has columns stands in a block of code: a paragraph would squash it."""
     text = "".join(path.read_text("utf-8") for path in (site / "api").rglob("*.html"))
     assert re.findall(r"<p>[^<]*\S {2,}\S[^<]*", text) == []
+
+
+def test_site_shows_every_table_of_docs_data(site: Path) -> None:
+    pages = "\n".join(path.read_text("utf-8") for path in site.glob("*/index.html"))
+    for table in (ROOT / "docs" / "data").glob("*.csv"):
+        with table.open(newline="", encoding="utf-8") as lines:
+            *_, last = csv.reader(lines)
+        assert f'"../data/{table.name}"' in pages
+        assert f"<td>{html.escape(last[0], quote=False)}</td>" in pages
