@@ -208,7 +208,7 @@ class Bench:
         sampling = SamplingParams(max_tokens=self.new, ignore_eos=True)
         memory, longest = ("64MiB", 128) if self.tiny else ("24GiB", self.length + 4 * self.new)
         with Engine(wrap(model), options=options, memory=memory, max_model_len=longest) as engine:
-            if compiled and not engine.runner.captures:
+            if compiled and engine.runner.decode_graphs is None:
                 raise ConfigError("its steps that only decode run as they are: see the log")
             few = SamplingParams(max_tokens=2, ignore_eos=True)
             engine.generate([*before, asked[0][::-1]], few)

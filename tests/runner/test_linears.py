@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hybridkv.request import SamplingParams
-from hybridkv.runner import Engine, linears, wrap
-from hybridkv.runner.linears import PaddedLinear, first_slower, padded_linears
+from hybridkv.runner import Engine, runner, wrap
+from hybridkv.runner.runner import PaddedLinear, first_slower, padded_linears
 from hybridkv.runner.tiny import tiny_model
 
 
@@ -37,7 +37,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             rows.append(hidden.numel() // hidden.shape[-1])
         return linear(hidden, weight, bias)
 
-    monkeypatch.setattr(linears, "first_padded", lambda _threads: 10)
+    monkeypatch.setattr(runner, "first_padded", lambda _threads: 10)
     monkeypatch.setattr("torch.nn.functional.linear", noted)
     return rows
 

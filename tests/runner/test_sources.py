@@ -1,5 +1,6 @@
 """Where models come from beside folders with safetensors: GGUF files, and the hub's cache."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridkv.errors import ConfigError
 from hybridkv.runner import byte_tokenizer, load, tiny_model
-from hybridkv.runner import source as sources
 from hybridkv.runner.chat import chat_ids
-from hybridkv.runner.source import ModelFiles, files_of
+from hybridkv.runner.load import ModelFiles, files_of
 
+LOADING = sys.modules["hybridkv.runner.load"]  # the package exports a function of that name
 PIECE = "ab"
 """A token behind the bytes and the end: transformers makes no tokenizer without merges."""
 NAMES = {
@@ -107,14 +108,16 @@ def test_what_reads_gguf_files_is_named(
     missing: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "small.gguf").touch()
-    monkeypatch.setattr(sources, "find_spec", lambda name: None if name in missing else object())
+    monkeypatch.setattr(
+        sys.modules["hybridkv.runner.load"], "find_spec", lambda name: None if name in missing else object()
+    )
     words = ", ".join(missing)
     with pytest.raises(ConfigError, match=rf"missing: {words}\): pip install 'hybridkv\[runner,gguf\]'"):
         load(tmp_path)
 
 
 def test_a_folder_says_which_file_it_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "find_spec", lambda _: object())
+    monkeypatch.setattr(LOADING, "find_spec", lambda _: object())
     with pytest.raises(ConfigError, match=r"has no config.json and no .gguf file"):
         files_of(str(tmp_path))
     (tmp_path / "one.gguf").touch()

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final, cast
 
 import torch
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from hybridkv.arguments import check_fields, each, flag, instance, integer, text
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import read_model
+from hybridkv.models.json_text import DocumentError, read_json
 from hybridkv.models.quantization import kv_dtype
-from hybridkv.runner.folder import require_no_code, require_plain_weights
+from hybridkv.regular_files import open_regular
 from hybridkv.runner.model_call import auto_class
 from hybridkv.runner.probe import require_runnable
-from hybridkv.runner.source import ModelFiles, files_of
 from hybridkv.runner.tiny import byte_tokenizer, tiny_model
 from hybridkv.units import shown
 
@@ -30,6 +32,15 @@ TINY: Final = "tiny:"
 _PROCESSORS: Final = ("processor_config.json", "preprocessor_config.json")
 _PICTURE_PACKAGES: Final = (("PIL", "pillow"), ("torchvision", "torchvision"))
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+_GGUF: Final = ".gguf"
+_NEEDED_BY_GGUF: Final = ("gguf", "accelerate")
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_DATA: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_CODE: Final = "*.py"
+CONFIG: Final = "config.json"
+_TOKENIZER: Final = "tokenizer_config.json"
+_INDEX: Final = "*.safetensors.index.json"
+_WEIGHTS: Final = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,3 +272,141 @@ def _eos(model: PreTrainedModel) -> tuple[int, ...]:
         if found:
             return tuple(found)
     return ()
+
+
+# -- which files a model is read from
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A folder, and the GGUF file in it that the model is; None where it is the folder itself."""
+
+    folder: Path
+    gguf: str | None = None
+
+
+def files_of(source: str, *, code: bool = False) -> ModelFiles:
+    """The files of ``source``. code: fetch Python files of a hub's folder, too.
+
+    Raises ConfigError for what is nowhere, for a folder that holds no model or several GGUF files, and for a GGUF file
+    where what reads it is not installed.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _in_folder(path)
+    if path.is_file() and path.suffix == _GGUF:
+        return _gguf(path)
+    if _HUB_NAME.fullmatch(source):
+        return _in_folder(_fetched(source, code=code))
+    raise ConfigError(
+        f"--model {source!r} is neither a folder nor tiny:NAME, nor a {_GGUF} file or a name on the hub: give a folder "
+        f"with {CONFIG}"
+    )
+
+
+def _in_folder(folder: Path) -> ModelFiles:
+    if (folder / CONFIG).is_file():
+        return ModelFiles(folder)
+    found = sorted(folder.glob(f"*{_GGUF}"))
+    if len(found) > 1:
+        raise ConfigError(f"{folder} has {len(found)} {_GGUF} files: name one, such as {found[0]}")
+    if not found:
+        raise ConfigError(f"{folder} has no {CONFIG} and no {_GGUF} file: give the folder of a Hugging Face model")
+    return _gguf(found[0])
+
+
+def _gguf(path: Path) -> ModelFiles:
+    missing = [name for name in _NEEDED_BY_GGUF if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{path} is read by {' and '.join(_NEEDED_BY_GGUF)} (missing: {', '.join(missing)}): "
+            "pip install 'hybridkv[runner,gguf]'"
+        )
+    return ModelFiles(path.parent, path.name)
+
+
+def _fetched(name: str, *, code: bool) -> Path:
+    """The folder of ``name`` in the hub's cache, its files fetched where there is a network."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415  # only a name on the hub needs it
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*_DATA, *([_CODE] if code else [])]))
+    except Exception as error:  # whatever the hub's client raises is why the model is not there
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"--model {name!r} is neither a folder nor tiny:NAME, and as a name on the hub it is neither in the local "
+            f"cache nor can it be fetched: {why}"
+        ) from error
+
+
+# -- a folder before transformers reads it
+
+
+def require_plain_weights(folder: Path) -> None:
+    """Raise ConfigError unless there are safetensors, and all weights that ``folder`` names are such files in it."""
+    if not any(folder.glob(f"*{_WEIGHTS}")):
+        raise ConfigError(f"{folder} has no *.safetensors: save the model with save_pretrained there")
+    _require_weights(folder / CONFIG, _object(folder / CONFIG).get("transformers_weights"))
+    for index in filter(Path.is_file, folder.glob(_INDEX)):
+        shards = _object(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ConfigError(f"{index} has no weight_map, an object: save the model as safetensors again")
+        for shard in shards.values():
+            _require_weights(index, shard)
+
+
+def _require_weights(where: Path, name: object) -> None:
+    """``name``: of a file of weights, or of an index of them; None for none."""
+    if name is None:
+        return
+    plain = isinstance(name, str) and not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+    if not plain or not str(name).endswith((_WEIGHTS, _INDEX.removeprefix("*"))):
+        raise ConfigError(
+            f"{where} names {name!r} as weights, which is no safetensors file of its folder: save the model as "
+            "safetensors there"
+        )
+
+
+def require_no_code(folder: Path) -> None:
+    """Raise ConfigError for a tokenizer that only code of the folder makes, and for a class that is no tokenizer.
+
+    Code that the folder has for a config or a model of a known type is not needed: transformers has its own.
+    """
+    settings = _object(folder / _TOKENIZER) if (folder / _TOKENIZER).is_file() else {}
+    known = False
+    for where, values in ((_TOKENIZER, settings), (CONFIG, _object(folder / CONFIG))):
+        name = values.get("tokenizer_class")
+        if name is None:
+            continue
+        found = _tokenizer_class(name)
+        if found is not None and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
+            raise ConfigError(f"{folder / where} names {name!r} as tokenizer_class, which is no tokenizer: correct it")
+        known = known or (where == _TOKENIZER and found is not None)
+    code = settings.get("auto_map")
+    if isinstance(code, Mapping):
+        code = code.get("AutoTokenizer")
+    if code is not None and not known:
+        raise ConfigError(
+            f"the tokenizer in {folder} is Python code of that folder, which is not run: read it, and if you trust it "
+            "say --trust-remote-code (trust_remote_code=True)"
+        )
+
+
+def _tokenizer_class(name: object) -> object:
+    """What transformers would take ``name`` for; None where it knows no such class, False where it is no name."""
+    if not isinstance(name, str):
+        return False
+    names = (name, name.removesuffix("Fast"), f"{name}Fast")
+    return next((found for one in names if (found := tokenizer_class_from_name(one)) is not None), None)
+
+
+def _object(path: Path) -> Mapping[str, object]:
+    """The JSON object in a file. ConfigError where there is none."""
+    try:
+        with open_regular(path) as file:
+            held = read_json(file)
+    except (OSError, DocumentError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(held, dict):
+        raise ConfigError(f"{path} holds no JSON object: save the model there again")
+    return held

@@ -9,12 +9,17 @@ Step -> tables.apply -> moves, zeroing, copies -> slots
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hybridkv.arguments import instance, integer, one_of
@@ -36,7 +41,6 @@ from hybridkv.runner.attention.gather import GatherBatch, gather_batch, segment_
 from hybridkv.runner.decode_graphs import DecodeGraphs, compile_option, refusal
 from hybridkv.runner.images import ImageRead, StepImages, attends_both_ways, towers_of
 from hybridkv.runner.inputs import require_blocks, require_callable
-from hybridkv.runner.linears import padded_linears
 from hybridkv.runner.load import require_model
 from hybridkv.runner.model_call import ModelCall, decode
 from hybridkv.runner.probe import (
@@ -56,7 +60,7 @@ from hybridkv.runner.sampling.sampler import NONE_DRAWN, RowState, sample
 from hybridkv.runner.states.continuation import continuation, of_each_kind, recurrence
 from hybridkv.runner.states.recurrent import RecurrentMixer
 from hybridkv.runner.states.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
-from hybridkv.runner.step_context import StepContext
+from hybridkv.runner.step_context import StandIn, StepContext
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.units import MOST_COUNT
@@ -71,6 +75,18 @@ Observer = Callable[[Step, torch.Tensor], None]
 """Called before sampling with the Step and float32[n, vocabulary], what ``Draws.of(step)`` are drawn from."""
 Undrawn = Callable[[str, Exception], object]
 """Called with a request's id, and why no token of it could be drawn: the one that its row gets means nothing."""
+
+_ROWS: Final = 16
+"""What is filled up to."""
+_LEAST_WEIGHTS: Final = 1 << 19
+"""Of a layer: smaller ones stay in a processor's cache, where what is added costs more than it brings."""
+_FEWEST: Final = 7
+"""Fewer rows are faster than 16, whatever the library."""
+_PROBED: Final = (4096, 2048)
+"""Of the layer that is measured: too large for caches, as the weights of all layers together are."""
+_REPEATS: Final = 3
+_WORTH: Final = 0.9
+"""Of the time without: what is hardly faster is left as it is."""
 
 
 class ModelRunner:
@@ -146,7 +162,7 @@ class ModelRunner:
         self.images: StepImages | None = None
         self._give_pages(planned, mixers)
         self._attach()
-        self._graphs = None if compiled is None else self._decode_graphs(max_model_len)
+        self.decode_graphs = None if compiled is None else self._captured_decoding(max_model_len)
 
     def _give_pages(self, planned: Model, mixers: Mapping[str, RecurrentMixer]) -> None:
         """Every layer knows its group and its views of the pages. mixers: of the layers that keep states, by name."""
@@ -227,12 +243,7 @@ class ModelRunner:
         if gathered:
             logger.info("%s: contexts of %d layers are gathered all the same", type(self.model).__name__, gathered)
 
-    @property
-    def captures(self) -> bool:
-        """Whether steps that only decode run as CUDA graphs, as long as none fails to be captured."""
-        return self._graphs is not None
-
-    def _decode_graphs(self, max_model_len: int) -> DecodeGraphs | None:
+    def _captured_decoding(self, max_model_len: int) -> DecodeGraphs | None:
         """None, and a line in the log, where the model does not allow it."""
         others = {
             "each row runs in a forward of its own": self.forwards is Forwards.BY_ROW,
@@ -354,8 +365,8 @@ class ModelRunner:
         owners = self._owner_rows(step)
         for group in self._token_groups:
             self.tables[group].compute_slot_mapping(owners, positions)
-        if self._graphs is not None and self.images is None:
-            decoded = self._graphs.logits(step, tokens, positions)
+        if self.decode_graphs is not None and self.images is None:
+            decoded = self.decode_graphs.logits(step, tokens, positions)
             if decoded is not None:
                 return decoded[self._tensor(wanted)]
         for group in self._token_groups:
@@ -478,3 +489,63 @@ def _kept(spec: KVCacheSpec) -> str:
     if spec.keeps is Keeps.STATE:
         return f"{spec.content_bytes} a state"
     return f"{spec.content_bytes // spec.block_size} a token"
+
+
+# -- linear layers of few rows
+
+
+@lru_cache(maxsize=8)
+def first_padded(threads: int) -> int:
+    """From how many rows on, at most 16, 16 are multiplied faster than they. Measures for some 0.3 seconds.
+
+    threads: of torch, as it is now.
+    """
+    del threads  # of the key alone
+    weight, hidden = torch.zeros(_PROBED), torch.zeros(_ROWS, _PROBED[1])
+    took = dict.fromkeys(range(_FEWEST, _ROWS + 1), math.inf)
+    for _ in range(_REPEATS):  # turn by turn: what else the machine does meets all alike
+        for rows, best in took.items():
+            began = time.perf_counter()
+            functional.linear(hidden[:rows], weight)
+            took[rows] = min(best, time.perf_counter() - began)
+    return _FEWEST - 1 + first_slower(list(took.values()))
+
+
+def first_slower(took: Sequence[float]) -> int:
+    """From how many rows on all up to the last take longer than it. took: seconds of 1, 2, .. rows."""
+    rows = len(took)
+    while rows > 1 and _WORTH * took[rows - 2] > took[-1]:
+        rows -= 1
+    return rows
+
+
+class PaddedLinear(StandIn):
+    """Takes the place of a linear layer's forward: of ``first`` rows or more, but fewer than 16, it makes 16."""
+
+    def __init__(self, module: torch.nn.Linear, first: int) -> None:
+        super().__init__(module)
+        self._linear, self._first = module, first
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # as torch names it
+        """[.., width] -> [.., width out]."""
+        module, rows = self._linear, input.numel() // input.shape[-1]
+        if not self._first <= rows < _ROWS:
+            return functional.linear(input, module.weight, module.bias)
+        padded = functional.pad(input.reshape(rows, -1), (0, 0, 0, _ROWS - rows))
+        out = functional.linear(padded, module.weight, module.bias)[:rows]
+        return out.view(*input.shape[:-1], -1)
+
+
+def padded_linears(model: torch.nn.Module) -> list[PaddedLinear]:
+    """One for every large linear layer of float32 on a processor whose forward nobody has changed; maybe none."""
+    found = [
+        one
+        for one in model.modules()
+        if type(one) is torch.nn.Linear
+        and "forward" not in vars(one)
+        and one.weight.device.type == "cpu"
+        and one.weight.dtype is torch.float32
+        and one.weight.numel() >= _LEAST_WEIGHTS
+    ]
+    first = first_padded(torch.get_num_threads()) if found else _ROWS
+    return [PaddedLinear(one, first) for one in found] if first < _ROWS else []

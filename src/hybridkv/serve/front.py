@@ -33,11 +33,11 @@ from hybridkv.runner.chat import chat_ids
 from hybridkv.runner.engine import Engine
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel
-from hybridkv.runner.text_bound import TextBound
 from hybridkv.serve.bodies import ChatMessage, SamplingBody, TemplateBody
 from hybridkv.serve.errors import ApiError, ClientGoneError, leaves
 from hybridkv.serve.gates import ApiKeys, host_name, origin, tenant_of
 from hybridkv.serve.metrics import PREFIX, Live, RequestMetrics, metrics_prefix
+from hybridkv.serve.text_bound import TextBound
 
 T = TypeVar("T")
 

@@ -48,8 +48,8 @@ def engine(model: PreTrainedModel, **kept: Any) -> Engine:  # noqa: ANN401 - opt
 
 
 def sizes(made: Engine) -> list[int]:
-    assert made.runner._graphs is not None
-    return sorted(made.runner._graphs._graphs)
+    assert made.runner.decode_graphs is not None
+    return sorted(made.runner.decode_graphs._graphs)
 
 
 def test_three_rows_run_as_four() -> None:
@@ -173,14 +173,14 @@ def test_models_that_it_is_not_for_say_so(
     name: str, kept: Mapping[str, str], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "hybridkv"), engine(tiny_model(name, 0), **kept) as made:
-        assert made.runner._graphs is None
+        assert made.runner.decode_graphs is None
     assert f"steps that only decode run as they are: {why}" in caplog.text
 
 
 def test_on_a_cpu_they_run_as_they_are(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.undo()
     with caplog.at_level(logging.WARNING, "hybridkv"), engine(tiny_model("llama", 0)) as made:
-        assert made.runner._graphs is None
+        assert made.runner.decode_graphs is None
     assert "graphs are captured on CUDA, the model is on cpu" in caplog.text
 
 

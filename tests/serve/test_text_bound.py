@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridkv.runner.text_bound import TextBound
 from hybridkv.runner.tiny import byte_tokenizer
+from hybridkv.serve.text_bound import TextBound
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # of byte-level tokenizers
