@@ -194,7 +194,7 @@ def test_bad_lines_are_counted_on_demand(tmp_path: Path) -> None:
         (("--prompts", "no/such/file"), "cannot read the prompts in no/such/file"),
         (
             ("--model", "tiny:mamba", "--layout", "reference", "--placement", "ends"),
-            "is none of the reference layout's",
+            "the reference layout has no placement",
         ),
         (("--plan", "no/such/plan"), "cannot read the plan"),
         (("--plan", "p", "--memory", "1GiB"), "drop --memory"),

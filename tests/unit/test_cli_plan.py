@@ -190,7 +190,7 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
         (("plan", "llama-3-8b", "--memory", "4GiB", "--placement", "interval:0"), "interval:528"),
         (
             ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "reference", "--placement", "ends"),
-            "placement 'ends' is none of the reference layout's: choose align or none, or --layout natural",
+            "the reference layout has no placement 'ends': choose align or none, or --layout natural",
         ),
         (
             ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "natural", "--placement", "intervall:8"),

@@ -422,7 +422,7 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         ),
         (
             ("workload:chat", *BASE, "--layout", "reference", "--placement", "interval:8"),
-            "placement 'interval:8' is none of the reference layout's: choose align or none, or --layout natural",
+            "the reference layout has no placement 'interval:8': choose align or none, or --layout natural",
         ),
         (
             ("workload:chat", *BASE, "--plan", "p.json", "--placement", "none", "--windows-as-full"),

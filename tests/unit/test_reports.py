@@ -209,7 +209,7 @@ def test_of_many_settings_the_best_are_drawn() -> None:
     report: Any = one.document["report"]
     many = [
         Swept(
-            replace(one.cell, memory=memory, max_running=at + 1),
+            replace(one.cell, memory=memory, settings=ReplaySettings(max_running=at + 1)),
             {"report": {**report, "hit_rate": at / 100}},
             again=False,
         )

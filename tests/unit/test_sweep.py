@@ -70,7 +70,8 @@ def test_a_cell_is_a_replay(tmp_path: Path) -> None:
 
 
 def test_drafts_in_a_cell(tmp_path: Path) -> None:
-    hybrid = Cell("qwen3-next-80b-a3b", "4GiB", drafts=3, acceptance=0.9, hardware="b200")
+    at: dict[str, Any] = {"model": "qwen3-next-80b-a3b", "memory": "4GiB", "hardware": "b200"}
+    hybrid = Cell.of(**at, drafts=3, acceptance=0.9)
     (one,) = sweep(SOURCE, [hybrid], tmp_path, Here())
     model = read_model("qwen3-next-80b-a3b", num_speculative_tokens=3)  # states want room for them
     plan = plan_for_trace(SOURCE.summary(), model, "4GiB")
@@ -78,11 +79,12 @@ def test_drafts_in_a_cell(tmp_path: Path) -> None:
         {}
     )
     assert one.document["report"] == {**report, "requests_within_aims": 40}
-    assert replace(hybrid, drafts=0).plainest() == Cell("qwen3-next-80b-a3b", "4GiB", hardware="b200")
-    assert hybrid.plainest() == hybrid
-    for wrong in ({"drafts": 65}, {"drafts": -1}, {"acceptance": 1.5}):
+    assert hybrid.options() == {**Cell(**at).options(), "drafts": 3, "acceptance": 0.9}
+    assert Cell.of(**at, drafts=0, acceptance=0.9) == Cell(**at)
+    assert Cell.of(**at, router="prefix") == Cell(**at)
+    for drafts, acceptance in ((65, 0.9), (-1, 0.9), (3, 1.5)):
         with pytest.raises(ConfigError):
-            replace(hybrid, **wrong)
+            Cell.of(**at, drafts=drafts, acceptance=acceptance)
 
 
 def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
@@ -107,16 +109,22 @@ def test_cells_that_cannot_be_are_told(tmp_path: Path) -> None:
     assert [other.again for other in sweep(SOURCE, [one.cell], tmp_path, Here())] == [True]
     with pytest.raises(ConfigError, match="nobody"):
         sweep(SOURCE, [replace(SMALL, model="nobody")], tmp_path, Here())
+    options: dict[str, Any] = {"model": "llama-3-8b", "memory": "1GiB"}
     for wrong in ({"memory": "x"}, {"layout": "x"}, {"placement": "x"}, {"eviction": "x"}, {"max_running": 0}):
         with pytest.raises(ConfigError):
-            replace(SMALL, **wrong)
-    with pytest.raises(ConfigError, match="none of the reference layout's"):
-        Cell("llama-3-8b", "1GiB", layout="reference", placement="ends")
+            Cell.of(**(options | wrong))
+    with pytest.raises(ConfigError, match="the reference layout has no placement 'ends'"):
+        Cell.of(model="llama-3-8b", memory="1GiB", layout="reference", placement="ends")
 
 
 def test_names_tell_cells_apart() -> None:
-    others = [replace(SMALL, **one) for one in ({"tp": 2}, {"block_size": 32}, {"token_budget": 99}, {"dtype": "fp8"})]
-    assert len({one.name for one in (*CELLS, *others)}) == 7
+    others = [replace(SMALL, **one) for one in ({"tp": 2}, {"block_size": 32}, {"dtype": "fp8"})]
+    others += [
+        replace(SMALL, settings=one) for one in (ReplaySettings(token_budget=99), ReplaySettings(short_share=0.5))
+    ]
+    assert len({one.name for one in (*CELLS, *others)}) == 8
+    assert SMALL.name == "llama-3-8b-1GiB-natural-4121a25e4acb"  # names of earlier sweeps stay
+    assert "short_share" not in SMALL.to_dict()
     assert "/" not in replace(SMALL, model="a/b c").name
     assert len(replace(SMALL, model="x" * 500).name) < 100
 
@@ -140,7 +148,7 @@ def test_a_full_disk_keeps_what_is_finished(tmp_path: Path) -> None:
     sweep(SOURCE, CELLS[:1], tmp_path, Here())
     with (
         patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")),
-        pytest.raises(SweepError, match="No space left on device; 1 of 3 cells are finished and kept: make room"),
+        pytest.raises(SweepError, match="No space left on device; 1 of 3 cells are finished and kept: free disk space"),
     ):
         sweep(SOURCE, CELLS, tmp_path, Here())
     assert set(files(tmp_path)) == {f"{SMALL.name}.json"}

@@ -87,7 +87,7 @@ def test_drafts_are_a_setting(tmp_path: Path) -> None:
     axes = {**AXES, "hardware": ["l4"], "replicas": [1], "drafts": [0, 4], "acceptance": [0.5, 1.0]}
     with ThreadPoolExecutor(1) as executor:
         tried = tune(SOURCE, axes, parse_aims("tpot-p99=40ms"), PRICES, tmp_path, executor=executor)
-    assert [(one.cell.drafts, one.cell.acceptance, one.keeps_aims) for one in tried] == [
+    assert [(one.cell.options()["drafts"], one.cell.options()["acceptance"], one.keeps_aims) for one in tried] == [
         (4, 1.0, True),
         (4, 0.5, False),
         (0, 0.7, False),

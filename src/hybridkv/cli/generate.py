@@ -37,13 +37,14 @@ from hybridkv.cli.options import (
 )
 from hybridkv.cli.outcome import printable, printable_lines
 from hybridkv.cli.output import console, print_facts, progress_bar, share, show_tenants, table
-from hybridkv.cli.running import Layout, block_size_option, layout_option, placement_option, require_placement
+from hybridkv.cli.running import Layout, block_size_option, layout_option, placement_option
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import eviction_of
 from hybridkv.planner import Plan, read_plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.regular_files import write_whole
 from hybridkv.request import SamplingParams, output_ids
+from hybridkv.simulator.setup import require_placement
 from hybridkv.units import format_bytes, format_count
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from hybridkv.cache import placement_named, placement_of
+from hybridkv.cache import placement_of
 from hybridkv.cli.options import (
     as_option,
     cache_option,
@@ -30,7 +30,7 @@ from hybridkv.eviction import TenantShares, eviction_of
 from hybridkv.models import DTYPE_NAMES, Model, read_model
 from hybridkv.models.json_text import DocumentError, parse_json
 from hybridkv.planner import Plan, read_plan, read_plan_from
-from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, NATURAL, NO_STATES
+from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.simulator import (
     FORMATS,
     WORKLOADS,
@@ -49,6 +49,7 @@ from hybridkv.simulator import (
 from hybridkv.simulator.formats.events import KV_EVENTS
 from hybridkv.simulator.hardware import BF16, DEFAULT_HARDWARE, WEIGHT_BYTES
 from hybridkv.simulator.loop import ACCEPTANCE, Speculation
+from hybridkv.simulator.setup import require_placement
 from hybridkv.simulator.trace import ARRIVALS_PER_S
 from hybridkv.units import shown
 
@@ -231,18 +232,6 @@ class PlanOptions:
         return {"placement": self.placement, "windows_as_full": bool(self.windows_as_full), "layout": layout}
 
 
-def require_placement(name: str | None, layout: str) -> None:
-    """ConfigError for a placement that ``layout`` does not know."""
-    if layout == NATURAL:
-        if name is not None:
-            placement_named(name, align_tokens=1)  # only read: the plan carries the name
-    elif name not in {None, ALIGN, NO_STATES}:
-        raise ConfigError(
-            f"placement {name!r} is none of the reference layout's: choose {ALIGN} or {NO_STATES}, or "
-            f"--layout {NATURAL}"
-        )
-
-
 def _field(given: str) -> tuple[str, object]:
     """The name and the value of FIELD=VALUE: JSON, or else text."""
     name, mark, value = given.partition("=")
@@ -311,24 +300,29 @@ class RunOptions:
     )
 
     def settings(self, *, remembered_losses: int = 0, block_times: bool = False) -> ReplaySettings:
-        """How it runs. ConfigError for values out of range."""
+        """Return the settings of the replay.
+
+        An option that ReplaySettings has under the same name is passed on as it was given.
+
+        Args:
+            remembered_losses: keys of evicted blocks to remember.
+            block_times: whether to measure how long blocks stay cached.
+
+        Raises:
+            ConfigError: for values out of range.
+        """
         require_drafts(self.drafts, self.acceptance)
-        acceptance = ACCEPTANCE if self.acceptance is None else self.acceptance
+        names = {one.name for one in fields(ReplaySettings)} & {one.name for one in fields(self)}
+        given = {name: getattr(self, name) for name in names}
+        given["hardware"] = hardware_named(self.hardware)
+        given["shares"] = TenantShares.parse(self.shares or ())
         return ReplaySettings(
-            self.max_running,
-            self.token_budget,
-            self.time_scale,
+            **given,
             prefix_caching=not self.no_prefix_caching,
-            hardware=hardware_named(self.hardware),
-            weights=self.weights,
             placement=self.planned.placement,
-            eviction=self.eviction,
-            step_by_step=self.step_by_step,
-            shares=TenantShares.parse(self.shares or ()),
             remembered_losses=remembered_losses,
             block_times=block_times,
-            speculation=Speculation(self.drafts, acceptance) if self.drafts else None,
-            short_share=self.short_share,
+            speculation=Speculation.of(self.drafts, self.acceptance),
         )
 
     def prepare(self, trace: str, settings: ReplaySettings) -> Prepared:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from rich.table import Table
 
@@ -76,16 +76,16 @@ class AxesOptions:
     )
 
     def values(self) -> dict[str, Sequence[object]]:
-        """By the fields of Cell, which these are. ConfigError for lists that are none."""
-        read: dict[str, Callable[[str, str], Sequence[object]]] = {"memory": _sizes, "acceptance": _shares}
-        read |= dict.fromkeys(("tp", "block_size", "max_running", "token_budget", "replicas", "drafts"), _numbers)
+        """Return the values of each option of Cell.of. Raises ConfigError for a list that cannot be read."""
+        kinds = {"drafts": int, "acceptance": float, **get_type_hints(ReplaySettings), **get_type_hints(Cell)}
+        readers = {int: _numbers, float: _decimals}
         found: dict[str, Sequence[object]] = {}
         for field in fields(self):
             name, given = field.name, getattr(self, field.name)
             option = "--kv-dtype" if name == "dtype" else as_option(name)
-            found[name] = [None] if given is None else read.get(name, _words)(option, given)
+            read = _sizes if name == "memory" else readers.get(kinds[name], _words)
+            found[name] = [None] if given is None else read(option, given)
         require_drafts(any(found["drafts"]), self.acceptance)
-        found["acceptance"] = [ACCEPTANCE if one is None else one for one in found["acceptance"]]
         found["dtype"] = [DTYPE_NAMES.get(str(one), one) for one in found["dtype"]]
         return found
 
@@ -98,8 +98,7 @@ def _cells_of(axes: Mapping[str, Sequence[object]]) -> list[Cell]:
     if count > _MOST_CELLS:
         raise ConfigError(f"{format_count(count)} cells are more than a sweep takes ({format_count(_MOST_CELLS)})")
     chosen: Iterator[tuple[Any, ...]] = itertools.product(*axes.values())
-    cells = [Cell(**dict(zip(axes, values, strict=True))) for values in chosen]
-    return list(dict.fromkeys(one.plainest() for one in cells))
+    return list(dict.fromkeys(Cell.of(**dict(zip(axes, values, strict=True))) for values in chosen))
 
 
 def _words(option: str, given: str) -> list[str]:
@@ -119,13 +118,13 @@ def _numbers(option: str, given: str) -> list[int]:
     return list(map(int, found))
 
 
-def _shares(option: str, given: str) -> list[float]:
-    """Numbers of 0 .. 1, separated by commas."""
+def _decimals(option: str, given: str) -> list[float]:
+    """Read numbers that are separated by commas."""
     found = _words(option, given)
     try:
         return list(map(float, found))
     except ValueError:
-        raise ConfigError(f"{option} {shown(given)}: say numbers of 0 .. 1, as {option} 0.6,0.8") from None
+        raise ConfigError(f"{option} {shown(given)} is not a list of numbers: for example {option} 0.6,0.8") from None
 
 
 def _sizes(option: str, given: str) -> list[str]:
@@ -213,8 +212,8 @@ def _show_swept(done: Sequence[Swept]) -> None:
 def _settings(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     """The names of what differs between ``cells``, and what it is in each."""
     differ = differing(cells) or ["model", "memory"]
-    said = [cell.said() for cell in cells]
-    return differ, [[printable("-" if of[name] is None else str(of[name])) for name in differ] for of in said]
+    options = [cell.options() for cell in cells]
+    return differ, [[printable("-" if of[name] is None else str(of[name])) for name in differ] for of in options]
 
 
 def _table(differ: Sequence[str], figures: Iterable[str]) -> Table:
@@ -252,7 +251,7 @@ def tune_command(
     if page_file is not None:
         write_page(page_file, tune_page(source.name, tried, aims))
     if as_json:
-        documents = [{**asdict(one), "cell": one.cell.said(), "keeps_aims": one.keeps_aims} for one in tried]
+        documents = [{**asdict(one), "cell": one.cell.to_dict(), "keeps_aims": one.keeps_aims} for one in tried]
         print(json.dumps(documents, indent=2))
         return
     _show_tried(tried)

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, Final
 
 from hybridkv.report.page import ALERT, Chart, Table, Trace, line, lying, numbers, page
-from hybridkv.simulator import Swept, Tried
+from hybridkv.simulator import Cell, Swept, Tried
 from hybridkv.simulator.sweep import differing, in_short, in_words, machines_of
 from hybridkv.simulator.tune import Aim
 from hybridkv.units import format_count, parse_bytes
@@ -161,7 +161,7 @@ def _heat(lines: dict[str, list[Swept]]) -> Chart:
 def _table(done: Sequence[Swept], names: Sequence[str]) -> Table:
     rows = []
     for one in done[:_MOST_CELLS]:
-        setting = ["-" if (value := getattr(one.cell, name)) is None else str(value) for name in names]
+        setting = _setting(one.cell, names)
         if "report" not in one.document:
             rows.append([*setting, f"refused: {one.document['refused']}"])
             continue
@@ -188,6 +188,12 @@ def _table(done: Sequence[Swept], names: Sequence[str]) -> Table:
     columns += ["output tokens/s", "preempted", "memory in use, at most"]
     first = f" The first {_MOST_CELLS} of them." if len(done) > _MOST_CELLS else ""
     return Table("All settings", f"Each was replayed by itself.{first}", columns, rows, len(names))
+
+
+def _setting(cell: Cell, names: Sequence[str]) -> list[str]:
+    """Return the values of the options ``names``, a dash for None."""
+    options = cell.options()
+    return ["-" if options[name] is None else str(options[name]) for name in names]
 
 
 def _served(cells: Sequence[Swept]) -> list[Swept]:
@@ -344,8 +350,7 @@ def _table_of_tried(tried: Sequence[Tried], names: Sequence[str]) -> Table:
     aims = list(next((one.reached for one in tried if one.reached), {}))
     rows = []
     for one in tried:
-        said = one.cell.said()
-        setting = ["-" if said[name] is None else str(said[name]) for name in names]
+        setting = _setting(one.cell, names)
         if one.reached is None:
             rows.append([*setting, f"{one.price_per_h:,.2f}", f"refused: {one.refused}"])
             continue

@@ -61,6 +61,19 @@ class Speculation:
         if not 0 <= real("acceptance", self.acceptance) <= 1:
             raise ConfigError(f"acceptance (--acceptance) must lie in 0 .. 1, got {shown(self.acceptance)}")
 
+    @classmethod
+    def of(cls, drafts: int, acceptance: float | None = None) -> Speculation | None:
+        """Return the speculation of ``drafts`` drafts, or None for 0 drafts.
+
+        Args:
+            drafts: drafted tokens of each decoding request in a step.
+            acceptance: probability that a draft is accepted if the drafts before it were; None: ACCEPTANCE.
+
+        Raises:
+            ConfigError: for values out of range.
+        """
+        return cls(drafts, ACCEPTANCE if acceptance is None else acceptance) if drafts else None
+
     def accepted(self, starts: UInt64, positions: UInt64) -> NDArray[np.int64]:
         """How many of its drafts each row would accept, int64[n]. starts, positions: of its next token. O(n)."""
         if self.acceptance in {0, 1}:

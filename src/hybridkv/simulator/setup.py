@@ -8,12 +8,12 @@ from functools import partial
 from typing import Final
 
 from hybridkv.arguments import check_fields, integer, one_of, or_none
-from hybridkv.cache import CacheOptions, KVCacheManager, placement_of
+from hybridkv.cache import CacheOptions, KVCacheManager, placement_named, placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
 from hybridkv.models import Model
 from hybridkv.planner import Plan, plan
-from hybridkv.planner.plan import DEFAULT_LAYOUT, NO_STATES
+from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, NATURAL, NO_STATES
 from hybridkv.request import Hasher
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.schedule.limits import short_share
@@ -22,7 +22,7 @@ from hybridkv.simulator.hardware import BF16, H100, Hardware, machine_in_words, 
 from hybridkv.simulator.loop import Progress, SimulatedClock, Simulation, Speculation
 from hybridkv.simulator.report import ReplayReport
 from hybridkv.simulator.trace import RequestSource, TraceSummary
-from hybridkv.units import MOST_COUNT, format_bytes, format_count
+from hybridkv.units import MOST_COUNT, format_bytes, format_count, shown
 
 TOKEN_BUDGET: Final = 8192
 MOST_RUNNING: Final = 1 << 20
@@ -82,6 +82,25 @@ class ReplaySettings:
                 f"time_scale (--time-scale) must be at most {MOST_TIME_SCALE:g}, got {self.time_scale}: beyond, "
                 "seconds are not exact any more"
             )
+
+
+def require_placement(name: str | None, layout: str) -> None:
+    """Check that ``layout`` has the placement.
+
+    Args:
+        name: name of a placement; None: that of the layout.
+        layout: name of a layout.
+
+    Raises:
+        ConfigError: for a placement that the layout does not have.
+    """
+    if layout == NATURAL:
+        if name is not None:
+            placement_named(name, align_tokens=1)  # only to check the name: the plan knows the tokens
+    elif name not in {None, ALIGN, NO_STATES}:
+        raise ConfigError(
+            f"the reference layout has no placement {shown(name)}: choose {ALIGN} or {NO_STATES}, or --layout {NATURAL}"
+        )
 
 
 def plan_for_trace(

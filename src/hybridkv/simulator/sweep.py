@@ -1,17 +1,17 @@
-"""Many settings over one trace, each a cell with a file of its own, in whatever processes an Executor offers.
+"""Replay one source under many settings; each setting is a cell with a file of its own.
 
-    DIR/sweep.json            the trace that all cells are of
-    DIR/cells/NAME.json       one cell each: its setting, and its report or why it cannot be
-    DIR/claims                empty; the lock of one byte is a claim of one cell
+    DIR/sweep.json            names the trace that all cells replay
+    DIR/cells/NAME.json       one cell: its options, and its report or the reason why it cannot run
+    DIR/claims                an empty file; a lock on one byte of it claims one cell
 
-Cells run anywhere. The process that claimed a cell writes its file, whole or not at all. A sweep runs what is missing.
-Several processes may sweep into one folder: each runs cells that no other one has claimed. The kernel drops the claims
-of a process that ends, however it ends, so another process runs its cells then.
+Any ``concurrent.futures.Executor`` may run the cells. The process that claimed a cell writes the cell's file in one
+piece, so a file is complete or absent. A sweep runs only the cells without a file.
+Several processes may sweep into one folder: each runs the cells that no other process has claimed. The kernel drops the
+claims of a process when it exits for any reason; another process then runs its cells.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import multiprocessing
@@ -24,128 +24,167 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from hybridkv.arguments import integer
-from hybridkv.cache import placement_named
 from hybridkv.errors import ConfigError, SweepError
 from hybridkv.models import Model, read_model
-from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, LAYOUTS, NATURAL, NO_STATES
+from hybridkv.planner.plan import DEFAULT_LAYOUT, LAYOUTS
 from hybridkv.regular_files import write_whole
 from hybridkv.simulator.fleet import MOST_REPLICAS, ROUND_ROBIN, replay_replicas, router_named
-from hybridkv.simulator.hardware import BF16, DEFAULT_HARDWARE, hardware_named
-from hybridkv.simulator.loop import ACCEPTANCE, MOST_DRAFTS, Speculation
-from hybridkv.simulator.setup import TOKEN_BUDGET, ReplaySettings, plan_for_trace
+from hybridkv.simulator.hardware import DEFAULT_HARDWARE, hardware_named
+from hybridkv.simulator.loop import ACCEPTANCE, Speculation
+from hybridkv.simulator.setup import ReplaySettings, plan_for_trace, require_placement
 from hybridkv.simulator.trace import RequestSource, TraceFile, TraceSummary
 from hybridkv.units import parse_bytes, shown
 
 _CELL_SCHEMA: Final = "hybridkv.sweep.cell"
 _CELL_VERSION: Final = 2
 _NAME_CHARACTERS: Final = 60
+_DEFAULTS: Final = ReplaySettings()
+_ALWAYS_WRITTEN: Final = (
+    *("model", "memory", "tp", "layout", "placement", "eviction", "block_size", "dtype", "max_running"),
+    *("token_budget", "hardware", "weights", "replicas", "router", "drafts", "acceptance"),
+    *("first_token_s", "per_token_s"),
+)
+"""Options that every cell's document holds, in this order.
+
+A document holds any other option of ReplaySettings only if it differs from its default. A new option therefore leaves
+the names and files of earlier sweeps valid.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A setting. model: as read_model takes it. memory: for the cache of one rank. dtype: of keys and values.
+    """One point of a sweep's grid: a model, its cache memory and its machines, and how each replica runs.
 
-    hardware: as hardware_named takes it. drafts, acceptance: as Speculation has them, 0 drafts for none.
-    first_token_s, per_token_s: aims that single requests are counted by.
+    Attributes:
+        model: a model, as ``read_model`` takes it.
+        memory: cache memory of one rank, such as ``40GiB``.
+        tp: tensor parallel ranks.
+        layout: cache layout, a name of LAYOUTS.
+        block_size: tokens of a block.
+        dtype: dtype of keys and values; None: that of the model's config.
+        hardware: machine of one rank, as ``hardware_named`` takes it. It replaces the machine of ``settings``.
+        replicas: number of engines.
+        router: policy that chooses a replica for each request, as ``router_named`` takes it.
+        first_token_s: limit of the time to first token of a request within the aims, in seconds.
+        per_token_s: limit of the time per output token of a request within the aims, in seconds.
+        settings: how each replica runs.
 
-    Others as plan_for_trace and ReplaySettings have them. ConfigError for what no model or machine could make right.
+    Raises:
+        ConfigError: for values out of range, and for a placement that the layout does not have.
     """
 
     model: str
     memory: str
     tp: int = 1
     layout: str = DEFAULT_LAYOUT
-    placement: str | None = None
-    eviction: str | None = None
     block_size: int = 16
     dtype: str | None = None
-    max_running: int = 256
-    token_budget: int = TOKEN_BUDGET
     hardware: str = DEFAULT_HARDWARE
-    weights: str = BF16
     replicas: int = 1
     router: str = ROUND_ROBIN
-    drafts: int = 0
-    acceptance: float = ACCEPTANCE
     first_token_s: float = math.inf
     per_token_s: float = math.inf
+    settings: ReplaySettings = _DEFAULTS
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory)
         if self.layout not in LAYOUTS:
             raise ConfigError(f"unknown layout {shown(self.layout)}: use one of {', '.join(LAYOUTS)}")
-        if self.layout == NATURAL and self.placement is not None:
-            placement_named(self.placement, align_tokens=1)  # only read
-        if self.layout != NATURAL and self.placement not in {None, ALIGN, NO_STATES}:
-            raise ConfigError(f"placement {shown(self.placement)} is none of the {self.layout} layout's")
+        require_placement(self.settings.placement, self.layout)
         integer("replicas", self.replicas, 1, MOST_REPLICAS)
-        integer("drafts", self.drafts, 0, MOST_DRAFTS)
         router_named(self.router)
-        self.settings()
+        object.__setattr__(self, "settings", replace(self.settings, hardware=hardware_named(self.hardware)))
 
-    def plainest(self) -> Cell:
-        """What runs alike, without what does nothing: a router before one engine, acceptance of no drafts."""
-        router = self.router if self.replicas > 1 else ROUND_ROBIN
-        return replace(self, router=router, acceptance=self.acceptance if self.drafts else ACCEPTANCE)
+    @classmethod
+    def of(cls, *, drafts: int = 0, acceptance: float | None = None, **options: Any) -> Cell:  # noqa: ANN401 - by field
+        """Return the cell of options that are given by name, without those that have no effect.
 
-    def said(self) -> dict[str, object]:
-        """The fields as JSON has them: what is not limited is null."""
-        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+        One replica needs no router, and acceptance has no effect without drafts: such cells are equal.
+
+        Args:
+            drafts: drafted tokens of each decoding request in a step; 0: no speculation.
+            acceptance: probability that a draft is accepted, 0 to 1; None: ACCEPTANCE.
+            options: fields of Cell and of ReplaySettings.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        names = {field.name for field in fields(ReplaySettings)} - {"hardware"}
+        settings = ReplaySettings(
+            speculation=Speculation.of(drafts, acceptance),
+            **{name: options.pop(name) for name in names & options.keys()},
+        )
+        cell = cls(**options, settings=settings)
+        return cell if cell.replicas > 1 else replace(cell, router=ROUND_ROBIN)
+
+    def options(self) -> dict[str, object]:
+        """Return every option by name, flat; an absent limit is None."""
+        speculation = self.settings.speculation
+        values: dict[str, object] = asdict(self.settings)
+        values |= {field.name: getattr(self, field.name) for field in fields(self)}
+        values["drafts"] = 0 if speculation is None else speculation.drafts
+        values["acceptance"] = ACCEPTANCE if speculation is None else speculation.acceptance
+        del values["settings"], values["speculation"]
+        ordered = {name: values[name] for name in _ALWAYS_WRITTEN} | values
+        return {name: None if value == math.inf else value for name, value in ordered.items()}
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the options that the cell's document holds."""
+        defaults = asdict(_DEFAULTS)
+        written = {
+            name: value for name, value in self.options().items() if name in _ALWAYS_WRITTEN or value != defaults[name]
+        }
+        return dict(json.loads(json.dumps(written)))  # a document that is read back has lists, no tuples
 
     @property
     def name(self) -> str:
-        """Of its file: readable, and another one for any other setting."""
-        said = self.said()
-        words = [str(said[name]) for name in ("model", "memory", "layout", "placement", "eviction") if said[name]]
-        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+        """Name of the cell's file: readable, and different for different options."""
+        options = self.to_dict()
+        words = [str(options[name]) for name in ("model", "memory", "layout", "placement", "eviction") if options[name]]
+        digest = sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:12]
         return f"{re.sub(r'[^A-Za-z0-9.]+', '-', '_'.join(words))[-_NAME_CHARACTERS:].strip('-')}-{digest}"
 
     def read(self) -> Model:
-        """The model. ConfigError where there is none, or none that is sharded so."""
+        """Read the model. Raises ConfigError for an unknown model and for one that ``tp`` cannot shard."""
+        drafts = 0 if self.settings.speculation is None else self.settings.speculation.drafts
         return read_model(
-            self.model, block_size=self.block_size, tp=self.tp, dtype=self.dtype, num_speculative_tokens=self.drafts
-        )
-
-    def settings(self) -> ReplaySettings:
-        """How it runs."""
-        placed = self.placement if self.layout == NATURAL else None
-        return ReplaySettings(
-            self.max_running,
-            self.token_budget,
-            hardware=hardware_named(self.hardware),
-            weights=self.weights,
-            placement=placed,
-            eviction=self.eviction,
-            speculation=Speculation(self.drafts, self.acceptance) if self.drafts else None,
+            self.model, block_size=self.block_size, tp=self.tp, dtype=self.dtype, num_speculative_tokens=drafts
         )
 
     def run(self, source: RequestSource, summary: TraceSummary) -> dict[str, object]:
-        """Its document: the report, or why the setting cannot serve these requests."""
-        machine = asdict(hardware_named(self.hardware))  # a file may say something else tomorrow
+        """Replay ``source`` and return the cell's document.
+
+        Args:
+            source: requests to replay.
+            summary: the summary of ``source``.
+
+        Returns:
+            A document with ``report``, or with ``refused``: the reason why these options cannot serve the requests.
+        """
         document: dict[str, object] = {
             "schema": _CELL_SCHEMA,
             "version": _CELL_VERSION,
-            "cell": self.said(),
-            "machine": machine,
+            "cell": self.to_dict(),
+            "machine": asdict(self.settings.hardware),  # the file that ``hardware`` names may change later
         }
         try:
             plan = plan_for_trace(
                 summary,
                 self.read(),
                 self.memory,
-                placement=self.placement,
+                placement=self.settings.placement,
                 layout=self.layout,
-                token_budget=self.token_budget,
+                token_budget=self.settings.token_budget,
             )
             report = replay_replicas(
-                source, plan, self.settings(), replicas=self.replicas, router=self.router, summary=summary
+                source, plan, self.settings, replicas=self.replicas, router=self.router, summary=summary
             )
         except ConfigError as error:
             return {**document, "refused": str(error)}
@@ -154,38 +193,39 @@ class Cell:
 
 
 def is_document_of(cell: Cell, document: object) -> bool:
-    """Whether it is what this version made of ``cell``."""
+    """Whether ``document`` is the result of ``cell`` on the same machine, in this version of the format."""
     return (
         isinstance(document, Mapping)
         and document.get("schema") == _CELL_SCHEMA
         and document.get("version") == _CELL_VERSION
-        and document.get("cell") == cell.said()
-        and document.get("machine") == asdict(hardware_named(cell.hardware))
+        and document.get("cell") == cell.to_dict()
+        and document.get("machine") == asdict(cell.settings.hardware)
         and isinstance(document.get("report", document.get("refused")), dict | str)
     )
 
 
 def differing(cells: Sequence[Cell]) -> list[str]:
-    """Fields that are not the same in all ``cells``."""
-    said = [cell.said() for cell in cells]
-    return [name for name in said[0] if len({str(of[name]) for of in said}) > 1]
+    """Return the names of the options that differ between ``cells``."""
+    options = [cell.options() for cell in cells]
+    return [name for name in options[0] if len({str(one[name]) for one in options}) > 1]
 
 
 def machines_of(cells: Sequence[Cell]) -> str:
-    """Name the machines that times of ``cells`` are of, and what they keep weights in."""
-    return ", ".join(dict.fromkeys(f"{hardware_named(one.hardware).name} with {one.weights} weights" for one in cells))
+    """Name the machines of ``cells`` and the formats of their weights."""
+    words = (f"{cell.settings.hardware.name} with {cell.settings.weights} weights" for cell in cells)
+    return ", ".join(dict.fromkeys(words))
 
 
 def in_words(cell: Cell, names: Sequence[str]) -> str:
-    """Its ``names``, and what they are."""
-    said = cell.said()
-    return ", ".join(f"{name.replace('_', ' ')} {said[name]}" for name in names)
+    """Return the options ``names`` of ``cell`` as text: each name and its value."""
+    options = cell.options()
+    return ", ".join(f"{name.replace('_', ' ')} {options[name]}" for name in names)
 
 
 def in_short(cell: Cell, names: Sequence[str]) -> str:
-    """What its ``names`` are."""
-    said = cell.said()
-    return ", ".join(str(said[name]) for name in names if said[name] is not None)
+    """Return the values of the options ``names`` of ``cell`` as text, without options that are None."""
+    options = cell.options()
+    return ", ".join(str(options[name]) for name in names if options[name] is not None)
 
 
 SCHEMA: Final = "hybridkv.sweep"
@@ -194,14 +234,20 @@ _HEAD: Final = "sweep.json"
 _CELLS: Final = "cells"
 _CLAIMS: Final = "claims"
 _PLACE_BYTES: Final = 7
-"""Of a digest: the place of a claim's byte, which may lie behind the end of the file."""
+"""Bytes of a digest that choose the byte of a claim. A lock may lie after the end of the file."""
 _POLL_S: Final = 0.5
-"""Seconds between two looks at cells that other processes have claimed."""
+"""Seconds between two polls of the cells that other processes have claimed. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """A finished cell. again: whether it was there before."""
+    """A finished cell.
+
+    Attributes:
+        cell: the cell.
+        document: content of its file.
+        again: whether an earlier sweep or another process had finished it.
+    """
 
     cell: Cell
     document: Mapping[str, object]
@@ -209,22 +255,28 @@ class Swept:
 
 
 def processes(jobs: int) -> ProcessPoolExecutor:
-    """An Executor of ``jobs`` processes of this machine, which end with this one."""
-    if jobs < 1:
-        raise ConfigError(f"jobs (--jobs) must be at least 1, got {jobs}")
-    context = multiprocessing.get_context("spawn")  # a fork would copy threads that draw progress
+    """Return an Executor of ``jobs`` processes on this machine, which exit when this process does.
+
+    Args:
+        jobs: number of processes, at least 1.
+
+    Raises:
+        ConfigError: if ``jobs`` is below 1.
+    """
+    integer("jobs (--jobs)", jobs, 1)
+    context = multiprocessing.get_context("spawn")  # a fork would copy the threads of the progress bar
     return ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_with_parent)
 
 
 def _end_with_parent() -> None:
-    """Of a worker: leave interrupts to the parent, and end when it does, however it does."""
+    """Set up a worker process: ignore interrupts, and exit when the parent process exits for any reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_end_behind, args=(parent,), daemon=True).start()
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
 
 
-def _end_behind(parent: BaseProcess) -> None:
+def _end_after(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
 
@@ -238,15 +290,25 @@ def sweep(
     at_a_time: int | None = None,
     on_done: Callable[[Swept], None] | None = None,
 ) -> list[Swept]:
-    """Run each of ``cells`` over ``source``, and return them in their order. Their files are in ``folder``.
+    """Replay ``source`` once for each of ``cells`` and write their files to ``folder``.
 
-    executor: only ``submit`` is called, and its futures must be those of concurrent.futures.
-    at_a_time: how many cells to claim and submit at a time, such as the executor's processes. None claims all that are
-    free at once, so a second sweep into ``folder`` finds none to run.
-    on_done: called with each cell as it ends, first with those that were there before.
+    Cells with a file are not run again. The function waits for cells that another process has claimed.
 
-    Waits for cells that another process has claimed. Raises ConfigError for unknown models and for a folder of another
-    trace. Raises SweepError if files cannot be written or workers are lost: cells that ended are kept.
+    Args:
+        source: requests to replay.
+        cells: settings to run; equal cells run once.
+        folder: folder of the files; it is created if absent.
+        executor: runs the cells. Only ``submit`` is called, and it must return futures of ``concurrent.futures``.
+        at_a_time: cells to claim and submit at once, such as the number of processes of ``executor``. None claims every
+            free cell at once, so a second sweep into ``folder`` finds no cell to run.
+        on_done: called with each cell when it is finished, first with the cells that have a file.
+
+    Returns:
+        The finished cells, in the order of ``cells``.
+
+    Raises:
+        ConfigError: for an unknown model, and for a folder that holds cells of another trace.
+        SweepError: if a file cannot be written or a worker process is lost. Finished cells are kept.
     """
     for setting in {(cell.model, cell.tp, cell.block_size, cell.dtype): cell for cell in cells}.values():
         setting.read()
@@ -276,8 +338,10 @@ def sweep(
     except (OSError, BrokenExecutor) as error:
         kept = f"{len(done)} of {len(set(cells))} cells are finished and kept"
         if isinstance(error, OSError):
-            raise SweepError(f"{folder}: {error.strerror}; {kept}: make room and run the same again") from error
-        raise SweepError(f"a worker process was lost; {kept}: run the same again, in fewer --jobs") from error
+            raise SweepError(
+                f"{folder}: {error.strerror}; {kept}: free disk space and run the same command again"
+            ) from error
+        raise SweepError(f"a worker process was lost; {kept}: run the same command again with fewer --jobs") from error
     finally:
         place.close()
     return [done[cell] for cell in cells]
@@ -286,7 +350,14 @@ def sweep(
 def _finished(
     place: _Folder, missing: Sequence[Cell], submit: Callable[[Cell], Future[dict[str, object]]], most: int
 ) -> Generator[Swept, None, None]:
-    """Yield each of ``missing`` as it ends, in this process or in one that claimed it before."""
+    """Yield each of ``missing`` when it is finished, by this process or by another one that claimed it.
+
+    Args:
+        place: the folder.
+        missing: cells without a file.
+        submit: starts a cell that this process claimed.
+        most: cells that run at once.
+    """
     running: dict[Future[dict[str, object]], Cell] = {}
     waiting = deque(missing)
     try:
@@ -315,7 +386,11 @@ def _finished(
 
 
 def identity(source: RequestSource) -> str:
-    """What tells a source from others: a trace's content and how it is read, a workload's settings."""
+    """Return a digest of a trace's content and how it is read, or of a workload's settings.
+
+    Args:
+        source: a trace file or a workload.
+    """
     return source.digest() if isinstance(source, TraceFile) else sha256(repr(source).encode()).hexdigest()
 
 
@@ -328,7 +403,7 @@ class _Folder:
     def __init__(self, path: Path, source: RequestSource) -> None:
         self._cells = path / _CELLS
         self._claims_path = path / _CLAIMS
-        self._claims: BinaryIO | None = None  # a finished sweep is read where nothing can be written
+        self._claims: BinaryIO | None = None  # opened late: a finished sweep may lie in a folder without write access
         self._trace = identity(source)
         head = path / _HEAD
         try:
@@ -341,17 +416,17 @@ class _Folder:
             raise SweepError(f"{path}: cannot write: {error.strerror}; name another folder (--out)") from error
         if there is not None and (there.get("schema"), there.get("trace")) != (SCHEMA, self._trace):
             raise ConfigError(
-                f"{path} holds cells of another trace, {there.get('source')}, or of it read otherwise: name another "
-                "folder (--out)"
+                f"{path} holds cells of another trace, {there.get('source')}, or of the same trace with other reading "
+                "options: name another folder (--out)"
             )
 
     def read(self, cell: Cell) -> Mapping[str, object] | None:
-        """What is there of ``cell``."""
+        """Return the document of ``cell``, or None if there is none of this cell on the same machine."""
         document = _document(self._cells / f"{cell.name}.json")
         return document if is_document_of(cell, document) else None
 
     def claim(self, cell: Cell) -> bool:
-        """Claim ``cell`` for this process, until ``release`` or ``close``. Return False if another process has it."""
+        """Claim ``cell`` for this process until ``release`` or ``close``; return whether the cell was free."""
         try:
             self._lock(cell, taken=True)
         except (BlockingIOError, PermissionError):  # POSIX allows either
@@ -359,11 +434,11 @@ class _Folder:
         return True
 
     def release(self, cell: Cell) -> None:
-        """Give up the claim of ``cell``."""
+        """Drop the claim of ``cell``."""
         self._lock(cell, taken=False)
 
     def _lock(self, cell: Cell, *, taken: bool) -> None:
-        import fcntl  # noqa: PLC0415  # POSIX alone has it: the rest of the simulator runs anywhere
+        import fcntl  # noqa: PLC0415  # only POSIX has it; the rest of the simulator runs anywhere
 
         if self._claims is None:
             self._claims = self._claims_path.open("ab")
@@ -371,12 +446,12 @@ class _Folder:
         fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB if taken else fcntl.LOCK_UN, 1, place)
 
     def write(self, cell: Cell, document: Mapping[str, object]) -> None:
-        """Write the document of ``cell``, which was claimed, and give up the claim."""
+        """Write the document of the claimed ``cell`` and drop the claim."""
         write_whole(self._cells / f"{cell.name}.json", _text(document))
         self.release(cell)
 
     def close(self) -> None:
-        """Give up all claims."""
+        """Drop all claims."""
         if self._claims is not None:
             self._claims.close()
 

@@ -184,7 +184,7 @@ def _number(value: object) -> int:
 
 
 def _cell(values: Mapping[str, Any], single: Mapping[str, Any]) -> Cell:
-    return Cell(**values, **single).plainest()
+    return Cell.of(**values, **single)
 
 
 def _tried(swept: Swept, aims: tuple[Aim, ...], prices: Mapping[str, float]) -> Tried:
