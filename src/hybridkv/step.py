@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Final
 
 import numpy as np
@@ -50,9 +51,8 @@ class Csr:
     @classmethod
     def from_lists(cls, lists: Sequence[Sequence[int]]) -> Csr:
         """Return the rows of ``lists``. O(tokens)."""
-        indptr = np.zeros(len(lists) + 1, np.int64)
-        np.cumsum([len(one) for one in lists], out=indptr[1:])
-        return cls(indptr, np.asarray([t for one in lists for t in one], np.int32))
+        indptr = np.array([*accumulate(map(len, lists), initial=0)], np.int64)
+        return cls(indptr, np.array([*chain.from_iterable(lists)], np.int32))
 
     def __len__(self) -> int:
         return len(self.indptr) - 1

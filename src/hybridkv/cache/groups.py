@@ -266,10 +266,17 @@ class BlockRows:
     def at(self, rows: Int64, columns: Int64) -> Int32:
         """The ids in ``columns`` of ``rows``, element by element; 0 before a row's base."""
         before = columns < self.base[rows]
-        if before.any():
+        if np.count_nonzero(before):
             found = np.where(before, 0, self.cells[np.where(before, 0, self.origin[rows] + columns)])
             return found.astype(np.int32)
         ids: Int32 = self.cells[self.origin[rows] + columns]
+        return ids
+
+    def row_at(self, row: int, columns: Int64) -> Int32:
+        """Return the ids in ``columns``, ascending, of ``row``; 0 before its base."""
+        if columns.item(0) < self._each_base[row]:
+            return self.at(np.full(len(columns), row), columns)
+        ids: Int32 = self.cells[columns + self._each_origin[row]]
         return ids
 
     def cell(self, row: int, column: int) -> int:
@@ -288,7 +295,7 @@ class BlockRows:
         """``ids`` behind what ``row`` has. Null columns at the beginning of a row take no room."""
         count = self.count.item(row)
         if count == self.base.item(row) and len(ids) and not ids[0]:
-            nulls = int((ids != 0).argmax()) if ids.any() else len(ids)
+            nulls = int((ids != 0).argmax()) if np.count_nonzero(ids) else len(ids)
             count += nulls
             self.base[row] = self.dropped[row] = self.count[row] = count
             self.origin[row] = self.start[row] - count

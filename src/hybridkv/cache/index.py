@@ -194,7 +194,7 @@ class PrefixIndex:
         while left:
             chunk = min(chunk, left)
             ids = np.fromiter(map(get, islice(coming, chunk), repeat(0)), np.int32, chunk)  # 0, the null block: no key
-            if not ids.all():
+            if np.count_nonzero(ids) < len(ids):
                 parts.append(ids[: int(ids.argmin())])
                 break
             parts.append(ids)

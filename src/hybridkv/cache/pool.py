@@ -318,19 +318,21 @@ class BlockPool:
 
     def release(self, ordered: Int32) -> None:
         """free_blocks of blocks that rows held. BlockError for one that nobody holds; then nothing changes."""
-        if not ordered.size:
+        if len(ordered) < 2:
+            for block in ordered.tolist():
+                self.release_one(block)
             return
         ids = ordered.astype(np.int64)
         held = self._ref[ids]
-        if np.logical_and.reduce(held == 1):  # as nearly always
+        if np.count_nonzero(held == 1) == len(held):  # as nearly always
             self._ref[ids] = 0
         else:
             held = self._held(ids)
             self._ref[ids] = held - 1
             ids = ids[held == 1]
         cached = self.keys.are_on(ids)
-        if not np.logical_and.reduce(cached):
-            if np.logical_and.reduce(cached[1:]):  # of a row the last block, which is not full
+        if (num_cached := np.count_nonzero(cached)) < len(cached):
+            if num_cached == len(cached) - 1 and not cached[0]:  # of a row the last block, which is not full
                 self.space.prepend(ids[:1])
                 ids = ids[1:]
             else:

@@ -167,9 +167,9 @@ class Publisher:
         group.published[row] = decided
         if not columns.size:
             return
-        ids = group.rows.at(np.full(len(columns), row), columns)
+        ids = group.rows.row_at(row, columns)
         held = ids != 0
-        if not held.all():
+        if np.count_nonzero(held) < len(held):
             ids, columns = ids[held], columns[held]
             if not ids.size:
                 return

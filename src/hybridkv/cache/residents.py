@@ -85,8 +85,9 @@ class Residents:
             rows = integers("rows", given, 0)
         if not rows.size:
             return rows
-        most = np.maximum.reduce(rows.view(np.uint64))  # of a negative one, too
-        if most >= len(self._next_event) or not self._next_event[rows].all():
+        if np.count_nonzero(rows.view(np.uint64) >= len(self._next_event)) or (  # a negative one, too
+            np.count_nonzero(self._next_event[rows]) < len(rows)
+        ):
             integers("rows", rows, 0)
             held = self.request_rows.requests
             free = next(row for row in rows.tolist() if row >= len(held) or held[row] is None)
@@ -232,7 +233,7 @@ def one_a_row(name: str, counts: object, rows: Int64, least: int) -> Int64:
         isinstance(counts, np.ndarray)
         and counts.dtype == np.int64
         and counts.shape == rows.shape
-        and (not len(rows) or counts.min() >= least)
+        and not np.count_nonzero(counts < least)
     ):
         return counts
     found = integers(name, counts, least)

@@ -130,7 +130,7 @@ class Checkpoints:
         due = end >= self._next[rows]
         if self._late:
             due |= np.isin(rows, list(self._late))
-        for place in np.flatnonzero(due).tolist():
+        for place in due.nonzero()[0].tolist():
             request = requests[rows.item(place)]
             if request is not None:
                 self._store_row(request, computed.item(place), end.item(place))
@@ -385,7 +385,7 @@ class TransferLog:
         gone = [copy.source for copy in self._copies if copy.row == row]
         self._copies = [copy for copy in self._copies if copy.row != row]
         for source in gone:
-            self.pool.release(np.array([source], np.int32))
+            self.pool.release_one(source)
 
     def take_transfers(self) -> Transfers:
         """All of it, and nothing is held any longer. O(transfers)."""
@@ -409,7 +409,7 @@ class TransferLog:
         self._moves, self._copies, self._stored = [], [], []
         self.pool.space.begin_step()
         for block in held:
-            self.pool.release(np.array([block], np.int32))
+            self.pool.release_one(block)
         return Transfers(tuple(copies), checkpoints, moved)
 
     def cells_of(self, blocks: Int64) -> tuple[Int32, Int32, Int32]:
@@ -440,7 +440,7 @@ class TransferLog:
         return Transfer(one.group.number, source, self._local(one.group, one.block), "state")
 
     def _block_at(self, group: CacheGroup, row: int, column: int) -> int:
-        return self._local(group, group.rows.at(np.array([row]), np.array([column])).item(0))
+        return self._local(group, group.rows.cell(row, column))
 
     def _local(self, group: CacheGroup, block: int) -> int:
         return block - self.pool.bases[self.pool.classes[group.number]]
@@ -482,8 +482,9 @@ def cells_of_row(row: int, ids: tuple[Int32, ...]) -> list[Cells]:
     """The cells of a new row: all its blocks, group by group, null columns left out."""
     parts = []
     for group, blocks in enumerate(ids):
-        columns = np.flatnonzero(blocks).astype(np.int32)
-        same = np.full((2, len(columns)), [[group], [row]], np.int32)
+        columns = blocks.nonzero()[0].astype(np.int32)
+        same = np.empty((2, len(columns)), np.int32)
+        same[0], same[1] = group, row
         parts.append(Cells(same[0], same[1], columns, blocks[columns]))
     return parts
 
@@ -602,8 +603,9 @@ def state_moves(groups: Sequence[CacheGroup], pool: BlockPool, spans: RowSpans) 
         if of.left.size:
             source = pool.local(group.number, group.rows.at(rows[of.left], of.source))
             copies += zip(of.left.tolist(), [place] * len(of.left), source.tolist(), strict=True)
-    read_blocks, written_blocks = (pool.local_each(numbers, np.stack(found, axis=1)) for found in (reads, writes))
-    read = np.full((len(rows), len(groups)), -1, np.int32)
+    read_blocks, written_blocks = (pool.local_each(numbers, np.array(found).T) for found in (reads, writes))
+    read = np.empty((len(rows), len(groups)), np.int32)
+    read.fill(-1)
     read[:, numbers] = read_blocks
     moved = tuple(
         [
@@ -634,7 +636,7 @@ def _columns_of(group: CacheGroup, states: StatePolicy, spans: RowSpans, owner: 
     accepted = group.accepted[spans.rows]
     stays = (accepted >= 0) | (drafted > 0)
     moves = ((computed > 0) & ~stays & (before != after)).nonzero()[0]
-    if not stays.any():
+    if not np.count_nonzero(stays):
         return _Columns(after, moves, before[moves], after)
     read = np.where(stays, np.where(accepted >= 0, accepted, before), after)
     return _Columns(read, moves, before[moves], states.draft_columns(certain[owner], drafted[owner], behind))

@@ -127,7 +127,7 @@ class StepBuilder:
 
     def _cuts(self, wanted: Int64) -> bool:
         """Whether chunks of so many tokens may have to end early."""
-        return self._split is not None and not (wanted <= 1).all()
+        return self._split is not None and bool(np.count_nonzero(wanted > 1))
 
     @property
     def for_running(self) -> int:
@@ -149,7 +149,9 @@ class StepBuilder:
     def ahead(self) -> int:
         """Tokens with which a waiting request goes ahead, if it needs no more."""
         if self._ahead is None:
-            self._ahead = self._most_ahead - int(self._wanted[_shortest(self._wanted, self._most_ahead)].sum())
+            wanted = self._wanted
+            ahead = int(wanted[_shortest(wanted, self._most_ahead)].sum()) if len(wanted) else 0
+            self._ahead = self._most_ahead - ahead
         return self._ahead
 
     @property
@@ -263,18 +265,19 @@ def _gather_tokens(requests: RequestRows, rows: Int64, computed: Int64, counts: 
     A decoding row costs a share of a few array operations, any other one a Python call.
     """
     indptr = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(counts, out=indptr[1:])
+    counts.cumsum(out=indptr[1:])
     ahead = requests.num_tokens[rows] - computed
     if indptr[-1] == len(rows):
         values = requests.last_tokens(rows)
         other = ahead != 1
-        if not other.any():
+        if not np.count_nonzero(other):
             return Csr(indptr, values)
     else:
         values = np.empty(int(indptr[-1]), np.int32)
         other = (counts != 1) | (ahead != 1)
         single = (~other).nonzero()[0]
-        values[indptr[single]] = requests.last_tokens(rows[single])
+        if single.size:
+            values[indptr[single]] = requests.last_tokens(rows[single])
     for i in other.nonzero()[0].tolist():
         start, count = int(computed[i]), int(counts[i])
         if ahead[i] <= 0:
@@ -375,9 +378,9 @@ def share_budget(wanted: Int64, budget: int) -> Int64:
 
 def _shortest(wanted: Int64, most: int) -> NDArray[np.bool_]:
     """Rows that want least, as many as ``most`` tokens are enough for, of equal ones the first; bool[rows]."""
-    order = np.argsort(wanted, kind="stable")
+    order = wanted.argsort(kind="stable")
     short = np.zeros(len(wanted), np.bool_)
-    short[order[np.cumsum(wanted[order]) <= most]] = True
+    short[order[wanted[order].cumsum() <= most]] = True
     return short
 
 

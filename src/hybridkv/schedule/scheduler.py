@@ -255,7 +255,7 @@ class Scheduler:
         while True:
             rows = self._running.order[start:]
             shares = builder.shares(rows, self._wanted(rows, held))
-            if not shares.all():
+            if np.count_nonzero(shares) < len(shares):
                 some = shares.nonzero()[0]
                 places, rows, shares = some + start, rows[some], shares[some]
             else:
@@ -324,7 +324,8 @@ class Scheduler:
         return step
 
     def _requests_of(self, rows: Int64) -> tuple[Request, ...]:
-        if np.array_equal(rows, self._running.order):
+        order = self._running.order
+        if len(rows) == len(order) and not np.count_nonzero(rows != order):
             return self._running.requests
         owners = self.cache.rows.requests
         return tuple(request for request in map(owners.__getitem__, rows.tolist()) if request is not None)

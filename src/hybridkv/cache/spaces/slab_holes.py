@@ -152,6 +152,10 @@ class SlabHoles:
         of_each = np.array(self.bases).searchsorted(ids, "right") - 1
         return [(of, some) for of in range(first, last + 1) if len(some := ids[of_each == of])]
 
+    def owns(self, block: int) -> bool:
+        """Return whether ``block`` is no hole and lies in a slab that its class owns. O(log classes)."""
+        return not self._hole_bytes[block] and self.owner[self.slab_of(block)] == self.class_of(block)
+
     def find_unowned(self, part: Part) -> int | None:
         """A block of ``part`` that is a hole or lies in a slab that its class does not own. O(part)."""
         if isinstance(part.slabs, list):
@@ -160,7 +164,7 @@ class SlabHoles:
                     return int(block)
             return None
         wrong = self.is_hole[part.ids] | (self.owners[part.slabs] != part.of)
-        return int(part.ids[wrong][0]) if wrong.any() else None
+        return int(part.ids[wrong][0]) if np.count_nonzero(wrong) else None
 
     def free_slabs(self) -> Int64:
         """Free slabs, the next to be taken last. O(slabs)."""
@@ -270,6 +274,13 @@ class SlabHoles:
         self.referenced[part.of] += more * len(part.ids)
         self._count(part, held=more)
 
+    def hold_one(self, block: int, of: int, more: int) -> None:
+        """``hold`` one block of class ``of``. O(1)."""
+        slab = (block - self.bases[of]) // self.ks[of]
+        self.referenced[of] += more
+        self.num_held[slab] += more
+        self._file(slab, of)
+
     def hold_again(self, part: Part) -> None:
         """Each block of ``part``, cached, is referenced: what comes of a hole made and taken, one by one. O(part)."""
         self.hold(part, 1)
@@ -313,8 +324,10 @@ class SlabHoles:
         last = np.empty(len(slabs), np.bool_)  # neighbours in a row mostly share a slab: count runs
         last[-1] = True
         np.not_equal(slabs[1:], slabs[:-1], out=last[:-1])
-        ends = np.flatnonzero(last)
-        slabs, runs = slabs[ends], np.diff(ends, prepend=-1).astype(np.int32)
+        ends = last.nonzero()[0]
+        slabs, runs = slabs[ends], ends.astype(np.int32)
+        runs[0] += 1
+        runs[1:] -= ends[:-1]
         if held:
             np.add.at(self.all_held, slabs, held * runs)
         if holes:

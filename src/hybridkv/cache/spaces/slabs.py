@@ -76,6 +76,7 @@ class SlabSpace:
         self._place = np.full(self.num_blocks, NOWHERE, np.int32)  # of a cached block in the order of its class
         self._lru = tuple(FreeOrder(total * k, self._place) for k in self.ks)
         self.stamps = np.zeros(self.num_blocks, np.int64)
+        self._each_place, self._each_stamp = self._place.data, self.stamps.data  # quick to read and write singly
         self.is_given = np.zeros(self.num_blocks, np.bool_)
         self.given, self._given_first = [0] * len(self.ks), False
         self.locks = np.zeros(self.num_blocks, np.int32)
@@ -263,8 +264,18 @@ class SlabSpace:
         return ids.item(0) if ids.size else 0
 
     def append_one(self, block: int) -> None:
-        """``append`` of one."""
-        self.append(np.array([block]))
+        """``append`` of one block, without arrays of one element."""
+        holes, of = self._holes, self._holes.class_of(block)
+        if self._each_place[block] != NOWHERE:
+            raise BlockError(f"block {block} is cached: nobody holds it")
+        if not holes.owns(block):
+            raise BlockError(f"block {block} is free: nobody holds it")
+        if any(self.locked_slabs):
+            self._refuse_locked(np.array([block]))
+        self.now += 1
+        self._each_stamp[block] = self.now
+        self._lru[of].append_one(block)
+        holes.hold_one(block, of, -1)
 
     def prepend_one(self, block: int) -> None:
         """``prepend`` of one."""
@@ -379,14 +390,14 @@ class SlabSpace:
     def _cached_by_class(self, ids: Ids) -> list[tuple[int, Ids]]:
         """``ids`` by class. BlockError, before anything changes, unless all are cached. O(ids)."""
         found = self._holes.by_class(ids)
-        if not (cached := self.are_cached(ids)).all():
+        if np.count_nonzero(cached := self.are_cached(ids)) < len(ids):
             raise BlockError(f"block {int(ids[~cached][0])} is not cached: nobody could have hit it")
         return found
 
     def _referenced_parts(self, ids: Ids) -> list[Part]:
         """``ids`` by class. BlockError, before anything changes, unless all are referenced. O(ids)."""
         parts = self._holes.parts(ids)
-        if (cached := self.are_cached(ids)).any():
+        if np.count_nonzero(cached := self.are_cached(ids)):
             raise BlockError(f"block {int(ids[cached][0])} is cached: nobody holds it")
         for part in parts:
             if (block := self._holes.find_unowned(part)) is not None:
@@ -487,7 +498,7 @@ class SlabSpace:
         """How many of ``ids``, the oldest of class ``of``, go until the last one given up is gone."""
         if not self.given[of]:
             return 0
-        return min(int(np.cumsum(self.is_given[ids]).searchsorted(self.given[of])) + 1, ids.size)
+        return min(int(self.is_given[ids].cumsum().searchsorted(self.given[of])) + 1, ids.size)
 
     def _are_young(self, ids: Int32, age: int) -> Bool:
         """Which of ``ids`` are so young that a block of ``age`` is more than 1.1 times as old."""
