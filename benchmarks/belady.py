@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 from foreseen import Future
 
-from hybridkv.eviction.named import Eviction
+from hybridkv.eviction.choice import Eviction
 from hybridkv.eviction.resume_points import ResumePoint, note_hit
 from hybridkv.request_rows import grown
 from hybridkv.simulator.formats import TraceRequest

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 from hybridkv.models import read_model
 from hybridkv.planner import Plan
-from hybridkv.schedule import Choose, Stride, StrideTimes
+from hybridkv.schedule import Choose, FastForward, FastForwardClock
 from hybridkv.simulator import (
     H100_UNBOUNDED,
     ReplayReport,
@@ -71,10 +71,10 @@ class Counted:
 
     def __init__(self, made: Simulation) -> None:
         self.strides = self.steps = 0
-        self._stride = made.scheduler.stride
-        made.scheduler.stride = self.stride  # type: ignore[method-assign]
+        self._stride = made.scheduler.fast_forward
+        made.scheduler.fast_forward = self.stride  # type: ignore[method-assign]
 
-    def stride(self, choose: Choose, times: StrideTimes | None = None) -> Stride:
+    def stride(self, choose: Choose, times: FastForwardClock | None = None) -> FastForward:
         """That of the scheduler, counted."""
         stride = self._stride(choose, times)
         self.strides += stride.steps > 0

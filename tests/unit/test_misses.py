@@ -18,7 +18,7 @@ from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.observe.block_times import BlockTimes
-from hybridkv.observe.misses import Lost, LostKeys
+from hybridkv.observe.misses import LossRecord, LostKeys
 from hybridkv.request import Request
 from hybridkv.simulator import H100_UNBOUNDED, ReplaySettings, Workload, plan_for_trace, replay
 from hybridkv.specs import KVCacheSpec
@@ -109,19 +109,22 @@ def test_losses_are_forgotten_by_generations() -> None:
     times = Idle()
     lost = LostKeys(4, (10, 5), times)
 
-    def known(number: int | None) -> Lost | None:
+    def known(number: int | None) -> LossRecord | None:
         return None if number is None else lost.lost(number)
 
     lost.read(KeysLost(0, [b"a"], (), [], 1, 0.0))
     lost.by = "r"
     lost.read(KeysLost(1, [b"b"], [(b"p", b"tail")], [], 1, 1.0))  # three: the generation is full
     lost.by = None
-    assert (known(lost.whole(0, b"a")), known(lost.whole(1, b"b"))) == (Lost(0.0, 0), Lost(1.0, 10, "r"))
-    assert [(tokens, known(number)) for tokens, number in lost.inside(1, b"p")] == [(b"tail", Lost(1.0, 10, "r"))]
+    assert (known(lost.whole(0, b"a")), known(lost.whole(1, b"b"))) == (LossRecord(0.0, 0), LossRecord(1.0, 10, "r"))
+    assert [(tokens, known(number)) for tokens, number in lost.inside(1, b"p")] == [(b"tail", LossRecord(1.0, 10, "r"))]
     lost.read(KeysLost(1, [b"b"], (), [7], 1, 2.0))
     lost.read(KeysLost(0, [b"c", b"d"], (), [8, 9], 2, 2.0))
     assert (lost.whole(0, b"a"), list(lost.inside(1, b"p"))) == (None, [])
-    assert (known(lost.whole(1, b"b")), known(lost.whole(0, b"d"))) == (Lost(2.0, 15, None, 7), Lost(2.0, 20, None, 9))
+    assert (known(lost.whole(1, b"b")), known(lost.whole(0, b"d"))) == (
+        LossRecord(2.0, 15, None, 7),
+        LossRecord(2.0, 20, None, 9),
+    )
     assert lost.lost_bytes == 40
     assert lost.knows(1)[1].keys() == {b"b"}
     lost.clear()

@@ -311,7 +311,7 @@ def test_of_equal_blocks_the_one_that_was_full_first_is_found() -> None:
     one_by_one, as_one = two(), two()
     for step in range(10):
         sampled(one_by_one, 6 + step)
-    assert as_one.stride(saying(tuple(range(6, 16)), tuple(range(7, 17)))).steps == 10
+    assert as_one.fast_forward(saying(tuple(range(6, 16)), tuple(range(7, 17)))).steps == 10
     behind, ahead = (scheduler.cache.engine.resident_requests() for scheduler in (one_by_one, as_one))
     for before, now in zip(behind, ahead, strict=True):
         assert now.token_ids().tolist() == before.token_ids().tolist()
@@ -326,7 +326,7 @@ def test_of_equal_blocks_the_one_that_was_full_first_is_found() -> None:
 
 def test_where_no_step_is_uniform() -> None:
     def taken(scheduler: Scheduler) -> int:
-        return scheduler.stride(saying(*[(1,)] * scheduler.num_running)).steps
+        return scheduler.fast_forward(saying(*[(1,)] * scheduler.num_running)).steps
 
     assert taken(running((5, 3), 8)) == 1
     assert taken(running((), 8)) == 0
@@ -383,11 +383,11 @@ def test_tokens_of_another_shape_are_refused_and_nothing_is_done() -> None:
     scheduler = running((5, 3), 4)
     before = scheduler.statistics()
     for tokens in (np.zeros((1, 2)), np.zeros((2, 4)), np.zeros(2)):
-        with pytest.raises(ConfigError, match=r"a stride of int32 tokens .*: choose int32, a row for each of the 2 "):
-            scheduler.stride(lambda *_, chosen=tokens: chosen.astype(np.int32))
+        with pytest.raises(ConfigError, match=r"int32 tokens .*: choose int32, a row for each of the 2 "):
+            scheduler.fast_forward(lambda *_, chosen=tokens: chosen.astype(np.int32))
     with pytest.raises(ConfigError, match="float64"):
-        scheduler.stride(lambda *_: np.zeros((2, 1)))  # type: ignore[arg-type]  # refused
-    assert scheduler.stride(saying((), ())).steps == 0
+        scheduler.fast_forward(lambda *_: np.zeros((2, 1)))  # type: ignore[arg-type]  # refused
+    assert scheduler.fast_forward(saying((), ())).steps == 0
     assert scheduler.statistics() == before
     scheduler.check()
 
@@ -405,7 +405,7 @@ def test_tokens_that_cannot_be_hashed_take_no_stride(monkeypatch: pytest.MonkeyP
         return [b"key"] * len(parents)
 
     monkeypatch.setattr(hasher, "hash_rows", fails)
-    assert scheduler.stride(saying((0,) * 9, (0,) * 9)).steps == 0
+    assert scheduler.fast_forward(saying((0,) * 9, (0,) * 9)).steps == 0
     assert len(hashed) > 1
     assert [(one.token_ids().tolist(), list(one.hashes)) for one in requests] == before
     scheduler.check()

@@ -60,7 +60,7 @@ from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.cache.transfers import Checkpoints, TransferLog
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.eviction.blocks import PointBlocks
-from hybridkv.eviction.named import EVICTIONS, LRU, Eviction, eviction_named, eviction_of
+from hybridkv.eviction.choice import EVICTIONS, LRU, Eviction, eviction_named, eviction_of
 from hybridkv.eviction.ranked import RankedResumePoints, TenantRankings
 from hybridkv.eviction.tenants import EVERYBODY, TenantShares
 from hybridkv.observe.block_times import BlockTimes

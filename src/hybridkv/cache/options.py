@@ -12,7 +12,7 @@ from hybridkv.cache.journal import MAX_EVENT_BLOCKS
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import ConfigError
-from hybridkv.eviction.named import Eviction
+from hybridkv.eviction.choice import Eviction
 from hybridkv.eviction.tenants import EVERYBODY, TenantShares
 from hybridkv.units import MOST_COUNT, shown
 

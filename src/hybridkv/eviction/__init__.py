@@ -5,7 +5,7 @@ that of the space (hybridkv.cache.spaces), and hybridkv.cache.kept supersedes st
 """
 
 import hybridkv.cache  # noqa: F401 - the manager composes this package: its modules come first
-from hybridkv.eviction.named import DEFAULT_EVICTIONS, EVICTIONS, HAZARD, LRU, Eviction, eviction_named, eviction_of
+from hybridkv.eviction.choice import DEFAULT_EVICTIONS, EVICTIONS, HAZARD, LRU, Eviction, eviction_named, eviction_of
 from hybridkv.eviction.tenants import EVERYBODY, Share, TenantShares
 
 __all__ = [

@@ -8,7 +8,7 @@ layers also read no window, at ``states`` if they also needed no state, and so o
 Keys that blocks have lost, for as long as that is remembered: what was evicted, when, and how much has been since.
 
 whole     group, key -> number              inside a block     group, parent -> the bytes of its tokens -> number
-number -> Lost                              losses are counted: what was lost earlier has a smaller number
+number -> LossRecord                              losses are counted: what was lost earlier has a smaller number
 
 Two generations: when the young one is full, the old one is forgotten. Nobody keeps it unless misses are explained
 (docs/design/0029).
@@ -397,7 +397,7 @@ def _plain_hashes(request: Request) -> Sequence[bytes]:
     return request.hasher.hash_chain(None, request.token_ids(0, blocks * size), None)
 
 
-class Lost(NamedTuple):
+class LossRecord(NamedTuple):
     """at_s: on the cache's clock. before_bytes: of all blocks that had lost their keys before.
 
     by: the request that room was made for, None where it was for requests that went on. idle_s: how long nobody had
@@ -418,7 +418,7 @@ class _Generation:
         self.whole: list[dict[bytes, int]] = [{} for _ in range(groups)]
         self.inside: list[dict[bytes, dict[bytes, int]]] = [{} for _ in range(groups)]
         self.noted: list[int] = []
-        self.lost: list[Lost] = []
+        self.lost: list[LossRecord] = []
         self.idle_s = array("d")
 
 
@@ -453,7 +453,7 @@ class LostKeys:
         group, keys, tails = fact.group, fact.keys, fact.tails
         young, first, count = self._young, self._next, len(keys) + len(tails)
         young.noted.append(first)
-        young.lost.append(Lost(fact.now, self.lost_bytes, self.by))
+        young.lost.append(LossRecord(fact.now, self.lost_bytes, self.by))
         if self._times is not None:
             young.idle_s.frombytes(self._times.idle_s(fact.blocks, fact.now).tobytes())
         self.lost_bytes += self._block_bytes[group] * fact.num_blocks
@@ -478,7 +478,7 @@ class LostKeys:
         """Keys of ``group``, to look up many."""
         return self._young.whole[group], self._old.whole[group]
 
-    def lost(self, number: int) -> Lost:
+    def lost(self, number: int) -> LossRecord:
         """What is known of a loss that is remembered. O(log notes)."""
         of = self._young if number >= self._young.first else self._old
         lost = of.lost[bisect_right(of.noted, number) - 1]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
@@ -24,10 +23,21 @@ from hybridkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-OnExplained = Callable[[Request, int, tuple[Miss, ...]], None]
-"""Called with a request that begins for the first time, its hit tokens and why the others were not found."""
-
 _MOST_PASSED: Final = 16  # refused requests that a step looks at: each costs a look-up
+
+
+class ExplainedRequest(NamedTuple):
+    """Why the prefix cache did not have all of a request's prompt when the request was first admitted.
+
+    Attributes:
+        request: the request.
+        hit_tokens: tokens of its longest cached prefix.
+        misses: spans of the other prompt tokens in order, each with the reason.
+    """
+
+    request: Request
+    hit_tokens: int
+    misses: tuple[Miss, ...]
 
 
 class Standstill(NamedTuple):
@@ -47,7 +57,7 @@ class AdmissionControl:
     """Moves requests from ``waiting`` to ``running`` and into a step.
 
     prompt_tokens, hit_tokens: of first admissions, so far; misses: the others, by reason, where they are explained.
-    refusals: by reason, so far. on_explained: who is told of each request, where misses are explained.
+    refusals: by reason, so far. explained: requests first admitted by the last step, where misses are explained.
     """
 
     def __init__(
@@ -60,7 +70,7 @@ class AdmissionControl:
         self.prompt_tokens = self.hit_tokens = 0
         self.refusals: Counter[Reason] = Counter()
         self.misses: Counter[MissReason] = Counter()
-        self.on_explained: OnExplained | None = None
+        self.explained: list[ExplainedRequest] = []
         self._bounds = RequestLimits(
             max_model_len=cache.max_model_len,
             max_in_flight_tokens=(limits.max_batched_tokens + limits.num_lookahead_tokens) * limits.max_in_flight,
@@ -377,8 +387,7 @@ class AdmissionControl:
             misses = cache.explain(request, plan.hit_tokens)
             for miss in misses:
                 self.misses[miss.reason] += miss.tokens
-            if self.on_explained is not None:
-                self.on_explained(request, plan.hit_tokens, misses)
+            self.explained.append(ExplainedRequest(request, plan.hit_tokens, misses))
 
 
 def _why(entry: Waiting, *, seat: bool) -> WaitReason:

@@ -30,7 +30,7 @@ _MOST_STEPS: Final = 512  # of one stride: what a stride makes of each step and 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stride:
+class FastForward:
     """What a stride did.
 
     steps: how many it was, 0 for none, of ``rows`` requests each. copies: what the last of them had to move and copy
@@ -45,11 +45,11 @@ class Stride:
     finished: tuple[Finished, ...]
 
 
-NO_STRIDE: Final = Stride(0, 0, (), 0.0, ())
+NO_STEPS: Final = FastForward(0, 0, (), 0.0, ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Uniform:
+class UniformSteps:
     """Steps from now on that are all alike but for the last, in which requests may end.
 
     rows: int64[running], those that run, in order. computed: int64[running], tokens that each has computed. steps: how
@@ -64,11 +64,11 @@ class Uniform:
     patience_s: float
 
 
-Choose = Callable[[Uniform], Int32]
+Choose = Callable[[UniformSteps], Int32]
 """What each row samples in as many of the steps as shall be taken, int32[running, steps]."""
 
 
-class StrideTimes(Protocol):
+class FastForwardClock(Protocol):
     """When the steps of a stride are: what the clock of a scheduler and its cache says while one is taken."""
 
     def begin(self, step: int) -> None:
@@ -78,9 +78,9 @@ class StrideTimes(Protocol):
         """The last of ``steps`` steps, which made ``copies``, is complete: what ends now ends then."""
 
 
-def take_stride(
-    admission: AdmissionControl, choose: Choose, times: StrideTimes | None, builder: StepBuilder, now: float
-) -> Stride:
+def advance_uniform(
+    admission: AdmissionControl, choose: Choose, times: FastForwardClock | None, builder: StepBuilder, now: float
+) -> FastForward:
     """Take one stride, none where the next step is not uniform; see Scheduler.stride. No step is in flight.
 
     builder: of a step, its tokens without those of running rows. now: seconds. O(running * steps) in array
@@ -88,20 +88,20 @@ def take_stride(
     """
     cache, rows, requests = admission.cache, admission.running.order, admission.running.requests
     if builder.left < 0 or not _all_decode(admission, rows) or (still := admission.standstill(builder, now)) is None:
-        return NO_STRIDE
+        return NO_STEPS
     most = _most_steps(admission, rows, still)
     if not most:
-        return NO_STRIDE
+        return NO_STEPS
     patience_s = admission.limits.max_overtaken_seconds
-    tokens = choose(Uniform(rows, cache.rows.num_computed[rows], most, still.since_s, patience_s))
+    tokens = choose(UniformSteps(rows, cache.rows.num_computed[rows], most, still.since_s, patience_s))
     if tokens.dtype != np.int32 or tokens.ndim != 2 or len(tokens) != len(rows) or tokens.shape[1] > most:
         raise ConfigError(
-            f"a stride of {tokens.dtype} tokens {tokens.shape}: choose int32, a row for each of the {len(rows)} "
+            f"{tokens.dtype} tokens {tokens.shape}: choose int32, a row for each of the {len(rows)} "
             f"requests that run and at most {most} steps"
         )
     steps, peak_usage = cache.fast_forward.advance(rows, tokens, None if times is None else times.begin)
     if not steps:
-        return NO_STRIDE
+        return NO_STEPS
     for reason, count in still.refused.items():
         admission.refusals[reason] += count * steps
     copies = cache.fields.take_transfers().copies
@@ -109,7 +109,7 @@ def take_stride(
         times.end(steps, copies)
     done = np.flatnonzero(cache.rows.num_tokens[rows] >= admission.running.limit[rows])
     admission.running.end(Finished(requests[place], FinishReason.LENGTH) for place in done.tolist())
-    return Stride(steps, len(rows), copies, peak_usage, admission.running.take_finished())
+    return FastForward(steps, len(rows), copies, peak_usage, admission.running.take_finished())
 
 
 def _all_decode(admission: AdmissionControl, rows: Int64) -> bool:

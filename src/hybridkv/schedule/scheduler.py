@@ -24,9 +24,9 @@ from hybridkv.arguments import instance, integer
 from hybridkv.cache import KVCacheManager, Reason, RowSpans
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import MOST_OUTPUTS, Request
-from hybridkv.schedule.admission import AdmissionControl, OnExplained
+from hybridkv.schedule.admission import AdmissionControl, ExplainedRequest
 from hybridkv.schedule.builder import Speculation, StepBuilder, check_drafts, split_of
-from hybridkv.schedule.fast_forward import NO_STRIDE, Choose, Stride, StrideTimes, take_stride
+from hybridkv.schedule.fast_forward import NO_STEPS, Choose, FastForward, FastForwardClock, advance_uniform
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.queue import Wait, WaitingQueue, WaitReason, branches_of
 from hybridkv.schedule.running import InFlight, RunningRows, check_result
@@ -137,17 +137,16 @@ class Scheduler:
             misses={str(reason): count for reason, count in sorted(admission.misses.items())},
         )
 
-    def tell_misses(self, listener: OnExplained) -> None:
-        """From now on ``listener`` is called as requests begin for the first time; it must not touch the scheduler.
-
-        With the request, its hit tokens, and why the others of its prompt were not found. For operators, as
-        ``KVCacheManager.explain``. ConfigError where nothing is explained.
-        """
-        if self.cache.misses is None:
-            raise ConfigError("misses are explained from what was lost: construct the cache with remembered_losses")
-        self._admission.on_explained = listener
-
     # -- answers
+
+    @property
+    def explained(self) -> tuple[ExplainedRequest, ...]:
+        """Requests that the last ``schedule()`` admitted for the first time, with the reasons for their misses.
+
+        Empty unless the cache was constructed with ``remembered_losses``. A reason may tell what other tenants hold,
+        so show it to operators alone.
+        """
+        return tuple(self._admission.explained)
 
     @property
     def num_waiting(self) -> int:
@@ -222,6 +221,7 @@ class Scheduler:
             raise CacheError(f"{len(self._in_flight)} steps are in flight: update or fail the oldest before the next")
         now = self._clock()
         self._empty_inbox()
+        self._admission.explained.clear()
         builder = self._builder(now)
         try:
             with self.cache.step(self._next_id):
@@ -376,7 +376,7 @@ class Scheduler:
 
     # -- many steps as one
 
-    def stride(self, choose: Choose, times: StrideTimes | None = None) -> Stride:
+    def fast_forward(self, choose: Choose, times: FastForwardClock | None = None) -> FastForward:
         """Take uniform steps as one, for those who know beforehand what is sampled: there is no Step and no result.
 
         A step is uniform if every running request computes one token and samples one, nobody comes in or gives way, and
@@ -390,16 +390,18 @@ class Scheduler:
         self._waiting.claim()
         self._empty_inbox()
         if self._in_flight:
-            return NO_STRIDE
+            return NO_STEPS
         now = self._clock()
         builder = self._builder(now, taken=len(self._running.requests))
-        stride = take_stride(self._admission, choose, times, builder, now)
-        if stride.steps:
-            self._next_id += stride.steps
+        taken = advance_uniform(self._admission, choose, times, builder, now)
+        if taken.steps:
+            self._next_id += taken.steps
             self._after = self._next_id - 1
-            self._computed_tokens += stride.steps * stride.rows
-            self._peak_usage = max(self._peak_usage, stride.peak_usage)
-        return stride
+            self._computed_tokens += taken.steps * taken.rows
+            self._peak_usage = max(self._peak_usage, taken.peak_usage)
+        return taken
+
+    stride = fast_forward  # its name in 0.1
 
     # -- failure
 

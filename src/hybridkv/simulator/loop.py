@@ -27,12 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import check_fields, integer, real
-from hybridkv.cache import Miss, Transfer
+from hybridkv.cache import Transfer
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams
 from hybridkv.request_rows import grown
-from hybridkv.schedule import Scheduler, Uniform
+from hybridkv.schedule import Scheduler, UniformSteps
 from hybridkv.simulator.cost import StepCost
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.report import Distribution, Explained, GroupReport, Recording, ReplayReport
@@ -275,7 +275,7 @@ class _Stretch:
         self.rows = self._computed = np.empty(0, np.int64)
         self._ends_s = np.empty(0)
 
-    def choose(self, uniform: Uniform) -> NDArray[np.int32]:
+    def choose(self, uniform: UniformSteps) -> NDArray[np.int32]:
         """The tokens of all rows, to the last step that begins before the arrival and before patience ends."""
         rows, computed, most = uniform.rows, uniform.computed, uniform.steps
         self.rows, self._computed = rows, computed
@@ -336,9 +336,7 @@ class Simulation:
     ) -> ReplayReport:
         """Replay ``source``, once. recording: of ``scheduler``. on_explained: as replay_through has it."""
         counted = source.summary() if summary is None else summary
-        replica = Replica(self, recording)
-        if on_explained is not None:
-            replica.explain_to(on_explained)
+        replica = Replica(self, recording, on_explained)
         run_replicas(source, [replica], lambda _request, _now_s: 0, on_progress)
         return replace(told_of(replica.report(source.name), counted), bad_lines=counted.bad_lines)
 
@@ -346,11 +344,20 @@ class Simulation:
 class Replica:
     """A scheduler in simulated time: the requests alive, what was measured.
 
-    recording: what looks on, None for nobody. For reading: scheduler, clock, live (by request id), most_at_once (of
-    those), first_token_s and per_token_s of what finished, in order, per_token_s NaN for an output of one token.
+    recording: what looks on, None for nobody. on_explained: called as each request begins, with the reasons for its
+    misses. For reading: scheduler, clock, live (by request id), most_at_once (of those), first_token_s and per_token_s
+    of what finished, in order, per_token_s NaN for an output of one token.
     """
 
-    def __init__(self, simulation: Simulation, recording: Recording | None = None) -> None:
+    def __init__(
+        self,
+        simulation: Simulation,
+        recording: Recording | None = None,
+        on_explained: Callable[[Explained], None] | None = None,
+    ) -> None:
+        if on_explained is not None and simulation.scheduler.cache.misses is None:
+            raise ConfigError("this cache cannot explain misses: construct it with remembered_losses")
+        self._on_explained = on_explained
         self.simulation = simulation
         self.scheduler, self.cost, self.clock = simulation.scheduler, simulation.cost, simulation.clock
         self.speculation, self.recording = simulation.speculation, recording
@@ -409,21 +416,16 @@ class Replica:
         self.output_tokens += trace.num_output_tokens
         self.longest_tokens = max(self.longest_tokens, trace.num_tokens)
 
-    def explain_to(self, listener: Callable[[Explained], None]) -> None:
-        """``listener`` is told of each request that begins. ConfigError where misses are not explained."""
-
-        def told(request: Request, hit_tokens: int, misses: tuple[Miss, ...]) -> None:
-            trace = self.live[request.request_id].trace
-            hit = min(hit_tokens, request.num_prompt_tokens)
-            listener(Explained(int(request.request_id), trace, self.clock.now_s, hit, misses))
-
-        self.scheduler.tell_misses(told)
-
     def _step(self) -> None:
         speculation = self.speculation
         if speculation is not None:
             self._propose(speculation)
         step = self.scheduler.schedule()
+        if self._on_explained is not None:
+            for request, hit_tokens, misses in self.scheduler.explained:
+                trace = self.live[request.request_id].trace
+                hit = min(hit_tokens, request.num_prompt_tokens)
+                self._on_explained(Explained(int(request.request_id), trace, self.clock.now_s, hit, misses))
         for new in step.new_rows:
             live = self.live[new.request_id]
             self.rows.begin(new, live)
@@ -453,15 +455,15 @@ class Replica:
     def _stride(self, arrival_s: float | None) -> bool:
         """As many steps as one as are alike before ``arrival_s``; False, and nothing done, where the next is not."""
         plan = _Stretch(self.rows, self.cost, self.clock, arrival_s)
-        stride = self.scheduler.stride(plan.choose, plan)
-        if not stride.steps:
+        taken = self.scheduler.fast_forward(plan.choose, plan)
+        if not taken.steps:
             return False
-        self.rows.pass_by(plan.rows, stride.steps)
-        self.steps += stride.steps
-        self.row_steps += stride.steps * stride.rows
+        self.rows.pass_by(plan.rows, taken.steps)
+        self.steps += taken.steps
+        self.row_steps += taken.steps * taken.rows
         self.empty_steps = 0
-        self._count(stride.copies)
-        for done in stride.finished:
+        self._count(taken.copies)
+        for done in taken.finished:
             self._finish(done.request)
         return True
 
