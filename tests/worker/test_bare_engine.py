@@ -519,8 +519,8 @@ class Omission:
 
 
 OMISSIONS = {
-    "step-twice": Omission(AppliesEachTwice, "natural", "hits", "Steps must arrive once each and in order"),
-    "step-lost": Omission(LosesOne, "natural", "hits", "Steps must arrive once each and in order"),
+    "step-twice": Omission(AppliesEachTwice, "natural", "hits", "send each Step once and in order"),
+    "step-lost": Omission(LosesOne, "natural", "hits", "send each Step once and in order"),
     "new-rows": Omission(KeepsOldRows, "natural", "all"),
     "cells": Omission(reading(of_new_rows_only), "natural", "hits", "has blocks for .* tokens in group"),
     "cells-late": Omission(AppliesLate, "natural", "hits", "has blocks for 0 tokens in group"),

@@ -273,7 +273,7 @@ def test_calls_that_do_not_fit() -> None:
         ((query, pages, replace(batch, block_size=2)), {}, "blocks of 2 tokens, the pages are"),
         ((query, pages, replace(batch, seq_lens=(3, 5, 21))), {}, "request 0 has 4 queries but 3 tokens"),
         ((query, pages, batch), {"softcap": 0.0}, "softcap must be positive"),
-        ((query, pages, batch), {"sink_logits": torch.zeros(3)}, "one sink logit a head"),
+        ((query, pages, batch), {"sink_logits": torch.zeros(3)}, "one sink logit for each head"),
         ((query, pages, replace(batch, share=ContextShare(2))), {"sink_logits": torch.zeros(4)}, "call with_sink"),
     )
     for (one, held, read), options, message in wrong:

@@ -414,11 +414,11 @@ def test_views_that_are_no_states_of_the_group_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="at least one state"):
         StateCopier([[]])
-    with pytest.raises(ConfigError, match="is none of"):
+    with pytest.raises(ConfigError, match="does not fit"):
         StateCopier([[(TEMPORAL, view(4, 2, 4))]])
-    with pytest.raises(ConfigError, match="is none of"):
+    with pytest.raises(ConfigError, match="does not fit"):
         StateCopier([[(TEMPORAL, view(4, 2, 3, dtype=torch.float16))]])
-    with pytest.raises(ConfigError, match="equally many blocks"):
+    with pytest.raises(ConfigError, match="the same number of blocks"):
         StateCopier([[(TEMPORAL, view(4, 2, 3))], [(TEMPORAL, view(5, 2, 3))]])
     with pytest.raises(ConfigError, match="does not lie in one piece"):
         StateCopier([[(TEMPORAL, view(4, 3, 2).transpose(1, 2))]])
@@ -498,14 +498,14 @@ def states_of(config: KVCacheConfig) -> InPlaceStates:
 
 @pytest.mark.parametrize(("layout", "placement"), [("natural", None), ("reference", "none")])
 def test_states_without_columns_are_refused(layout: str, placement: str | None) -> None:
-    with pytest.raises(ConfigError, match="no states in columns here: plan with layout='reference'"):
+    with pytest.raises(ConfigError, match="no states in columns: plan with layout='reference'"):
         states_of(planned(layout, placement))
 
 
 def test_a_model_without_states_is_refused() -> None:
     layer = Layer("0", FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32"), 0)
     config = plan(Model("a", "a", (layer,), 60, 9, "float32", 1, 1, 4), "1MiB", layout="reference").config
-    with pytest.raises(ConfigError, match="no states in columns here"):
+    with pytest.raises(ConfigError, match="no states in columns"):
         states_of(config)
 
 

@@ -261,7 +261,9 @@ def test_a_missed_or_repeated_step_is_refused() -> None:
     t = tables()
     t.apply(step(0, cells((0, 0, 0, 11)), new=(0,)))
     for wrong in (step(2, cells((0, 0, 1, 12))), step(0, cells((0, 0, 1, 12)))):
-        with pytest.raises(WorkerError, match=f"Step {wrong.id} follows Step {wrong.after}, the last one here was 0"):
+        with pytest.raises(
+            WorkerError, match=f"Step {wrong.id} follows Step {wrong.after}, but the last Step applied here is 0"
+        ):
             t.apply(wrong)
     assert (blocks(t, 0, 0), t.last_step_id) == ([11], 0)
 

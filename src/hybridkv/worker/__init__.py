@@ -1,14 +1,15 @@
-"""What runs beside the model: block tables fed by Steps, slots, copies, the arena with every layer's view, attention.
+"""The worker's side of the cache: block tables fed by Steps, slots, block copies, paged storage, attention over pages.
 
     Step -> MultiGroupBlockTable.apply -> BlockCopier.execute_before -> step_batch -> forward
-    forward, in each layer: write_kv(slots) -> paged_attention(reads) -> combine_over_ranks, where there are several
-    states: where the Step says; InPlaceStates around a forward whose kernels go on in place
+    forward, in each layer: write_kv(slots) -> paged_attention(reads) -> combine_over_ranks, if there are several ranks
+    recurrent states: read and written where the Step says, or through InPlaceStates for kernels that update in place
 
-docs/build-an-engine.md walks through it, with an engine of one file: examples/bare_engine.py.
+docs/build-an-engine.md walks through it, with an engine in one file: examples/bare_engine.py.
 
-On a GPU ``triton_paged_attention`` and ``triton_write_kv`` do the same by kernels of this library (``hybridkv[gpu]``).
+On a GPU, ``triton_paged_attention`` and ``triton_write_kv`` do the same with this library's kernels
+(``hybridkv[gpu]``).
 
-Never imports the cache or the scheduler: a worker could live in another process.
+This package never imports the cache or the scheduler: a worker may run in another process.
 """
 
 from hybridkv.worker.attention import (
@@ -23,7 +24,7 @@ from hybridkv.worker.attention import (
     paged_batch,
     with_sink,
 )
-from hybridkv.worker.block_table import BlockTable, SlotLayout, SlotMapper
+from hybridkv.worker.block_table import BlockTable
 from hybridkv.worker.copies import TORCH, BlockCopier, CopyKernels, copy_kernels, triton_kernels
 from hybridkv.worker.pages import (
     KVPages,
@@ -69,8 +70,6 @@ __all__ = [
     "PagedBatch",
     "PagedStorage",
     "RowColumns",
-    "SlotLayout",
-    "SlotMapper",
     "StateCopier",
     "StateCopies",
     "StatePart",

@@ -1,23 +1,24 @@
-"""Attention over pages in plain torch: what faster kernels must give, and a way to run without them; ranks and parts.
+"""Attention over pages in plain torch: the reference for faster kernels; and combining the results of ranks and parts.
 
     flattened queries   [ a a a | b | c c ]        query_start_loc 0 3 4 6
     request a           positions seq_len - 3 .. seq_len - 1 over the tokens 0 .. seq_len - 1 of its row of blocks
 
-Scores, sums and outputs are float32 (float64 for float64 queries), whatever the pages hold.
+Scores, sums and outputs are float32 (float64 for float64 queries), whatever the dtype of the pages.
 
-Of several context parallel ranks each holds some tokens, and attends to its own slots:
+With context parallelism, each rank holds a share of the tokens and attends to its own slots:
 
     block_size 4, 2 ranks, interleave 2: a block covers 8 tokens, of which each rank holds 4
     tokens of a block   0 1 2 3 4 5 6 7
     held by rank        0 0 1 1 0 0 1 1        rank 0 keeps 0 1 4 5 in its slots 0 .. 3 of the block
 
-The outputs and log-sum-exps of all ranks give the output over all tokens:
+The outputs and log-sum-exps of all ranks give the output over all tokens. For one query, with j over the keys of a
+part:
 
     out = sum_j exp(s_j) v_j / sum_j exp(s_j)        lse = log sum_j exp(s_j)
 
-of one query, j over the keys of a part. Parts combine by ``exp(lse)`` as weights, since that is their denominator: the
-identity that FlashAttention (arXiv 2205.14135, section 3.1) and Ring Attention (arXiv 2310.01889) use. A part without
-keys has out 0 and lse -inf, and weighs nothing.
+The denominator of a part is ``exp(lse)``, so parts combine with these weights. FlashAttention (arXiv 2205.14135,
+section 3.1) and Ring Attention (arXiv 2310.01889) use the same identity. A part without keys has out 0, lse -inf and
+weight 0.
 """
 
 from __future__ import annotations
@@ -43,9 +44,15 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ContextShare:
-    """What one of ``size`` ranks holds: of every ``size * interleave`` tokens those ``rank * interleave`` ...
+    """The tokens that one rank holds: ``interleave`` tokens from ``rank * interleave``, of every ``size * interleave``.
 
-    interleave: tokens that lie together on one rank. Raises ConfigError for numbers that cannot work.
+    Attributes:
+        size: context parallel ranks.
+        rank: this rank, 0 .. size - 1.
+        interleave: neighbouring tokens that lie on one rank.
+
+    Raises:
+        ConfigError: a number is out of range.
     """
 
     size: int = 1
@@ -55,27 +62,44 @@ class ContextShare:
     def __post_init__(self) -> None:
         check_fields(self, at_least(1), "size", "interleave")
         if not 0 <= self.rank < self.size:
-            raise ConfigError(f"rank {self.rank} does not exist: {self.size} ranks are 0 .. {self.size - 1}")
+            raise ConfigError(f"rank {self.rank} does not exist: ranks are 0 .. {self.size - 1}")
 
     @classmethod
     def of_ranks(
         cls, *, dcp_size: int = 1, dcp_rank: int = 0, pcp_size: int = 1, pcp_rank: int = 0, interleave: int = 1
     ) -> ContextShare:
-        """Of a decode and a prefill context parallel rank: ``pcp_rank * dcp_size + dcp_rank`` of their product."""
+        """Return the share of a rank ``pcp_rank * dcp_size + dcp_rank`` of ``dcp_size * pcp_size``.
+
+        Args:
+            dcp_size: ranks of decode context parallelism.
+            dcp_rank: this rank among them.
+            pcp_size: ranks of prefill context parallelism.
+            pcp_rank: this rank among them.
+            interleave: neighbouring tokens that lie on one rank.
+
+        Raises:
+            ConfigError: a rank does not exist.
+        """
         for name, rank, size in (("dcp", dcp_rank, dcp_size), ("pcp", pcp_rank, pcp_size)):
             if not 0 <= rank < size:
-                raise ConfigError(f"{name} rank {rank} of {size}: ranks are 0 .. size - 1")
+                raise ConfigError(f"{name} rank {rank} does not exist: ranks are 0 .. {size - 1}")
         return cls(dcp_size * pcp_size, pcp_rank * dcp_size + dcp_rank, interleave)
 
     def tokens_of_block(self, block_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64[block_size]: which token of the ``block_size * size`` that a block covers lies in each local slot.
+        """Return int64[block_size], the token in each local slot of a block that covers ``block_size * size`` tokens.
 
-        The inverse of ``off = o // (cp*I) * I + o % I`` (docs/contracts.md, 7). WorkerError unless the interleave
-        divides the block: slots of different tokens would be one.
+        This is the inverse of ``off = o // (cp*I) * I + o % I`` (docs/contracts.md, 7).
+
+        Args:
+            block_size: slots of a block on this rank.
+            device: where the result lives.
+
+        Raises:
+            WorkerError: the interleave does not divide the block, so slots of different tokens would be the same.
         """
         if block_size < 1 or block_size % self.interleave:
             raise WorkerError(
-                f"an interleave of {self.interleave} tokens does not divide blocks of {block_size}: take one that does"
+                f"an interleave of {self.interleave} tokens does not divide blocks of {block_size}: choose a divisor"
             )
         at = torch.arange(block_size, device=device)
         turn = torch.div(at, self.interleave, rounding_mode="floor")
@@ -83,18 +107,27 @@ class ContextShare:
 
 
 WHOLE: Final = ContextShare()
-"""One rank that holds everything."""
+"""The share of a single rank: all tokens."""
 
 
 def combine_over_ranks(
     out: torch.Tensor, lse: torch.Tensor, group: torch.distributed.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The partial results of all ranks of ``group`` put together; the same bits on every rank.
+    """Combine the partial results of all ranks. Every rank gets the same bits.
 
-    out: float[tokens, heads, width], lse: float[tokens, heads], of one dtype, from this rank's slots.
-    One all-gather of ``tokens * heads * (width + 1)`` elements a rank, combined in the order of ranks: a reduction
-    would send less, but ranks that draw tokens from its result must agree to the bit. WorkerError for shapes
-    that do not match.
+    This takes one all-gather of ``tokens * heads * (width + 1)`` elements from each rank, combined in the order of
+    ranks. A reduction would send less, but ranks that sample tokens from the result must agree to the bit.
+
+    Args:
+        out: float[tokens, heads, width], over the slots of this rank.
+        lse: float[tokens, heads], natural logarithms, in the dtype of ``out``.
+        group: the process group of the context parallel ranks.
+
+    Returns:
+        ``out`` and ``lse`` over all tokens, in the given shapes.
+
+    Raises:
+        WorkerError: shapes or dtypes do not match.
     """
     if out.dim() != 3 or lse.shape != out.shape[:2] or lse.dtype != out.dtype:
         raise WorkerError(
@@ -109,11 +142,19 @@ def combine_over_ranks(
 
 
 def combine_partial(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over all parts: float[tokens, heads, width] and float[tokens, heads].
+    """Combine attention over parts of the keys. O(elements of out).
 
-    out: float[parts, tokens, heads, width]; lse: float[parts, tokens, heads], natural logarithms. Weights are taken
-    relative to the largest, so that none overflows. What ``out`` holds where lse is -inf does not matter.
-    Raises WorkerError for shapes that do not match. O(elements of out).
+    Weights are relative to the largest, so that no exponential overflows.
+
+    Args:
+        out: float[parts, tokens, heads, width]; where ``lse`` is -inf it may hold anything.
+        lse: float[parts, tokens, heads], natural logarithms.
+
+    Returns:
+        float[tokens, heads, width] and float[tokens, heads], over all parts.
+
+    Raises:
+        WorkerError: shapes do not match.
     """
     if out.dim() != 4 or lse.shape != out.shape[:3]:
         raise WorkerError(
@@ -125,22 +166,31 @@ def combine_partial(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor,
     weights = torch.exp(lse - largest)
     total = weights.sum(0)
     weighted = (out * weights[..., None]).masked_fill((weights == 0)[..., None], 0)
-    # a query without any key: 0 / 1
+    # a query that sees no key in any part gets 0 / 1, not 0 / 0
     combined = weighted.sum(0) / total.masked_fill(total == 0, 1)[..., None]
     return combined, largest + torch.log(total)
 
 
 def with_sink(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with one more key for each head, whose score is ``sink_logits[head]`` and whose value is 0.
+    """Add a key to each head, with score ``sink_logits[head]`` and value 0. O(elements of out).
 
-    out: float[tokens, heads, width]; lse: float[tokens, heads]; sink_logits: [heads], learned (gpt-oss model card,
-    arXiv 2508.10925, section 2.2). It counts once: after parts have been combined, never in each of them.
-    Raises WorkerError for shapes that do not match. O(elements of out).
+    A sink counts once: add it after parts have been combined, never to each of them.
+
+    Args:
+        out: float[tokens, heads, width].
+        lse: float[tokens, heads], natural logarithms.
+        sink_logits: float[heads], learned (gpt-oss model card, arXiv 2508.10925, section 2.2).
+
+    Returns:
+        ``out`` and ``lse`` with the sink, in the given shapes.
+
+    Raises:
+        WorkerError: shapes do not match.
     """
     if out.dim() != 3 or lse.shape != out.shape[:2] or sink_logits.shape != out.shape[1:2]:
         raise WorkerError(
             f"shapes {tuple(out.shape)}, {tuple(lse.shape)} and {tuple(sink_logits.shape)}: "
-            "give [tokens, heads, width], [tokens, heads] and one sink logit a head"
+            "give [tokens, heads, width], [tokens, heads] and one sink logit for each head"
         )
     logits = sink_logits.to(lse.dtype)
     # exp(lse) / (exp(lse) + exp(logit)), exact also where both are large
@@ -150,11 +200,15 @@ def with_sink(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor) -
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """What a query at position p sees, of a request's tokens.
+    """The tokens of a request that the query at position p sees.
 
-    causal: those up to p; else all, with neither window nor chunk (cross attention). window: of those the last
-    ``window``, p included. chunk: of those the ones from ``p // chunk * chunk`` on.
-    Raises ConfigError for sizes that cannot work.
+    Attributes:
+        causal: tokens up to p alone; False for all tokens (cross attention), without a window or chunk.
+        window: the last ``window`` tokens alone, p included.
+        chunk: tokens from ``p // chunk * chunk`` on alone.
+
+    Raises:
+        ConfigError: a size is below 1, or a window or chunk is not causal.
     """
 
     causal: bool = True
@@ -168,12 +222,20 @@ class AttentionMask:
 
     @classmethod
     def of(cls, spec: KVCacheSpec) -> AttentionMask:
-        """Of a layer of ``spec``."""
+        """Return the mask of a layer.
+
+        Args:
+            spec: what the layer keeps.
+        """
         window, chunk = spec.mask
         return cls(window=window, chunk=chunk)
 
     def first_seen(self, positions: Int64) -> Int64:
-        """The first token that each query sees; no later query sees more."""
+        """Return the first token that each query sees; later queries see no earlier token.
+
+        Args:
+            positions: int64[n], positions of queries.
+        """
         first = np.zeros_like(positions)
         if self.window is not None:
             first = np.maximum(first, positions - self.window + 1)
@@ -182,7 +244,12 @@ class AttentionMask:
         return first
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """bool, whether queries at positions ``queries`` see the tokens at ``keys``, int64; shapes that broadcast."""
+        """Return bool, whether each query sees each token; the shapes broadcast.
+
+        Args:
+            queries: int64, positions of queries.
+            keys: int64, positions of tokens.
+        """
         if not self.causal:
             return keys >= 0
         near = keys <= queries
@@ -199,12 +266,15 @@ CAUSAL: Final = AttentionMask()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedBatch:
-    """Who reads which tokens in one group: made once a step by ``paged_batch``, used by every layer.
+    """The tokens that each request reads in one group. ``paged_batch`` makes one for each step; every layer uses it.
 
-    query_start_loc: request r's queries are tokens query_start_loc[r] .. query_start_loc[r + 1] - 1 of the step.
-    seq_lens: tokens of each request that may be read; its queries are the last of them. block_table:
-    int64[requests, columns]. block_size: slots of a block on this rank. num_blocks: ids lie below it. share: which
-    tokens those slots hold.
+    Attributes:
+        query_start_loc: request r has the queries query_start_loc[r] .. query_start_loc[r + 1] - 1 of the step.
+        seq_lens: tokens of each request that may be read; its queries are the last of them.
+        block_table: int64[requests, columns], block ids.
+        block_size: slots of a block on this rank.
+        num_blocks: block ids lie below it.
+        share: the tokens that the slots of this rank hold.
     """
 
     query_start_loc: tuple[int, ...]
@@ -221,11 +291,16 @@ class PagedBatch:
 
     @property
     def covered_tokens(self) -> int:
-        """Tokens of a block on all ranks."""
+        """Tokens of a block on all ranks together."""
         return self.block_size * self.share.size
 
     def columns_read(self, request: int, mask: AttentionMask) -> torch.Tensor:
-        """int64[n]: the columns of a request's row that its queries see anything of; others may have been dropped."""
+        """Return int64[n], the columns of a request's row that its queries see; other columns may hold freed blocks.
+
+        Args:
+            request: its place in the batch.
+            mask: the mask of the layer.
+        """
         length, covered, device = self.seq_lens[request], self.covered_tokens, self.block_table.device
         first = length - (self.query_start_loc[request + 1] - self.query_start_loc[request])
         end = ceil_div(length, covered)
@@ -233,7 +308,11 @@ class PagedBatch:
         return torch.arange(live, end, device=device)
 
     def positions_in(self, columns: torch.Tensor) -> torch.Tensor:
-        """int64[n, block_size]: which token of a request lies in each slot of its ``columns``, int64[n]."""
+        """Return int64[n, block_size], the token of a request that lies in each slot of its columns.
+
+        Args:
+            columns: int64[n].
+        """
         inside = self.share.tokens_of_block(self.block_size, columns.device)
         return columns[:, None] * self.covered_tokens + inside
 
@@ -247,20 +326,29 @@ def paged_batch(
     num_blocks: int,
     share: ContextShare = WHOLE,
 ) -> PagedBatch:
-    """A PagedBatch, checked; block_table: int[requests, columns], a row for each request.
+    """Make a PagedBatch, checked. O(cells of the table); waits for the table's device.
 
-    Raises WorkerError for counts that do not match, rows with fewer columns than their tokens need, ids out of range,
-    and an interleave that does not divide the block. O(cells of the table), and a wait for its device.
+    Args:
+        query_start_loc: requests + 1 numbers that begin with 0 and never fall.
+        seq_lens: tokens of each request that may be read.
+        block_table: int[requests, columns], block ids.
+        block_size: slots of a block on this rank.
+        num_blocks: block ids must lie below it.
+        share: the tokens that the slots of this rank hold.
+
+    Raises:
+        WorkerError: counts do not match, a row has too few columns for its tokens, an id is out of range, or the
+            interleave does not divide the block.
     """
     starts, lengths = tuple(int(start) for start in query_start_loc), tuple(int(length) for length in seq_lens)
     if block_table.dim() != 2 or not len(starts) - 1 == len(lengths) == len(block_table):
         raise WorkerError(
             f"{len(starts)} query starts, {len(lengths)} lengths and a table of shape {tuple(block_table.shape)}: give "
-            "a length and a row for each request, and one start more"
+            "a length and a row for each request, and one start more than requests"
         )
     if starts[0] != 0 or any(start > end for start, end in pairwise(starts)):
         raise WorkerError(f"query_start_loc must begin with 0 and never fall, got {list(starts)}")
-    share.tokens_of_block(block_size)  # raises where the interleave does not divide the block
+    share.tokens_of_block(block_size)  # raises if the interleave does not divide the block
     if lengths:
         held = block_table.shape[1] * block_size * share.size
         if min(lengths) < 0 or max(lengths) > held:
@@ -283,15 +371,27 @@ def paged_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What every query attends to among the tokens of this rank: (out, lse), in float32 or float64.
+    """Compute attention over the tokens of this rank.
 
-    query: [tokens, heads, width], heads a multiple of the KV heads: neighbouring ones share a KV head. scale: of the
-    scores. softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv 2408.00118, section 2).
-    sink_logits: [heads], see ``with_sink``; on one rank only.
-    out: [tokens, heads, width of a value]; lse: [tokens, heads], natural logarithm of the sum of all exponentials; a
-    query that sees no token gets 0 and -inf.
-    Raises WorkerError for shapes that do not match, and for sinks on one rank of several. O(tokens * tokens that the
-    mask lets any query of the request see), in time and in memory of the largest request.
+    Takes time O(tokens * tokens that the mask lets any query of the request see), and that memory for the largest
+    request.
+
+    Args:
+        query: float[tokens, heads, width]; heads is a multiple of the KV heads, and neighbouring heads share a KV head.
+        pages: the layer's keys and values.
+        batch: the tokens that each request reads.
+        scale: factor of the scores.
+        mask: the tokens that a query sees.
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv 2408.00118, section 2); None for no
+            cap.
+        sink_logits: float[heads], as in ``with_sink``; on a single rank only.
+
+    Returns:
+        float[tokens, heads, value width], the outputs, and float[tokens, heads], the natural logarithms of the sums of
+        exponentials; float32, or float64 for float64 queries. A query that sees no token gets 0 and -inf.
+
+    Raises:
+        WorkerError: shapes do not match, or one of several ranks has sinks.
     """
     check_layer(query, pages, batch, softcap=softcap, sink_logits=sink_logits)
     check_batch(batch, mask)
@@ -317,9 +417,16 @@ def paged_attention(
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One request. query: [n, heads, width], scaled; keys, values: [m, kv heads, ...]; seen: bool[n, m].
+    """Compute attention of one request.
 
-    What is not seen may hold anything, NaN included: a block's former owner must not reach anybody.
+    Tokens that no query sees may hold anything, NaN included: stale data of a block's former owner must not leak.
+
+    Args:
+        query: float[n, heads, width], scaled.
+        keys: float[m, kv heads, width].
+        values: float[m, kv heads, value width].
+        seen: bool[n, m].
+        softcap: as in ``paged_attention``.
     """
     n, heads, width = query.shape
     shared = query.reshape(n, keys.shape[1], heads // keys.shape[1], width)
@@ -328,7 +435,7 @@ def _attend(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
-    # where nothing is seen every score is -inf, and so are all differences: weights of 0
+    # a query that sees nothing has scores of -inf alone: subtract 0, so that its weights are 0 and not NaN
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
     values = values.masked_fill(~seen.any(0)[:, None, None], 0)
     out = torch.einsum("nkgm,mkw->nkgw", weights, values)
@@ -338,13 +445,16 @@ def _attend(
 def check_layer(
     query: torch.Tensor, pages: KVPages, batch: PagedBatch, *, softcap: float | None, sink_logits: torch.Tensor | None
 ) -> None:
-    """Raise WorkerError unless a layer's queries and pages fit a batch. O(1)."""
+    """Raise WorkerError unless the queries and pages of a layer fit a batch. O(1)."""
     if sink_logits is not None and batch.share.size > 1:
-        raise WorkerError("each rank would count the sinks: combine what the ranks give, then call with_sink")
+        raise WorkerError(
+            f"sink_logits on one of {batch.share.size} ranks: each would count the sinks; combine the results of the "
+            "ranks, then call with_sink"
+        )
     if (pages.num_blocks, pages.block_size) != (batch.num_blocks, batch.block_size):
         raise WorkerError(
-            f"the batch is of {batch.num_blocks} blocks of {batch.block_size} tokens, the pages are "
-            f"{pages.num_blocks} of {pages.block_size}"
+            f"the batch was made for {batch.num_blocks} blocks of {batch.block_size} tokens, the pages have "
+            f"{pages.num_blocks} of {pages.block_size}: use the batch of this layer's group"
         )
     width, kv_heads = pages.keys.shape[3], pages.num_kv_heads
     if query.dim() != 3 or len(query) != batch.num_tokens or query.shape[2] != width or query.shape[1] % kv_heads:
@@ -357,7 +467,7 @@ def check_layer(
 
 
 def check_batch(batch: PagedBatch, mask: AttentionMask) -> None:
-    """Raise WorkerError unless every query of a batch is among its request's tokens, where the mask is causal."""
+    """Raise WorkerError if a request has more queries than tokens under a causal mask. O(requests)."""
     counts = [end - start for start, end in pairwise(batch.query_start_loc)]
     short = [r for r, (count, length) in enumerate(zip(counts, batch.seq_lens, strict=True)) if count > length]
     if mask.causal and short:

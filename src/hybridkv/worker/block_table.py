@@ -1,38 +1,38 @@
-"""The block tables of one group: which block holds which tokens of which row, and the slots of a step's tokens.
+"""The block tables of one group: which block holds which tokens of each row, and the slots of a step's tokens.
 
     host    int32[rows, width]   written by append, add, move, swap and write_cells
     device  int32[rows, width]   read by kernels; a commit sends the cells that changed
 
-The cache manager names memory blocks; an attention kernel reads kernel blocks. A memory block b of n * k tokens is n
-kernel blocks of k tokens: ids b * n .. b * n + n - 1.
+The cache manager counts in memory blocks. An attention kernel reads kernel blocks, which may be smaller. A memory
+block b of n * k tokens consists of n kernel blocks of k tokens, with ids b * n .. b * n + n - 1:
 
     memory block 3 of 32 tokens   [           3           ]
     kernel blocks of 8 tokens     [ 12  |  13  | 14  | 15 ]
 
-Callers hand in ids and columns of memory blocks. The cells, their columns and ``num_blocks_per_row`` are those of
-kernel blocks.
+Callers pass ids and columns of memory blocks. Table cells, the table's width and ``num_blocks_per_row`` count kernel
+blocks:
 
     add_row([3, 1], 0), 2 kernel blocks in a block   ->   row 0   [ 6 | 7 | 2 | 3 | ...
 
-A column that was passed over since its row began holds the null block. Cells after a row's ``num_blocks_per_row`` mean
-nothing and may hold any old id.
+If ``write_cells`` skips columns of a row, they hold the null block. Cells at or after ``num_blocks_per_row`` are stale:
+they may hold any old id.
 
-Slots say where a token's keys and values lie:
+A slot says where the keys and values of a token lie:
 
     table row   [ 7 | 3 ]        block_size 4, position 5: column 1, offset 1
     slots       28 29 30 31 | 12 13 14 15                   -> 3 * 4 + 1 = 13
 
-On one of several context parallel ranks a token that lies elsewhere has slot -1. A token that lies here has the slot of
-its local index: a rank's tokens fill its blocks one behind the other. With two ranks, interleave 2:
+With context parallelism, each rank holds a share of the tokens. A token of another rank has slot -1. A token of this
+rank gets the slot of its local index, which counts the rank's own tokens. With two ranks and interleave 2:
 
     position      0  1  2  3  4  5  6  7  8  9
     rank          0  0  1  1  0  0  1  1  0  0
     local index   0  1  0  1  2  3  2  3  4  5
     slot, rank 0  28 29 -1 -1 30 31 -1 -1 12 13
 
-The contract states the same with v = block_size * ranks, o = p % v: column p // v, offset
-o // (ranks * interleave) * interleave + o % interleave. Since interleave divides block_size, both agree.
-Blocks that a window no longer reads are null in the table; a position in them has a slot of the null block.
+docs/contracts.md states the same with v = block_size * ranks and o = p % v: column p // v, offset
+o // (ranks * interleave) * interleave + o % interleave. Both agree because interleave divides block_size.
+A position in a block that its window no longer reads gets a slot of the null block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -60,39 +59,15 @@ _INT64: Final = np.dtype(np.int64)
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-@dataclass(frozen=True, slots=True)
-class SlotLayout:
-    """How the rows of a table map tokens to slots.
+class SlotMapper:
+    """Computes slots, for at most ``max_tokens`` tokens a call. Calls share scratch arrays.
 
-    block_size: tokens of a block as the table names it (kernel blocks where blocks are split). width: columns.
-    share: which tokens lie here. Raises ConfigError where its interleave does not divide block_size; a single rank
-    has no use for one.
+    ``block_size`` and ``width`` are those of the table: kernel blocks where memory blocks are split.
     """
 
-    block_size: int
-    width: int
-    share: ContextShare
-
-    def __post_init__(self) -> None:
-        if self.share.size > 1 and self.block_size % self.share.interleave:
-            raise ConfigError(
-                f"cp_kv_cache_interleave_size {self.share.interleave} does not divide the block size {self.block_size} "
-                "of the kernel: slots of different tokens would collide; choose a divisor"
-            )
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of a request that a row has room for: positions lie below."""
-        return self.width * self.block_size * self.share.size
-
-
-class SlotMapper:
-    """Computes slots of one layout for up to ``max_tokens`` tokens; one rank's calls reuse its scratch arrays."""
-
-    def __init__(self, layout: SlotLayout, max_tokens: int) -> None:
-        self._layout = layout
-        size = layout.block_size
-        self._shift = size.bit_length() - 1 if size & (size - 1) == 0 else None
+    def __init__(self, block_size: int, width: int, share: ContextShare, max_tokens: int) -> None:
+        self._block_size, self._width, self._share = block_size, width, share
+        self._shift = block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else None
         self._cell = np.empty(max_tokens, np.int64)
         self._offset = np.empty(max_tokens, np.int64)
         self._block = np.empty(max_tokens, np.int32)
@@ -100,9 +75,13 @@ class SlotMapper:
     def __call__(self, flat_table: Int32, rows: Int64, positions: Int64, out: Int64) -> None:
         """Write the slot of every (rows[i], positions[i]) into ``out[i]``. O(tokens).
 
-        flat_table: int32[rows * width], the table row after row. rows, positions: int64[n], in range.
+        Args:
+            flat_table: int32[rows * width], the table row after row.
+            rows: int64[n], in range; the caller checks it.
+            positions: int64[n], in range.
+            out: int64[n].
         """
-        n, size, share = len(rows), self._layout.block_size, self._layout.share
+        n, size, share = len(rows), self._block_size, self._share
         cell, offset, block = self._cell[:n], self._offset[:n], self._block[:n]
         if share.size > 1:
             turn, within = np.divmod(positions, share.interleave)
@@ -112,12 +91,12 @@ class SlotMapper:
             np.floor_divide(positions, size, out=cell)
             np.multiply(cell, size, out=offset)
             np.subtract(positions, offset, out=offset)
-        else:  # 5 times faster than by int64 division
+        else:  # shifts are 5 times faster than int64 division
             np.right_shift(positions, self._shift, out=cell)
             np.bitwise_and(positions, size - 1, out=offset)
-        np.multiply(rows, self._layout.width, out=out)
+        np.multiply(rows, self._width, out=out)
         np.add(cell, out, out=cell)
-        # the caller has checked the range: "clip" only spares numpy a buffered copy
+        # the caller has checked the range: "clip" only avoids a buffered copy in numpy
         flat_table.take(cell, out=block, mode="clip")
         np.multiply(block, size, out=out, dtype=np.int64)
         np.add(out, offset, out=out)
@@ -132,10 +111,10 @@ def check_least(least: int, **sizes: int) -> None:
 
 
 def as_int64(name: str, values: Ids) -> Int64:
-    """``values`` as int64[n], the array itself where it is one. WorkerError unless they are integers in one row."""
+    """Return ``values`` as int64[n], without a copy if they are. WorkerError unless they are int[n]."""
     if type(values) is list and values and type(values[0]) is int:
-        with suppress(TypeError, OverflowError):  # what does not fit is looked at below
-            return np.frombuffer(array("I", values), np.uint32).astype(_INT64)  # in a third of the time
+        with suppress(TypeError, OverflowError):  # values that do not fit are checked below
+            return np.frombuffer(array("I", values), np.uint32).astype(_INT64)  # a third of np.asarray's time
     given = np.asarray(values)
     if given.ndim != 1 or (given.dtype != _INT64 and given.dtype.kind not in "iu" and given.size):
         raise WorkerError(f"{name} must be integers in one dimension, got {given.dtype} of shape {given.shape}")
@@ -143,7 +122,7 @@ def as_int64(name: str, values: Ids) -> Int64:
 
 
 def require_below(name: str, values: NDArray[np.integer], end: int, why: str = "") -> None:
-    """Raise WorkerError unless all ``values`` lie in 0 .. end - 1; ``why`` says where the bound comes from. O(n)."""
+    """Raise WorkerError unless all ``values`` lie in 0 .. end - 1. ``why`` says where the bound comes from. O(n)."""
     # as unsigned numbers negative ones are the largest: one pass instead of two
     if values.size and np.maximum.reduce(values.view(_UNSIGNED[values.itemsize])) >= end:
         raise WorkerError(f"{name} must lie in 0 .. {end - 1}{why}, got {values.min()} .. {values.max()}")
@@ -153,9 +132,12 @@ _MOST_SINGLE: Final = 1024
 
 
 class TableMirror:
-    """int32[rows, width] on ``device``; a commit sends the cells marked since they were last sent, nothing else.
+    """A copy of an int32[rows, width] host table on ``device``. A commit sends the marked cells alone.
 
-    host: int32[rows, width] that it follows. pin_memory: send from pinned memory, without waiting for the device.
+    Args:
+        host: int32[rows, width], the table to follow.
+        pin_memory: send from pinned memory, without waiting for the device.
+        device: where the copy lives.
     """
 
     def __init__(self, host: Int32, pin_memory: bool, device: torch.device) -> None:
@@ -165,29 +147,29 @@ class TableMirror:
         self.device = torch.zeros(host.shape, dtype=torch.int32, device=device)
         self._marked = list[Int64]()
         self._num_marked = 0
-        self._single = list[int]()  # marked, too
-        # a mirror in host memory is written through numpy: 10 us a commit less than through torch
+        self._single = list[int]()  # cells marked one by one
+        # a mirror in host memory is written through numpy: 10 us less for each commit than through torch
         self._mirror: Int32 | None = self.device.numpy().reshape(-1) if self.device.device.type == "cpu" else None
 
     def mark(self, cells: Int64) -> None:
-        """Flat indices of host cells that were written. Amortised O(cells)."""
+        """Mark the host cells with these flat indices as changed. Amortised O(cells)."""
         self._marked.append(cells)
         self._num_marked += len(cells)
-        if self._num_marked > 2 * self._flat.size:  # more than a table of cells: each once
+        if self._num_marked > 2 * self._flat.size:  # drop duplicates, so that marks never outgrow the table
             self._marked = [np.unique(np.concatenate(self._marked))]
             self._num_marked = len(self._marked[0])
 
     def mark_one(self, cell: int) -> None:
-        """One of them, without an array. Amortised O(1)."""
+        """Mark one cell, without making an array. Amortised O(1)."""
         self._single.append(cell)
         if len(self._single) == _MOST_SINGLE:
             self.mark(np.array(self._single, np.int64))
             self._single.clear()
 
     def commit(self, num_rows: int) -> int:
-        """Send the marked cells of the first ``num_rows`` rows; how many. Those of later rows stay marked.
+        """Send the marked cells of the first ``num_rows`` rows and return their number. O(marked cells).
 
-        O(marked cells).
+        Marked cells of later rows stay marked.
         """
         cells = np.concatenate((*self._marked, np.array(self._single, np.int64)))
         self._forget()
@@ -204,7 +186,7 @@ class TableMirror:
         return len(cells)
 
     def clear(self) -> None:
-        """Zeros, as on the host; nothing is marked. O(rows * width)."""
+        """Set the device table to zeros, as the host's is, and mark nothing. O(rows * width)."""
         self.device.zero_()
         self._forget()
 
@@ -213,25 +195,25 @@ class TableMirror:
         self._single.clear()
 
     def _send(self, values: NDArray[np.integer]) -> torch.Tensor:
-        """``values`` on the device, from memory of its own, which torch keeps until it is sent."""
+        """Return ``values`` on the device. They are staged in memory that torch keeps until the copy is done."""
         source = torch.from_numpy(values)
         staged = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._pin)
         return staged.copy_(source).to(self.device.device, non_blocking=True)
 
 
 KernelSize = int | Sequence[int] | None
-"""Tokens of a kernel block, or the sizes that a kernel supports, best first; None, 0 or [0] for blocks left whole."""
+"""Tokens of a kernel block, or the sizes that a kernel supports, best first; None, 0 or [0] keeps blocks whole."""
 
 
 def choose_kernel_block_size(block_size: int, kernel_block_size: KernelSize) -> int:
-    """Tokens of a kernel block where a memory block has ``block_size``.
+    """Return the tokens of a kernel block where a memory block has ``block_size``.
 
-    A size must divide the block. Of a list the first positive size that divides is taken. Raises ConfigError
-    for a size that does not divide, a list of which none does, and an empty list.
+    A single size must divide ``block_size``. From a list, the first positive divisor is taken. Raises ConfigError if no
+    size divides it, or if the list is empty.
     """
     sizes = kernel_block_size if isinstance(kernel_block_size, Sequence) else [kernel_block_size or 0]
     if not sizes:
-        raise ConfigError("the list of supported kernel block sizes is empty: give None for blocks left whole")
+        raise ConfigError("the list of supported kernel block sizes is empty: give None to keep blocks whole")
     if not any(sizes):
         return block_size
     for size in sizes:
@@ -246,11 +228,18 @@ def choose_kernel_block_size(block_size: int, kernel_block_size: KernelSize) -> 
 def map_to_kernel_blocks(
     kv_manager_block_ids: NDArray[np.integer], blocks_per_kv_block: int, kernel_block_arange: NDArray[np.integer]
 ) -> NDArray[np.integer]:
-    """The kernel blocks of memory blocks, in order.
+    """Return the kernel blocks of memory blocks, in order. O(result).
 
-    kv_manager_block_ids: int[m]. kernel_block_arange: 0 .. blocks_per_kv_block - 1, of any shape. Returns
-    int64[m * blocks_per_kv_block], so that no id overflows; the input itself where blocks_per_kv_block is 1.
-    Raises WorkerError for an arange of another length. O(result).
+    Args:
+        kv_manager_block_ids: int[m], ids of memory blocks.
+        blocks_per_kv_block: kernel blocks in a memory block.
+        kernel_block_arange: the integers 0 .. blocks_per_kv_block - 1, in any shape.
+
+    Returns:
+        int64[m * blocks_per_kv_block], so that no id overflows; the input itself if blocks_per_kv_block is 1.
+
+    Raises:
+        WorkerError: the arange has another length.
     """
     if blocks_per_kv_block == 1:
         return kv_manager_block_ids
@@ -265,21 +254,39 @@ def map_to_kernel_blocks(
 
 
 class BlockTable:
-    """Block ids of the rows of one group, and the slots of a step's tokens.
+    """The block ids of one group's rows, and the slots of a step's tokens.
 
-    block_size: tokens of a memory block on this rank. max_num_reqs: rows that requests have.
-    max_num_blocks_per_req: columns, in memory blocks. max_num_batched_tokens: tokens of the largest step.
-    pin_memory: keep the host table in pinned memory and send from such (for a GPU). device: where the mirror lives.
-    kernel_block_size: tokens of a kernel block, the sizes that a kernel supports, or None.
-    cp_kv_cache_interleave_size, dcp_*, pcp_*: which tokens lie here (ContextShare).
-    num_speculative_tokens: with several ranks there are ``max_num_reqs * (1 + num_speculative_tokens)`` rows, so that
-    every token of a request that verifies drafts can have a row of its own.
-    num_blocks: ids of memory blocks must lie below it, None for no bound but int32.
-    ``slot_mapping_np``: int64[capacity], the computed slots on the host; ``slot_mapping``: the committed ones on the
-    device. capacity: max_num_batched_tokens, and with several prefill ranks 2 * pcp_world_size * max_num_reqs more.
+    Every check comes before the first write: a call that raises has changed nothing. The methods raise WorkerError for
+    rows, ids, columns and positions out of range.
 
-    Every check comes before the first write: a call that raises changed nothing. Raises ConfigError for sizes that
-    cannot work, WorkerError for rows, ids, columns and positions out of range.
+    Args:
+        block_size: tokens of a memory block on this rank.
+        max_num_reqs: rows of requests.
+        max_num_blocks_per_req: columns of a row, in memory blocks.
+        max_num_batched_tokens: tokens of the largest step.
+        pin_memory: keep the host table in pinned memory, and send from pinned memory (for a GPU).
+        device: where the committed table and slots live.
+        kernel_block_size: tokens of a kernel block, or the sizes that the kernel supports; None keeps blocks whole.
+        cp_kv_cache_interleave_size: neighbouring tokens that lie on one rank.
+        num_speculative_tokens: most drafts of a request in a step. With several ranks the table has ``max_num_reqs * (1
+            + num_speculative_tokens)`` rows, one for every token of a request that verifies drafts.
+        num_blocks: ids of memory blocks must lie below it; None bounds them by int32 alone.
+        dcp_world_size: ranks of decode context parallelism.
+        dcp_rank: this rank among them.
+        pcp_world_size: ranks of prefill context parallelism.
+        pcp_rank: this rank among them.
+
+    Attributes:
+        num_blocks_per_row: int32[rows], kernel blocks that each row holds.
+        slot_mapping_np: int64[capacity], the computed slots on the host. The capacity is max_num_batched_tokens, and
+            with several prefill ranks 2 * pcp_world_size * max_num_reqs more.
+        slot_mapping: int64[capacity], the committed slots on the device.
+        share: the tokens that this rank holds.
+        row_tokens: tokens of a request that a row has room for; positions lie below it.
+        id_limit: ids of memory blocks lie below it.
+
+    Raises:
+        ConfigError: a size is below 1, a kernel size or interleave does not divide, or pinned memory has no GPU.
     """
 
     def __init__(  # noqa: PLR0917  # the positions are those of vLLM's tables, whose users know them
@@ -308,7 +315,7 @@ class BlockTable:
             max_num_batched_tokens=max_num_batched_tokens,
         )
         check_least(0, num_speculative_tokens=num_speculative_tokens)
-        share = ContextShare.of_ranks(
+        self.share = share = ContextShare.of_ranks(
             dcp_size=dcp_world_size,
             dcp_rank=dcp_rank,
             pcp_size=pcp_world_size,
@@ -325,39 +332,49 @@ class BlockTable:
         self.device = torch.device(device)
         most = (1 << 31) // self.blocks_per_kv_block  # ids of kernel blocks are int32
         self.id_limit = most if num_blocks is None else num_blocks
-        if not 1 <= self.id_limit <= most:
+        if not 1 <= self.id_limit <= most:  # an id above would wrap around in the int32 table
             raise ConfigError(
                 f"num_blocks must lie in 1 .. {most}, got {num_blocks}: each is {self.blocks_per_kv_block} kernel "
                 "blocks, whose ids are int32"
             )
-        self.layout = SlotLayout(self.block_size, self.max_num_blocks_per_req, share)
+        if share.size > 1 and self.block_size % share.interleave:
+            raise ConfigError(
+                f"cp_kv_cache_interleave_size {share.interleave} does not divide the block size {self.block_size} "
+                "of the kernel: slots of different tokens would collide; choose a divisor"
+            )
+        self.row_tokens = self.max_num_blocks_per_req * self.block_size * share.size
         self._parts: Int64 = np.arange(self.blocks_per_kv_block)
         shape = (self.num_rows, self.max_num_blocks_per_req)
         if pin_memory and not torch.accelerator.is_available():
-            raise ConfigError("pin_memory is for tables on a GPU, and there is none here: give False")
+            raise ConfigError("pin_memory needs a GPU, and this machine has none: give False")
         self._cpu = torch.zeros(shape, dtype=torch.int32, pin_memory=pin_memory)
         self._host: Int32 = self._cpu.numpy()
         self._flat: Int32 = self._host.reshape(-1)
         self._mirror = TableMirror(self._host, pin_memory, self.device)
         self.num_blocks_per_row: Int32 = np.zeros(self.num_rows, np.int32)
-        # single cells are read and written twice as fast so
+        # memoryviews read and write a single cell twice as fast as numpy does
         self._cell_view, self._held_view = self._flat.data, self.num_blocks_per_row.data
         # a prefill context parallel batch is padded by up to 2 tokens a request and rank
         padding = 2 * pcp_world_size * max_num_reqs if pcp_world_size > 1 else 0
         self._capacity = max_num_batched_tokens + padding
-        self._mapper = SlotMapper(self.layout, self._capacity)
+        self._mapper = SlotMapper(self.block_size, self.max_num_blocks_per_req, share, self._capacity)
         self._pin = pin_memory
         self._host_tokens = self._device_tokens = 0
         self.slot_mapping_np: Int64 = np.full(self._capacity, NO_SLOT, np.int64)
         self.slot_mapping = torch.full((self._capacity,), NO_SLOT, dtype=torch.int64, device=self.device)
-        # as the mirror of the table
+        # written through numpy, like the mirror of the table
         self._slot_mirror: Int64 | None = self.slot_mapping.numpy() if self.device.type == "cpu" else None
 
     # -- rows, one at a time
 
     def append_row(self, block_ids: Ids, row_idx: int) -> None:
-        """``block_ids`` behind the blocks of one row; nothing for an empty list. O(ids)."""
-        # one block behind those of one row, as nearly always
+        """Append blocks to one row. O(ids).
+
+        Args:
+            block_ids: int[n], ids of memory blocks; an empty list changes nothing.
+            row_idx: the row.
+        """
+        # fast path: one whole block for one row, which nearly every decode step appends
         if type(block_ids) is list and len(block_ids) == 1 and type(row_idx) is int and 0 <= row_idx < self.num_rows:
             block, column = block_ids[0], self._held_view[row_idx]
             fits = column < self.max_num_blocks_per_req and self.blocks_per_kv_block == 1
@@ -371,13 +388,23 @@ class BlockTable:
         self._put(ids, row_idx, self.num_blocks_per_row.item(row_idx))
 
     def add_row(self, block_ids: Ids, row_idx: int) -> None:
-        """``block_ids`` in place of the blocks of one row. O(ids)."""
+        """Replace the blocks of one row. O(ids).
+
+        Args:
+            block_ids: int[n], ids of memory blocks.
+            row_idx: the row.
+        """
         ids = self.check_row(block_ids, row_idx, replacing=True)
         self.num_blocks_per_row[row_idx] = 0
         self._put(ids, row_idx, 0)
 
     def move_row(self, src: int, tgt: int) -> None:
-        """The blocks of row ``src`` to row ``tgt``, whose own are forgotten; ``src`` becomes empty. O(blocks)."""
+        """Move the blocks of row ``src`` to row ``tgt``, whose own are dropped; ``src`` becomes empty. O(blocks).
+
+        Args:
+            src: a row.
+            tgt: another row; the same row changes nothing.
+        """
         source, target = self._checked_row(src), self._checked_row(tgt)
         if source == target:
             return
@@ -388,7 +415,12 @@ class BlockTable:
         self._mark_row(target, 0, n)
 
     def swap_row(self, src: int, tgt: int) -> None:
-        """Exchange the blocks of two rows. O(blocks)."""
+        """Exchange the blocks of two rows. O(blocks).
+
+        Args:
+            src: a row.
+            tgt: the other row.
+        """
         source, target = self._checked_row(src), self._checked_row(tgt)
         n, m = self.num_blocks_per_row.item(source), self.num_blocks_per_row.item(target)
         kept = self._host[source, :n].copy()
@@ -401,13 +433,20 @@ class BlockTable:
     # -- many rows
 
     def write_cells(self, rows: Ids, columns: Ids, block_ids: Ids) -> None:
-        """Column ``columns[i]`` of row ``rows[i]`` becomes ``block_ids[i]``, in order.
+        """Set column ``columns[i]`` of row ``rows[i]`` to ``block_ids[i]``, in order. O(cells + columns grown).
 
-        A row grows to its last column; columns that it passed over hold the null block. O(cells + columns grown).
+        A row grows to its last written column. Columns that were skipped hold the null block.
+
+        Args:
+            rows: int[n].
+            columns: int[n], counted in memory blocks.
+            block_ids: int[n], ids of memory blocks.
         """
         at, ids, to = self._checked_rows(rows), self._checked_ids(block_ids), as_int64("columns", columns)
         if not len(at) == len(to) == len(ids):
-            raise WorkerError(f"{len(at)} rows, {len(to)} columns and {len(ids)} block ids: give one of each a cell")
+            raise WorkerError(
+                f"{len(at)} rows, {len(to)} columns and {len(ids)} block ids: give one of each for every cell"
+            )
         if len(ids):
             require_below("columns", to, self.max_num_kv_blocks_per_req, " (max_num_blocks_per_req)")
             written = to * self.blocks_per_kv_block < self.num_blocks_per_row[at]
@@ -417,41 +456,63 @@ class BlockTable:
             self._mirror.mark(self._cells(at[written], to[written]))
 
     def clear_rows(self, rows: Ids) -> None:
-        """Rows without blocks. O(rows)."""
+        """Remove all blocks of some rows. O(rows).
+
+        Args:
+            rows: int[n].
+        """
         self.num_blocks_per_row[self._checked_rows(rows)] = 0
 
     def clear(self) -> None:
-        """No row has blocks; host and device tables hold zeros. O(rows * width)."""
+        """Remove the blocks of every row, and set host and device tables to zeros. O(rows * width)."""
         self._host.fill(0)
         self._mirror.clear()
         self.num_blocks_per_row.fill(0)
 
-    map_to_kernel_blocks = staticmethod(map_to_kernel_blocks)
-    """The function of this name."""
+    map_to_kernel_blocks = staticmethod(map_to_kernel_blocks)  # vLLM's tables have it as a method
 
     # -- slots
 
     def compute_slot_mapping(self, req_indices: Ids, positions: Ids) -> None:
-        """The slot of every token, on the host: one row and one position per token; -1 where it lies on another rank.
+        """Compute the slot of every token on the host; -1 for a token of another rank. O(n).
 
-        req_indices, positions: int[n], positions counted from the start of the request. What lies behind
-        the n slots is -1. Raises WorkerError for rows and positions out of range. O(n).
+        Slots after the first n are -1.
+
+        Args:
+            req_indices: int[n], the row of each token.
+            positions: int[n], the position of each token in its request.
         """
         self.map_tokens(*self.check_tokens(req_indices, positions))
 
     def check_tokens(self, req_indices: Ids, positions: Ids) -> tuple[Int64, Int64]:
-        """Rows and positions, int64[n] each; WorkerError where a length, a row or a position does not fit. O(n)."""
+        """Check the tokens of a ``compute_slot_mapping`` before any table is written. O(n).
+
+        Args:
+            req_indices: int[n], the row of each token.
+            positions: int[n], the position of each token in its request.
+
+        Returns:
+            Rows and positions, int64[n] each.
+
+        Raises:
+            WorkerError: the lengths differ, exceed the capacity, or a row or position is out of range.
+        """
         rows, at = as_int64("req_indices", req_indices), as_int64("positions", positions)
         if len(rows) != len(at):
-            raise WorkerError(f"{len(rows)} rows but {len(at)} positions: give one of each a token")
+            raise WorkerError(f"{len(rows)} rows but {len(at)} positions: give one of each for every token")
         if len(rows) > self._capacity:
             raise WorkerError(f"{len(rows)} tokens exceed the {self._capacity} slots: raise max_num_batched_tokens")
         require_below("rows", rows, self.num_rows)
-        require_below("positions", at, self.layout.row_tokens, f" ({self.layout.width} columns)")
+        require_below("positions", at, self.row_tokens, f" ({self.max_num_blocks_per_req} columns)")
         return rows, at
 
     def map_tokens(self, rows: Int64, positions: Int64) -> None:
-        """``compute_slot_mapping`` of what ``check_tokens`` gave. O(n)."""
+        """Compute the slots of tokens that ``check_tokens`` returned. O(n).
+
+        Args:
+            rows: int64[n].
+            positions: int64[n].
+        """
         n = len(rows)
         self._mapper(self._flat, rows, positions, self.slot_mapping_np[:n])
         self.slot_mapping_np[n : self._host_tokens] = NO_SLOT
@@ -460,16 +521,26 @@ class BlockTable:
     # -- host to device
 
     def commit_block_table(self, num_reqs: int) -> int:
-        """Send the cells of the first ``num_reqs`` rows that changed since they were last sent; how many.
+        """Send the changed cells of the first rows to the device. O(changed cells).
 
-        Changed cells of later rows wait for a commit that covers them. O(changed cells).
+        Changed cells of later rows wait for a commit that covers them.
+
+        Args:
+            num_reqs: how many rows, from row 0.
+
+        Returns:
+            The number of cells sent.
         """
         if not 0 <= num_reqs <= self.num_rows:
             raise WorkerError(f"num_reqs must lie in 0 .. {self.num_rows}, got {num_reqs}")
         return self._mirror.commit(num_reqs)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
-        """Send the first ``num_tokens`` slots; device slots behind them are -1. O(num_tokens)."""
+        """Send the first slots to the device; device slots after them become -1. O(num_tokens).
+
+        Args:
+            num_tokens: how many slots.
+        """
         if not 0 <= num_tokens <= self._capacity:
             raise WorkerError(f"num_tokens must lie in 0 .. {self._capacity}, got {num_tokens}")
         slots = self.slot_mapping_np[:num_tokens]
@@ -477,7 +548,7 @@ class BlockTable:
             self._slot_mirror[:num_tokens] = slots
             self._slot_mirror[num_tokens : self._device_tokens] = NO_SLOT
         else:
-            # from memory of its own, which torch keeps until it is sent: the next step may write the host slots at once
+            # staged in memory that torch keeps until it is sent: the next step may overwrite the host slots at once
             staged = torch.empty(num_tokens, dtype=torch.int64, pin_memory=self._pin)
             staged.numpy()[:] = slots
             self.slot_mapping[:num_tokens].copy_(staged, non_blocking=True)
@@ -485,21 +556,37 @@ class BlockTable:
         self._device_tokens = num_tokens
 
     def get_device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
-        """The committed table, int32[num_reqs or all rows, width], a view."""
+        """Return the committed table, int32[rows, width], as a view.
+
+        Args:
+            num_reqs: rows of the view, from row 0; None for all.
+        """
         return self._mirror.device if num_reqs is None else self._mirror.device[:num_reqs]
 
     def get_cpu_tensor(self) -> torch.Tensor:
-        """The host table, int32[rows, width], a view."""
+        """Return the host table, int32[rows, width], as a view."""
         return self._cpu
 
     def get_numpy_array(self) -> Int32:
-        """The host table, int32[rows, width], a view. Write through the calls above, never here."""
+        """Return the host table, int32[rows, width], as a view. Never write through it: marks would be missed."""
         return self._host
 
-    # -- checks, apart from the writes so that several groups can be checked before one is written
+    # -- checks
 
     def check_row(self, block_ids: Ids, row: int, *, replacing: bool) -> Int32:
-        """The ids of an ``add_row`` (replacing) or ``append_row``; WorkerError when it could not be done."""
+        """Check an ``add_row`` or ``append_row`` before any table is written.
+
+        Args:
+            block_ids: int[n], ids of memory blocks.
+            row: the row.
+            replacing: whether the ids replace the row's blocks (``add_row``).
+
+        Returns:
+            int32[n], the ids.
+
+        Raises:
+            WorkerError: the row or an id is out of range, or the row has too few columns.
+        """
         self._checked_row(row)
         ids = self._checked_ids(block_ids)
         blocks = len(ids)
@@ -507,7 +594,8 @@ class BlockTable:
             blocks += self.num_blocks_per_row.item(row) // self.blocks_per_kv_block
         if blocks > self.max_num_kv_blocks_per_req:
             raise WorkerError(
-                f"row {row} would hold {blocks} blocks, more than its {self.max_num_kv_blocks_per_req} columns"
+                f"row {row} would hold {blocks} blocks, more than its {self.max_num_kv_blocks_per_req} columns: "
+                "raise max_num_blocks_per_req, or send fewer blocks"
             )
         return ids
 
@@ -529,7 +617,7 @@ class BlockTable:
     # -- parts
 
     def _put(self, ids: Int32, row: int, start: int) -> None:
-        """``ids`` into cells start .. of one row, which then ends behind them."""
+        """Write ``ids`` into the cells of one row from cell ``start`` on; the row ends after them."""
         if not len(ids):
             return
         cells = map_to_kernel_blocks(ids, self.blocks_per_kv_block, self._parts)
@@ -539,12 +627,12 @@ class BlockTable:
         self._mark_row(row, start, end)
 
     def _cells(self, rows: Int64, columns: Int64) -> Int64:
-        """The cells of the kernel blocks that memory blocks in ``columns`` of ``rows`` are made of, in order."""
+        """Return the flat indices of the kernel blocks of the memory blocks in ``columns`` of ``rows``, in order."""
         cells = rows * self.max_num_blocks_per_req + columns * self.blocks_per_kv_block
         return cells if self.blocks_per_kv_block == 1 else (cells[:, None] + self._parts).reshape(-1)
 
     def _grow(self, rows: Int64, columns: Int64) -> Int64:
-        """Lengthen rows so that they have ``columns``, by null blocks; the cells they grew by."""
+        """Lengthen rows by null blocks until they have ``columns``. Return the cells that were added."""
         before = self.num_blocks_per_row.copy()
         np.maximum.at(self.num_blocks_per_row, rows, ((columns + 1) * self.blocks_per_kv_block).astype(np.int32))
         more = np.flatnonzero(self.num_blocks_per_row > before)
@@ -559,7 +647,10 @@ class BlockTable:
 
 
 def _ragged(first: Int64, counts: Int64) -> Int64:
-    """first[i], first[i] + 1, ... counts[i] numbers for each i: (5, 9), (2, 1) -> (5, 6, 9). O(sum of counts)."""
+    """Return ``counts[i]`` numbers from ``first[i]`` on, for each i. O(sum of counts).
+
+    ((5, 9), (2, 1)) gives (5, 6, 9).
+    """
     ends = np.cumsum(counts)
     total = ends.item(-1) if len(ends) else 0
     numbers: Int64 = np.arange(total) + np.repeat(first - (ends - counts), counts)

@@ -1,23 +1,23 @@
-"""Copies of blocks, and what a Step says of blocks before its forward (docs/contracts.md, 10).
+"""Copies of blocks, and what a Step does to blocks before its forward (docs/contracts.md, 10).
 
-A Step's order is moves -> zeroing -> other copies. A copy takes all bytes of a block, in every layer of its group:
+The order is moves, zeroing, other copies. A copy takes all bytes of a block, in every layer of its group:
 
     reference   a block of a group is its page in every layer of the group; pages lie in the layers' tensors
-    natural     a block of a class is block_bytes of the arena in one piece, whichever group of the class it belongs to
+    natural     a block of a class is block_bytes of the arena in one piece, shared by all groups of the class
 
-Copies keep their order where one depends on another, and run together where none does:
+Copies keep their order where one depends on another. Independent copies run together:
 
     A -> B    level 0
     C -> D    level 0
     B -> C    level 1: reads what the first wrote, and writes what the second reads
 
-Kernels work on stacked views of blocks; torch does it anywhere, Triton in one launch:
+Kernels work on stacked views of blocks. Torch copies them on any device, Triton in one launch:
 
     stack of blocks     [layers, blocks, elements]             one array of every block of every layer
     stack of columns    [layers, blocks, columns, channels]    the conv states of the same
 
-Elements are integers of the width of what is stored, so that every bit is kept. One call is one batch: it writes no
-block that another copy of the batch reads or writes (its callers see to that), so copies may run in any order.
+Elements are integers of the stored width, so every bit is kept. One call is one batch. Callers make sure that no copy
+of a batch writes a block that another copy reads or writes, so copies may run in any order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hybridkv.worker.pages import PagedStorage, load_kernels
 
 Int64 = NDArray[np.int64]
 
-# what torch may hold between reading and writing: a fraction of what a GPU has, far above the cost of a launch
+# bytes between reading and writing, chosen by hand: little of a GPU's memory, and a copy far longer than its launch
 _SCRATCH_BYTES: Final = 64 << 20
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,10 +44,13 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shifts:
-    """Conv states to copy, ordered by bias.
+    """Conv states to copy, ordered by bias: columns bias .. of a source block go to columns 0 .. of a destination.
 
-    source, destination, bias: int64[n] on the device of the stack: columns bias .. of block source go to columns 0 ..
-    of block destination, which may be the same block. runs: (bias, first, end) of the copies of one bias.
+    Attributes:
+        source: int64[n], blocks, on the device of the stack.
+        destination: int64[n], blocks; a block may be its own destination.
+        bias: int64[n], columns that are skipped.
+        runs: (bias, first, end) of the copies that share a bias.
     """
 
     source: torch.Tensor
@@ -57,7 +60,7 @@ class Shifts:
 
     @classmethod
     def of(cls, source: Int64, destination: Int64, bias: Int64, device: torch.device) -> Shifts:
-        """int64[n] each, on the host. O(n log n)."""
+        """Make the shifts of int64[n] arrays on the host. O(n log n)."""
         order = np.argsort(bias, kind="stable")
         values, first, count = np.unique(bias[order], return_index=True, return_counts=True)
         runs = zip(values.tolist(), first.tolist(), (first + count).tolist(), strict=True)
@@ -67,11 +70,12 @@ class Shifts:
 
 @dataclass(frozen=True, slots=True)
 class CopyKernels:
-    """The three things done to blocks. Indices are int64 tensors on the device of the stack.
+    """The three operations on blocks, on any stack of one device. Block numbers are int64 tensors on that device.
 
-    copy_blocks(stack, source, destination): block source[i] to block destination[i], in every layer.
-    shift_columns(stack, shifts): as Shifts says; the last bias columns of a destination keep what they hold.
-    zero_blocks(stack, blocks): all bits of these blocks.
+    Attributes:
+        copy_blocks: (stack, source, destination): copy block source[i] to block destination[i], in every layer.
+        shift_columns: (stack, shifts): copy conv states; the last bias columns of a destination keep what they hold.
+        zero_blocks: (stack, blocks): set all bits of these blocks to 0.
     """
 
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -80,11 +84,11 @@ class CopyKernels:
 
 
 def stack_layers(views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """``views``, [blocks, ...] each, as few stacks [layers, blocks, ...] over the same memory. O(layers log layers).
+    """Return views [blocks, ...] as few stacks [layers, blocks, ...] over the same memory. O(layers log layers).
 
-    Layers share a stack where shapes, strides and storage are the same and they lie equally far apart; their order is
-    that of their addresses. Elements become integers of the same width.
-    Raises ConfigError for two views of one address, and for elements of another width than 1, 2, 4 or 8 bytes.
+    Layers share a stack if shapes, strides and storage are the same and they lie equally far apart, in the order of
+    their addresses. Elements become integers of the same width. Raises ConfigError for two views of one address, and
+    for elements that are not 1, 2, 4 or 8 bytes wide.
     """
     alike: dict[object, list[torch.Tensor]] = {}
     for view in views:
@@ -97,7 +101,7 @@ def stack_layers(views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _runs(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views that differ in their address only, as stacks of one step each."""
+    """Stack views that differ in their address only; each stack has one distance between layers."""
     ordered = sorted(views, key=torch.Tensor.storage_offset)
     starts = [int(view.storage_offset()) for view in ordered]
     stacks, first = [], 0
@@ -115,7 +119,7 @@ def _runs(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _copy_blocks(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Two launches for every 64 MiB."""
+    """Copy blocks, in two launches for every 64 MiB."""
     at_once = _at_once(stack)
     for first in range(0, len(source), at_once):
         part = slice(first, first + at_once)
@@ -123,7 +127,10 @@ def _copy_blocks(stack: torch.Tensor, source: torch.Tensor, destination: torch.T
 
 
 def _shift_columns(stack: torch.Tensor, shifts: Shifts) -> None:
-    """Two launches for each bias and every 64 MiB. What is read is held apart, so a block may shift into itself."""
+    """Copy conv states, in two launches for each bias and every 64 MiB.
+
+    Reads come before writes, so a block may shift into itself.
+    """
     for bias, first, end in shifts.runs:
         kept = stack[:, :, : stack.shape[2] - bias]
         shifted = stack[:, :, bias:]
@@ -134,28 +141,32 @@ def _shift_columns(stack: torch.Tensor, shifts: Shifts) -> None:
 
 
 def _zero_blocks(stack: torch.Tensor, blocks: torch.Tensor) -> None:
-    """One launch."""
+    """Zero blocks, in one launch."""
     stack.index_fill_(1, blocks, 0)
 
 
 def _at_once(stack: torch.Tensor) -> int:
-    """Blocks whose bytes fit the scratch memory, at least one."""
+    """Return how many blocks fit the scratch memory, at least one."""
     block_bytes = stack[:, 0].numel() * stack.element_size()
     return max(1, _SCRATCH_BYTES // max(1, block_bytes))
 
 
 TORCH: Final = CopyKernels(_copy_blocks, _shift_columns, _zero_blocks)
-"""On any device."""
+"""The operations in torch, for any device."""
 
 
 def triton_kernels() -> CopyKernels:
-    """The same on a GPU, one launch a call. ConfigError where Triton is not installed."""
+    """Return the operations in Triton, one launch a call. ConfigError if Triton is not installed."""
     made: CopyKernels = load_kernels("TORCH").TRITON
     return made
 
 
 def copy_kernels(device: torch.device) -> CopyKernels:
-    """What copies on ``device``: one launch a call on a GPU with Triton, else TORCH."""
+    """Return the fastest operations that a device has: those of Triton on a GPU where it is installed, else TORCH.
+
+    Args:
+        device: where the blocks live.
+    """
     try:
         return triton_kernels() if device.type == "cuda" else TORCH
     except ConfigError:
@@ -167,10 +178,15 @@ _WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch
 
 
 class BlockCopier:
-    """Moves, copies and zeroes blocks of ``storage``. kernels: TORCH or ``triton_kernels()``.
+    """Moves, copies and zeroes blocks as Steps say.
 
-    Every call checks the whole Step before it writes. Copies of one level are one batch for each class of the natural
-    layout, where a block lies in one piece; in the reference layout each group counts as a class, its layers stacked.
+    Every call checks the whole Step before it writes. The copies of one level and one class of the natural layout are
+    one batch, because a block lies in one piece. In the reference layout each group counts as a class, with stacked
+    layers.
+
+    Args:
+        storage: the memory of all groups.
+        kernels: TORCH or ``triton_kernels()``.
     """
 
     def __init__(self, storage: PagedStorage, *, kernels: CopyKernels = TORCH) -> None:
@@ -178,10 +194,10 @@ class BlockCopier:
         groups = range(len(config.groups))
         self._kernels = kernels
         self._device = storage.arena.device
-        # requests have ids null_blocks .. num_blocks - 1 of a group
+        # requests get block ids null_blocks .. num_blocks - 1 of a group
         self._null_blocks = np.array([config.null_blocks_of(group) for group in groups])
         self._num_blocks = np.array([config.blocks_of(group) for group in groups])
-        # blocks of two classes can share bytes only where id * spacing lies in the same slab (natural), or is equal
+        # two blocks can share bytes only if id * spacing is equal, or lies in one slab for two classes (natural)
         self._class_of = np.arange(len(groups))
         if slabs is None:
             self._stacks = [_layers_of(storage, group) for group in groups]
@@ -194,11 +210,25 @@ class BlockCopier:
         self._spacing, self._shared_bytes = np.array([size for size, _ in sizes]), slabs.slab_bytes
 
     def check(self, step: Step) -> None:
-        """Raise WorkerError for unknown groups and blocks, null blocks, unknown kinds, and stages but "before"."""
+        """Check the copies and zeroed blocks of a Step. O(copies).
+
+        Args:
+            step: the Step.
+
+        Raises:
+            WorkerError: a group, block or kind is unknown, a block is null, or the stage of a copy is not "before".
+        """
         self._checked(step)
 
     def execute_before(self, step: Step) -> None:
-        """Moves, zeroing, then the other copies. O(bytes). Raises WorkerError as ``check``, with nothing written."""
+        """Do what a Step says before its forward: moves, zeroing, then the other copies. O(bytes copied).
+
+        Args:
+            step: the Step.
+
+        Raises:
+            WorkerError: as ``check``. Nothing has been written then.
+        """
         copies, moved = self._checked(step)
         self._copy(copies[moved])
         self._zero(step.zero.astype(np.int64))
@@ -207,11 +237,11 @@ class BlockCopier:
     # -- checks
 
     def _checked(self, step: Step) -> tuple[Int64, NDArray[np.bool_]]:
-        """(group, source, destination) of every copy, int64[n, 3], and which are moves."""
+        """Return (group, source, destination) of every copy, int64[n, 3], and which copies are moves."""
         for copy in step.copies:
             if copy.stage != "before" or copy.kind not in _KINDS:
                 raise WorkerError(
-                    f"Step {step.id}: {copy} must have the stage 'before' (nothing is copied behind a forward) and a "
+                    f"Step {step.id}: {copy} must have the stage 'before' (nothing is copied after a forward) and a "
                     f"kind of {_KINDS}"
                 )
         copies = np.array([(one.group, one.source, one.destination) for one in step.copies], np.int64).reshape(-1, 3)
@@ -226,7 +256,7 @@ class BlockCopier:
         if len(wrong):
             i = wrong[0]
             raise WorkerError(
-                f"Step {step.id}: block {block[i]} of group {group[i]} is none to copy or zero: blocks are "
+                f"Step {step.id}: block {block[i]} of group {group[i]} cannot be copied or zeroed: blocks are "
                 f"{null_blocks[i]} .. {num_blocks[i] - 1}, lower ones are null"
             )
         return copies, np.array([one.kind == "move" for one in step.copies], np.bool_)
@@ -234,7 +264,7 @@ class BlockCopier:
     # -- execution
 
     def _copy(self, copies: Int64) -> None:
-        """Copies in their order, int64[n, 3], as few batches: level by level, in each one class at a time."""
+        """Run copies, int64[n, 3], in their order and in few batches: level by level, one class at a time."""
         copies = copies[copies[:, 1] != copies[:, 2]]
         if not len(copies):
             return
@@ -242,17 +272,17 @@ class BlockCopier:
         level = copy_levels(self._places(of, copies[:, 1:]))
         order = np.lexsort((of, level))
         of, level = of[order], level[order]
-        edges = (np.flatnonzero((np.diff(level) != 0) | (np.diff(of) != 0)) + 1).tolist()
+        bounds = (np.flatnonzero((np.diff(level) != 0) | (np.diff(of) != 0)) + 1).tolist()
         blocks = torch.from_numpy(copies[order, 1:].T.copy()).to(self._device)
-        for first, end in zip((0, *edges), (*edges, len(copies)), strict=True):
+        for first, end in zip((0, *bounds), (*bounds, len(copies)), strict=True):
             for stack in self._stacks[of[first]]:
                 self._kernels.copy_blocks(stack, blocks[0, first:end], blocks[1, first:end])
 
     def _places(self, of: Int64, blocks: Int64) -> Int64:
-        """int64[2, n], equal where two blocks have bytes in common. of: int64[n], the classes; blocks: int64[n, 2].
+        """Return int64[2, n], equal where two blocks share bytes. ``of``: int64[n], classes; ``blocks``: int64[n, 2].
 
-        Where a slab goes from one class to another within a Step, blocks of both lie in the same bytes: there order is
-        kept slab by slab.
+        If a slab passes from one class to another within a Step, blocks of both classes share its bytes. Then the whole
+        slab counts as one place, so that copies within it keep their order.
         """
         place: Int64 = blocks.T * self._spacing[of]
         slab = place // self._shared_bytes
@@ -260,7 +290,7 @@ class BlockCopier:
         return np.where(np.isin(slab, slabs[users > 1]), -1 - slab, place)
 
     def _zero(self, zero: Int64) -> None:
-        """zero: (group, block), int64[n, 2], in any order."""
+        """Zero blocks given as (group, block), int64[n, 2], in any order."""
         of = self._class_of[zero[:, 0]]
         for number in np.unique(of).tolist():
             blocks = torch.from_numpy(np.unique(zero[of == number, 1])).to(self._device)
@@ -269,10 +299,11 @@ class BlockCopier:
 
 
 def copy_levels(places: Int64) -> Int64:
-    """A level for each copy, int64[n]: levels one after the other do what the copies do in their order.
+    """Return a level for each copy, int64[n]. Running levels one after another equals running all copies in order.
 
-    places: int64[2, n], what each copy reads, and what it writes. Within a level no copy writes what another
-    reads or writes; levels are as low as that allows. O(n log n) where one level does, else O(n) in Python.
+    Within a level no copy writes a place that another reads or writes; levels are as low as that allows. ``places`` is
+    int64[2, n], the place that each copy reads and the place that it writes. O(n log n) if one level is enough,
+    otherwise O(n) in Python.
     """
     source, destination = places
     written = np.unique(destination)
@@ -290,7 +321,7 @@ def copy_levels(places: Int64) -> Int64:
 
 
 def _layers_of(storage: PagedStorage, number: int) -> tuple[torch.Tensor, ...]:
-    """The blocks of a group in every layer, stacked: together all bytes of a block. No copies, O(layers)."""
+    """Return the blocks of a group in all its layers as stacks, without copies. O(layers)."""
     config, group = storage.config, storage.config.groups[number]
     tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
     layers = [(tensors[name], spec) for name, spec in zip(group.layer_names, group.layer_specs, strict=True)]
@@ -303,7 +334,7 @@ def _layers_of(storage: PagedStorage, number: int) -> tuple[torch.Tensor, ...]:
 
 
 def _pages(arena: torch.Tensor, offset: int, stride: int, size: int, blocks: int) -> torch.Tensor:
-    """[blocks, words] of ``size`` bytes, ``stride`` apart, from byte ``offset`` on, in the widest words that fit."""
+    """Return [blocks, words] from byte ``offset``: blocks of ``size`` bytes, ``stride`` apart, in the widest words."""
     width, dtype = next(word for word in _WORDS if not (offset % word[0] or stride % word[0] or size % word[0]))
     words = arena[: arena.numel() // width * width].view(dtype)
     return words.as_strided((blocks, size // width), (stride // width, 1), offset // width)

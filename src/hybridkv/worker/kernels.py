@@ -1,20 +1,20 @@
-"""The kernels in Triton: attention over pages, writes into slots, copies of blocks.
+"""The Triton kernels: attention over pages, writes into slots, copies of blocks.
 
-Needs Triton: ``triton_attention``, ``pages`` and ``copies`` import this module when they are asked for it, and name
-what is missing.
+``triton_attention``, ``pages`` and ``copies`` import this module when they need it, and raise a ConfigError without
+Triton.
 
-Attention is one launch for all requests of a step, a second where keys were split:
+Attention is one launch for all requests of a step, and a second one if keys were split:
 
-    rows of a request       query 0 head 0, query 0 head 1, ... query 1 head 0 ...     those that share one KV head
-    tile                    block_m rows, read together: a key is loaded once for all of them
-    program                 (tile, split of its keys, KV head); its numbers stand in the work list
-    split                   writes what it found into ``part_out`` and ``part_lse``; combine_kernel puts them together
+    rows of a request       query 0 head 0, query 0 head 1, ... query 1 head 0 ...     the heads that share one KV head
+    tile                    block_m rows that read together: a key is loaded once for all of them
+    program                 (tile, split of its keys, KV head); the work list has its numbers
+    split                   writes its result into ``part_out`` and ``part_lse``; combine_kernel combines them
 
-Widths that are no power of two are taken apart: 576 is 512 and 64, 80 is 64 and 16, 192 is 128 and 64.
-Exponentials are to base 2: scores come multiplied by log2(e). Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
+Widths that are not powers of two are divided: 576 is 512 and 64, 80 is 64 and 16, 192 is 128 and 64. Exponentials are
+to base 2, with scores multiplied by log2(e). Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
 
-A launch of a write is a line of programs, one for each (token, tile of its keys, then of its values); one of a copy,
-shift or zeroing is one for each (copy, layer, tile of a block). The tile runs fastest.
+A write launches one program for each (token, tile of its keys, then of its values). A copy, shift or zeroing launches
+one for each (copy, layer, tile of a block). Neighbouring programs have neighbouring tiles.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from hybridkv.worker.pages import KVPages
 from hybridkv.worker.triton_attention import TritonBatch
 
 _DTYPES: Final = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-# parts that the combining kernel holds at a time
+# parts that the combining kernel loads at a time; chosen by hand
 _PARTS: Final = 16
 _LOG2E: Final = math.log2(math.e)
-# behind every token: no window, no chunk
+# larger than every position: no window, no chunk
 _NOWHERE: Final = 1 << 30
-# what differs between steps, or layers of one shape: a kernel compiled for its alignment would be compiled once more
+# arguments that differ between steps or layers of one shape: specialised on their alignment, kernels would recompile
 _OF_A_STEP: Final = ("table", "starts", "lengths", "work", "combined", "table_stride", "window", "chunk")
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
 def _token_in(slot: tl.tensor, ranks: tl.constexpr, rank: tl.constexpr, interleave: tl.constexpr) -> tl.tensor:
-    """Which token of a request lies in each of its slots on this rank (attention.py)."""
+    """Return the token of a request in each of its slots on this rank (attention.py)."""
     return slot if ranks == 1 else (slot // interleave * ranks + rank) * interleave + slot % interleave
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
 def _slots_before(token: tl.tensor, ranks: tl.constexpr, rank: tl.constexpr, interleave: tl.constexpr) -> tl.tensor:
-    """How many slots on this rank hold tokens before ``token``."""
+    """Return how many slots on this rank hold tokens before ``token``."""
     if ranks == 1:
         slots = token
     else:
@@ -62,7 +62,7 @@ def _slots_before(token: tl.tensor, ranks: tl.constexpr, rank: tl.constexpr, int
 def _loaded(
     at: tl.tensor, mask: tl.tensor, fp8: tl.constexpr, native: tl.constexpr, compute: tl.constexpr
 ) -> tl.tensor:
-    """Elements in the dtype that is computed with. fp8: what is loaded are the bytes of e4m3, exact in any of them."""
+    """Load elements in the dtype of the computation. With ``fp8``, they are bytes of e4m3, exact in any such dtype."""
     held = tl.load(at, mask=mask, other=0)
     if fp8:
         if native:
@@ -77,7 +77,7 @@ def _loaded(
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
 def _with_sink(largest: tl.tensor, total: tl.tensor, logit: tl.tensor) -> tl.tensor:
-    """The largest score and the sum of exponentials with one key more, and what other keys' sums shrink by."""
+    """Return the largest score and the sum of exponentials with one more key, and the factor for sums of other keys."""
     larger = tl.maximum(largest, logit)
     base = tl.where(larger == float("-inf"), 0.0, larger)
     shrunk = tl.exp2(largest - base)
@@ -86,7 +86,7 @@ def _with_sink(largest: tl.tensor, total: tl.tensor, logit: tl.tensor) -> tl.ten
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
 def _natural(largest: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """The natural logarithm of a sum of powers of two."""
+    """Return the natural logarithm of a sum of powers of two."""
     return tl.where(total > 0, (largest + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453, float("-inf"))
 
 
@@ -146,7 +146,7 @@ def attention_kernel(  # noqa: C901, PLR0912, PLR0915, PLR0917 - a kernel is one
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ) -> None:
-    """A tile's rows over one split of the keys that any of them sees."""
+    """Compute attention of the rows of a tile over one split of the keys that any of them sees."""
     program = tl.program_id(0)
     head = program % kv_heads
     item = work + program // kv_heads * 5
@@ -219,13 +219,13 @@ def attention_kernel(  # noqa: C901, PLR0912, PLR0915, PLR0917 - a kernel is one
                 seen = seen & (at[None, :] >= row_low[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
-        # nothing seen yet: every score is -inf, and so are all differences to 0
+        # a row that has seen nothing yet has scores of -inf alone: subtract 0, so that its weights are 0 and not NaN
         base = tl.where(larger == float("-inf"), 0.0, larger)
         weights = tl.exp2(scores - base[:, None])
         shrunk = tl.exp2(largest - base)
         total = total * shrunk + tl.sum(weights, 1)
         largest = larger
-        # what no row sees was not loaded: zeros, whatever a former owner left there
+        # tokens that no row sees are zeros, not loaded: stale data of a block's former owner must not leak
         if values_in_keys:
             tile_v = tile_a
         else:
@@ -280,7 +280,7 @@ def combine_kernel(  # noqa: PLR0917 - a kernel has no keywords
     block_m: tl.constexpr,
     parts_held: tl.constexpr,
 ) -> None:
-    """One row of a tile whose keys were split: its parts, each weighed by its sum of exponentials."""
+    """Combine the parts of one row, each with its sum of exponentials as weight."""
     program = tl.program_id(0)
     head = program % kv_heads
     row = program // kv_heads % block_m
@@ -333,7 +333,7 @@ def launch_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Fill ``out`` and ``lse``, as ``triton_paged_attention`` says; its arguments, checked."""
+    """Fill ``out`` and ``lse``, with the checked arguments of ``triton_paged_attention``."""
     tiles, mask, shape, share = batch.tiles, batch.mask, batch.shape, batch.batch.share
     scale *= pages.key_scale
     factor, cap = (scale * _LOG2E, 0.0) if softcap is None else (2 * scale * _LOG2E / softcap, softcap * _LOG2E)
@@ -393,7 +393,7 @@ def launch_attention(
         compute=_DTYPES[torch.float32 if INTERPRETED and shape.compute == torch.bfloat16 else shape.compute],
         block_n=tiles.keys,
         num_warps=tiles.warps,
-        # while a tile is computed with, the next one is on its way, and the block numbers of the one after that
+        # pipeline: compute with one tile, load the next, and load the block ids of the one after that
         num_stages=3,
         **alike,
     )
@@ -414,21 +414,21 @@ def launch_attention(
         )
 
 
-# elements of a program: a token of 8 heads of 128 is one tile of keys and one of values; of 8-byte words it is 8 KiB,
-# 16 loads of 4 bytes or 4 of 16 in flight for each of its 128 threads
+# elements of a program: a token of 8 heads of 128 has one tile of keys and one of values; of 8-byte words a tile is
+# 8 KiB, which gives each of 128 threads 16 loads of 4 bytes or 4 of 16 in flight
 _TILE: Final = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
 def _e4m3(value: tl.tensor) -> tl.tensor:
-    """The byte of the float8_e4m3fn nearest to a float32, ties to even; what is too large becomes 448."""
+    """Return the byte of the float8_e4m3fn nearest to a float32, ties to even; values too large become 448."""
     bits = value.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     largest = 0x43E00000  # 448
     held = tl.minimum(size, largest)
     # 3 of 23 bits of the mantissa stay, the exponent's bias falls from 127 to 7; a carry goes up into the exponent
     normal = ((held + 0x7FFFF + ((held >> 20) & 1)) >> 20) - (120 << 3)
-    # below 2 ** -6 the bytes count steps of 2 ** -9, which is the last bit of a float32 near 2 ** 14
+    # below 2 ** -6 bytes count multiples of 2 ** -9, which is the last bit of a float32 near 2 ** 14
     steps = (held.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     byte = tl.where(held < 0x3C800000, steps, normal)
     byte = tl.where(size > 0x7F800000, 0x7F, byte)
@@ -450,7 +450,7 @@ def _put(  # noqa: PLR0917 - a kernel has no keywords
     fp8: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Elements ``first`` .. of one token: from ``states`` to ``page``, where its own begin."""
+    """Copy elements ``first`` .. of one token from ``states`` to ``page``; both pointers are at the token's start."""
     at = first + tl.arange(0, tile)
     head, column = at // width, at % width
     inside = at < heads * width
@@ -491,7 +491,7 @@ def write_kernel(  # noqa: PLR0917 - a kernel has no keywords
     fp8: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """A tile of one token's keys or values; of a token without a slot nothing."""
+    """Write a tile of one token's keys or values, and nothing for a token without a slot."""
     key_tiles = tl.cdiv(heads * key_width, tile)
     tiles = key_tiles + tl.cdiv(heads * value_width, tile)
     program = tl.program_id(0)
@@ -539,7 +539,7 @@ def launch_write(
     *,
     fp8: bool,
 ) -> None:
-    """Pages, states of the tokens and the factor before rounding, of both; pages and states integers but for fp8."""
+    """Write ``keys`` and ``values``: (pages, values of the tokens, factor before rounding); integers unless ``fp8``."""
     _, block_size, heads, key_width = keys[0].shape
     tile = min(_TILE, triton.next_power_of_2(heads * max(key_width, values[0].shape[3])))
     tiles = sum(ceil_div(heads * one[0].shape[3], tile) for one in (keys, values))
@@ -578,6 +578,7 @@ def _write_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
     zero: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
+    """Copy or zero a tile of a block."""
     program = tl.program_id(0).to(tl.int64)
     copy = program // (layers * tiles)
     base = stack + program // tiles % layers * layer_stride
@@ -607,6 +608,7 @@ def _shift_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
     all_columns: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
+    """Copy the columns bias .. of a tile of channels to columns 0 .. ."""
     program = tl.program_id(0).to(tl.int64)
     copy = program // (layers * tiles)
     base = stack + program // tiles % layers * layer_stride
@@ -617,14 +619,13 @@ def _shift_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
     cell = column * column_stride + channel * channel_stride
     first = tl.load(source + copy) * block_stride + skipped * column_stride
     values = tl.load(base + first + cell, mask=kept)
-    # a block may shift into itself: all threads have read their columns before one of them writes; other programs
-    # have other channels
+    # a block may shift into itself: all threads read before one writes; other programs have other channels
     tl.debug_barrier()
     tl.store(base + tl.load(destination + copy) * block_stride + cell, values, mask=kept)
 
 
 def _write_blocks(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor, *, zero: bool = False) -> None:
-    """One launch. stack: [layers, blocks, elements], elements side by side. zero: in place of what ``source`` holds."""
+    """Copy blocks, or zero them, in one launch. ``stack``: [layers, blocks, elements] with contiguous elements."""
     layers, _, elements = stack.shape
     if not len(source):
         return
@@ -636,7 +637,7 @@ def _write_blocks(stack: torch.Tensor, source: torch.Tensor, destination: torch.
 
 
 def _shift_columns(stack: torch.Tensor, shifts: Shifts) -> None:
-    """One launch, whatever the biases. stack: [layers, blocks, columns, channels], of any strides."""
+    """Copy conv states in one launch for all biases. ``stack``: [layers, blocks, columns, channels], any strides."""
     layers, _, columns, channels = stack.shape
     if not shifts.runs:
         return
@@ -661,4 +662,4 @@ def _shift_columns(stack: torch.Tensor, shifts: Shifts) -> None:
 TRITON: Final = CopyKernels(
     _write_blocks, _shift_columns, lambda stack, blocks: _write_blocks(stack, blocks, blocks, zero=True)
 )
-"""On a GPU, or on the CPU where Triton's interpreter is switched on (TRITON_INTERPRET=1 before it is imported)."""
+"""The operations on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1 before it is imported)."""

@@ -1,19 +1,20 @@
-"""Paged storage: one arena of bytes, every layer's strided view of its pages, and writes of keys and values into them.
+"""Paged storage: one arena of bytes, a strided view of every layer's pages, and writes of keys and values into pages.
 
     page, NHD     [ part 0: block_size x heads x width ][ part 1: ... ][ padding ]        (keys, then values)
     page, HND     [ part 0: heads x block_size x width ][ part 1: ... ][ padding ]
     view, NHD     [blocks, block_size, heads, width]     view, HND   [blocks, heads, block_size, width]
     latents       [blocks, block_size, width], in either order: there are no heads
-    states        [blocks, *shape]: a block holds one state, whatever its tokens
+    states        [blocks, *shape]: a block holds one state, however many tokens it covers
 
-From block to block it is ``block_stride_bytes``. In the natural layout a block may be made of kernel blocks, each with
-that share of the page of every layer: then a view's first dimension, and its tokens, are those of kernel blocks.
+Neighbouring blocks are ``block_stride_bytes`` apart. In the natural layout, a block may consist of kernel blocks, each
+with an equal part of the page of every layer. The first dimension of a view, and its tokens, are then those of kernel
+blocks.
 
-Keys and values go where the slots say: ``slot = block * block_size + offset``, -1 for tokens that go nowhere.
+Keys and values are written to slots: ``slot = block * block_size + offset``, -1 for tokens that are not written.
 
     slots [ 30 31 -1 12 ], block_size 4   ->   tokens 0 1 3 to blocks 7 7 3 at offsets 2 3 0
 
-A step's slots are checked and taken apart once for a group, and used by every layer of it.
+The slots of a step are checked and split once for each group; every layer of the group uses them.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec, MambaSpec, MLAAtte
 from hybridkv.units import format_bytes
 
 _FP8: Final = {"fp8": torch.float8_e4m3fn}
-"""Names of cache dtypes that torch calls otherwise."""
+"""Cache dtypes that have another name in torch."""
 
 
 class PageOrder(StrEnum):
-    """What comes first within a block's keys, and within its values: tokens (NHD) or heads (HND)."""
+    """The order within a block's keys, and within its values: tokens first (NHD) or heads first (HND)."""
 
     NHD = "NHD"
     HND = "HND"
@@ -47,10 +48,12 @@ class PageOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """One array in a layer's page, in ``dtype``.
+    """One array in a layer's page.
 
-    shape: of attention, what a token has of it: (kv heads, head size), or (width,) of a latent that all heads share.
-    Of a recurrent layer, the state's.
+    Attributes:
+        shape: for attention, the shape of one token: (kv heads, head size), or (width,) for a latent that all heads
+            share. For a recurrent layer, the shape of the state.
+        dtype: of the elements.
     """
 
     shape: tuple[int, ...]
@@ -63,9 +66,13 @@ class PagePart:
 
 
 def parts_of(spec: KVCacheSpec) -> tuple[PagePart, ...]:
-    """What a layer of ``spec`` keeps in its page: keys and values, one latent, or its states.
+    """Return the parts of a layer's page: keys and values, one latent, or its states.
 
-    Raises ConfigError for a spec of several layers, or of an unknown kind.
+    Args:
+        spec: what one layer keeps.
+
+    Raises:
+        ConfigError: the spec is of several layers, or of an unknown kind.
     """
     match spec:
         case MambaSpec():
@@ -78,20 +85,26 @@ def parts_of(spec: KVCacheSpec) -> tuple[PagePart, ...]:
             widths = (spec.head_size, spec.elements_per_token - spec.head_size)
             return tuple(PagePart((heads, width), dtype) for width in widths)
         case _:
-            raise ConfigError(
-                f"{type(spec).__name__} does not say what its page is made of: hand in the spec of one layer"
-            )
+            raise ConfigError(f"{type(spec).__name__} does not define the parts of a page: give the spec of one layer")
 
 
 class PagedStorage:
-    """The arena of ``config`` on ``device`` and its views.
+    """The memory of a plan on one device, and its views.
 
-    layout: for every layer the parts of its page, in order; None for what its spec says (``parts_of``). order: of
-    tokens and heads within a block, for every part with heads. ``arena``: uint8[arena_bytes], zeros at first.
-    ``views[layer]``: a tensor for each part, of the shapes above; no copies, O(layers). Blocks are the ids of
-    the layer's group, those of the null block or slab included.
-    Raises ConfigError for a layer without a tensor or without parts, for parts that do not fill the
-    planned page to the byte, padding aside, for an offset or stride that cuts an element, and for an unknown order.
+    Args:
+        config: the KV cache of the plan.
+        layout: for every layer the parts of its page, in order; None takes them from the specs (``parts_of``).
+        device: where the arena lives.
+        order: the order of tokens and heads within a block, for every part that has heads.
+
+    Attributes:
+        arena: uint8[config.arena_bytes], zeros at first.
+        views: for every layer a tensor for each part, of the shapes above, without copies. Blocks are numbered by the
+            ids of the layer's group, from the null block or null slab on.
+
+    Raises:
+        ConfigError: a layer has no tensor or no parts, its parts do not have the bytes that the plan gives a page, an
+            offset or stride cuts an element, the order is unknown, or the device has too little memory.
     """
 
     def __init__(
@@ -111,7 +124,7 @@ class PagedStorage:
             for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
                 if name not in tensors or (layout is not None and name not in layout):
                     where = "tensor in the plan" if name not in tensors else "page parts"
-                    raise ConfigError(f"layer {name!r} has no {where}: plan this very model")
+                    raise ConfigError(f"layer {name!r} has no {where}: make the plan from this very model")
                 parts[name] = parts_of(spec) if layout is None else layout[name]
                 _check_page(name, parts[name], spec)
         try:
@@ -157,7 +170,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def _check_page(name: str, parts: Sequence[PagePart], spec: KVCacheSpec) -> None:
-    """Raise ConfigError unless ``parts`` are what ``spec`` has planned for, to the byte."""
+    """Raise ConfigError unless ``parts`` have exactly the bytes that ``spec`` has planned for."""
     state = spec.keeps is Keeps.STATE
     held = (1 if state else spec.block_size) * sum(part.token_bytes for part in parts)
     if held != spec.content_bytes:
@@ -165,17 +178,22 @@ def _check_page(name: str, parts: Sequence[PagePart], spec: KVCacheSpec) -> None
         many = "a state" if state else f"{spec.block_size} tokens"
         raise ConfigError(
             f"layer {name!r}: the plan gives a page {spec.content_bytes} bytes, the model keeps {held} "
-            f"({many} of {shapes}): plan this very model, with its dtype"
+            f"({many} of {shapes}): make the plan from this very model, with its dtype"
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVPages:
-    """Views of a layer's pages, tokens first whatever their order in memory.
+    """Views of a layer's pages, tokens before heads in either order of memory.
 
-    keys: [blocks, block_size, kv heads, width]; values: the same but for the width. Of a latent, values are the
-    first columns of the keys. key_scale, value_scale: what is stored times these is what is meant, for float8.
-    Raises ConfigError for shapes that do not match, and for scales that are not positive.
+    Attributes:
+        keys: [blocks, block_size, kv heads, width].
+        values: [blocks, block_size, kv heads, value width]. The values of a latent are the first columns of its keys.
+        key_scale: stored float8 keys times this factor are the keys; 1 for no scale.
+        value_scale: the same for values.
+
+    Raises:
+        ConfigError: shapes do not match, or a scale is not positive.
     """
 
     keys: torch.Tensor
@@ -195,10 +213,19 @@ class KVPages:
 
     @classmethod
     def of_views(cls, views: tuple[torch.Tensor, ...], order: PageOrder = PageOrder.NHD) -> KVPages:
-        """Of a layer's two views in a PagedStorage of that order."""
+        """Make the pages of a layer with keys and values.
+
+        Args:
+            views: the layer's two views in a PagedStorage.
+            order: the order of that storage.
+
+        Raises:
+            ConfigError: the views are not keys and values.
+        """
         if len(views) != 2 or any(view.dim() != 4 for view in views):
             raise ConfigError(
-                f"{len(views)} views of shapes {[tuple(view.shape) for view in views]} are no keys and values"
+                f"{len(views)} views of shapes {[tuple(view.shape) for view in views]} are not keys and values: give "
+                "two views of 4 dimensions"
             )
         keys, values = views
         if order is PageOrder.HND:
@@ -207,13 +234,18 @@ class KVPages:
 
     @classmethod
     def of_latent(cls, view: torch.Tensor, kv_lora_rank: int) -> KVPages:
-        """Of a layer with multi-head latent attention, absorbed: one KV head, whose values are part of its keys.
+        """Make the pages of absorbed multi-head latent attention: one KV head, with its values inside its keys.
 
-        view: [blocks, block_size, kv_lora_rank + rotary width].
+        Args:
+            view: [blocks, block_size, kv_lora_rank + rotary width].
+            kv_lora_rank: columns of the latent, which are the values.
+
+        Raises:
+            ConfigError: the view does not hold latents of this rank.
         """
         if view.dim() != 3 or not 0 < kv_lora_rank <= view.shape[2]:
             raise ConfigError(
-                f"a view of shape {tuple(view.shape)} holds no latents of {kv_lora_rank}: "
+                f"a view of shape {tuple(view.shape)} does not hold latents of rank {kv_lora_rank}: "
                 "give [blocks, block_size, kv_lora_rank + rotary width]"
             )
         keys = view[:, :, None]
@@ -236,15 +268,20 @@ class KVPages:
 
 
 _ROUNDED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of states that pages of float8 take."""
+"""Dtypes that pages of float8 take and round."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteSlots:
-    """Where a step's tokens go in one group.
+    """The places in one group's pages that a step's tokens are written to.
 
-    num_tokens: of the step, those that go nowhere included. tokens, blocks, offsets: int64[n], the tokens that are
-    written and where. num_blocks, block_size: of the pages they were made for.
+    Attributes:
+        num_tokens: tokens of the step, those that are not written included.
+        num_blocks: blocks of the pages.
+        block_size: tokens of a block.
+        tokens: int64[n], the tokens that are written.
+        blocks: int64[n], their blocks.
+        offsets: int64[n], their offsets in the blocks.
     """
 
     num_tokens: int
@@ -256,10 +293,15 @@ class WriteSlots:
 
 
 def write_slots(slots: torch.Tensor, num_blocks: int, block_size: int) -> WriteSlots:
-    """``slots``, int64[tokens], for pages of ``num_blocks`` blocks of ``block_size`` tokens.
+    """Check and split the slots of a step. O(tokens log tokens); waits for the device of the slots.
 
-    Raises WorkerError for a slot below -1 or behind the last block, and for two tokens in one slot.
-    O(tokens log tokens), and a wait for the device that the slots are on.
+    Args:
+        slots: int64[tokens]; -1 for a token that is not written.
+        num_blocks: blocks of the pages.
+        block_size: tokens of a block.
+
+    Raises:
+        WorkerError: a slot is out of range, or two tokens have one slot.
     """
     if slots.dtype != torch.int64 or slots.dim() != 1:
         raise WorkerError(f"slots must be int64[tokens], got {slots.dtype} of shape {tuple(slots.shape)}")
@@ -271,7 +313,7 @@ def write_slots(slots: torch.Tensor, num_blocks: int, block_size: int) -> WriteS
         if first < 0 or last >= limit:
             raise WorkerError(
                 f"slots must lie in 0 .. {limit - 1} ({num_blocks} blocks of {block_size} tokens), or be -1 for a "
-                f"token that is not kept; got {first} .. {last}"
+                f"token that is not written; got {first} .. {last}"
             )
         twice = torch.nonzero(ordered[1:] == ordered[:-1]).flatten()
         if len(twice):
@@ -284,12 +326,19 @@ def write_slots(slots: torch.Tensor, num_blocks: int, block_size: int) -> WriteS
 
 
 def write_kv(slots: WriteSlots, pages: KVPages, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Keys and values of a step's tokens into their slots.
+    """Write the keys and values of a step's tokens into their slots. O(tokens).
 
-    keys: [tokens, kv heads, width], values likewise, both in the dtype of the pages. Into pages of float8_e4m3fn also
-    in another float dtype: divided by the pages' scales, rounded to the nearest, ties to even; what is too large
-    becomes the largest, 448. Raises WorkerError, with nothing written, for shapes, dtypes or pages that do not match.
-    O(tokens).
+    Pages of float8_e4m3fn also take another float dtype. These values are divided by the pages' scales and rounded to
+    nearest, ties to even; values too large become the largest, 448.
+
+    Args:
+        slots: where the tokens go, made for pages of this group.
+        pages: the layer's pages.
+        keys: [tokens, kv heads, width], in the dtype of the pages.
+        values: [tokens, kv heads, value width], in the dtype of the pages.
+
+    Raises:
+        WorkerError: shapes, dtypes or pages do not match. Nothing has been written then.
     """
     _write(slots, _parts(slots.num_tokens, pages, keys, values))
 
@@ -297,21 +346,36 @@ def write_kv(slots: WriteSlots, pages: KVPages, keys: torch.Tensor, values: torc
 def write_latent(
     slots: WriteSlots, pages: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor, *, scale: float = 1.0
 ) -> None:
-    """The latents of a step's tokens, and their rotary parts behind them, into their slots.
+    """Write the latents of a step's tokens, followed by their rotary parts, into their slots. O(tokens).
 
-    pages: [blocks, block_size, kv_lora_rank + rotary width]. latent: [tokens, kv_lora_rank]; rotary:
-    [tokens, rotary width]; dtypes as of ``write_kv``. scale: of pages of float8. Raises WorkerError as ``write_kv``
-    does. O(tokens).
+    Args:
+        slots: where the tokens go, made for pages of this group.
+        pages: [blocks, block_size, kv_lora_rank + rotary width].
+        latent: [tokens, kv_lora_rank], dtypes as in ``write_kv``.
+        rotary: [tokens, rotary width].
+        scale: stored float8 values times this factor are the values; 1 for no scale.
+
+    Raises:
+        WorkerError: as ``write_kv``.
     """
     _write(slots, _latent_parts(slots.num_tokens, pages, latent, rotary, scale))
 
 
 def triton_write_kv(slots: torch.Tensor, pages: KVPages, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """What ``write_kv`` writes, to the bit, in one launch of Triton; a CUDA graph may capture it.
+    """Write exactly the bits that ``write_kv`` writes, in one Triton launch, which a CUDA graph may capture.
 
-    slots: int64[tokens], contiguous, on the device of the pages, as slot mappings are made. They are not looked at
-    before: tokens whose slot does not exist go nowhere, and no two may have one slot (``write_slots`` checks both).
-    Raises WorkerError as ``write_kv`` does, ConfigError where Triton is not installed.
+    Slots are not checked: a token whose slot does not exist is not written, and two tokens must not share a slot
+    (``write_slots`` checks both).
+
+    Args:
+        slots: int64[tokens], contiguous, on the device of the pages, such as BlockTable.slot_mapping.
+        pages: the layer's pages.
+        keys: [tokens, kv heads, width], as in ``write_kv``.
+        values: [tokens, kv heads, value width], as in ``write_kv``.
+
+    Raises:
+        WorkerError: as ``write_kv``.
+        ConfigError: Triton is not installed.
     """
     _check_slots(slots)
     _launch(slots, _parts(len(slots), pages, keys, values))
@@ -320,14 +384,22 @@ def triton_write_kv(slots: torch.Tensor, pages: KVPages, keys: torch.Tensor, val
 def triton_write_latent(
     slots: torch.Tensor, pages: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor, *, scale: float = 1.0
 ) -> None:
-    """What ``write_latent`` writes, as ``triton_write_kv`` writes it."""
+    """Write the bits that ``write_latent`` writes, as ``triton_write_kv`` does.
+
+    Args:
+        slots: int64[tokens], as in ``triton_write_kv``.
+        pages: [blocks, block_size, kv_lora_rank + rotary width].
+        latent: [tokens, kv_lora_rank].
+        rotary: [tokens, rotary width].
+        scale: as in ``write_latent``.
+    """
     _check_slots(slots)
     _launch(slots, _latent_parts(len(slots), pages, latent, rotary, scale))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """States that go to a view [blocks, block_size, heads, width]; times ``factor`` where they are rounded."""
+    """Values to write into a view [blocks, block_size, heads, width], multiplied by ``factor`` if they are rounded."""
 
     view: torch.Tensor
     states: torch.Tensor
@@ -335,10 +407,11 @@ class _Part:
 
     @property
     def rounded(self) -> bool:
+        """Whether the view has another dtype, float8."""
         return self.view.dtype != self.states.dtype
 
     def stored(self) -> torch.Tensor:
-        """The states as the view holds them."""
+        """Return the values in the dtype of the view."""
         if not self.rounded:
             return self.states
         largest = torch.finfo(self.view.dtype).max
@@ -348,7 +421,7 @@ class _Part:
 def _parts(
     num_tokens: int, pages: KVPages, keys: torch.Tensor, values: torch.Tensor, names: Sequence[str] = ("keys", "values")
 ) -> tuple[_Part, _Part]:
-    """Of keys and of values, checked."""
+    """Return the parts of keys and of values, checked."""
     return (
         _part(num_tokens, pages.keys, keys, names[0], pages.key_scale),
         _part(num_tokens, pages.values, values, names[1], pages.value_scale),
@@ -358,7 +431,7 @@ def _parts(
 def _latent_parts(
     num_tokens: int, pages: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor, scale: float
 ) -> tuple[_Part, _Part]:
-    """Of latents and of what stands behind them, checked."""
+    """Return the parts of latents and of rotary values, checked."""
     fit = latent.dim() == rotary.dim() == 2 and pages.dim() == 3
     if not fit or latent.shape[1] + rotary.shape[1] != pages.shape[2]:
         raise WorkerError(
@@ -379,7 +452,7 @@ def _part(num_tokens: int, view: torch.Tensor, states: torch.Tensor, name: str, 
         raise WorkerError(
             f"{name} of shape {tuple(states.shape)} in {states.dtype}: the pages take {wanted} in {view.dtype}"
         )
-    # a float32, as both ways multiply by it
+    # in float32 precision, so that torch and Triton multiply by the same factor
     return _Part(view, states, float(np.float32(1 / scale)))
 
 
@@ -388,7 +461,8 @@ def _write(slots: WriteSlots, parts: tuple[_Part, _Part]) -> None:
     for part in parts:
         if part.view.shape[:2] != made_for:
             raise WorkerError(
-                f"slots of {made_for} (blocks, tokens of a block) do not fit pages of {tuple(part.view.shape[:2])}"
+                f"slots made for {made_for} (blocks, tokens of a block) do not fit pages of "
+                f"{tuple(part.view.shape[:2])}: use the slots of this layer's group"
             )
     for part in parts:
         view, states = _as_bytes(part.view), _as_bytes(part.stored())
@@ -405,7 +479,7 @@ def _launch(slots: torch.Tensor, parts: tuple[_Part, _Part]) -> None:
 
 
 def load_kernels(instead: str) -> ModuleType:
-    """This library's kernels in Triton, which is optional. ConfigError without it, with what to use ``instead``."""
+    """Import the Triton kernels. Without Triton, raise a ConfigError that names what to use ``instead``."""
     try:
         return import_module("hybridkv.worker.kernels")
     except ImportError as error:
@@ -414,9 +488,9 @@ def load_kernels(instead: str) -> ModuleType:
 
 def _check_slots(slots: torch.Tensor) -> None:
     if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
-        raise WorkerError(f"slots must be int64[tokens], side by side, got {slots.dtype} of shape {tuple(slots.shape)}")
+        raise WorkerError(f"slots must be contiguous int64[tokens], got {slots.dtype} of shape {tuple(slots.shape)}")
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes as bytes: torch writes them by index, and Triton loads them, of float8 on some devices only."""
+    """View 1-byte elements as uint8: not every device of torch or Triton indexes or loads float8."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -1,28 +1,28 @@
-"""Recurrent states in the columns of block tables: what a state is, copies of states, and kernels that go on in place.
+"""Recurrent states in the columns of block tables: the parts of a state, copies of states, and in-place kernels.
 
 page of a block in one layer   [ conv state: shape ][ temporal state: shape ]   (KDA: three conv states, one temporal)
 view of a state                [blocks, *shape], see pages.py
 
 RowColumns.before -> StatePlan -> state_copies -> StateCopier.copy -> forward -> RowColumns.after -> ... -> copy
 
-Which column goes where is planned in numpy (docs/contracts.md, 8). Of a row that computes tokens and verifies two
-drafts behind them, S is the state column, R the tokens before the drafts:
+Numpy code plans the copies between columns (docs/contracts.md, 8). Take a row that computes tokens and then verifies
+two drafts. S is its state column, R its token count before the drafts:
 
     column      S            S+1   S+2
-    temporal  [ R          | R+1 | R+2 ]     the tokens that each state has seen
+    temporal  [ R          | R+1 | R+2 ]     the token count of each state
     conv      [ .. R R+1 R+2 ]               one window over the last inputs, kernel_width - 1 + drafts columns
 
-With ``a`` of these tokens accepted the request goes on at R + a - 1: temporal from column S + a - 1, conv from its
-columns a - 1 on. ``bias`` is how far both begin behind column S.
+If ``a`` of these tokens are accepted, the request resumes at R + a - 1: its temporal state is that of column S + a - 1,
+and its conv state begins at column a - 1 of the window. ``bias`` is this offset a - 1.
 
 InPlaceStates does all of this for the groups of a storage:
 
-    before(step)             every row's state comes to the column of the last token that the step runs
-    blocks(step, group)      where the forward reads, and writes
-    after(step, accepted)    states at edges that accepted drafts crossed come to where they can be published
+    before(step)             the state of every row moves to the column of the last token that the step runs
+    blocks(step, group)      the blocks that the forward reads and writes
+    after(step, accepted)    if accepted drafts crossed a block boundary, its state moves to where it is published
 
-It replaces what a Step says of states: ``copies`` of kind "state", ``state_read`` and ``state_writes``. A forward
-that reads one block and writes another needs none of this: it does what the Step says.
+This replaces the parts of a Step about states: ``copies`` of kind "state", ``state_read`` and ``state_writes``. A
+forward that reads one block and writes another needs none of it: it follows the Step.
 """
 
 from __future__ import annotations
@@ -54,13 +54,19 @@ _NULL_BLOCK: Final = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatePlan:
-    """Copies of states, by column, for all groups of one block size.
+    """Copies of states between columns, for all groups of one block size.
 
-    stage: "before" or "after" the forward. row, source, destination, bias: int64[n], a row at most once. A temporal
-    state goes from column source + bias to destination; of a conv state the columns bias .. of source go to the
-    columns 0 .. of destination, and the last bias columns there keep what they hold.
-    accepted: int64[R], for every row asked about, in order: the a with which its forward reads ("before"), or
-    with which its next step begins ("after").
+    A temporal state goes from column source + bias to column destination. Of a conv state, columns bias .. of source go
+    to columns 0 .. of destination, whose last bias columns keep what they hold.
+
+    Attributes:
+        stage: "before" or "after" the forward.
+        row: int64[n], each row at most once.
+        source: int64[n], columns.
+        destination: int64[n], columns.
+        bias: int64[n].
+        accepted: int64[R], for every row in the order of the call: the ``a`` that its forward reads with ("before"), or
+            that its next step begins with ("after").
     """
 
     stage: Literal["before", "after"]
@@ -76,9 +82,13 @@ class StatePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateCopies:
-    """A plan's copies in one group, by block: int64[n] each, in the order of the plan.
+    """The copies of a plan in one group, by block, in the order of the plan.
 
-    conv, temporal: source blocks of the two kinds of state. destination: of both. bias: as in StatePlan.
+    Attributes:
+        conv: int64[n], source blocks of conv states.
+        temporal: int64[n], source blocks of temporal states.
+        destination: int64[n], destination blocks of both.
+        bias: int64[n], as in StatePlan.
     """
 
     conv: Int64
@@ -91,12 +101,18 @@ class StateCopies:
 
 
 class RowColumns:
-    """Remembers S, the column that holds each row's state after its last step.
+    """Tracks S, the column that holds each row's state after its last step.
 
-    block_size: tokens of a block of states. max_num_reqs: rows. num_speculative_tokens: most drafts of a step.
-    ``before`` and ``after`` take a row at most once a call, and check everything before they remember anything. What
-    they remember follows the Step: rows of a Step that fails later must be dropped, as they resume from a checkpoint.
-    Raises ConfigError for sizes that cannot work, WorkerError for rows and counts that cannot be.
+    ``before`` and ``after`` take a row at most once a call, and check everything before they change anything. Drop the
+    rows of a Step that fails later, because they resume from a checkpoint.
+
+    Args:
+        block_size: tokens of a block of states.
+        max_num_reqs: rows.
+        num_speculative_tokens: most drafts of a row in a step.
+
+    Raises:
+        ConfigError: a size is out of range.
     """
 
     def __init__(self, block_size: int, max_num_reqs: int, num_speculative_tokens: int = 0) -> None:
@@ -108,15 +124,26 @@ class RowColumns:
         self._column: Int64 = np.full(max_num_reqs, _NONE, np.int64)
 
     def drop(self, rows: Ids) -> None:
-        """Forget the columns of rows whose request finishes, is preempted or resumes. O(rows)."""
+        """Forget the columns of rows whose request finishes, is preempted or resumes. O(rows).
+
+        Args:
+            rows: int[n].
+        """
         at = np.asarray(rows, np.int64)
         require_below("rows", at, self.max_num_reqs)
         self._column[at] = _NONE
 
     def before(self, rows: Ids, computed: Ids, scheduled: Ids, accepted: Ids) -> StatePlan:
-        """What ``rows`` copy before the forward that runs ``scheduled`` tokens behind ``computed`` ones. O(rows).
+        """Plan the copies before a forward, and remember the rows' new columns. O(rows).
 
-        accepted: a of each row's last step, 1 for a row that is new or was dropped. Remembers the rows' new columns.
+        Args:
+            rows: int[n].
+            computed: int[n], tokens that each row has computed.
+            scheduled: int[n], tokens that the forward runs.
+            accepted: int[n], the ``a`` of each row's last step; 1 for a new or dropped row.
+
+        Raises:
+            WorkerError: a row or count is out of range.
         """
         at, begin, count, a = self._vectors(rows=rows, computed=computed, scheduled=scheduled, accepted=accepted)
         held = self._column[at]
@@ -124,7 +151,7 @@ class RowColumns:
         wrong = (a < 1) | (a > most)
         _refuse(at, wrong, "accepted must lie in 1 .. 1 + drafts, and be 1 for a new row", accepted=a, most=most)
         _refuse(at, (held != _NONE) & (begin == 0), "a row that starts anew must be dropped first", column=held)
-        previous = np.where(held == _NONE, (begin - 1) // self.block_size, held)  # of no token: column -1, none
+        previous = np.where(held == _NONE, (begin - 1) // self.block_size, held)  # -1, no column, before any token
         current = (begin + count - 1) // self.block_size
         copied = (previous != _NONE) & (previous != current)
         self._column[at] = current
@@ -133,55 +160,70 @@ class RowColumns:
         )
 
     def after(self, rows: Ids, computed: Ids, scheduled: Ids, drafts: Ids, accepted: Ids) -> StatePlan:
-        """What ``rows`` copy once ``accepted`` tokens of the step's ``drafts`` + 1 last ones are accepted. O(rows).
+        """Plan the copies after a forward: the state at the last block boundary goes to its own column. O(rows).
 
-        The state at the last block edge that was reached goes to the edge's own column, where it can be published.
-        computed, scheduled: as in ``before``; the last ``drafts`` of the scheduled tokens are drafts.
+        There it can be published.
+
+        Args:
+            rows: int[n].
+            computed: int[n], as in ``before``.
+            scheduled: int[n], as in ``before``.
+            drafts: int[n], how many of the last scheduled tokens are drafts.
+            accepted: int[n], how many of the last ``drafts + 1`` tokens are accepted.
+
+        Raises:
+            WorkerError: a row or count is out of range, or ``before`` was not called for this step.
         """
         at, begin, count, drafted, a = self._vectors(
             rows=rows, computed=computed, scheduled=scheduled, drafts=drafts, accepted=accepted
         )
         most = np.minimum(count - 1, self.num_speculative_tokens)
         wrong = (drafted < 0) | (drafted > most)
-        _refuse(at, wrong, "drafts must be behind a token that is none, as many as planned", drafts=drafted, most=most)
+        _refuse(at, wrong, "drafts must lie in 0 .. most, after a token that is no draft", drafts=drafted, most=most)
         _refuse(at, (a < 1) | (a > drafted + 1), "accepted must lie in 1 .. 1 + drafts", accepted=a, drafts=drafted)
         state = self._column[at]
         last = (begin + count - 1) // self.block_size
-        elsewhere = "the state is not where this step leaves it: call before first"
+        elsewhere = "the state is not in the column where this step leaves it: call before() first"
         _refuse(at, state != last, elsewhere, column=state, wanted=last)
         certain = begin + count - drafted
-        edge = (certain + a - 1) // self.block_size * self.block_size
-        bias, target = edge - certain, edge // self.block_size - 1
+        boundary = (certain + a - 1) // self.block_size * self.block_size
+        bias, target = boundary - certain, boundary // self.block_size - 1
         copied = (bias >= 0) & ((target != state) | (bias > 0))
-        # an edge in column S itself is the step's very last token, so nothing accepted lies behind it
+        # a boundary in column S itself is the step's very last token, so no accepted token follows it
         in_place = (bias >= 0) & (target == state)
         return StatePlan(
             "after", at[copied], state[copied], target[copied], bias[copied], np.where(in_place, np.int64(1), a)
         )
 
     def _vectors(self, **named: Ids) -> list[Int64]:
-        """int64 vectors of one length: distinct rows in range, their computed and scheduled tokens, and more."""
+        """Return the named values as int64[n] after checking lengths, rows, and computed and scheduled tokens."""
         vectors = [np.array(one, np.int64) for one in named.values()]
         if any(one.shape != (len(vectors[0]),) for one in vectors):
             sizes = ", ".join(f"{name} {one.shape}" for name, one in zip(named, vectors, strict=True))
-            raise WorkerError(f"one number of each is needed for every row, got {sizes}")
+            raise WorkerError(f"give one number of each for every row, got {sizes}")
         require_below("rows", vectors[0], self.max_num_reqs)
         if len(np.unique(vectors[0])) < len(vectors[0]):
-            raise WorkerError("a row comes twice in one step: give every row once")
+            raise WorkerError(f"a row comes twice in {vectors[0].tolist()}: give every row of a step once")
         at, computed, scheduled = vectors[:3]
         wrong = (computed < 0) | (scheduled < 1)
-        _refuse(at, wrong, "a step needs tokens and no negative count", computed=computed, scheduled=scheduled)
+        _refuse(at, wrong, "computed must be at least 0, scheduled at least 1", computed=computed, scheduled=scheduled)
         return vectors
 
 
 def state_copies(plan: StatePlan, table: Int32, num_blocks: Int32) -> StateCopies:
-    """The blocks of ``plan`` in one group. O(copies, and the columns behind their destinations).
+    """Return the copies of a plan in one group, by block. O(copies + columns after their destinations).
 
-    table: int32[rows, width], the group's block table; num_blocks: int32[rows], how many columns of each row mean
-    anything (``BlockTable.get_numpy_array()``, ``num_blocks_per_row``). A column is gone when it is null, or when its
-    block is that of a later column, too: drafts' blocks go on to later columns, and a row is only appended to.
-    After the forward nothing is copied to a column that is gone: nobody keeps the state of that edge. Else it raises
-    WorkerError, as for a row that is not in the table, a column beyond its row, and a null source.
+    A column is gone if it is null, or if its block is also in a later column: drafts pass their blocks on to later
+    columns. After the forward, copies to such columns are left out, because the state of that boundary is not kept.
+
+    Args:
+        plan: the copies by column.
+        table: int32[rows, width], the group's block table (``BlockTable.get_numpy_array()``).
+        num_blocks: int32[rows], valid columns of each row (``BlockTable.num_blocks_per_row``).
+
+    Raises:
+        WorkerError: a row is not in the table, a column is beyond its row, a source is null, or a destination is gone
+            before the forward.
     """
     row, column = plan.row, np.stack((plan.source, plan.source + plan.bias, plan.destination))
     if row.size and row.max() >= len(table):
@@ -200,9 +242,8 @@ def state_copies(plan: StatePlan, table: Int32, num_blocks: Int32) -> StateCopie
 
 
 def _comes_again(table: Int32, row: Int64, column: Int64, held: Int64) -> Bool:
-    """Whether the block of (row, column) is in a later one of the row's ``held`` columns."""
-    behind = np.arange(1, (held - column).max(initial=1))
-    later = column[:, None] + behind
+    """Return whether the block of (row, column) is also in a later one of the row's ``held`` columns."""
+    later = column[:, None] + np.arange(1, (held - column).max(initial=1))
     inside = later < held[:, None]
     blocks = table[row[:, None], np.where(inside, later, 0)]
     again: Bool = (inside & (blocks == table[row, column][:, None])).any(axis=1)
@@ -210,7 +251,7 @@ def _comes_again(table: Int32, row: Int64, column: Int64, held: Int64) -> Bool:
 
 
 def _refuse(row: Int64, wrong: Bool, why: str, **values: Int64) -> None:
-    """Raise WorkerError naming the first row that is ``wrong`` and its ``values``."""
+    """Raise WorkerError for the first row that is ``wrong``, with its ``values``."""
     if wrong.any():
         i = int(wrong.argmax())
         found = ", ".join(f"{name} {one[i]}" for name, one in values.items())
@@ -222,11 +263,18 @@ Kind = Literal["conv", "temporal"]
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One state of a recurrent layer: ``shape`` in ``dtype``, the same bytes whatever the block's tokens.
+    """One state of a recurrent layer, with the same bytes however many tokens a block covers.
 
-    kind: "conv", the last inputs of a causal convolution, one column a token; "temporal", all that came before.
-    columns_axis: of a conv state, which of its two dimensions are the columns: 0 for [columns, channels], 1 for
-    [channels, columns]; None of a temporal state. Raises ConfigError for anything else.
+    Attributes:
+        shape: of the state.
+        dtype: of its elements.
+        kind: "conv" for the last inputs of a causal convolution, one column for each token; "temporal" for a state of
+            all tokens before.
+        columns_axis: for a conv state, the dimension of its columns: 0 for [columns, channels], 1 for [channels,
+            columns]. ``None`` for a temporal state.
+
+    Raises:
+        ConfigError: the kind is unknown, a size is below 1, or columns_axis does not fit the kind.
     """
 
     shape: tuple[int, ...]
@@ -242,21 +290,25 @@ class StatePart:
         conv = len(self.shape) == 2 and self.columns_axis in {0, 1}
         if not (conv if self.kind == "conv" else self.columns_axis is None):
             raise ConfigError(
-                "a conv state has two dimensions, and columns_axis 0 or 1 says which are its columns; a temporal state "
-                f"has no columns: got {self}"
+                "a conv state needs two dimensions and columns_axis 0 or 1; a temporal state needs columns_axis None: "
+                f"got {self}"
             )
 
     @property
     def columns(self) -> int:
-        """Columns of a conv state; 0 of a temporal one."""
+        """Columns of a conv state; 0 for a temporal state."""
         return 0 if self.columns_axis is None else self.shape[self.columns_axis]
 
 
 def state_parts(spec: MambaSpec, columns_axis: int) -> tuple[StatePart, ...]:
-    """The states of ``spec`` in the order in which they lie in a page.
+    """Return the states of a recurrent layer in the order of its page.
 
-    The last state is the temporal one and the others conv states; a short convolution has conv states only, linear
-    attention temporal ones only. columns_axis: 0 for conv states as vLLM keeps them, 1 as transformers does.
+    The last state is temporal and the others are conv states. A short convolution has conv states only, linear
+    attention temporal states only.
+
+    Args:
+        spec: what the layer keeps.
+        columns_axis: 0 for conv states as vLLM stores them, 1 as transformers does.
     """
     states = parts_of(spec)
     temporal = {"short_conv": 0, "linear_attention": len(states)}.get(spec.mamba_type, 1)
@@ -268,16 +320,20 @@ def state_parts(spec: MambaSpec, columns_axis: int) -> tuple[StatePart, ...]:
 
 
 State = tuple[StatePart, torch.Tensor]
-"""A state of one layer and the view of it, [blocks, *shape]."""
+"""A state of one layer and its view, [blocks, *shape]."""
 
 
 class StateCopier:
     """Copies the states of one group.
 
-    layers: for every layer its states, in order; any number of conv and temporal ones, the layers may differ.
-    null_blocks: ids below it are nobody's: 1, or the blocks of the null slab. kernels: TORCH or ``triton_kernels()``.
-    Raises ConfigError for views that are not of their part's shape and dtype or that cut a temporal state into pieces,
-    and for layers that have different numbers of blocks or lie on different devices.
+    Args:
+        layers: for every layer its states in order, any number of conv and temporal ones; layers may differ.
+        null_blocks: lower block ids belong to no request: 1, or the blocks of the null slab.
+        kernels: TORCH or ``triton_kernels()``.
+
+    Raises:
+        ConfigError: a view does not have its part's shape and dtype or is not contiguous, or layers differ in their
+            number of blocks or their device.
     """
 
     def __init__(
@@ -288,9 +344,12 @@ class StateCopier:
             raise ConfigError("a group of recurrent layers needs at least one state")
         for part, view in states:
             if view.shape[1:] != part.shape or view.dtype != part.dtype:
-                raise ConfigError(f"a view {tuple(view.shape)} of {view.dtype} is none of {part}: use its layout")
+                raise ConfigError(
+                    f"a view {tuple(view.shape)} of {view.dtype} does not fit {part}: give [blocks, *shape]"
+                )
         if len({(view.shape[0], view.device) for _, view in states}) > 1:
-            raise ConfigError("the layers of a group must have equally many blocks, on one device")
+            found = sorted({f"{view.shape[0]} on {view.device}" for _, view in states})
+            raise ConfigError(f"layers have {', '.join(found)}: give all the same number of blocks, on one device")
         self.num_blocks = states[0][1].shape[0]
         self.device = states[0][1].device
         self._null_blocks = null_blocks
@@ -303,9 +362,16 @@ class StateCopier:
     def of_group(
         cls, storage: PagedStorage, group: int, *, columns_axis: int = 0, kernels: CopyKernels = TORCH
     ) -> StateCopier:
-        """Of the recurrent layers of ``group``, whose pages hold what their specs say, in that order.
+        """Make the copier of a group of recurrent layers, with pages as their specs say.
 
-        columns_axis: of conv states, as ``state_parts`` has it. Raises ConfigError for a group of other layers.
+        Args:
+            storage: the memory of all groups.
+            group: the group's number.
+            columns_axis: as in ``state_parts``.
+            kernels: TORCH or ``triton_kernels()``.
+
+        Raises:
+            ConfigError: the group has other layers.
         """
         planned = storage.config.groups[group]
         layers = []
@@ -316,10 +382,14 @@ class StateCopier:
         return cls(layers, null_blocks=storage.config.null_blocks_of(group), kernels=kernels)
 
     def copy(self, copies: StateCopies) -> None:
-        """Copy the states of ``copies`` in every layer. O(bytes copied); launches do not grow with rows or layers.
+        """Copy states in every layer. O(bytes copied); the number of launches does not grow with rows or layers.
 
-        Raises WorkerError, with nothing written, for blocks that do not exist or are null, for a bias that leaves no
-        column of a conv state, and where one copy writes a block that another reads or writes.
+        Args:
+            copies: by block.
+
+        Raises:
+            WorkerError: a block does not exist or is null, a bias leaves no column of a conv state, or one copy writes
+                a block that another reads or writes. Nothing has been written then.
         """
         self._check(copies)
         shifted = (copies.conv != copies.destination) | (copies.bias > 0)
@@ -358,7 +428,7 @@ class StateCopier:
 
 
 def _stacks(layers: Sequence[Sequence[State]], kind: str) -> list[torch.Tensor]:
-    """The states of one kind: those in the same place of their layer are stacked together."""
+    """Stack the states of one kind that have the same place in their layers."""
     stacks: list[torch.Tensor] = []
     for place in range(max(len(layer) for layer in layers)):
         states = [layer[place] for layer in layers if place < len(layer) and layer[place][0].kind == kind]
@@ -367,7 +437,7 @@ def _stacks(layers: Sequence[Sequence[State]], kind: str) -> list[torch.Tensor]:
 
 
 def _flat(part: StatePart, view: torch.Tensor) -> torch.Tensor:
-    """[blocks, columns, channels] of a conv state, [blocks, elements] of a temporal one."""
+    """Return [blocks, columns, channels] for a conv state, [blocks, elements] for a temporal one."""
     if part.columns_axis is not None:
         return view.movedim(1 + part.columns_axis, 1)
     try:
@@ -377,7 +447,7 @@ def _flat(part: StatePart, view: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_collisions(source: Int64, destination: Int64) -> None:
-    """Raise WorkerError unless every block is written once, and read by no copy but its own. O(n log n)."""
+    """Raise WorkerError if two copies write one block, or one copy reads a block that another writes. O(n log n)."""
     order = np.argsort(destination, kind="stable")
     written = destination[order]
     twice = np.flatnonzero(written[1:] == written[:-1])
@@ -392,11 +462,17 @@ def _refuse_collisions(source: Int64, destination: Int64) -> None:
 
 
 class InPlaceStates:
-    """All groups of states of ``storage``; ``tables`` have applied every Step that comes here.
+    """Manages the states of all recurrent groups for kernels that update them in place.
 
-    num_speculative_tokens: most drafts of a row in a step; conv states have so many columns more than their kernel
-    needs. columns_axis: of conv states, as ``state_parts`` has it.
-    Raises ConfigError where states have no columns: in the natural layout, where they are not kept, without any.
+    Args:
+        storage: the memory of all groups, in the reference layout with placement "align".
+        tables: the block tables; they have applied every Step that is given to the methods.
+        num_speculative_tokens: most drafts of a row in a step; conv states have as many extra columns.
+        columns_axis: of conv states, as in ``state_parts``.
+        kernels: TORCH or ``triton_kernels()``.
+
+    Raises:
+        ConfigError: the plan keeps no states in columns: it has the natural layout, another placement, or no states.
     """
 
     def __init__(
@@ -413,48 +489,65 @@ class InPlaceStates:
         specs = {number: spec for number, spec in planned.items() if isinstance(spec, MambaSpec)}
         if config.slabs is not None or {spec.cache_mode for spec in specs.values()} != {"align"}:
             raise ConfigError(
-                "no states in columns here: plan with layout='reference' and placement='align', or read and write "
-                "states where the Step says"
+                "this plan keeps no states in columns: plan with layout='reference' and placement='align', or read and "
+                "write states where the Step says"
             )
         self._tables = tables
         self._copiers = {
             group: StateCopier.of_group(storage, group, columns_axis=columns_axis, kernels=kernels) for group in specs
         }
-        self._block_size = next(iter(specs.values())).block_size  # the layout gives all states the same
+        self._block_size = next(iter(specs.values())).block_size  # the same for all states of a plan
         self._columns = RowColumns(self._block_size, tables.max_num_reqs, num_speculative_tokens)
         self._accepted: Int64 = np.ones(tables.max_num_reqs, np.int64)
 
     def before(self, step: Step) -> Step:
-        """Copies states to where the forward goes on. The Step that is left to do: one without copies of states.
+        """Copy states to where the forward continues. O(rows * groups + bytes copied).
 
-        Raises WorkerError as RowColumns, state_copies and StateCopier do. O(rows * groups + bytes copied).
+        Args:
+            step: the Step, before its forward.
+
+        Returns:
+            The Step without its copies of states.
+
+        Raises:
+            WorkerError: as RowColumns, ``state_copies`` and StateCopier.
         """
-        gone = np.concatenate((step.finished_rows, [new.row for new in step.new_rows])).astype(np.int64)
-        self._columns.drop(gone)
-        self._accepted[gone] = 1
+        fresh = np.concatenate((step.finished_rows, [new.row for new in step.new_rows])).astype(np.int64)
+        self._columns.drop(fresh)
+        self._accepted[fresh] = 1
         rows = step.rows
         self._follow(step, self._columns.before(rows, step.num_computed, step.num_scheduled, self._accepted[rows]))
         return replace(step, copies=tuple(copy for copy in step.copies if copy.kind != "state"))
 
     def blocks(self, step: Step, group: int) -> tuple[Int32, Int64]:
-        """int32[R, 1 + drafts], and int64[R], from which of them the row goes on: its ``bias``.
+        """Return the blocks of each row, int32[R, 1 + drafts], and the ``bias`` of each row, int64[R].
 
-        A row reads its temporal state from block [i, bias[i]], its conv state from the columns bias[i] .. of block
-        [i, 0]. It writes one temporal state to each block, behind the last token that is no draft and behind each
-        draft, and to block [i, 0] the inputs that all of them go on from. Null (0) behind the row's own columns.
+        Row i reads its temporal state from block [i, bias[i]], and its conv state from the columns bias[i] .. of block
+        [i, 0]. It writes a temporal state to each block: the first after its last token that is not a draft, the others
+        after each draft. It writes the shared conv inputs to block [i, 0]. Entries after the row's own columns are null
+        (0).
+
+        Args:
+            step: the Step, after ``before``.
+            group: a group of recurrent layers.
         """
         ends = step.num_computed.astype(np.int64) + step.num_scheduled
         columns = (ends - 1) // self._block_size
-        behind = columns[:, None] + np.arange(1 + self._columns.num_speculative_tokens)
+        read = columns[:, None] + np.arange(1 + self._columns.num_speculative_tokens)
         table = self._tables[group].get_numpy_array()
-        inside = behind < self._tables[group].num_blocks_per_row[step.rows][:, None]
-        blocks = table[step.rows[:, None], np.where(inside, behind, 0)]
+        inside = read < self._tables[group].num_blocks_per_row[step.rows][:, None]
+        blocks = table[step.rows[:, None], np.where(inside, read, 0)]
         return np.where(inside, blocks, 0).astype(np.int32), self._accepted[step.rows] - 1
 
     def after(self, step: Step, accepted: Ids) -> None:
-        """Behind the forward, once it is known how many of each row's last 1 + drafts tokens count: ``accepted``.
+        """Copy boundary states once the accepted drafts are known. O(rows * groups + bytes copied).
 
-        1 for a row without drafts. Raises WorkerError as ``before`` does. O(rows * groups + bytes copied).
+        Args:
+            step: the Step, after its forward.
+            accepted: int[R], how many of each row's last 1 + drafts tokens are accepted; 1 for a row without drafts.
+
+        Raises:
+            WorkerError: as ``before``.
         """
         drafts = np.diff(step.drafts.indptr)
         self._follow(step, self._columns.after(step.rows, step.num_computed, step.num_scheduled, drafts, accepted))

@@ -1,9 +1,9 @@
-"""The block tables of all groups, the order in which Steps are applied to them, and a Step as one batch over them.
+"""The block tables of all groups: applying Steps to them, and turning a Step into one batch over them.
 
 tables.apply(step) -> step_batch -> in each layer: write_kv(group.slots), then paged_attention(group.reads)
 
-the step's tokens   [ a a a | b | c c ]      positions   5 6 7 | 12 | 0 1      of each in its request
-                      ^ starts      ^        lengths     8 | 13 | 2            what each request reads up to
+the step's tokens   [ a a a | b | c c ]      positions   5 6 7 | 12 | 0 1      in the token's own request
+                      ^ starts      ^        lengths     8 | 13 | 2            tokens that each request reads
 """
 
 from __future__ import annotations
@@ -29,22 +29,40 @@ T = TypeVar("T")
 
 
 class MultiGroupBlockTable:
-    """One BlockTable a group; rows are the same in all of them.
+    """One BlockTable for each group; a request has the same row in all of them. ``tables[i]`` is the table of group i.
 
-    max_num_reqs, max_num_batched_tokens, pin_memory, device, cp_kv_cache_interleave_size, num_speculative_tokens and
-    the ranks: as in BlockTable. max_model_len: tokens of the longest request.
-    block_sizes: tokens of a memory block, one a group. kernel_block_sizes: how they are split, one entry a group (a
-    size, a list of supported sizes, or None), or a single entry for all groups.
-    max_num_blocks: columns in memory blocks, one number a group, in place of the widths below.
-    num_blocks: block ids must lie below it, one number for all groups or one a group; None for no bound but int32.
-    specs: what each group keeps. Without them every group is taken for attention, ``max(ceil(max_model_len /
-    (block_size * ranks)), 1 + num_speculative_tokens)`` columns wide. With them widths are ``spec.max_row_blocks``,
-    and a group whose blocks hold no tokens of the request itself (recurrent states, an encoder's output) is whole on
-    every rank and is passed over by the slot mapping here; blocks of states are never split.
-    max_encoder_tokens: what cross attention reads.
+    With ``specs``, a row of a group has ``spec.max_row_blocks`` columns. A group whose blocks do not hold tokens of the
+    request (recurrent states, the output of an encoder) is whole on every rank and has no slots. Blocks of states are
+    never split. Without ``specs`` every group counts as attention, with ``max(ceil(max_model_len / (block_size *
+    ranks)), 1 + num_speculative_tokens)`` columns.
 
-    ``[i]`` is group i's table. ``last_step_id``: the Step applied last, -1 before any.
-    Raises ConfigError for sizes and numbers of entries that cannot work.
+    Args:
+        max_num_reqs: rows of requests.
+        max_model_len: tokens of the longest request.
+        max_num_batched_tokens: tokens of the largest step.
+        pin_memory: keep host tables in pinned memory, and send from pinned memory (for a GPU).
+        device: where the committed tables and slots live.
+        block_sizes: tokens of a memory block, one number for each group.
+        kernel_block_sizes: tokens of a kernel block, the sizes that the kernel supports, or None to keep blocks whole.
+            One entry for each group, or a single entry for all.
+        num_speculative_tokens: most drafts of a request in a step.
+        max_num_blocks: columns of a row in memory blocks, one number for each group, instead of the widths above.
+        cp_kv_cache_interleave_size: neighbouring tokens that lie on one rank.
+        num_blocks: block ids must lie below it: one number for all groups, or one for each; None bounds them by int32
+            alone.
+        specs: what each group keeps.
+        max_encoder_tokens: encoder tokens that cross attention reads.
+        dcp_world_size: ranks of decode context parallelism.
+        dcp_rank: this rank among them.
+        pcp_world_size: ranks of prefill context parallelism.
+        pcp_rank: this rank among them.
+
+    Attributes:
+        last_step_id: the id of the Step applied last; -1 before the first.
+        num_rows: rows of each table, as in BlockTable.
+
+    Raises:
+        ConfigError: a size is out of range, or a list has another length than ``block_sizes``.
     """
 
     def __init__(  # noqa: PLR0917  # the positions are those of vLLM's tables, whose users know them
@@ -78,7 +96,7 @@ class MultiGroupBlockTable:
         groups = len(block_sizes)
         if not groups or min(block_sizes) < 1:
             raise ConfigError(
-                f"block_sizes must name at least one group, each of at least 1 token, got {list(block_sizes)}"
+                f"block_sizes must have an entry for at least one group, each at least 1 token, got {list(block_sizes)}"
             )
         kernels = [None] if kernel_block_sizes is None else list(kernel_block_sizes)
         kernels = kernels * groups if len(kernels) == 1 else _one_a_group("kernel_block_sizes", kernels, groups)
@@ -92,8 +110,9 @@ class MultiGroupBlockTable:
             widths = [_row_blocks(size, spec, limits) for size, spec in zip(block_sizes, kinds, strict=True)]
         else:
             widths = _one_a_group("max_num_blocks", max_num_blocks, groups)
-        each = num_blocks if isinstance(num_blocks, Sequence) else [num_blocks] * groups
-        bounds = _one_a_group("num_blocks", each, groups)
+        bounds = _one_a_group(
+            "num_blocks", num_blocks if isinstance(num_blocks, Sequence) else [num_blocks] * groups, groups
+        )
         self.max_num_reqs = max_num_reqs
         self.num_rows = max_num_reqs * (1 + num_speculative_tokens if limits.cp > 1 else 1)
         self.last_step_id = -1
@@ -109,7 +128,7 @@ class MultiGroupBlockTable:
             holds_tokens = keeps in {Keeps.TOKENS, Keeps.WINDOW}
             table = BlockTable(
                 size,
-                # what is whole on every rank is kept as by a single one, in as many rows as the others have
+                # a group that is whole on every rank is like that of a single rank, with the rows of the others
                 max_num_reqs if holds_tokens else self.num_rows,
                 width,
                 max_num_batched_tokens,
@@ -142,7 +161,21 @@ class MultiGroupBlockTable:
         pcp_world_size: int = 1,
         pcp_rank: int = 0,
     ) -> MultiGroupBlockTable:
-        """The tables of ``config``'s groups on one rank; blocks are split as it says. Pinned where a GPU reads them."""
+        """Make the tables of a plan's groups on one rank, split as the plan says. Pinned if a GPU reads them.
+
+        Args:
+            config: the KV cache of the plan.
+            max_num_reqs: rows of requests.
+            max_model_len: tokens of the longest request.
+            max_num_batched_tokens: tokens of the largest step.
+            device: where the committed tables and slots live.
+            max_encoder_tokens: encoder tokens that cross attention reads.
+            cp_kv_cache_interleave_size: neighbouring tokens that lie on one rank.
+            dcp_world_size: ranks of decode context parallelism.
+            dcp_rank: this rank among them.
+            pcp_world_size: ranks of prefill context parallelism.
+            pcp_rank: this rank among them.
+        """
         groups = range(len(config.groups))
         specs = [group.spec for group in config.groups]
         return cls(
@@ -165,7 +198,7 @@ class MultiGroupBlockTable:
 
     @property
     def token_groups(self) -> tuple[int, ...]:
-        """Groups whose blocks hold tokens of the request itself: those that have slots."""
+        """The numbers of the groups whose blocks hold tokens of the request; they have slots."""
         return tuple(group for group, table in enumerate(self._tables) if table in self._mapped)
 
     def __len__(self) -> int:
@@ -180,12 +213,14 @@ class MultiGroupBlockTable:
     # -- Steps
 
     def apply(self, step: Step) -> None:
-        """Write what ``step`` changes: finished rows are cleared, new rows begin empty, cells are written in order.
+        """Apply the changes of a Step: clear finished and new rows, then write its cells in order. O(rows + cells).
 
-        Takes a Step whose ``after`` has been applied and whose id is new. Raises WorkerError, with nothing
-        changed, for any other (the worker missed one, or got one twice), for a newer schema, and for rows, groups,
-        columns and ids out of range.
-        O(rows + cells).
+        Args:
+            step: a Step with a new id, after the Step ``step.after`` has been applied.
+
+        Raises:
+            WorkerError: the Step comes out of order, has a newer schema, or has a row, group, column or id out of
+                range. Nothing has changed then.
         """
         if step.schema_version > SCHEMA_VERSION:
             raise WorkerError(
@@ -194,8 +229,8 @@ class MultiGroupBlockTable:
             )
         if not step.after <= self.last_step_id < step.id:
             raise WorkerError(
-                f"Step {step.id} follows Step {step.after}, the last one here was {self.last_step_id}: Steps must "
-                "arrive once each and in order; fail this one and start the worker anew"
+                f"Step {step.id} follows Step {step.after}, but the last Step applied here is {self.last_step_id}: "
+                "send each Step once and in order; fail this Step and restart the worker"
             )
         self._check(step)
         beginning = np.asarray([new.row for new in step.new_rows], np.int64)
@@ -212,7 +247,7 @@ class MultiGroupBlockTable:
         self.last_step_id = step.id
 
     def _check(self, step: Step) -> None:
-        """Everything that could be out of range, before anything is written. O(rows + cells)."""
+        """Raise WorkerError for numbers out of range, before anything is written. O(rows + cells)."""
         cells = step.cells
         new_rows = np.asarray([new.row for new in step.new_rows], np.int64)
         require_below(f"Step {step.id}: rows", step.rows, self.max_num_reqs)
@@ -221,7 +256,10 @@ class MultiGroupBlockTable:
         require_below(f"Step {step.id}: cells.row", cells.row, self.max_num_reqs)
         require_below(f"Step {step.id}: cells.group", cells.group, len(self._tables))
         if len({len(cells.group), len(cells.row), len(cells.column), len(cells.block)}) != 1:
-            raise WorkerError(f"Step {step.id}: the columns of cells differ in length")
+            raise WorkerError(
+                f"Step {step.id}: cells.group, row, column and block have {len(cells.group)}, {len(cells.row)}, "
+                f"{len(cells.column)} and {len(cells.block)} values: give one of each for every cell"
+            )
         limits = np.asarray([table.id_limit for table in self._tables])
         widths = np.asarray([table.max_num_kv_blocks_per_req for table in self._tables])
         for name, values, ends in (("block", cells.block, limits), ("column", cells.column, widths)):
@@ -233,58 +271,94 @@ class MultiGroupBlockTable:
                     f"{cells.group[at]}, got {values[at]} for row {cells.row[at]}"
                 )
 
-    # -- the calls of BlockTable, ids as one list a group
+    # -- the methods of BlockTable, with one list of ids for each group
 
     def append_row(self, block_ids: Sequence[Ids], row_idx: int) -> None:
-        """Append ``block_ids[g]`` to row ``row_idx`` of every group g."""
+        """Append blocks to a row of every group. O(ids).
+
+        Args:
+            block_ids: ids of memory blocks, int[n] for each group.
+            row_idx: the row.
+        """
         for table, ids in self._per_group(block_ids, row_idx, replacing=False):
             table.append_row(ids, row_idx)
 
     def add_row(self, block_ids: Sequence[Ids], row_idx: int) -> None:
-        """Replace row ``row_idx`` of every group g by ``block_ids[g]``."""
+        """Replace the blocks of a row of every group. O(ids).
+
+        Args:
+            block_ids: ids of memory blocks, int[n] for each group.
+            row_idx: the row.
+        """
         for table, ids in self._per_group(block_ids, row_idx, replacing=True):
             table.add_row(ids, row_idx)
 
     def move_row(self, src: int, tgt: int) -> None:
-        """Row ``src`` to row ``tgt`` in every group."""
+        """Move the blocks of row ``src`` to row ``tgt`` in every group; ``src`` becomes empty. O(blocks).
+
+        Args:
+            src: a row.
+            tgt: another row, whose own blocks are dropped.
+        """
         for table in self._tables:
             table.move_row(src, tgt)
 
     def swap_row(self, src: int, tgt: int) -> None:
-        """Exchange two rows in every group."""
+        """Exchange the blocks of two rows in every group. O(blocks).
+
+        Args:
+            src: a row.
+            tgt: the other row.
+        """
         for table in self._tables:
             table.swap_row(src, tgt)
 
     def clear(self) -> None:
-        """No row of any group has blocks."""
+        """Remove the blocks of every row in every group, and set all tables to zeros."""
         for table in self._tables:
             table.clear()
 
     def compute_slot_mapping(self, req_indices: Ids, positions: Ids) -> None:
-        """Slots of every token in every group that holds tokens, on the host. Raises WorkerError before any is written.
+        """Compute the slots of a step's tokens on the host, in every group that has slots. O(tokens * groups).
 
-        O(tokens * groups).
+        Args:
+            req_indices: int[n], the row of each token.
+            positions: int[n], the position of each token in its request.
+
+        Raises:
+            WorkerError: a row or position is out of range. No slot has been written then.
         """
         if self._mapped:
-            # where the fewest positions have a slot: what fits there fits everywhere
-            narrowest = min(self._mapped, key=lambda table: table.layout.row_tokens)
+            # positions that fit the table with the shortest rows fit all tables
+            narrowest = min(self._mapped, key=lambda table: table.row_tokens)
             rows, at = narrowest.check_tokens(req_indices, positions)
             for table in self._mapped:
                 table.map_tokens(rows, at)
 
     def commit_block_table(self, num_reqs: int) -> int:
-        """Send the changed cells of the first ``num_reqs`` rows of every group; how many."""
+        """Send the changed cells of the first rows of every group to the device. O(changed cells).
+
+        Args:
+            num_reqs: how many rows, from row 0.
+
+        Returns:
+            The number of cells sent.
+        """
         return sum(table.commit_block_table(num_reqs) for table in self._tables)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
-        """Send the first ``num_tokens`` slots of every group that holds tokens."""
+        """Send the first slots of every group that has slots to the device. O(num_tokens * groups).
+
+        Args:
+            num_tokens: how many slots.
+        """
         for table in self._mapped:
             table.commit_slot_mapping(num_tokens)
 
     def _per_group(self, block_ids: Sequence[Ids], row: int, *, replacing: bool) -> list[tuple[BlockTable, Ids]]:
-        """Each table with its ids, once all of them have been checked."""
+        """Return each table with its ids, after checking all of them."""
         if len(block_ids) != len(self._tables):
-            raise WorkerError(f"{len(block_ids)} lists of block ids for {len(self._tables)} groups: give one a group")
+            raise WorkerError(f"{len(block_ids)} lists of block ids for {len(self._tables)} groups: give one for each")
         pairs = list(zip(self._tables, block_ids, strict=True))
         for table, ids in pairs:
             table.check_row(ids, row, replacing=replacing)
@@ -293,12 +367,12 @@ class MultiGroupBlockTable:
 
 def _one_a_group(name: str, values: Sequence[T], groups: int) -> list[T]:
     if len(values) != groups:
-        raise ConfigError(f"{len(values)} entries in {name} for {groups} groups: give one a group")
+        raise ConfigError(f"{len(values)} entries in {name} for {groups} groups: give one for each group")
     return list(values)
 
 
 def _row_blocks(block_size: int, spec: KVCacheSpec | None, limits: RequestLimits) -> int:
-    """Columns of a row; without a spec those of attention (docs/contracts.md, 7)."""
+    """Return the columns of a row; without a spec those of attention (docs/contracts.md, 7)."""
     if spec is None:
         return max(ceil_div(limits.max_model_len, block_size * limits.cp), 1 + limits.num_speculative_tokens)
     return spec.max_row_blocks(limits)
@@ -309,7 +383,12 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBatch:
-    """A Step in one group. slots: where its tokens' keys and values go. reads: which blocks its rows read."""
+    """A Step in one group.
+
+    Attributes:
+        slots: where the keys and values of its tokens are written.
+        reads: the blocks that its requests read.
+    """
 
     slots: WriteSlots
     reads: PagedBatch
@@ -317,10 +396,11 @@ class GroupBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
-    """A Step over the tables.
+    """A Step over all tables.
 
-    positions: int64[tokens], of each token in its request, on the device of the tables. groups: by number, those whose
-    blocks hold tokens of the request itself: not recurrent states, not an encoder's output.
+    Attributes:
+        positions: int64[tokens], the position of each token in its request, on the device of the tables.
+        groups: by number, the groups whose blocks hold tokens of the request; no recurrent states, no encoder outputs.
     """
 
     positions: torch.Tensor
@@ -328,11 +408,17 @@ class StepBatch:
 
 
 def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
-    """``step``, which ``tables`` have applied. Commits the tables and the slots of its tokens.
+    """Make the batch of a Step, and commit the tables and the slots of its tokens. O(tokens + cells read).
 
-    Row i of the Step is request i of ``reads``: its tokens are the last of the ``num_computed + num_scheduled`` that
-    it reads. Raises WorkerError for rows without blocks for their tokens, and as the tables and ``write_slots`` do.
-    O(tokens + cells read), and a wait for the device.
+    Row i of the Step becomes request i of ``reads``. Its queries are the last tokens of the ``num_computed +
+    num_scheduled`` tokens that it reads. Waits for the device.
+
+    Args:
+        step: the Step that ``tables`` applied last.
+        tables: the tables of all groups.
+
+    Raises:
+        WorkerError: a row has too few blocks for its tokens, or two tokens have one slot.
     """
     scheduled = step.num_scheduled.astype(np.int64)
     owners = np.repeat(step.rows.astype(np.int64), scheduled)
@@ -344,20 +430,20 @@ def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
     groups = dict[int, GroupBatch]()
     for group in tables.token_groups:
         table = tables[group]
-        reads = group_reads(step, group, table)  # refuses rows without blocks, whose slots are all alike
+        reads = group_reads(step, group, table)  # first: rows without blocks would all have one slot
         slots = write_slots(table.slot_mapping[: step.num_tokens], reads.num_blocks, reads.block_size)
         groups[group] = GroupBatch(slots, reads)
     return StepBatch(torch.from_numpy(positions).to(tables[0].device), groups)
 
 
 def group_reads(step: Step, group: int, table: BlockTable) -> PagedBatch:
-    """What ``step`` reads in ``group``, whose ``table`` has committed its cells.
+    """Return the PagedBatch of ``step`` in ``group``, whose ``table`` has committed its cells. O(cells read).
 
-    Raises WorkerError for rows without blocks for their tokens. O(cells read); never waits for the device, as the table
-    has looked at every id that it holds.
+    Never waits for the device, because the table has checked every id that it holds. Raises WorkerError for rows that
+    have too few blocks for their tokens.
     """
     lengths = step.num_computed.astype(np.int64) + step.num_scheduled
-    share, num_blocks = table.layout.share, table.id_limit * table.blocks_per_kv_block
+    share, num_blocks = table.share, table.id_limit * table.blocks_per_kv_block
     room = table.num_blocks_per_row[step.rows].astype(np.int64) * (table.block_size * share.size)
     short = np.flatnonzero(lengths > room)
     if len(short):

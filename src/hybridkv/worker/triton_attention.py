@@ -1,10 +1,10 @@
-"""Paged attention by a Triton kernel of ours: decode rows, drafts and prefill chunks of a step in one launch.
+"""Paged attention by this library's Triton kernel: decode rows, drafts and prefill chunks of a step in one launch.
 
-    rows of request r    its queries times the query heads of one KV head, in that order; a *tile* is some of them
-    work                 (request, tile, split of its keys, splits, part): what each program of a KV head does
-    combined             (request, tile, first part, parts) of tiles whose keys were split: flash decoding
+    rows of request r    for one KV head, its queries times the query heads of that head; a *tile* is a run of rows
+    work                 (request, tile, split of its keys, splits, part): the work of one program for each KV head
+    combined             (request, tile, first part, parts) of tiles whose keys were split (flash decoding)
 
-Keys are split where there are fewer tiles than a GPU wants programs, so that one long request keeps all of it busy.
+Keys are split if there are fewer tiles than programs that keep a GPU busy, so that one long request uses all of it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.worker.attention import CAUSAL, AttentionMask, PagedBatch, check_batch, check_layer
 from hybridkv.worker.pages import KVPages, load_kernels
 
-# keys below which a program costs more than it saves
+# keys below which another program costs more than it saves; chosen by hand
 _FEWEST_KEYS: Final = 256
-# programs of every multiprocessor: as many as it holds at a time, and as many that wait
+# programs for each multiprocessor: the two that it holds at a time, and two that wait
 _PROGRAMS: Final = 4
-# keys and values that a program loads at a time; with those on their way two programs fit a multiprocessor
+# bytes of keys and values in a tile; with the tiles being loaded, two programs fit a multiprocessor
 _TILE_BYTES: Final = 40 << 10
 _FP8: Final = torch.float8_e4m3fn
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,9 +34,16 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What layers must have in common to be read with one prepared batch.
+    """The properties that layers must share to use one prepared batch.
 
-    latent: values are the first columns of the keys. query, cache: dtypes.
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: heads of keys and values.
+        key_width: elements of a key in one head.
+        value_width: elements of a value in one head.
+        latent: whether values are the first columns of the keys.
+        query: dtype of queries.
+        cache: dtype of pages.
     """
 
     num_heads: int
@@ -48,7 +55,7 @@ class LayerShape:
     cache: torch.dtype
 
     def require_supported(self) -> None:
-        """Raise WorkerError for what the kernel does not compute with.
+        """Raise WorkerError for a dtype or number of heads that the kernel does not support.
 
         It takes queries of float32, bfloat16 or float16, over pages of the same or float8_e4m3fn.
         """
@@ -58,11 +65,11 @@ class LayerShape:
                 "float16, pages of float8_e4m3fn too; use paged_attention"
             )
         if self.num_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise WorkerError(f"{self.num_heads} query heads are no multiple of {self.num_kv_heads} KV heads")
+            raise WorkerError(f"{self.num_heads} query heads must be a multiple of {self.num_kv_heads} KV heads")
 
     @classmethod
     def of(cls, num_heads: int, pages: KVPages, query: torch.dtype) -> Self:
-        """Of a layer with ``num_heads`` query heads over ``pages``."""
+        """Return the shape of a layer with ``num_heads`` query heads of dtype ``query`` over ``pages``."""
         keys, values = pages.keys, pages.values
         latent = keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
         return cls(num_heads, pages.num_kv_heads, keys.shape[3], values.shape[3], latent, query, keys.dtype)
@@ -79,16 +86,22 @@ class LayerShape:
 
     @property
     def compute(self) -> torch.dtype:
-        """Of the factors of products, which are summed in float32."""
+        """The dtype of factors in products, which are summed in float32."""
         return self.query if self.fp8 else torch.promote_types(self.query, self.cache)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What a program holds at a time: ``rows`` of a request over ``keys`` keys.
+    """The sizes of what a program holds at a time.
 
-    key, value: (first, rest) columns, powers of two that hold a width: 192 is 128 and 64. values_in_keys: the first
-    columns of a tile of keys are its values, so they are loaded once. native_fp8: the device converts float8.
+    Attributes:
+        rows: rows of a request.
+        keys: keys.
+        key: (first, rest) columns of a key, powers of two: 192 is 128 and 64.
+        value: (first, rest) columns of a value.
+        values_in_keys: whether the values of a tile are the first columns of its keys, and are loaded once.
+        native_fp8: whether the device converts float8.
+        warps: warps of a program.
     """
 
     rows: int
@@ -101,29 +114,39 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: LayerShape, most_rows: int, device: torch.device) -> Self:
-        """most_rows: of the request with most of them."""
+        """Choose the sizes for a layer; ``most_rows`` is the number of rows of the request that has most of them."""
         key, value, size = _columns(shape.key_width), _columns(shape.value_width), shape.compute.itemsize
         values_in_keys = shape.latent and value == (key[0], 0) and shape.value_width == key[0]
         key_bytes = size * (sum(key) + (0 if values_in_keys else sum(value)))
-        # fewer where products are of float32: three of tensor cores each, and their factors in registers
+        # fewer rows for float32: each product takes three on tensor cores, with its factors in registers
         most = 64 if size == 2 else 32 if sum(key) <= 256 else 16
         rows, keys = 16, 64
         while rows < min(most_rows, most):
             rows *= 2
         while keys > 16 and keys * key_bytes > _TILE_BYTES:
             keys //= 2
-        # Ada, Hopper and later have an instruction for it
+        # Ada, Hopper and later have an instruction that converts float8
         native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
         return cls(rows, keys, key, value, values_in_keys, native, 8 if rows * sum(value) > 64 * 128 else 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonBatch:
-    """A PagedBatch under one mask, as the kernel reads it: made once a step, used by every layer of one LayerShape.
+    """A PagedBatch under one mask, as the kernel reads it, for all layers of one LayerShape.
 
-    On the device, int32: table[requests, columns], starts[requests + 1], lengths[requests], work[n, 5] and
-    combined[m, 4] (this module's first lines). parts: results of splits that the kernel writes before they are put
-    together. All of these are this batch's own.
+    Tensors are on the device, in int32, and belong to this batch.
+
+    Attributes:
+        batch: the tokens that each request reads.
+        mask: the tokens that a query sees.
+        shape: of the layers.
+        tiles: of the programs.
+        table: int32[requests, columns], block ids.
+        starts: int32[requests + 1], the first query of each request.
+        lengths: int32[requests], tokens of each request.
+        work: int32[n, 5], the work of each program, described at the top of this module.
+        combined: int32[m, 4], the tiles whose keys were split.
+        parts: results of splits that the kernel writes before it combines them.
     """
 
     batch: PagedBatch
@@ -138,12 +161,20 @@ class TritonBatch:
     parts: int
 
     def refill(self, batch: PagedBatch) -> Self:
-        """``batch`` in the memory of this one, which a captured CUDA graph reads; returns it, and this one is stale.
+        """Put another batch into the memory of this one, which a captured CUDA graph reads. O(cells of the table).
 
-        As many queries of each request as before, tables at most as wide; lengths may be any: a tile's keys are
-        divided among its splits on the device. A graph of more requests than there are is filled up with requests of
-        one token in the null block. Never waits for the device. Raises WorkerError for what does not fit, with nothing
-        written. O(cells of the table).
+        Each request has as many queries as before and a table that is at most as wide. Lengths may differ: the keys of
+        a tile are divided among its splits on the device. If a graph has more requests than the batch, fill up with
+        requests of one token in the null block. Never waits for the device.
+
+        Args:
+            batch: the new batch.
+
+        Returns:
+            The refilled batch; do not use this one any more.
+
+        Raises:
+            WorkerError: the batch does not fit. Nothing has been written then.
         """
         check_batch(batch, self.mask)
         was, table = self.batch, batch.block_table
@@ -154,7 +185,7 @@ class TritonBatch:
             raise WorkerError(
                 f"queries {list(batch.query_start_loc)}, blocks {batch.num_blocks} of {batch.block_size} and a table "
                 f"{tuple(table.shape)} do not fit a batch made for {list(was.query_start_loc)}, {was.num_blocks} of "
-                f"{was.block_size} and {tuple(self.table.shape)}: make a TritonBatch of them"
+                f"{was.block_size} and {tuple(self.table.shape)}: make a new TritonBatch"
             )
         self.lengths.copy_(_sent(np.array(batch.seq_lens, np.int32), self.lengths.device), non_blocking=True)
         self.table[:, : table.shape[1]].copy_(table, non_blocking=True)
@@ -170,19 +201,29 @@ def triton_batch(
     dtype: torch.dtype,
     splits: int | None = None,
 ) -> TritonBatch:
-    """``batch`` under ``mask``, for layers with ``num_heads`` query heads of ``dtype`` over pages like ``pages``.
+    """Prepare a batch for the kernel. O(requests + tiles + cells of the table); never waits for the device.
 
-    splits: programs that share the keys of every tile; None: as many as keep the device busy, by the lengths of
-    ``batch``. More of them change results by rounding only. For a CUDA graph make it of the longest requests that it
-    is captured for, or say how many; later ones may be of any length (``refill``).
-    Raises ConfigError without Triton, or on a CPU without its interpreter; WorkerError for what the kernel cannot
-    compute with. O(requests + tiles + cells of the table); one transfer, never waits for the device.
+    For a CUDA graph, make the batch from the longest requests that the graph is captured for, or give ``splits``. Later
+    requests may have any length (``refill``).
+
+    Args:
+        batch: the tokens that each request reads.
+        mask: the tokens that a query sees.
+        num_heads: query heads of the layers.
+        pages: the pages of one of the layers.
+        dtype: of the queries.
+        splits: programs that share the keys of every tile; None takes as many as keep the device busy for these
+            lengths. The number changes results by rounding only.
+
+    Raises:
+        ConfigError: Triton is not installed, or it runs on a CPU without its interpreter.
+        WorkerError: the kernel does not support the layers, or ``splits`` is below 1.
     """
     device = batch.block_table.device
     if device.type == "cpu" and not load_kernels("paged_attention").INTERPRETED:
-        raise ConfigError("Triton has no compiler for CPUs: set TRITON_INTERPRET=1 before it is imported, or use torch")
+        raise ConfigError("Triton cannot compile for a CPU: set TRITON_INTERPRET=1 before importing it, or use torch")
     if splits is not None and splits < 1:
-        raise WorkerError(f"splits must be at least 1, got {splits}; None to have them counted")
+        raise WorkerError(f"splits must be at least 1, got {splits}; give None to choose by the lengths")
     check_batch(batch, mask)
     shape = LayerShape.of(num_heads, pages, dtype)
     shape.require_supported()
@@ -224,28 +265,44 @@ def triton_paged_attention(
     sink_logits: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``paged_attention`` gives, in float32; products are of the query's dtype, so are weights of values.
+    """Compute what ``paged_attention`` does, in one launch, and a second one if ``batch`` splits keys.
 
-    query, pages, scale, softcap, sink_logits: as there. out: [tokens, heads, width of a value], where to write the
-    output, in any of the dtypes of queries; None: new, float32.
-    One launch, and a second where ``batch`` splits keys. It waits for nothing on the device and allocates by the
-    batch's shape alone, so that a CUDA graph may capture it; ``batch`` is made outside, and refilled for a replay.
-    Raises WorkerError for shapes that do not match, and for layers that ``batch`` was not made for.
+    Products and the weights of values have the dtype of the query; sums are float32. It never waits for the device and
+    allocates by the shape of the batch alone, so a CUDA graph may capture it. Make and refill ``batch`` outside the
+    graph.
+
+    Args:
+        query: [tokens, heads, width], in float32, bfloat16 or float16.
+        pages: the layer's keys and values.
+        batch: made by ``triton_batch`` for layers like this one.
+        scale: factor of the scores.
+        softcap: as in ``paged_attention``.
+        sink_logits: float[heads], as in ``paged_attention``.
+        out: [tokens, heads, value width], where to write the outputs, in float32, bfloat16 or float16; None allocates
+            float32.
+
+    Returns:
+        The outputs, and float32[tokens, heads], the natural logarithms of the sums of exponentials.
+
+    Raises:
+        WorkerError: shapes do not match, or ``batch`` was made for other layers.
     """
     check_layer(query, pages, batch.batch, softcap=softcap, sink_logits=sink_logits)
     shape = LayerShape.of(query.shape[1], pages, query.dtype)
     shape.require_supported()
     if shape != batch.shape:
-        raise WorkerError(f"the batch was made for {batch.shape}, this layer is {shape}: make a TritonBatch of its own")
+        raise WorkerError(f"the batch was made for {batch.shape}, this layer is {shape}: make a TritonBatch for it")
     if sink_logits is not None and sink_logits.shape != query.shape[1:2]:
-        raise WorkerError(f"sinks of shape {tuple(sink_logits.shape)}: give one sink logit a head")
+        raise WorkerError(
+            f"sink_logits of shape {tuple(sink_logits.shape)}: give one for each of {shape.num_heads} heads"
+        )
     wanted = (*query.shape[:2], shape.value_width)
     if out is None:
         out = torch.empty(wanted, dtype=torch.float32, device=query.device)
     elif out.shape != wanted or out.dtype not in _FLOATS or out.stride(2) != 1:
         raise WorkerError(
             f"out of shape {tuple(out.shape)}, {out.dtype}, strides {out.stride()}: give {wanted} in float32, bfloat16 "
-            "or float16, columns side by side"
+            "or float16, with contiguous columns"
         )
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if len(batch.work):
@@ -256,20 +313,28 @@ def triton_paged_attention(
 
 
 def splits_of(keys: Int64, programs: float) -> Int64:
-    """Splits of tiles that read ``keys``, int64[tiles], where ``programs`` are wanted in all: of even length."""
+    """Return int64[tiles], splits of equal length for tiles that read ``keys``, int64[tiles]; about ``programs``."""
     longest = max(_FEWEST_KEYS, int(np.ceil(keys.sum() / max(programs, 1))))
     return np.maximum(1, -(-keys // longest))
 
 
 def _tiles_of(rows: Int64, of_a_tile: int) -> tuple[Int64, Int64]:
-    """(request, its tile) of every tile. rows: int64[requests]."""
+    """Return (request, its tile) for every tile; ``rows``: int64[requests], ``of_a_tile``: rows of a full tile."""
     counts = -(-rows // of_a_tile)
     request = np.repeat(np.arange(len(counts)), counts)
     return request, np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _keys_read(batch: PagedBatch, mask: AttentionMask, request: Int64, ends: Int64, queries: int) -> Int64:
-    """About how many keys each tile reads on this rank. ends: queries of its request up to its end; queries: it has."""
+    """Return about how many keys each tile reads on this rank.
+
+    Args:
+        batch: the tokens that each request reads.
+        mask: the tokens that a query sees.
+        request: int64[tiles], the request of each tile.
+        ends: int64[tiles], queries of the request up to the end of the tile.
+        queries: queries of a full tile.
+    """
     lengths, counts = np.array(batch.seq_lens), np.diff(batch.query_start_loc)
     if not mask.causal:
         return -(-lengths[request] // batch.share.size)
@@ -281,7 +346,7 @@ def _keys_read(batch: PagedBatch, mask: AttentionMask, request: Int64, ends: Int
 
 
 def _work_list(request: Int64, tile: Int64, keys: Int64, parts: Int64) -> tuple[Int64, Int64]:
-    """int64[n, 5] and int64[m, 4], what takes longest first: programs start in this order."""
+    """Return ``work``, int64[n, 5], and ``combined``, int64[m, 4], longest work first: programs start in order."""
     order = np.argsort(-(keys // parts), kind="stable")
     request, tile, parts = request[order], tile[order], parts[order]
     split = np.where(parts > 1, parts, 0)
@@ -293,7 +358,7 @@ def _work_list(request: Int64, tile: Int64, keys: Int64, parts: Int64) -> tuple[
 
 
 def _columns(width: int) -> tuple[int, int]:
-    """Two powers of two, at least 16 or none, that hold ``width`` columns with few to spare."""
+    """Return two powers of two, the first at least 16, the second 0 or at least 16, that hold ``width`` columns."""
     first = 1 << (width.bit_length() - 1)
     if first < 16 or first == width:
         return max(16, first), 0
@@ -301,14 +366,14 @@ def _columns(width: int) -> tuple[int, int]:
 
 
 def _programs(device: torch.device) -> int:
-    """That keep ``device`` busy: on a CPU one, since the interpreter runs one after the other."""
+    """Return how many programs keep ``device`` busy: one on a CPU, whose interpreter runs them one after another."""
     if device.type != "cuda":
         return 1
     return _PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _sent(numbers: NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """int32[n] on ``device``, without waiting for it."""
+    """Return int32[n] on ``device``, without waiting for it."""
     here = torch.from_numpy(numbers)
     if device.type == "cuda":
         here = here.pin_memory()

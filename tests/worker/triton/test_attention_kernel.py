@@ -237,7 +237,7 @@ def test_what_it_cannot_compute_with() -> None:
         (query[:, :2], pages, {}, "the batch was made for"),
         (query.double(), pages, {}, "use paged_attention"),
         (query, pages, {"softcap": -1.0}, "softcap must be positive"),
-        (query, pages, {"sink_logits": torch.zeros(3)}, "one sink logit a head"),
+        (query, pages, {"sink_logits": torch.zeros(3)}, "give one for each of"),
         (query, pages, {"out": torch.zeros(10, 4, 15)}, "out of shape"),
         (query, pages, {"out": torch.zeros(10, 4, 16, dtype=torch.int32)}, "out of shape"),
         (query, pages, {"out": torch.zeros(10, 4, 32)[..., ::2]}, "out of shape"),
@@ -247,7 +247,7 @@ def test_what_it_cannot_compute_with() -> None:
             triton_paged_attention(one, held, batch, 1.0, **options)
     batches: tuple[tuple[dict[str, Any], str], ...] = (
         ({"dtype": torch.float64}, "use paged_attention"),
-        ({"num_heads": 5}, "5 query heads are no multiple of 2 KV heads"),
+        ({"num_heads": 5}, "5 query heads must be a multiple of 2 KV heads"),
         ({"splits": 0}, "splits must be at least 1"),
         ({"pages": torch.float8_e5m2}, "use paged_attention"),
     )
