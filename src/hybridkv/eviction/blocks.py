@@ -80,7 +80,7 @@ class PointBlocks:
         space.take_given_first()
         self.counts = np.zeros(pool.num_blocks, np.int32)
         self._each = self.counts.data  # quick to read singly
-        self._released_last = np.zeros(pool.num_blocks, np.int32)  # by which of the facts that are read together
+        self._first_place = np.zeros(pool.num_blocks, np.int32)  # of each block among those that are given up together
         self.weights = Weights(tenants)
         self.payers = np.zeros(pool.num_blocks if tenants > 1 else 0, np.int32)
         self._pool = pool
@@ -132,10 +132,10 @@ class PointBlocks:
         found = self.window(point) or [] if self._windows else []
         return found if point.children else found + (self.segment(point) or [])
 
-    def are_held(self, point: ResumePoint) -> bool:
-        """Return whether requests hold all that ``point`` pays for, so that nothing would be free without it."""
-        held = self._pool.ref_count
-        return all(map(held, point.own)) and all(map(held, self._besides(point)))
+    def look(self, point: ResumePoint) -> tuple[float, bool]:
+        """Return ``saved`` of ``point``, and whether requests hold all that it pays for: giving it up frees nothing."""
+        held, besides = self._pool.ref_count, self._besides(point)
+        return self._saved(point, besides), all(map(held, point.own)) and all(map(held, besides))
 
     def frees(self, point: ResumePoint, gone: Counter[int], taken: dict[int, int]) -> list[int]:
         """Return the blocks by class that are free without ``point`` and all those asked before with the same ``gone``.
@@ -174,7 +174,10 @@ class PointBlocks:
 
         Resume points that need the same block share what it costs. O(its segment).
         """
-        price = self._price(point.own) + self._price(self._besides(point))
+        return self._saved(point, self._besides(point))
+
+    def _saved(self, point: ResumePoint, besides: list[int]) -> float:
+        price = self._price(point.own) + self._price(besides)
         before = 0 if point.parent is None else point.parent.tokens
         return (point.tokens - before) / price if price else 0.0
 
@@ -313,10 +316,10 @@ class PointBlocks:
         for fact in facts:
             match fact:
                 case Released(ids):
-                    released.append(ids.astype(np.int64))
+                    released.append(ids)
                 case Lost(ids):
-                    needed = ids[self.counts[ids] > 0]
-                    if needed.size:
+                    if np.count_nonzero(counts := self.counts[ids]):
+                        needed = ids[counts > 0]
                         lost.update(zip(needed.tolist(), self.counts[needed].tolist(), strict=True))
                         self._discharge(needed)
                         self.counts[needed] = 0
@@ -327,17 +330,16 @@ class PointBlocks:
 
     def _give_up(self, released: Sequence[Int64]) -> None:
         """Give up those of ``released`` that nothing needs or holds, each where it was released last."""
-        several = len(released) > 1
-        for place, ids in enumerate(released if several else ()):
-            self._released_last[ids] = place
-        for place, ids in enumerate(released):
-            loose = ids[(self.counts[ids] == 0) & (self._pool.ref_counts(ids) == 0)]
-            if loose.size:
-                loose = loose[self._pool.keys.are_on(loose)]
-            if loose.size and several:
-                loose = loose[self._released_last[loose] == place]
-            if loose.size:
-                self.space.give_up(loose)
+        if not released:
+            return
+        ids = released[0] if len(released) == 1 else np.concatenate(released[::-1])  # what is given up last goes first
+        loose = ids[(self.counts[ids] == 0) & (self._pool.ref_counts(ids) == 0) & self._pool.keys.are_on(ids)]
+        if len(released) > 1 and loose.size > 1:
+            places = np.arange(loose.size)
+            self._first_place[loose[::-1]] = places[::-1]
+            loose = loose[self._first_place[loose] == places]
+        if loose.size:
+            self.space.give_up(loose)
 
     def _follow(self, moves: Int64, lost: dict[int, int]) -> dict[int, int]:
         """Follow moves, int64[m, 2] of (source, target). Return ``lost`` under its new numbers. O(moves)."""

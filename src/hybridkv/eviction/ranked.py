@@ -468,7 +468,8 @@ class RankedResumePoints:
         """Keep ``point`` no longer, and remember it. O(its segment times its children)."""
         self._unlist(point)
         parent, changed = self._blocks.take_out(point)
-        self._await(self._tree.note_gone(point))
+        if point.awaited:
+            self._await(self._tree.note_gone(point))
         self._bury(point, parent, now, declined=False)
         self._note_stale(changed)
 
@@ -550,9 +551,11 @@ class RankedResumePoints:
                     return None
                 again = False
                 self._unpark(now)
-            elif self._renew(lowest, now):
-                continue  # a resume point that is not its relative came or went
-            elif not self._blocks.are_held(lowest):
+                continue
+            saved, held = self._blocks.look(lowest)
+            if saved != lowest.saved:  # a resume point that is not its relative came or went
+                self._change_saved(lowest, saved, now)
+            elif not held:
                 return lowest
             else:
                 self._unrank(lowest)
@@ -587,18 +590,15 @@ class RankedResumePoints:
     def _renew_stale(self, now: float) -> None:
         stale, self._stale = self._stale, {}
         for point in stale.values():
-            self._renew(point, now)
+            saved = self._blocks.saved(point)
+            if saved != point.saved or not point.ranked:
+                self._change_saved(point, saved, now)
 
-    def _renew(self, point: ResumePoint, now: float) -> bool:
-        """Work out what ``point`` saves a byte. Return whether that changed."""
-        saved = self._blocks.saved(point)
-        if saved == point.saved and point.ranked:
-            return False
-        is_new = saved != point.saved
+    def _change_saved(self, point: ResumePoint, saved: float, now: float) -> None:
+        """Rank ``point`` by what it saves a byte from now on."""
         self._unrank(point)
         point.saved = saved
         self._rank(point, now)
-        return is_new
 
     # -- what happens to blocks
 
@@ -613,10 +613,10 @@ class RankedResumePoints:
             return
         facts = self._facts.copy()
         self._facts.clear()
-        cleared = max((place for place, fact in enumerate(facts) if isinstance(fact, Cleared)), default=-1)
-        if cleared >= 0:
+        if Cleared in map(type, facts):
             self._forget_all()
-        lost = self._blocks.read(facts[cleared + 1 :])
+            facts = facts[1 + max(place for place, fact in enumerate(facts) if isinstance(fact, Cleared)) :]
+        lost = self._blocks.read(facts)
         if not lost:
             return
         broken, owned_alone = self._blocks.lose(lost)

@@ -456,7 +456,10 @@ class ResumePointTree:
 
     def deepest(self, request: Request, limit: int) -> ResumePoint | None:
         """Return the deepest kept one of them."""
-        return next((point for point in self.back(request, limit) if point.kept), None)
+        for point in self.back(request, limit):
+            if point.kept:
+                return point
+        return None
 
     def parent_of(self, request: Request, tokens: int) -> ResumePoint:
         """Return the nearest kept resume point before ``tokens`` of ``request``, or the root."""

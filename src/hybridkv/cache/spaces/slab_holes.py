@@ -82,6 +82,7 @@ class SlabHoles:
                 "plan larger slabs or less memory"
             )
         self.bases = tuple(bases)
+        self._first_handles = np.array(bases)
         self.referenced, self.holes, self.slabs = [0] * len(ks), [0] * len(ks), [0] * len(ks)
         self._hole_bytes = bytearray(self.num_blocks)
         self.is_hole: Bool = np.frombuffer(self._hole_bytes, np.bool_)  # the same memory
@@ -149,7 +150,7 @@ class SlabHoles:
         return bisect_right(self.bases, low) - 1, bisect_right(self.bases, high) - 1
 
     def _split(self, ids: Ids, first: int, last: int) -> list[tuple[int, Ids]]:
-        of_each = np.array(self.bases).searchsorted(ids, "right") - 1
+        of_each = self._first_handles.searchsorted(ids, "right") - 1
         return [(of, some) for of in range(first, last + 1) if len(some := ids[of_each == of])]
 
     def owns(self, block: int) -> bool:
