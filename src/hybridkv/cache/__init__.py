@@ -27,7 +27,7 @@ from hybridkv.cache.statistics import (
     PrefixCacheStats,
     TenantStatistics,
 )
-from hybridkv.cache.transfers import Checkpoint, RowSpans, StateMoves, Transfer, Transfers, cells_of, cells_of_row
+from hybridkv.cache.transfers import Checkpoint, RowSpans, StateMoves, Transfer, Transfers, cells_of
 from hybridkv.observe.block_times import EDGES_S, BlockTimeStatistics, TimeCounts
 from hybridkv.observe.misses import Miss, MissReason
 
@@ -74,7 +74,6 @@ __all__ = [
     "Transfer",
     "Transfers",
     "cells_of",
-    "cells_of_row",
     "placement_named",
     "placement_of",
 ]

@@ -48,7 +48,8 @@ class CacheGroup:
     """What the manager keeps of one group.
 
     number: position in the config. kind: its spec and flags. states: its policy, for recurrent layers; else None.
-    holds_all: no window bounds what a request holds. rows: block tables of the resident requests.
+    holds_all: no window bounds what a request holds. bounded_by_length: a window does, or the request's length.
+    rows: block tables of the resident requests.
     each_published, each_label: the same as those without, quick to read singly.
     published: int64[rows], how many leading columns of a row are published or passed over. label:
     int64[rows], token count of the state that a row's last step leaves. pending: row -> token counts of its
@@ -65,6 +66,7 @@ class CacheGroup:
         self.holds_all = isinstance(policy, RunningStatePolicy | EncoderPolicy) or (
             isinstance(policy, AttentionPolicy) and isinstance(policy.span, FullSpan)
         )
+        self.bounded_by_length = not self.holds_all and self.states is None
         self.index = index
         self.rows = BlockRows()
         self.published = np.zeros(len(self.rows.start), np.int64)

@@ -33,7 +33,7 @@ from hybridkv.units import MOST_COUNT
 Int32 = NDArray[np.int32]
 
 _NO_BLOCKS = np.empty(0, np.int32)
-_HOLDS_ALL = attrgetter("holds_all")
+_BOUNDED_BY_LENGTH = attrgetter("bounded_by_length")
 
 
 class Reason(StrEnum):
@@ -218,7 +218,7 @@ class SlotPlanner:
             if type(count) is not int or not 1 <= count <= MOST_COUNT:
                 integer(name, count, 1, MOST_COUNT)
         encoder = limits.max_encoder_tokens if encoder_tokens is None else encoder_tokens
-        if not all(map(_HOLDS_ALL, self._groups)):
+        if any(map(_BOUNDED_BY_LENGTH, self._groups)):
             limits = replace(limits, max_model_len=tokens, max_encoder_tokens=encoder)
         return self._pool.units([group.peak_blocks(limits, max_in_flight, tokens, encoder) for group in self._groups])
 
@@ -346,7 +346,8 @@ def _later_blocks(
     """What an admitted request may need besides, up to its peak, by group. row: -1, or what it was loaded into."""
     unheld = _unheld(groups, row, [plan.drop for plan in plans], admission)
     return [
-        max(most - int(np.count_nonzero(plan.reuse)) - plan.take, 0) for most, plan in zip(unheld, plans, strict=True)
+        max(most - (int(np.count_nonzero(plan.reuse)) if len(plan.reuse) else 0) - plan.take, 0)
+        for most, plan in zip(unheld, plans, strict=True)
     ]
 
 
@@ -355,7 +356,7 @@ def _unheld(groups: Sequence[CacheGroup], row: int, dropped: Sequence[int], admi
     full, tokens, encoder = admission.full, admission.tokens, admission.encoder_tokens
     tokens = full.max_model_len if tokens is None else tokens
     encoder = full.max_encoder_tokens if encoder is None else encoder
-    if not all(map(_HOLDS_ALL, groups)):
+    if any(map(_BOUNDED_BY_LENGTH, groups)):
         full = replace(full, max_model_len=tokens, max_encoder_tokens=encoder)
     unheld = []
     for group, columns in zip(groups, dropped, strict=True):

@@ -455,6 +455,19 @@ class TransferLog:
         cells = join_cells(rotated_cells(self._groups, rows) + list(new))
         return named_cells(self._groups, self.pool, self, cells, moved)
 
+    def cells_of_row(self, row: int) -> Cells:
+        """Return the cells of a new row: all its blocks, group by group, null columns left out."""
+        columns, blocks = list[Int64](), list[Int32]()
+        for group in self._groups:
+            stored = group.rows.stored(row)
+            places = stored.nonzero()[0]
+            columns.append(places + group.rows.base.item(row))
+            blocks.append(stored[places])
+        of_group = np.arange(len(columns), dtype=np.int32).repeat(list(map(len, columns)))
+        rows = np.empty_like(of_group)
+        rows.fill(row)
+        return Cells(of_group, rows, np.concatenate(columns).astype(np.int32), np.concatenate(blocks))
+
     def states(self, spans: RowSpans, transfers: Transfers) -> StateMoves:
         """Return what a step does to states: of its rows, and what ``transfers`` ask for."""
         return with_transfers(state_moves(self._groups, self.pool, spans), transfers, spans.rows)
@@ -476,17 +489,6 @@ class TransferLog:
 def cells_of(rows: Int64, slots: BatchSlots) -> Cells:
     """The cells of a batch's new blocks."""
     return Cells(slots.group, rows[slots.owner].astype(np.int32), slots.column, slots.block)
-
-
-def cells_of_row(row: int, ids: tuple[Int32, ...]) -> list[Cells]:
-    """The cells of a new row: all its blocks, group by group, null columns left out."""
-    parts = []
-    for group, blocks in enumerate(ids):
-        columns = blocks.nonzero()[0].astype(np.int32)
-        same = np.empty((2, len(columns)), np.int32)
-        same[0], same[1] = group, row
-        parts.append(Cells(same[0], same[1], columns, blocks[columns]))
-    return parts
 
 
 def rotated_cells(groups: Sequence[CacheGroup], rows: Int64) -> list[Cells]:
@@ -593,17 +595,19 @@ def state_moves(groups: Sequence[CacheGroup], pool: BlockPool, spans: RowSpans) 
     numbers = np.array([group.number for group, _ in keeping])
     owner, behind = _written(spans)
     reads, writes, copies = list[Int32](), list[Int32](), list[tuple[int, int, int]]()
-    columns: dict[object, _Columns] = {}
+    columns, alike = dict[object, _Columns](), True
     for place, (group, states) in enumerate(keeping):
         of = columns.get(group.policy)  # groups of one kind are alike
         if of is None:
             of = columns[group.policy] = _columns_of(group, states, spans, owner, behind)
         reads.append(group.rows.at(rows, of.read))
+        alike &= of.written is of.read
         writes.append(reads[-1] if of.written is of.read else group.rows.at(rows[owner], of.written))
         if of.left.size:
             source = pool.local(group.number, group.rows.at(rows[of.left], of.source))
             copies += zip(of.left.tolist(), [place] * len(of.left), source.tolist(), strict=True)
-    read_blocks, written_blocks = (pool.local_each(numbers, np.array(found).T) for found in (reads, writes))
+    read_blocks = pool.local_each(numbers, np.array(reads).T)
+    written_blocks = read_blocks if alike else pool.local_each(numbers, np.array(writes).T)
     read = np.empty((len(rows), len(groups)), np.int32)
     read.fill(-1)
     read[:, numbers] = read_blocks
@@ -630,16 +634,17 @@ def _zeroed(computed: Int64, numbers: Int64, read_blocks: Int32) -> Int32:
 
 def _columns_of(group: CacheGroup, states: StatePolicy, spans: RowSpans, owner: Int64, behind: Int64) -> _Columns:
     """Where the states of ``group`` are; ``owner``, ``behind``: see _written."""
-    computed, drafted = spans.computed, _drafted(spans)
-    certain = computed + spans.certain
+    computed, certain = spans.computed, spans.computed + spans.certain
     before, after = states.state_column(computed), states.state_column(certain)
     accepted = group.accepted[spans.rows]
-    stays = (accepted >= 0) | (drafted > 0)
+    stays = accepted >= 0
+    if spans.drafts is not None:
+        stays |= _drafted(spans) > 0
     moves = ((computed > 0) & ~stays & (before != after)).nonzero()[0]
     if not np.count_nonzero(stays):
         return _Columns(after, moves, before[moves], after)
     read = np.where(stays, np.where(accepted >= 0, accepted, before), after)
-    return _Columns(read, moves, before[moves], states.draft_columns(certain[owner], drafted[owner], behind))
+    return _Columns(read, moves, before[moves], states.draft_columns(certain[owner], _drafted(spans)[owner], behind))
 
 
 def _writes(owner: Int64, numbers: Int64, tokens: Int64, blocks: Int32) -> Int32:

@@ -35,7 +35,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import BatchSlots, KVCacheManager, RowSpans, SlotPlan, Transfers, cells_of, cells_of_row
+from hybridkv.cache import BatchSlots, KVCacheManager, RowSpans, SlotPlan, Transfers, cells_of
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, token_array
 from hybridkv.request_rows import RequestRows
@@ -182,7 +182,7 @@ class StepBuilder:
         self._rows.append(np.array([request.row]))
         self._counts.append(np.array([count]))
         self._draft_tokens.append(None)
-        self._cells += cells_of_row(request.row, self._cache.get_blocks(request.request_id).ids)
+        self._cells.append(self._cache.fields.cells_of_row(request.row))
         self._admitted.append((request, plan.encodes))
         if request.num_tokens - plan.hit_tokens <= self.ahead:
             self._ahead = self.ahead - count

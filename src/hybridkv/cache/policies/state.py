@@ -374,8 +374,11 @@ class AlignedStatePolicy:
     def _columns(self, tokens: Sequence[int], first: int, decided: int, edges: tuple[int, ...]) -> Int64:
         """Columns first .. decided-1 that end at one of ``tokens``, as far as retention keeps them."""
         ends = [one // self.block_size for one in tokens]
-        columns = np.array([end - 1 for end in ends if first < end <= decided], np.int64)
-        return columns[self.publishing.mask(columns, edges)] if len(columns) else NO_COLUMNS
+        ended = [end - 1 for end in ends if first < end <= decided]
+        if not ended:
+            return NO_COLUMNS
+        columns = np.array(ended, np.int64)
+        return columns[self.publishing.mask(columns, edges)]
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
         """Columns to publish when ``computed_tokens`` are there at last, and how many are decided then."""
