@@ -312,11 +312,11 @@ class PointBlocks:
 
         Returns the blocks that lost their keys while they were needed, each with how many resume points needed it.
         """
-        lost, released = dict[int, int](), list[Ids]()
+        lost, released = dict[int, int](), list[Int64]()
         for fact in facts:
             match fact:
                 case Released(ids):
-                    released.append(ids)
+                    released.append(np.asarray(ids, np.int64))
                 case Lost(ids):
                     if np.count_nonzero(counts := self.counts[ids]):
                         needed = ids[counts > 0]
@@ -328,7 +328,7 @@ class PointBlocks:
         self._give_up(released)
         return lost
 
-    def _give_up(self, released: Sequence[Ids]) -> None:
+    def _give_up(self, released: Sequence[Int64]) -> None:
         """Give up those of ``released`` that nothing needs or holds, each where it was released last."""
         if not released:
             return
