@@ -139,8 +139,8 @@ class CacheGroup:
         if row < 0:
             return RowFacts()
         rows = self.rows
-        held, dropped = rows.count.item(row), rows.dropped.item(row)
-        return RowFacts(held, dropped, self.published.item(row), self.label.item(row), self.pending.get(row, ()))
+        held, dropped = rows.each_count[row], rows.each_dropped[row]
+        return RowFacts(held, dropped, self.each_published[row], self.each_label[row], self.pending.get(row, ()))
 
     def ensure_rows(self, capacity: int) -> None:
         """Rows 0 .. capacity - 1 exist."""
@@ -236,19 +236,19 @@ class BlockRows:
         """Columns are new arrays: single cells of them are read and written in half of the time that numpy takes."""
         self.each_count, self.each_dropped = self.count.data, self.dropped.data
         self._each_base, self._each_room, self._each_origin = self.base.data, self.room.data, self.origin.data
-        self._each_cell = self.cells.data
+        self._each_cell, self._each_start = self.cells.data, self.start.data
 
     def ids(self, row: int) -> Int32:
         """What the columns of ``row`` hold, null ones too; a new int32 array."""
-        base = self.base.item(row)
+        base = self._each_base[row]
         if not base:
             return self.stored(row).copy()
         return np.concatenate((np.zeros(base, np.int32), self.stored(row)))
 
     def stored(self, row: int) -> Int32:
         """Columns base .. count-1 of ``row``, a view."""
-        start = self.start.item(row)
-        view: Int32 = self.cells[start : start + self.count.item(row) - self.base.item(row)]
+        start = self._each_start[row]
+        view: Int32 = self.cells[start : start + self.each_count[row] - self._each_base[row]]
         return view
 
     def held(self, row: int) -> Int32:
@@ -261,7 +261,7 @@ class BlockRows:
 
     def span(self, row: int, first: int, last: int) -> Int32:
         """Columns first .. last-1 of ``row``, a copy; all of them at or behind its base."""
-        origin = self.origin.item(row)
+        origin = self._each_origin[row]
         copy: Int32 = self.cells[origin + first : origin + last].copy()
         return copy
 
@@ -295,17 +295,17 @@ class BlockRows:
 
     def extend(self, row: int, ids: Int32) -> None:
         """``ids`` behind what ``row`` has. Null columns at the beginning of a row take no room."""
-        count = self.count.item(row)
-        if count == self.base.item(row) and len(ids) and not ids[0]:
+        count = self.each_count[row]
+        if count == self._each_base[row] and len(ids) and not ids[0]:
             nulls = int((ids != 0).argmax()) if np.count_nonzero(ids) else len(ids)
             count += nulls
             self.base[row] = self.dropped[row] = self.count[row] = count
             self.origin[row] = self.start[row] - count
             ids = ids[nulls:]
         self._ensure(row, count + len(ids))
-        end = self.origin.item(row) + count
+        end = self._each_origin[row] + count
         self.cells[end : end + len(ids)] = ids
-        self.count[row] = count + len(ids)
+        self.each_count[row] = count + len(ids)
 
     def extend_many(self, rows: Int64, counts: Int64, ids: Int32) -> tuple[Int64, Int64]:
         """``counts[i]`` of ``ids``, in order, behind what ``rows[i]`` has; rows distinct.
@@ -330,8 +330,8 @@ class BlockRows:
 
     def drop(self, row: int, columns: int) -> Int32:
         """Columns before ``columns`` are null from now on; the blocks they held, highest column first."""
-        first = max(self.dropped.item(row), self.base.item(row))
-        origin = self.origin.item(row)
+        first = max(self.each_dropped[row], self._each_base[row])
+        origin = self._each_origin[row]
         gone = self.cells[origin + first : origin + columns]
         ids: Int32 = gone[gone != 0][::-1].copy()
         gone[:] = 0
@@ -415,9 +415,9 @@ class BlockRows:
         """``row`` holds nothing and gives its extent back."""
         if row >= len(self.start):
             return
-        room = self.room.item(row)
+        room = self._each_room[row]
         if room:
-            self._spare.setdefault(room, []).append(self.start.item(row))
+            self._spare.setdefault(room, []).append(self._each_start[row])
         self.start[row] = self.room[row] = self.base[row] = self.origin[row] = self.dropped[row] = self.count[row] = 0
 
     def ensure_rows(self, capacity: int) -> None:
@@ -435,13 +435,13 @@ class BlockRows:
 
     def _ensure(self, row: int, count: int) -> None:
         """Room for ``count`` columns. What was dropped makes room first, where half of the extent becomes free."""
-        old_start, old_room = self.start.item(row), self.room.item(row)
-        base, held = self.base.item(row), self.count.item(row)
+        old_start, old_room = self._each_start[row], self._each_room[row]
+        base, held = self._each_base[row], self.each_count[row]
         if count - base <= old_room:
             return
         if count < held:
             raise CacheError(f"row {row} cannot shrink from {held} to {count} columns")
-        first = max(self.dropped.item(row), base)
+        first = max(self.each_dropped[row], base)
         kept = self.cells[old_start + first - base : old_start + held - base].copy()
         start, room = old_start, old_room
         if 2 * (count - first) > old_room:

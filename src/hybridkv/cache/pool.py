@@ -319,8 +319,8 @@ class BlockPool:
     def release(self, ordered: Int32) -> None:
         """free_blocks of blocks that rows held. BlockError for one that nobody holds; then nothing changes."""
         if len(ordered) < 2:
-            for block in ordered.tolist():
-                self.release_one(block)
+            if len(ordered):
+                self.release_one(ordered.item(0))
             return
         ids = ordered.astype(np.int64)
         held = self._ref[ids]

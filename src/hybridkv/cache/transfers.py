@@ -461,7 +461,7 @@ class TransferLog:
         for group in self._groups:
             stored = group.rows.stored(row)
             places = stored.nonzero()[0]
-            columns.append(places + group.rows.base.item(row))
+            columns.append(places + group.rows.base[row])
             blocks.append(stored[places])
         of_group = np.arange(len(columns), dtype=np.int32).repeat(list(map(len, columns)))
         rows = np.empty_like(of_group)
