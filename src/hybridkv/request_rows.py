@@ -195,7 +195,7 @@ class RequestRows:
         line, hashed = np.concatenate((self.tail[rows], tokens), axis=1), [len(one.hashes) for one in owners]
         parts: list[tuple[list[Request], NDArray[np.int32]]] = []
         for j in range(int(filled.max())):
-            of = np.flatnonzero(filled > j)
+            of = (filled > j).nonzero()[0]
             place = np.arange(j * size, (j + 1) * size)
             gap = np.where(place < begun[of, None], 0, size - begun[of, None])  # of the tail, what is stale
             parts.append(([owners[i] for i in of.tolist()], line[of[:, None], place + gap]))
@@ -278,7 +278,7 @@ class RequestRows:
         if (in_flight > num_computed).any():
             raise ConfigError("a row has at most its computed tokens in flight")
         self.num_tokens[rows] = num_tokens
-        for place in np.flatnonzero(num_tokens // self.tail_tokens != known // self.tail_tokens).tolist():
+        for place in (num_tokens // self.tail_tokens != known // self.tail_tokens).nonzero()[0].tolist():
             try:
                 self.owner(rows.item(place)).hash_lent()
             except (HashError, ConfigError):

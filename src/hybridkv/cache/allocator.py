@@ -468,7 +468,7 @@ def _runs(plain: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Stretches of rows that are plain, and of those that are not."""
     if np.logical_and.reduce(plain):  # as nearly always
         return [(0, len(plain))] if len(plain) else []
-    cuts = (np.flatnonzero(np.diff(plain)) + 1).tolist()
+    cuts = (np.diff(plain).nonzero()[0] + 1).tolist()
     return list(zip([0, *cuts], [*cuts, len(plain)], strict=True))
 
 
@@ -503,7 +503,7 @@ def take(groups: Sequence[CacheGroup], transfers: TransferLog, rows: Int64, miss
         ids = transfers.new_blocks(total, 0)
         owner, column = groups[0].rows.extend_many(rows, missing[:, 0], ids)
         return BatchSlots(0, index[owner].astype(np.int32), np.zeros(total, np.int32), column.astype(np.int32), ids)
-    of_group = np.repeat(np.tile(np.arange(len(groups), dtype=np.int32), len(rows)), missing.ravel())
+    of_group = np.tile(np.arange(len(groups), dtype=np.int32), len(rows)).repeat(missing.ravel())
     ids = transfers.new_blocks_each(of_group)
     of_row, of_column = np.empty(total, np.int32), np.empty(total, np.int32)
     for g, group in enumerate(groups):

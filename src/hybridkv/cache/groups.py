@@ -321,8 +321,8 @@ class BlockRows:
             owner = counts.nonzero()[0]
             column = held[owner]
         else:
-            owner = np.repeat(np.arange(len(rows)), counts)
-            column = held[owner] + np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+            owner = np.arange(len(rows)).repeat(counts)
+            column = held[owner] + np.arange(len(ids)) - (counts.cumsum() - counts).repeat(counts)
         of = rows[owner]
         self.cells[self.origin[of] + column] = ids
         self.count[rows] = after
@@ -366,8 +366,8 @@ class BlockRows:
 
     def _before(self, rows: Int64, columns: Int64) -> tuple[Int64, Int64]:
         counts = columns - np.maximum(self.dropped[rows], self.base[rows])
-        owner = np.repeat(np.arange(len(rows)), counts)
-        behind = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        owner = np.arange(len(rows)).repeat(counts)
+        behind = np.arange(len(owner)) - (counts.cumsum() - counts).repeat(counts)
         of = rows[owner]
         return self.origin[of] + columns[owner] - 1 - behind, owner
 
@@ -386,17 +386,17 @@ class BlockRows:
     def rewrite(self, sources: Int64, targets: Int64) -> None:
         """Wherever a row has ``sources[i]`` it has ``targets[i]`` from now on. O(cells)."""
         where = self._where(sources)
-        order = np.argsort(sources)
-        self.cells[where] = targets[order][np.searchsorted(sources[order], self.cells[where])]
+        order = sources.argsort()
+        self.cells[where] = targets[order][sources[order].searchsorted(self.cells[where])]
 
     def find(self, ids: Int64) -> tuple[Int64, Int64]:
         """Rows and columns that hold one of ``ids``, in row order; int64 each. O(cells)."""
         where = self._where(ids)
-        rows = np.flatnonzero(self.count) if where.size else where
+        rows = self.count.nonzero()[0] if where.size else where
         if not rows.size:
             return rows, rows
-        rows = rows[np.argsort(self.start[rows])]
-        owner = rows[np.searchsorted(self.start[rows], where, "right") - 1]
+        rows = rows[self.start[rows].argsort()]
+        owner = rows[self.start[rows].searchsorted(where, "right") - 1]
         within = where - self.start[owner]
         held = (within >= 0) & (within < (self.count - self.base)[owner])  # others are left over from rows before
         owner, within = owner[held], within[held]
@@ -408,8 +408,11 @@ class BlockRows:
         """Cells that hold one of ``ids``, or did when they were a row's. O(cells), few times over."""
         cells = self.cells[: self._used]
         if len(ids) > _FEW:
-            return np.flatnonzero(np.isin(cells, ids))
-        return np.flatnonzero(np.logical_or.reduce([cells == one for one in ids.tolist()]))
+            return np.isin(cells, ids).nonzero()[0]
+        found = np.zeros(len(cells), np.bool_)
+        for one in ids.tolist():
+            found |= cells == one
+        return found.nonzero()[0]
 
     def clear(self, row: int) -> None:
         """``row`` holds nothing and gives its extent back."""

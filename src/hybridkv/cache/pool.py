@@ -82,6 +82,7 @@ class BlockPool:
         self.epoch = 0
         self.classes = (0,) * num_groups if space is None else space.class_of_group
         self.bases = (0,) if space is None else space.bases
+        self._class_bases = np.array(self.bases)
         self._group_bases = np.array([self.bases[one] for one in self.classes], np.int32)
         self.space: FreeOrder | SlabSpace = FreeOrder(num_blocks) if space is None else space
         self._reserved = [0] * len(self.bases)
@@ -135,6 +136,10 @@ class BlockPool:
     def class_of(self, block: int) -> int:
         """The class of ``block``."""
         return bisect_right(self.bases, block) - 1
+
+    def classes_of(self, ids: Int32 | Int64) -> Int64:
+        """Return the class of each of ``ids``, int64[len(ids)]."""
+        return self._class_bases.searchsorted(ids, "right") - 1
 
     def local(self, group: int, ids: Int32) -> Int32:
         """``ids`` as a Step names them: within the class of ``group``, 0 for the null block."""
@@ -366,10 +371,10 @@ class BlockPool:
         where = ids.astype(np.int64)
         last = self._ref[where] == 1
         if not last.all():
-            order = np.argsort(where, kind="stable")
-            first = np.flatnonzero(np.diff(where[order], prepend=-1))
+            order = where.argsort(kind="stable")
+            first = np.diff(where[order], prepend=-1).nonzero()[0]
             nth = np.empty(len(where), np.int64)
-            nth[order] = np.arange(1, len(where) + 1) - np.repeat(first, np.diff(first, append=len(where)))
+            nth[order] = np.arange(1, len(where) + 1) - first.repeat(np.diff(first, append=len(where)))
             last = self._ref[where] == nth
         gone = where[last]
         return last if self.keys.are_on(gone).all() else None
@@ -403,12 +408,12 @@ class BlockPool:
             return
         self._ref[ids] = 0
         cached = self.keys.are_on(ids)
-        part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        part_of = np.arange(len(parts)).repeat([len(part) for part in parts])
         # what goes first: a later part before an earlier one
-        self.space.prepend(ids[~cached][np.argsort(-part_of[~cached], kind="stable")])
+        self.space.prepend(ids[~cached][(-part_of[~cached]).argsort(kind="stable")])
         self.space.append(ids[cached])
         if self.journal.blocks is not None and cached.any():
-            self.journal.blocks.append(Released(ids[cached][np.argsort(-part_of[cached], kind="stable")]))
+            self.journal.blocks.append(Released(ids[cached][(-part_of[cached]).argsort(kind="stable")]))
         self.epoch += 1
 
     def _held(self, ids: Int64) -> Int32:

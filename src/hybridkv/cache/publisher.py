@@ -243,8 +243,8 @@ class Publisher:
         if counts.max() == 1:  # decoding rows
             columns, of = first, rows
         else:
-            of = np.repeat(rows, counts)
-            columns = np.arange(len(of)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+            of = rows.repeat(counts)
+            columns = np.arange(len(of)) + np.repeat(first - (counts.cumsum() - counts), counts)
         if since is not None and len(of) > 1 and group.policy.publishing is not None:
             order = np.argsort(group.policy.publishing.next_tokens(columns) - np.repeat(since, counts), kind="stable")
             of, columns = of[order], columns[order]
@@ -393,11 +393,11 @@ class Publisher:
 
     def follow(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Blocks moved from ``sources`` to ``targets``. O(blocks of the steps in flight)."""
-        order = np.argsort(sources)
+        order = sources.argsort()
         sources, targets = sources[order], targets[order]
         for step in self._ids:
             for ids in (*self._published(step), *(run.ids for run in self._runs[step])):
-                place = np.minimum(np.searchsorted(sources, ids), len(sources) - 1)
+                place = np.minimum(sources.searchsorted(ids), len(sources) - 1)
                 moved = sources[place] == ids
                 ids[moved] = targets[place[moved]]
 

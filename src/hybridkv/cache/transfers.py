@@ -159,7 +159,7 @@ class Checkpoints:
         """
         if self.idle:
             return
-        for place in np.flatnonzero(certain + kept >= self._next[rows]).tolist():
+        for place in (certain + kept >= self._next[rows]).nonzero()[0].tolist():
             request, start, count = requests[rows.item(place)], certain.item(place), kept.item(place)
             if request is None:
                 continue
@@ -355,7 +355,7 @@ class TransferLog:
         ids = np.empty(len(of_group), np.int32)
         of_class = np.array(pool.classes)[of_group]
         for of in np.unique(of_class).tolist():
-            mine = np.flatnonzero(of_class == of)
+            mine = (of_class == of).nonzero()[0]
             ids[mine] = self.new_blocks(len(mine), pool.classes.index(of))
         return ids
 
@@ -415,7 +415,7 @@ class TransferLog:
     def cells_of(self, blocks: Int64) -> tuple[Int32, Int32, Int32]:
         """(group, row, column) of every cell that holds one of ``blocks``, int32 each."""
         blocks, parts, pool = blocks[self.pool.ref_counts(blocks) > 0], [], self.pool
-        of_each = np.searchsorted(pool.bases, blocks, "right") - 1
+        of_each = pool.classes_of(blocks)
         for group in self._groups if blocks.size else ():
             mine = blocks[of_each == pool.classes[group.number]]
             if mine.size:
@@ -499,7 +499,7 @@ def rotated_cells(groups: Sequence[CacheGroup], rows: Int64) -> list[Cells]:
         some = rows[group.rotated[rows] > 0] if states is not None and states.rotates else rows[:0]
         if some.size:
             pairs = np.stack((np.zeros_like(some), group.rotated[some]), axis=1).ravel()
-            row = np.repeat(some, 2)
+            row = some.repeat(2)
             number = np.full(len(row), group.number, np.int32)
             parts.append(Cells(number, row.astype(np.int32), pairs.astype(np.int32), group.rows.at(row, pairs)))
     return parts
@@ -532,7 +532,7 @@ def named_cells(
         column = np.concatenate((column, cells.column))
         block = np.empty(len(group), np.int32)
         for one in groups:
-            mine = np.flatnonzero(group == one.number)
+            mine = (group == one.number).nonzero()[0]
             block[mine] = one.rows.at(row[mine].astype(np.int64), column[mine].astype(np.int64))
         cells = Cells(group, row, column, block)
     return Cells(cells.group, cells.row, cells.column, pool.local_each(cells.group, cells.block))
@@ -569,8 +569,8 @@ def _written(spans: RowSpans) -> tuple[Int64, Int64]:
     if spans.drafts is None:
         return np.arange(len(spans.rows)), np.zeros_like(spans.rows)
     counts = _drafted(spans) + 1
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    owner = np.arange(len(counts)).repeat(counts)
+    return owner, np.arange(len(owner)) - (counts.cumsum() - counts).repeat(counts)
 
 
 class _Columns(NamedTuple):

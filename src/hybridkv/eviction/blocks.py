@@ -152,8 +152,7 @@ class PointBlocks:
         if self.payers.size:
             self._take_off(loose, taken)
         loose = loose[self._pool.ref_counts(loose) == 0]
-        classes = np.searchsorted(self._pool.bases, loose, side="right") - 1
-        found: list[int] = np.bincount(classes, minlength=len(self._bytes)).tolist()
+        found: list[int] = np.bincount(self._pool.classes_of(loose), minlength=len(self._bytes)).tolist()
         return found
 
     def saving(self, request: Request, point: ResumePoint, parent: ResumePoint, states: Sequence[int]) -> float:
@@ -395,7 +394,7 @@ class PointBlocks:
     def recount(self, points: Sequence[ResumePoint]) -> None:
         """Count anew: ``points``, whole ones, are all that need anything."""
         self._recount([(point.tenant, self._blocks_of(point)) for point in points])
-        self.space.give_up(np.flatnonzero(self._pool.cached() & (self.counts == 0)))
+        self.space.give_up((self._pool.cached() & (self.counts == 0)).nonzero()[0])
 
     def _blocks_of(self, point: ResumePoint) -> Int64:
         """Return all that it needs, as far as its segment and windows are there."""
@@ -432,7 +431,7 @@ class PointBlocks:
         self.weights.replace(self.charged())
 
     def _bytes_of_each(self, ids: Ids) -> Int64:
-        sizes: Int64 = self._bytes[np.searchsorted(self._pool.bases, ids, side="right") - 1]
+        sizes: Int64 = self._bytes[self._pool.classes_of(ids)]
         return sizes
 
     def _size(self, ids: Ids) -> int:

@@ -181,7 +181,7 @@ class FreeOrder:
             stop = min(head + span, self._tail)
             ids, valid = self._valid(head, stop)
             if ids.size > missing:
-                stop = head + int(np.flatnonzero(valid)[missing])
+                stop = head + int(valid.nonzero()[0][missing])
                 ids = ids[:missing]
             parts.append(ids)
             head = stop

@@ -230,7 +230,7 @@ class SlabHoles:
             self._hole_bytes[block] = 0
             ids = np.array([block], np.int32)
         else:
-            ids = (np.flatnonzero(self.is_hole[rows])[:n] + rows.start).astype(np.int32)
+            ids = (self.is_hole[rows].nonzero()[0][:n] + rows.start).astype(np.int32)
             self.is_hole[ids] = False
         self.num_holes[slab] -= ids.size
         self.holes[of] -= ids.size

@@ -594,7 +594,7 @@ class SlabSpace:
     def _empty(self, victim: int, of: int, ref: Int32) -> Int32:
         """The live blocks of ``victim`` move into other holes of class ``of``; the slab is free then. The moves."""
         rows = self._holes.blocks_of(victim, of)
-        sources = (np.flatnonzero(~self._holes.is_hole[rows]) + rows.start).astype(np.int32)
+        sources = ((~self._holes.is_hole[rows]).nonzero()[0] + rows.start).astype(np.int32)
         held = ref[sources] > 0
         targets = self._holes.empty(victim, of, sources, held)
         self._lru[of].rename(sources[~held], targets[~held])
