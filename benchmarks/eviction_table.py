@@ -151,7 +151,7 @@ def serve_alone(cache: KVCacheManager, request: Request, outputs: Sequence[int],
                 moved += _run(cache, request, request.num_computed_tokens, request.num_tokens - 1)
         cache.mark_written(2 * number + 1)
     cache.cache_blocks(request, request.num_computed_tokens)
-    cache.keep_end(request)
+    cache.keep_resume_point(request)
     cache.free(request)
     return found, moved
 

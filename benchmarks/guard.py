@@ -289,7 +289,7 @@ class Bench:
         cache.fields.take_transfers()
         request.append(9)
         cache.cache_blocks(request, 14)
-        cache.keep_end(request)
+        cache.keep_resume_point(request)
         cache.free(request)
 
     def steps(self, row: str, groups: list[Group]) -> None:

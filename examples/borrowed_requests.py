@@ -9,7 +9,7 @@ digest of all tokens so far, so whoever reads a block that is not there yet, or 
 
     loop        requests, counts, hashes      Lent, EngineHashes, synchronise
     step n      begin_step ... end_step       allocate_batch for all that run, whoever waits is let in or loaded
-    step n-1    tokens become known, settle   cache_blocks at publish_edges
+    step n-1    tokens become known, settle   cache_blocks at publish_boundaries
     transfers   0 new tokens ... finish_load  behind their blocks; computed where they fail
 """
 
@@ -226,7 +226,7 @@ class Engine:
         counts = [(one.num_tokens, one.computed, one.in_flight, one.computed - one.in_flight) for one in ran]
         known, computed, in_flight, settled = np.array(counts, np.int64).reshape(-1, 4).T
         self.cache.engine.synchronise(rows, num_tokens=known, num_computed=computed, in_flight=in_flight)
-        for place in np.flatnonzero(np.minimum(settled, known) >= self.cache.engine.publish_edges(rows)).tolist():
+        for place in np.flatnonzero(np.minimum(settled, known) >= self.cache.engine.publish_boundaries(rows)).tolist():
             self.cache.cache_blocks(self.ours[ran[place].name], int(min(settled[place], known[place])))
             self.counts["blocks published when known"] += 1
 

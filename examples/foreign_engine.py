@@ -93,7 +93,7 @@ class Engine:
     def preempt(self, request: Request, batch: dict[Request, int]) -> None:
         """It starts anew later; what it computed can be found until it is needed for others."""
         batch.pop(request, None)
-        self.cache.keep_end(request)
+        self.cache.keep_resume_point(request)
         self.cache.free(request)
         request.num_computed_tokens = 0
         self.running.remove(request)
@@ -144,7 +144,7 @@ class Engine:
         if length - request.num_prompt_tokens < request.sampling.max_tokens:
             request.append(digest(read) % VOCABULARY)
         if request.num_tokens - request.num_prompt_tokens == request.sampling.max_tokens:
-            self.cache.keep_end(request)  # its last state, and its last block in part, may be hit
+            self.cache.keep_resume_point(request)  # its last state, and its last block in part, may be hit
             self.cache.free(request)
             self.running.remove(request)
 

@@ -65,7 +65,7 @@ class RequestRows:
     """Columns of the resident requests: what a step reads and writes of all rows at once.
 
     num_tokens, num_computed: int64[capacity]. in_flight: int64[capacity], how many of those computed are of
-    steps in flight; 0 in a row that was just handed out. tail: int32[capacity, tail_tokens], the tokens
+    steps in flight; 0 in a row that was just handed out. tail: int32[capacity, hash_block_size], the tokens
     behind a row's last whole hash block (kept until overwritten; of lent ones nothing). each_num_tokens,
     each_num_computed, each_in_flight: the same as those without, quick to read singly. requests: who has the row, None
     when free. lent: bool[capacity], whose tokens an engine keeps; num_lent: how many those are.
@@ -74,14 +74,14 @@ class RequestRows:
     """
 
     def __init__(
-        self, tail_tokens: int, capacity: int = 64, *, promised: Callable[[int], int] = lambda row: 0 * row
+        self, hash_block_size: int, capacity: int = 64, *, promised: Callable[[int], int] = lambda row: 0 * row
     ) -> None:
-        self.tail_tokens = tail_tokens
+        self.hash_block_size = hash_block_size
         self._promised = promised
         self.num_tokens = np.zeros(capacity, np.int64)
         self.num_computed = np.zeros(capacity, np.int64)
         self.in_flight = np.zeros(capacity, np.int64)
-        self.tail = np.zeros((capacity, tail_tokens), np.int32)
+        self.tail = np.zeros((capacity, hash_block_size), np.int32)
         self.lent = np.zeros(capacity, np.bool_)
         self.num_lent = 0
         self.requests: list[Request | None] = [None] * capacity
@@ -99,7 +99,7 @@ class RequestRows:
         return len(self.requests)
 
     def bind(self, request: Request) -> int:
-        """Give ``request`` a row and move its counts and its tail there. O(tail_tokens)."""
+        """Give ``request`` a row and move its counts and its tail there. O(hash_block_size)."""
         if request._rows is not None:
             raise CacheError(f"request {request.request_id!r} already holds row {request.row}")
         if not self._free:
@@ -115,7 +115,7 @@ class RequestRows:
             self.num_lent += 1
             request._rows, request.row = self, row
             return row
-        whole = len(tokens) // self.tail_tokens * self.tail_tokens
+        whole = len(tokens) // self.hash_block_size * self.hash_block_size
         rest = tokens[whole:]
         self.tail[row, : len(rest)] = rest
         self.num_tokens[row] = len(tokens)
@@ -145,8 +145,8 @@ class RequestRows:
     def append_one(self, row: int, token: int) -> None:
         """One token behind the known ones of ``row``. HashError, and nothing appended, if it fills a block in vain."""
         n: int = self.each_num_tokens[row]
-        place = n % self.tail_tokens
-        if place == self.tail_tokens - 1:
+        place = n % self.hash_block_size
+        if place == self.hash_block_size - 1:
             self._fill_one(row, token)
         self._tail[row, place] = token
         self.each_num_tokens[row] = n + 1
@@ -157,9 +157,9 @@ class RequestRows:
         Those that could not be, by row, and why: their token is not taken, and nothing of them has changed.
         """
         n = self.num_tokens[rows]
-        place = n % self.tail_tokens
+        place = n % self.hash_block_size
         n += 1
-        whole = (place == self.tail_tokens - 1).nonzero()[0]
+        whole = (place == self.hash_block_size - 1).nonzero()[0]
         failed = dict[int, HashError]()
         if whole.size:
             failed = self._fill(rows[whole], tokens[whole])
@@ -175,7 +175,7 @@ class RequestRows:
 
         False, and nothing appended, where some block that they fill cannot be hashed.
         """
-        size, count = self.tail_tokens, tokens.shape[1]
+        size, count = self.hash_block_size, tokens.shape[1]
         n = self.num_tokens[rows]
         some = (n % size + count >= size).nonzero()[0]
         if some.size and not self._fill_many(rows[some], n[some] % size, tokens[some]):
@@ -190,7 +190,7 @@ class RequestRows:
 
         False, and nothing done, where one cannot be.
         """
-        size, owners = self.tail_tokens, self.owners(rows)
+        size, owners = self.hash_block_size, self.owners(rows)
         filled = (begun + tokens.shape[1]) // size
         line, hashed = np.concatenate((self.tail[rows], tokens), axis=1), [len(one.hashes) for one in owners]
         parts: list[tuple[list[Request], NDArray[np.int32]]] = []
@@ -216,7 +216,7 @@ class RequestRows:
     def truncate(self, row: int, num_tokens: int) -> None:
         """Only the first ``num_tokens`` tokens of ``row`` are left, at least one of them. O(tokens forgotten)."""
         request = self.owner(row)
-        whole = num_tokens - num_tokens % self.tail_tokens
+        whole = num_tokens - num_tokens % self.hash_block_size
         tokens = request._tokens
         if whole < len(tokens):
             rest = tokens[whole:num_tokens]
@@ -251,7 +251,7 @@ class RequestRows:
 
     def last_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """The last known token of each row, int32[len(rows)]."""
-        last: NDArray[np.int32] = self.tail[rows, (self.num_tokens[rows] - 1) % self.tail_tokens]
+        last: NDArray[np.int32] = self.tail[rows, (self.num_tokens[rows] - 1) % self.hash_block_size]
         return last
 
     def synchronise(
@@ -278,7 +278,7 @@ class RequestRows:
         if (in_flight > num_computed).any():
             raise ConfigError("a row has at most its computed tokens in flight")
         self.num_tokens[rows] = num_tokens
-        for place in (num_tokens // self.tail_tokens != known // self.tail_tokens).nonzero()[0].tolist():
+        for place in (num_tokens // self.hash_block_size != known // self.hash_block_size).nonzero()[0].tolist():
             try:
                 self.owner(rows.item(place)).hash_lent()
             except (HashError, ConfigError):
@@ -290,7 +290,11 @@ class RequestRows:
         """Counts of one row, as ``synchronise``, without arrays of one element."""
         known: int = self.each_num_tokens[row]
         if num_tokens != known:
-            if num_tokens < known or not self.lent[row] or num_tokens // self.tail_tokens != known // self.tail_tokens:
+            if (
+                num_tokens < known
+                or not self.lent[row]
+                or num_tokens // self.hash_block_size != known // self.hash_block_size
+            ):
                 one, counts = np.array([row]), (num_tokens, num_computed, in_flight)
                 self.synchronise(one, *(np.array([count], np.int64) for count in counts))
                 return
@@ -311,7 +315,7 @@ class RequestRows:
         blocks[:, -1] = tokens
         owners = self.owners(rows)
         failed = _hash_blocks(owners, blocks)
-        octets, size = blocks.tobytes(), blocks.itemsize * self.tail_tokens
+        octets, size = blocks.tobytes(), blocks.itemsize * self.hash_block_size
         for i, request in enumerate(owners):
             if not failed or request.row not in failed:
                 request._tokens = extended(request._tokens, octets[i * size : (i + 1) * size])

@@ -211,7 +211,7 @@ def _world(rng: random.Random, eviction: str) -> World:
         "pcp_world_size": ranks.get("pcp", 1),
         "retention": rng.choice((None, None, 0, 16)),
         "max_moved_bytes": rng.choice((None, None, 1, 4096)),
-        "published_ends": rng.random() < 0.85,
+        "partial_block_hits": rng.random() < 0.85,
     }
     ticks = iter(range(10**9))
     cache = cache_with(

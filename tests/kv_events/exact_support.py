@@ -47,7 +47,7 @@ def cache_of_layers(
         config,
         200,
         enable_kv_cache_events=True,
-        options=CacheOptions(end_events=natural, placement=placement, eviction=eviction),
+        options=CacheOptions(resume_point_events=natural, placement=placement, eviction=eviction),
     )
 
 

@@ -10,7 +10,7 @@ from events_support import BLOCK, Consumer, asked, cache_of, publisher_of, settl
 from events_support import run as run_full
 from exact_support import CACHES, Known, Prompt, Run, cache_of_layers, can_be_hit
 
-from hybridkv.cache import EndKept, EndLost, KVCacheManager
+from hybridkv.cache import KVCacheManager, ResumePointRemoved, ResumePointStored
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import eviction_named
@@ -104,9 +104,9 @@ def test_without_it_no_ends_are_told_and_none_are_ever_on_the_wire(context: zmq.
     for _ in range(30):
         run.turn()
         events += plain.take_events()
-    assert {type(event) for event in events} >= {EndKept, EndLost}
+    assert {type(event) for event in events} >= {ResumePointStored, ResumePointRemoved}
     with publisher_of(config) as publisher:
-        publisher.publish([EndKept(0, None, b"p", b"1234"), EndLost(0, b"p", b"1234")])
+        publisher.publish([ResumePointStored(0, None, b"p", b"1234"), ResumePointRemoved(0, b"p", b"1234")])
         settled(publisher, context, 0)
         consumer = Consumer()
         consumer.hear(asked(context, publisher, 0))
@@ -115,7 +115,7 @@ def test_without_it_no_ends_are_told_and_none_are_ever_on_the_wire(context: zmq.
     run = Run(silent, Random(2))
     for _ in range(30):
         run.turn()
-    assert not any(isinstance(event, EndKept | EndLost) for event in silent.take_events())
+    assert not any(isinstance(event, ResumePointStored | ResumePointRemoved) for event in silent.take_events())
 
 
 def test_an_end_is_told_once_it_is_written() -> None:
@@ -125,7 +125,11 @@ def test_an_end_is_told_once_it_is_written() -> None:
     step = scheduler.schedule()
     assert cache.take_events() == []
     scheduler.update(StepResult(step.id, Csr.from_lists([[9]])))
-    ends = [(event.group_idx, len(event.tail) // 4) for event in cache.take_events() if isinstance(event, EndKept)]
+    ends = [
+        (event.group_idx, len(event.partial_tokens) // 4)
+        for event in cache.take_events()
+        if isinstance(event, ResumePointStored)
+    ]
     assert (0, 2) in ends
     assert 1 in dict(ends)
 
@@ -137,11 +141,13 @@ def test_of_too_many_ends_in_a_block_the_oldest_is_lost() -> None:
         run.complete([1] * BLOCK + [last] * 2)
         for event in cache.take_events():
             match event:
-                case EndKept():
-                    kept.add((event.group_idx, event.parent, event.tail))
-                case EndLost():
-                    kept.remove((event.group_idx, event.parent, event.tail))
-    there = {(group.number, parent, tail.tokens) for group in cache.groups for parent, tail in group.index.tails()}
+                case ResumePointStored():
+                    kept.add((event.group_idx, event.parent, event.partial_tokens))
+                case ResumePointRemoved():
+                    kept.remove((event.group_idx, event.parent, event.partial_tokens))
+    there = {
+        (group.number, parent, tail.tokens) for group in cache.groups for parent, tail in group.index.partial_entries()
+    }
     assert {one for one in kept if one[2]} == there
     assert max(Counter(parent for group, parent, _ in there if group == 0).values()) == 4
 

@@ -131,7 +131,7 @@ class Loading(Engine):
         if request.num_tokens - request.num_prompt_tokens < request.sampling.max_tokens:
             request.append(self.random.randrange(4))
         if request.num_tokens - request.num_prompt_tokens == request.sampling.max_tokens:
-            self.cache.keep_end(request)
+            self.cache.keep_resume_point(request)
             self.cache.free(request)
             self.running.remove(request)
 

@@ -88,7 +88,7 @@ class WatchedTwins(Twins):
     def check(self) -> None:
         """See Twins."""
         super().check()
-        kept = self.cache._parts.kept
+        kept = self.cache._parts.eviction_policy
         if isinstance(kept, RankedResumePoints):
             self.plain.check(kept)
 

@@ -44,7 +44,7 @@ def needed(kept: RankedResumePoints, node: ResumePoint) -> set[int]:
     """Blocks that ``node`` needs, those of its whole prefix among them."""
     found = set(node.own)
     for group in kept._blocks._full + kept._blocks._windows:
-        size, stride = group.policy.block_size, group.key_stride
+        size, stride = group.policy.block_size, group.hashes_per_block
         first = 0 if group.policy.hits.downward_closed else group.policy.hits.first_needed(node.tokens) // size
         keys = keys_of(node, 0, node.depth)[stride - 1 :: stride]
         found.update(group.index.blocks_of(keys[first : node.tokens // size]))

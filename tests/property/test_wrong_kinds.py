@@ -154,7 +154,7 @@ def cache_calls(world: World) -> Calls:
     yield cache.bounds.refuse_stranger, {"request": fresh}
     for method in (cache.get_computed_blocks, cache.look_up, cache.find_hit, cache.engine.drop_skipped):
         yield method, {"request": fresh}
-    for method in (cache.engine.blocks_to_share, cache.keep_end):
+    for method in (cache.engine.blocks_to_share, cache.keep_resume_point):
         yield method, {"request": a}
     yield cache.engine.blocks_of, {"hit": hit}
     yield cache.is_longest_hit, {"request": fresh, "hit": hit}
@@ -200,7 +200,7 @@ def foreign_calls(world: World) -> Calls:
     cache.allocate_slots(loaded, 0, delay_cache_blocks=True, num_external_computed_tokens=2)
     yield cache.engine.finish_load, {"request": loaded, "num_computed_tokens": 2}
     yield cache.evict_blocks, {"group": 0, "block_ids": []}
-    for column in (cache.engine.next_events, cache.engine.publish_edges):
+    for column in (cache.engine.next_events, cache.engine.publish_boundaries):
         yield column, {"rows": rows}
     counts = {"num_tokens": np.array([a.num_tokens]), "num_computed": np.array([a.num_computed_tokens])}
     yield cache.engine.synchronise, {"rows": rows, **counts, "in_flight": cache.rows.in_flight[rows]}
@@ -258,7 +258,12 @@ def constructions(world: World) -> Calls:
     known |= {"dcp_world_size": 1, "pcp_world_size": 1, "hasher": None, "options": CacheOptions()}
     yield KVCacheManager, {"kv_cache_config": config, "max_model_len": 100, **known}
     options: Valid = {"retention": None, "max_pinned_blocks": 0, "placement": None, "eviction": None}
-    options |= {"max_moved_bytes": None, "published_ends": True, "end_events": False, "max_event_blocks": 9}
+    options |= {
+        "max_moved_bytes": None,
+        "partial_block_hits": True,
+        "resume_point_events": False,
+        "max_event_blocks": 9,
+    }
     yield CacheOptions, {**options, "remembered_losses": 0, "block_times": False}
     yield BlockHasher, {"block_size": 4, "algorithm": "sha256_cbor", "seed": "x", "root": None}
     yield BlockPool, {"num_blocks": 9, "num_groups": 1}

@@ -99,10 +99,10 @@ def goes(*hints: Hints) -> list[int]:
     first = [Request("r", chat(person, 1), hasher=cache.cache.hasher).hashes[0] for person in range(len(hints))]
     gone = []
     for _ in range(2 * len(hints)):
-        node = cache.kept._lowest(cache.now)
+        node = cache.eviction_policy._lowest(cache.now)
         assert node is not None
         gone.append(first.index(keys_of(node, 0, 1)[0]))
-        cache.kept._release(node, cache.now)
+        cache.eviction_policy._release(node, cache.now)
     return gone
 
 
@@ -135,10 +135,10 @@ def test_a_promise_moves_on_with_its_session() -> None:
     promised = Hints(within_s=60)
     cache.run(chat(1, 1), hints=promised)
     cache.run(chat(1, 2), hints=promised)
-    found = {node.tokens: node.promise for node in cache.kept._tree.kept()}
+    found = {node.tokens: node.promise for node in cache.eviction_policy._tree.kept()}
     assert (found[11], found[16], found[17]) == (NEVER, WITHIN + 2, WITHIN + 2)
     cache.run(chat(1, 2)[:-1], hints=Hints(over=True))  # on from 16, and nothing new is kept behind it
-    assert {node.tokens: node.promise for node in cache.kept._tree.kept()}[16] == NEVER
+    assert {node.tokens: node.promise for node in cache.eviction_policy._tree.kept()}[16] == NEVER
     cache.cache.check()
 
 

@@ -24,7 +24,7 @@ def _start(cache: KVCacheManager, tokens: list[int]) -> tuple[Request, tuple[lis
 
 def _serve(cache: KVCacheManager) -> list[int]:
     request, blocks = _start(cache, list(range(17)))
-    cache.keep_end(request)
+    cache.keep_resume_point(request)
     cache.free(request)
     return blocks[0]
 

@@ -41,18 +41,18 @@ class Cache:
         self._names = count()
 
     @property
-    def kept(self) -> RankedResumePoints:
-        found = self.cache._parts.kept
+    def eviction_policy(self) -> RankedResumePoints:
+        found = self.cache._parts.eviction_policy
         assert isinstance(found, RankedResumePoints)
         return found
 
     def ends(self, kind: Kind | None = None) -> list[ResumePoint]:
-        self.kept._renew_stale(self.now)
-        return [node for node in self.kept._tree.kept() if kind is None or node.kind is kind]
+        self.eviction_policy._renew_stale(self.now)
+        return [node for node in self.eviction_policy._tree.kept() if kind is None or node.kind is kind]
 
     def node(self, tokens: int) -> ResumePoint:
-        self.kept._renew_stale(self.now)
-        return next(node for node in self.kept._tree.kept() if node.tokens == tokens)
+        self.eviction_policy._renew_stale(self.now)
+        return next(node for node in self.eviction_policy._tree.kept() if node.tokens == tokens)
 
     def run(self, prompt: list[int], outputs: int = 3, seconds: float = 10.0) -> int:
         """Tokens hit."""
@@ -130,18 +130,18 @@ def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked, "_MOST_GHOSTS", 3)
     for person in range(12):
         cache.run(chat(person))
-    assert sum(map(len, cache.kept._ghosts.values())) <= 3
-    assert len(cache.kept._tree.points) <= 3 + len(cache.ends())
+    assert sum(map(len, cache.eviction_policy._ghosts.values())) <= 3
+    assert len(cache.eviction_policy._tree.points) <= 3 + len(cache.ends())
 
 
 def test_what_became_of_ends_is_counted_by_kind() -> None:
     cache = Cache(slabs=16)
     for prompt in (chat(1), chat(1, 2), chat(1)):  # new; on from the end of the output; the same prompt again
         cache.run(prompt)
-    cache.kept._release(cache.node(10), cache.now)
+    cache.eviction_policy._release(cache.node(10), cache.now)
     cache.run(chat(1))  # found all the same: nobody has taken its blocks
     for node in (cache.node(10), cache.node(13)):
-        cache.kept._release(node, cache.now)
+        cache.eviction_policy._release(node, cache.now)
     for person in range(5, 9):
         cache.run(chat(person))
     cache.run(chat(1))
@@ -160,9 +160,11 @@ def test_and_by_what_hazard_tells_apart() -> None:
     cache.run(chat(1))
     for _ in range(4):
         cache.run(chat(1))  # ten seconds apart
-    cache.kept._release(cache.node(10), cache.now)
+    cache.eviction_policy._release(cache.node(10), cache.now)
     cache.run(chat(2))
-    cache.kept._release(next(node for node in cache.kept._tree.kept() if node.tokens == 13), cache.now)
+    cache.eviction_policy._release(
+        next(node for node in cache.eviction_policy._tree.kept() if node.tokens == 13), cache.now
+    )
     prompt, output = cache.cache.statistics().ends[:2]
     assert [(one.hits_before, one.pause_s, one.kept, one.hits, one.missed, one.given_up) for one in prompt.classes] == [
         (0, None, 1, 1, 0, 0),

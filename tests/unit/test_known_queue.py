@@ -34,12 +34,12 @@ def test_what_waits_finds_what_it_begins_with(specs: tuple[KVCacheSpec, ...]) ->
         cache.run(chat(1, 1), hints=Hints(over=True))
         request = asked(cache, 1, 2)
         if waits:
-            cache.cache.kept.expect(request)
+            cache.cache.eviction_policy.expect(request)
         flood(cache, 12)
         cache.cache.check()
         found.append(cache.cache.find_hit(request).tokens)
-        cache.cache.kept.expect_no_longer(request)
-        assert not any(node.awaited for node in cache.kept._tree.kept())
+        cache.cache.eviction_policy.expect_no_longer(request)
+        assert not any(node.awaited for node in cache.eviction_policy._tree.kept())
         cache.cache.check()
     assert found == [0, 11]
 
@@ -48,19 +48,19 @@ def test_the_deepest_that_comes_meanwhile_is_waited_for() -> None:
     cache = Cache(EVERYBODY, 30)
     waiting = [asked(cache, 1, 3), asked(cache, 1, 2)]
     for request in waiting:
-        cache.cache.kept.expect(request)
+        cache.cache.eviction_policy.expect(request)
     awaited = []
     for turn in (1, 2):
         cache.run(chat(1, turn))
-        awaited.append([node.tokens for node in cache.kept._tree.kept() if node.awaited])
+        awaited.append([node.tokens for node in cache.eviction_policy._tree.kept() if node.awaited])
         cache.cache.check()
     assert awaited == [[11], [16, 17]]  # before the last token of the second turn, and behind it
-    cache.cache.kept.expect_no_longer(waiting[1])
-    cache.cache.kept.expect_no_longer(waiting[1])
-    assert [node.tokens for node in cache.kept._tree.kept() if node.awaited] == [17]
-    for node in [node for node in cache.kept._tree.kept() if node.tokens == 17]:
-        cache.kept._release(node, cache.now)
-    assert [node.tokens for node in cache.kept._tree.kept() if node.awaited] == [16]
+    cache.cache.eviction_policy.expect_no_longer(waiting[1])
+    cache.cache.eviction_policy.expect_no_longer(waiting[1])
+    assert [node.tokens for node in cache.eviction_policy._tree.kept() if node.awaited] == [17]
+    for node in [node for node in cache.eviction_policy._tree.kept() if node.tokens == 17]:
+        cache.eviction_policy._release(node, cache.now)
+    assert [node.tokens for node in cache.eviction_policy._tree.kept() if node.awaited] == [16]
     assert cache.cache.reset_prefix_cache()
     cache.cache.check()
 
@@ -72,17 +72,17 @@ def test_tokens_that_come_while_a_request_waits_are_not_looked_at() -> None:
     cache.run(chat(1, 2))
     prompt = chat(1, 2)
     request = Request("waits", prompt[:11], hasher=cache.cache.hasher)
-    cache.cache.kept.expect(request)
+    cache.cache.eviction_policy.expect(request)
     for token in prompt[11:]:
         request.append(token)
     cache.cache.check()
-    assert [node.tokens for node in cache.kept._tree.kept() if node.awaited] == [10]
+    assert [node.tokens for node in cache.eviction_policy._tree.kept() if node.awaited] == [10]
 
 
 def test_where_all_is_waited_for_room_is_made_all_the_same() -> None:
     cache = Cache(EVERYBODY, 13)
     for person in range(8):
-        cache.cache.kept.expect(asked(cache, person, 2))
+        cache.cache.eviction_policy.expect(asked(cache, person, 2))
         cache.run(chat(person, 1))
     cache.cache.check()
     hits = [cache.cache.find_hit(asked(cache, person, 2)).tokens for person in range(8)]
@@ -94,7 +94,7 @@ def test_a_queue_protects_nothing_beyond_a_tenants_share() -> None:
     cache = Cache(TenantShares((Share("a", 0.4), Share("b"))), 25)
     cache.run(chat(1, 1), "a")
     for person in range(10, 30):
-        cache.cache.kept.expect(asked(cache, person, 2, "b"))
+        cache.cache.eviction_policy.expect(asked(cache, person, 2, "b"))
         cache.run(chat(person, 1), "b")
     cache.cache.check()
     assert cache.cache.find_hit(asked(cache, 1, 2, "a")).tokens == 11
@@ -104,8 +104,8 @@ def test_of_a_long_queue_the_first_are_looked_at(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(resume_points, "_MOST_WAITING", 3)
     cache = Cache(EVERYBODY, 13)
     for person in range(9):
-        cache.cache.kept.expect(asked(cache, person, 1))
-    assert len(cache.kept._tree.waiting) == 3
+        cache.cache.eviction_policy.expect(asked(cache, person, 1))
+    assert len(cache.eviction_policy._tree.waiting) == 3
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
@@ -139,7 +139,7 @@ def test_a_scheduler_tells_who_waits(eviction: str) -> None:
     assert scheduler.abort("11")
     drain()
     assert second.first_hit_tokens == (0 if eviction == "lru" else 12)
-    kept = cache._parts.kept
+    kept = cache._parts.eviction_policy
     assert not isinstance(kept, RankedResumePoints) or len(kept._tree.waiting) == 0
 
 

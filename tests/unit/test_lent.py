@@ -86,7 +86,7 @@ def test_lent_tokens_lead_to_the_same_as_copied_ones(config: KVCacheConfig, *, e
         assert copied.get_block_ids(mine.request_id) == borrowed.get_block_ids(other.request_id)
         for at, (cache, one) in enumerate(((copied, mine), (borrowed, other))):
             one.num_computed_tokens = computed
-            cache.keep_end(one)
+            cache.keep_resume_point(one)
             cache.fields.take_transfers()
             cache.free(one)
             cache.check()
@@ -115,7 +115,7 @@ def test_tokens_are_computed_before_they_are_known(config: KVCacheConfig) -> Non
         assert cache.allocate_batch(np.array([one.row]), 1).accepted == 1
         cache.check()
     sync(cache, one, theirs, 15, in_flight=6)
-    edge = cache.engine.publish_edges(np.array([one.row])).item()
+    edge = cache.engine.publish_boundaries(np.array([one.row])).item()
     assert edge == 12
     longer = [*range(9), *range(100, 106), 1, 2]
     hit = cache.find_hit(lent(cache, "look", longer)[0])
@@ -126,7 +126,7 @@ def test_tokens_are_computed_before_they_are_known(config: KVCacheConfig) -> Non
     cache.check()
     hit = cache.find_hit(lent(cache, "look", longer)[0])
     assert max(hit.tokens, hit.branch_tokens) == 12  # tokens are there; a state behind them may not be
-    assert cache.engine.publish_edges(np.array([one.row])).item() == 16
+    assert cache.engine.publish_boundaries(np.array([one.row])).item() == 16
 
 
 def test_what_steps_in_flight_read_is_kept() -> None:
@@ -193,7 +193,7 @@ def test_without_caching_nothing_has_an_edge_or_a_hash() -> None:
     theirs.grow(*range(9, 14))
     sync(cache, one, theirs, 9)
     assert one.hashes == []
-    assert cache.engine.publish_edges(np.array([one.row])).item() >= 1 << 40
+    assert cache.engine.publish_boundaries(np.array([one.row])).item() >= 1 << 40
     cache.check()
 
 

@@ -88,7 +88,7 @@ def test_nothing_else_is_done_with_it_meanwhile(config: KVCacheConfig) -> None:
     ):
         with pytest.raises(CacheError, match="being loaded"):
             ask()
-    cache.keep_end(one)
+    cache.keep_resume_point(one)
     cache.engine.drop_skipped(one)
     cache.check()
     assert hit_tokens(cache) == 0
@@ -126,7 +126,7 @@ def test_what_is_here_and_what_is_loaded(config: KVCacheConfig) -> None:
     for tokens in (8, 1):
         assert cache.allocate_slots(first, tokens) is not None
         first.num_computed_tokens += tokens
-    cache.keep_end(first)
+    cache.keep_resume_point(first)
     cache.free(first)
     natural = cache.placement is not None
     assert hit_tokens(cache) == (9 if natural else 8)

@@ -85,7 +85,7 @@ def test_without_published_ends_one_class_of_one_block_gives_the_references_ids(
         blocks = random.randint(8, 20)
         prompts = [[random.randrange(2) for _ in range(random.randint(1, 20))] for _ in range(12)]
         lengths = [random.randint(1, 8) for _ in prompts]
-        natural = cache_of(config_of((full_spec(B),), (1,), blocks - 1), published_ends=False)
+        natural = cache_of(config_of((full_spec(B),), (1,), blocks - 1), partial_block_hits=False)
         for cache in (natural, KVCacheManager(attention_config(blocks, (B,)), 200)):
             loop, seen = Loop(cache, max_running=4, max_batched_tokens=16, short_share=0.0), []
             for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -160,7 +160,7 @@ def test_a_bound_of_bytes_under_which_nothing_ever_moves_is_refused(bound: objec
         cache_of(max_moved_bytes=bound)
 
 
-@pytest.mark.parametrize(("option", "value"), [("max_moved_bytes", 1), ("published_ends", False), ("space", "any")])
+@pytest.mark.parametrize(("option", "value"), [("max_moved_bytes", 1), ("partial_block_hits", False), ("space", "any")])
 def test_what_means_nothing_in_the_reference_layout_is_refused(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match="mean nothing in the reference layout"):
         cache_of(model_config(8, (full_spec(B),)), None, **{option: value})

@@ -113,7 +113,7 @@ def test_a_pin_is_released_once() -> None:
 def test_requests_are_not_promised_what_may_be_pinned() -> None:
     cache = cache_of(full(), num_blocks=11, max_pinned_blocks=4)
     sched = Scheduler(cache)
-    assert cache.bounds.promised_blocks == 6
+    assert cache.bounds.guaranteed_blocks == 6
     with pytest.raises(CapacityError, match="the pool has 6"):
         sched.add(Request("large", PROMPT[:20], hasher=cache.hasher))
     sched.add(Request("fits", PROMPT[:8], hasher=cache.hasher))

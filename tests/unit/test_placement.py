@@ -73,26 +73,26 @@ def kept(placement: Placement, of: Request, tokens: int, end: int) -> bool:
 def test_stops_are_what_each_placement_says(placement: Placement, of: Request, start: int, length: int) -> None:
     counts = range(start + 1, start + length + 1)
     end = start + length
-    assert placement.stops(of, start, end) == tuple(t for t in counts if kept(placement, of, t, end))
+    assert placement.checkpoints(of, start, end) == tuple(t for t in counts if kept(placement, of, t, end))
 
 
 @given(placement=placements, of=requests, after=st.integers(0, 130))
 def test_the_next_stop_is_the_first_of_the_stops(placement: Placement, of: Request, after: int) -> None:
-    found = placement.next_stop(of, after)
+    found = placement.next_checkpoint(of, after)
     assert found > after
     if found == NEVER:
-        assert placement.stops(of, after, 10_000) == ()
+        assert placement.checkpoints(of, after, 10_000) == ()
     else:
         # to the very end of the range, and not one before
-        assert placement.stops(of, after, found) == (found,)
-        assert placement.stops(of, after, found - 1) == ()
+        assert placement.checkpoints(of, after, found) == (found,)
+        assert placement.checkpoints(of, after, found - 1) == ()
 
 
 @given(placement=placements, of=requests, cuts=st.lists(st.integers(0, 130), max_size=6))
 def test_steps_of_any_size_meet_every_stop_once(placement: Placement, of: Request, cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), 130]
-    parts = [placement.stops(of, start, end) for start, end in pairwise(edges)]
-    met, whole = tuple(t for part in parts for t in part), placement.stops(of, 0, 130)
+    parts = [placement.checkpoints(of, start, end) for start, end in pairwise(edges)]
+    met, whole = tuple(t for part in parts for t in part), placement.checkpoints(of, 0, 130)
     if isinstance(placement, AlignPlacement):  # each step adds the last multiple in it
         assert set(whole) <= set(met) <= {t for t in range(131) if t % placement.tokens == 0 or t in of.marks}
         assert len(met) == len(set(met))
@@ -109,14 +109,14 @@ def test_an_eviction_asks_for_the_corner_of_each_prompt(
     options = CacheOptions(placement=placement, eviction=replace(HAZARD, corner=corner))
     cache = KVCacheManager(natural_model_config(9, (full_spec(4), state_spec(4)), (4, 1)), 200, options=options)
     edges = [0, *sorted(cuts), 130]
-    met = [t for start, end in pairwise(edges) for t in cache.checkpoints.stops(of, start, end)]
+    met = [t for start, end in pairwise(edges) for t in cache.checkpoints.positions(of, start, end)]
     corners = {(of.num_prompt_tokens - 1) // corner * corner} - {0} if placement.keeps_states else set()
     assert met == [t for t in range(1, of.num_tokens + 1) if kept(placement, of, t, 130) or t in corners]
 
 
 def test_who_keeps_states_and_who_keeps_the_end() -> None:
     assert [one.keeps_states for one in ALL] == [False, True, True, True]
-    assert [one.ends for one in ALL] == [False, False, True, True]
+    assert [one.keeps_final_state for one in ALL] == [False, False, True, True]
 
 
 @given(placement=placements, of=requests, tokens=st.integers(1, 130))

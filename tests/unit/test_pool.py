@@ -104,11 +104,11 @@ def test_a_tail_that_has_to_go_frees_its_block_for_the_next() -> None:
     pool = BlockPool(8)
     blocks = pool.get_new_blocks(5).tolist()
     for block in blocks[:4]:
-        assert pool.publish_tail(0, block, b"parent", bytes([block]) * 4)
-    assert not pool.publish_tail(0, blocks[4], b"parent", bytes([blocks[0]]) * 4)  # known already
+        assert pool.publish_partial(0, block, b"parent", bytes([block]) * 4)
+    assert not pool.publish_partial(0, blocks[4], b"parent", bytes([blocks[0]]) * 4)  # known already
     pool.free_blocks(ids(*blocks[:4]))
     assert pool.free_order() == [6, 7, 1, 2, 3, 4]
-    assert pool.publish_tail(0, blocks[4], b"parent", b"five")
+    assert pool.publish_partial(0, blocks[4], b"parent", b"five")
     assert pool.free_order() == [1, 6, 7, 2, 3, 4]
     assert (pool.keys.given, pool.keys.lost, pool.keys.per_group()) == ([5], [1], [4])
     assert pool.keys.evictions == 1

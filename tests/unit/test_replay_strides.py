@@ -1,4 +1,4 @@
-"""Strides: many steps taken as one leave what the same steps leave one by one."""
+"""FastForward: many steps taken as one leave what the same steps leave one by one."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hybridkv.cache import CacheOptions, Hit, KVCacheManager
-from hybridkv.cache.fast_forward import Strides as CacheStrides
+from hybridkv.cache.fast_forward import FastForward as CacheStrides
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.eviction import LRU
 from hybridkv.eviction.hazard import HazardRanking

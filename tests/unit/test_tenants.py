@@ -38,8 +38,8 @@ class Cache:
         self._names = count()
 
     @property
-    def kept(self) -> RankedResumePoints:
-        found = self.cache._parts.kept
+    def eviction_policy(self) -> RankedResumePoints:
+        found = self.cache._parts.eviction_policy
         assert isinstance(found, RankedResumePoints)
         return found
 
@@ -63,7 +63,7 @@ class Cache:
         request.first_hit_tokens = hit.tokens
         request.append(9)
         cache.cache_blocks(request, len(prompt))
-        cache.keep_end(request)
+        cache.keep_resume_point(request)
         cache.free(request)
         return hit.tokens
 
@@ -210,11 +210,11 @@ def test_without_rivals_all_memory_is_used(share: Share) -> None:
 def test_a_flood_makes_nobody_forget_where_others_branched_off() -> None:
     """What was seen of ``a`` stays known for as long as without ``b``, though all of it is gone."""
     cache = Cache(TenantShares((Share("a"),)), 9)
-    cache.kept._known.default_factory = lambda: KnownTokens(12)
+    cache.eviction_policy._known.default_factory = lambda: KnownTokens(12)
     shared = list(range(100, 112))
     cache.run([*shared, 1, 1], "a")
-    for node in cache.kept._tree.kept():
-        cache.kept._release(node, cache.now)
+    for node in cache.eviction_policy._tree.kept():
+        cache.eviction_policy._release(node, cache.now)
     for prompt, _ in zip(unique(), range(8), strict=False):
         cache.run(prompt)
     other = Request("other", [*shared, 2, 2], hasher=cache.cache.hasher, tenant="a")

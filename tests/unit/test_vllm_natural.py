@@ -191,13 +191,13 @@ def test_what_a_step_in_flight_computes_is_known_when_its_request_ends(
 ) -> None:
     """With two steps at once no end goes without its label: the token that the last one runs was sampled before it."""
     ahead = Counter[int]()
-    keep_end = KVCacheManager.keep_end
+    keep_resume_point = KVCacheManager.keep_resume_point
 
     def counted(cache: KVCacheManager, request: Request) -> None:
         ahead[request.num_computed_tokens - request.num_tokens] += 1
-        keep_end(cache, request)
+        keep_resume_point(cache, request)
 
-    monkeypatch.setattr(KVCacheManager, "keep_end", counted)
+    monkeypatch.setattr(KVCacheManager, "keep_resume_point", counted)
     play(Engine(manager(memory), ahead=True))
     assert set(ahead) == {-1, 0}
 

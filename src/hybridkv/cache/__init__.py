@@ -7,10 +7,10 @@ from hybridkv.cache.journal import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    EndKept,
-    EndLost,
     EventsDropped,
     KVCacheEvent,
+    ResumePointRemoved,
+    ResumePointStored,
 )
 from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.lookup import BlockView, Hit, KVCacheBlocks
@@ -21,10 +21,10 @@ from hybridkv.cache.plan import Admission, BatchSlots, Reason, Refusal, SlotPlan
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.statistics import (
     CacheStatistics,
-    EndClassStatistics,
-    EndStatistics,
     GroupStatistics,
     PrefixCacheStats,
+    ResumePointClassStatistics,
+    ResumePointStatistics,
     TenantStatistics,
 )
 from hybridkv.cache.transfers import Checkpoint, RowSpans, StateMoves, Transfer, Transfers, cells_of
@@ -49,10 +49,6 @@ __all__ = [
     "CacheOptions",
     "CacheStatistics",
     "Checkpoint",
-    "EndClassStatistics",
-    "EndKept",
-    "EndLost",
-    "EndStatistics",
     "EngineHashes",
     "EventsDropped",
     "GroupStatistics",
@@ -66,6 +62,10 @@ __all__ = [
     "PrefixCacheStats",
     "Reason",
     "Refusal",
+    "ResumePointClassStatistics",
+    "ResumePointRemoved",
+    "ResumePointStatistics",
+    "ResumePointStored",
     "RowSpans",
     "SlotPlan",
     "StateMoves",

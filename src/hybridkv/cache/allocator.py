@@ -97,7 +97,7 @@ class Slots:
         if (
             not self._only_grow
             or total_tokens > self._planner.max_model_len
-            or end_tokens >= self._publisher.next_end(row)
+            or end_tokens >= self._publisher.next_resume_point(row)
             or row in self._loading
         ):
             return None
@@ -112,7 +112,7 @@ class Slots:
             new = self._extend(row, missing)
         self._publisher.publish_grown(request, known)
         for group in self._states:
-            group.each_label[row] = known
+            group.each_state_position[row] = known
         self._pool.advance_epoch()
         self._residents.refresh(row)
         return new
@@ -219,7 +219,7 @@ class Slots:
                 group.pending[row] = part.pending
             else:
                 group.pending.pop(row, None)
-        self.label(row, plan.certain_tokens)
+        self.set_state_position(row, plan.certain_tokens)
         return new
 
     def _append(self, group: CacheGroup, row: int, part: GroupPlan) -> Int32:
@@ -279,15 +279,15 @@ class Slots:
             self._drop(group, row, min(group.policy.droppable(processed), group.rows.count.item(row)))
         self._residents.refresh(row)
 
-    def label(self, row: int, end_tokens: int) -> None:
+    def set_state_position(self, row: int, end_tokens: int) -> None:
         """The states of ``row`` are those after ``end_tokens`` tokens, drafts left out, once its step has run."""
         for group in self._states:
-            group.label[row] = min(end_tokens, self._request_rows.num_tokens.item(row))
+            group.state_position[row] = min(end_tokens, self._request_rows.num_tokens.item(row))
 
-    def label_rows(self, rows: Int64, end_tokens: Int64) -> None:
-        """label() of many rows. O(rows) a group that keeps states."""
+    def set_state_positions(self, rows: Int64, end_tokens: Int64) -> None:
+        """set_state_position() of many rows. O(rows) a group that keeps states."""
         for group in self._states:
-            group.label[rows] = np.minimum(end_tokens, self._request_rows.num_tokens[rows])
+            group.state_position[rows] = np.minimum(end_tokens, self._request_rows.num_tokens[rows])
 
     # -- all rows of a step
 
@@ -312,7 +312,7 @@ class Slots:
             asked = Batch(due, some, processed, computed, end[due], total[due], known)
             slots = self._allocate_due(asked, len(rows), num_lookahead_tokens)
             self._pool.advance_epoch()
-        self.label_rows(rows[: slots.accepted], end[: slots.accepted])
+        self.set_state_positions(rows[: slots.accepted], end[: slots.accepted])
         return slots
 
     def _allocate_few(self, place: Int64, rows: Int64, end: Int64, *, lookahead: int, accepted: int) -> BatchSlots:
@@ -327,7 +327,7 @@ class Slots:
         could be told, one by one.
         """
         needs = needs_of(self._groups, due)
-        needs = needs._replace(plain=needs.plain & ~self._residents.ends_due(due.rows, due.end))
+        needs = needs._replace(plain=needs.plain & ~self._residents.resume_points_due(due.rows, due.end))
         parts: list[BatchSlots] = []
         for first, last in _runs(needs.plain):
             together = needs.plain[first] and (last - first > FEW or not self._only_grow or self._transfers.ranks)
@@ -416,19 +416,19 @@ class Slots:
         if any(group.policy.columns(known) > group.rows.count.item(request.row) for group in self._publishing):
             raise CacheError(f"{request.request_id!r} holds no blocks for {known} tokens: allocate slots first")
 
-    def keep_end(self, request: Request) -> None:
+    def keep_resume_point(self, request: Request) -> None:
         """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
 
         Nothing of one that is being loaded. CacheError for a request that holds no blocks.
         """
         row = self._residents.row_of(request)
-        if self._publisher.edges(request) is None or row in self._loading:
+        if self._publisher.boundaries(request) is None or row in self._loading:
             return
         computed = request.num_computed_tokens
         self.publish_computed(request, computed, written=True)
         self._publisher.publish_last(request, min(computed, request.num_tokens))
         if computed <= request.num_tokens:
-            self._checkpoints.keep_end(request, computed)
+            self._checkpoints.keep_resume_point(request, computed)
         self._pool.advance_epoch()
 
     def withdraw(self, request: Request) -> None:

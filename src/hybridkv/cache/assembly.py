@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import integer
 from hybridkv.cache.allocator import Slots
-from hybridkv.cache.fast_forward import Strides
+from hybridkv.cache.eviction_policy import EvictionPolicy, LeastRecentlyUsed
+from hybridkv.cache.fast_forward import FastForward
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.holds import Loads, Locks, Pins
 from hybridkv.cache.journal import EventQueue, Journal
-from hybridkv.cache.kept import KeptEnds, LastUsed
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
 from hybridkv.cache.placement import DEFAULT_PLACEMENT, NoStates, Placement, placement_of
@@ -41,9 +41,9 @@ from hybridkv.cache.policies import (
     EncoderPolicy,
     FullSpan,
     GroupKind,
-    LabelHits,
     NoHits,
     Policy,
+    PositionHits,
     PublishRule,
     RunningStatePolicy,
     Span,
@@ -99,15 +99,15 @@ def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) ->
                 f"eviction {eviction.name} needs the natural layout: the reference layout gives up blocks in the order "
                 f"of their last use, {LRU.name}"
             )
-        if options.max_moved_bytes is not None or options.space is not None or not options.published_ends:
+        if options.max_moved_bytes is not None or options.space is not None or not options.partial_block_hits:
             raise ConfigError(
-                "max_moved_bytes, space and published_ends mean nothing in the reference layout, whose blocks have one "
-                "size and are shared whole: leave them out, or plan with the natural layout"
+                "max_moved_bytes, space and partial_block_hits mean nothing in the reference layout, whose blocks have "
+                "one size and are shared whole: leave them out, or plan with the natural layout"
             )
         return ReferenceLayout(options.retention)
     placed = DEFAULT_PLACEMENT if placement is None else placement
     found = SlabSpace(config.slabs, options.max_moved_bytes) if options.space is None else options.space
-    return NaturalLayout(placed, eviction, found, options.retention, options.published_ends, options.shares)
+    return NaturalLayout(placed, eviction, found, options.retention, options.partial_block_hits, options.shares)
 
 
 def _refuse_shares(config: KVCacheConfig, eviction: Eviction, placement: Placement | None) -> None:
@@ -151,14 +151,14 @@ def can_resume(kinds: Sequence[GroupKind]) -> bool:
 class ReferenceLayout:
     """vLLM's layout.
 
-    retention: tokens between the windows and states kept, 0 for those of each request's own edges, None for all.
+    retention: tokens between the windows and states kept, 0 for those of each request's own boundaries, None for all.
     placement: where states are kept; None where the specs say it themselves.
     eviction: what is given up next. ranks: whether resume points are kept by value.
     shares: of tenants, of what is kept.
     rewrites_states: running states are rewritten in place, so that a failed step leaves them broken.
     shares_in_part: a branch can begin with blocks that its parent has half filled.
-    keeps_ends: what a request has computed stays to the last token when it ends; publishes_ends: so does what lies
-        before other ends inside blocks.
+    keeps_resume_points: everything that a request has computed stays, to the last token, when it ends.
+    partial_block_hits: hits may end inside a block.
     evicts_in_order: free blocks of one size go in the order of their last use.
     follows_vllm: block ids and steps are those of vLLM.
     """
@@ -170,8 +170,8 @@ class ReferenceLayout:
     shares: TenantShares = EVERYBODY
     rewrites_states: bool = False
     shares_in_part: bool = False
-    keeps_ends: bool = False
-    publishes_ends: bool = False
+    keeps_resume_points: bool = False
+    partial_block_hits: bool = False
     evicts_in_order: ClassVar[bool] = True
     follows_vllm: ClassVar[bool] = True
 
@@ -235,18 +235,18 @@ class ReferenceLayout:
 class NaturalLayout:
     """Blocks of several sizes; see ReferenceLayout.
 
-    space: of this cache alone. retention: is checked, but all is kept. publishes_ends: hits end inside blocks.
+    space: of this cache alone. retention: is checked, but all is kept. partial_block_hits: hits end inside blocks.
     """
 
     placement: Placement
     eviction: Eviction
     space: SlabSpace
     retention: int | None = None
-    publishes_ends: bool = True
+    partial_block_hits: bool = True
     shares: TenantShares = EVERYBODY
     rewrites_states: bool = True
     shares_in_part: bool = True
-    keeps_ends: bool = True
+    keeps_resume_points: bool = True
     evicts_in_order: ClassVar[bool] = False
     follows_vllm: ClassVar[bool] = False
 
@@ -273,7 +273,7 @@ class NaturalLayout:
 
     def _is_exact(self, kinds: Sequence[GroupKind]) -> bool:
         """Whether hits may end inside a block: unless a group drops for EAGLE, which drops blocks."""
-        return self.publishes_ends and not any(kind.drops for kind in kinds)
+        return self.partial_block_hits and not any(kind.drops for kind in kinds)
 
     def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
         """One a kind; every full block is published."""
@@ -289,7 +289,7 @@ class NaturalLayout:
         match spec:
             case MambaSpec():
                 return RunningStatePolicy(
-                    hash_block, 1 + spec.num_speculative_blocks, LabelHits() if kind.publishes else NoHits()
+                    hash_block, 1 + spec.num_speculative_blocks, PositionHits() if kind.publishes else NoHits()
                 )
             case CrossAttentionSpec():
                 return EncoderPolicy(size, AnyHits(), keeps=True, by_digest=True)
@@ -420,7 +420,7 @@ class CacheParts:
     locks: Locks
     publisher: Publisher
     residents: Residents
-    kept: KeptEnds
+    eviction_policy: EvictionPolicy
     transfers: TransferLog
     checkpoints: Checkpoints
     lookup: PrefixLookup
@@ -429,7 +429,7 @@ class CacheParts:
     loads: Loads
     planner: SlotPlanner
     slots: Slots
-    strides: Strides
+    fast_forward: FastForward
 
 
 def assemble(
@@ -456,7 +456,7 @@ def assemble(
     most = options.remembered_losses
     times = BlockTimes(layout.num_blocks(config), options.clock) if options.block_times else None
     lost = LostKeys(most, sizes, times) if most else None
-    events = EventQueue(options.max_event_blocks, ends=options.end_events) if enable_events else None
+    events = EventQueue(options.max_event_blocks, resume_points=options.resume_point_events) if enable_events else None
     ranking = layout.eviction.ranking if found is not None and layout.ranks else None
     journal = Journal(
         [observer for observer in (lost, times) if observer is not None],
@@ -481,34 +481,38 @@ def assemble(
     caching = hasher is not None
     pins, locks = Pins(pool, options.max_pinned_blocks), Locks(pool)
     holding_tokens = [group for group in groups if group.kind.publishes and group.states is None]
-    ends_in = holding_tokens if caching and layout.publishes_ends else []
+    shared_in_part = holding_tokens if caching and layout.partial_block_hits else []
     retention = Retention(layout.retention, alignment, any(kind.drops for kind in kinds)) if caching else None
-    publisher = Publisher(groups, pool, ends_in=ends_in, retention=retention)
-    residents = Residents(groups, publisher, hasher=hasher, tail_tokens=hash_block, journal=journal)
+    publisher = Publisher(groups, pool, shared_in_part=shared_in_part, retention=retention)
+    residents = Residents(groups, publisher, hasher=hasher, hash_block_size=hash_block, journal=journal)
     placement = layout.placement if caching and layout.placement is not None else NoStates()
     stateful = [group for group in groups if group.states is not None] if placement.keeps_states else []
-    kept: KeptEnds = LastUsed(stateful, pool, placement)
+    eviction_policy: EvictionPolicy = LeastRecentlyUsed(stateful, pool, placement)
     if ranking is not None and config.slabs and journal.blocks is not None and isinstance(layout, NaturalLayout):
         publishing = [group for group in groups if group.kind.publishes]
         sizes = [one.block_bytes for one in config.slabs.classes]
         blocks = PointBlocks(publishing, pool, layout.space, sizes, len(layout.shares.of))
         rankings = TenantRankings(ranking, layout.shares, config.arena_bytes, blocks.weights)
-        kept = RankedResumePoints(pool, blocks=blocks, rankings=rankings, facts=journal.blocks, hash_block=hash_block)
-    transfers = TransferLog(groups, pool, publisher=publisher, pins=pins, kept=kept)
+        eviction_policy = RankedResumePoints(
+            pool, blocks=blocks, rankings=rankings, facts=journal.blocks, hash_block=hash_block
+        )
+    transfers = TransferLog(groups, pool, publisher=publisher, pins=pins, eviction_policy=eviction_policy)
     checkpoints = Checkpoints(
         stateful,
         publisher=publisher,
         transfers=transfers,
         placement=placement,
-        corner=layout.eviction.corner if placement.keeps_states else 0,
-        kept=kept,
+        prefix_multiple=layout.eviction.corner if placement.keeps_states else 0,
+        eviction_policy=eviction_policy,
     )
-    lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, kept=kept)
+    lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, eviction_policy=eviction_policy)
     misses = None if lost is None else Misses(residents, lookup, lost=lost, journal=journal, hash_block=hash_block)
     loads = Loads(groups, locks)
     planner = SlotPlanner(pool, residents, publisher=publisher, loads=loads, max_model_len=limits.max_model_len)
     slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
-    strides = Strides(pool, residents, slots=slots, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
+    fast_forward = FastForward(
+        pool, residents, slots=slots, publisher=publisher, transfers=transfers, checkpoints=checkpoints
+    )
     return CacheParts(
         layout,
         hasher,
@@ -519,7 +523,7 @@ def assemble(
         locks,
         publisher,
         residents,
-        kept,
+        eviction_policy,
         transfers,
         checkpoints,
         lookup,
@@ -528,5 +532,5 @@ def assemble(
         loads,
         planner,
         slots,
-        strides,
+        fast_forward,
     )

@@ -104,12 +104,12 @@ class EngineSide:
         """
         return self._residents.next_events(self._residents.rows_held(rows))
 
-    def publish_edges(self, rows: Int64) -> Int64:
+    def publish_boundaries(self, rows: Int64) -> Int64:
         """Known and computed tokens at which ``cache_blocks`` next has something to publish, int64[R].
 
         A number that no request reaches where nothing is published. CacheError as allocate_batch.
         """
-        return self._publisher.next_edges(self._residents.rows_held(rows))
+        return self._publisher.next_boundaries(self._residents.rows_held(rows))
 
     def withdraw(self, request: Request) -> None:
         """The open step does not run ``request`` after all, whose slots it has been given: it is freed next.

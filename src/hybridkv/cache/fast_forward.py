@@ -51,7 +51,7 @@ def _between(first: Int64, last: Int64) -> tuple[Int64, Int64]:
     return place, np.arange(len(place)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
 
 
-class Strides:
+class FastForward:
     """How far rows go on without a decision, and going there."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Strides:
         operations.
         """
         computed = self._rows.num_computed[rows]
-        stop = np.minimum(self._publisher.next_ends(rows), self._checkpoints.next_stops(rows))
+        stop = np.minimum(self._publisher.next_resume_points(rows), self._checkpoints.next_positions(rows))
         for group in self._deciding:
             stop = np.minimum(stop, group.next_events(rows, publishes=self._publisher.publishes))
         steps = min(most, int((stop - computed).min()) - 1)
@@ -167,7 +167,7 @@ class Strides:
             for request, known in zip(requests.owners(rows), (computed + steps + 1).tolist(), strict=True):
                 request.truncate(known)
         requests.num_computed[rows] = computed + steps
-        self._slots.label_rows(rows, computed + steps)
+        self._slots.set_state_positions(rows, computed + steps)
         return steps, peak
 
     def _at_once(self, rows: Int64, computed: Int64, most: int) -> tuple[int, float]:
@@ -295,6 +295,6 @@ class Strides:
             begin(at)
         some = np.flatnonzero(due <= at)
         self._rows.num_computed[rows[some]] = computed[some] + at
-        self._slots.label_rows(rows[some], computed[some] + at)
+        self._slots.set_state_positions(rows[some], computed[some] + at)
         self._slots.grow_rows(rows[some])
         return at + 1, self._pool.get_usage()

@@ -50,12 +50,12 @@ class CacheGroup:
     number: position in the config. kind: its spec and flags. states: its policy, for recurrent layers; else None.
     holds_all: no window bounds what a request holds. bounded_by_length: a window does, or the request's length.
     rows: block tables of the resident requests.
-    each_published, each_label: the same as those without, quick to read singly.
-    published: int64[rows], how many leading columns of a row are published or passed over. label:
+    each_published, each_state_position: the same as those without, quick to read singly.
+    published: int64[rows], how many leading columns of a row are published or passed over. state_position:
     int64[rows], token count of the state that a row's last step leaves. pending: row -> token counts of its
     states that could not be published yet. accepted: int64[rows], the column of the state of a row's last accepted
     draft, until it is read; -1: where it always is. rotated: int64[rows], the column that changed places with column 0
-    since the worker was told; 0: none. key_stride: hash blocks of a block.
+    since the worker was told; 0: none. hashes_per_block: hash blocks of a block.
     """
 
     def __init__(self, number: int, kind: GroupKind, policy: Policy, index: PrefixIndex, hash_block_size: int) -> None:
@@ -70,35 +70,39 @@ class CacheGroup:
         self.index = index
         self.rows = BlockRows()
         self.published = np.zeros(len(self.rows.start), np.int64)
-        self.label = np.zeros(len(self.rows.start), np.int64)
+        self.state_position = np.zeros(len(self.rows.start), np.int64)
         self.accepted = np.full(len(self.rows.start), -1)
         self.rotated = np.zeros(len(self.rows.start), np.int64)
         self.pending: dict[int, tuple[int, ...]] = {}
-        self.key_stride = policy.block_size // hash_block_size
+        self.hashes_per_block = policy.block_size // hash_block_size
         self._look_anew()
 
     def _look_anew(self) -> None:
         """Columns are new arrays."""
-        self.each_published, self.each_label = self.published.data, self.label.data
+        self.each_published, self.each_state_position = self.published.data, self.state_position.data
 
     # -- keys
 
     def keys(self, request: Request) -> Sequence[bytes]:
         """One key per full block of ``request`` in this group."""
-        stride = self.key_stride
-        if stride == 1:
+        hashes_per_block = self.hashes_per_block
+        if hashes_per_block == 1:
             return request.hashes
-        return request.hashes[stride - 1 :: stride] if self.kind.publishes else ()
+        return request.hashes[hashes_per_block - 1 :: hashes_per_block] if self.kind.publishes else ()
 
     def lacks_first(self, request: Request) -> bool:
         """Whether ``request`` has a full block here, and nothing is known of its first tokens. O(1)."""
-        index, hashes, stride = self.index, request.hashes, self.key_stride
-        return not index.num_tails and len(hashes) >= stride and index.get(hashes[stride - 1]) is None
+        index, hashes, hashes_per_block = self.index, request.hashes, self.hashes_per_block
+        return (
+            not index.num_partial
+            and len(hashes) >= hashes_per_block
+            and index.get(hashes[hashes_per_block - 1]) is None
+        )
 
     def key_run(self, request: Request, first: int, last: int) -> list[bytes]:
         """Keys of columns first .. last-1."""
-        stride = self.key_stride
-        return request.hashes[(first + 1) * stride - 1 : last * stride : stride]
+        hashes_per_block = self.hashes_per_block
+        return request.hashes[(first + 1) * hashes_per_block - 1 : last * hashes_per_block : hashes_per_block]
 
     def keys_at(self, request: Request, columns: Int64) -> list[bytes]:
         """Keys of ``columns``, ascending: of the tokens up to their ends, or of the encoder's input."""
@@ -108,8 +112,8 @@ class CacheGroup:
         first, last = columns.item(0), columns.item(-1) + 1
         if last - first == len(columns):
             return self.key_run(request, first, last)
-        stride, hashes = self.key_stride, request.hashes
-        return [hashes[(column + 1) * stride - 1] for column in columns.tolist()]
+        hashes_per_block, hashes = self.hashes_per_block, request.hashes
+        return [hashes[(column + 1) * hashes_per_block - 1] for column in columns.tolist()]
 
     def encoded(self, request: Request) -> Int32:
         """The blocks that hold the encoder's output of ``request`` under its digest: all, or none. O(blocks)."""
@@ -125,10 +129,12 @@ class CacheGroup:
 
         Also when ``request`` was cut and has their key no longer. O(missing) look-ups.
         """
-        size, stride, hashes = self.policy.block_size, self.key_stride, request.hashes
+        size, hashes_per_block, hashes = self.policy.block_size, self.hashes_per_block, request.hashes
         for tokens in missing:
             column, known = divmod(tokens, size)
-            if self.index.reach(request, column)[0] > known or (not known and (column + 1) * stride > len(hashes)):
+            if self.index.reach(request, column)[0] > known or (
+                not known and (column + 1) * hashes_per_block > len(hashes)
+            ):
                 return True
         return False
 
@@ -140,13 +146,15 @@ class CacheGroup:
             return RowFacts()
         rows = self.rows
         held, dropped = rows.each_count[row], rows.each_dropped[row]
-        return RowFacts(held, dropped, self.each_published[row], self.each_label[row], self.pending.get(row, ()))
+        return RowFacts(
+            held, dropped, self.each_published[row], self.each_state_position[row], self.pending.get(row, ())
+        )
 
     def ensure_rows(self, capacity: int) -> None:
         """Rows 0 .. capacity - 1 exist."""
         self.rows.ensure_rows(capacity)
         self.published = grown(self.published, capacity)
-        self.label = grown(self.label, capacity)
+        self.state_position = grown(self.state_position, capacity)
         self.accepted, self.rotated = grown(self.accepted, capacity, -1), grown(self.rotated, capacity)
         self._look_anew()
 
@@ -154,7 +162,7 @@ class CacheGroup:
         """``row`` holds nothing."""
         self.rows.clear(row)
         self.pending.pop(row, None)
-        self.published[row] = self.label[row] = 0
+        self.published[row] = self.state_position[row] = 0
         self.forget_accepted(row)
 
     # -- drafts
@@ -177,9 +185,9 @@ class CacheGroup:
         policy, rows = self.policy, self.rows
         soonest = policy.next_need(rows.each_count[row], rows.each_dropped[row])
         if publishes and (rule := policy.publishing) is not None:
-            edge = rule.next_tokens(self.each_published[row])
-            if edge < soonest:
-                return edge
+            boundary = rule.next_tokens(self.each_published[row])
+            if boundary < soonest:
+                return boundary
         return soonest
 
     def next_events(self, rows: Int64, *, publishes: bool) -> Int64:

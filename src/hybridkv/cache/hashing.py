@@ -49,7 +49,7 @@ INTERFACE: Final = 1
 
 Digest = Callable[[bytes], Any]
 """Of hashlib's kind: what it returns has ``digest()``."""
-Tails = Sequence[bytes | None]
+Suffixes = Sequence[bytes | None]
 """Of each block the bytes that end it in place of null, None where that is null."""
 
 
@@ -138,7 +138,7 @@ def _encode_many(tokens: NDArray[np.integer], block_size: int) -> list[bytes]:
 class ArrayDigests:
     """Blocks of ``block_size`` tokens hashed by ``digest``, whose hashes have ``size`` bytes.
 
-    Of each block: H(canonical CBOR of (parent, tokens of the block, its tail or null)). tokens: whole blocks, ids in
+    Of each block: H(canonical CBOR of (parent, tokens of the block, its suffix or null)). tokens: whole blocks, ids in
     0 .. 2**32 - 1, of any integer type.
     """
 
@@ -146,26 +146,26 @@ class ArrayDigests:
         self._block_size, self._digest = block_size, digest
         self._before = _head(4, 3) + _head(2, size)  # an array of three, and in it the head of the parent
 
-    def chain(self, parent: bytes, tokens: NDArray[np.integer], tails: Tails | None) -> Iterator[list[bytes]]:
+    def chain(self, parent: bytes, tokens: NDArray[np.integer], suffixes: Suffixes | None) -> Iterator[list[bytes]]:
         """Of blocks one behind the other, some at a time; at once no more than is asked for. O(tokens)."""
         before, digest, key = self._before, self._digest, parent
-        parts = self._parts(tokens, tails)
+        parts = self._parts(tokens, suffixes)
         for first in range(0, len(parts), _CHUNK):
             yield [key := digest(before + key + part).digest() for part in parts[first : first + _CHUNK]]
 
-    def rows(self, parents: Sequence[bytes], tokens: NDArray[np.integer], tails: Tails | None) -> list[bytes]:
+    def rows(self, parents: Sequence[bytes], tokens: NDArray[np.integer], suffixes: Suffixes | None) -> list[bytes]:
         """Of unrelated blocks, each behind its own parent. O(tokens)."""
         before, digest = self._before, self._digest
-        parts = self._parts(tokens, tails)
+        parts = self._parts(tokens, suffixes)
         return [digest(before + parent + part).digest() for parent, part in zip(parents, parts, strict=True)]
 
-    def _parts(self, tokens: NDArray[np.integer], tails: Tails | None) -> list[bytes]:
+    def _parts(self, tokens: NDArray[np.integer], suffixes: Suffixes | None) -> list[bytes]:
         """What is hashed of each block behind its parent."""
         parts = _encode_blocks(tokens, self._block_size)
-        if tails is not None:
-            for i, tail in enumerate(tails):
-                if tail is not None:
-                    parts[i] = parts[i][:-1] + tail
+        if suffixes is not None:
+            for i, suffix in enumerate(suffixes):
+                if suffix is not None:
+                    parts[i] = parts[i][:-1] + suffix
         return parts
 
 
@@ -175,13 +175,13 @@ class CompiledDigests:
     def __init__(self, block_size: int, module: Any) -> None:  # noqa: ANN401 - a module that may not be installed
         self._block_size, self._chain, self._rows = block_size, module.sha256_chain, module.sha256_rows
 
-    def chain(self, parent: bytes, tokens: NDArray[np.integer], tails: Tails | None) -> Iterator[list[bytes]]:
+    def chain(self, parent: bytes, tokens: NDArray[np.integer], suffixes: Suffixes | None) -> Iterator[list[bytes]]:
         """As ArrayDigests.chain, but other threads run meanwhile."""
-        yield self._chain(parent, _as_uint32(tokens), self._block_size, tails)
+        yield self._chain(parent, _as_uint32(tokens), self._block_size, suffixes)
 
-    def rows(self, parents: Sequence[bytes], tokens: NDArray[np.integer], tails: Tails | None) -> list[bytes]:
+    def rows(self, parents: Sequence[bytes], tokens: NDArray[np.integer], suffixes: Suffixes | None) -> list[bytes]:
         """As ArrayDigests.rows."""
-        hashes: list[bytes] = self._rows(parents, _as_uint32(tokens), self._block_size, tails)
+        hashes: list[bytes] = self._rows(parents, _as_uint32(tokens), self._block_size, suffixes)
         return hashes
 
 
@@ -342,20 +342,20 @@ class RememberedChains:
                     return
                 del joined[: len(joined) // (all_blocks - place.blocks) * (now.blocks - place.blocks)]
                 place, start = now, _start(tokens, extras, now.blocks, size)
-            tail, last, first, _ = place
+            suffix, last, first, _ = place
             self._changes += 1
-            if last < tail.blocks:
-                tail = tail.split(last, size)
+            if last < suffix.blocks:
+                suffix = suffix.split(last, size)
                 self.num_bytes += _RUN_BYTES
             new, before = tokens[first * size : all_blocks * size], 0
             own = None if extras is None else list(extras[first:all_blocks])
-            if tail is not self._root and not tail.behind:
-                before = tail.size_bytes()
-                tail.lengthen(new, all_blocks - first, joined, own)
+            if suffix is not self._root and not suffix.behind:
+                before = suffix.size_bytes()
+                suffix.lengthen(new, all_blocks - first, joined, own)
             else:
-                tail.behind[start] = tail = _Run(tail, start, new, all_blocks - first, joined=joined, extras=own)
-            self.num_bytes += tail.size_bytes() - before
-            self._touch(_upwards(tail))
+                suffix.behind[start] = suffix = _Run(suffix, start, new, all_blocks - first, joined=joined, extras=own)
+            self.num_bytes += suffix.size_bytes() - before
+            self._touch(_upwards(suffix))
             while self.num_bytes > self.max_bytes and self._used:
                 self._forget(next(iter(self._used)))
 
@@ -475,7 +475,7 @@ class BlockHasher:
     def hash_chain(
         self, parent: bytes | None, tokens: NDArray[np.integer], extras: Extras | None = None
     ) -> list[bytes]:
-        """Hashes of consecutive full blocks behind ``parent`` (None: the root); a shorter tail is left out.
+        """Hashes of consecutive full blocks behind ``parent`` (None: the root); a shorter suffix is left out.
 
         tokens: int array. extras: extra keys of each block, None when no block has any. O(tokens); what a long prompt
         begins with, and was hashed before, is only compared.
@@ -499,7 +499,7 @@ class BlockHasher:
         """Hashes of all full blocks, some at a time."""
         blocks = len(tokens) // self.block_size
         whole = np.asarray(tokens[: blocks * self.block_size])
-        return self._digests.chain(self.root if parent is None else parent, whole, _tails(extras, blocks))
+        return self._digests.chain(self.root if parent is None else parent, whole, _suffixes(extras, blocks))
 
     def hash_rows(
         self, parents: Sequence[bytes | None], tokens: NDArray[np.integer], extras: Extras | None = None
@@ -507,11 +507,11 @@ class BlockHasher:
         """Hashes of unrelated blocks, one a row of ``tokens`` [n, block_size], each behind its own parent."""
         root = self.root
         return self._digests.rows(
-            [parent or root for parent in parents], tokens.reshape(-1), _tails(extras, len(parents))
+            [parent or root for parent in parents], tokens.reshape(-1), _suffixes(extras, len(parents))
         )
 
 
-def _tails(extras: Extras | None, blocks: int) -> Tails | None:
+def _suffixes(extras: Extras | None, blocks: int) -> Suffixes | None:
     """Of the first ``blocks`` their extra keys as they are hashed, None where there are none, or of no block."""
     if extras is None:
         return None

@@ -3,9 +3,9 @@
     whole     block hash -> the block that holds those tokens
     partial   tokens that end inside a block -> the block that begins with them:
 
-              block   [ tail of an entry | written later, or by nobody ]   parent: the key of what lies before the block
+              block   [ tokens of an entry | written later ]   parent: the key of what lies before the block
 
-Tails are found by comparing them, not by hashing: a parent has at most a few (docs/contracts.md, 10).
+Partial entries are found by comparing them, not by hashing: a parent has at most a few (docs/contracts.md, 10).
 
 Runs of keys that were found one behind the other, with their blocks: what is found again is compared as arrays.
 
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 
-MOST_TAILS: Final = 4
+MOST_PARTIAL: Final = 4
 """Entries of one parent."""
 
 TOKEN_BYTES: Final = 4
@@ -49,7 +49,7 @@ _MORE_IN_RUNS = 1000
 _LARGEST_CHUNK = 512  # a hit costs at most so many look-ups in vain
 
 
-class Tail(NamedTuple):
+class PartialBlock(NamedTuple):
     """tokens: the bytes of an int32 array. block: it begins with them. length: in tokens."""
 
     tokens: bytes
@@ -78,25 +78,26 @@ class _Run:
 class PrefixIndex:
     """Keys of one group. Two blocks may carry one key: a look-up gives the one that came first.
 
-    losses: of the blocks that it names. block_size: tokens of a block. stride: hash blocks of a block.
+    losses: of the blocks that it names. block_size: tokens of a block. hashes_per_block: hash blocks of a block.
 
     _first: key -> block. _others: key -> later blocks with the same key, oldest first; only keys that
-    stand in _first. _tails: parent -> its tails, oldest first; _parent: of every block that has one (a block has one
-    place). num_tails: of all parents. additions: keys added so far, tails too. losses: of the blocks that it names.
+    stand in _first. _partial: parent -> its partial entries, oldest first; _parent: of every block that has one (a
+    block has one place). num_partial: of all parents. additions: keys added so far, partial ones too. losses: of the
+    blocks that it names.
     _runs: by their first keys; keys_in_runs: in all of them, as often as one stands there.
     """
 
-    def __init__(self, losses: Losses, block_size: int = 1, stride: int = 1) -> None:
+    def __init__(self, losses: Losses, block_size: int = 1, hashes_per_block: int = 1) -> None:
         self._losses = losses
-        self._block_size, self._stride = block_size, stride
+        self._block_size, self._hashes_per_block = block_size, hashes_per_block
         self._runs: dict[bytes, _Run] = {}
         self._swept = losses.evictions
         self.keys_in_runs = 0
         self._first: dict[bytes, int] = {}
         self._others: dict[bytes, list[int]] = {}
-        self._tails: dict[bytes, list[Tail]] = {}
+        self._partial: dict[bytes, list[PartialBlock]] = {}
         self._parent: dict[int, bytes] = {}
-        self.num_tails = 0
+        self.num_partial = 0
         self.additions = 0
 
     def __len__(self) -> int:
@@ -150,7 +151,7 @@ class PrefixIndex:
             raise CacheError(f"block {block} is not indexed under its key")
 
     def rename(self, key: bytes | None, source: int, target: int) -> None:
-        """What ``source`` carried, ``key`` and tails, ``target`` carries in its place."""
+        """What ``source`` carried, ``key`` and partial entries, ``target`` carries in its place."""
         if key is not None:
             if self._first.get(key) == source:
                 self._first[key] = target
@@ -160,7 +161,9 @@ class PrefixIndex:
         parent = self._parent.pop(source, None)
         if parent is not None:
             self._parent[target] = parent
-            self._tails[parent] = [t._replace(block=target) if t.block == source else t for t in self._tails[parent]]
+            self._partial[parent] = [
+                t._replace(block=target) if t.block == source else t for t in self._partial[parent]
+            ]
 
     def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> Int32:
         """Blocks of the leading keys that are all known, at most ``stop``; int32[hits].
@@ -218,69 +221,69 @@ class PrefixIndex:
         self._clear_runs()
         self._first.clear()
         self._others.clear()
-        self._tails.clear()
+        self._partial.clear()
         self._parent.clear()
-        self.num_tails = 0
+        self.num_partial = 0
 
     # -- tokens that end inside a block
 
-    def tails_of(self, parent: bytes) -> Sequence[Tail]:
-        """The tails behind ``parent``, oldest first."""
-        return self._tails.get(parent, ())
+    def partial_blocks_of(self, parent: bytes) -> Sequence[PartialBlock]:
+        """The partial entries behind ``parent``, oldest first."""
+        return self._partial.get(parent, ())
 
-    def tailed(self) -> Iterable[int]:
+    def partial_blocks(self) -> Iterable[int]:
         """Every block that is known for its first tokens."""
         return self._parent.keys()
 
-    def has_tail(self, block: int) -> bool:
+    def is_partial(self, block: int) -> bool:
         """Whether ``block`` is known for its first tokens."""
         return block in self._parent
 
-    def tails_in(self, blocks: Sequence[int]) -> list[tuple[int, bytes, bytes]]:
-        """The tails that ``blocks`` carry: at which place among them, behind which parent, of which tokens."""
+    def partial_keys_in(self, blocks: Sequence[int]) -> list[tuple[int, bytes, bytes]]:
+        """The partial entries of ``blocks``: (index in ``blocks``, parent, tokens)."""
         found = [(place, block) for place, block in enumerate(blocks) if block in self._parent]
         return [
-            (place, parent, tail.tokens)
+            (place, parent, entry.tokens)
             for place, block in found
             for parent in (self._parent[block],)
-            for tail in self._tails[parent]
-            if tail.block == block
+            for entry in self._partial[parent]
+            if entry.block == block
         ]
 
-    def add_tail(self, parent: bytes, tail: Tail) -> int | None:
-        """One more; the block whose oldest one had to go, if one had to. The same tail must not be there."""
+    def add_partial(self, parent: bytes, entry: PartialBlock) -> int | None:
+        """One more; the block whose oldest one had to go, if one had to. The same entry must not be there."""
         self.additions += 1
-        tails = self._tails.setdefault(parent, [])
+        found = self._partial.setdefault(parent, [])
         gone = None
-        if len(tails) == MOST_TAILS:
-            gone = tails.pop(0).block
-            self.num_tails -= 1
-            if all(other.block != gone for other in tails):
+        if len(found) == MOST_PARTIAL:
+            gone = found.pop(0).block
+            self.num_partial -= 1
+            if all(other.block != gone for other in found):
                 del self._parent[gone]
-        tails.append(tail)
-        self.num_tails += 1
-        self._parent[tail.block] = parent
+        found.append(entry)
+        self.num_partial += 1
+        self._parent[entry.block] = parent
         return gone
 
-    def remove_tails(self, block: int) -> bool:
+    def remove_partial(self, block: int) -> bool:
         """All of ``block``; whether there were any."""
         parent = self._parent.pop(block, None)
         if parent is None:
             return False
-        tails = self._tails[parent]
-        kept = [tail for tail in tails if tail.block != block]
+        found = self._partial[parent]
+        kept = [entry for entry in found if entry.block != block]
         if kept:
-            self._tails[parent] = kept
+            self._partial[parent] = kept
         else:
-            del self._tails[parent]
-        self.num_tails -= len(tails) - len(kept)
+            del self._partial[parent]
+        self.num_partial -= len(found) - len(kept)
         return True
 
-    def tails(self) -> Iterator[tuple[bytes, Tail]]:
-        """Every (parent, tail), a parent's oldest first."""
-        for parent, tails in self._tails.items():
-            for tail in tails:
-                yield parent, tail
+    def partial_entries(self) -> Iterator[tuple[bytes, PartialBlock]]:
+        """Every (parent, entry), a parent's oldest first."""
+        for parent, entries in self._partial.items():
+            for entry in entries:
+                yield parent, entry
 
     # -- what a request finds
 
@@ -290,9 +293,9 @@ class PrefixIndex:
         if whole is not None:
             return self._block_size, whole
         length = block = 0
-        for tail in self._own_tails(request, column):
-            if tail.length > length:
-                length, block = tail.length, tail.block
+        for entry in self._own_partial_blocks(request, column):
+            if entry.length > length:
+                length, block = entry.length, entry.block
         return length, block
 
     def source(self, request: Request, column: int, tokens: int) -> int:
@@ -307,15 +310,15 @@ class PrefixIndex:
         whole = self._whole(request, column)
         if whole is not None:
             return whole
-        for tail in self._own_tails(request, column):
-            if tail.length >= tokens:
-                return tail.block
+        for entry in self._own_partial_blocks(request, column):
+            if entry.length >= tokens:
+                return entry.block
         return None
 
     def begins(self, request: Request, block: int, column: int, tokens: int) -> bool:
         """Whether ``block`` begins with the first ``tokens`` tokens of ``column``."""
         return block == self._whole(request, column) or any(
-            tail.block == block and tail.length >= tokens for tail in self._own_tails(request, column)
+            entry.block == block and entry.length >= tokens for entry in self._own_partial_blocks(request, column)
         )
 
     def is_state(self, request: Request, block: int, tokens: int) -> bool:
@@ -323,58 +326,58 @@ class PrefixIndex:
         column, rest = divmod(tokens, self._block_size)
         if not rest:
             return bool(column) and block == self.get(request.hashes[column - 1])
-        return any(tail.block == block and tail.length == rest for tail in self._own_tails(request, column))
+        return any(entry.block == block and entry.length == rest for entry in self._own_partial_blocks(request, column))
 
-    def label(self, request: Request, end_tokens: int, alignment: int) -> int:
+    def last_state(self, request: Request, end_tokens: int, alignment: int) -> int:
         """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
         size = self._block_size
-        if not self._first and not self.num_tails:
+        if not self._first and not self.num_partial:
             return 0
         hashes: Sequence[bytes] = request.hashes
         for column in range(end_tokens // size, -1, -1):
             longest = -1
-            for tail in self._own_tails(request, column):
-                label = column * size + tail.length
-                if longest < label <= end_tokens and label % alignment == 0:
-                    longest = label
+            for entry in self._own_partial_blocks(request, column):
+                position = column * size + entry.length
+                if longest < position <= end_tokens and position % alignment == 0:
+                    longest = position
             if longest >= 0:
                 return longest
             if column and column * size % alignment == 0 and self.get(hashes[column - 1]) is not None:
                 return column * size
         return 0
 
-    def labelled(self, request: Request, tokens: int) -> int | None:
+    def state_at(self, request: Request, tokens: int) -> int | None:
         """The block of the state after ``tokens`` tokens."""
         column, rest = divmod(tokens, self._block_size)
         if not rest:
             return self.get(request.hashes[column - 1]) if column else None
-        for tail in self._own_tails(request, column):
-            if tail.length == rest:
-                return tail.block
+        for entry in self._own_partial_blocks(request, column):
+            if entry.length == rest:
+                return entry.block
         return None
 
-    def tail(self, request: Request, tokens: int) -> tuple[bytes, bytes]:
-        """Parent and tail of the partial key of the first ``tokens`` tokens."""
+    def partial_key(self, request: Request, tokens: int) -> tuple[bytes, bytes]:
+        """Parent and entry of the partial key of the first ``tokens`` tokens."""
         column = tokens // self._block_size
-        parent = parent_key(request, column * self._stride, self._stride)
+        parent = parent_key(request, column * self._hashes_per_block, self._hashes_per_block)
         return parent, request.token_bytes(column * self._block_size, tokens)
 
     def _whole(self, request: Request, column: int) -> int | None:
-        place = (column + 1) * self._stride - 1
+        place = (column + 1) * self._hashes_per_block - 1
         return self.get(request.hashes[place]) if place < len(request.hashes) else None
 
-    def _own_tails(self, request: Request, column: int) -> Sequence[Tail]:
-        """Return the tails of ``column`` that the request's own tokens begin with, oldest first."""
-        if not self.num_tails:
+    def _own_partial_blocks(self, request: Request, column: int) -> Sequence[PartialBlock]:
+        """Return the partial entries of ``column`` that the request's own tokens begin with, oldest first."""
+        if not self.num_partial:
             return ()
-        tails = self._tails.get(parent_key(request, column * self._stride, self._stride), ())
-        if not tails:
+        found = self._partial.get(parent_key(request, column * self._hashes_per_block, self._hashes_per_block), ())
+        if not found:
             return ()
         start = column * self._block_size
         own = request.token_bytes(start, start + self._block_size)
-        if len(tails) == 1:
-            return tails if own.startswith(tails[0].tokens) else ()
-        return [tail for tail in tails if own.startswith(tail.tokens)]
+        if len(found) == 1:
+            return found if own.startswith(found[0].tokens) else ()
+        return [entry for entry in found if own.startswith(entry.tokens)]
 
     # -- runs of keys
 
@@ -495,7 +498,7 @@ def leading_known(known: KnownTokens, keys: Sequence[bytes]) -> int:
 
 
 def parent_key(request: Request, first: int, count: int) -> bytes:
-    """What the tails of hash blocks first .. first + count - 1 are found behind: the key before, and extra keys."""
+    """Return the parent of partial entries of hash blocks first .. first + count - 1: key before, and extra keys."""
     if request.hasher is None:
         raise CacheError(f"request {request.request_id!r} has no keys: construct it with hasher=cache.hasher")
     parent = request.hashes[first - 1] if first else request.hasher.root

@@ -78,32 +78,32 @@ class EventsDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class EndKept:
+class ResumePointStored:
     """Something that is no whole block of tokens can be hit: a state, or tokens that end inside a block.
 
-    Told where a manager has ``end_events``, for who works out where hits can end; never on the wire.
+    Told where a manager has ``resume_point_events``, for who works out where hits can end; never on the wire.
     behind: hash of the last whole block before it, of a state that ends with a block that one's own; None before the
-    first. parent, tail: under what it is found, and the tokens inside the block (bytes of int32), none of a state
-    that ends with a block. extra_keys: of the block that it ends in.
+    first. parent, partial_tokens: under what it is found, and the tokens inside the block (bytes of int32), none of
+    a state that ends with a block. extra_keys: of the block that it ends in.
     """
 
     group_idx: int
     behind: bytes | None
     parent: bytes
-    tail: bytes = b""
+    partial_tokens: bytes = b""
     extra_keys: tuple[object, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class EndLost:
-    """What an EndKept may have told of can be hit no longer; see there."""
+class ResumePointRemoved:
+    """What an ResumePointStored may have told of can be hit no longer; see there."""
 
     group_idx: int
     parent: bytes
-    tail: bytes = b""
+    partial_tokens: bytes = b""
 
 
-KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsDropped | EndKept | EndLost
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsDropped | ResumePointStored | ResumePointRemoved
 
 
 def untagged(extra: Extra | None) -> tuple[object, ...] | None:
@@ -116,8 +116,8 @@ def untagged(extra: Extra | None) -> tuple[object, ...] | None:
     return tuple(values)
 
 
-def published_extras(extras: Sequence[Extra | None], stride: int, hash_block_size: int) -> list[Extra | None]:
-    """Extra keys of blocks of ``stride`` hash blocks, from those of their hash blocks.
+def published_extras(extras: Sequence[Extra | None], hashes_per_block: int, hash_block_size: int) -> list[Extra | None]:
+    """Extra keys of blocks of ``hashes_per_block`` hash blocks, from those of their hash blocks.
 
     A block has the keys of all its hash blocks, in their order, so that its hash can be computed from them:
 
@@ -128,12 +128,12 @@ def published_extras(extras: Sequence[Extra | None], stride: int, hash_block_siz
         salt, encoder    of the prompt's first hash block
         embeddings       the i-th digest is that of the i-th hash block: they begin at the prompt's first token
     """
-    if stride == 1:
+    if hashes_per_block == 1:
         return list(extras)
     joined = []
-    for start in range(0, len(extras), stride):
+    for start in range(0, len(extras), hashes_per_block):
         keys: list[tuple[object, ...]] = []
-        for j, extra in enumerate(extras[start : start + stride]):
+        for j, extra in enumerate(extras[start : start + hashes_per_block]):
             for key in extra or ():
                 match key:
                     case ("mm", name, int(offset)):
@@ -167,14 +167,14 @@ class Released(NamedTuple):
 
 
 class KeysLost(NamedTuple):
-    """Blocks of ``group`` lose ``keys`` and ``tails``, (parent, bytes of tokens) each.
+    """Blocks of ``group`` lose ``keys`` and ``partial_keys``, (parent, bytes of tokens) each.
 
-    blocks: those of the keys, then those of the tails. num_blocks: distinct ones. now: seconds.
+    blocks: those of the keys, then those of the partial keys. num_blocks: distinct ones. now: seconds.
     """
 
     group: int
     keys: Sequence[bytes]
-    tails: Sequence[tuple[bytes, bytes]]
+    partial_keys: Sequence[tuple[bytes, bytes]]
     blocks: Sequence[int]
     num_blocks: int
     now: float
@@ -229,8 +229,8 @@ class EventQueue:
     ends: whether events tell of states, and of tokens that end inside a block, too.
     """
 
-    def __init__(self, max_blocks: int = MAX_EVENT_BLOCKS, *, ends: bool = False) -> None:
-        self.ends = ends
+    def __init__(self, max_blocks: int = MAX_EVENT_BLOCKS, *, resume_points: bool = False) -> None:
+        self.resume_points = resume_points
         self._max_blocks = max_blocks
         self._events: deque[KVCacheEvent] = deque()
         self._num_blocks = 0
@@ -268,7 +268,7 @@ class Journal:
     ranked: whether an eviction reads what happens to blocks.
 
     Attributes
-        tells: whether KV events are told. events: their queue.
+        reports_events: whether KV events are told. events: their queue.
         observed: whether there are observers.
         pending: facts that the observers have not read. The core records them where an attribute says so.
         blocks: facts that the eviction has not read; None without one that reads.
@@ -284,9 +284,9 @@ class Journal:
         times: bool = False,
         ranked: bool = False,
     ) -> None:
-        self.tells = events is not None
+        self.reports_events = events is not None
         self.events = EventQueue() if events is None else events
-        self.ends, self.losses, self.times = self.events.ends, losses, times
+        self.reports_resume_points, self.losses, self.times = self.events.resume_points, losses, times
         self.observed = bool(observers)
         self.clock = clock
         self.pending: list[Fact] = []

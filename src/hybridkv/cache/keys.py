@@ -4,8 +4,8 @@
       ^                        |                                     |
       +------------------------+--------- evict, clear --------------+
 
-A key is of all tokens of a block, or of its first ones (a tail); a block has its keys in one group. Who holds it is
-the pool's affair. All columns are flat arrays indexed by block (docs/design/0001).
+A key is of all tokens of a block, or of its first ones (a partial key); a block has its keys in one group. The pool
+counts its holders. All columns are flat arrays indexed by block (docs/design/0001).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.index import MOST_TAILS, TOKEN_BYTES, PrefixIndex, Tail
+from hybridkv.cache.index import MOST_PARTIAL, TOKEN_BYTES, PartialBlock, PrefixIndex
 from hybridkv.cache.journal import (
     AllBlocksCleared,
     BlockRemoved,
     Cleared,
-    EndKept,
-    EndLost,
     Journal,
     KeysLost,
     Lost,
     Moved,
     Named,
+    ResumePointRemoved,
+    ResumePointStored,
 )
 from hybridkv.errors import CacheError
 
@@ -135,8 +135,8 @@ class BlockKeys:
             self.publish_one(group, int(ids[0]), keys[0], step)
             return
         where = np.asarray(ids, np.int64)
-        tailed = np.count_nonzero(self._group[where] >= 0) if self.indexes[group].num_tails else 0
-        self.given[group] += len(ids) - int(tailed)
+        partial_blocks = np.count_nonzero(self._group[where] >= 0) if self.indexes[group].num_partial else 0
+        self.given[group] += len(ids) - int(partial_blocks)
         self._keys[where] = np.fromiter(keys, np.object_, len(keys))
         self._group[where] = group
         if step != WRITTEN:
@@ -160,23 +160,23 @@ class BlockKeys:
         if self.journal.times:
             self.journal.record(Named(np.array([block]), self.journal.clock()))
 
-    def knows_tail(self, group: int, parent: bytes, tokens: bytes) -> bool:
+    def knows_partial(self, group: int, parent: bytes, tokens: bytes) -> bool:
         """Whether some block of ``group`` is published for ``tokens`` (bytes of int32) behind ``parent``. O(1)."""
-        return tokens in map(_TOKENS, self.indexes[group].tails_of(parent))
+        return tokens in map(_TOKENS, self.indexes[group].partial_blocks_of(parent))
 
-    def publish_tail(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> int | None:
+    def publish_partial(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> int | None:
         """``block`` of ``group`` begins with ``tokens``, which are not known behind ``parent`` yet.
 
-        A parent has few tails, so the oldest may have to go: the block that lost its last key by it, else None.
+        A parent has few partial keys, so the oldest may have to go: the block that lost its last key by it, else None.
         """
         self._begin(group, block, step)
         index = self.indexes[group]
-        if self.journal.ends and len(tails := index.tails_of(parent)) == MOST_TAILS:
-            self.journal.events.put(EndLost(group, parent, tails[0].tokens))
-        gone = index.add_tail(parent, Tail(tokens, block, len(tokens) // TOKEN_BYTES))
+        if self.journal.reports_resume_points and len(entries := index.partial_blocks_of(parent)) == MOST_PARTIAL:
+            self.journal.events.put(ResumePointRemoved(group, parent, entries[0].tokens))
+        gone = index.add_partial(parent, PartialBlock(tokens, block, len(tokens) // TOKEN_BYTES))
         if gone is None:
             return None
-        if index.has_tail(gone) or self.key_of(gone) is not None:
+        if index.is_partial(gone) or self.key_of(gone) is not None:
             self._note_lost(np.array([gone], np.int32))  # one of its keys: hits that rest on it are looked up anew
             return None
         self.lost[group] += 1
@@ -194,7 +194,7 @@ class BlockKeys:
         """``evict`` of one block: without arrays of one element, where nobody wants to hear of it."""
         group, key = self.each_group[block], self.key_of(block)
         index = self.indexes[group]
-        if self.journal.tells or self.journal.observed or key is None or index.num_tails:
+        if self.journal.reports_events or self.journal.observed or key is None or index.num_partial:
             self.evict(np.array([block], np.int32))
             return
         index.remove(key, block)
@@ -213,15 +213,15 @@ class BlockKeys:
         blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
         if self.journal.losses:
             self._record_lost(blocks, keys, groups)
-        for group, index in enumerate(self.indexes if self.journal.ends else ()):
-            for _, parent, tokens in index.tails_in(blocks) if index.num_tails else ():
-                self.journal.events.put(EndLost(group, parent, tokens))
-        tailed = self._forget_tails(blocks, groups)
+        for group, index in enumerate(self.indexes if self.journal.reports_resume_points else ()):
+            for _, parent, tokens in index.partial_keys_in(blocks) if index.num_partial else ():
+                self.journal.events.put(ResumePointRemoved(group, parent, tokens))
+        partial_blocks = self._forget_partial(blocks, groups)
         for group, count in enumerate(np.bincount(groups).tolist()):
             self.lost[group] += count
         if None in keys:
-            if any(key is None and block not in tailed for key, block in zip(keys, blocks, strict=True)):
-                block = next(b for key, b in zip(keys, blocks, strict=True) if key is None and b not in tailed)
+            if any(key is None and block not in partial_blocks for key, block in zip(keys, blocks, strict=True)):
+                block = next(b for key, b in zip(keys, blocks, strict=True) if key is None and b not in partial_blocks)
                 raise CacheError(f"block {block} belongs to the index of group {self.group_of(block)} but has no key")
             whole = [i for i, key in enumerate(keys) if key is not None]
             blocks, keys, groups = ([column[i] for i in whole] for column in (blocks, keys, groups))
@@ -234,25 +234,25 @@ class BlockKeys:
         self._emit_removed(keys, groups, where)
 
     def _record_lost(self, blocks: Sequence[int], keys: Sequence[bytes | None], groups: Sequence[int]) -> None:
-        """Record that ``blocks`` lose ``keys`` and tails in ``groups``."""
+        """Record that ``blocks`` lose ``keys`` and partial keys in ``groups``."""
         for group in sorted(set(groups)):
             mine = [(block, key) for block, key, of in zip(blocks, keys, groups, strict=True) if of == group]
             index = self.indexes[group]
-            tails = index.tails_in([block for block, _ in mine]) if index.num_tails else []
+            entries = index.partial_keys_in([block for block, _ in mine]) if index.num_partial else []
             named = [key for _, key in mine if key is not None]
-            timed = [block for block, key in mine if key is not None] + [mine[place][0] for place, *_ in tails]
-            lost = [(parent, tokens) for _, parent, tokens in tails]
+            timed = [block for block, key in mine if key is not None] + [mine[place][0] for place, *_ in entries]
+            lost = [(parent, tokens) for _, parent, tokens in entries]
             self.journal.record(KeysLost(group, named, lost, timed, len(mine), self.journal.clock()))
 
-    def _forget_tails(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
-        """The tails of ``blocks``, of ``groups``, go; which of them had one."""
-        if not any(index.num_tails for index in self.indexes):
+    def _forget_partial(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
+        """The partial keys of ``blocks``, of ``groups``, go; which of them had one."""
+        if not any(index.num_partial for index in self.indexes):
             return set()
-        tailed = set()
+        partial_blocks = set()
         for block, group in zip(blocks, groups, strict=True):
-            if self.indexes[group].remove_tails(block):
-                tailed.add(block)
-        return tailed
+            if self.indexes[group].remove_partial(block):
+                partial_blocks.add(block)
+        return partial_blocks
 
     def _wipe(self, ids: Int32) -> None:
         """The columns of ``ids`` say that they have no key."""
@@ -286,7 +286,7 @@ class BlockKeys:
         self._keys.fill(None)
         self._group.fill(_NO_GROUP)
         self._step.fill(WRITTEN)
-        if self.journal.tells:
+        if self.journal.reports_events:
             self.journal.events.put(AllBlocksCleared())
         self.evictions += 1
         self._lost_at.fill(_wrapped(self.evictions))
@@ -359,12 +359,12 @@ class BlockKeys:
 
     def _emit_removed(self, keys: Sequence[bytes], groups: Sequence[int], ids: Int64) -> None:
         """An event for each of ``keys``, of ``ids`` in ``groups``, that had been written."""
-        if not self.journal.tells:
+        if not self.journal.reports_events:
             return
-        if self.journal.ends:  # of states the last one of a key is told
+        if self.journal.reports_resume_points:  # of states the last one of a key is told
             for key, group in zip(keys, groups, strict=True):
                 if group in self._silent and self.indexes[group].get(key) is None:
-                    self.journal.events.put(EndLost(group, key))
+                    self.journal.events.put(ResumePointRemoved(group, key))
         written = (self._step[ids] == WRITTEN).tolist()
         for key, group, done in zip(keys, groups, written, strict=True):
             if done and group not in self._silent:
@@ -372,10 +372,17 @@ class BlockKeys:
 
     # -- what else can be hit: states, tokens that end inside a block
 
-    def is_kept(self, end: EndKept) -> int | None:
-        """The step that ``end`` waits for, WRITTEN for none; None where nothing is found there."""
-        index = self.indexes[end.group_idx]
-        block = index.get(end.parent)
-        if end.tail:
-            block = next((tail.block for tail in index.tails_of(end.parent) if tail.tokens == end.tail), None)
+    def is_kept(self, point: ResumePointStored) -> int | None:
+        """The step that ``point`` waits for, WRITTEN for none; None where nothing is found there."""
+        index = self.indexes[point.group_idx]
+        block = index.get(point.parent)
+        if point.partial_tokens:
+            block = next(
+                (
+                    entry.block
+                    for entry in index.partial_blocks_of(point.parent)
+                    if entry.tokens == point.partial_tokens
+                ),
+                None,
+            )
         return None if block is None else self.step_of(block)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.eviction_policy import EvictionPolicy
 from hybridkv.cache.groups import CacheGroup
-from hybridkv.cache.kept import KeptEnds
-from hybridkv.cache.policies import GroupHit, LabelHits, Search
+from hybridkv.cache.policies import GroupHit, PositionHits, Search
 from hybridkv.cache.pool import NULL_BLOCK, BlockPool
 from hybridkv.cache.residents import Residents
 from hybridkv.errors import CacheError, ConfigError, StalePlanError
@@ -70,7 +70,7 @@ def no_hit(num_groups: int) -> Hit:
 class PrefixLookup:
     """Finds, never adopts. alignment: tokens of which every hit is a multiple.
 
-    hasher: of the requests, None without prefix caching. kept: remembers tokens that are cached no longer.
+    hasher: of the requests, None without prefix caching. eviction_policy: remembers tokens that are cached no longer.
     empty: no block in every group.
 
     Groups without keys are asked first (they agree to all or to nothing), then those of which every prefix of a hit is
@@ -78,7 +78,13 @@ class PrefixLookup:
     """
 
     def __init__(
-        self, residents: Residents, pool: BlockPool, *, alignment: int, hasher: Hasher | None, kept: KeptEnds
+        self,
+        residents: Residents,
+        pool: BlockPool,
+        *,
+        alignment: int,
+        hasher: Hasher | None,
+        eviction_policy: EvictionPolicy,
     ) -> None:
         groups = residents.groups
         self.empty = KVCacheBlocks((_NONE,) * len(groups), pool)
@@ -87,7 +93,7 @@ class PrefixLookup:
         self._residents = residents
         self._hasher = hasher
         self.alignment = alignment
-        self._kept = kept
+        self._eviction_policy = eviction_policy
         self._asked = sorted(groups, key=_search_order)
         self._no_hit = no_hit(len(groups))
         # whom a hit must begin with, and what is answered where it knows nothing: the others are not asked
@@ -108,7 +114,7 @@ class PrefixLookup:
         if self._hasher is None or not request.reads_prefix_cache:
             return self._longest(request, 0)
         hit = self._longest(request, request.num_tokens - 1)
-        uncached = self._kept.known_tokens(request) - hit.tokens
+        uncached = self._eviction_policy.known_tokens(request) - hit.tokens
         if uncached <= hit.uncached_tokens:
             return hit
         return hit._replace(uncached_tokens=uncached, branch_tokens=hit.tokens + uncached)
@@ -341,7 +347,7 @@ def _stale(request: Request) -> StalePlanError:
 
 def _without_first_no_hit(asked: Sequence[CacheGroup]) -> CacheGroup | None:
     """The first one asked, where its answer of no hit is the answer of all."""
-    told = all(group.kind.publishes and not isinstance(group.policy.hits, LabelHits) for group in asked)
+    told = all(group.kind.publishes and not isinstance(group.policy.hits, PositionHits) for group in asked)
     return asked[0] if asked and told and asked[0].policy.hits.downward_closed else None
 
 

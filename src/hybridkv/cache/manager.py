@@ -37,15 +37,15 @@ class CacheBounds:
     rewrites_states: running states are rewritten in place, so that a step that failed leaves them broken.
     shares_in_part: a branch can begin with blocks that its parent has filled in part.
     follows_vllm: block ids and steps are those of vLLM.
-    keeps_ends: what a request computed can be hit to its last token, see KVCacheManager.keep_end.
+    keeps_resume_points: what a request computed can be hit to its last token, see KVCacheManager.keep_resume_point.
     keeps_checkpoints: states are kept where the placement stops (Checkpoints.stops).
     state_alignment: tokens between the places where all states can be kept, and shared as they are; 0 where none are.
     evicts_in_order: blocks of one size go in the order of their last use, so that ``Miss.more_bytes`` is a bound.
     refuse_stranger: raises ConfigError or CacheError for a request that cannot be served here, see Residents.
     stops: token counts in start + 1 .. end at which states of a request should be kept, see Checkpoints.stops.
     peak_blocks: the most blocks, or slabs, that one request holds at once, see SlotPlanner.peak_blocks.
-    usable_blocks: blocks, or slabs, that anybody can hold: without the null one and sinks. promised_blocks: those that
-    requests can count on, what may be pinned left out.
+    usable_blocks: blocks, or slabs, that requests can hold: without the null one and sinks. guaranteed_blocks: without
+    those that may be pinned, too.
     """
 
     def __init__(self, parts: CacheParts) -> None:
@@ -56,13 +56,13 @@ class CacheBounds:
         self.rewrites_states = layout.rewrites_states
         self.shares_in_part = layout.shares_in_part
         self.follows_vllm = layout.follows_vllm
-        self.keeps_ends = layout.keeps_ends
+        self.keeps_resume_points = layout.keeps_resume_points
         self.keeps_checkpoints = bool(parts.checkpoints.groups)
         self.state_alignment = math.lcm(*(group.policy.block_size for group in kept)) if kept else 0
         self.usable_blocks = pool.num_usable
-        self.promised_blocks = pool.num_usable - parts.pins.max_blocks
+        self.guaranteed_blocks = pool.num_usable - parts.pins.max_blocks
         self.evicts_in_order = layout.evicts_in_order
-        self.stops = parts.checkpoints.stops
+        self.checkpoint_positions = parts.checkpoints.positions
         self.refuse_stranger = parts.residents.refuse_stranger
         self.peak_blocks = parts.planner.peak_blocks
         self._groups = tuple(groups)
@@ -146,7 +146,7 @@ class KVCacheManager:
         self.block_pool, self.groups, self.sink_blocks = parts.pool, parts.groups, parts.sink_blocks
         self.pins, self.locks, self._publisher = parts.pins, parts.locks, parts.publisher
         self.fields, self.checkpoints = parts.transfers, parts.checkpoints
-        self.kept, self.misses, self.fast_forward = parts.kept, parts.misses, parts.strides
+        self.eviction_policy, self.misses, self.fast_forward = parts.eviction_policy, parts.misses, parts.fast_forward
         self.rows = parts.residents.request_rows
         self._residents, self._lookup = parts.residents, parts.lookup
         self._planner, self._slots = parts.planner, parts.slots
@@ -262,7 +262,7 @@ class KVCacheManager:
             end = self.rows.each_num_computed[request.row] + num_new_tokens
             total = end + num_lookahead_tokens
             if total < self._residents.next_event(request.row):
-                self._slots.label(request.row, end)
+                self._slots.set_state_position(request.row, end)
                 return self._lookup.empty
             if delay_cache_blocks is False:
                 grown = self._slots.grow(request, end, total)
@@ -395,21 +395,23 @@ class KVCacheManager:
         """
         self._slots.publish_computed(request, integer("num_computed_tokens", num_computed_tokens, 0))
 
-    def keep_end(self, request: Request) -> None:
+    def keep_resume_point(self, request: Request) -> None:
         """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
 
         In the natural layout; nothing in the reference layout. CacheError for a request that holds no blocks.
         """
-        if self.bounds.keeps_ends:
-            self._slots.keep_end(request)
+        if self.bounds.keeps_resume_points:
+            self._slots.keep_resume_point(request)
         else:
             self._residents.row_of(request)
+
+    keep_end = keep_resume_point  # the name in version 0.1
 
     # -- the natural layout
 
     def store_checkpoints(self, rows: Int64, computed: Int64, end: Int64) -> None:
         """Blocks for the states that ``rows`` pass between ``computed`` and ``end`` tokens, with what room is left."""
-        if not self.checkpoints.awaits_stops:
+        if not self.checkpoints.awaits_checkpoints:
             return
         rows = self._residents.rows_held(rows)
         computed, end = one_a_row("computed", computed, rows, 0), one_a_row("end", end, rows, 0)
@@ -434,11 +436,11 @@ class KVCacheManager:
         if found.size and found[-1] >= last:
             raise BlockError(f"group {group} has no block {int(ids[-1])}: evict those of get_block_ids")
         self.block_pool.evict_blocks(found.astype(np.int32))
-        self.kept.settle()
+        self.eviction_policy.settle()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all keys, if no block is in use. Returns whether it was done."""
-        self.kept.settle()  # what was given up goes first into the free order
+        self.eviction_policy.settle()  # what was given up goes first into the free order
         done = self.block_pool.reset_prefix_cache()
         if done:
             if self._stats is not None:
@@ -461,7 +463,7 @@ class KVCacheManager:
     def unpin(self, pin: Pin) -> None:
         """``pin`` may be evicted again. CacheError for a pin that is not held."""
         self.pins.release(instance("pin", pin, Pin))
-        self.kept.settle()
+        self.eviction_policy.settle()
 
     # -- answers
 
@@ -516,7 +518,7 @@ class KVCacheManager:
         counts = cache_statistics(
             self.block_pool, self.groups, len(self._residents), self.pins.num_blocks, self._parts.times
         )
-        return self.kept.add_statistics(counts)
+        return self.eviction_policy.add_statistics(counts)
 
     def check(self) -> None:
         """Rebuild ownership, counts, free order and keys from rows and index alone; CacheError if they differ.

@@ -32,9 +32,9 @@ class CacheOptions:
     needs more moves waits for the next; at least 1, which lets one request have its moves in each step; None: no bound.
     space: in the natural layout, where free blocks come from instead of slabs, for measurements: a SlabSpace, or what
     has its methods.
-    published_ends: in the natural layout, whether hits may end inside a block, which is copied then.
-    end_events: events tell of states and of tokens that end inside a block, too (EndKept, EndLost): an exact
-    KVEventPublisher needs them in the natural layout.
+    partial_block_hits: in the natural layout, whether hits may end inside a block, which is copied then.
+    resume_point_events: events report resume points that are no whole block too (ResumePointStored,
+    ResumePointRemoved); an exact KVEventPublisher needs them in the natural layout.
     max_event_blocks: blocks in events that wait for ``take_events``; beyond it the oldest events are dropped, and
     EventsDropped says so before those taken next.
     remembered_losses: keys of evicted blocks that are remembered, for ``explain``; 0: nothing is explained.
@@ -49,8 +49,8 @@ class CacheOptions:
     shares: TenantShares = EVERYBODY
     max_moved_bytes: int | None = None
     space: SlabSpace | None = None
-    published_ends: bool = True
-    end_events: bool = False
+    partial_block_hits: bool = True
+    resume_point_events: bool = False
     max_event_blocks: int = MAX_EVENT_BLOCKS
     remembered_losses: int = 0
     block_times: bool = False
@@ -61,7 +61,7 @@ class CacheOptions:
         check_fields(self, partial(integer, least=0, most=MOST_COUNT), "max_pinned_blocks", "remembered_losses")
         check_fields(self, or_none(partial(integer, least=1)), "max_moved_bytes")
         check_fields(self, partial(integer, least=1), "max_event_blocks")
-        check_fields(self, flag, "published_ends", "end_events", "block_times")
+        check_fields(self, flag, "partial_block_hits", "resume_point_events", "block_times")
         instance("shares", self.shares, TenantShares)
         if self.eviction is not None:
             instance("eviction", self.eviction, Eviction)

@@ -157,7 +157,7 @@ class SlotPlanner:
             self.loads.refuse(request)
         _check_wanted(request, wanted, groups, caching=self._publisher.publishes)
         in_flight = self._request_rows.in_flight.item(row) if row >= 0 else 0
-        demand = _demand_of(request, wanted, in_flight, self.max_model_len, self._publisher.edges(request))
+        demand = _demand_of(request, wanted, in_flight, self.max_model_len, self._publisher.boundaries(request))
         if row < 0 and demand.by_digest:
             for group in self._encoded:  # the keys to publish: a hasher may fail here, and not when the plan is done
                 request.encoder_keys(group.policy.block_size)
@@ -294,9 +294,9 @@ def _check_load(request: Request, wanted: SlotDemand) -> None:
 
 
 def _demand_of(
-    request: Request, wanted: SlotDemand, in_flight: int, max_model_len: int, edges: tuple[int, ...] | None
+    request: Request, wanted: SlotDemand, in_flight: int, max_model_len: int, boundaries: tuple[int, ...] | None
 ) -> Demand:
-    """``wanted`` in tokens. edges: where the request may be resumed; None when it publishes nothing."""
+    """``wanted`` in tokens. boundaries: where the request may be resumed; None when it publishes nothing."""
     before = request.num_computed_tokens
     computed = before + wanted.hit.tokens + wanted.external_tokens
     end = min(computed + wanted.new_tokens, max_model_len)
@@ -307,11 +307,11 @@ def _demand_of(
         computed=computed,
         end=end,
         total=min(end + wanted.lookahead_tokens, max_model_len),
-        known=0 if edges is None or wanted.delayed else certain,
+        known=0 if boundaries is None or wanted.delayed else certain,
         certain=certain,
         encoder=wanted.encoder_tokens,
-        by_digest=request.encoder is not None and edges is not None and not wanted.delayed,
-        edges=edges or (),
+        by_digest=request.encoder is not None and boundaries is not None and not wanted.delayed,
+        boundaries=boundaries or (),
     )
 
 

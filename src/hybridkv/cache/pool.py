@@ -448,15 +448,15 @@ class BlockPool:
         """
         self.keys.publish(group, ids, keys, step)
 
-    def publish_tail(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> bool:
+    def publish_partial(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> bool:
         """``block`` of ``group`` begins with ``tokens`` (bytes of int32) behind ``parent``, and can be hit there.
 
-        False, and nothing done, when some block is known for these very tokens. A parent has few tails: the
+        False, and nothing done, when some block is known for these very tokens. A parent has few partial keys: the
         oldest goes.
         """
-        if self.keys.knows_tail(group, parent, tokens):
+        if self.keys.knows_partial(group, parent, tokens):
             return False
-        keyless = self.keys.publish_tail(group, block, parent, tokens, step)
+        keyless = self.keys.publish_partial(group, block, parent, tokens, step)
         if keyless is not None:
             self._move_to_front(np.array([keyless], np.int32))
         return True

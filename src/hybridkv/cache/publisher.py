@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup
-from hybridkv.cache.journal import BlockStored, EndKept, published_extras, untagged
+from hybridkv.cache.journal import BlockStored, ResumePointStored, published_extras, untagged
 from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.policies import NEVER, UNPUBLISHED, GroupPlan
 from hybridkv.cache.pool import BlockPool
@@ -55,7 +55,7 @@ class Run:
 class Retention(NamedTuple):
     """What is kept of windows and states.
 
-    interval: tokens between those kept, 0 for those of each request's own edges, None for all.
+    interval: tokens between those kept, 0 for those of each request's own boundaries, None for all.
     alignment: tokens of which every hit is a multiple.
     drops: whether some group drops the last block of a hit.
     """
@@ -68,13 +68,13 @@ class Retention(NamedTuple):
 class Publisher:
     """Give keys to the blocks of rows, and know what steps in flight have promised to write.
 
-    ends_in: groups whose blocks can be used in part; none in the reference layout.
+    shared_in_part: groups whose blocks can be used in part; none in the reference layout.
     retention: None without prefix caching: nothing is published.
 
     Attributes
         open_step: the step that is being made; WRITTEN for none.
         wants_runs: whether runs are recorded one by one, for events; else ids are enough.
-        wants_ends: whether states and tokens that end inside a block are recorded, for events.
+        wants_resume_points: whether states and tokens that end inside a block are recorded, for events.
     """
 
     def __init__(
@@ -82,30 +82,30 @@ class Publisher:
         groups: Sequence[CacheGroup],
         pool: BlockPool,
         *,
-        ends_in: Sequence[CacheGroup],
+        shared_in_part: Sequence[CacheGroup],
         retention: Retention | None,
     ) -> None:
         self.publishes = retention is not None
         self.open_step = WRITTEN
-        self.wants_runs = pool.journal.tells
+        self.wants_runs = pool.journal.reports_events
         self._events = pool.journal.events
-        self.wants_ends = pool.journal.ends
+        self.wants_resume_points = pool.journal.reports_resume_points
         self._groups = tuple(groups)
         self._pool = pool
-        self._ends_in = tuple(ends_in)
+        self._shared_in_part = tuple(shared_in_part)
         self._retention = retention
         self._runs: dict[int, list[Run]] = {}
         self._ids: dict[int, list[Int32]] = {}
         self._ones: dict[int, array[int]] = {}
-        self._kept_ends: dict[int, list[EndKept]] = {}
-        self._ended = np.zeros(64, np.int64)
-        self._next_end = np.full(64, NEVER)
-        self._each_next_end = self._next_end.data  # quick to read singly
+        self._stored_resume_points: dict[int, list[ResumePointStored]] = {}
+        self._passed_tokens = np.zeros(64, np.int64)
+        self._next_resume_point = np.full(64, NEVER)
+        self._each_next_resume_point = self._next_resume_point.data  # quick to read singly
 
-    def edges(self, request: Request) -> tuple[int, ...] | None:
+    def boundaries(self, request: Request) -> tuple[int, ...] | None:
         """Return the token counts that retention keeps: the same prompt resumes there, or others branched off.
 
-        The last token is always computed, so the same prompt resumes at the last edge before it; with EAGLE one edge
+        The last token is always computed, so the same prompt resumes at the last boundary before it; with EAGLE one
         earlier, and that depends on whether the prompt goes on. () where all is kept, None where nothing is published.
         """
         kept = self._retention
@@ -115,8 +115,8 @@ class Publisher:
             return ()
         prompt, step = request.num_prompt_tokens, kept.alignment
         asked = (prompt - 1, prompt) if kept.drops else ()
-        edges = [max((tokens // step - 1) * step, 0) for tokens in asked] or [prompt - 1]
-        return (*edges, request.branch_tokens) if request.branch_tokens else tuple(edges)
+        boundaries = [max((tokens // step - 1) * step, 0) for tokens in asked] or [prompt - 1]
+        return (*boundaries, request.branch_tokens) if request.branch_tokens else tuple(boundaries)
 
     # -- full blocks
 
@@ -125,23 +125,23 @@ class Publisher:
         writes = request.writes_prefix_cache
         for group, plan in zip(self._groups, plans, strict=True):
             self._publish_columns(group, request, plan.publish, plan.decided)
-            if group in self._ends_in:
-                self._publish_ends(group, request, known_tokens)
+            if group in self._shared_in_part:
+                self._publish_resume_points(group, request, known_tokens)
             if not writes:
                 group.published[request.row] = UNPUBLISHED
-        self._pass_ends(request, known_tokens)
+        self._pass_resume_points(request, known_tokens)
 
     def publish_computed(self, request: Request, num_computed_tokens: int, *, written: bool = False) -> None:
         """The full blocks of the first ``num_computed_tokens`` tokens, which hold blocks, can be hit from now on.
 
         written: whatever step is open, the blocks are there. Nothing for a request that publishes nothing.
         """
-        edges = self.edges(request)
-        if edges is None:
+        boundaries = self.boundaries(request)
+        if boundaries is None:
             return
         known = min(num_computed_tokens, request.num_tokens)
         for group in self._groups:
-            columns, decided = group.policy.stored_columns(group.facts(request.row), known, edges)
+            columns, decided = group.policy.stored_columns(group.facts(request.row), known, boundaries)
             self._publish_columns(group, request, columns, decided, written=written)
         self._pool.advance_epoch()
 
@@ -152,9 +152,9 @@ class Publisher:
         """
         known = request.num_computed_tokens
         self.publish_computed(request, known)
-        for group in self._ends_in:
-            self._publish_ends(group, request, known)
-        self._pass_ends(request, known)
+        for group in self._shared_in_part:
+            self._publish_resume_points(group, request, known)
+        self._pass_resume_points(request, known)
 
     def _publish_columns(
         self, group: CacheGroup, request: Request, columns: Int64, decided: int, *, written: bool = False
@@ -175,8 +175,8 @@ class Publisher:
                 return
         step = WRITTEN if written else self.open_step
         self._pool.publish(group.number, ids, group.keys_at(request, columns), step)
-        tells = self.wants_runs and not group.kind.by_digest  # events are of the decoder's tokens
-        self.record(ids, _runs(group, request, columns, ids) if tells else [], step)
+        reports_events = self.wants_runs and not group.kind.by_digest  # events are of the decoder's tokens
+        self.record(ids, _runs(group, request, columns, ids) if reports_events else [], step)
 
     def publish_grown(self, request: Request, known: int) -> None:
         """publish_rows of one request whose groups do nothing but grow, without arrays of one element."""
@@ -188,14 +188,17 @@ class Publisher:
             if rule is None or (decided := rule.decided(known)) <= first:
                 continue
             if decided > first + 1 or self.wants_runs:
-                begin, edges = max(first, group.rows.each_dropped[row]), () if rule.keeps_all else self.edges(request)
-                self._publish_columns(group, request, rule.columns(begin, decided, edges or ()), decided)
+                begin, boundaries = (
+                    max(first, group.rows.each_dropped[row]),
+                    () if rule.keeps_all else self.boundaries(request),
+                )
+                self._publish_columns(group, request, rule.columns(begin, decided, boundaries or ()), decided)
                 continue
             group.each_published[row] = decided
-            if rule.keeps_all or rule.keeps(first, self.edges(request) or ()):
+            if rule.keeps_all or rule.keeps(first, self.boundaries(request) or ()):
                 block = group.rows.cell(row, first)
                 if block:
-                    key = request.hashes[decided * group.key_stride - 1]
+                    key = request.hashes[decided * group.hashes_per_block - 1]
                     self._pool.keys.publish_one(group.number, block, key, step)
                     if step != WRITTEN:
                         self._ones[step].append(block)
@@ -205,14 +208,14 @@ class Publisher:
         step = WRITTEN if written else self.open_step
         column, inside = divmod(tokens, group.policy.block_size)
         if inside:
-            parent, tail = group.index.tail(request, tokens)
-            self._pool.publish_tail(group.number, block, parent, tail, step)
+            parent, tokens_inside = group.index.partial_key(request, tokens)
+            self._pool.publish_partial(group.number, block, parent, tokens_inside, step)
         else:
             self._pool.publish(group.number, (block,), (request.hashes[column - 1],), step)
         if step != WRITTEN:
             self.record(np.array([block], np.int32), [], step)
-        if self.wants_ends:
-            self.record_end(group, request, tokens, step)
+        if self.wants_resume_points:
+            self.record_resume_point(group, request, tokens, step)
 
     def publish_rows(self, requests: RequestRows, rows: Int64, known: Int64, since: Int64 | None = None) -> None:
         """What each of ``rows`` can publish at ``known`` tokens, in order within a group. Ends are not looked at.
@@ -254,14 +257,14 @@ class Publisher:
             of, columns, ids = of[held], columns[held], ids[held]
         if not ids.size:
             return
-        owners, stride = requests.owners(of), group.key_stride
-        places = ((columns + 1) * stride - 1).tolist()
+        owners, hashes_per_block = requests.owners(of), group.hashes_per_block
+        places = ((columns + 1) * hashes_per_block - 1).tolist()
         keys = [request.hashes[place] for request, place in zip(owners, places, strict=True)]
         self._pool.publish(group.number, ids, keys, self.open_step)
         runs = _rows_runs(group, owners, columns, ids) if self.wants_runs else []
         self.record(ids, runs, self.open_step)
 
-    def next_edges(self, rows: Int64) -> Int64:
+    def next_boundaries(self, rows: Int64) -> Int64:
         """The token count at which each of ``rows`` can next publish a full block, int64[rows]; NEVER for none."""
         soonest = np.full(len(rows), NEVER)
         for group in self._groups if self.publishes else ():
@@ -273,54 +276,54 @@ class Publisher:
 
     def begin(self, request: Request, tokens: int) -> None:
         """``request`` begins with ``tokens`` computed: ends up to there are others' affair."""
-        if request.row >= len(self._ended):
-            self._ended = grown(self._ended, request.row + 1)
-            self._next_end = grown(self._next_end, request.row + 1, NEVER)
-            self._each_next_end = self._next_end.data
-        self._ended[request.row] = 0
-        self._pass_ends(request, tokens)
+        if request.row >= len(self._passed_tokens):
+            self._passed_tokens = grown(self._passed_tokens, request.row + 1)
+            self._next_resume_point = grown(self._next_resume_point, request.row + 1, NEVER)
+            self._each_next_resume_point = self._next_resume_point.data
+        self._passed_tokens[request.row] = 0
+        self._pass_resume_points(request, tokens)
 
-    def next_end(self, row: int) -> int:
+    def next_resume_point(self, row: int) -> int:
         """The token count at which ``row`` has an end to publish."""
-        return self._each_next_end[row] if row < len(self._each_next_end) else NEVER
+        return self._each_next_resume_point[row] if row < len(self._each_next_resume_point) else NEVER
 
-    def next_ends(self, rows: Int64) -> Int64:
-        """next_end of many resident rows, int64[rows]."""
-        ahead: Int64 = self._next_end[rows]
+    def next_resume_points(self, rows: Int64) -> Int64:
+        """next_resume_point of many resident rows, int64[rows]."""
+        ahead: Int64 = self._next_resume_point[rows]
         return ahead
 
     def publish_last(self, request: Request, tokens: int) -> None:
         """``request`` ends, or is preempted, with ``tokens`` computed, all of them written."""
-        for group in self._ends_in:
-            self._publish_end(group, request, tokens, WRITTEN)
+        for group in self._shared_in_part:
+            self._publish_resume_point(group, request, tokens, WRITTEN)
 
     def withdraw(self, row: int) -> None:
         """What the open step would have written of ``row`` can be hit no longer, for it does not run there."""
         step = self.open_step
         if step == WRITTEN:
             return
-        promised = self.promised(step)
+        promised = self.published_by(step)
         mine = [block for group in self._groups for block in group.rows.held(row).tolist() if block in promised]
         if mine:
             self._pool.unpublish_unwritten(np.array(mine, np.int32), step)
 
-    def _pass_ends(self, request: Request, known_tokens: int) -> None:
+    def _pass_resume_points(self, request: Request, known_tokens: int) -> None:
         """Ends up to ``known_tokens`` are dealt with."""
-        known_tokens = max(known_tokens, self._ended.item(request.row))
-        self._ended[request.row] = known_tokens
-        ahead = [end for end in _ends_of(request) if end > known_tokens] if self._ends_in else []
-        self._next_end[request.row] = ahead[0] if ahead and request.writes_prefix_cache else NEVER
+        known_tokens = max(known_tokens, self._passed_tokens.item(request.row))
+        self._passed_tokens[request.row] = known_tokens
+        ahead = [end for end in _resume_points_of(request) if end > known_tokens] if self._shared_in_part else []
+        self._next_resume_point[request.row] = ahead[0] if ahead and request.writes_prefix_cache else NEVER
 
-    def _publish_ends(self, group: CacheGroup, request: Request, known_tokens: int) -> None:
+    def _publish_resume_points(self, group: CacheGroup, request: Request, known_tokens: int) -> None:
         """The ends up to ``known_tokens`` of ``group`` that were not dealt with."""
-        if known_tokens < self.next_end(request.row):
+        if known_tokens < self.next_resume_point(request.row):
             return
-        ended = self._ended.item(request.row)
-        for end in _ends_of(request):
+        ended = self._passed_tokens.item(request.row)
+        for end in _resume_points_of(request):
             if ended < end <= known_tokens:
-                self._publish_end(group, request, end, self.open_step)
+                self._publish_resume_point(group, request, end, self.open_step)
 
-    def _publish_end(self, group: CacheGroup, request: Request, end: int, step: int) -> None:
+    def _publish_resume_point(self, group: CacheGroup, request: Request, end: int, step: int) -> None:
         column, inside = divmod(end, group.policy.block_size)
         rows = group.rows
         if not inside or not rows.base.item(request.row) <= column < rows.count.item(request.row):
@@ -328,13 +331,13 @@ class Publisher:
         block = rows.cells.item(rows.origin.item(request.row) + column)
         if not block:
             return
-        parent, tail = group.index.tail(request, end)
-        if not self._pool.publish_tail(group.number, block, parent, tail, step):
+        parent, tokens_inside = group.index.partial_key(request, end)
+        if not self._pool.publish_partial(group.number, block, parent, tokens_inside, step):
             return
         if step != WRITTEN:
             self.record(np.array([block], np.int32), [], step)
-        if self.wants_ends:
-            self.record_end(group, request, end, step)
+        if self.wants_resume_points:
+            self.record_resume_point(group, request, end, step)
 
     # -- steps in flight
 
@@ -364,25 +367,29 @@ class Publisher:
         self._ids[step].append(ids)
         self._runs[step] += runs
 
-    def record_end(self, group: CacheGroup, request: Request, tokens: int, step: int) -> None:
+    def record_resume_point(self, group: CacheGroup, request: Request, tokens: int, step: int) -> None:
         """Beside ``record``: ``step``, or WRITTEN, writes in ``group`` what ends with ``tokens`` of ``request``."""
-        size, stride = group.policy.block_size, group.key_stride
+        size, hashes_per_block = group.policy.block_size, group.hashes_per_block
         column, inside = divmod(tokens, size)
-        behind = request.hashes[column * stride - 1] if column else None
+        behind = request.hashes[column * hashes_per_block - 1] if column else None
         if inside:
-            extras = request.extra_keys(column * stride, stride)
-            told = None if extras is None else untagged(published_extras(extras, stride, size // stride)[0])
-            end = EndKept(group.number, behind, *group.index.tail(request, tokens), extra_keys=told)
+            extras = request.extra_keys(column * hashes_per_block, hashes_per_block)
+            told = (
+                None
+                if extras is None
+                else untagged(published_extras(extras, hashes_per_block, size // hashes_per_block)[0])
+            )
+            end = ResumePointStored(group.number, behind, *group.index.partial_key(request, tokens), extra_keys=told)
         elif behind is None:
             return
         else:
-            end = EndKept(group.number, behind, behind)
+            end = ResumePointStored(group.number, behind, behind)
         if step == WRITTEN:
             self._events.put(end)
         else:
-            self._kept_ends.setdefault(step, []).append(end)
+            self._stored_resume_points.setdefault(step, []).append(end)
 
-    def promised(self, step: int) -> set[int]:
+    def published_by(self, step: int) -> set[int]:
         """Blocks that ``step`` published; none for a step that is not in flight."""
         return {block for part in self._published(step) for block in part.tolist()} if step in self._ids else set()
 
@@ -417,8 +424,8 @@ class Publisher:
             self._mark_run_written(run, step)
         if ids:
             self._pool.keys.mark_written(np.concatenate(ids), step)
-        for end in self._kept_ends.pop(step, ()) if self._kept_ends else ():
-            self._tell_end(end)
+        for end in self._stored_resume_points.pop(step, ()) if self._stored_resume_points else ():
+            self._report_resume_point(end)
 
     def revoke(self, first_step: int) -> None:
         """Steps from ``first_step`` on failed: what they published can be hit no longer."""
@@ -428,15 +435,15 @@ class Publisher:
             self._pool.unpublish_unwritten(np.concatenate(ids), first_step)
         for step in failed:
             del self._ids[step], self._runs[step], self._ones[step]
-            self._kept_ends.pop(step, None)
+            self._stored_resume_points.pop(step, None)
 
-    def _tell_end(self, end: EndKept) -> None:
+    def _report_resume_point(self, end: ResumePointStored) -> None:
         """The step that kept ``end`` has run; a later one may have gone on in its block, which has its turn then."""
         step = self._pool.keys.is_kept(end)
         if step == WRITTEN:
             self._events.put(end)
         elif step is not None:
-            self._kept_ends.setdefault(step, []).append(end)
+            self._stored_resume_points.setdefault(step, []).append(end)
 
     def _mark_run_written(self, run: Run, step: int) -> None:
         """One stored-event for each stretch of ``run`` that is written."""
@@ -451,12 +458,12 @@ class Publisher:
         if written.all():
             self._events.put(_stored(run, run.first, run.first + len(run.ids)))
             return
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], written, [False])).astype(np.int8)))
-        for start, stop in edges.reshape(-1, 2).tolist():
+        boundaries = np.flatnonzero(np.diff(np.concatenate(([False], written, [False])).astype(np.int8)))
+        for start, stop in boundaries.reshape(-1, 2).tolist():
             self._events.put(_stored(run, run.first + start, run.first + stop))
 
 
-def _ends_of(request: Request) -> list[int]:
+def _resume_points_of(request: Request) -> list[int]:
     """Where ``request`` says that it may be resumed, ascending: before its prompt's last token, and its marks."""
     return sorted({request.num_prompt_tokens - 1, *request.marks} - {0})
 
@@ -479,10 +486,10 @@ def _runs(group: CacheGroup, request: Request, columns: Int64, ids: Int32) -> li
 def _stored(run: Run, first: int, last: int) -> BlockStored:
     """The event of columns first .. last-1."""
     group, request = run.group, run.request
-    size, stride = group.policy.block_size, group.key_stride
+    size, hashes_per_block = group.policy.block_size, group.hashes_per_block
     keys = group.key_run(request, max(first - 1, 0), last)
     parent = keys.pop(0) if first else None
-    extras = request.extra_keys(first * stride, (last - first) * stride)
+    extras = request.extra_keys(first * hashes_per_block, (last - first) * hashes_per_block)
     return BlockStored(
         block_hashes=tuple(keys),
         parent_block_hash=parent,
@@ -490,7 +497,9 @@ def _stored(run: Run, first: int, last: int) -> BlockStored:
         block_size=size,
         lora_id=None if request.lora is None else request.lora.id,
         lora_name=None if request.lora is None else request.lora.name,
-        extra_keys=None if extras is None else tuple(map(untagged, published_extras(extras, stride, size // stride))),
+        extra_keys=None
+        if extras is None
+        else tuple(map(untagged, published_extras(extras, hashes_per_block, size // hashes_per_block))),
         group_idx=group.number,
         cache_salt=request.cache_salt,
     )

@@ -32,10 +32,9 @@ _Name = tuple[str, str | bytes, str | None]
 
 
 class Residents:
-    """Who holds which row of ``groups``. request_rows: counts and tail tokens of all. names: what callers call content.
+    """Who holds which row of ``groups``. request_rows: counts of all, and their last tokens. names: of content.
 
-    hasher: of all requests, None without prefix caching. tail_tokens: of a hash block. begins: hears of each request
-    that gets a row.
+    hasher: of all requests, None without prefix caching. hash_block_size: tokens of a hash block.
     A row's next event is the least of: the tokens at which some group needs a block, those at which some group
     can publish one (with prefix caching), and its next published end. Below it there is nothing to do for the row.
     """
@@ -46,10 +45,10 @@ class Residents:
         publisher: Publisher,
         *,
         hasher: Hasher | None,
-        tail_tokens: int,
+        hash_block_size: int,
         journal: Journal,
     ) -> None:
-        self.request_rows = RequestRows(tail_tokens, promised=self._promised)
+        self.request_rows = RequestRows(hash_block_size, promised=self._promised)
         self.groups = tuple(groups)
         self.names = ContentNames()
         self._publisher = publisher
@@ -154,14 +153,14 @@ class Residents:
         """Indices of the ``rows`` for which something must be done at ``total_tokens``."""
         return (total_tokens >= self._next_event[rows]).nonzero()[0]
 
-    def ends_due(self, rows: Int64, end_tokens: Int64) -> NDArray[np.bool_]:
+    def resume_points_due(self, rows: Int64, end_tokens: Int64) -> NDArray[np.bool_]:
         """Which of ``rows`` have an end to publish at ``end_tokens``, bool[rows]."""
-        due: NDArray[np.bool_] = end_tokens >= self._publisher.next_ends(rows)
+        due: NDArray[np.bool_] = end_tokens >= self._publisher.next_resume_points(rows)
         return due
 
     def refresh(self, row: int) -> None:
         """Find the next event of one row, without arrays of one element."""
-        soonest, publishes = self._publisher.next_end(row), self._publishes
+        soonest, publishes = self._publisher.next_resume_point(row), self._publishes
         for group in self.groups:
             event = group.next_event(row, publishes=publishes)
             if event < soonest:  # noqa: PLR1730 - a call of min takes longer than all of this
@@ -177,7 +176,7 @@ class Residents:
         soonest = np.full(len(rows), _NEVER)
         for group in self.groups:
             np.minimum(soonest, group.next_events(rows, publishes=self._publishes), out=soonest)
-        np.minimum(soonest, self._publisher.next_ends(rows), out=soonest)
+        np.minimum(soonest, self._publisher.next_resume_points(rows), out=soonest)
         self._next_event[rows] = soonest
 
 

@@ -38,12 +38,12 @@ class GroupStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class EndClassStatistics:
+class ResumePointClassStatistics:
     """Ends of one kind that are alike for ``hazard`` (docs/design/0019). kept: now; the others so far.
 
     promise: what hints say of them, in words, "" for nothing. hits_before: so often were they hit, 3 for more, too.
     pause_s: the least of the seconds between their hits, or, before the first, that their session had paused; None for
-    new sessions. hits, missed, given_up: as of EndStatistics, of ends that were in this class just before.
+    new sessions. hits, missed, given_up: as of ResumePointStatistics, of ends that were in this class just before.
     """
 
     promise: str
@@ -56,7 +56,7 @@ class EndClassStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class EndStatistics:
+class ResumePointStatistics:
     """Ends of one kind (docs/design/0019). kept: now; the others so far.
 
     made: ends that were kept. hits: of kept ones. missed: of ghosts, the deepest of each prompt. declined: not kept for
@@ -64,7 +64,7 @@ class EndStatistics:
     """
 
     kind: str
-    classes: tuple[EndClassStatistics, ...]
+    classes: tuple[ResumePointClassStatistics, ...]
     kept: int
     made: int
     hits: int
@@ -108,7 +108,7 @@ class CacheStatistics:
     pinned_blocks: int
     evictions: int
     groups: tuple[GroupStatistics, ...]
-    ends: tuple[EndStatistics, ...] = ()
+    ends: tuple[ResumePointStatistics, ...] = ()
     missed_tokens: int = 0
     missed_a_gib_more: int = 0
     tenants: tuple[TenantStatistics, ...] = ()

@@ -2,7 +2,7 @@
 
 take        blocks for a row, or for a state; whoever names a block that moved is told (TransferLog)
 copy        the end of a hit that lies inside a block, or in a state, is copied before the forward
-checkpoint  a state at a stop of the placement is kept in a block of its own (Checkpoints)
+checkpoint  a state at a position of the placement is kept in a block of its own (Checkpoints)
 fields      cells, states read and written, as the worker names blocks
 """
 
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import integers
+from hybridkv.cache.eviction_policy import EvictionPolicy
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.holds import Pins
-from hybridkv.cache.kept import KeptEnds
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.plan import BatchSlots
 from hybridkv.cache.policies import NEVER, StatePolicy
@@ -34,7 +34,7 @@ Int64 = NDArray[np.int64]
 class Checkpoints:
     """groups: those whose states are kept for reuse; without any nothing is stored.
 
-    kept: hears of every end that is kept, and says whether there is room for one.
+    eviction_policy: hears of every end that is kept, and says whether there is room for one.
 
     idle: nobody minds where a placement stops. stored, declined: stops so far that found a block and that did not.
     """
@@ -46,19 +46,19 @@ class Checkpoints:
         publisher: Publisher,
         transfers: TransferLog,
         placement: Placement,
-        corner: int,
-        kept: KeptEnds,
+        prefix_multiple: int,
+        eviction_policy: EvictionPolicy,
     ) -> None:
         self.groups = tuple(groups)
         self._publisher = publisher
         self._transfers = transfers
         self._placement = placement
-        self._corner = corner
+        self._prefix_multiple = prefix_multiple
         self._next = np.full(64, NEVER)
-        self._kept = kept
-        self.idle = not (self.groups or kept.ranks)
+        self._eviction_policy = eviction_policy
+        self.idle = not (self.groups or eviction_policy.ranks)
         self._late: dict[int, list[tuple[int, int]]] = {}
-        self._ahead = set[int]()  # rows that have a stop ahead, so that steps without any cost nothing
+        self._ahead = set[int]()  # rows that have a position ahead, so that steps without any cost nothing
         self.stored = self.declined = 0
 
     # -- rows
@@ -71,7 +71,7 @@ class Checkpoints:
         if row >= len(self._next):
             self._next = grown(self._next, row + 1, NEVER)
         self._late.pop(row, None)
-        self._kept.begin(request, hit_tokens)
+        self._eviction_policy.begin(request, hit_tokens)
         self.go_on(request, computed_tokens)
 
     def go_on(self, request: Request, computed_tokens: int) -> None:
@@ -80,50 +80,54 @@ class Checkpoints:
             self._set_next(request, computed_tokens)
 
     def _set_next(self, request: Request, after_tokens: int) -> None:
-        stop = self._next[request.row] = self._next_stop(request, after_tokens)
-        if stop == NEVER:
+        position = self._next[request.row] = self._next_position(request, after_tokens)
+        if position == NEVER:
             self._ahead.discard(request.row)
         else:
             self._ahead.add(request.row)
 
     @property
-    def awaits_stops(self) -> bool:
-        """Whether ``store`` may find anything to keep: some row has a stop ahead, or passed one with drafts."""
+    def awaits_checkpoints(self) -> bool:
+        """Whether ``store`` may find anything to keep: some row has a position ahead, or passed one with drafts."""
         return bool(self._ahead or self._late)
 
     # -- stops
 
-    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+    def positions(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Token counts in start + 1 .. end, known ones, at which a state of ``request`` should be kept."""
-        return self._stops(request, start, end) if self.groups else ()
+        return self._positions(request, start, end) if self.groups else ()
 
-    def _stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+    def _positions(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """The same, where tokens alone are kept, too."""
         if not self._keeps_for(request):
             return ()
-        stops = self._placement.stops(request, start, end)
-        corner = self._corner_of(request)
-        if start < corner <= end and corner not in stops:
-            stops = tuple(sorted((*stops, corner)))
-        return stops if end <= request.num_tokens else tuple(stop for stop in stops if stop <= request.num_tokens)
+        positions = self._placement.checkpoints(request, start, end)
+        prefix = self._aligned_prefix(request)
+        if start < prefix <= end and prefix not in positions:
+            positions = tuple(sorted((*positions, prefix)))
+        return positions if end <= request.num_tokens else tuple(one for one in positions if one <= request.num_tokens)
 
-    def _corner_of(self, request: Request) -> int:
-        """Return the corner of its prompt, 0 for none."""
-        return (request.num_prompt_tokens - 1) // self._corner * self._corner if self._corner else 0
+    def _aligned_prefix(self, request: Request) -> int:
+        """Return the prefix_multiple of its prompt, 0 for none."""
+        return (
+            (request.num_prompt_tokens - 1) // self._prefix_multiple * self._prefix_multiple
+            if self._prefix_multiple
+            else 0
+        )
 
-    def _next_stop(self, request: Request, after_tokens: int) -> int:
+    def _next_position(self, request: Request, after_tokens: int) -> int:
         """The next of them, NEVER without one."""
         if not self._keeps_for(request):
             return NEVER
-        stop, corner = self._placement.next_stop(request, after_tokens), self._corner_of(request)
-        return corner if after_tokens < corner < stop else stop
+        position, prefix = self._placement.next_checkpoint(request, after_tokens), self._aligned_prefix(request)
+        return prefix if after_tokens < prefix < position else position
 
     def _keeps_for(self, request: Request) -> bool:
         """Whether any end of ``request`` is kept."""
         return not self.idle and request.writes_prefix_cache
 
     def store(self, requests: Sequence[Request | None], rows: Int64, computed: Int64, end: Int64) -> None:
-        """A block for every stop in computed .. end of each row, in order. O(rows) in array operations.
+        """A block for every position in computed .. end of each row, in order. O(rows) in array operations.
 
         And for those that accepted drafts passed before.
         """
@@ -141,13 +145,13 @@ class Checkpoints:
             self._store_row(request, computed, end)
 
     def _store_row(self, request: Request, computed: int, end: int) -> None:
-        for stop, column in self._late.pop(request.row, ()):
-            self._store_one(request, stop, column)
-        for stop in self._stops(request, computed, end):
-            self._store_one(request, stop)
+        for position, column in self._late.pop(request.row, ()):
+            self._store_one(request, position, column)
+        for position in self._positions(request, computed, end):
+            self._store_one(request, position)
         self._set_next(request, end)
 
-    def next_stops(self, rows: Int64) -> Int64:
+    def next_positions(self, rows: Int64) -> Int64:
         """The token count at which each of ``rows`` has a state to store, int64[rows]."""
         ahead: Int64 = np.full(len(rows), NEVER) if self.idle else self._next[rows]
         return ahead
@@ -163,21 +167,23 @@ class Checkpoints:
             request, start, count = requests[rows.item(place)], certain.item(place), kept.item(place)
             if request is None:
                 continue
-            late = [(stop, (stop - start) % count) for stop in self._stops(request, start, start + count)]
+            late = [
+                (position, (position - start) % count) for position in self._positions(request, start, start + count)
+            ]
             if late:
                 self._late[request.row] = late
             self._set_next(request, start + count)
 
     def _store_one(self, request: Request, tokens: int, column: int | None = None) -> None:
-        lacking = [group for group in self.groups if group.index.labelled(request, tokens) is None]
+        lacking = [group for group in self.groups if group.index.state_at(request, tokens) is None]
         if not lacking:
-            if self._kept.ranks:
-                self._kept.keep(request, tokens, (), ended=False)
+            if self._eviction_policy.ranks:
+                self._eviction_policy.keep(request, tokens, (), ended=False)
             return
         needs = [0] * len(self._transfers.pool.classes)
         for group in lacking:
             needs[group.number] = 1
-        if not (self._transfers.pool.gives(needs) and self._kept.admits(request, tokens, needs)):
+        if not (self._transfers.pool.gives(needs) and self._eviction_policy.admits(request, tokens, needs)):
             self.declined += 1
             return
         taken = [
@@ -187,11 +193,11 @@ class Checkpoints:
         for stored in taken:  # taking one may have moved those before it
             self._publisher.publish_state(stored.group, request, tokens, stored.block, written=False)
         self.stored += 1
-        self._kept.keep(request, tokens, [stored.block for stored in taken], ended=False)
+        self._eviction_policy.keep(request, tokens, [stored.block for stored in taken], ended=False)
 
     # -- ends
 
-    def keep_end(self, request: Request, tokens: int) -> None:
+    def keep_resume_point(self, request: Request, tokens: int) -> None:
         """The running state of ``request``, written, is that after ``tokens`` tokens, and its row will be freed.
 
         States at stops among its last accepted drafts are kept, too.
@@ -199,19 +205,19 @@ class Checkpoints:
         if self.idle:
             return
         self._ahead.discard(request.row)
-        for stop, column in self._late.pop(request.row, ()):
-            self._keep_column(request, stop, column, ended=False)
-        if self._placement.ends and tokens:
+        for position, column in self._late.pop(request.row, ()):
+            self._keep_column(request, position, column, ended=False)
+        if self._placement.keeps_final_state and tokens:
             self._keep_column(request, tokens, 0, ended=True)
 
     def _keep_column(self, request: Request, tokens: int, column: int, *, ended: bool) -> None:
         """The state after ``tokens`` tokens, which lies in ``column``, stays where it is."""
-        lacking = [group for group in self.groups if group.index.labelled(request, tokens) is None]
+        lacking = [group for group in self.groups if group.index.state_at(request, tokens) is None]
         blocks = [group.rows.cells.item(group.rows.origin.item(request.row) + column) for group in lacking]
         for group, block in zip(lacking, blocks, strict=True):
             self._publisher.publish_state(group, request, tokens, block, written=True)
-        if lacking or self._kept.ranks:
-            self._kept.keep(request, tokens, blocks, ended=ended)
+        if lacking or self._eviction_policy.ranks:
+            self._eviction_policy.keep(request, tokens, blocks, ended=ended)
 
 
 Int32 = NDArray[np.int32]
@@ -282,13 +288,19 @@ class TransferLog:
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], pool: BlockPool, *, publisher: Publisher, pins: Pins, kept: KeptEnds
+        self,
+        groups: Sequence[CacheGroup],
+        pool: BlockPool,
+        *,
+        publisher: Publisher,
+        pins: Pins,
+        eviction_policy: EvictionPolicy,
     ) -> None:
         self._groups = tuple(groups)
         self.pool = pool
         self._publisher = publisher
         self._pins = pins
-        self._ends = kept
+        self._eviction_policy = eviction_policy
         self._first_group = [pool.classes.index(of) for of in range(len(pool.bases))] if groups else []
         self._moves: list[Int64] = []
         self._copies: list[_Copy] = []
@@ -302,11 +314,11 @@ class TransferLog:
     @property
     def ranks(self) -> bool:
         """Whether evictions give up ends, one against the other."""
-        return self._ends.ranks
+        return self._eviction_policy.ranks
 
     def keeps_all(self, ids: Int32) -> bool:
         """Return whether none of ``ids``, cached, is given up when it is released."""
-        return self._ends.all_needed(ids)
+        return self._eviction_policy.all_needed(ids)
 
     @property
     def held(self) -> list[int]:
@@ -325,12 +337,12 @@ class TransferLog:
 
     def new_blocks(self, n: int, group: int) -> Int32:
         """Take ``n`` blocks for ``group``, int32[n]. BlockError if n cannot be had."""
-        self._ends.make_way(n, group)
+        self._eviction_policy.make_way(n, group)
         return self._take(n, group)
 
     def new_block(self, group: int) -> int:
         """new_blocks of one."""
-        self._ends.make_way(1, group)
+        self._eviction_policy.make_way(1, group)
         return self.pool.take_one(group) or self._take(1, group).item(0)
 
     def _take(self, n: int, group: int) -> Int32:
@@ -345,7 +357,7 @@ class TransferLog:
             return
         for group, need in zip(self._first_group, self.pool.by_class(needs), strict=True):
             if need:
-                self._ends.make_way(need, group)
+                self._eviction_policy.make_way(need, group)
 
     def new_blocks_each(self, of_group: Int32) -> Int32:
         """A block for each of ``of_group``, int32; within a class in order. None of them moves: see takes_alike."""
@@ -397,7 +409,7 @@ class TransferLog:
         held = self.held
         copies = [transfer for moves in self._moves for transfer in self._moved(moves)]
         copies += [self._copied(copy) for copy in self._copies]
-        copies += [self._kept(one, one.column) for one in self._stored if one.column is not None]
+        copies += [self._stored_from_column(one, one.column) for one in self._stored if one.column is not None]
         checkpoints = tuple(
             [
                 Checkpoint(one.row, one.group.number, one.tokens, self._local(one.group, one.block))
@@ -435,7 +447,7 @@ class TransferLog:
         kind = "state" if copy.group.states is not None else "block"
         return Transfer(copy.group.number, self._local(copy.group, copy.source), destination, kind)
 
-    def _kept(self, one: Stored, column: int) -> Transfer:
+    def _stored_from_column(self, one: Stored, column: int) -> Transfer:
         source = self._block_at(one.group, one.row, column)
         return Transfer(one.group.number, source, self._local(one.group, one.block), "state")
 

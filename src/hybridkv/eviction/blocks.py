@@ -90,7 +90,7 @@ class PointBlocks:
         self._states = tuple(one for one in groups if one.states is not None)
         self._full = tuple(one for one in tokens if one.policy.hits.downward_closed)
         self._windows = tuple(one for one in tokens if not one.policy.hits.downward_closed)
-        self.overlaps = bool(self._windows) or any(group.key_stride > 1 for group in self._full)
+        self.overlaps = bool(self._windows) or any(group.hashes_per_block > 1 for group in self._full)
         """Whether a resume point may need blocks before its parent: for windows, and columns of several hash blocks."""
 
     # -- where they are
@@ -107,7 +107,7 @@ class PointBlocks:
         found = list[int]()
         keys_read: dict[tuple[int, int, int], list[bytes]] = {}  # groups with the same window read the same keys
         for group in self._windows:
-            size, stride = group.policy.block_size, group.key_stride
+            size, stride = group.policy.block_size, group.hashes_per_block
             read = group.policy.hits.first_needed(point.tokens) // size, point.tokens // size, stride
             if read not in keys_read:
                 keys_read[read] = keys_of(point, read[0] * stride, read[1] * stride)[stride - 1 :: stride]
@@ -122,7 +122,7 @@ class PointBlocks:
             hits = group.policy.hits
             if rest and hits.copies and hits.first_needed(tokens) < tokens:
                 found.append(group.index.beginning(request, column, rest))
-        found += [group.index.labelled(request, tokens) for group in self._states]
+        found += [group.index.state_at(request, tokens) for group in self._states]
         return None if None in found else [block for block in found if block]
 
     # -- what they cost
@@ -482,5 +482,5 @@ class PointBlocks:
 
 def _columns(group: CacheGroup, keys: Sequence[bytes], start: int) -> Sequence[bytes]:
     """Return those of ``keys``, of hash blocks from ``start`` on, that end a column of ``group``."""
-    stride = group.key_stride
+    stride = group.hashes_per_block
     return keys if stride == 1 else keys[(stride - 1 - start) % stride :: stride]

@@ -23,7 +23,12 @@ from numpy.typing import NDArray
 from hybridkv.cache.index import KnownTokens, add_known, leading_known
 from hybridkv.cache.journal import BlockFact, Cleared, Ids
 from hybridkv.cache.pool import BlockPool
-from hybridkv.cache.statistics import CacheStatistics, EndClassStatistics, EndStatistics, TenantStatistics
+from hybridkv.cache.statistics import (
+    CacheStatistics,
+    ResumePointClassStatistics,
+    ResumePointStatistics,
+    TenantStatistics,
+)
 from hybridkv.eviction.audit import check_points
 from hybridkv.eviction.blocks import PointBlocks
 from hybridkv.eviction.hazard import Ranking, Ring, class_of, least_gap_s
@@ -96,19 +101,19 @@ class PointCounts:
         self.given_up_bytes += size
         self.gone_at[point.serial] = self.given_up_bytes
 
-    def kinds(self, kept: Iterable[ResumePoint]) -> tuple[EndStatistics, ...]:
+    def kinds(self, kept: Iterable[ResumePoint]) -> tuple[ResumePointStatistics, ...]:
         """Return the counts of each kind. kept: the resume points kept now. O(kept)."""
         of_class = Counter(map(class_of, kept))
-        classes: dict[Kind, list[EndClassStatistics]] = {kind: [] for kind in Kind}
+        classes: dict[Kind, list[ResumePointClassStatistics]] = {kind: [] for kind in Kind}
         kept_of: Counter[Kind] = Counter()
         for key in sorted({*of_class, *self.by_class}):
             (kind, promise), hits, gap = parts_of(key[0]), key[1], key[2]
             kept_of[kind] += of_class[key]
             counts = self.by_class.get(key, [0] * 3)
-            found = EndClassStatistics(in_words(promise), hits, least_gap_s(hits, gap), of_class[key], *counts)
+            found = ResumePointClassStatistics(in_words(promise), hits, least_gap_s(hits, gap), of_class[key], *counts)
             classes[kind].append(found)
         return tuple(
-            EndStatistics(kind.name.lower(), tuple(classes[kind]), kept_of[kind], *counts)
+            ResumePointStatistics(kind.name.lower(), tuple(classes[kind]), kept_of[kind], *counts)
             for kind, counts in self.by_kind.items()
         )
 

@@ -20,7 +20,15 @@ from typing import Final
 
 import numpy as np
 
-from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EndKept, EndLost, EventsDropped, KVCacheEvent
+from hybridkv.cache import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventsDropped,
+    KVCacheEvent,
+    ResumePointRemoved,
+    ResumePointStored,
+)
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import (
@@ -52,13 +60,13 @@ def single_blocks(event: BlockStored) -> Iterator[BlockStored]:
 
 def without_ends(events: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
     """``events`` but those that are not for the wire."""
-    return [event for event in events if not isinstance(event, EndKept | EndLost)]
+    return [event for event in events if not isinstance(event, ResumePointStored | ResumePointRemoved)]
 
 
 class _Position:
     """key: None of the root, before the first block. parent: None where no event has told it.
 
-    blocks: by group, as they are stored; copies: of each. parts: by group, what EndKept told of, with extra keys.
+    blocks: by group, as they are stored; copies: of each. parts: by group, stored resume points, with extra keys.
     whole: every full attention group has all blocks up to here. ends: one lies here. backed: children that are,
     and itself for its ends. told: groups whose block is told.
     """
@@ -127,9 +135,9 @@ class Exact:
                 case BlockRemoved():
                     for key in event.block_hashes:
                         self._remove(event.group_idx, key)
-                case EndKept():
+                case ResumePointStored():
                     self._keep(event)
-                case EndLost():
+                case ResumePointRemoved():
                     self._lose(event)
                 case AllBlocksCleared() | EventsDropped():
                     self._clear()
@@ -165,14 +173,14 @@ class Exact:
             del at.copies[group], at.blocks[group]
             self._note(at)
 
-    def _keep(self, end: EndKept) -> None:
-        at, part = self._position(end.behind), (end.parent, end.tail)
+    def _keep(self, end: ResumePointStored) -> None:
+        at, part = self._position(end.behind), (end.parent, end.partial_tokens)
         at.parts.setdefault(end.group_idx, {})[part] = end.extra_keys
         self._part_at[end.group_idx, part] = at
         self._touched[at] = self._stale[at] = None
 
-    def _lose(self, end: EndLost) -> None:
-        part = end.parent, end.tail
+    def _lose(self, end: ResumePointRemoved) -> None:
+        part = end.parent, end.partial_tokens
         at = self._part_at.pop((end.group_idx, part), None)
         if at is not None:
             del at.parts[end.group_idx][part]

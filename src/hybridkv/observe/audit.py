@@ -35,7 +35,7 @@ def check_cache(parts: CacheParts) -> None:
         *_free_order(pool),
         *_index(pool, parts.times),
         *_unwritten(parts),
-        *parts.kept.check(),
+        *parts.eviction_policy.check(),
         *(line for group in parts.groups for line in (*_extents(group), *_row_keys(parts, group))),
     ]
     if found:
@@ -58,7 +58,7 @@ def _residents(parts: CacheParts) -> Iterator[str]:
             yield f"{request.request_id!r} has {len(request.hashes)} hashes for {request.num_tokens} tokens"
         now = residents.next_event(row)
         soonest = min(group.next_event(row, publishes=hasher is not None) for group in parts.groups)
-        right = STALLED if row in parts.loads.of_row else min(soonest, parts.publisher.next_end(row))
+        right = STALLED if row in parts.loads.of_row else min(soonest, parts.publisher.next_resume_point(row))
         if now != right:
             yield f"row {row} expects its next event at {now} tokens, not {right}"
     for group in parts.groups:
@@ -139,10 +139,10 @@ def _index(pool: BlockPool, times: BlockTimes | None) -> Iterator[str]:
                 yield f"block {block} is indexed under a key in group {group} that it does not carry"
             elif pool.keys.group_of(block) != group:
                 yield f"block {block} is indexed in group {group}, its key is of group {pool.keys.group_of(block)}"
-    yield from _tails(pool)
-    for block in sorted({*pool.keys.keyed(), *(block for index in pool.indexes for block in index.tailed())}):
-        tailed = any(index.has_tail(block) for index in pool.indexes)
-        if (pool.keys.key_of(block) is None and not tailed) != (pool.keys.group_of(block) < 0):
+    yield from _partial_entries(pool)
+    for block in sorted({*pool.keys.keyed(), *(block for index in pool.indexes for block in index.partial_blocks())}):
+        partial = any(index.is_partial(block) for index in pool.indexes)
+        if (pool.keys.key_of(block) is None and not partial) != (pool.keys.group_of(block) < 0):
             yield f"block {block} has a key without group, or a group without key"
         if pool.keys.key_of(block) is not None and block not in seen:
             yield f"block {block} carries a key that the index does not know"
@@ -150,16 +150,16 @@ def _index(pool: BlockPool, times: BlockTimes | None) -> Iterator[str]:
         yield "blocks whose times are kept are not those with a key"
 
 
-def _tails(pool: BlockPool) -> Iterator[str]:
+def _partial_entries(pool: BlockPool) -> Iterator[str]:
     """A block with partial keys is in the group that has them, and as many are counted as there are."""
     for group, index in enumerate(pool.indexes):
-        entries = list(index.tails())
-        if index.num_tails != len(entries):
-            yield f"group {group} counts {index.num_tails} partial keys, it has {len(entries)}"
-        for _, tail in entries:
-            of = pool.keys.group_of(tail.block)
+        entries = list(index.partial_entries())
+        if index.num_partial != len(entries):
+            yield f"group {group} counts {index.num_partial} partial keys, it has {len(entries)}"
+        for _, entry in entries:
+            of = pool.keys.group_of(entry.block)
             if of != group:
-                yield f"block {tail.block} has a partial key in group {group}, its keys are of group {of}"
+                yield f"block {entry.block} has a partial key in group {group}, its keys are of group {of}"
 
 
 def _unwritten(parts: CacheParts) -> Iterator[str]:
@@ -168,7 +168,7 @@ def _unwritten(parts: CacheParts) -> Iterator[str]:
     for block in pool.keys.every_unwritten():
         if pool.keys.group_of(block) < 0:
             yield f"block {block} waits to be written but has no key"
-        if block not in log.promised(pool.keys.step_of(block)):
+        if block not in log.published_by(pool.keys.step_of(block)):
             yield f"block {block} waits for step {pool.keys.step_of(block)}, which does not write it"
 
 

@@ -275,7 +275,7 @@ class Misses:
         if not lacking:
             return lacking
         for group in reversed(self._full):
-            stride = group.key_stride
+            stride = group.hashes_per_block
             begins = first // stride * stride
             found = list(map(group.index.get, hashes[begins + stride - 1 : end + stride - 1 : stride]))
             each = chain.from_iterable(zip(*[found] * stride, strict=True)) if stride > 1 else found
@@ -286,7 +286,7 @@ class Misses:
 
     def _first_loss(self, group: CacheGroup, hashes: Sequence[bytes], first: int, end: int) -> int | None:
         """The number of the first loss of hash blocks ``first`` .. ``end``; None where not all are remembered."""
-        stride = group.key_stride
+        stride = group.hashes_per_block
         keys = hashes[first // stride * stride + stride - 1 : end + stride - 1 : stride]
         young, old = self._lost.knows(group.number)
         numbers = [
@@ -342,7 +342,7 @@ class Misses:
         """The number of the loss of the state after ``tokens`` tokens, if it was lost."""
         column, rest = divmod(tokens, group.policy.block_size)
         if not rest:
-            return self._lost.whole(group.number, request.hashes[column * group.key_stride - 1])
+            return self._lost.whole(group.number, request.hashes[column * group.hashes_per_block - 1])
         own = request.token_ids(tokens - rest, tokens).tobytes()
         inside = self._lost.inside(group.number, _parent(request, group, column))
         return next((lost for known, lost in inside if known == own), None)
@@ -352,12 +352,12 @@ def _has_state(request: Request, group: CacheGroup, tokens: int) -> bool:
     """Whether ``group`` has the state after ``tokens`` tokens."""
     column, rest = divmod(tokens, group.policy.block_size)
     if rest:
-        return group.index.labelled(request, tokens) is not None
-    return group.index.get(request.hashes[column * group.key_stride - 1]) is not None
+        return group.index.state_at(request, tokens) is not None
+    return group.index.get(request.hashes[column * group.hashes_per_block - 1]) is not None
 
 
 def _parent(request: Request, group: CacheGroup, column: int) -> bytes:
-    return parent_key(request, column * group.key_stride, group.key_stride)
+    return parent_key(request, column * group.hashes_per_block, group.hashes_per_block)
 
 
 def _interval(first: int, end: int) -> int | None:
@@ -444,14 +444,14 @@ class LostKeys:
         self._young, self._old = (_Generation(len(self._block_bytes), self._next) for _ in range(2))
 
     def read(self, fact: Fact) -> None:
-        """Note the keys and tails that blocks lost, or that a prompt began. O(keys + tails)."""
+        """Note the keys and partial keys that blocks lost, or that a prompt began. O(keys)."""
         if isinstance(fact, Begun):
             add_known(self.begun, fact.request.hashes[: fact.num_hashes])
             add_known(self.plain, _plain_hashes(fact.request))
         if not isinstance(fact, KeysLost):
             return
-        group, keys, tails = fact.group, fact.keys, fact.tails
-        young, first, count = self._young, self._next, len(keys) + len(tails)
+        group, keys, partial_keys = fact.group, fact.keys, fact.partial_keys
+        young, first, count = self._young, self._next, len(keys) + len(partial_keys)
         young.noted.append(first)
         young.lost.append(LossRecord(fact.now, self.lost_bytes, self.by))
         if self._times is not None:
@@ -459,7 +459,7 @@ class LostKeys:
         self.lost_bytes += self._block_bytes[group] * fact.num_blocks
         self._next += count
         young.whole[group].update(zip(keys, range(first, first + len(keys)), strict=True))
-        for number, (parent, tokens) in enumerate(tails, first + len(keys)):
+        for number, (parent, tokens) in enumerate(partial_keys, first + len(keys)):
             young.inside[group].setdefault(parent, {})[tokens] = number
         if self._next - young.first > self._most_young:
             self._old, self._young = young, _Generation(len(self._block_bytes), self._next)

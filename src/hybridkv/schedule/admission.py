@@ -108,7 +108,7 @@ class AdmissionControl:
         needed = cache.bounds.peak_blocks(
             self._bounds, self.limits.max_in_flight, self._room_for(tokens), request.num_encoder_tokens
         )
-        usable = cache.bounds.promised_blocks
+        usable = cache.bounds.guaranteed_blocks
         if needed <= usable:
             return
         unit = cache.config.unit

@@ -299,7 +299,9 @@ def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection
     if cache.bounds.keeps_checkpoints or cache.bounds.shares_in_part:  # branches cut chunks, too
         if forking is not None or not limits.segments:
             branching = () if forking is None else forking
-            split = partial(split_at_stops, stops=cache.bounds.stops, segments=limits.segments, forking=branching)
+            split = partial(
+                split_at_stops, stops=cache.bounds.checkpoint_positions, segments=limits.segments, forking=branching
+            )
     elif cache.bounds.state_alignment:
         split = partial(
             split_at_blocks,

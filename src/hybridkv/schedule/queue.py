@@ -122,7 +122,7 @@ class WaitingQueue:
         *,
         shares_in_part: bool = False,
     ) -> None:
-        self._cache = cache if cache is not None and cache.kept.ranks else None
+        self._cache = cache if cache is not None and cache.eviction_policy.ranks else None
         self._by_priority = policy == "priority"
         self._shares_in_part = shares_in_part
         self._lock = threading.Lock()
@@ -273,7 +273,7 @@ class WaitingQueue:
         self._entries[entry.request] = self._at[entry.queue_key] = entry
         heappush(self._queue_keys, entry.queue_key)
         if self._cache is not None:
-            self._cache.kept.expect(entry.request)
+            self._cache.eviction_policy.expect(entry.request)
 
     def complete(self, request: Request) -> bool:
         """A step in flight has nothing more to say about ``request``; whether it waits in order."""
@@ -288,7 +288,7 @@ class WaitingQueue:
         if entry is not None:
             del self._at[entry.queue_key]
             if self._cache is not None:
-                self._cache.kept.expect_no_longer(request)
+                self._cache.eviction_policy.expect_no_longer(request)
             if len(self._queue_keys) > 2 * len(self._at) + _FEW:
                 self._queue_keys = [key for key in self._queue_keys if key in self._at]
                 heapify(self._queue_keys)

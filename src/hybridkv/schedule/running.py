@@ -254,7 +254,7 @@ class RunningRows:
             self._waiting.queue_children(request)
             in_flight_steps = sum(flight.release(request, row) for flight in flights)
             if written and not in_flight_steps:
-                self._cache.keep_end(request)
+                self._cache.keep_resume_point(request)
             self._cache.free(request)
             request.num_computed_tokens = 0
             entries.append(Waiting(request, self._queue_keys[self.requests.index(request)], in_flight_steps))
@@ -319,7 +319,7 @@ class RunningRows:
         """Free the row; what it computed is published before, if it was ``written``."""
         if written and request.row not in self._distrusted:
             self._cache.cache_blocks(request, request.num_computed_tokens)
-            self._cache.keep_end(request)
+            self._cache.keep_resume_point(request)
         self._distrusted.discard(request.row)
         self._ended_rows.append(request.row)
         self._cache.free(request)

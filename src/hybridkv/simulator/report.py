@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import EndStatistics, Miss, MissReason, TenantStatistics
+from hybridkv.cache import Miss, MissReason, ResumePointStatistics, TenantStatistics
 from hybridkv.errors import ConfigError
 from hybridkv.regular_files import written_whole
 from hybridkv.schedule import Scheduler
@@ -120,7 +120,7 @@ class ReplayReport:
     moved_bytes: int = 0
     checkpoints: int = 0
     declined_checkpoints: int = 0
-    ends: tuple[EndStatistics, ...] = ()
+    ends: tuple[ResumePointStatistics, ...] = ()
     missed_tokens: int | None = 0
     missed_a_gib_more: int | None = 0
     tenants: tuple[TenantStatistics, ...] = ()

@@ -129,7 +129,7 @@ class CacheManager:
             return asked
         mine, end = self._mirrors.of(request), computed + asked
         while True:
-            stop = next(iter(self.cache.checkpoints.stops(mine, computed, min(end, mine.num_tokens))), end)
+            stop = next(iter(self.cache.checkpoints.positions(mine, computed, min(end, mine.num_tokens))), end)
             if stop >= end:
                 return end - computed
             end = stop  # and what a shorter chunk reaches: placements may keep the last edge of one
@@ -282,9 +282,9 @@ class CacheManager:
         self._due.pop(name, None)
         self._admissions.forget(name)
         mine = self._mirrors.known(name)
-        if mine is not None and mine.row >= 0 and self.cache.bounds.keeps_ends:
+        if mine is not None and mine.row >= 0 and self.cache.bounds.keeps_resume_points:
             self.cache.engine.withdraw(mine)  # by priority who is preempted may have had its slots
-            self.cache.keep_end(self._mirrors.of(request))
+            self.cache.keep_resume_point(self._mirrors.of(request))
         self.cache.free(name)
         held = self._held.pop(name, None)
         if held is not None:

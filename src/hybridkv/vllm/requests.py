@@ -204,7 +204,7 @@ class SlotsAhead:
         served, self.served = self.served, {}
         if served:
             rows = np.fromiter((mine.row for mine in served.values()), np.int64, len(served))
-            needed = np.minimum(self._cache.engine.next_events(rows), self._cache.checkpoints.next_stops(rows))
+            needed = np.minimum(self._cache.engine.next_events(rows), self._cache.checkpoints.next_positions(rows))
             enough = zip(served, needed.tolist(), strict=True)
             self._enough.update(one for one in enough if one[0] not in self._owed)
 

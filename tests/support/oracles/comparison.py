@@ -66,7 +66,7 @@ class Comparison:
         ends = [min(e.computed + e.count, len(e.request.tokens)) for e in entries]
         for group in self._cache.groups:
             if group.states is not None:
-                same("labels", group.label[step.rows].tolist(), ends)
+                same("labels", group.state_position[step.rows].tolist(), ends)
 
     def _compare_cells(self, step: Step, foretold: OracleStep) -> None:
         rows = step.rows.tolist()
@@ -279,7 +279,7 @@ class NaturalComparison(Comparison):
         super()._compare_index()
         for group, index in enumerate(self._cache.block_pool.indexes):
             real: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
-            for parent, tail in index.tails():
+            for parent, tail in index.partial_entries():
                 tokens = tuple(np.frombuffer(tail.tokens, np.int32).tolist())
                 real.setdefault(parent, []).append((tokens, tail.block))
             expected = {
@@ -295,5 +295,5 @@ class NaturalComparison(Comparison):
         return (
             self._hash(prefix)
             if tokens
-            else parent_key(self._request(origin, (0,)), 0, self._cache.groups[group].key_stride)
+            else parent_key(self._request(origin, (0,)), 0, self._cache.groups[group].hashes_per_block)
         )

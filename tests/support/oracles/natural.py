@@ -186,7 +186,7 @@ class NaturalOracle(Oracle):
 
             def is_whole(size: int) -> bool:
                 """No state is kept inside of so many tokens."""
-                stops = self.natural.placement.stops(asked, computed, computed + size)
+                stops = self.natural.placement.checkpoints(asked, computed, computed + size)
                 return not any(computed < stop < computed + size and stop <= known for stop in stops)
 
             most = next((size for size in range(most, 0, -1) if is_whole(size)), most)

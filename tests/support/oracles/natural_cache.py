@@ -243,7 +243,7 @@ class NaturalCache(OracleCache):
         column, rest = divmod(end, group.size)
         if rest and column < len(row.table) and row.table[column]:
             prefix = self.finder(request).prefix(end)
-            self.blocks.publish_tail(group.number, row.table[column], prefix, end - rest, step)
+            self.blocks.publish_partial(group.number, row.table[column], prefix, end - rest, step)
             self.counts[f"ends {group.kind}"] += 1
 
     def accept(self, request: OracleRequest) -> None:
@@ -263,7 +263,7 @@ class NaturalCache(OracleCache):
             return
         for stop, column in request.late:
             self._settle_state(request, stop, column, ended=False)
-        if self.placement.ends and end and end == request.computed:
+        if self.placement.keeps_final_state and end and end == request.computed:
             self._settle_state(request, end, 0, ended=True)
 
     def _settle_state(self, request: OracleRequest, end: int, column: int, *, ended: bool) -> None:
@@ -284,7 +284,7 @@ class NaturalCache(OracleCache):
         """Where the placement wants a state of ``request``, of known tokens only."""
         if not (self._may_write(request) and self.states):
             return ()
-        stops = self.placement.stops(as_asked(request), computed, end)
+        stops = self.placement.checkpoints(as_asked(request), computed, end)
         return tuple(stop for stop in stops if stop <= len(request.tokens))
 
     def lacking(self, request: OracleRequest, end: int) -> list[OracleGroup]:
@@ -299,7 +299,7 @@ class NaturalCache(OracleCache):
         if parent == end:
             self.blocks.publish(group.number, block, finder.prefix(end), step)
         else:
-            self.blocks.publish_tail(group.number, block, finder.prefix(end), parent, step)
+            self.blocks.publish_partial(group.number, block, finder.prefix(end), parent, step)
 
     def keep(self, request: OracleRequest, end: int, step: int) -> list[tuple[int, int]] | None:
         """Room for the state after ``end`` tokens in every group that lacks it: group, place in ``held``.

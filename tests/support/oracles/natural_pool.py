@@ -124,7 +124,7 @@ class NaturalPool(OraclePool):
         self._add(block, (group, prefix), (), step)
         self.published.setdefault((group, prefix), []).append(block)
 
-    def publish_tail(self, group: int, block: int, prefix: Prefix, parent: int, step: int | None) -> None:
+    def publish_partial(self, group: int, block: int, prefix: Prefix, parent: int, step: int | None) -> None:
         """``block`` can be hit under a partial key: the first ``parent`` tokens, and those behind them.
 
         Not if it is known; the oldest of five is forgotten.

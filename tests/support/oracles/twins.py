@@ -224,7 +224,7 @@ class Twins(Rig):
     def check(self) -> None:
         """The first side checks itself, the other what it keeps, and both have the same free blocks."""
         self.sides[0].scheduler.check()
-        same("what is wrong with what is kept", list(self.sides[1].cache._parts.kept.check()), [])
+        same("what is wrong with what is kept", list(self.sides[1].cache._parts.eviction_policy.check()), [])
         same("blocks to evict", *(side.cache.block_pool.space.order().tolist() for side in self.sides))
 
 

@@ -1,7 +1,7 @@
 """Where recurrent states are kept: frozen values that only say it (docs/design/0009)."""
 
 from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named, placement_of
-from hybridkv.cache.placement.stops import AlignPlacement, EndsPlacement, IntervalPlacement, NoStates, Placement
+from hybridkv.cache.placement.placements import AlignPlacement, EndsPlacement, IntervalPlacement, NoStates, Placement
 
 __all__ = [
     "DEFAULT_PLACEMENT",

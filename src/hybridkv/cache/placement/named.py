@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from typing import Final
 
-from hybridkv.cache.placement.stops import (
+from hybridkv.cache.placement.placements import (
     MOST_TOKENS,
     AlignPlacement,
     EndsPlacement,

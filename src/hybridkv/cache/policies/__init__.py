@@ -46,15 +46,15 @@ from hybridkv.cache.policies.state import (
     AlignedStatePolicy,
     AnyHits,
     EncoderPolicy,
-    LabelHits,
     NoHits,
+    PositionHits,
     RunningStatePolicy,
     StateHits,
 )
 
 StatePolicy = AlignedStatePolicy | RunningStatePolicy
 Policy = AttentionPolicy | AlignedStatePolicy | RunningStatePolicy | EncoderPolicy
-Hits = BlockHits | TokenHits | StateHits | LabelHits | NoHits | AnyHits
+Hits = BlockHits | TokenHits | StateHits | PositionHits | NoHits | AnyHits
 
 __all__ = [
     "NEVER",
@@ -72,9 +72,9 @@ __all__ = [
     "GroupKind",
     "GroupPlan",
     "Hits",
-    "LabelHits",
     "NoHits",
     "Policy",
+    "PositionHits",
     "PublishRule",
     "RowFacts",
     "RunningStatePolicy",

@@ -2,17 +2,17 @@
 
 What an attention layer reads of the tokens before it, all, a window, or a chunk; and so where its hits may end.
 
-BlockHits     at the edges of blocks                       [ block | block ]
+BlockHits     at the boundaries of blocks                       [ block | block ]
 TokenHits     at any token: a block used in part is copied [ block | blo:ck ]
 
 Which full blocks are worth a key: only what a later look-up can reach.
 
 A hit ends at a multiple of the common alignment A. Of a window only the ``need`` columns before such an
-edge are ever looked at (EAGLE: one column further, since it looks one block past the edge):
+boundary are ever looked at (EAGLE: one column further, since it looks one block past the boundary):
 
     A = 4 columns, need 2    . . x x | . . x x | . . x x |        EAGLE, need 3    . . x x | x . x x | x ...
 
-With retention only some edges are served: every ``interval`` tokens, and those where the request itself is
+With retention only some boundaries are served: every ``interval`` tokens, and those where the request itself is
 likely to be resumed. This is what vLLM 0.32 publishes; see tests/unit/test_publishing.py for its numbers.
 """
 
@@ -47,8 +47,8 @@ class PublishRule:
     """Publishing rule of one group.
 
     block_size: tokens of a column. alignment: common alignment of all groups, tokens. need: columns before
-    an edge that a hit reads; None: all. past: columns behind an edge that are looked at as well.
-    interval: tokens between the edges kept: None for every one, 0 for those of the request only.
+    an boundary that a hit reads; None: all. past: columns behind an boundary that are looked at as well.
+    interval: tokens between the boundaries kept: None for every one, 0 for those of the request only.
     """
 
     block_size: int
@@ -64,41 +64,41 @@ class PublishRule:
         object.__setattr__(self, "keeps_all", all_is_read)
 
     def decided(self, known_tokens: T) -> T:
-        """Leading columns about which ``known_tokens`` tokens decide: up to the last edge, and ``past``.
+        """Leading columns about which ``known_tokens`` tokens decide: up to the last boundary, and ``past``.
 
         A number or an int64 array.
         """
-        edge = known_tokens // self.alignment * self.alignment
+        boundary = known_tokens // self.alignment * self.alignment
         if self.past:
-            behind, most = known_tokens - edge, self.past * self.block_size
-            edge += (behind - (behind - most) * (behind > most)) * (edge > 0)
-        return edge // self.block_size
+            behind, most = known_tokens - boundary, self.past * self.block_size
+            boundary += (behind - (behind - most) * (behind > most)) * (boundary > 0)
+        return boundary // self.block_size
 
     def next_tokens(self, decided: T) -> T:
         """The token count at which more than ``decided`` columns are decided. A number or an int64 array."""
         end = (decided + 1) * self.block_size
-        at_edge = -(-end // self.alignment) * self.alignment
+        at_boundary = -(-end // self.alignment) * self.alignment
         if not self.past:
-            return at_edge
+            return at_boundary
         before = end - self.past * self.block_size
         is_past = (before > 0) & (before % self.alignment == 0)
-        soonest: T = at_edge - (at_edge - end) * is_past
+        soonest: T = at_boundary - (at_boundary - end) * is_past
         return soonest
 
     @property
-    def keeps_every_edge(self) -> bool:
+    def keeps_every_boundary(self) -> bool:
         """Whether a column that ends at a multiple of the alignment is published, whoever asks."""
         return self.interval is None and self.block_size % self.alignment == 0
 
-    def columns(self, first: int, last: int, edges: tuple[int, ...] = ()) -> Int64:
-        """Columns of first .. last-1 to publish. edges: tokens where the request is likely to be resumed."""
+    def columns(self, first: int, last: int, boundaries: tuple[int, ...] = ()) -> Int64:
+        """Columns of first .. last-1 to publish. boundaries: tokens where the request is likely to be resumed."""
         every: Int64 = np.arange(first, last)
         if self.keeps_all:
             return every
-        kept: Int64 = every[self.mask(every, edges)]
+        kept: Int64 = every[self.mask(every, boundaries)]
         return kept
 
-    def keeps(self, column: int, edges: tuple[int, ...] = ()) -> bool:
+    def keeps(self, column: int, boundaries: tuple[int, ...] = ()) -> bool:
         """Mask of one column, without arrays of one element."""
         if self.need is None:
             return True
@@ -109,10 +109,10 @@ class PublishRule:
             return True
         if self.interval is None:
             return False
-        ends = (edge // self.alignment * self.alignment // self.block_size + self.past for edge in edges)
+        ends = (boundary // self.alignment * self.alignment // self.block_size + self.past for boundary in boundaries)
         return any(end - self.need <= column < end for end in ends)
 
-    def mask(self, columns: Int64, edges: tuple[int, ...] = ()) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def mask(self, columns: Int64, boundaries: tuple[int, ...] = ()) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Which of ``columns`` are published, bool[len(columns)]."""
         if self.need is None:
             return np.ones(len(columns), np.bool_)
@@ -121,8 +121,8 @@ class PublishRule:
         at = columns - self.past
         keep = np.full(len(columns), self.need >= per) | ((at >= 0) & (at % per >= per - self.need))
         if self.interval is not None:
-            for edge in edges:
-                end = edge // self.alignment * self.alignment // self.block_size + self.past
+            for boundary in boundaries:
+                end = boundary // self.alignment * self.alignment // self.block_size + self.past
                 keep |= (columns >= end - self.need) & (columns < end)
         return keep
 
@@ -177,7 +177,9 @@ class AttentionPolicy:
             reuse, append, take = self._begin(NONE if hit is None else hit, columns, demand)
         first = max(row.published, len(reuse))
         decided = max(first, self.publishing.decided(demand.known))
-        publish = self.publishing.columns(max(first, drop), decided, demand.edges) if decided > first else NO_COLUMNS
+        publish = (
+            self.publishing.columns(max(first, drop), decided, demand.boundaries) if decided > first else NO_COLUMNS
+        )
         return GroupPlan(drop, reuse, take, append, (), publish, decided)
 
     def _begin(self, hit: Int32, columns: int, demand: Demand) -> tuple[Int32, Int32 | None, int]:
@@ -193,10 +195,10 @@ class AttentionPolicy:
         append[:skip] = 0
         return hit, append, take - skip
 
-    def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
+    def stored_columns(self, row: RowFacts, computed_tokens: int, boundaries: tuple[int, ...]) -> tuple[Int64, int]:
         """Columns to publish when ``computed_tokens`` are there at last, and how many are decided then."""
         decided = max(row.published, self.publishing.decided(computed_tokens))
-        return self.publishing.columns(row.published, decided, edges), decided
+        return self.publishing.columns(row.published, decided, boundaries), decided
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
         """Blocks that ``num_tokens`` tokens hold at most, all in one step."""
@@ -252,30 +254,30 @@ class WindowSpan:
         return columns * block_size + self.window - 1
 
     def columns_read(self, block_size: int) -> int:
-        """Columns before a block edge that hold what the next token reads: ``ceil((W - 1) / block_size)``.
+        """Columns before a block boundary that hold what the next token reads: ``ceil((W - 1) / block_size)``.
 
         At least 1: a window of 1 reads nothing before it, but one column must prove that the prefix was seen.
         """
         return max(-(-(self.window - 1) // block_size), 1)
 
     def longest_hit(self, index: PrefixIndex, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
-        """The last aligned edge whose window is cached, or the leading columns where they are fewer.
+        """The last aligned boundary whose window is cached, or the leading columns where they are fewer.
 
-        A miss rules out every edge that would read it, so a prompt never seen costs one look-up a window,
+        A miss rules out every boundary that would read it, so a prompt never seen costs one look-up a window,
         and no column is looked up more than twice.
         """
         need, past, step = self.columns_read(block_size), search.past, search.alignment // block_size
         last = min(search.limit_tokens // block_size, len(keys)) - past
-        edge = min(search.end_tokens // block_size, last) // step * step
+        boundary = min(search.end_tokens // block_size, last) // step * step
         missing: list[int] = []
-        while edge > 0:
-            first = max(edge - need, 0)
-            run = index.leading_run(keys[first : edge + past])
-            if len(run) == edge + past - first:
-                blocks = np.concatenate((np.zeros(first, np.int32), run[: edge - first]))
-                return GroupHit(edge * block_size, blocks, tuple(missing), run)
+        while boundary > 0:
+            first = max(boundary - need, 0)
+            run = index.leading_run(keys[first : boundary + past])
+            if len(run) == boundary + past - first:
+                blocks = np.concatenate((np.zeros(first, np.int32), run[: boundary - first]))
+                return GroupHit(boundary * block_size, blocks, tuple(missing), run)
             missing.append((first + len(run)) * block_size)
-            edge = (first + len(run) - past) // step * step
+            boundary = (first + len(run) - past) // step * step
         return GroupHit(0, NONE, tuple(missing))
 
 
@@ -345,7 +347,7 @@ Span = FullSpan | WindowSpan | ChunkSpan
 
 @dataclass(frozen=True, slots=True)
 class BlockHits:
-    """Finds what layers that read ``span`` need, up to the edge of a block."""
+    """Finds what layers that read ``span`` need, up to the boundary of a block."""
 
     span: Span
     block_size: int

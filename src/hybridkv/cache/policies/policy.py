@@ -67,7 +67,7 @@ class GroupHit(NamedTuple):
 class RowFacts(NamedTuple):
     """What a row holds in one group: ``held`` columns, the first ``dropped`` of them null.
 
-    published: leading columns that were published or passed over. For groups that keep a state, label: the
+    published: leading columns that were published or passed over. For groups that keep a state, state_position: the
     token count of the state that the last step leaves; pending: token counts, multiples of the block, of
     states in earlier columns that could not be published yet.
     """
@@ -75,7 +75,7 @@ class RowFacts(NamedTuple):
     held: int = 0
     dropped: int = 0
     published: int = 0
-    label: int = 0
+    state_position: int = 0
     pending: tuple[int, ...] = ()
 
 
@@ -89,7 +89,7 @@ class Demand(NamedTuple):
     hit and external are 0 for a row that runs already. known: tokens whose keys may be published
     (0: none). certain: ``end`` without drafts. encoder: tokens of the encoder's input; by_digest: whether what is
     kept of it may be published under its digest.
-    edges: token counts at which this very request is likely to be resumed; for retention.
+    boundaries: token counts at which this very request is likely to be resumed; for retention.
     """
 
     processed: int
@@ -101,7 +101,7 @@ class Demand(NamedTuple):
     certain: int
     encoder: int = 0
     by_digest: bool = False
-    edges: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
 
 
 class GroupPlan(NamedTuple):

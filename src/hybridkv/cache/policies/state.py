@@ -38,7 +38,7 @@ from hybridkv.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class LabelHits:
+class PositionHits:
     """Checkpoints: states in blocks of nobody's row, labelled with their token counts (docs/contracts.md, 8)."""
 
     copies: bool = True
@@ -55,11 +55,11 @@ class LabelHits:
     def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """The last label at or before the end. O(blocks behind it)."""
         additions = index.additions
-        return GroupHit(index.label(request, search.end_tokens, search.alignment), NONE, additions=additions)
+        return GroupHit(index.last_state(request, search.end_tokens, search.alignment), NONE, additions=additions)
 
     def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:
         """The checkpoint."""
-        return index.labelled(request, num_tokens) or 0
+        return index.state_at(request, num_tokens) or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class RunningStatePolicy:
 
     block_size: int
     row_columns: int
-    hits: LabelHits | NoHits
+    hits: PositionHits | NoHits
     publishing: None = None
     only_grows: bool = False
     rotates: bool = True
@@ -154,7 +154,7 @@ class RunningStatePolicy:
         """Take all blocks when the row begins. A hit is copied, not adopted."""
         return _fixed(row, self.row_columns)
 
-    def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
+    def stored_columns(self, row: RowFacts, computed_tokens: int, boundaries: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
         """Return no column: checkpoints are published, not columns of rows."""
         return NO_COLUMNS, row.published
 
@@ -218,7 +218,7 @@ class EncoderPolicy:
             return GroupPlan(0, NONE, take, None, (), np.arange(take), take)
         return _fixed(row, take)
 
-    def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
+    def stored_columns(self, row: RowFacts, computed_tokens: int, boundaries: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
         """Return no column: the blocks got their keys when they were taken."""
         return NO_COLUMNS, row.published
 
@@ -246,16 +246,16 @@ class StateHits:
     def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
         """The right-most state at or before the end. O(boundaries behind it)."""
         size, step = self.block_size, search.alignment // self.block_size
-        edge = min(search.end_tokens // size, len(keys)) // step * step
+        boundary = min(search.end_tokens // size, len(keys)) // step * step
         missing: list[int] = []
-        while edge > 0:
-            block = index.get(keys[edge - 1])
+        while boundary > 0:
+            block = index.get(keys[boundary - 1])
             if block is not None:
-                blocks = np.zeros(edge, np.int32)
+                blocks = np.zeros(boundary, np.int32)
                 blocks[-1] = block
-                return GroupHit(edge * size, blocks, tuple(missing), blocks[-1:])
-            missing.append((edge - 1) * size)
-            edge -= step
+                return GroupHit(boundary * size, blocks, tuple(missing), blocks[-1:])
+            missing.append((boundary - 1) * size)
+            boundary -= step
         return GroupHit(0, NONE, tuple(missing))
 
     def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
@@ -282,9 +282,9 @@ class AlignedStatePolicy:
         return -(-num_tokens // self.block_size) - 1
 
     def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
-        """Return columns after that of the step's end, but for a state at an edge: that goes where it can be published.
+        """Return columns after that of the step's end, but for a state at a boundary: that is published.
 
-        Fewer drafts than ``block_size``, so there is one edge at most, E:
+        Fewer drafts than ``block_size``, so there is one boundary at most, E:
 
             S, E before it         [ E | certain | draft | .. ]        S: the column of the last draft
             S, which ends at E     [ .. | E | draft | certain ]        the last one's place is the first one's
@@ -310,7 +310,7 @@ class AlignedStatePolicy:
 
     def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:
         """Whether a row needs at most one block, and a key for no column but the one that ``known`` ends."""
-        if self.drafts or not self.publishing.keeps_every_edge:
+        if self.drafts or not self.publishing.keeps_every_boundary:
             return published < 0
         computed, end, known = tokens
         decided, size = self.publishing.decided(known), self.block_size
@@ -338,7 +338,7 @@ class AlignedStatePolicy:
         stored = self._stored(row, demand)
         first = max(row.published, len(reuse))
         decided = max(first, self.publishing.decided(demand.known))
-        publish = self._columns(stored, max(first, drop), decided, demand.edges)
+        publish = self._columns(stored, max(first, drop), decided, demand.boundaries)
         pending = tuple(tokens for tokens in stored if tokens > decided * self.block_size)
         return GroupPlan(drop, reuse, take, append, vacate, publish, decided, pending)
 
@@ -369,22 +369,22 @@ class AlignedStatePolicy:
     def _crossed(self, row: RowFacts, computed_tokens: int) -> tuple[int, ...]:
         """The boundary where the last chunk ended, or that its accepted drafts crossed (docs/contracts.md, 8)."""
         boundary = computed_tokens // self.block_size * self.block_size
-        return (boundary,) if row.held and boundary >= row.label else ()
+        return (boundary,) if row.held and boundary >= row.state_position else ()
 
-    def _columns(self, tokens: Sequence[int], first: int, decided: int, edges: tuple[int, ...]) -> Int64:
+    def _columns(self, tokens: Sequence[int], first: int, decided: int, boundaries: tuple[int, ...]) -> Int64:
         """Columns first .. decided-1 that end at one of ``tokens``, as far as retention keeps them."""
         ends = [one // self.block_size for one in tokens]
         ended = [end - 1 for end in ends if first < end <= decided]
         if not ended:
             return NO_COLUMNS
         columns = np.array(ended, np.int64)
-        return columns[self.publishing.mask(columns, edges)]
+        return columns[self.publishing.mask(columns, boundaries)]
 
-    def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
+    def stored_columns(self, row: RowFacts, computed_tokens: int, boundaries: tuple[int, ...]) -> tuple[Int64, int]:
         """Columns to publish when ``computed_tokens`` are there at last, and how many are decided then."""
         decided = max(row.published, self.publishing.decided(computed_tokens))
         stored = sorted({*row.pending, *self._crossed(row, computed_tokens)})
-        return self._columns(stored, row.published, decided, edges), decided
+        return self._columns(stored, row.published, decided, boundaries), decided
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
         """Blocks that ``num_tokens`` tokens hold at most."""

@@ -21,7 +21,7 @@ from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.request import Request
 
 
-class KeptEnds(Protocol):
+class EvictionPolicy(Protocol):
     """See the module. ranks: whether every end is of interest, those without new states, too."""
 
     @property
@@ -77,7 +77,7 @@ class KeptEnds(Protocol):
         ...
 
 
-class LastUsed:
+class LeastRecentlyUsed:
     """Nothing but the order of last use, and checkpoints that are passed by: see ``EndsPlacement.is_supersedable``.
 
     groups: those whose states are kept.
@@ -119,7 +119,7 @@ class LastUsed:
         consumed = self._consumed.get(request.row, 0)
         if not 0 < consumed < tokens:
             return
-        found = [group.index.labelled(request, consumed) for group in self._groups]
+        found = [group.index.state_at(request, consumed) for group in self._groups]
         if self._pool.supersede([block for block in found if block is not None]):
             del self._consumed[request.row]
 

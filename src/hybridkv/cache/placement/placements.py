@@ -38,15 +38,15 @@ class Placement(Protocol):
         ...
 
     @property
-    def ends(self) -> bool:
+    def keeps_final_state(self) -> bool:
         """Whether the state at the end of a request becomes a checkpoint."""
         ...
 
-    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+    def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Token counts in start + 1 .. end at which the state should be kept, ascending. O(stops)."""
         ...
 
-    def next_stop(self, request: Request, after: int) -> int:
+    def next_checkpoint(self, request: Request, after: int) -> int:
         """The least stop greater than ``after``, NEVER where there is none. At most O(marks)."""
         ...
 
@@ -61,13 +61,13 @@ class NoStates:
 
     name: str = "none"
     keeps_states: bool = False
-    ends: bool = False
+    keeps_final_state: bool = False
 
-    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:  # noqa: ARG002 - as asked
+    def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:  # noqa: ARG002 - as asked
         """None."""
         return ()
 
-    def next_stop(self, request: Request, after: int) -> int:  # noqa: ARG002 - as asked
+    def next_checkpoint(self, request: Request, after: int) -> int:  # noqa: ARG002 - as asked
         """NEVER."""
         return NEVER
 
@@ -89,7 +89,7 @@ class AlignPlacement:
 
     tokens: int
     keeps_states: bool = True
-    ends: bool = False
+    keeps_final_state: bool = False
 
     def __post_init__(self) -> None:
         _check_tokens(self.tokens)
@@ -99,13 +99,13 @@ class AlignPlacement:
         """``align:N``."""
         return f"align:{self.tokens}"
 
-    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        """Those up to three, and marks. Between edges that cut a chunk in two it may answer more. O(marks)."""
-        edges = (end, request.num_prompt_tokens - 1, request.branch_tokens)
-        mine = {edge // self.tokens * self.tokens for edge in edges}
+    def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        """Those up to three, and marks. Between boundaries that cut a chunk in two it may answer more. O(marks)."""
+        boundaries = (end, request.num_prompt_tokens - 1, request.branch_tokens)
+        mine = {boundary // self.tokens * self.tokens for boundary in boundaries}
         return tuple(sorted({one for one in mine if start < one <= end}.union(_between(request.marks, start, end))))
 
-    def next_stop(self, request: Request, after: int) -> int:
+    def next_checkpoint(self, request: Request, after: int) -> int:
         """The next multiple, or mark: whichever chunk reaches it has a stop."""
         return min((after // self.tokens + 1) * self.tokens, _next(request.marks, after))
 
@@ -123,7 +123,7 @@ class IntervalPlacement:
 
     tokens: int
     keeps_states: bool = True
-    ends: bool = True
+    keeps_final_state: bool = True
 
     def __post_init__(self) -> None:
         _check_tokens(self.tokens)
@@ -133,11 +133,11 @@ class IntervalPlacement:
         """``interval:N``."""
         return f"interval:{self.tokens}"
 
-    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+    def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Multiples, and marks."""
         return _merged(_multiples(self.tokens, start, end), _between(request.marks, start, end))
 
-    def next_stop(self, request: Request, after: int) -> int:
+    def next_checkpoint(self, request: Request, after: int) -> int:
         """The next multiple, or mark."""
         return min((after // self.tokens + 1) * self.tokens, _next(request.marks, after))
 
@@ -157,13 +157,13 @@ class EndsPlacement:
 
     name: str = "ends"
     keeps_states: bool = True
-    ends: bool = True
+    keeps_final_state: bool = True
 
-    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+    def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Those two, and marks. O(marks)."""
         return _between(_own(request), start, end)
 
-    def next_stop(self, request: Request, after: int) -> int:
+    def next_checkpoint(self, request: Request, after: int) -> int:
         """The next of them. O(marks)."""
         return _next(_own(request), after)
 
