@@ -683,7 +683,9 @@ def with_transfers(moves: StateMoves, transfers: Transfers, rows: Int64) -> Stat
     if not (transfers.copies or transfers.checkpoints):
         return moves
     asked = tuple([Copy("before", *transfer) for transfer in transfers.copies])
-    place = {row: i for i, row in enumerate(rows.tolist())}
-    stored = [(place[one.row], one.group, one.tokens, one.block) for one in transfers.checkpoints]
-    writes = np.concatenate((moves.state_writes, np.array(stored, np.int32).reshape(-1, 4)))
-    return moves._replace(copies=asked + moves.copies, state_writes=writes.astype(np.int32))
+    stored = np.array([tuple(one) for one in transfers.checkpoints], np.int32).reshape(-1, 4)
+    place = np.empty(int(rows.max()) + 1, np.int32)
+    place[rows] = np.arange(len(rows), dtype=np.int32)
+    stored[:, 0] = place[stored[:, 0]]
+    writes = np.concatenate((moves.state_writes, stored))
+    return moves._replace(copies=asked + moves.copies, state_writes=writes)

@@ -206,10 +206,10 @@ class FreeOrder:
 
     def first(self) -> int:
         """The block that would be taken first; it stays. The caller knows that there is one. O(1) amortised."""
-        i = self._head
+        ring, place, capacity, i = self._each_ring, self._each_place, self._capacity, self._head
         while True:
-            block = self._ring.item(i % self._capacity)
-            if self._place.item(block) == i:
+            block: int = ring[i % capacity]
+            if place[block] == i:
                 self._head = i  # stale entries are passed once
                 return block
             i += 1

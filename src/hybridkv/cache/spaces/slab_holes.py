@@ -316,6 +316,7 @@ class SlabHoles:
             for slab in slabs:
                 self.num_held[slab] += held
                 self.num_holes[slab] += holes
+            for slab in dict.fromkeys(slabs) if self.ks[of] > 1 else ():  # a slab of one block is never half full
                 self._file(slab, of)
             return slabs
         if self.ks[of] == 1:  # each block has a slab of its own, which is never half full
