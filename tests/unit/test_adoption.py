@@ -65,7 +65,7 @@ def test_the_hit_of_another_request_is_not_adopted(config: KVCacheConfig, tokens
     blocks, hit = found(cache, ONE)
     assert hit == tokens
     other = Request("other", sharing(min(shared, tokens - 1)), hasher=cache.hasher)
-    with pytest.raises(ConfigError, match="the hit handed over for 'other' holds other tokens"):
+    with pytest.raises(ConfigError, match="the hit passed in for 'other' holds other tokens"):
         cache.allocate_slots(other, 4, hit, blocks)
     cache.check()
     assert cache.get_block_ids("other") == ([],) * len(config.groups)

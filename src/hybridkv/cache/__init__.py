@@ -1,4 +1,4 @@
-"""The cache: which block holds which tokens, which tokens are there already, and what goes first."""
+"""The prefix cache: which block holds which tokens, which tokens can be reused, and which blocks are evicted."""
 
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher, EngineHashes

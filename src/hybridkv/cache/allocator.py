@@ -1,15 +1,12 @@
-"""Slots of requests: what is planned is carried out, whole steps at once, and given back in the end.
+"""Slots of requests: carries out plans, allocates for whole steps at once, and gives blocks back.
 
-plan_slots -> SlotPlan --commit--> rows hold blocks --free-----> nobody's; what is published stays findable
-allocate   all rows of a step: array operations where they lead to the same, plan and commit elsewhere
+    plan_slots -> SlotPlan --commit--> the row holds blocks --free--> the blocks are free; published ones stay findable
+    allocate      slots for all rows of a step: array operations where possible, else plan and commit row by row
 
-Slots for all rows of a step at once.
-
-One vector question decides who needs anything: total tokens against each row's next event. Those who do
-(one in block_size for a decoding row) are served in (request, group) order, so block ids are those of one
-call after the other; a property test holds the two together. Rows that need no more than to drop columns,
-take blocks and publish full ones are served with array operations, as far as the order cannot be told from
-that of single calls; the others one by one.
+``allocate`` asks one vector question: which rows reach their next event with this step? About one in ``block_size`` of
+the decoding rows does. These rows are served in (request, group) order, so block ids equal those of one call after
+another; a property test compares the two. Rows that only drop columns, take blocks and publish full blocks are served
+with array operations, as long as the result is the same as that of single calls. All other rows are served one by one.
 """
 
 from __future__ import annotations
@@ -36,17 +33,16 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 FEW = 6
-"""So many rows of a step are sooner served one by one."""
+"""Up to this many due rows of a step are served one by one, because arrays would cost more counted work."""
 
 _NONE = np.empty(0, np.int32)
 
 
 class Slots:
-    """The one that changes rows and holds of running requests.
+    """Changes the rows of resident requests and the blocks that they hold.
 
-    planner: decides what it does, and knows which rows are being loaded.
-
-    The last one told of a row is ``residents``, which then finds its next event.
+    ``planner`` decides each change and knows which rows are being loaded. After every change ``residents`` computes the
+    next event of the row, so it is called last.
     """
 
     def __init__(
@@ -72,14 +68,17 @@ class Slots:
         self._loads = planner.loads
         self._loading = self._loads.of_row
         self._no_hit = no_hit(len(residents.groups))
-        self._only_grow = all(one.policy.is_plain(0, 0, (0, 0, 0)) for one in residents.groups)  # who needs nothing
+        self._only_grow = all(one.policy.is_plain(0, 0, (0, 0, 0)) for one in residents.groups)
 
     # -- one request
 
     def allocate_one(self, request: Request, wanted: SlotDemand) -> tuple[Int32, ...] | Refusal:
-        """Plan and commit: the new columns of each group, or why not.
+        """Plan and commit.
 
-        When they do not fit, columns that are read no longer are given back all the same.
+        If the blocks do not fit, columns that the request no longer reads are given back all the same.
+
+        Returns:
+            The new columns of each group, or the reason for which they are refused.
         """
         plan = self._planner.plan(request, wanted)
         if isinstance(plan, Refusal):
@@ -88,10 +87,16 @@ class Slots:
         return self.commit(plan)
 
     def grow(self, request: Request, end_tokens: int, total_tokens: int) -> tuple[Int32, ...] | None:
-        """allocate_one for a request that runs and needs no more than blocks at the end of its rows.
+        """Allocate for a running request that needs only new blocks at the end of its rows.
 
-        The new columns of each group, () where none is new; None, and nothing done but columns dropped that are read
-        no longer, where it takes a plan, or is refused. end_tokens: of the step; total_tokens: with drafts.
+        Args:
+            request: A resident request.
+            end_tokens: Its tokens after the step.
+            total_tokens: ``end_tokens`` with room for drafts.
+
+        Returns:
+            The new columns of each group, () if there are no new ones. ``None`` if the request needs a plan or must be
+                refused; then at most columns that it no longer reads were dropped.
         """
         row, requests = request.row, self._request_rows
         if (
@@ -118,9 +123,9 @@ class Slots:
         return new
 
     def _missing(self, row: int, tokens: tuple[int, int, int], total_tokens: int) -> list[int] | None:
-        """Blocks that ``row`` needs at its end, by group, what it reads no longer dropped; None where states move.
+        """Drop the columns that ``row`` no longer reads, and return the blocks that it needs at its end, by group.
 
-        tokens: computed, end, known.
+        Returns ``None`` if a state moves to another column. ``tokens`` is (computed, end, known).
         """
         computed, end_tokens, _ = tokens
         processed = computed - self._request_rows.each_in_flight[row]
@@ -141,7 +146,7 @@ class Slots:
         return missing
 
     def _extend(self, row: int, missing: Sequence[int]) -> tuple[Int32, ...]:
-        """``missing`` new blocks, by group, at the end of ``row``."""
+        """Take ``missing`` blocks, by group, and append them to ``row``."""
         new = []
         for group, n in zip(self._groups, missing, strict=True):
             if n == 1:
@@ -157,9 +162,13 @@ class Slots:
         return tuple(new)
 
     def commit(self, plan: SlotPlan) -> tuple[Int32, ...]:
-        """Carry out ``plan``; the new columns of each group, null and moved ones included.
+        """Carry out ``plan``.
 
-        StalePlanError, and nothing changed, if anything changed since it was made.
+        Returns:
+            The new columns of each group, null and moved ones included.
+
+        Raises:
+            StalePlanError: The pool changed since the plan was made. Nothing was done.
         """
         request = plan.request
         if plan.epoch != self._pool.epoch:
@@ -178,7 +187,7 @@ class Slots:
         return new
 
     def finish_load(self, request: Request, tokens: int | None) -> int:
-        """What was loaded for ``request`` has come, its first ``tokens`` tokens; see KVCacheManager.finish_load."""
+        """Note that the first ``tokens`` tokens were loaded for ``request``; see KVCacheManager.finish_load."""
         row, arrived = self._residents.row_of(request), self._loads.arrived(request, tokens)
         self._loads.end(row)
         request.num_computed_tokens = arrived
@@ -193,9 +202,9 @@ class Slots:
         return arrived
 
     def _carry_out(self, plan: SlotPlan, row: int) -> tuple[Int32, ...]:
-        """All groups drop before any touches, and touch before any takes.
+        """Drop, touch, then take blocks: each stage for all groups.
 
-        So what one frees the others may take, and what one hits nobody evicts.
+        Thus one group can take the blocks that another one drops, and no group evicts the hit of another.
         """
         work = tuple(zip(self._groups, plan.groups, strict=True))
         for group, part in work:
@@ -223,7 +232,7 @@ class Slots:
         return new
 
     def _append(self, group: CacheGroup, row: int, part: GroupPlan) -> Int32:
-        """New columns of ``row``: taken, moved from other columns, or null."""
+        """Append the new columns of ``row``: taken blocks, blocks moved from other columns, and null columns."""
         if part.append is None and not part.take:
             return _NONE
         ids = self._transfers.new_blocks(part.take, group.number) if part.take else _NONE
@@ -237,7 +246,7 @@ class Slots:
         return ids
 
     def _drop(self, group: CacheGroup, row: int, columns: int) -> None:
-        """Columns before ``columns`` are given back, the last one first."""
+        """Give back the columns before ``columns``, the last one first."""
         dropped = group.rows.each_dropped[row]
         if columns == dropped + 1:
             block = group.rows.drop_one(row)
@@ -247,9 +256,10 @@ class Slots:
             self._pool.release(group.rows.drop(row, columns))
 
     def accept_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:
-        """Of the last ``drafted[i]`` tokens that ``rows[i]`` computed only the first ``kept[i]`` are its own.
+        """Keep the first ``kept[i]`` of the last ``drafted[i]`` tokens that ``rows[i]`` computed.
 
-        The state of the last one kept goes on. Rows distinct, their tokens known, no step of theirs in flight.
+        The state of the last accepted token becomes the state of the row. Rows are distinct, their tokens are known,
+        and no step of theirs is in flight.
         """
         certain = self._request_rows.num_computed[rows] - drafted
         self._request_rows.num_computed[rows] = certain + kept
@@ -260,7 +270,7 @@ class Slots:
         self._publish_accepted(rows[kept > 0])
 
     def _publish_accepted(self, rows: Int64) -> None:
-        """A Python call a row that fills something."""
+        """Publish for each row that filled something: one Python call a row."""
         if not self._publisher.publishes:
             return
         rows = rows[self._residents.due(rows, self._request_rows.num_computed[rows])]
@@ -270,7 +280,7 @@ class Slots:
             self._residents.refresh(request.row)
 
     def drop_skipped(self, request: Request) -> None:
-        """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
+        """Give back the windows and states that ``request`` no longer reads: those before its processed tokens."""
         if request.row < 0 or request.row in self._loading:
             return
         row = self._residents.row_of(request)
@@ -280,19 +290,19 @@ class Slots:
         self._residents.refresh(row)
 
     def set_state_position(self, row: int, end_tokens: int) -> None:
-        """The states of ``row`` are those after ``end_tokens`` tokens, drafts left out, once its step has run."""
+        """Note that the states of ``row`` follow ``end_tokens`` tokens, without drafts, after its step."""
         for group in self._states:
             group.state_position[row] = min(end_tokens, self._request_rows.num_tokens.item(row))
 
     def set_state_positions(self, rows: Int64, end_tokens: Int64) -> None:
-        """set_state_position() of many rows. O(rows) a group that keeps states."""
+        """Note the state positions of many rows. O(rows) for each group that keeps states."""
         for group in self._states:
             group.state_position[rows] = np.minimum(end_tokens, self._request_rows.num_tokens[rows])
 
     # -- all rows of a step
 
     def allocate(self, rows: Int64, num_new_tokens: Int64 | int, num_lookahead_tokens: int) -> BatchSlots:
-        """Slots for ``rows``, distinct; see KVCacheManager.allocate_batch."""
+        """Allocate slots for distinct ``rows``; see KVCacheManager.allocate_batch."""
         requests, most = self._request_rows, self._planner.max_model_len
         for row in self._loading:
             if (rows == row).any():
@@ -316,15 +326,15 @@ class Slots:
         return slots
 
     def _allocate_few(self, place: Int64, rows: Int64, end: Int64, *, lookahead: int, accepted: int) -> BatchSlots:
-        """_allocate_due of so few rows that a call each takes less time than asking what all of them need."""
+        """Allocate for a few due rows one by one, which is faster than asking for the needs of all."""
         refusal, cells = self._each(place, rows, end, lookahead)
         return cells._replace(accepted=accepted) if refusal is None else cells._replace(reason=refusal.reason)
 
     def _allocate_due(self, due: Batch, accepted: int, lookahead: int) -> BatchSlots:
-        """Slots for the rows of ``due``. accepted: rows of the whole batch, unless one is refused.
+        """Allocate slots for the rows of ``due``.
 
-        Runs of plain rows are served together; a row that is not, and a run that does not fit or whose order
-        could be told, one by one.
+        Runs of plain rows are served together. Other rows, and runs that do not fit or whose result would depend on the
+        order, are served one by one. ``accepted`` is the number of rows in the whole batch.
         """
         needs = needs_of(self._groups, due)
         needs = needs._replace(plain=needs.plain & ~self._residents.resume_points_due(due.rows, due.end))
@@ -343,7 +353,10 @@ class Slots:
         return concat(accepted, parts)
 
     def _serve(self, due: Batch, needs: Needs) -> BatchSlots | None:
-        """All rows at once; None, and nothing done, where that is not the same as one by one."""
+        """Serve all rows at once.
+
+        Returns ``None``, and does nothing, if serving them one by one would give another result.
+        """
         missing = needs.missing.sum(axis=0).tolist()
         self._transfers.make_way(missing)
         if not self._pool.space.takes_alike(self._pool.by_class(missing), lambda: self._drops(due.rows, needs)):
@@ -356,13 +369,13 @@ class Slots:
         return slots
 
     def _drops(self, rows: Int64, needs: Needs) -> bool:
-        """Whether any row gives a column back."""
+        """Return whether any row gives a column back."""
         return any(
             bool((needs.drop[:, place] > group.rows.dropped[rows]).any()) for place, group in enumerate(self._groups)
         )
 
     def _each(self, places: Int64, rows: Int64, end_tokens: Int64, lookahead: int) -> tuple[Refusal | None, BatchSlots]:
-        """Row after row: the refusal that ended it, None when none did, and the new cells of those before."""
+        """Serve row after row: the refusal that ended it, or ``None``, and the new cells of the rows before."""
         cells: list[tuple[int, int, int, Int32]] = []
         for place, row, end in zip(places.tolist(), rows.tolist(), end_tokens.tolist(), strict=True):
             held = [group.rows.count.item(row) for group in self._groups]
@@ -373,7 +386,7 @@ class Slots:
         return None, one_by_one(0, cells)
 
     def _allocate_one(self, row: int, end_tokens: int, lookahead: int) -> tuple[Int32, ...] | Refusal:
-        """allocate_one for the request in ``row``."""
+        """Allocate for the request in ``row``."""
         request = self._request_rows.owner(row)
         grown = self.grow(request, end_tokens, end_tokens + lookahead)
         if grown is not None:
@@ -382,26 +395,28 @@ class Slots:
         return self.allocate_one(request, SlotDemand(new, self._no_hit, lookahead_tokens=lookahead))
 
     def grow_rows(self, rows: Int64) -> None:
-        """Slots for one more token of ``rows``, whose blocks there are, as a step of theirs has them.
-
-        CacheError where they are not.
-        """
-        if self._transfers.ranks:  # who is given up for all of a step's rows is not told row after row
+        """Allocate one more token for ``rows``, whose blocks are known to fit. Raises CacheError if they do not."""
+        if self._transfers.ranks:  # eviction by value chooses for all rows at once; row by row it would differ
             if (served := self.allocate(rows, 1, 0)).accepted < len(rows):
-                raise CacheError(f"rows {rows} were promised blocks for a token more: {served.reason}")
+                raise CacheError(f"the blocks of one more token do not fit for rows {rows}: {served.reason}")
             return
         for row, end in zip(rows.tolist(), (self._request_rows.num_computed[rows] + 1).tolist(), strict=True):
             refusal = self._allocate_one(row, end, 0)
             if isinstance(refusal, Refusal):
-                raise CacheError(f"row {row} was promised blocks for {end} tokens: {refusal}")
+                raise CacheError(f"the blocks of {end} tokens do not fit for row {row}: {refusal}")
 
     # -- published late, and given back
 
     def publish_computed(self, request: Request, num_computed_tokens: int, *, written: bool = False) -> None:
-        """The full blocks of the first ``num_computed_tokens`` tokens can be hit from now on.
+        """Publish the full blocks of the first ``num_computed_tokens`` tokens.
 
-        written: whatever step is open, the blocks are there. CacheError, and nothing published, for a request that
-        holds no blocks for them.
+        Args:
+            request: A resident request.
+            num_computed_tokens: Tokens whose KV is computed.
+            written: The blocks are written, whichever step is open.
+
+        Raises:
+            CacheError: The request holds no blocks for them. Nothing was published.
         """
         row = self._residents.row_of(request)
         self._loads.refuse(request)
@@ -411,15 +426,18 @@ class Slots:
             self._residents.refresh(row)
 
     def _refuse_short(self, request: Request, num_computed_tokens: int) -> None:
-        """CacheError for a resident that holds no blocks for so many tokens."""
+        """Raise CacheError if ``request`` holds no blocks for so many tokens."""
         known = min(num_computed_tokens, request.num_tokens)
         if any(group.policy.columns(known) > group.rows.count.item(request.row) for group in self._publishing):
             raise CacheError(f"{request.request_id!r} holds no blocks for {known} tokens: allocate slots first")
 
     def keep_resume_point(self, request: Request) -> None:
-        """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
+        """Publish everything that ``request`` computed, to its last token; see KVCacheManager.keep_resume_point.
 
-        Nothing of one that is being loaded. CacheError for a request that holds no blocks.
+        Does nothing for a request that is being loaded.
+
+        Raises:
+            CacheError: The request holds no blocks.
         """
         row = self._residents.row_of(request)
         if self._publisher.boundaries(request) is None or row in self._loading:
@@ -432,14 +450,14 @@ class Slots:
         self._pool.advance_epoch()
 
     def withdraw(self, request: Request) -> None:
-        """The open step does not run ``request``: see EngineSide.withdraw."""
+        """Unpublish what the open step would have written of ``request``; see EngineSide.withdraw."""
         self._publisher.withdraw(self._residents.row_of(request))
         self._pool.advance_epoch()
 
     def free(self, request_id: str) -> None:
-        """Give back what a request holds, group after group, the last block first; nothing if it holds nothing.
+        """Give back the blocks of a request, group after group, the last block first. Ignores unknown ids.
 
-        Through free_many this takes 8% more of counted work (`free.per_call` of benchmarks/guard.py).
+        Calling free_many instead costs 8% more counted work (`free.per_call` of benchmarks/guard.py).
         """
         resident = self._residents.get(request_id)
         if resident is None:
@@ -452,7 +470,7 @@ class Slots:
         self._residents.release(resident)
 
     def free_many(self, request_ids: Sequence[str]) -> None:
-        """Give back what each of ``request_ids`` holds, in this order, in one go where they share no block."""
+        """Give back the blocks of requests, in this order, in one call if they share no block."""
         found = dict.fromkeys(map(self._residents.get, request_ids))
         residents = [resident for resident in found if resident is not None]
         for resident in residents:
@@ -465,20 +483,20 @@ class Slots:
 
 
 def _runs(plain: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Stretches of rows that are plain, and of those that are not."""
-    if np.logical_and.reduce(plain):  # as nearly always
+    """Split rows into stretches of plain rows and stretches of others."""
+    if np.logical_and.reduce(plain):  # the usual case
         return [(0, len(plain))] if len(plain) else []
     cuts = (np.diff(plain).nonzero()[0] + 1).tolist()
     return list(zip([0, *cuts], [*cuts, len(plain)], strict=True))
 
 
 def nothing_new(accepted: int) -> BatchSlots:
-    """All rows have the blocks they need."""
+    """Return the slots of ``accepted`` rows that have all their blocks."""
     return BatchSlots(accepted, _NONE, _NONE, _NONE, _NONE)
 
 
 def one_by_one(accepted: int, cells: Sequence[tuple[int, int, int, Int32]]) -> BatchSlots:
-    """Cells given as (owner, group, first column, blocks); null blocks are left out."""
+    """Make BatchSlots of cells, given as (owner, group, first column, blocks). Null blocks are left out."""
     if not cells:
         return nothing_new(accepted)
     owners, groups, firsts, parts = zip(*cells, strict=True)
@@ -495,7 +513,7 @@ def one_by_one(accepted: int, cells: Sequence[tuple[int, int, int, Int32]]) -> B
 
 
 def take(groups: Sequence[CacheGroup], transfers: TransferLog, rows: Int64, missing: Int64, index: Int64) -> BatchSlots:
-    """Give every row its missing blocks, which can be taken in any order. index: the rows' places in the batch."""
+    """Give every row its ``missing`` blocks, in any order. ``index`` holds the rows' places in the batch."""
     total = int(missing.sum())
     if not total:
         return nothing_new(0)
@@ -514,7 +532,7 @@ def take(groups: Sequence[CacheGroup], transfers: TransferLog, rows: Int64, miss
 
 
 def concat(accepted: int, parts: Sequence[BatchSlots], reason: Reason | None = None) -> BatchSlots:
-    """All cells in order."""
+    """Join the cells of ``parts`` in order."""
     parts = [part for part in parts if len(part.block)]
     if not parts:
         return nothing_new(accepted)._replace(reason=reason)
@@ -528,9 +546,12 @@ def concat(accepted: int, parts: Sequence[BatchSlots], reason: Reason | None = N
 
 
 class Batch(NamedTuple):
-    """Rows that something is due for, and what they ask for. All int64[rows].
+    """Rows with an event in this step, and their tokens as in Demand. int64[rows] each.
 
-    place: their places in the batch. The others: tokens, as in policies.values.Demand.
+    Attributes:
+        place: Their places in the batch.
+        rows: Their rows.
+        processed, computed, end, total, known: Tokens, as in ``policies.policy.Demand``.
     """
 
     place: Int64
@@ -542,15 +563,17 @@ class Batch(NamedTuple):
     known: Int64
 
     def part(self, first: int, last: int) -> Batch:
-        """Rows first .. last-1."""
+        """Return rows first .. last-1."""
         return Batch(*(column[first:last] for column in self))
 
 
 class Needs(NamedTuple):
-    """What the rows of a Batch need.
+    """Blocks and columns that the rows of a Batch need.
 
-    missing: int64[rows, groups], blocks. plain: bool[rows], nothing but columns to drop, blocks to take and
-    full ones to publish. drop: int64[rows, groups], columns.
+    Attributes:
+        missing: int64[rows, groups], blocks to take.
+        plain: bool[rows], the row only drops columns, takes blocks and publishes full ones.
+        drop: int64[rows, groups], columns to drop.
     """
 
     missing: Int64
@@ -558,12 +581,12 @@ class Needs(NamedTuple):
     drop: Int64
 
     def part(self, first: int, last: int) -> Needs:
-        """Rows first .. last-1."""
+        """Return rows first .. last-1."""
         return Needs(self.missing[first:last], self.plain[first:last], self.drop[first:last])
 
 
 def needs_of(groups: Sequence[CacheGroup], batch: Batch) -> Needs:
-    """Needs of all rows, whatever the rows before them do."""
+    """Return the needs of all rows. They do not depend on the rows before them."""
     shape = (len(batch.rows), len(groups))
     missing, drop, plain = np.empty(shape, np.int64), np.empty(shape, np.int64), np.ones(shape[0], np.bool_)
     for g, group in enumerate(groups):
@@ -584,9 +607,9 @@ def needs_of(groups: Sequence[CacheGroup], batch: Batch) -> Needs:
 
 
 def drop(groups: Sequence[CacheGroup], transfers: TransferLog, batch: Batch, columns: Int64) -> bool:
-    """Drop ``columns`` of each row and group, if single calls would lead to the same; whether it was done.
+    """Drop ``columns`` of each row and group, if single calls would give the same result. Returns whether it was done.
 
-    They would when every block that loses its last holder goes to the back of the free order.
+    They would if every block that loses its last holder goes to the back of the free order.
     """
     parts: list[tuple[CacheGroup, Int64, Int64]] = []
     owners, numbers, blocks = [], [], []

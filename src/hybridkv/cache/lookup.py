@@ -1,6 +1,8 @@
-"""Look-ups: what a request can begin with, which is there already; what all groups agree on.
+"""Prefix look-up: the longest cached prefix that all groups of layers can resume, and the blocks that hold it.
 
-Block ids as the manager hands them out.
+tokens      [ hit: every group has it | uncached_tokens: the first group asked has these too | unknown ... ]
+attention     b0   b1   b2   b3         b4   b5
+recurrent                    ^ state    (no state here: one would have made the hit longer)
 """
 
 from __future__ import annotations
@@ -24,21 +26,26 @@ _NONE = np.empty(0, np.int32)
 
 
 class Hit(NamedTuple):
-    """The longest prefix that every group has, or what a caller hands over as one.
+    """The longest prefix that every group has, or a prefix that a caller passes in as one.
 
-    The look-up makes it; it is handed on to the plan as it is, and proved again only if it was made for another
-    request.
+    A look-up makes it, and the caller passes it to the plan as it is. It is checked again only for another request.
 
-    tokens: of the prefix.
-    groups: one GroupHit a group, in the order of the groups.
-    uncached_tokens: how much further the first group asked would go (full attention, where there is any): a state or
-        window kept there would have helped.
-    missing, seen, additions: as in GroupHit, of the whole search, by group but for the blocks on which it rests.
-    sources: by group, the block to copy the end of the hit from: the last column, used in part, or a state; 0: none.
-    evictions: of the pool when the hit was found, so that it is known to be stale; None: it cannot be.
-    branch_tokens: where other requests continued with the same tokens, 0 for nowhere.
-    request, truncations: the request for which it was found, and its ``truncations`` then.
-    parent: the running request whose blocks these are, for a branch of it.
+    Attributes:
+        tokens: Tokens of the prefix.
+        groups: One GroupHit a group, in the order of the groups.
+        uncached_tokens: How many more tokens the first group asked could reuse (full attention, if there is any). A
+            state or window kept there would have made the hit longer.
+        missing: By group, the token counts at which unknown tokens bounded the search; see GroupHit.
+        seen: int32 arrays of the blocks on which the answer rests.
+        additions: By group, ``additions`` of its index at the time of the search; see GroupHit.
+        sources: By group, the block from which the end of the hit is copied (a partly used last block, or a state); 0
+            for no copy.
+        evictions: ``evictions`` of the pool at the time of the search, to detect a stale hit; ``None`` if the hit
+            cannot become stale.
+        branch_tokens: Token count up to which other requests had the same tokens; 0 if unknown.
+        request: The request for which it was found.
+        truncations: ``request.truncations`` at that time.
+        parent: The running request that holds these blocks, for a branch of it.
     """
 
     tokens: int
@@ -68,13 +75,20 @@ def no_hit(num_groups: int) -> Hit:
 
 
 class PrefixLookup:
-    """Finds, never adopts. alignment: tokens of which every hit is a multiple.
+    """Finds cached prefixes. Never changes the cache.
 
-    hasher: of the requests, None without prefix caching. eviction_policy: remembers tokens that are cached no longer.
-    empty: no block in every group.
+    Groups are asked in this order: groups without keys (they accept any prefix or reject all), groups for which every
+    prefix of a hit is a hit (full attention), then the others.
 
-    Groups without keys are asked first (they agree to all or to nothing), then those of which every prefix of a hit is
-    one, then the others.
+    Args:
+        residents: The resident requests and the groups.
+        pool: The blocks.
+        alignment: Every hit is a multiple of so many tokens.
+        hasher: The hasher of all requests; ``None`` without prefix caching.
+        eviction_policy: Remembers how far earlier requests had the same tokens.
+
+    Attributes:
+        empty: No block in every group.
     """
 
     def __init__(
@@ -96,7 +110,7 @@ class PrefixLookup:
         self._eviction_policy = eviction_policy
         self._asked = sorted(groups, key=_search_order)
         self._no_hit = no_hit(len(groups))
-        # whom a hit must begin with, and what is answered where it knows nothing: the others are not asked
+        # If the first group has no block for a request, the answer is _miss, and no other group is asked.
         self._first = _without_first_no_hit(self._asked)
         alone = len(groups) == 1 and groups[0].policy.hits.downward_closed
         self._alone = groups[0] if alone else None
@@ -106,9 +120,10 @@ class PrefixLookup:
     # -- cached prefixes
 
     def find(self, request: Request) -> Hit:
-        """The longest cached prefix of all but the last token of ``request``. O(blocks of the hit).
+        """Find the longest cached prefix of ``request`` without its last token. O(blocks of the hit).
 
-        ConfigError, CacheError for a request that was made for another manager.
+        Raises:
+            ConfigError, CacheError: The request was made for another manager.
         """
         self._residents.refuse_stranger(request)
         if self._hasher is None or not request.reads_prefix_cache:
@@ -120,18 +135,18 @@ class PrefixLookup:
         return hit._replace(uncached_tokens=uncached, branch_tokens=hit.tokens + uncached)
 
     def find_written(self, request: Request) -> Hit:
-        """The longest prefix of all tokens of ``request`` that is cached and written. O(blocks of the prefix)."""
+        """Find the longest prefix of all tokens of ``request`` that is cached and written. O(blocks of the prefix)."""
         hit = self._longest(request, 0 if self._hasher is None else request.num_tokens)
         while not all(self._pool.keys.all_written(part.blocks) for part in hit.groups):
             hit = self._longest(request, hit.tokens - 1)
         return hit
 
     def is_longest(self, request: Request, hit: Hit) -> bool:
-        """Whether ``hit`` is still the longest.
+        """Return whether ``hit`` is still the longest.
 
-        It is while none of the blocks it rests on lost its key, none of the keys that bounded it is known, and its
-        last tokens would be copied from the same blocks. O(those keys) look-ups, one a group for full attention, and
-        one array comparison over the blocks.
+        It is if no block under it lost its key, no key that bounded it became known, and its last tokens would be
+        copied from the same blocks. O(those keys) look-ups, one a group for full attention, and one array comparison
+        over the blocks.
         """
         if any(-1 < then != group.index.additions for group, then in zip(self._groups, hit.additions, strict=True)):
             return False
@@ -144,7 +159,7 @@ class PrefixLookup:
         return all(group.policy.hits.source(group.index, request, hit.tokens) == source for group, source in copied)
 
     def _longest(self, request: Request, limit_tokens: int) -> Hit:
-        """The longest prefix of at most ``limit_tokens`` tokens that every group has. O(blocks of the longest hit)."""
+        """Return the longest prefix of ``limit_tokens`` tokens that every group has. O(blocks of the longest hit)."""
         candidate = limit_tokens // self.alignment * self.alignment
         if not candidate:
             return self._no_hit
@@ -155,11 +170,11 @@ class PrefixLookup:
         return self._agreed(request, limit_tokens, candidate)
 
     def _agreed(self, request: Request, limit_tokens: int, candidate: int) -> Hit:
-        """_longest, at most ``candidate``.
+        """Return the longest hit of at most ``candidate`` tokens on which all groups agree.
 
-        Each group may lower the candidate; all are asked in turn until they agree (a fixed point: the
-        candidate only falls). A group that drops for EAGLE looks one column past the candidate, once; it
-        does so anew after a group that did not drop has lowered the candidate.
+        Each group may lower the candidate. All groups are asked in turn until no group lowers it (a fixed point,
+        because the candidate only falls). A group that drops blocks for EAGLE looks one column after the candidate,
+        once. It looks again after a group that does not drop has lowered the candidate.
         """
         hits: dict[int, GroupHit] = {}
         missing: dict[int, list[int]] = {group.number: [] for group in self._groups}
@@ -208,7 +223,7 @@ class PrefixLookup:
         )
 
     def _longest_of(self, group: CacheGroup, request: Request, search: Search) -> Hit:
-        """_longest of one group alone, of which every prefix of a hit is one: it agrees with itself at once."""
+        """Return the longest hit of the only group. Every prefix of its hits is a hit, so one search is enough."""
         hits = group.policy.hits
         if group.kind.drops:
             search = search._replace(past=1)
@@ -226,13 +241,17 @@ class PrefixLookup:
     # -- what callers hand over
 
     def handed_over(self, request: Request, given: KVCacheBlocks | Hit | None, tokens: int) -> Hit:
-        """Return the hit that a caller hands over for ``request``; one that was found for it is not proved again.
+        """Return the hit that a caller passes in for ``request``. A hit that was found for it is not checked again.
 
-        given: a Hit, the blocks of one, or None.
-        tokens: that the hit is said to have.
+        Args:
+            request: The request that would adopt the hit.
+            given: A Hit, the blocks of one, or ``None``.
+            tokens: Tokens of the hit, as the caller says.
 
-        Raises BlockError for blocks that are not the pool's, ConfigError unless they are as many as ``tokens`` need and
-        hold the tokens of the request, StalePlanError for blocks that were evicted since the look-up.
+        Raises:
+            BlockError: A block is not one of the pool.
+            ConfigError: The number of blocks does not match ``tokens``, or they hold other tokens.
+            StalePlanError: A block was evicted since the look-up.
         """
         if isinstance(given, Hit):
             own = given.request is request and given.truncations == request.truncations
@@ -248,7 +267,7 @@ class PrefixLookup:
             hit = Hit(tokens, groups, sources=given.sources, evictions=given.evictions, parent=given.parent)
         if not (any(len(part.blocks) for part in hit.groups) or any(hit.sources)):
             if tokens:
-                raise ConfigError(f"{tokens} hit tokens without their blocks: hand over new_computed_blocks")
+                raise ConfigError(f"{tokens} hit tokens without their blocks: pass new_computed_blocks")
             return self._no_hit
         self._check_size(request, hit, tokens)
         if self._is_stale(hit):
@@ -257,13 +276,13 @@ class PrefixLookup:
             self._pool.refuse_foreign(part.blocks[part.blocks != 0])
         if not self._holds_tokens_of(request, hit, tokens):
             raise ConfigError(
-                f"the hit handed over for {request.request_id!r} holds other tokens: hand over what "
+                f"the hit passed in for {request.request_id!r} holds other tokens: pass the blocks that "
                 "get_computed_blocks returned for this request"
             )
         return hit._replace(tokens=tokens)
 
     def _is_stale(self, hit: Hit) -> bool:
-        """Return whether a block of ``hit`` lost its key since the look-up: it may hold other tokens by now."""
+        """Return whether a block of ``hit`` lost its key since the look-up, so that it may hold other tokens."""
         keys = self._pool.keys
         if hit.evictions is None or hit.evictions == keys.evictions:
             return False
@@ -271,7 +290,7 @@ class PrefixLookup:
         return not all(keys.kept_since(ids[ids != 0], hit.evictions) for ids in read)
 
     def _check_size(self, request: Request, hit: Hit, tokens: int) -> None:
-        """ConfigError unless the blocks of ``hit`` are as many as ``tokens`` say, in as many groups."""
+        """Raise ConfigError unless ``hit`` has as many blocks and groups as ``tokens`` need."""
         if tokens >= request.num_tokens:
             raise ConfigError(f"a hit of {tokens} tokens leaves nothing to compute of {request.num_tokens}")
         if len(hit.groups) != len(self._groups):
@@ -284,14 +303,14 @@ class PrefixLookup:
             if len(part.blocks) != policy.hits.columns(tokens) or not whole:
                 raise ConfigError(
                     f"a hit of {tokens} tokens needs {tokens / policy.block_size:g} blocks in group {group.number}, "
-                    f"got {len(part.blocks)}: hand over what get_computed_blocks returned"
+                    f"got {len(part.blocks)}: pass the blocks that get_computed_blocks returned"
                 )
 
     def _holds_tokens_of(self, request: Request, hit: Hit, tokens: int) -> bool:
         """Return whether ``hit`` holds the first ``tokens`` tokens of ``request``.
 
-        Of each group the last whole block is looked at, whose key is of all tokens before, and what is copied. Of a
-        fork, the tokens and extra keys of the parent.
+        Two blocks of each group are compared: the last whole one, because its key covers all tokens before it, and the
+        one to copy from. The hit of a fork is compared by the tokens and extra keys of the parent.
         """
         if hit.parent is not None:
             return request.begins_as(hit.parent, tokens)
@@ -308,7 +327,7 @@ class PrefixLookup:
         index, policy = group.index, group.policy
         try:
             found = policy.hits.source(index, request, tokens)
-        except CacheError:  # nothing is known that its last column could be copied from
+        except CacheError:  # no cached block begins with the tokens of its last column
             return False
         if source == found or not (source and found):
             return source == found
@@ -319,16 +338,17 @@ class PrefixLookup:
     # -- blocks to begin with
 
     def blocks_of(self, hit: Hit) -> KVCacheBlocks:
-        """The blocks of a hit, 0 for null columns."""
+        """Return the blocks of ``hit``, 0 for null columns."""
         if not hit.tokens:
             return self.empty
         blocks = tuple(group.blocks for group in hit.groups)
         return KVCacheBlocks(blocks, self._pool, hit.evictions, hit.sources)
 
     def blocks_to_share(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        """What a branch of ``request``, which no step in flight holds, begins with, and its tokens: those computed.
+        """Return the blocks with which a branch of ``request`` begins, and its computed tokens. Natural layout.
 
-        Natural layout. CacheError for a request that holds no blocks.
+        Raises:
+            CacheError: The request holds no blocks.
         """
         row, tokens = self._residents.row_of(request), request.num_computed_tokens
         ids, sources = [], []
@@ -342,13 +362,13 @@ class PrefixLookup:
 
 
 def _stale(request: Request) -> StalePlanError:
-    return StalePlanError(f"blocks of the hit handed over for {request.request_id!r} were evicted since: look up again")
+    return StalePlanError(f"blocks of the hit passed in for {request.request_id!r} were evicted since: look up again")
 
 
 def _without_first_no_hit(asked: Sequence[CacheGroup]) -> CacheGroup | None:
-    """The first one asked, where its answer of no hit is the answer of all."""
-    told = all(group.kind.publishes and not isinstance(group.policy.hits, PositionHits) for group in asked)
-    return asked[0] if asked and told and asked[0].policy.hits.downward_closed else None
+    """Return the first group asked if no request has a hit without its first block, else ``None``."""
+    keyed = all(group.kind.publishes and not isinstance(group.policy.hits, PositionHits) for group in asked)
+    return asked[0] if asked and keyed and asked[0].policy.hits.downward_closed else None
 
 
 def _search_order(group: CacheGroup) -> tuple[bool, bool, int]:
@@ -356,7 +376,7 @@ def _search_order(group: CacheGroup) -> tuple[bool, bool, int]:
 
 
 def _trimmed(hit: GroupHit, tokens: int, block_size: int) -> GroupHit:
-    """The first ``tokens`` of a hit of which every prefix is one."""
+    """Return the first ``tokens`` tokens of a hit whose prefixes are all hits."""
     return hit._replace(tokens=tokens, blocks=hit.blocks[: tokens // block_size])
 
 
@@ -365,13 +385,16 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCacheBlocks:
-    """Block ids of one request, per group.
+    """Block ids of one request, by group.
 
-    ids: one int32 array a group. pool: where the blocks are, None for ids that were put together by hand.
-    evictions: of the pool when these blocks were found in a look-up; None for others.
-    sources: of a hit that ends inside a block or at a state: the block of each group to copy its end from, 0: none.
-    parent: whose blocks these are, for a branch of that request: they need no keys. None for all others.
-    With slabs ``ids`` are the pool's numbers; what is read out (``blocks``, views) are ids within each group's class.
+    With slabs, ``ids`` are the pool's numbers. ``blocks`` and ``views`` give the ids within the class of each group.
+
+    Args:
+        ids: One int32 array a group.
+        pool: The pool of the blocks; ``None`` for ids that were put together by hand.
+        evictions: ``evictions`` of the pool when a look-up found these blocks; ``None`` for other blocks.
+        sources: By group, the block from which the end of a hit is copied; 0 for no copy.
+        parent: The request that holds the blocks, for a branch of it: they need no keys.
     """
 
     ids: tuple[Int32, ...]
@@ -382,13 +405,13 @@ class KVCacheBlocks:
 
     @property
     def blocks(self) -> tuple[list[int], ...]:
-        """``blocks[group][i]`` is a block id."""
+        """Block ids: ``blocks[group][column]``."""
         if self.pool is None:
             return tuple(ids.tolist() for ids in self.ids)
         return tuple(self.pool.local(group, ids).tolist() for group, ids in enumerate(self.ids))
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
-        """Group by group. ConfigError when the numbers of groups differ."""
+        """Join two lists of blocks group by group. Raises ConfigError if their numbers of groups differ."""
         if len(self.ids) != len(other.ids):
             raise ConfigError(f"blocks of {len(self.ids)} and of {len(other.ids)} groups cannot be joined")
         return KVCacheBlocks(tuple(np.concatenate(pair) for pair in zip(self.ids, other.ids, strict=True)), self.pool)
@@ -399,24 +422,36 @@ class KVCacheBlocks:
     __hash__ = None  # type: ignore[assignment]  # equal by content, and content is arrays
 
     def get_block_ids(self, allow_none: bool = False) -> tuple[list[int], ...] | None:
-        """Ids per group; None only when asked for and all groups are empty."""
+        """Return the ids of each group.
+
+        Args:
+            allow_none: Return ``None`` if no group has a block.
+        """
         if allow_none and not any(len(ids) for ids in self.ids):
             return None
         return self.blocks
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """Ids without key, null blocks left out. ConfigError with more than one group, or without a pool."""
+        """Return the ids of blocks without a key, null blocks left out.
+
+        Raises:
+            ConfigError: There is more than one group, or no pool.
+        """
         if len(self.ids) != 1:
             raise ConfigError(f"get_unhashed_block_ids needs exactly one group, these blocks have {len(self.ids)}")
         pool = self._known_pool()
         return [block for block in self.ids[0].tolist() if block != NULL_BLOCK and pool.keys.key_of(block) is None]
 
     def new_empty(self) -> KVCacheBlocks:
-        """No block, in as many groups."""
+        """Return a list without blocks, for as many groups."""
         return KVCacheBlocks((_NONE,) * len(self.ids), self.pool)
 
     def views(self) -> tuple[Sequence[BlockView], ...]:
-        """The same blocks as views that answer for their state. ConfigError without a pool."""
+        """Return the blocks as views with the attributes that users of vLLM know.
+
+        Raises:
+            ConfigError: There is no pool.
+        """
         pool = self._known_pool()
         return tuple(
             [BlockView(block, pool, number) for block, number in zip(local, ids.tolist(), strict=True)]
@@ -431,7 +466,13 @@ class KVCacheBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """A block with the attributes that users of vLLM know; always the state of now. number: the pool's."""
+    """A block with the attributes that users of vLLM know. It always shows the present state.
+
+    Attributes:
+        block_id: Id within the class of its group.
+        pool: The pool of the block.
+        number: The pool's number of the block.
+    """
 
     block_id: int
     pool: BlockPool
@@ -439,7 +480,7 @@ class BlockView:
 
     @property
     def ref_cnt(self) -> int:
-        """How many rows hold it."""
+        """Number of rows that hold it."""
         return self.pool.ref_count(self.number)
 
     @property

@@ -1,6 +1,22 @@
-"""KVCacheManager: which blocks hold the tokens of each request, and which tokens are there already.
+"""The cache manager: which blocks hold the tokens of each request, and which cached tokens a request can reuse.
 
-What can be asked of a cache at all: facts of its groups, its layout and its size, which no step changes.
+A request passes through these calls:
+
+    look_up          find the longest cached prefix                                (changes nothing)
+    plan_slots       decide which blocks the request needs, or why it must wait    (changes nothing)
+    commit           take the blocks; the request holds a row from now on
+    allocate_batch   take the blocks of one more step, for all running requests at once
+    keep_resume_point, free   keep the end of the request for reuse, and give its blocks back
+
+A *resume point* is a token count at which a later request with the same tokens can begin. Attention needs the blocks of
+the tokens before it; a recurrent layer needs the state after exactly that many tokens:
+
+    tokens    [ prompt ............................ P-1 | P | output ........... ]
+    blocks    [ b0 | b1 | b2 | b3 | b4 | b5 | b6 | b7 : b7 | b8 | b9 | b10 : .. ]
+    states                 ^ S1 (branch)            ^ S2 (P-1)               ^ S3 (end of the request)
+    resume at             10                       31                       42 tokens
+
+``CacheBounds`` holds the facts of a cache that no step changes: its groups, its layout and its size.
 """
 
 from __future__ import annotations
@@ -32,20 +48,27 @@ from hybridkv.units import MOST_COUNT
 
 
 class CacheBounds:
-    """reads_encoder: some layer reads an encoder's output. drops_for_eagle: some group drops the last block of a hit.
+    """Facts of a cache that no step changes, with the checks that need nothing else.
 
-    rewrites_states: running states are rewritten in place, so that a step that failed leaves them broken.
-    shares_in_part: a branch can begin with blocks that its parent has filled in part.
-    follows_vllm: block ids and steps are those of vLLM.
-    keeps_resume_points: what a request computed can be hit to its last token, see KVCacheManager.keep_resume_point.
-    keeps_checkpoints: states are kept where the placement stops (Checkpoints.stops).
-    state_alignment: tokens between the places where all states can be kept, and shared as they are; 0 where none are.
-    evicts_in_order: blocks of one size go in the order of their last use, so that ``Miss.more_bytes`` is a bound.
-    refuse_stranger: raises ConfigError or CacheError for a request that cannot be served here, see Residents.
-    stops: token counts in start + 1 .. end at which states of a request should be kept, see Checkpoints.stops.
-    peak_blocks: the most blocks, or slabs, that one request holds at once, see SlotPlanner.peak_blocks.
-    usable_blocks: blocks, or slabs, that requests can hold: without the null one and sinks. guaranteed_blocks: without
-    those that may be pinned, too.
+    Attributes:
+        reads_encoder: Some layer reads the output of an encoder.
+        drops_for_eagle: Some group drops the last block of each hit, as EAGLE needs.
+        rewrites_states: Running states are rewritten in place, so a failed step leaves them broken.
+        shares_in_part: A branch can begin with blocks that its parent has filled in part.
+        follows_vllm: Block ids and steps equal those of vLLM.
+        keeps_resume_points: Everything that a request computed can be reused, to its last token; see
+            ``KVCacheManager.keep_resume_point``.
+        keeps_checkpoints: Some group keeps states at the checkpoint positions of the placement.
+        state_alignment: Tokens between positions where all groups can keep states that are shared without a copy; 0 if
+            no group does.
+        evicts_in_order: Blocks of one size are evicted in the order of their last use, so ``Miss.more_bytes`` is a
+            bound.
+        refuse_stranger: Raises ConfigError or CacheError for a request that this cache cannot serve; see ``Residents``.
+        checkpoint_positions: Returns the positions at which states of a request should be kept; see
+            ``Checkpoints.positions``.
+        peak_blocks: Returns the most blocks, or slabs, that one request holds at once; see ``SlotPlanner.peak_blocks``.
+        usable_blocks: Blocks, or slabs, that requests can hold: all except the null block and attention sinks.
+        guaranteed_blocks: ``usable_blocks`` without the blocks that pins may take.
     """
 
     def __init__(self, parts: CacheParts) -> None:
@@ -68,7 +91,11 @@ class CacheBounds:
         self._groups = tuple(groups)
 
     def refuse_drafts(self, num_drafts: int) -> None:
-        """ConfigError unless every recurrent group can keep the states of ``num_drafts`` drafts of a row."""
+        """Raise ConfigError unless every recurrent group can keep the states of the drafted tokens.
+
+        Args:
+            num_drafts: most drafted tokens of a row in one step.
+        """
         drafts = integer("num_drafts", num_drafts, 0, MOST_COUNT)
         for group in self._groups if drafts else ():
             most = group.kind.num_drafts
@@ -91,22 +118,35 @@ Int64 = NDArray[np.int64]
 
 
 class KVCacheManager:
-    """Blocks for requests, prefix caching included. Not thread safe; Scheduler adds the guard.
+    """Assigns blocks to requests and finds cached prefixes. Not thread safe; ``Scheduler`` adds a guard.
 
-    kv_cache_config: a Plan, whose max_model_len, ranks and placement hold; or its groups and number of blocks alone,
-    and max_model_len, most tokens of a request, beside it.
-    enable_caching: look up and publish prefixes; off where some layer cannot be resumed (a state that is
-    not kept, cross attention). use_eagle: every attention group whose config flags none drops the last
-    block of a hit. log_stats: keep PrefixCacheStats. enable_kv_cache_events: collect events for take_events.
-    dcp_world_size, pcp_world_size: context parallel ranks, over which attention is spread.
-    hasher: what hashes requests, by default SHA-256 over canonical CBOR with the greatest block that divides
-    those of all groups. options: everything else.
+    Args:
+        kv_cache_config: A Plan, whose max_model_len, ranks and placement apply; or only its groups and its number of
+            blocks.
+        max_model_len: Most tokens of a request. Required with a config alone.
+        enable_caching: Look up and publish prefixes. Caching stays off if some layer cannot resume: a state that is not
+            kept, or cross attention in the reference layout.
+        use_eagle: Every attention group drops the last block of a hit, unless the config flags some groups itself.
+        log_stats: Collect PrefixCacheStats.
+        enable_kv_cache_events: Collect events for ``take_events``.
+        dcp_world_size: Ranks of decode context parallelism, over which attention is spread.
+        pcp_world_size: Ranks of prefill context parallelism, over which attention is spread.
+        hasher: Hashes the blocks of requests. By default SHA-256 over canonical CBOR, in the largest block that divides
+            the blocks of all groups.
+        options: Everything else.
 
-    Attributes for reading: rows (the columns of resident requests), bounds (facts that no step changes), engine (calls
-    of engines with requests and counts of their own), fields (those of a Step that are the cache's), fast_forward (many
-    steps as one), kept (hears which requests wait), misses (why tokens are not found; None unless remembered_losses).
-    Raises ConfigError for limits that cannot work and for what contradicts the plan, UnsupportedModelError for a group
-    without policy.
+    Attributes:
+        rows: The columns of the resident requests.
+        bounds: Facts that no step changes.
+        engine: Calls for engines that keep requests and counts of their own.
+        fields: The fields of a Step that the cache fills in.
+        fast_forward: Takes many decode steps as one.
+        eviction_policy: Learns which requests wait to begin.
+        misses: Explains why tokens are not found; ``None`` unless ``remembered_losses`` is set.
+
+    Raises:
+        ConfigError: A limit cannot work, or contradicts the plan.
+        UnsupportedModelError: A group has a kind of layer without a cache policy.
     """
 
     def __init__(  # noqa: PLR0917 - the signature that users of vLLM know
@@ -157,19 +197,30 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Referenced blocks / usable blocks, 0 .. 1."""
+        """Held blocks divided by usable blocks, 0 to 1."""
         return self.block_pool.get_usage()
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        """The longest cached prefix of ``request`` and its tokens, at most all but the last token.
+        """Find the longest cached prefix of ``request``. O(blocks of the prefix).
 
-        Nothing is adopted: hand the blocks to allocate_slots. O(blocks of the hit).
+        The prefix leaves at least the last token to compute. The request does not hold the blocks yet: pass them to
+        ``allocate_slots``.
+
+        Args:
+            request: A request that was made with the hasher of this manager.
+
+        Returns:
+            The blocks of the prefix, and its number of tokens.
         """
         hit = self.look_up(request)
         return self._lookup.blocks_of(hit), hit.tokens
 
     def look_up(self, request: Request) -> Hit:
-        """find_hit, counted in the statistics."""
+        """Find the longest cached prefix, and count the look-up in the statistics. O(blocks of the prefix).
+
+        Args:
+            request: A request that was made with the hasher of this manager.
+        """
         hit = self._lookup.find(request)
         if self._stats is not None and self.enable_caching and request.reads_prefix_cache:
             self._stats.requests += 1
@@ -178,26 +229,41 @@ class KVCacheManager:
         return hit
 
     def find_hit(self, request: Request) -> Hit:
-        """get_computed_blocks without statistics, and why the hit is not longer."""
+        """Find the longest cached prefix without counting it; the Hit also says why it is not longer.
+
+        Args:
+            request: A request that was made with the hasher of this manager.
+        """
         return self._lookup.find(request)
 
     def explain(self, request: Request, hit_tokens: int | None = None) -> tuple[Miss, ...]:
-        """Why tokens of its prompt behind ``hit_tokens``, by default what it would hit now, are not found, in order.
+        """Explain why prompt tokens after the hit are not cached, in order. O(hash blocks of the prompt).
 
-        Every token has one reason: with the hit they are the whole prompt. For operators: a reason may tell what other
-        tenants hold. O(hash blocks of the prompt). ConfigError without remembered_losses, and for strangers.
+        Every token has one reason: the hit and the misses together cover the prompt. The answer is for operators,
+        because a reason may reveal which tokens other tenants hold.
+
+        Args:
+            request: The request to explain.
+            hit_tokens: Tokens of the hit; by default those that the request would hit at this moment.
+
+        Raises:
+            ConfigError: The manager has no ``remembered_losses``, or the request was made for another manager.
         """
         if self.misses is None:
-            raise ConfigError("misses are explained from what was lost: construct with remembered_losses, say 1 << 20")
+            raise ConfigError("explain needs remembered losses: construct the manager with remembered_losses=1 << 20")
         self._residents.refuse_stranger(request)
         hit = None if hit_tokens is None else integer("hit_tokens", hit_tokens, 0, MOST_COUNT)
         return self.misses.explain(request, hit)
 
     def is_longest_hit(self, request: Request, hit: Hit) -> bool:
-        """Return whether ``hit``, found for ``request`` before, is still the longest.
+        """Return whether an earlier hit is still the longest.
 
-        It is while none of the blocks it rests on lost its key and none of the keys that bounded it is known.
-        O(those keys) look-ups, one a group for full attention, and one array comparison over the blocks.
+        It is as long as no block under it lost its key and no key that bounded it became known. O(those keys) look-ups
+        (one a group for full attention) and one array comparison over the blocks.
+
+        Args:
+            request: The request for which the hit was found.
+            hit: A Hit of ``look_up`` or ``find_hit``.
         """
         self._residents.refuse_stranger(request)
         return self._lookup.is_longest(request, instance("hit", hit, Hit))
@@ -206,11 +272,17 @@ class KVCacheManager:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """What is allocated inside is of ``step``, a number above those in flight, and written once marked so.
+        """Open a step: blocks that are published inside the context count as written after ``mark_written(step)``.
 
-        Thus nothing is copied that the same step is still to write, and events speak of what is there. Whoever drives
-        the manager without a Scheduler opens one for each forward. Outside of any, what is published counts as written
-        at once. CacheError inside another one.
+        No copy then reads a block before its step has written it, and events report only written blocks. Open one step
+        for each forward if you drive the manager without a Scheduler. Outside a step, published blocks count as written
+        at once.
+
+        Args:
+            step: A number above those of all steps in flight.
+
+        Raises:
+            CacheError: Another step is open, or the number is not above those in flight.
         """
         if type(step) is not int or not 0 <= step <= MOST_COUNT:
             step = integer("step", step, 0, MOST_COUNT)
@@ -221,13 +293,24 @@ class KVCacheManager:
             self._publisher.end_step()
 
     def mark_written(self, step: int) -> None:
-        """``step`` was executed. CacheError for one that never began, or was marked or revoked already."""
+        """Note that a step was executed: everything that it published is written.
+
+        Args:
+            step: The number of a step in flight.
+
+        Raises:
+            CacheError: The step never began, or was marked or revoked before.
+        """
         if type(step) is not int or not 0 <= step <= MOST_COUNT:
             step = integer("step", step, 0, MOST_COUNT)
         self._publisher.mark_written(step)
 
     def revoke(self, first_step: int) -> None:
-        """Steps from ``first_step`` on were not executed: what they published can be hit no longer."""
+        """Unpublish the blocks of steps that were not executed.
+
+        Args:
+            first_step: This step and all later ones failed.
+        """
         self._publisher.revoke(integer("first_step", first_step, 0, MOST_COUNT))
 
     # -- slots, one request
@@ -244,16 +327,33 @@ class KVCacheManager:
         *,
         num_external_computed_tokens: int = 0,
     ) -> KVCacheBlocks | None:
-        """plan_slots and commit: the new columns (those of the hit not among them), None when they do not fit.
+        """Plan and commit the blocks of one request.
 
-        When they do not, columns that are read no longer are given back all the same.
+        If they do not fit, columns that the request no longer reads are given back all the same.
+
+        Args:
+            request: The request to serve.
+            num_new_tokens: Tokens to compute after its computed ones. 0 starts a load; see ``plan_slots``.
+            num_new_computed_tokens: Tokens of the hit; 0 for a request that already holds blocks.
+            new_computed_blocks: The hit, or its blocks.
+            num_lookahead_tokens: Room for drafted tokens, which are never published.
+            delay_cache_blocks: Publish nothing in this call.
+            num_encoder_tokens: Tokens of the encoder's output, for cross attention.
+            num_external_computed_tokens: Tokens after the hit that are loaded from elsewhere; see ``plan_slots``.
+
+        Returns:
+            The new columns of each group without those of the hit, or ``None`` if they do not fit.
+
+        Raises:
+            ConfigError: As ``plan_slots``.
+            CacheError: As ``plan_slots``.
         """
         if (
             isinstance(request, Request)
             and request._rows is self.rows
             and new_computed_blocks is None
             and type(num_new_tokens) is type(num_lookahead_tokens) is int
-            # what is no count, plan_slots refuses
+            # plan_slots raises ConfigError for values that are not counts
             and type(num_new_computed_tokens) is type(num_encoder_tokens) is type(num_external_computed_tokens) is int
             and not (num_new_computed_tokens or num_encoder_tokens or num_external_computed_tokens)
             and num_new_tokens > 0
@@ -297,16 +397,31 @@ class KVCacheManager:
         num_external_computed_tokens: int = 0,
         admission: Admission | None = None,
     ) -> SlotPlan | Refusal:
-        """What ``request`` needs to compute ``num_new_tokens`` behind its computed tokens. Changes nothing.
+        """Decide which blocks a request needs for its next tokens. Changes nothing.
 
-        num_new_computed_tokens, new_computed_blocks: a hit to adopt, or its blocks, for a request that holds no blocks.
-        num_external_computed_tokens: tokens behind the hit whose KV and state are loaded from elsewhere: by this step's
-        worker before its forward, or, with 0 new tokens and delay_cache_blocks, by a transfer beside the steps, which
-        begins behind this one's copies: until ``finish_load`` the request computes nothing and its blocks stay put.
-        num_lookahead_tokens: room for draft tokens, never published. delay_cache_blocks: publish nothing.
-        num_encoder_tokens: of the encoder's input, for cross attention.
-        Raises ConfigError when there is nothing to allocate or the hit cannot be adopted, and for a request
-        of another hasher; CacheError for one that holds blocks of another manager, or is being loaded.
+            tokens   [ computed before | hit | external | new | lookahead ]
+
+        External tokens arrive in one of two ways. With new tokens, the worker loads them before the forward of this
+        step. Without new tokens and with ``delay_cache_blocks``, a transfer runs alongside the steps, after the copies
+        of this one. Until ``finish_load`` the request then computes nothing, and its blocks do not move.
+
+        Args:
+            request: The request to serve.
+            num_new_tokens: Tokens to compute after its computed ones.
+            num_new_computed_tokens: Tokens of a hit to adopt; only for a request that holds no blocks.
+            new_computed_blocks: That hit, or its blocks.
+            num_lookahead_tokens: Room for drafted tokens, which are never published.
+            delay_cache_blocks: Publish nothing in this call.
+            num_encoder_tokens: Tokens of the encoder's output, for cross attention.
+            num_external_computed_tokens: Tokens after the hit whose KV and states are loaded from elsewhere.
+            admission: Extra conditions, for a request that is about to start.
+
+        Returns:
+            A plan for ``commit``, or the reason for which the blocks are refused.
+
+        Raises:
+            ConfigError: There is nothing to allocate, the hit cannot be adopted, or the request has another hasher.
+            CacheError: The request holds blocks of another manager, or is being loaded.
         """
         self._residents.refuse_stranger(request)
         wanted = self._demand_of(
@@ -334,7 +449,7 @@ class KVCacheManager:
         encoder_tokens: int,
         external_tokens: int,
     ) -> SlotDemand:
-        """The same, checked."""
+        """Return the arguments of ``plan_slots``, checked."""
         counts: tuple[int, ...] = (new_tokens, hit_tokens, external_tokens, lookahead_tokens, encoder_tokens)
         if not (delayed is False and {*map(type, counts)} == {int} and max(counts) <= MOST_COUNT):
             flag("delay_cache_blocks", delayed)
@@ -348,7 +463,17 @@ class KVCacheManager:
         return SlotDemand(new, self._lookup.handed_over(request, hit, found), external, lookahead, delayed, encoder)
 
     def commit(self, plan: SlotPlan) -> KVCacheBlocks:
-        """Do what ``plan`` says and return the new columns. StalePlanError if anything changed since it was made."""
+        """Carry out a plan.
+
+        Args:
+            plan: A plan of ``plan_slots``.
+
+        Returns:
+            The new columns of each group.
+
+        Raises:
+            StalePlanError: The cache changed since the plan was made. Nothing was done.
+        """
         if type(plan) is not SlotPlan:
             instance("plan", plan, SlotPlan)
         return KVCacheBlocks(self._slots.commit(plan), self.block_pool)
@@ -356,12 +481,19 @@ class KVCacheManager:
     # -- slots, all rows of a step
 
     def allocate_batch(self, rows: Int64, num_new_tokens: Int64 | int, num_lookahead_tokens: int = 0) -> BatchSlots:
-        """allocate_slots for resident requests by their rows, in this order. int64[R], distinct.
+        """Allocate slots for many running requests, in this order.
 
-        num_new_tokens: at least 1, for all rows or one by one. From the first row that does not fit on, all
-        are refused. Computed tokens are not advanced: that is the caller's fact. O(R) in array operations,
-        O(1) Python operations a new or published block. ConfigError, and nothing done, for what are no row numbers or
-        token counts, CacheError for a row that nobody holds.
+        From the first row that does not fit, all rows are refused. The caller advances the computed tokens. O(R) in
+        array operations, and O(1) Python operations for each new or published block.
+
+        Args:
+            rows: int64[R], distinct rows of resident requests.
+            num_new_tokens: Tokens to compute, at least 1: one count for all rows, or int64[R].
+            num_lookahead_tokens: Room for drafted tokens of each row.
+
+        Raises:
+            ConfigError: An argument holds no row numbers or token counts. Nothing was done.
+            CacheError: A row belongs to no request. Nothing was done.
         """
         rows = self._residents.rows_held(rows)
         if not isinstance(num_new_tokens, int):
@@ -375,42 +507,69 @@ class KVCacheManager:
     # -- drafts
 
     def accept_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:
-        """Of the last ``drafted[i]`` tokens that ``rows[i]`` computed only the first ``kept[i]`` are its own.
+        """Keep the accepted drafts of rows, and drop the others. O(R), and a Python call a row that fills a block.
 
-        int64[R] each; rows distinct, their tokens known, no step in flight. What is kept can be hit, and its state goes
-        on; the rest is overwritten. O(R), and a Python call a row that fills a block. Errors as allocate_batch.
+        Accepted tokens can be hit from now on, and the row continues from the state of the last one. Rejected tokens
+        are overwritten.
+
+        Args:
+            rows: int64[R], distinct rows; their tokens are known, and no step of theirs is in flight.
+            drafted: int64[R], drafts that the last step of each row computed.
+            kept: int64[R], how many leading ones of them were accepted.
+
+        Raises:
+            ConfigError: As ``allocate_batch``, or a row keeps more than it computed.
+            CacheError: As ``allocate_batch``.
         """
         rows = self._residents.rows_held(rows)
         drafted, kept = one_a_row("drafted", drafted, rows, 0), one_a_row("kept", kept, rows, 0)
         if (kept > drafted).any() or (drafted > self.rows.num_computed[rows]).any():
-            raise ConfigError("a row keeps at most the drafts that it computed: accept those of the step that has run")
+            raise ConfigError("a row keeps at most the drafts that it computed: pass the counts of its last step")
         self._slots.accept_drafts(rows, drafted, kept)
 
     # -- publishing and freeing
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Publish the full blocks of the first ``num_computed_tokens`` tokens, for transfers that were delayed.
+        """Publish full blocks whose publication was delayed.
 
-        CacheError, and nothing published, for a request that holds no blocks for them.
+        Args:
+            request: A resident request.
+            num_computed_tokens: Publish the full blocks of this many leading tokens.
+
+        Raises:
+            CacheError: The request holds no blocks for them. Nothing was published.
         """
         self._slots.publish_computed(request, integer("num_computed_tokens", num_computed_tokens, 0))
 
     def keep_resume_point(self, request: Request) -> None:
-        """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
+        """Keep everything that a request computed, so that a later request can resume after its last token.
 
-        In the natural layout; nothing in the reference layout. CacheError for a request that holds no blocks.
+        Call it before ``free`` when a request ends or is preempted and no step in flight holds it. Does nothing in the
+        reference layout.
+
+        Args:
+            request: A resident request.
+
+        Raises:
+            CacheError: The request holds no blocks.
         """
         if self.bounds.keeps_resume_points:
             self._slots.keep_resume_point(request)
         else:
             self._residents.row_of(request)
 
-    keep_end = keep_resume_point  # the name in version 0.1
+    keep_end = keep_resume_point  # its name in version 0.1
 
     # -- the natural layout
 
     def store_checkpoints(self, rows: Int64, computed: Int64, end: Int64) -> None:
-        """Blocks for the states that ``rows`` pass between ``computed`` and ``end`` tokens, with what room is left."""
+        """Take blocks for the states that rows pass at checkpoint positions, as far as there is room.
+
+        Args:
+            rows: int64[R], rows of the step that is being made.
+            computed: int64[R], tokens computed before the step.
+            end: int64[R], tokens computed after it.
+        """
         if not self.checkpoints.awaits_checkpoints:
             return
         rows = self._residents.rows_held(rows)
@@ -418,16 +577,22 @@ class KVCacheManager:
         self.checkpoints.store(self.rows.requests, rows, computed, end)
 
     def free(self, request: Request | str) -> None:
-        """Give back what a request holds, last block first; what is published stays findable.
+        """Give back the blocks of a request, the last block first. Published blocks stay findable.
 
-        A request that holds nothing, or an unknown id, is a no-op.
+        Args:
+            request: The request or its id. An unknown id, or a request without blocks, is ignored.
         """
         self._slots.free(id_of(request))
 
     def evict_blocks(self, group: int, block_ids: Sequence[int] | Int32) -> None:
-        """Blocks of ``group``, by ids as get_block_ids has them, can be hit no longer; who holds them keeps them.
+        """Remove the keys of blocks, for example of those that failed to load. Requests that hold them keep them.
 
-        For those whose load failed. In the reference layout all groups share their ids. BlockError for others.
+        Args:
+            group: The group of the blocks. In the reference layout all groups share their ids.
+            block_ids: Ids as ``get_block_ids`` returns them.
+
+        Raises:
+            BlockError: The group has no block of that id.
         """
         of = self.block_pool.classes[integer("group", group, 0, len(self.groups) - 1)]
         ids = np.unique(integers("block_ids", block_ids, 0))
@@ -439,8 +604,12 @@ class KVCacheManager:
         self.eviction_policy.settle()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all keys, if no block is in use. Returns whether it was done."""
-        self.eviction_policy.settle()  # what was given up goes first into the free order
+        """Remove all keys, if no block is in use.
+
+        Returns:
+            Whether it was done.
+        """
+        self.eviction_policy.settle()  # evicted blocks must reach the free order before the keys go
         done = self.block_pool.reset_prefix_cache()
         if done:
             if self._stats is not None:
@@ -453,22 +622,43 @@ class KVCacheManager:
     # -- pins
 
     def pin(self, tokens: Sequence[int], salt: str | None = None) -> Pin:
-        """Keep what is cached of ``tokens``, and written, until ``unpin``; the Pin says how many tokens that is.
+        """Keep the cached and written prefix of some tokens until ``unpin``. O(blocks of the prefix).
 
-        Its blocks count in ``usage``. CapacityError beyond ``max_pinned_blocks``. O(blocks of the prefix).
+        Its blocks count in ``usage``.
+
+        Args:
+            tokens: Token ids.
+            salt: The cache salt of the requests that use the prefix.
+
+        Returns:
+            A Pin, which says how many tokens it keeps.
+
+        Raises:
+            CapacityError: The pins would hold more than ``max_pinned_blocks``.
         """
         hit = self._lookup.find_written(Request("pin", tokens, hasher=self.hasher, cache_salt=salt))
         return self.pins.add(hit, [group.kind.drops for group in self.groups])
 
     def unpin(self, pin: Pin) -> None:
-        """``pin`` may be evicted again. CacheError for a pin that is not held."""
+        """Release a pin, so that its blocks may be evicted.
+
+        Args:
+            pin: A Pin of this manager.
+
+        Raises:
+            CacheError: The pin is not held.
+        """
         self.pins.release(instance("pin", pin, Pin))
         self.eviction_policy.settle()
 
     # -- answers
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """The blocks that a request holds; none for an unknown id."""
+        """Return the blocks that a request holds; no blocks for an unknown id.
+
+        Args:
+            request_id: The id of the request.
+        """
         if type(request_id) is not str:
             instance("request_id", request_id, str)
         request = self._residents.get(request_id)
@@ -477,19 +667,24 @@ class KVCacheManager:
         return KVCacheBlocks(tuple([group.rows.ids(request.row) for group in self.groups]), self.block_pool)
 
     def create_empty_block_list(self) -> KVCacheBlocks:
-        """No block in every group."""
+        """Return a list without blocks for every group."""
         return self._lookup.empty
 
     def get_num_common_prefix_blocks(self, request: Request | str, num_running_requests: int) -> list[int]:
-        """Per group, how many leading blocks of ``request`` are held by all running requests.
+        """Count, for each group, the leading blocks of a request that all running requests hold.
 
-        CacheError for a request that holds no blocks.
+        Args:
+            request: A resident request, or its id.
+            num_running_requests: How many requests run.
+
+        Raises:
+            CacheError: The request holds no blocks.
         """
         request_id = id_of(request)
         if self._residents.get(request_id) is None:
             raise CacheError(f"request {request_id!r} holds no blocks: ask for a running one")
         running = integer("num_running_requests", num_running_requests, 0, MOST_COUNT)
-        holders_wanted = max(running, len(self._residents))  # those that ended may still hold blocks
+        holders_wanted = max(running, len(self._residents))  # ended requests may still hold blocks
         common = []
         for group, ids in enumerate(self.get_blocks(request_id).ids):
             holders = self.block_pool.ref_counts(ids) - self.pins.holds(group, ids)
@@ -498,22 +693,26 @@ class KVCacheManager:
         return common
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """get_blocks as lists of ids."""
+        """Return the blocks of a request as lists of ids, one list a group.
+
+        Args:
+            request_id: The id of the request.
+        """
         return self.get_blocks(request_id).blocks
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Events since the last call; empty when they are off."""
+        """Return the events since the last call; an empty list if events are off."""
         return self.block_pool.journal.events.take()
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """Statistics since the last call; None when they are off."""
+        """Return the look-up statistics since the last call; ``None`` if they are off."""
         if self._stats is None:
             return None
         stats, self._stats = self._stats, PrefixCacheStats()
         return stats
 
     def statistics(self) -> CacheStatistics:
-        """What the cache holds now. O(num_blocks)."""
+        """Count what the cache holds at this moment. O(num_blocks)."""
         self.block_pool.journal.settle()
         counts = cache_statistics(
             self.block_pool, self.groups, len(self._residents), self.pins.num_blocks, self._parts.times
@@ -521,8 +720,11 @@ class KVCacheManager:
         return self.eviction_policy.add_statistics(counts)
 
     def check(self) -> None:
-        """Rebuild ownership, counts, free order and keys from rows and index alone; CacheError if they differ.
+        """Check all invariants: ownership, counts, free order and keys are rebuilt from rows and index alone.
 
         O(blocks + keys).
+
+        Raises:
+            CacheError: They differ.
         """
         check_cache(self._parts)

@@ -1,4 +1,4 @@
-"""What a manager can be asked for besides what every caller says: one value, handed on whole."""
+"""Options of a KVCacheManager beyond the arguments that every caller gives."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from hybridkv.units import MOST_COUNT, shown
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """Options of a KVCacheManager. Raises ConfigError for values of another kind.
+    """Options of a KVCacheManager. Values of another kind raise ConfigError.
 
-    retention: windows and states that are kept for reuse: None all, n those before every n-th token, 0 only those
-    where each request itself is likely to be resumed.
-    max_pinned_blocks: blocks that ``pin`` may hold, and requests are not promised (slabs, in the natural layout).
-    placement: in the natural layout, where recurrent states are kept; by default ``ends``.
-    eviction: in the natural layout, what is given up next; by default that of the plan (``eviction_of``), ``lru`` for a
-    config alone.
-    shares: memory of tenants, with an eviction that ranks resume points (not ``lru``); by default all are one tenant.
-    max_moved_bytes: in the natural layout, after so many bytes were moved between slabs in a step, a request that
-    needs more moves waits for the next; at least 1, which lets one request have its moves in each step; None: no bound.
-    space: in the natural layout, where free blocks come from instead of slabs, for measurements: a SlabSpace, or what
-    has its methods.
-    partial_block_hits: in the natural layout, whether hits may end inside a block, which is copied then.
-    resume_point_events: events report resume points that are no whole block too (ResumePointStored,
-    ResumePointRemoved); an exact KVEventPublisher needs them in the natural layout.
-    max_event_blocks: blocks in events that wait for ``take_events``; beyond it the oldest events are dropped, and
-    EventsDropped says so before those taken next.
-    remembered_losses: keys of evicted blocks that are remembered, for ``explain``; 0: nothing is explained.
-    block_times: whether statistics tell how long blocks keep their keys and wait for hits.
-    clock: seconds, for evictions that learn the time between hits; only they read it.
+    Attributes:
+        retention: Which windows and states are kept for reuse: ``None`` keeps all, n keeps one before every n-th token,
+            0 keeps only those where the request itself is likely to be resumed.
+        max_pinned_blocks: Most blocks that ``pin`` may hold; requests cannot count on these (slabs in the natural
+            layout).
+        placement: Natural layout: where recurrent states are kept. By default ``ends``.
+        eviction: Natural layout: the eviction policy. By default the one that the plan gets from ``eviction_of``;
+            ``lru`` for a config alone.
+        shares: Memory shares of tenants; needs an eviction that ranks resume points (not ``lru``). By default all
+            requests are one tenant.
+        max_moved_bytes: Natural layout: after so many bytes were moved between slabs in a step, a request that needs
+            more moves waits for the next step. At least 1, so one request can always move. ``None``: no bound.
+        space: Natural layout, for measurements: a replacement of SlabSpace, with its methods.
+        partial_block_hits: Natural layout: whether hits may end inside a block, which is then copied.
+        resume_point_events: Events also report states and partial blocks (ResumePointStored, ResumePointRemoved). An
+            exact KVEventPublisher needs them in the natural layout.
+        max_event_blocks: Most blocks in events that wait for ``take_events``. Beyond it the oldest events are dropped,
+            and EventsDropped reports them.
+        remembered_losses: Keys of evicted blocks to remember for ``explain``; 0 turns ``explain`` off.
+        block_times: Whether statistics tell how long blocks keep their keys and wait for hits.
+        clock: Returns seconds; evictions that learn the time between hits read it.
     """
 
     retention: int | None = None

@@ -1,4 +1,4 @@
-"""Statistics of prefix look-ups and of what the cache holds."""
+"""Statistics of prefix look-ups, and of the contents of the cache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from hybridkv.observe.block_times import BlockTimes, BlockTimeStatistics
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Look-ups since the last reading.
+    """Counts of look-ups since the last reading.
 
-    reset: reset_prefix_cache succeeded. requests: looked up. queries: tokens asked for. hits: tokens hit.
+    Attributes:
+        reset: ``reset_prefix_cache`` succeeded.
+        requests: Requests that were looked up.
+        queries: Tokens of these requests.
+        hits: Tokens that were found.
     """
 
     reset: bool = False
@@ -25,9 +29,14 @@ class PrefixCacheStats:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """One group. held_blocks: distinct blocks in rows of requests, now. cached_blocks: with a key, now.
+    """Counts of one group.
 
-    evictable_blocks: those of them that nobody holds. published, evictions: keys given and lost so far.
+    Attributes:
+        held_blocks: Distinct blocks in rows of requests at this moment.
+        cached_blocks: Blocks with a key at this moment.
+        evictable_blocks: Cached blocks that no request holds.
+        published: Blocks that got their first key, since the start.
+        evictions: Blocks that lost their last key, since the start.
     """
 
     held_blocks: int
@@ -39,11 +48,15 @@ class GroupStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ResumePointClassStatistics:
-    """Ends of one kind that are alike for ``hazard`` (docs/design/0019). kept: now; the others so far.
+    """Counts of resume points that the eviction ``hazard`` treats alike (docs/design/0019).
 
-    promise: what hints say of them, in words, "" for nothing. hits_before: so often were they hit, 3 for more, too.
-    pause_s: the least of the seconds between their hits, or, before the first, that their session had paused; None for
-    new sessions. hits, missed, given_up: as of ResumePointStatistics, of ends that were in this class just before.
+    Attributes:
+        promise: The hint of the client in words, "" for no hint.
+        hits_before: Earlier hits of these resume points; 3 stands for 3 or more.
+        pause_s: Lower bound of the seconds between hits (before the first hit: of the pause of the session); ``None``
+            for new sessions.
+        kept: Resume points kept at this moment. All other counts are since the start.
+        hits, missed, given_up: As in ResumePointStatistics, of resume points that were in this class just before.
     """
 
     promise: str
@@ -57,10 +70,18 @@ class ResumePointClassStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ResumePointStatistics:
-    """Ends of one kind (docs/design/0019). kept: now; the others so far.
+    """Counts of resume points of one kind (docs/design/0019).
 
-    made: ends that were kept. hits: of kept ones. missed: of ghosts, the deepest of each prompt. declined: not kept for
-    want of worth. given_up: kept no longer; unused: those of them that were never hit. classes: those that were met.
+    Attributes:
+        kind: Where they lie: for example ``prompt``, ``output`` or ``branch``.
+        classes: Counts of each class that occurred.
+        kept: Resume points kept at this moment. All other counts are since the start.
+        made: Resume points that were kept.
+        hits: Hits of kept resume points.
+        missed: Prompts whose deepest known resume point was a ghost entry, the record of an evicted one.
+        declined: Resume points that were not kept because their value was too low.
+        given_up: Resume points that were evicted.
+        unused: Evicted resume points that were never hit.
     """
 
     kind: str
@@ -76,9 +97,14 @@ class ResumePointStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TenantStatistics:
-    """What a tenant has of the cache (docs/design/0026). tenant: ``*`` for all that are not named.
+    """Use of the cache by one tenant (docs/design/0026).
 
-    kept_bytes: of blocks that its kept ends need, now. requests, prompt_tokens, hit_tokens: of those that began so far.
+    Attributes:
+        tenant: Its name; ``*`` for all requests without a named tenant.
+        kept_bytes: Bytes of the blocks that its resume points need at this moment.
+        requests: Requests that began, since the start.
+        prompt_tokens: Prompt tokens of these requests.
+        hit_tokens: Prompt tokens that were found in the cache.
     """
 
     tenant: str
@@ -90,14 +116,24 @@ class TenantStatistics:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """What the cache holds now.
+    """The contents of the cache at this moment.
 
-    num_blocks: all but the null block and sinks. free_blocks: those nobody holds, cached ones among them.
-    cached_blocks: with a key. unwritten_blocks: published, their step still in flight.
-    pinned_blocks: held by pins, counted for each. evictions: keys lost so far. groups: the same per group.
-    ends: by kind, where an eviction ranks them. missed_tokens: what ends given up would have been hit for, so far;
-    missed_a_gib_more: what of it a GiB more would have found, roughly: what was given up last. tenants: where there are
-    shares. moved_blocks: from slab to slab, so far. times: None unless asked for (block_times).
+    Attributes:
+        num_blocks: All blocks except the null block and attention sinks.
+        free_blocks: Blocks that no request holds, cached ones included.
+        cached_blocks: Blocks with a key.
+        unwritten_blocks: Published blocks whose step is still in flight.
+        resident_requests: Requests that hold blocks.
+        pinned_blocks: Blocks held by pins; a block under two pins counts twice.
+        evictions: Blocks that lost their last key, since the start.
+        groups: Counts of each group.
+        ends: Counts of resume points by kind, if the eviction ranks them.
+        missed_tokens: Tokens that evicted resume points would have saved, since the start.
+        missed_a_gib_more: Estimate of the part of ``missed_tokens`` that one GiB more would have saved: the resume
+            points evicted last.
+        tenants: Counts of each tenant, if there are shares.
+        moved_blocks: Blocks moved between slabs, since the start.
+        times: Lifetimes of blocks; ``None`` unless ``block_times`` is set.
     """
 
     num_blocks: int
@@ -119,7 +155,7 @@ class CacheStatistics:
 def cache_statistics(
     pool: BlockPool, groups: Sequence[CacheGroup], resident_requests: int, pinned_blocks: int, times: BlockTimes | None
 ) -> CacheStatistics:
-    """Counts of now. O(num_blocks)."""
+    """Count blocks and keys of ``pool`` and ``groups``. O(num_blocks)."""
     cached, evictable = pool.keys.per_group(), pool.evictable_per_group()
     return CacheStatistics(
         num_blocks=pool.num_usable,
