@@ -67,7 +67,7 @@ def test_steps_are_opened_one_by_one_and_in_order() -> None:
     cache = cache_of_blocks()
     with cache.step(3), pytest.raises(CacheError, match="step 4 begins while step 3 is open"), cache.step(4):
         pass
-    with pytest.raises(CacheError, match="step 3 begins behind step 3, which is in flight"), cache.step(3):
+    with pytest.raises(CacheError, match="step 3 begins after step 3, which is in flight"), cache.step(3):
         pass
     cache.mark_written(3)
     with cache.step(0):

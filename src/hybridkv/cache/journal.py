@@ -1,10 +1,10 @@
-"""The journal: facts about blocks that the core makes, in order, for others to read later.
+"""The journal: facts about blocks that the cache records in order, for others to read later.
 
-    core --events--> take_events   KV events, in a bounded queue
-         --record--> observers     losses, block times, prompts seen; at the step's end, and when asked
-         --blocks--> eviction      before it decides anything, and when room is asked for
+    cache --events--> take_events   KV events, in a bounded queue
+          --record--> observers     lost keys, block times, seen prompts; read at the end of a step, or on request
+          --blocks--> eviction      read before it decides anything
 
-Nothing is recorded that nobody reads.
+A fact without a reader is not recorded.
 """
 
 from __future__ import annotations
@@ -25,19 +25,28 @@ Int64 = NDArray[np.int64]
 Ids = NDArray[np.int32] | NDArray[np.int64]
 
 MAX_EVENT_BLOCKS: Final = 100_000
-"""Of a queue, unless told: about 100 MB of events with 16 tokens a block."""
+"""Default size of a queue: about 100 MB of events with 16 tokens a block."""
 
 _MOST_FACTS: Final = 4096
-"""Facts that wait at most, for callers that take no steps."""
+"""Most facts that wait, for callers that take no steps. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks that were written and can be hit. parent_block_hash: None when they begin the prompt.
+    """Full blocks that were written and can be hit.
 
-    lora_id, lora_name: of the request's adapter. extra_keys: one entry a block, None where there are none;
-    the whole is None when no block has any. See ``published_extras`` for blocks of several hash blocks.
-    cache_salt: of the request, also where its blocks are not the first.
+    Attributes:
+        block_hashes: Hashes of the blocks, in order.
+        parent_block_hash: Hash of the block before them; ``None`` if they begin the prompt.
+        token_ids: All their tokens.
+        block_size: Tokens of a block.
+        lora_id: Id of the request's adapter.
+        lora_name: Name of the request's adapter.
+        medium: Where the blocks are.
+        extra_keys: One entry a block, ``None`` for a block without extra keys; ``None`` if no block has any. See
+            ``published_extras`` for blocks of several hash blocks.
+        group_idx: The group.
+        cache_salt: Salt of the request, also if its blocks are not the first.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -54,7 +63,13 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks that can be hit no longer."""
+    """Full blocks that can no longer be hit.
+
+    Attributes:
+        block_hashes: Hashes of the blocks.
+        medium: Where the blocks were.
+        group_idx: The group.
+    """
 
     block_hashes: tuple[bytes, ...]
     medium: str | None = "GPU"
@@ -63,15 +78,18 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing can be hit any longer."""
+    """No block can be hit any longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventsDropped:
-    """``count`` events before this one were dropped, since nobody took them.
+    """Events before this one were dropped, because they were not taken in time.
 
-    A reader forgets all blocks that it was told of, and ignores removals of blocks that it does not know. It then lists
-    no block that is gone. It lists all blocks again after the next AllBlocksCleared.
+    The reader must forget all blocks that were reported to it, and ignore removals of blocks that it does not know.
+    Then it never lists a block that is gone. It lists all blocks again after the next AllBlocksCleared.
+
+    Attributes:
+        count: Number of dropped events.
     """
 
     count: int
@@ -79,16 +97,22 @@ class EventsDropped:
 
 @dataclass(frozen=True, slots=True)
 class ResumePointStored:
-    """Something that is no whole block of tokens can be hit: a state, or tokens that end inside a block.
+    """A resume point that is no full block of tokens: a state, or tokens that end inside a block.
 
-    Told where a manager has ``resume_point_events``, for who works out where hits can end; never on the wire.
-    behind: hash of the last whole block before it, of a state that ends with a block that one's own; None before the
-    first. parent, partial_tokens: under what it is found, and the tokens inside the block (bytes of int32), none of
-    a state that ends with a block. extra_keys: of the block that it ends in.
+    A manager with ``resume_point_events`` reports it, so that a reader can compute where hits can end. It is never sent
+    over the wire.
+
+    Attributes:
+        group_idx: The group.
+        block_hash: Hash of the last full block before the resume point (of a state that ends with a block: of that
+            block); ``None`` before the first.
+        parent: Key under which it is found.
+        partial_tokens: Tokens inside the block, bytes of int32; empty for a state that ends with a block.
+        extra_keys: Extra keys of the block in which it ends.
     """
 
     group_idx: int
-    behind: bytes | None
+    block_hash: bytes | None
     parent: bytes
     partial_tokens: bytes = b""
     extra_keys: tuple[object, ...] | None = None
@@ -96,7 +120,13 @@ class ResumePointStored:
 
 @dataclass(frozen=True, slots=True)
 class ResumePointRemoved:
-    """What an ResumePointStored may have told of can be hit no longer; see there."""
+    """A stored resume point that can no longer be hit.
+
+    Attributes:
+        group_idx: The group.
+        parent: As in ResumePointStored.
+        partial_tokens: As in ResumePointStored.
+    """
 
     group_idx: int
     parent: bytes
@@ -107,7 +137,7 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsDropped | R
 
 
 def untagged(extra: Extra | None) -> tuple[object, ...] | None:
-    """Extra keys as they are published: adapter name, (id, offset), salt, digest, without the tag."""
+    """Return extra keys in their published form, without tags: adapter name, (id, offset), salt, digest."""
     if extra is None:
         return None
     values = []
@@ -117,16 +147,21 @@ def untagged(extra: Extra | None) -> tuple[object, ...] | None:
 
 
 def published_extras(extras: Sequence[Extra | None], hashes_per_block: int, hash_block_size: int) -> list[Extra | None]:
-    """Extra keys of blocks of ``hashes_per_block`` hash blocks, from those of their hash blocks.
+    """Return the extra keys of blocks of ``hashes_per_block`` hash blocks each, from those of their hash blocks.
 
     A block has the keys of all its hash blocks, in their order, so that its hash can be computed from them:
 
-        the adapter      once, in front: it is in every hash block
-        an item          once for each hash block that it overlaps, its offset counted from the block's start.
-                         n entries of offset o are hash blocks max(o, 0) // hash_block_size and the n - 1 behind
+        the adapter      once, first: it is in every hash block
+        an item          once for each hash block that it overlaps, its offset counted from the start of the block.
+                         n entries of offset o are hash blocks max(o, 0) // hash_block_size and the n - 1 after
                          it; in the j-th the offset that enters the hash is o - j * hash_block_size
         salt, encoder    of the prompt's first hash block
         embeddings       the i-th digest is that of the i-th hash block: they begin at the prompt's first token
+
+    Args:
+        extras: Extra keys of the hash blocks, in order.
+        hashes_per_block: Hash blocks of a block.
+        hash_block_size: Tokens of a hash block.
     """
     if hashes_per_block == 1:
         return list(extras)
@@ -147,29 +182,35 @@ def published_extras(extras: Sequence[Extra | None], hashes_per_block: int, hash
 
 
 class Named(NamedTuple):
-    """Blocks ``ids`` got a key at ``now``, seconds."""
+    """Blocks ``ids`` got a key at ``now`` (seconds)."""
 
     ids: Ids
     now: float
 
 
 class Used(NamedTuple):
-    """A request holds ``ids`` from ``now`` on, seconds."""
+    """A request holds ``ids`` from ``now`` on (seconds)."""
 
     ids: Ids
     now: float
 
 
 class Released(NamedTuple):
-    """Blocks ``ids``, cached, lost their last holders, in this order."""
+    """The cached blocks ``ids`` lost their last holders, in this order."""
 
     ids: Ids
 
 
 class KeysLost(NamedTuple):
-    """Blocks of ``group`` lose ``keys`` and ``partial_keys``, (parent, bytes of tokens) each.
+    """Blocks of ``group`` lost keys.
 
-    blocks: those of the keys, then those of the partial keys. num_blocks: distinct ones. now: seconds.
+    Attributes:
+        group: The group.
+        keys: Keys of full blocks.
+        partial_keys: Partial keys, (parent, bytes of tokens) each.
+        blocks: Blocks of the keys, then those of the partial keys.
+        num_blocks: Number of distinct blocks.
+        now: Seconds.
     """
 
     group: int
@@ -181,52 +222,54 @@ class KeysLost(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Blocks ``ids`` lost their last key at ``now``, seconds."""
+    """Blocks ``ids`` lost their last key at ``now`` (seconds)."""
 
     ids: Ids
     now: float
 
 
 class Moved(NamedTuple):
-    """Blocks moved, int64[m, 2] of (source, target)."""
+    """Blocks moved: int64[m, 2] of (source, target)."""
 
     moves: Int64
 
 
 class Cleared(NamedTuple):
-    """All blocks lost their keys at ``now``, seconds."""
+    """All blocks lost their keys at ``now`` (seconds)."""
 
     now: float
 
 
 class Begun(NamedTuple):
-    """A request got a row, with ``num_hashes`` hash blocks."""
+    """A request with ``num_hashes`` hash blocks got a row."""
 
     request: Request
     num_hashes: int
 
 
 BlockFact = Released | Lost | Moved | Cleared
-"""What eviction reads."""
+"""Facts that an eviction policy reads."""
 
 Fact = BlockFact | Named | Used | KeysLost | Begun
 
 
 class Observer(Protocol):
-    """Reads facts; see hybridkv.observe."""
+    """Reads facts; see ``hybridkv.observe``."""
 
     def read(self, fact: Fact) -> None:
-        """Note ``fact``, the next one in order; others than it knows are ignored."""
+        """Note the next fact. Unknown facts are ignored."""
         ...
 
 
 class EventQueue:
-    """Hold KV events until they are taken, oldest first, of ``max_blocks`` blocks at most (a clearing counts as one).
+    """A queue of KV events that holds a bounded number of blocks. The oldest events are dropped first.
 
-    A token span and its hash list always match: ``len(token_ids) == len(block_hashes) * block_size``. Where there are
-    more events, the oldest go. Putting is O(1) an event, amortised.
+    Tokens and hashes always match: ``len(token_ids) == len(block_hashes) * block_size``. Putting is O(1) an event,
+    amortised.
 
-    ends: whether events tell of states, and of tokens that end inside a block, too.
+    Args:
+        max_blocks: Most blocks in the queue; a clearing counts as one.
+        resume_points: Whether events also report states and partial blocks.
     """
 
     def __init__(self, max_blocks: int = MAX_EVENT_BLOCKS, *, resume_points: bool = False) -> None:
@@ -245,12 +288,12 @@ class EventQueue:
             self._dropped += 1
 
     def take(self) -> list[KVCacheEvent]:
-        """Return all of them, after an EventsDropped if any were dropped since the last call."""
-        told: list[KVCacheEvent] = [EventsDropped(self._dropped)] if self._dropped else []
-        told += self._events
+        """Return all events, after an EventsDropped if any were dropped since the last call."""
+        events: list[KVCacheEvent] = [EventsDropped(self._dropped)] if self._dropped else []
+        events += self._events
         self._events.clear()
         self._num_blocks = self._dropped = 0
-        return told
+        return events
 
 
 def _num_blocks(event: KVCacheEvent) -> int:
@@ -258,20 +301,23 @@ def _num_blocks(event: KVCacheEvent) -> int:
 
 
 class Journal:
-    """Record facts until they are read.
+    """Records facts until they are read.
 
-    observers: read every fact that is recorded, in this order.
-    clock: seconds.
-    events: the queue of KV events; None: none are told.
-    losses: whether an observer remembers the keys that blocks lost.
-    times: whether an observer measures how long blocks keep their keys.
-    ranked: whether an eviction reads what happens to blocks.
+    Args:
+        observers: Read every recorded fact, in this order.
+        clock: Returns seconds.
+        events: The queue of KV events; ``None`` turns events off.
+        losses: Whether an observer remembers lost keys.
+        times: Whether an observer measures how long blocks keep their keys.
+        ranked: Whether an eviction policy reads the facts of blocks.
 
-    Attributes
-        reports_events: whether KV events are told. events: their queue.
-        observed: whether there are observers.
-        pending: facts that the observers have not read. The core records them where an attribute says so.
-        blocks: facts that the eviction has not read; None without one that reads.
+    Attributes:
+        reports_events: Whether KV events are on.
+        events: The queue of KV events.
+        reports_resume_points: Whether events also report states and partial blocks.
+        observed: Whether there are observers.
+        pending: Facts that the observers have not read. The cache records a fact only if an attribute says so.
+        blocks: Facts that the eviction policy has not read; ``None`` without one.
     """
 
     def __init__(
@@ -300,7 +346,7 @@ class Journal:
             self.settle()
 
     def settle(self) -> None:
-        """Let the observers read all that was recorded since the last call. O(facts)."""
+        """Let the observers read all facts since the last call. O(facts)."""
         facts, self.pending = self.pending, []
         for fact in facts:
             for observer in self._observers:

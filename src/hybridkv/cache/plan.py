@@ -1,8 +1,10 @@
-"""What a request needs, decided without touching anything; the allocator carries it out.
+"""Slot plans: which blocks a request needs for its next tokens, or why it must wait. Nothing is changed here.
 
-tokens  [ computed before | hit | external | new | lookahead ]
-        0                                        ^ end       ^ total
-                                         known tokens are published up to min(end, tokens of the request)
+    tokens  [ computed before | hit | external | new | lookahead ]
+            0                                        ^ end       ^ total
+                                             known tokens are published up to min(end, tokens of the request)
+
+``Slots.commit`` carries a plan out.
 """
 
 from __future__ import annotations
@@ -39,10 +41,13 @@ _BOUNDED_BY_LENGTH = attrgetter("bounded_by_length")
 class Reason(StrEnum):
     """Why slots were refused.
 
-    no_space: there are not so many blocks. fragmented: it fits, but for moves that the step may not make any more, or
-    that locked blocks forbid. admission_limit: it fits now, all known tokens or the watermark besides do not.
-    prefix_not_written: the cached prefix ends with a state, or inside a block, that the step now made is to write;
-    a copy made before its forward would come too early.
+    Attributes:
+        NO_SPACE: There are not enough blocks.
+        FRAGMENTED: The blocks fit only after moves between slabs, but this step may make no more moves, or locked
+            blocks forbid them.
+        ADMISSION_LIMIT: The blocks fit, but not together with all known tokens of the request or with the reserve.
+        PREFIX_NOT_WRITTEN: The cached prefix ends with a state, or inside a block, that the step being made writes. A
+            copy before its forward would come too early.
     """
 
     NO_SPACE = "no_space"
@@ -52,10 +57,14 @@ class Reason(StrEnum):
 
 
 class Refusal(NamedTuple):
-    """Nothing was changed. group: the one that asked for most, or whose prefix is not written.
+    """A refused demand. Nothing was changed.
 
-    needed_blocks, free_blocks: of all groups together, or slabs. takes: by group, blocks that would fit now, where it
-    is refused for what comes later.
+    Attributes:
+        reason: Why it was refused.
+        group: The group that asked for most blocks, or whose prefix is not written.
+        needed_blocks: Blocks of all groups together, or slabs, that were needed.
+        free_blocks: Blocks, or slabs, that were free.
+        takes: By group, blocks that fit at this moment; only for a refusal because of later needs.
     """
 
     reason: Reason
@@ -66,13 +75,21 @@ class Refusal(NamedTuple):
 
 
 class SlotPlan(NamedTuple):
-    """One GroupPlan a group for ``request`` to hold ``total_tokens``; valid while the epoch is ``epoch``.
+    """The blocks that ``request`` needs to hold ``total_tokens`` tokens.
 
-    certain_tokens: tokens that are computed then, drafts left out. sources: by group, the block that its new last
-    column, or its state, is copied from; 0: none. hit_tokens: those adopted. computed_tokens: those before the
-    new ones. known_tokens: those that may be published. begins: the request holds no row yet. encodes: blocks for the
-    encoder's output are taken, which whoever runs the first tokens must write. loads: nothing is computed, the
-    computed tokens come from elsewhere.
+    Attributes:
+        epoch: Epoch of the pool at which the plan is valid.
+        request: The request.
+        total_tokens: Its tokens with room for drafts.
+        certain_tokens: Its computed tokens after the step, without drafts.
+        groups: One GroupPlan a group.
+        sources: By group, the block from which its new last column, or its state, is copied; 0 for no copy.
+        hit_tokens: Tokens of the adopted hit.
+        computed_tokens: Tokens before the new ones.
+        known_tokens: Tokens that may be published.
+        begins: The request holds no row yet.
+        encodes: Blocks for the encoder's output are taken; the worker that runs the first tokens must write them.
+        loads: Nothing is computed; the computed tokens are loaded from elsewhere.
     """
 
     epoch: int
@@ -90,12 +107,16 @@ class SlotPlan(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """What an admission asks beyond its first tokens.
+    """Conditions for a request that is about to start, beyond its first tokens.
 
-    full: all tokens of the request must fit, as these limits say. tokens, encoder_tokens: in place of its own.
-    steps: that may be in flight; 0: of states, those that the first tokens take are all that is asked for.
-    reserve_blocks: blocks (slabs, where there are any) that must stay free besides. chunk_reserve: that must stay free
-    besides the first tokens alone: what others that run still need, for one that cannot give way.
+    Attributes:
+        full: All tokens of the request must fit within these limits.
+        steps: Steps that may be in flight. 0: count only the states that the first tokens take.
+        reserve_blocks: Blocks (slabs, if there are any) that must stay free after all its tokens.
+        chunk_reserve: Blocks that must stay free after the first tokens, because running requests that cannot give way
+            still need them.
+        tokens: Tokens of the request; by default those of ``full``.
+        encoder_tokens: Tokens of its encoder output; by default those of ``full``.
     """
 
     full: RequestLimits
@@ -107,7 +128,7 @@ class Admission(NamedTuple):
 
 
 class SlotDemand(NamedTuple):
-    """What allocate_slots is asked for, checked."""
+    """The arguments of ``allocate_slots``, checked."""
 
     new_tokens: int
     hit: Hit
@@ -118,10 +139,15 @@ class SlotDemand(NamedTuple):
 
 
 class BatchSlots(NamedTuple):
-    """New cells of a batch. accepted: the leading rows that got their slots; from there on all are refused.
+    """New cells of a batch, in the order in which the blocks were taken.
 
-    owner, group, column, block: int32[cells], owner the index into the rows handed in; in the order taken.
-    reason: why the first one was refused, None where none was.
+    Attributes:
+        accepted: The first rows, which got their slots. All rows from there on are refused.
+        owner: int32[cells], index into the rows of the batch.
+        group: int32[cells].
+        column: int32[cells].
+        block: int32[cells], the pool's numbers.
+        reason: Why the first refused row was refused; ``None`` if no row was.
     """
 
     accepted: int
@@ -133,9 +159,14 @@ class BatchSlots(NamedTuple):
 
 
 class SlotPlanner:
-    """Adds up what the policies of all groups say, and touches nothing. max_model_len: most tokens of a request.
+    """Adds up the answers of the policies of all groups. Changes nothing.
 
-    loads: rows that get nothing now.
+    Args:
+        pool: The blocks.
+        residents: The resident requests and the groups.
+        publisher: Knows which tokens are published.
+        loads: Rows that are being loaded; they get no slots.
+        max_model_len: Most tokens of a request.
     """
 
     def __init__(
@@ -151,7 +182,7 @@ class SlotPlanner:
         self.loads = loads
 
     def plan(self, request: Request, wanted: SlotDemand, admission: Admission | None = None) -> SlotPlan | Refusal:
-        """One GroupPlan a group, or why not. ConfigError for a demand that makes no sense."""
+        """Plan ``wanted`` for ``request``, or say why it is refused. Raises ConfigError for an impossible demand."""
         groups, pool, row = self._groups, self._pool, request.row
         if self.loads.of_row:
             self.loads.refuse(request)
@@ -209,7 +240,11 @@ class SlotPlanner:
     ) -> int:
         """Return the most blocks, or slabs, that one request holds at once, steps in flight included.
 
-        limits: bounds of the request. tokens, encoder_tokens: in place of those of ``limits``.
+        Args:
+            limits: Bounds of the request.
+            max_in_flight: Most steps in flight.
+            tokens: Tokens of the request; by default ``limits.max_model_len``.
+            encoder_tokens: Tokens of its encoder output; by default ``limits.max_encoder_tokens``.
         """
         if type(limits) is not RequestLimits:
             instance("limits", limits, RequestLimits)
@@ -223,16 +258,16 @@ class SlotPlanner:
         return self._pool.units([group.peak_blocks(limits, max_in_flight, tokens, encoder) for group in self._groups])
 
     def blocks_to_come(self, request: Request, limits: RequestLimits) -> int:
-        """See EngineSide.blocks_to_come."""
+        """Return the most blocks that ``request`` may still take; see EngineSide.blocks_to_come."""
         whole = Admission(limits, 0)
         return self._pool.units(
             [max(most, 0) for most in _unheld(self._groups, request.row, [0] * len(self._groups), whole)]
         )
 
     def _adopted(self, request: Request, wanted: SlotDemand) -> Sequence[Int32]:
-        """Blocks that a new row begins with, by group: those handed over, and the encoder's output if it is there.
+        """Return the blocks with which a new row begins, by group: the hit, and a cached encoder output.
 
-        All groups have it or none, so that what is published is never written again.
+        The encoder output is used only if all of its groups have it. Else published blocks would be written again.
         """
         reads = self._publisher.publishes and wanted.encoder_tokens and not request.skip_reading_prefix_cache
         ids = [part.blocks for part in wanted.hit.groups]
@@ -244,7 +279,7 @@ class SlotPlanner:
         return [found.get(group, blocks) for group, blocks in zip(self._groups, ids, strict=True)]
 
     def _sources(self, wanted: SlotDemand) -> tuple[int, ...]:
-        """What is copied, by group: a state only where no later one is loaded from elsewhere."""
+        """Return the blocks to copy from, by group. A state is not copied if a later one is loaded from elsewhere."""
         sources = wanted.hit.sources or (0,) * len(self._groups)
         if not wanted.external_tokens:
             return sources
@@ -254,7 +289,7 @@ class SlotPlanner:
 
 
 def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup], *, caching: bool) -> None:
-    """ConfigError when there is nothing to allocate, or what is handed over cannot be adopted."""
+    """Raise ConfigError if there is nothing to allocate, or if the hit cannot be adopted."""
     name = request.request_id
     if wanted.new_tokens <= 0:
         _check_load(request, wanted)
@@ -265,38 +300,46 @@ def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGr
     if request.encoder is not None and wanted.encoder_tokens not in {0, request.num_encoder_tokens}:
         raise ConfigError(
             f"num_encoder_tokens for {name!r} is {wanted.encoder_tokens}, but its encoder input has "
-            f"{request.num_encoder_tokens}: hand over the latter"
+            f"{request.num_encoder_tokens}: pass the latter"
         )
     hit = wanted.hit.tokens
     if request.row >= 0 and (hit or wanted.external_tokens):
         raise ConfigError(f"{name!r} holds blocks already: hits and external tokens are adopted by a new row only")
     if hit and not caching and wanted.hit.parent is None:
-        raise ConfigError("hits handed over while caching is off: construct the manager with enable_caching=True")
+        raise ConfigError("a hit was passed in, but caching is off: construct the manager with enable_caching=True")
 
 
 def _check_load(request: Request, wanted: SlotDemand) -> None:
-    """ConfigError unless what is asked for without a token to compute are blocks for tokens from elsewhere."""
+    """Raise ConfigError unless a demand without new tokens asks for blocks of external tokens."""
     name = request.request_id
     if wanted.new_tokens < 0 or wanted.external_tokens <= 0:
         raise ConfigError(f"nothing to allocate for {name!r}: num_new_tokens is {wanted.new_tokens}")
     if not wanted.delayed:
         raise ConfigError(
-            f"external tokens of {name!r} are not there yet and none is computed: say delay_cache_blocks=True, and "
-            "finish_load when they have come"
+            f"{name!r} computes no token while its external tokens are loaded: pass delay_cache_blocks=True, and call "
+            "finish_load when they have arrived"
         )
     if wanted.encoder_tokens:
-        raise ConfigError(f"nobody runs the encoder of {name!r} while it is loaded: compute a token with it")
+        raise ConfigError(f"the encoder of {name!r} does not run while its tokens are loaded: compute a token with it")
     if wanted.hit.tokens + wanted.external_tokens >= request.num_tokens:
         raise ConfigError(
-            f"{wanted.external_tokens} external tokens behind {wanted.hit.tokens} leave nothing to compute of "
-            f"{request.num_tokens}: load all but the last token at most"
+            f"{wanted.external_tokens} external tokens after {wanted.hit.tokens} leave nothing to compute of "
+            f"{request.num_tokens}: load at most all but the last token"
         )
 
 
 def _demand_of(
     request: Request, wanted: SlotDemand, in_flight: int, max_model_len: int, boundaries: tuple[int, ...] | None
 ) -> Demand:
-    """``wanted`` in tokens. boundaries: where the request may be resumed; None when it publishes nothing."""
+    """Return ``wanted`` as token counts.
+
+    Args:
+        request: The request.
+        wanted: The arguments of ``allocate_slots``.
+        in_flight: Computed tokens of its steps in flight.
+        max_model_len: Most tokens of a request.
+        boundaries: Positions at which the request may be resumed; ``None`` if it publishes nothing.
+    """
     before = request.num_computed_tokens
     computed = before + wanted.hit.tokens + wanted.external_tokens
     end = min(computed + wanted.new_tokens, max_model_len)
@@ -316,7 +359,7 @@ def _demand_of(
 
 
 def _needed_blocks(plans: Sequence[GroupPlan], sources: Sequence[int], pool: BlockPool) -> list[int]:
-    """Blocks that ``plans`` use up, by group: those taken, and hits and sources that nobody holds now."""
+    """Return the free blocks that ``plans`` use up, by group: blocks to take, and free blocks of hits and sources."""
     needs = []
     for plan, source in zip(plans, sources, strict=True):
         touched = pool.count_free(plan.reuse[plan.reuse != 0]) if len(plan.reuse) else 0
@@ -327,7 +370,7 @@ def _needed_blocks(plans: Sequence[GroupPlan], sources: Sequence[int], pool: Blo
 def _freed_blocks(
     groups: Sequence[CacheGroup], facts: Sequence[RowFacts], plans: Sequence[GroupPlan], row: int, pool: BlockPool
 ) -> list[int]:
-    """Blocks of dropped columns that nobody else holds, by group."""
+    """Return the blocks that become free with the dropped columns, by group."""
     freed = []
     for group, before, plan in zip(groups, facts, plans, strict=True):
         gone = group.rows.span(row, before.dropped, plan.drop) if plan.drop > before.dropped else _NO_BLOCKS
@@ -336,14 +379,17 @@ def _freed_blocks(
 
 
 def _largest_group(plans: Sequence[GroupPlan]) -> int:
-    """The group that takes most."""
+    """Return the group that takes most blocks."""
     return max(range(len(plans)), key=lambda group: plans[group].take)
 
 
 def _later_blocks(
     groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], row: int, admission: Admission
 ) -> list[int]:
-    """What an admitted request may need besides, up to its peak, by group. row: -1, or what it was loaded into."""
+    """Return the blocks that an admitted request may still need up to its peak, by group.
+
+    ``row`` is -1, or the row into which the request was loaded.
+    """
     unheld = _unheld(groups, row, [plan.drop for plan in plans], admission)
     return [
         max(most - (int(np.count_nonzero(plan.reuse)) if len(plan.reuse) else 0) - plan.take, 0)
@@ -352,7 +398,10 @@ def _later_blocks(
 
 
 def _unheld(groups: Sequence[CacheGroup], row: int, dropped: Sequence[int], admission: Admission) -> list[int]:
-    """Blocks of a request at its peak but those that ``row``, -1 for none, has after its ``dropped`` columns."""
+    """Return the blocks of a request at its peak, without those in its columns from ``dropped`` on.
+
+    ``row`` -1: no row yet.
+    """
     full, tokens, encoder = admission.full, admission.tokens, admission.encoder_tokens
     tokens = full.max_model_len if tokens is None else tokens
     encoder = full.max_encoder_tokens if encoder is None else encoder
@@ -368,7 +417,7 @@ def _unheld(groups: Sequence[CacheGroup], row: int, dropped: Sequence[int], admi
 def _unwritten_prefix(
     groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], sources: Sequence[int], pool: BlockPool, step: int
 ) -> int | None:
-    """The first group whose hit is a state, or is copied, and has yet to be written by ``step``, now scheduled."""
+    """Return the first group whose hit is copied from a block that ``step``, still being made, will write."""
     for group, plan, source in zip(groups, plans, sources, strict=True):
         copied = int(plan.reuse[-1]) if group.states is not None and len(plan.reuse) else source
         if copied and pool.keys.step_of(copied) == step:

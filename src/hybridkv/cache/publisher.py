@@ -1,22 +1,22 @@
-"""Publishing: which blocks of a row get keys, and when.
+"""Publishing: gives keys to the blocks of rows, so that later requests can hit them.
 
-    tokens  [ block | block | blo:ck | ... ]      full blocks, as soon as their tokens are scheduled
-                                 ^ end            P - 1 of the prompt, marked positions (natural layout): the block can
-                                                  be hit up to here, and is copied when it is
+    tokens  [ block | block | blo:ck | ... ]      full blocks are published when their tokens are scheduled
+                                 ^ resume point   prompt end P-1 or a marked position (natural layout): the block can
+                                                  be hit up to here; a hit copies it
 
-    transfer complete --publish_computed--> full blocks can be hit
-    drafts accepted   --publish_accepted--> full blocks, and ends
-    ended, preempted  --publish_last------> so can the last, unfinished one (natural layout)
-    left out of the open step --withdraw--> what it would have filled cannot
+    transfer complete     --publish_computed--> full blocks can be hit
+    drafts accepted       --publish_accepted--> full blocks and resume points can be hit
+    ended or preempted    --publish_last------> the last, partial block can be hit too (natural layout)
+    removed from the step --withdraw----------> blocks that it would have filled lose their keys
 
-A block with an end goes on being filled by its request: what a partial key speaks of is not written again.
+A request goes on filling a block that holds a resume point. The tokens under its partial key are not written again.
 
-Published, then written: what steps in flight have promised to write.
+Blocks are published before they are written. Until then the step that writes them may fail:
 
-    publish (tokens scheduled) --mark_written--> written: stored-events are emitted
-                               --revoke(step)--> unpublished: it was never there
+    publish (tokens scheduled) --mark_written--> written: BlockStored events are emitted
+                               --revoke(step)--> unpublished
 
-Without an open step, published counts as written at once.
+Without an open step, published blocks count as written at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Columns first .. first + len(ids) - 1 of a request in a group, published together. ids int32[n]."""
+    """Consecutive columns of a request in one group that were published together.
+
+    Attributes:
+        group: The group.
+        request: The request.
+        first: The first column.
+        ids: int32[n], blocks of the columns.
+    """
 
     group: CacheGroup
     request: Request
@@ -53,11 +60,12 @@ class Run:
 
 
 class Retention(NamedTuple):
-    """What is kept of windows and states.
+    """Which windows and states are kept.
 
-    interval: tokens between those kept, 0 for those of each request's own boundaries, None for all.
-    alignment: tokens of which every hit is a multiple.
-    drops: whether some group drops the last block of a hit.
+    Attributes:
+        interval: Tokens between kept ones; 0 keeps those at each request's own boundaries; ``None`` keeps all.
+        alignment: Every hit is a multiple of so many tokens.
+        drops: Some group drops the last block of a hit.
     """
 
     interval: int | None
@@ -66,15 +74,19 @@ class Retention(NamedTuple):
 
 
 class Publisher:
-    """Give keys to the blocks of rows, and know what steps in flight have promised to write.
+    """Gives keys to the blocks of rows, and knows which blocks the steps in flight will write.
 
-    shared_in_part: groups whose blocks can be used in part; none in the reference layout.
-    retention: None without prefix caching: nothing is published.
+    Args:
+        groups: All groups.
+        pool: The blocks.
+        shared_in_part: Groups whose blocks can be hit in part; an empty list in the reference layout.
+        retention: Which windows and states are kept; ``None`` without prefix caching.
 
-    Attributes
-        open_step: the step that is being made; WRITTEN for none.
-        wants_runs: whether runs are recorded one by one, for events; else ids are enough.
-        wants_resume_points: whether states and tokens that end inside a block are recorded, for events.
+    Attributes:
+        publishes: Whether anything is published.
+        open_step: The step that is being made; WRITTEN without one.
+        wants_runs: Whether runs are recorded for events; else block ids are enough.
+        wants_resume_points: Whether events report states and partial blocks.
     """
 
     def __init__(
@@ -103,10 +115,11 @@ class Publisher:
         self._each_next_resume_point = self._next_resume_point.data  # quick to read singly
 
     def boundaries(self, request: Request) -> tuple[int, ...] | None:
-        """Return the token counts that retention keeps: the same prompt resumes there, or others branched off.
+        """Return the token counts that retention keeps: where the same prompt resumes, and where others branched off.
 
-        The last token is always computed, so the same prompt resumes at the last boundary before it; with EAGLE one
-        earlier, and that depends on whether the prompt goes on. () where all is kept, None where nothing is published.
+        The last token is always computed, so the same prompt resumes at the last boundary before it. With EAGLE it
+        resumes one boundary earlier if the prompt does not continue. Returns () if everything is kept, ``None`` if
+        nothing is published.
         """
         kept = self._retention
         if kept is None or not request.writes_prefix_cache:
@@ -121,7 +134,10 @@ class Publisher:
     # -- full blocks
 
     def publish_plans(self, request: Request, plans: Sequence[GroupPlan], known_tokens: int) -> None:
-        """What a step of ``request`` fills, group after group, and its ends up to ``known_tokens``."""
+        """Publish the blocks that a step of ``request`` fills, group by group.
+
+        Also publish its resume points up to ``known_tokens``.
+        """
         writes = request.writes_prefix_cache
         for group, plan in zip(self._groups, plans, strict=True):
             self._publish_columns(group, request, plan.publish, plan.decided)
@@ -132,9 +148,12 @@ class Publisher:
         self._pass_resume_points(request, known_tokens)
 
     def publish_computed(self, request: Request, num_computed_tokens: int, *, written: bool = False) -> None:
-        """The full blocks of the first ``num_computed_tokens`` tokens, which hold blocks, can be hit from now on.
+        """Publish the full blocks of the first ``num_computed_tokens`` tokens, for which the request holds blocks.
 
-        written: whatever step is open, the blocks are there. Nothing for a request that publishes nothing.
+        Args:
+            request: A resident request. If it does not write the cache, nothing is done.
+            num_computed_tokens: Tokens whose KV is computed.
+            written: The blocks are written, whichever step is open.
         """
         boundaries = self.boundaries(request)
         if boundaries is None:
@@ -146,9 +165,9 @@ class Publisher:
         self._pool.advance_epoch()
 
     def publish_accepted(self, request: Request) -> None:
-        """Accepted drafts of ``request`` are computed, and written: what they fill can be hit from now on.
+        """Publish the blocks that accepted drafts of ``request`` fill.
 
-        Not only from the next step on, when windows may have given it back.
+        This must not wait for the next step, because windows may give the blocks back before it.
         """
         known = request.num_computed_tokens
         self.publish_computed(request, known)
@@ -159,9 +178,9 @@ class Publisher:
     def _publish_columns(
         self, group: CacheGroup, request: Request, columns: Int64, decided: int, *, written: bool = False
     ) -> None:
-        """The blocks in ``columns`` of ``request`` can be hit from now on; ``decided`` columns are dealt with.
+        """Publish the blocks in ``columns`` of ``request``. The first ``decided`` columns are not asked for again.
 
-        Columns ascend; null ones are passed over. written: whatever step is open, they are there.
+        Columns ascend; null ones are skipped. ``written``: the blocks are written, whichever step is open.
         """
         row = request.row
         group.published[row] = decided
@@ -175,11 +194,11 @@ class Publisher:
                 return
         step = WRITTEN if written else self.open_step
         self._pool.publish(group.number, ids, group.keys_at(request, columns), step)
-        reports_events = self.wants_runs and not group.kind.by_digest  # events are of the decoder's tokens
-        self.record(ids, _runs(group, request, columns, ids) if reports_events else [], step)
+        reported = self.wants_runs and not group.kind.by_digest  # events report the decoder's tokens only
+        self.record(ids, _runs(group, request, columns, ids) if reported else [], step)
 
     def publish_grown(self, request: Request, known: int) -> None:
-        """publish_rows of one request whose groups do nothing but grow, without arrays of one element."""
+        """Publish as ``publish_rows`` for one request whose groups only grow, without arrays of one element."""
         if not self.publishes:
             return
         row, step = request.row, self.open_step
@@ -204,7 +223,10 @@ class Publisher:
                         self._ones[step].append(block)
 
     def publish_state(self, group: CacheGroup, request: Request, tokens: int, block: int, *, written: bool) -> None:
-        """Publish ``block`` as the state after ``tokens`` tokens. written: whatever step is open, it is there."""
+        """Publish ``block`` as the state after ``tokens`` tokens.
+
+        ``written``: it is written, whichever step is open.
+        """
         step = WRITTEN if written else self.open_step
         column, inside = divmod(tokens, group.policy.block_size)
         if inside:
@@ -218,9 +240,10 @@ class Publisher:
             self.record_resume_point(group, request, tokens, step)
 
     def publish_rows(self, requests: RequestRows, rows: Int64, known: Int64, since: Int64 | None = None) -> None:
-        """What each of ``rows`` can publish at ``known`` tokens, in order within a group. Ends are not looked at.
+        """Publish the full blocks of ``rows`` at ``known`` tokens, in order within a group. Resume points are left out.
 
-        since: tokens of each when all began to get one after the other, side by side: what was ready first goes first.
+        ``since`` holds the tokens of each row when steps of one token each began: earlier filled blocks then come
+        first.
         """
         for group in self._groups if self.publishes else ():
             rule = group.policy.publishing
@@ -242,6 +265,7 @@ class Publisher:
         counts: Int64,
         since: Int64 | None = None,
     ) -> None:
+        """Publish ``counts`` columns from ``first`` on of each of ``rows``."""
         group.published[rows] = first + counts
         if counts.max() == 1:  # decoding rows
             columns, of = first, rows
@@ -265,17 +289,17 @@ class Publisher:
         self.record(ids, runs, self.open_step)
 
     def next_boundaries(self, rows: Int64) -> Int64:
-        """The token count at which each of ``rows`` can next publish a full block, int64[rows]; NEVER for none."""
+        """Return the token count at which each of ``rows`` next publishes a full block, int64[rows]. NEVER: none."""
         soonest = np.full(len(rows), NEVER)
         for group in self._groups if self.publishes else ():
             if group.policy.publishing is not None:
                 np.minimum(soonest, group.policy.publishing.next_tokens(group.published[rows]), out=soonest)
         return soonest
 
-    # -- ends inside blocks
+    # -- resume points inside blocks
 
     def begin(self, request: Request, tokens: int) -> None:
-        """``request`` begins with ``tokens`` computed: ends up to there are others' affair."""
+        """Note that ``request`` begins with ``tokens`` computed: others published the resume points up to there."""
         if request.row >= len(self._passed_tokens):
             self._passed_tokens = grown(self._passed_tokens, request.row + 1)
             self._next_resume_point = grown(self._next_resume_point, request.row + 1, NEVER)
@@ -284,38 +308,38 @@ class Publisher:
         self._pass_resume_points(request, tokens)
 
     def next_resume_point(self, row: int) -> int:
-        """The token count at which ``row`` has an end to publish."""
+        """Return the next resume point that ``row`` must publish; NEVER without one."""
         return self._each_next_resume_point[row] if row < len(self._each_next_resume_point) else NEVER
 
     def next_resume_points(self, rows: Int64) -> Int64:
-        """next_resume_point of many resident rows, int64[rows]."""
+        """Return the next resume points of resident rows, int64[rows]."""
         ahead: Int64 = self._next_resume_point[rows]
         return ahead
 
     def publish_last(self, request: Request, tokens: int) -> None:
-        """``request`` ends, or is preempted, with ``tokens`` computed, all of them written."""
+        """Publish the partial last block of ``request``, which ends with ``tokens`` computed and written."""
         for group in self._shared_in_part:
             self._publish_resume_point(group, request, tokens, WRITTEN)
 
     def withdraw(self, row: int) -> None:
-        """What the open step would have written of ``row`` can be hit no longer, for it does not run there."""
+        """Unpublish the blocks that the open step would have written for ``row``, because the row does not run."""
         step = self.open_step
         if step == WRITTEN:
             return
-        promised = self.published_by(step)
-        mine = [block for group in self._groups for block in group.rows.held(row).tolist() if block in promised]
+        published = self.published_by(step)
+        mine = [block for group in self._groups for block in group.rows.held(row).tolist() if block in published]
         if mine:
             self._pool.unpublish_unwritten(np.array(mine, np.int32), step)
 
     def _pass_resume_points(self, request: Request, known_tokens: int) -> None:
-        """Ends up to ``known_tokens`` are dealt with."""
+        """Note that the resume points up to ``known_tokens`` are handled."""
         known_tokens = max(known_tokens, self._passed_tokens.item(request.row))
         self._passed_tokens[request.row] = known_tokens
         ahead = [end for end in _resume_points_of(request) if end > known_tokens] if self._shared_in_part else []
         self._next_resume_point[request.row] = ahead[0] if ahead and request.writes_prefix_cache else NEVER
 
     def _publish_resume_points(self, group: CacheGroup, request: Request, known_tokens: int) -> None:
-        """The ends up to ``known_tokens`` of ``group`` that were not dealt with."""
+        """Publish the resume points of ``group`` up to ``known_tokens`` that are not handled yet."""
         if known_tokens < self.next_resume_point(request.row):
             return
         ended = self._passed_tokens.item(request.row)
@@ -324,6 +348,7 @@ class Publisher:
                 self._publish_resume_point(group, request, end, self.open_step)
 
     def _publish_resume_point(self, group: CacheGroup, request: Request, end: int, step: int) -> None:
+        """Publish the partial block before ``end``, if the row holds it."""
         column, inside = divmod(end, group.policy.block_size)
         rows = group.rows
         if not inside or not rows.base.item(request.row) <= column < rows.count.item(request.row):
@@ -342,23 +367,27 @@ class Publisher:
     # -- steps in flight
 
     def begin_step(self, step: int) -> None:
-        """What is published from now on is written by ``step``. CacheError if another is open, or as late."""
+        """Open ``step``: it writes the blocks that are published from here on.
+
+        Raises:
+            CacheError: Another step is open, or the number is not above those in flight.
+        """
         if self.open_step != WRITTEN:
             raise CacheError(f"step {step} begins while step {self.open_step} is open: end that one first")
         latest = max(self._ids, default=-1)
         if step <= latest:
-            raise CacheError(f"step {step} begins behind step {latest}, which is in flight: number steps in order")
+            raise CacheError(f"step {step} begins after step {latest}, which is in flight: number steps in order")
         self.open_step = step
         self._runs[step], self._ids[step], self._ones[step] = [], [], array("i")
 
     def end_step(self) -> None:
-        """The open step is complete: nothing more is published by it."""
+        """Close the open step."""
         self.open_step = WRITTEN
 
     def record(self, ids: NDArray[np.int32], runs: list[Run], step: int) -> None:
-        """``ids`` were published and ``step``, the open one or WRITTEN, writes them.
+        """Note that ``ids`` were published, and that ``step`` writes them: the open one, or WRITTEN.
 
-        runs: whose they are; may be empty when events are off.
+        ``runs`` says to which requests they belong; it may be empty if events are off.
         """
         if step == WRITTEN:
             for run in runs:
@@ -368,38 +397,34 @@ class Publisher:
         self._runs[step] += runs
 
     def record_resume_point(self, group: CacheGroup, request: Request, tokens: int, step: int) -> None:
-        """Beside ``record``: ``step``, or WRITTEN, writes in ``group`` what ends with ``tokens`` of ``request``."""
-        size, hashes_per_block = group.policy.block_size, group.hashes_per_block
+        """Record for events that ``step`` (or WRITTEN) writes the resume point at ``tokens`` in ``group``."""
+        size, per_block = group.policy.block_size, group.hashes_per_block
         column, inside = divmod(tokens, size)
-        behind = request.hashes[column * hashes_per_block - 1] if column else None
+        block_hash = request.hashes[column * per_block - 1] if column else None
         if inside:
-            extras = request.extra_keys(column * hashes_per_block, hashes_per_block)
-            told = (
-                None
-                if extras is None
-                else untagged(published_extras(extras, hashes_per_block, size // hashes_per_block)[0])
-            )
-            end = ResumePointStored(group.number, behind, *group.index.partial_key(request, tokens), extra_keys=told)
-        elif behind is None:
+            extras = request.extra_keys(column * per_block, per_block)
+            keys = None if extras is None else untagged(published_extras(extras, per_block, size // per_block)[0])
+            point = ResumePointStored(group.number, block_hash, *group.index.partial_key(request, tokens), keys)
+        elif block_hash is None:
             return
         else:
-            end = ResumePointStored(group.number, behind, behind)
+            point = ResumePointStored(group.number, block_hash, block_hash)
         if step == WRITTEN:
-            self._events.put(end)
+            self._events.put(point)
         else:
-            self._stored_resume_points.setdefault(step, []).append(end)
+            self._stored_resume_points.setdefault(step, []).append(point)
 
     def published_by(self, step: int) -> set[int]:
-        """Blocks that ``step`` published; none for a step that is not in flight."""
+        """Return the blocks that ``step`` published; an empty set for a step that is not in flight."""
         return {block for part in self._published(step) for block in part.tolist()} if step in self._ids else set()
 
     def _published(self, step: int) -> list[NDArray[np.int32]]:
-        """What ``step``, which is in flight, published; the arrays themselves."""
+        """Return the arrays of the blocks that ``step``, which is in flight, published. They are not copies."""
         ones = self._ones[step]
         return [*self._ids[step], np.frombuffer(ones, np.int32)] if ones else self._ids[step]
 
     def follow(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """Blocks moved from ``sources`` to ``targets``. O(blocks of the steps in flight)."""
+        """Rename blocks that moved from ``sources`` to ``targets``. O(blocks of the steps in flight)."""
         order = sources.argsort()
         sources, targets = sources[order], targets[order]
         for step in self._ids:
@@ -414,7 +439,10 @@ class Publisher:
         return tuple(self._ids)
 
     def mark_written(self, step: int) -> None:
-        """``step`` was executed: what it published is written. CacheError for a step that never began."""
+        """Note that ``step`` was executed: the blocks it published are written.
+
+        Raises CacheError for an unknown step.
+        """
         if step not in self._ids:
             raise CacheError(f"step {step} is not in flight")
         ids = self._published(step)
@@ -428,7 +456,7 @@ class Publisher:
             self._report_resume_point(end)
 
     def revoke(self, first_step: int) -> None:
-        """Steps from ``first_step`` on failed: what they published can be hit no longer."""
+        """Unpublish the blocks of all steps from ``first_step`` on, which failed."""
         failed = [step for step in self._ids if step >= first_step]
         ids = [part for step in failed for part in self._published(step)]
         if ids:
@@ -438,7 +466,7 @@ class Publisher:
             self._stored_resume_points.pop(step, None)
 
     def _report_resume_point(self, end: ResumePointStored) -> None:
-        """The step that kept ``end`` has run; a later one may have gone on in its block, which has its turn then."""
+        """Report a resume point whose step has run. If a later step wrote more into its block, that step reports it."""
         step = self._pool.keys.is_kept(end)
         if step == WRITTEN:
             self._events.put(end)
@@ -446,11 +474,11 @@ class Publisher:
             self._stored_resume_points.setdefault(step, []).append(end)
 
     def _mark_run_written(self, run: Run, step: int) -> None:
-        """One stored-event for each stretch of ``run`` that is written."""
+        """Emit one BlockStored for each written stretch of ``run``."""
         if not self.wants_runs:
             return
         keys = run.group.key_run(run.request, run.first, run.first + len(run.ids))
-        # one that was evicted may have made room for another of the same step, which has its turn
+        # A block that was evicted may carry the key of another run of the same step, which reports it.
         written = np.array(
             [self._pool.keys.key_of(block) == key for block, key in zip(run.ids.tolist(), keys, strict=True)]
         )
@@ -464,12 +492,12 @@ class Publisher:
 
 
 def _resume_points_of(request: Request) -> list[int]:
-    """Where ``request`` says that it may be resumed, ascending: before its prompt's last token, and its marks."""
+    """Return the resume points that ``request`` asks for, ascending: before its prompt's last token, and its marks."""
     return sorted({request.num_prompt_tokens - 1, *request.marks} - {0})
 
 
 def _rows_runs(group: CacheGroup, owners: Sequence[Request], columns: Int64, ids: Int32) -> list[Run]:
-    """Stretches of neighbouring columns of one request."""
+    """Return the runs of neighbouring columns of one request each."""
     rows = np.array([request.row for request in owners])
     cuts = (np.flatnonzero((np.diff(columns) != 1) | (np.diff(rows) != 0)) + 1).tolist()
     starts, stops = [0, *cuts], [*cuts, len(columns)]
@@ -477,14 +505,14 @@ def _rows_runs(group: CacheGroup, owners: Sequence[Request], columns: Int64, ids
 
 
 def _runs(group: CacheGroup, request: Request, columns: Int64, ids: Int32) -> list[Run]:
-    """Stretches of neighbouring columns."""
+    """Return the runs of neighbouring columns."""
     cuts = (np.flatnonzero(np.diff(columns) != 1) + 1).tolist()
     starts, stops = [0, *cuts], [*cuts, len(columns)]
     return [Run(group, request, int(columns[a]), ids[a:b]) for a, b in zip(starts, stops, strict=True)]
 
 
 def _stored(run: Run, first: int, last: int) -> BlockStored:
-    """The event of columns first .. last-1."""
+    """Return the event of columns first .. last-1."""
     group, request = run.group, run.request
     size, hashes_per_block = group.policy.block_size, group.hashes_per_block
     keys = group.key_run(request, max(first - 1, 0), last)

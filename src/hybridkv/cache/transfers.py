@@ -1,9 +1,9 @@
-"""Blocks taken, and what a step must do besides its rows: moves, copies, kept states, and the fields of a Step.
+"""Work of a step besides its rows: block moves, copies, stored states, and the fields of a Step.
 
-take        blocks for a row, or for a state; whoever names a block that moved is told (TransferLog)
-copy        the end of a hit that lies inside a block, or in a state, is copied before the forward
-checkpoint  a state at a position of the placement is kept in a block of its own (Checkpoints)
-fields      cells, states read and written, as the worker names blocks
+take        take blocks for a row or a state; each owner of a block that moves is updated      (TransferLog)
+copy        before the forward, copy the end of a hit that lies inside a block or in a state
+checkpoint  keep the state at a checkpoint position in a block of its own                      (Checkpoints)
+fields      cells of the block tables, states to read and to write, with the ids that the worker uses
 """
 
 from __future__ import annotations
@@ -32,11 +32,19 @@ Int64 = NDArray[np.int64]
 
 
 class Checkpoints:
-    """groups: those whose states are kept for reuse; without any nothing is stored.
+    """Keeps recurrent states at the positions that the placement asks for.
 
-    eviction_policy: hears of every end that is kept, and says whether there is room for one.
+        tokens   [ hit | computed ........ | this step ...... : ...... ]
+                                           ^ computed         ^ position    ^ end
 
-    idle: nobody minds where a placement stops. stored, declined: stops so far that found a block and that did not.
+    The forward writes the state at the position into a block of its own. The running state of the row stays where it
+    is.
+
+    Attributes:
+        groups: Groups whose states are kept for reuse. Without any, no state is stored.
+        idle: Neither groups nor the eviction policy need checkpoint positions.
+        stored: Positions so far that got a block.
+        declined: Positions so far that got no block, for want of room or value.
     """
 
     def __init__(
@@ -58,13 +66,16 @@ class Checkpoints:
         self._eviction_policy = eviction_policy
         self.idle = not (self.groups or eviction_policy.ranks)
         self._late: dict[int, list[tuple[int, int]]] = {}
-        self._ahead = set[int]()  # rows that have a position ahead, so that steps without any cost nothing
+        self._ahead = set[int]()  # rows with a position ahead: steps without any cost nothing
         self.stored = self.declined = 0
 
     # -- rows
 
     def begin(self, request: Request, hit_tokens: int, computed_tokens: int) -> None:
-        """``request`` has a row and goes on behind ``computed_tokens``, of which ``hit_tokens`` were hit."""
+        """Note that ``request`` got a row and resumes after ``computed_tokens`` tokens.
+
+        ``hit_tokens`` of them were in the cache.
+        """
         if self.idle:
             return
         row = request.row
@@ -75,7 +86,7 @@ class Checkpoints:
         self.go_on(request, computed_tokens)
 
     def go_on(self, request: Request, computed_tokens: int) -> None:
-        """``request``, which has a row, goes on behind ``computed_tokens``."""
+        """Note that ``request``, which has a row, resumes after ``computed_tokens`` tokens."""
         if not self.idle:
             self._set_next(request, computed_tokens)
 
@@ -88,17 +99,17 @@ class Checkpoints:
 
     @property
     def awaits_checkpoints(self) -> bool:
-        """Whether ``store`` may find anything to keep: some row has a position ahead, or passed one with drafts."""
+        """Whether ``store`` may find a state to keep: some row has a position ahead, or drafts passed one."""
         return bool(self._ahead or self._late)
 
-    # -- stops
+    # -- checkpoint positions
 
     def positions(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        """Token counts in start + 1 .. end, known ones, at which a state of ``request`` should be kept."""
+        """Return the known token counts in start + 1 .. end at which a state of ``request`` should be kept."""
         return self._positions(request, start, end) if self.groups else ()
 
     def _positions(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        """The same, where tokens alone are kept, too."""
+        """Return the positions, also if only tokens are kept there."""
         if not self._keeps_for(request):
             return ()
         positions = self._placement.checkpoints(request, start, end)
@@ -108,7 +119,7 @@ class Checkpoints:
         return positions if end <= request.num_tokens else tuple(one for one in positions if one <= request.num_tokens)
 
     def _aligned_prefix(self, request: Request) -> int:
-        """Return the prefix_multiple of its prompt, 0 for none."""
+        """Return the last multiple of ``prefix_multiple`` before the prompt's last token; 0 without one."""
         return (
             (request.num_prompt_tokens - 1) // self._prefix_multiple * self._prefix_multiple
             if self._prefix_multiple
@@ -116,20 +127,20 @@ class Checkpoints:
         )
 
     def _next_position(self, request: Request, after_tokens: int) -> int:
-        """The next of them, NEVER without one."""
+        """Return the next position after ``after_tokens``; NEVER without one."""
         if not self._keeps_for(request):
             return NEVER
         position, prefix = self._placement.next_checkpoint(request, after_tokens), self._aligned_prefix(request)
         return prefix if after_tokens < prefix < position else position
 
     def _keeps_for(self, request: Request) -> bool:
-        """Whether any end of ``request`` is kept."""
+        """Return whether any resume point of ``request`` is kept."""
         return not self.idle and request.writes_prefix_cache
 
     def store(self, requests: Sequence[Request | None], rows: Int64, computed: Int64, end: Int64) -> None:
-        """A block for every position in computed .. end of each row, in order. O(rows) in array operations.
+        """Take a block for each position in computed .. end of each row, in order. O(rows) in array operations.
 
-        And for those that accepted drafts passed before.
+        Positions that accepted drafts passed before are stored too.
         """
         due = end >= self._next[rows]
         if self._late:
@@ -140,7 +151,7 @@ class Checkpoints:
                 self._store_row(request, computed.item(place), end.item(place))
 
     def store_of(self, request: Request, computed: int, end: int) -> None:
-        """The same of one request, which has a row."""
+        """Store the states of one request, which has a row."""
         if end >= self._next.item(request.row) or request.row in self._late:
             self._store_row(request, computed, end)
 
@@ -152,14 +163,15 @@ class Checkpoints:
         self._set_next(request, end)
 
     def next_positions(self, rows: Int64) -> Int64:
-        """The token count at which each of ``rows`` has a state to store, int64[rows]."""
+        """Return the token count at which each of ``rows`` has a state to store, int64[rows]."""
         ahead: Int64 = np.full(len(rows), NEVER) if self.idle else self._next[rows]
         return ahead
 
     def pass_drafts(self, requests: Sequence[Request | None], rows: Int64, certain: Int64, kept: Int64) -> None:
-        """Of the drafts behind ``certain[i]`` tokens the first ``kept[i]`` of ``rows[i]`` were accepted.
+        """Note that the first ``kept[i]`` drafts after ``certain[i]`` tokens of ``rows[i]`` were accepted.
 
-        States at stops among them lie in the row, each in a column of its own; the one behind them all in the first.
+        The states at positions among them lie in columns of the row: that after the last draft in column 0, the others
+        in the column of their draft.
         """
         if self.idle:
             return
@@ -195,12 +207,12 @@ class Checkpoints:
         self.stored += 1
         self._eviction_policy.keep(request, tokens, [stored.block for stored in taken], ended=False)
 
-    # -- ends
+    # -- the end of a request
 
     def keep_resume_point(self, request: Request, tokens: int) -> None:
-        """The running state of ``request``, written, is that after ``tokens`` tokens, and its row will be freed.
+        """Keep the running state of ``request``, written after ``tokens`` tokens. The caller frees the row next.
 
-        States at stops among its last accepted drafts are kept, too.
+        States at positions among its last accepted drafts are kept too.
         """
         if self.idle:
             return
@@ -211,7 +223,7 @@ class Checkpoints:
             self._keep_column(request, tokens, 0, ended=True)
 
     def _keep_column(self, request: Request, tokens: int, column: int, *, ended: bool) -> None:
-        """The state after ``tokens`` tokens, which lies in ``column``, stays where it is."""
+        """Publish the state after ``tokens`` tokens in its block, which lies in ``column``."""
         lacking = [group for group in self.groups if group.index.state_at(request, tokens) is None]
         blocks = [group.rows.cells.item(group.rows.origin.item(request.row) + column) for group in lacking]
         for group, block in zip(lacking, blocks, strict=True):
@@ -227,9 +239,13 @@ _NO_BLOCKS: Int64 = np.empty(0, np.int64)
 
 
 class Transfer(NamedTuple):
-    """Copy block ``source`` to block ``destination``, ids as the worker knows them. kind: "move", "block" or "state".
+    """A copy of one block to another; ids as the worker knows them.
 
-    group: whose block it is. Of a move, one of the groups whose blocks have these bytes: they share ids.
+    Attributes:
+        group: The group of the blocks. Of a move, one of the groups that share these ids.
+        source: The block to read.
+        destination: The block to write.
+        kind: "move", "block" or "state".
     """
 
     group: int
@@ -239,7 +255,14 @@ class Transfer(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A state to be stored: of the request in ``row``, after ``tokens`` tokens, in ``block`` of ``group``."""
+    """A state that the forward stores.
+
+    Attributes:
+        row: Row of the request.
+        group: Group of the state.
+        tokens: Token count after which the state is stored.
+        block: Block to write, as the worker knows it.
+    """
 
     row: int
     group: int
@@ -248,9 +271,12 @@ class Checkpoint(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """What a step must do besides its rows: transfers in order, then the checkpoints that its forward stores.
+    """Work of a step besides its rows.
 
-    moved: the pool's numbers of the blocks that moves ended in.
+    Attributes:
+        copies: Transfers before the forward, in order.
+        checkpoints: States that the forward stores.
+        moved: int64[n], the pool's numbers of the blocks to which moves went.
     """
 
     copies: tuple[Transfer, ...]
@@ -268,9 +294,14 @@ class _Copy:
 
 @dataclass(slots=True)
 class Stored:
-    """A checkpoint of the step that is being made. block: where it lies, whatever moves.
+    """A checkpoint of the step that is being made.
 
-    column: of the row, from which it is copied before the forward; None: the forward writes it.
+    Attributes:
+        group: Group of the state.
+        row: Row of the request.
+        tokens: Token count after which the state is stored.
+        block: Its block; follows moves.
+        column: Column of the row from which the state is copied before the forward; ``None`` if the forward writes it.
     """
 
     group: CacheGroup
@@ -281,10 +312,10 @@ class Stored:
 
 
 class TransferLog:
-    """Collects until ``take_transfers``. Blocks are the pool's numbers.
+    """Collects the transfers of the step that is being made, until ``take_transfers``. Blocks are the pool's numbers.
 
-    All blocks of rows and checkpoints are taken here, since taking may move others: rows, the steps in flight
-    (``publisher``), pins and the step that is being made then name them anew.
+    All blocks of rows and checkpoints are taken here, because taking a block may move others. Rows, steps in flight,
+    pins and the step that is being made are then updated.
     """
 
     def __init__(
@@ -313,11 +344,11 @@ class TransferLog:
 
     @property
     def ranks(self) -> bool:
-        """Whether evictions give up ends, one against the other."""
+        """Whether the eviction policy compares resume points by value."""
         return self._eviction_policy.ranks
 
     def keeps_all(self, ids: Int32) -> bool:
-        """Return whether none of ``ids``, cached, is given up when it is released."""
+        """Return whether the eviction policy evicts none of the cached blocks ``ids`` when they are released."""
         return self._eviction_policy.all_needed(ids)
 
     @property
@@ -326,22 +357,22 @@ class TransferLog:
         return [copy.source for copy in self._copies] + [stored.block for stored in self._stored]
 
     def owe_copy(self, group: CacheGroup, source: int, row: int, column: int) -> None:
-        """``column`` of ``row`` begins as ``source``, which the caller has touched."""
+        """Copy ``source``, which the caller holds, into ``column`` of ``row`` before the forward."""
         self._copies.append(_Copy(group, source, row, column))
 
     def store(self, group: CacheGroup, row: int, tokens: int, block: int, column: int | None = None) -> Stored:
-        """The forward stores a state in ``block``, new and of nobody's row; or it is copied from ``column``."""
+        """Store a state in the new ``block``: written by the forward, or copied from ``column`` of the row."""
         stored = Stored(group, row, tokens, block, column)
         self._stored.append(stored)
         return stored
 
     def new_blocks(self, n: int, group: int) -> Int32:
-        """Take ``n`` blocks for ``group``, int32[n]. BlockError if n cannot be had."""
+        """Take ``n`` blocks for ``group``, int32[n]. Raises BlockError if there are fewer."""
         self._eviction_policy.make_way(n, group)
         return self._take(n, group)
 
     def new_block(self, group: int) -> int:
-        """new_blocks of one."""
+        """Take one block for ``group``."""
         self._eviction_policy.make_way(1, group)
         return self.pool.take_one(group) or self._take(1, group).item(0)
 
@@ -352,7 +383,7 @@ class TransferLog:
         return taken.ids
 
     def make_way(self, needs: Sequence[int]) -> None:
-        """Ends are given up for ``needs`` blocks, by group, at once, if there can be room for all of them."""
+        """Evict resume points for ``needs`` blocks, by group, if there can be room for all of them."""
         if not self.ranks or not self.pool.gives(needs):
             return
         for group, need in zip(self._first_group, self.pool.by_class(needs), strict=True):
@@ -360,7 +391,10 @@ class TransferLog:
                 self._eviction_policy.make_way(need, group)
 
     def new_blocks_each(self, of_group: Int32) -> Int32:
-        """A block for each of ``of_group``, int32; within a class in order. None of them moves: see takes_alike."""
+        """Take a block for each of ``of_group``, int32; within a class in order.
+
+        None of them moves: see ``takes_alike``.
+        """
         pool = self.pool
         if len(pool.bases) == 1:
             return self.new_blocks(len(of_group), 0)
@@ -372,9 +406,9 @@ class TransferLog:
         return ids
 
     def _follow(self, moves: Int64, held: NDArray[np.bool_]) -> None:
-        """Blocks of one class moved, int64[m, 2]; ``held`` as Taken says.
+        """Update the owners of blocks of one class that moved, int64[m, 2]. ``held`` is that of ``Taken``.
 
-        One pass over the rows of its groups, where any may have one (docs/design/0010).
+        One pass over the rows of its groups, only if requests hold a moved block (docs/design/0010).
         """
         sources, targets = moves[:, 0], moves[:, 1]
         of = self.pool.class_of(int(sources[0]))
@@ -391,7 +425,7 @@ class TransferLog:
             stored.block = new.get(stored.block, stored.block)
 
     def forget(self, row: int) -> None:
-        """``row`` is given back before its step: its copies are not made."""
+        """Drop the copies of ``row``, which is given back before its step."""
         if not self._copies:
             return
         gone = [copy.source for copy in self._copies if copy.row == row]
@@ -400,7 +434,7 @@ class TransferLog:
             self.pool.release_one(source)
 
     def take_transfers(self) -> Transfers:
-        """All of it, and nothing is held any longer. O(transfers)."""
+        """Return all transfers of the step, and release the blocks held for them. O(transfers)."""
         if self.pool.journal.pending:
             self.pool.journal.settle()
         if self.idle:
@@ -425,7 +459,7 @@ class TransferLog:
         return Transfers(tuple(copies), checkpoints, moved)
 
     def cells_of(self, blocks: Int64) -> tuple[Int32, Int32, Int32]:
-        """(group, row, column) of every cell that holds one of ``blocks``, int32 each."""
+        """Return (group, row, column), int32 each, of every cell that holds one of ``blocks``."""
         blocks, parts, pool = blocks[self.pool.ref_counts(blocks) > 0], [], self.pool
         of_each = pool.classes_of(blocks)
         for group in self._groups if blocks.size else ():
@@ -460,9 +494,14 @@ class TransferLog:
     # -- the fields of a Step
 
     def cells(self, rows: Int64, new: Sequence[Cells], moved: Int64) -> Cells:
-        """Return the ``new`` cells of a step of ``rows`` as the worker names them, with all others that have changed.
+        """Return the cells to write in a step of ``rows``, with ids within each group's class.
 
-        moved: see Transfers. Ids are those within each group's class, after the moves of the step.
+        The ids are those after the moves of the step.
+
+        Args:
+            rows: int64[R], rows of the step.
+            new: Cells of new blocks.
+            moved: See Transfers.
         """
         cells = join_cells(rotated_cells(self._groups, rows) + list(new))
         return named_cells(self._groups, self.pool, self, cells, moved)
@@ -481,11 +520,11 @@ class TransferLog:
         return Cells(of_group, rows, np.concatenate(columns).astype(np.int32), np.concatenate(blocks))
 
     def states(self, spans: RowSpans, transfers: Transfers) -> StateMoves:
-        """Return what a step does to states: of its rows, and what ``transfers`` ask for."""
+        """Return the state copies, reads and writes of a step: those of its rows, and those of ``transfers``."""
         return with_transfers(state_moves(self._groups, self.pool, spans), transfers, spans.rows)
 
     def forget_moved(self, moved: Int64) -> set[int]:
-        """Take the keys of the blocks ``moved``, to which a failed step moved; return the rows that hold one."""
+        """Remove the keys of the blocks ``moved``, to which a failed step moved. Returns the rows that hold one."""
         moved = integers("moved", moved, 0)
         if not moved.size:
             return set()
@@ -493,18 +532,23 @@ class TransferLog:
         return set(self.cells_of(moved)[1].tolist())
 
     def forget_accepted(self, rows: Int64) -> None:
-        """``rows`` run again: the tables tell from now on where accepted drafts left their states."""
+        """Note that ``rows`` run again: from now on the tables show where accepted drafts left their states."""
         for group in self._groups:
             group.forget_accepted(rows)
 
 
 def cells_of(rows: Int64, slots: BatchSlots) -> Cells:
-    """The cells of a batch's new blocks."""
+    """Return the cells of the new blocks of a batch.
+
+    Args:
+        rows: int64[R], rows of the batch.
+        slots: Its slots.
+    """
     return Cells(slots.group, rows[slots.owner].astype(np.int32), slots.column, slots.block)
 
 
 def rotated_cells(groups: Sequence[CacheGroup], rows: Int64) -> list[Cells]:
-    """The cells of states that changed places since the worker was told, of those ``rows``."""
+    """Return the cells of ``rows`` whose states changed columns since the worker last got them."""
     parts = []
     for group in groups:
         states = group.states
@@ -518,7 +562,7 @@ def rotated_cells(groups: Sequence[CacheGroup], rows: Int64) -> list[Cells]:
 
 
 def join_cells(parts: list[Cells]) -> Cells:
-    """All cells in order."""
+    """Join cells in order."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -534,9 +578,9 @@ def join_cells(parts: list[Cells]) -> Cells:
 def named_cells(
     groups: Sequence[CacheGroup], pool: BlockPool, transfers: TransferLog, cells: Cells, moved: Int64
 ) -> Cells:
-    """``cells`` as the worker names them: ids within each group's class, after the step's moves.
+    """Return ``cells`` with ids within each group's class, after the moves of the step.
 
-    moved: blocks that moves ended in; the cells of all rows that hold one are written as well, first.
+    The cells of all rows that hold one of the ``moved`` blocks are written first.
     """
     if moved.size:
         group, row, column = transfers.cells_of(moved)
@@ -551,7 +595,14 @@ def named_cells(
 
 
 class StateMoves(NamedTuple):
-    """Fields of a Step; see there."""
+    """The state fields of a Step; see ``Step``.
+
+    Attributes:
+        zero: int32[Z, 2], (group, block) to clear.
+        copies: Copies before and after the forward, in order.
+        state_read: int32[R, G], block of each row's state.
+        state_writes: int32[W, 4], (index into rows, group, token count, block).
+    """
 
     zero: Int32
     copies: tuple[Copy, ...]
@@ -560,9 +611,13 @@ class StateMoves(NamedTuple):
 
 
 class RowSpans(NamedTuple):
-    """Rows of a step: tokens computed before, certain ones that it runs, drafts behind them (None: no row has any).
+    """Rows of a step and their tokens. int64[R] each.
 
-    int64[R] each.
+    Attributes:
+        rows: Rows of the step.
+        computed: Tokens computed before it.
+        certain: Tokens that it runs, without drafts.
+        drafts: Drafts after them; ``None`` if no row has any.
     """
 
     rows: Int64
@@ -577,7 +632,7 @@ def _drafted(spans: RowSpans) -> Int64:
 
 
 def _written(spans: RowSpans) -> tuple[Int64, Int64]:
-    """Return for each state that is written the index into rows, and the drafts before it: 0 .. drafts of the row."""
+    """Return, for each state that is written, the index into rows and the number of drafts before it."""
     if spans.drafts is None:
         return np.arange(len(spans.rows)), np.zeros_like(spans.rows)
     counts = _drafted(spans) + 1
@@ -586,7 +641,14 @@ def _written(spans: RowSpans) -> tuple[Int64, Int64]:
 
 
 class _Columns(NamedTuple):
-    """Of the rows in groups of one kind: where a state is read, left (indices and columns), and written."""
+    """Columns of the states of a step's rows in groups of one kind.
+
+    Attributes:
+        read: Where each row's state is read.
+        left: Indices of rows whose state leaves its column.
+        source: The columns that these states leave.
+        written: Where states are written.
+    """
 
     read: Int64
     left: Int64
@@ -595,23 +657,23 @@ class _Columns(NamedTuple):
 
 
 def state_moves(groups: Sequence[CacheGroup], pool: BlockPool, spans: RowSpans) -> StateMoves:
-    """The moves of the rows of a step; row order, then group order, then tokens.
+    """Return the state copies, reads and writes of the rows of a step, in order of rows, groups and tokens.
 
-    A state is copied when it leaves its column, so that what was published is never written again. A row with drafts,
-    or behind accepted ones, reads its state where it is, and writes to other columns.
+    A state that leaves its column is copied, so that a published block is never written again. A row with drafts, or
+    after accepted ones, reads its state where it is and writes to other columns.
     """
     keeping = [(group, group.states) for group in groups if group.states is not None]
     rows = spans.rows
     if not keeping or not len(rows):
         return StateMoves(_NO_ZERO, (), np.empty((0, len(groups)), np.int32), _NO_WRITES)
     numbers = np.array([group.number for group, _ in keeping])
-    owner, behind = _written(spans)
+    owner, drafts_before = _written(spans)
     reads, writes, copies = list[Int32](), list[Int32](), list[tuple[int, int, int]]()
     columns, alike = dict[object, _Columns](), True
     for place, (group, states) in enumerate(keeping):
         of = columns.get(group.policy)  # groups of one kind are alike
         if of is None:
-            of = columns[group.policy] = _columns_of(group, states, spans, owner, behind)
+            of = columns[group.policy] = _columns_of(group, states, spans, owner, drafts_before)
         reads.append(group.rows.at(rows, of.read))
         alike &= of.written is of.read
         writes.append(reads[-1] if of.written is of.read else group.rows.at(rows[owner], of.written))
@@ -629,13 +691,13 @@ def state_moves(groups: Sequence[CacheGroup], pool: BlockPool, spans: RowSpans) 
             for i, place, source in sorted(copies)
         ]
     )
-    tokens = (spans.computed + spans.certain)[owner] + behind
+    tokens = (spans.computed + spans.certain)[owner] + drafts_before
     zero = _zeroed(spans.computed, numbers, read_blocks)
     return StateMoves(zero, moved, read, _writes(owner, numbers, tokens, written_blocks))
 
 
 def _zeroed(computed: Int64, numbers: Int64, read_blocks: Int32) -> Int32:
-    """Step.zero: the states of rows that have computed nothing. read_blocks: int32[rows, groups]."""
+    """Return Step.zero: the states of rows that have computed nothing. ``read_blocks`` is int32[rows, groups]."""
     new = (computed == 0).nonzero()[0]
     if not new.size:
         return _NO_ZERO
@@ -644,8 +706,10 @@ def _zeroed(computed: Int64, numbers: Int64, read_blocks: Int32) -> Int32:
     return zero.reshape(-1, 2)
 
 
-def _columns_of(group: CacheGroup, states: StatePolicy, spans: RowSpans, owner: Int64, behind: Int64) -> _Columns:
-    """Where the states of ``group`` are; ``owner``, ``behind``: see _written."""
+def _columns_of(
+    group: CacheGroup, states: StatePolicy, spans: RowSpans, owner: Int64, drafts_before: Int64
+) -> _Columns:
+    """Return where the states of ``group`` are. ``owner`` and ``drafts_before`` are those of ``_written``."""
     computed, certain = spans.computed, spans.computed + spans.certain
     before, after = states.state_column(computed), states.state_column(certain)
     accepted = group.accepted[spans.rows]
@@ -656,11 +720,16 @@ def _columns_of(group: CacheGroup, states: StatePolicy, spans: RowSpans, owner: 
     if not np.count_nonzero(stays):
         return _Columns(after, moves, before[moves], after)
     read = np.where(stays, np.where(accepted >= 0, accepted, before), after)
-    return _Columns(read, moves, before[moves], states.draft_columns(certain[owner], _drafted(spans)[owner], behind))
+    return _Columns(
+        read, moves, before[moves], states.draft_columns(certain[owner], _drafted(spans)[owner], drafts_before)
+    )
 
 
 def _writes(owner: Int64, numbers: Int64, tokens: Int64, blocks: Int32) -> Int32:
-    """Step.state_writes. owner, tokens: int64[n]. numbers: int64[groups]. blocks: int32[n, groups]."""
+    """Return Step.state_writes.
+
+    int64[n] each: ``owner``, ``tokens``; int64[groups]: ``numbers``; int32[n, groups]: ``blocks``.
+    """
     writes = np.empty((*blocks.shape, 4), np.int32)
     writes[:, :, 0], writes[:, :, 1], writes[:, :, 2], writes[:, :, 3] = (
         owner[:, None],
@@ -679,7 +748,7 @@ _NO_WRITES = np.empty((0, 4), np.int32)
 
 
 def with_transfers(moves: StateMoves, transfers: Transfers, rows: Int64) -> StateMoves:
-    """``moves`` and what the cache asks for: its moves and copies first, its checkpoints behind all other writes."""
+    """Add the transfers of the cache to ``moves``: its moves and copies before, its checkpoints after all others."""
     if not (transfers.copies or transfers.checkpoints):
         return moves
     asked = tuple([Copy("before", *transfer) for transfer in transfers.copies])

@@ -174,7 +174,7 @@ class Exact:
             self._note(at)
 
     def _keep(self, end: ResumePointStored) -> None:
-        at, part = self._position(end.behind), (end.parent, end.partial_tokens)
+        at, part = self._position(end.block_hash), (end.parent, end.partial_tokens)
         at.parts.setdefault(end.group_idx, {})[part] = end.extra_keys
         self._part_at[end.group_idx, part] = at
         self._touched[at] = self._stale[at] = None
