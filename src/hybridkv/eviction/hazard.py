@@ -377,9 +377,10 @@ class HazardRanking:
         for ring in self._rings.values():
             if now >= ring.until:
                 self._value_ring(ring, now)
-            point, value = ring.least, ring.value
-            if value < least or (value == least and point and (lowest is None or point.serial < lowest.serial)):
-                least, lowest = value, point
+            if ring.value <= least:  # as few are
+                point = ring.least
+                if point and (ring.value < least or lowest is None or point.serial < lowest.serial):
+                    least, lowest = ring.value, point
         return lowest
 
     def _value_ring(self, ring: Ring, now: float) -> None:

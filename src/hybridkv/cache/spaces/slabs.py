@@ -490,7 +490,7 @@ class SlabSpace:
         return first + (int(young.argmax()) if young.any() else young.size)
 
     def _oldest(self, n: int, of: int) -> Int32:
-        """Return the ``n`` oldest of class ``of``, or those given up where they are fewer, the first, and all that may go.
+        """Return the ``n`` oldest of class ``of``; those given up alone where they are fewer, and nothing else may go.
 
         Thousands of outdated entries may lie between these and the next: not to look at them takes 3% off a step of
         ``hazard`` (``eviction_cost.py --steps 1000``).
