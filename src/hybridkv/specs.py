@@ -1,20 +1,21 @@
-"""What one layer keeps in the cache: frozen specs, sized from explicit limits.
+"""The cache contents of one layer: frozen specs, sized from explicit limits.
 
-A spec answers: how many bytes is a page (one block in this layer), how many blocks may one request need,
-and which layers may share a block table (``merge``, ``UniformTypeKVCacheSpecs``).
+A spec gives the bytes of a page (one block in this layer) and the most blocks that one request needs.
+``merge`` and ``UniformTypeKVCacheSpecs`` decide which layers may share a block table.
+Names and formulas follow ``vllm/v1/kv_cache_interface.py``.
 
     KVCacheSpec
     ├── AttentionSpec               a row for every token
     │   ├── FullAttentionSpec           every token
-    │   │   ├── MLAAttentionSpec            one latent vector a token
-    │   │   └── SinkFullAttentionSpec       behind learned sink tokens
+    │   │   ├── MLAAttentionSpec            one latent vector per token
+    │   │   └── SinkFullAttentionSpec       learned sink tokens before the first token
     │   ├── SlidingWindowSpec           the last tokens
-    │   │   └── SlidingWindowMLASpec        one latent vector a token
-    │   ├── ChunkedLocalAttentionSpec   the tokens of the present chunk
+    │   │   └── SlidingWindowMLASpec        one latent vector per token
+    │   ├── ChunkedLocalAttentionSpec   the tokens of the current chunk
     │   ├── CrossAttentionSpec          the encoder's tokens
     │   └── EncoderOnlyAttentionSpec    nothing
     ├── MambaSpec                   one state
-    └── UniformTypeKVCacheSpecs     layers of one kind whose pages differ
+    └── UniformTypeKVCacheSpecs     layers of one kind with pages of different sizes
 """
 
 from __future__ import annotations
@@ -51,20 +52,22 @@ __all__ = [
 ]
 
 BATCHED_TOKENS: Final = 8192
-"""Of the largest step, where nobody says otherwise."""
+"""Default for the tokens of the largest step. vLLM's ``max_num_batched_tokens`` has this default on large GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What bounds the memory of one request.
+    """The limits that bound the memory of one request.
 
-    max_model_len: tokens, prompt and output together.
-    max_in_flight_tokens: tokens of all steps in flight: max_batched_tokens of a step x steps.
-    dcp, pcp: decode and prefill context parallel sizes; each rank keeps 1 / (dcp * pcp) of the tokens.
-    max_encoder_tokens: of an encoder-decoder model, what its cross attention reads.
-    num_speculative_tokens: drafted in one step; a recurrent layer needs a block for each.
-    prefill_checkpoints: states that a Mamba-2 layer writes inside a step of its prompt, besides that which it reads and
-    that which it ends with: 0 where prompts are split at what is kept, as here; vLLM's mixers write 1.
+    Attributes:
+        max_model_len: most tokens of a request, prompt and output together.
+        max_in_flight_tokens: tokens of all steps in flight: ``max_batched_tokens`` of a step times the number of steps.
+        dcp: decode context parallel ranks. Each rank keeps 1 / (dcp * pcp) of the tokens.
+        pcp: prefill context parallel ranks.
+        max_encoder_tokens: most encoder tokens that the cross attention of an encoder-decoder model reads.
+        num_speculative_tokens: tokens drafted in one step. A recurrent layer needs a block for each.
+        prefill_checkpoints: states that a Mamba-2 layer writes inside a step of its prompt, besides the one it reads
+            and the one it ends with. 0 where steps end at each saved state, as here. vLLM's mixers write 1.
     """
 
     max_model_len: Positive
@@ -80,15 +83,19 @@ class RequestLimits:
 
     @property
     def cp(self) -> int:
-        """Context parallel ranks: a block covers ``block_size * cp`` tokens of a request."""
+        """Context parallel ranks. A block covers ``block_size * cp`` tokens of a request."""
         return self.dcp * self.pcp
 
 
 class Keeps(StrEnum):
-    """What the bytes of a layer grow with.
+    """The quantity that a layer's bytes grow with.
 
-    tokens: every token of a request. window: its last tokens. encoder: the encoder's input.
-    state: nothing, a state has one size. nothing: no bytes are kept between steps.
+    Attributes:
+        TOKENS: every token of a request.
+        WINDOW: the last tokens of a request.
+        ENCODER: the tokens of the encoder's input.
+        STATE: nothing, a state has a fixed size.
+        NOTHING: the layer keeps no bytes between steps.
     """
 
     TOKENS = "tokens"
@@ -100,10 +107,14 @@ class Keeps(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec(ABC):
-    """What every layer has: a block size in tokens, and a page that may be padded.
+    """The base of all specs: a block size in tokens, and a page that may be padded.
 
-    page_size_padded: bytes of the page where a layout wants more than the content takes; not less.
-    kind: names layers that always hold the same token slots, with their mask; None for a kind that nobody described.
+    Attributes:
+        keeps: the quantity that the layer's bytes grow with.
+        kind: a name shared by layers that keep the same token slots if their masks agree. A subclass that leaves it
+            ``None`` cannot join a uniform type.
+        block_size: tokens per block.
+        page_size_padded: bytes of the page where a layout needs more than ``content_bytes``, never less.
     """
 
     keeps: ClassVar[Keeps]
@@ -118,16 +129,16 @@ class KVCacheSpec(ABC):
         if self.page_size_padded is not None and self.page_size_padded < self.content_bytes:
             raise ConfigError(
                 f"page_size_padded {self.page_size_padded} is smaller than the {self.content_bytes} bytes "
-                f"of a page of {type(self).__name__}: raise it"
+                f"of a page of {type(self).__name__}: raise it to at least that"
             )
 
     def _check(self) -> None:  # noqa: B027 - most specs have no more to check
-        """Raise ConfigError for fields, each of its type, that do not go together."""
+        """Raise ConfigError if fields contradict each other; every field already has its type."""
 
     @property
     @abstractmethod
     def content_bytes(self) -> int:
-        """Bytes that one block holds in this layer."""
+        """Bytes that one block holds in this layer, without padding."""
 
     @property
     def page_size_bytes(self) -> int:
@@ -136,45 +147,74 @@ class KVCacheSpec(ABC):
 
     @abstractmethod
     def max_request_blocks(self, limits: RequestLimits) -> int:
-        """Most blocks that one request holds at a time."""
+        """Return the most blocks that one request holds at a time.
+
+        Args:
+            limits: limits of the request.
+        """
 
     def max_memory_usage_bytes(self, limits: RequestLimits) -> int:
-        """Most bytes that one request needs in this layer."""
+        """Return the most bytes that one request needs in this layer.
+
+        Args:
+            limits: limits of the request.
+        """
         return self.max_request_blocks(limits) * self.page_size_bytes
 
     def max_row_blocks(self, limits: RequestLimits) -> int:
-        """Columns of a request's row in the block table: null columns count, they keep their place."""
+        """Return the columns of a request's row in the block table. Freed columns keep their place, so they count.
+
+        Args:
+            limits: limits of the request.
+        """
         return max(-(-limits.max_model_len // (self.block_size * limits.cp)), 1 + limits.num_speculative_tokens)
 
     def reserved_blocks(self, ranks: int) -> int:  # noqa: ARG002 - the answer of every spec
-        """Blocks that belong to the layers, whoever runs, on ``ranks`` context parallel ranks."""
+        """Return the number of blocks that belong to the layer, not to requests.
+
+        Args:
+            ranks: context parallel ranks.
+        """
         return 0
 
     @property
     def mask(self) -> tuple[int | None, int | None]:
-        """Beyond which window or chunk, in tokens, a query reads nothing, whatever is kept; at most one of the two."""
+        """The window and the chunk of the attention mask, in tokens. At most one of the two is not ``None``.
+
+        The mask limits the tokens that a query reads. The layer may keep more tokens.
+        """
         return None, None
 
     def layer_spec(self, name: str) -> KVCacheSpec:  # noqa: ARG002 - specs that hold several layers tell them apart
-        """What layer ``name`` keeps, where this is the spec of its group."""
+        """Return the spec of one layer, where this is the spec of its group.
+
+        Args:
+            name: the layer's name. Specs that hold several layers return a different spec for each.
+        """
         return self
 
     @property
     def uniform_key(self) -> Hashable | None:
-        """Equal for layers that always hold the same token slots; None for a kind that nobody described."""
+        """A key that is equal for layers that always hold the same token slots. ``None`` where ``kind`` is ``None``."""
         return None if self.kind is None else (self.kind, *self.mask)
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """One spec for layers that share a block table; equal specs merge into a copy.
+        """Return one spec for layers that share a block table. Equal specs merge into a copy.
 
-        Raises ConfigError when the specs differ in anything that matters.
+        Args:
+            specs: the layers' specs, at least one.
+
+        Raises:
+            ConfigError: the specs differ.
         """
         if not specs:
             raise ConfigError("merge needs at least one spec")
         first = specs[0]
         if any(spec != first for spec in specs[1:]):
-            raise ConfigError(f"layers of {type(first).__name__} differ and cannot share a block table")
+            raise ConfigError(
+                f"layers of {type(first).__name__} differ and cannot share a block table: put them into separate groups"
+            )
         return replace(first)
 
 
@@ -183,10 +223,13 @@ _Dtype = Annotated[str, lambda _, value: dtype_name(value)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """Keys and values of ``num_kv_heads`` heads, ``head_size`` wide, in ``dtype``.
+    """Keys and values of attention heads.
 
-    ``head_size_v`` is the width of a value where it differs from that of a key
-    (config field ``v_head_dim``); None means ``head_size``.
+    Attributes:
+        num_kv_heads: KV heads on one rank.
+        head_size: elements of a key in one head.
+        dtype: canonical name of the dtype of keys and values.
+        head_size_v: elements of a value in one head, where it differs from ``head_size`` (config field ``v_head_dim``).
     """
 
     is_latent: ClassVar[bool] = False
@@ -198,7 +241,7 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def elements_per_token(self) -> int:
-        """Elements of one token in one KV head: key and value, or one latent and its rotary part."""
+        """Elements of one token in one KV head: key and value, or one latent vector with its rotary part."""
         if self.is_latent:
             return self.head_size
         return self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
@@ -211,10 +254,13 @@ class AttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttentionSpec(AttentionSpec):
-    """A layer that attends to every earlier token.
+    """A layer that keeps every token.
 
-    ``sliding_window`` and ``attention_chunk_size`` are remembered where a windowed or chunked layer is
-    managed as full attention: all tokens are kept, the kernel still masks.
+    A windowed or chunked layer may be managed as full attention: the cache keeps all tokens, the kernel still masks.
+
+    Attributes:
+        sliding_window: window of the mask in tokens, where the layer has one.
+        attention_chunk_size: chunk of the mask in tokens, where the layer has one.
     """
 
     keeps: ClassVar = Keeps.TOKENS
@@ -224,21 +270,28 @@ class FullAttentionSpec(AttentionSpec):
 
     @property
     def uniform_key(self) -> Hashable:
-        """Full attention, MLA and sink attention keep the same tokens, whatever the kernel masks."""
+        """One key for full, MLA and sink attention: they keep the same tokens, whatever their masks."""
         return "full"
 
     @property
     def mask(self) -> tuple[int | None, int | None]:
-        """A window or chunk that is kept whole is masked all the same."""
+        """The window and the chunk that the kernel masks although the cache keeps all tokens."""
         return self.sliding_window, self.attention_chunk_size
 
     def max_request_blocks(self, limits: RequestLimits) -> int:
-        """``ceil(max_model_len / (dcp * pcp) / block_size)``."""
+        """Return ``ceil(max_model_len / (dcp * pcp) / block_size)``."""
         return ceil_div(ceil_div(limits.max_model_len, limits.cp), self.block_size)
 
     @staticmethod
     def merge_window_sizes(sizes: set[int]) -> int | None:
-        """The one window of a set of layers: None for none; ConfigError for more than one."""
+        """Return the window that a set of layers shares, or ``None`` for an empty set.
+
+        Args:
+            sizes: the windows of the layers in tokens.
+
+        Raises:
+            ConfigError: the layers have several windows.
+        """
         if len(sizes) > 1:
             raise ConfigError(
                 f"layers with different windows {sorted(sizes)} cannot share a block table: "
@@ -248,9 +301,16 @@ class FullAttentionSpec(AttentionSpec):
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """Merge specs that agree in everything but window and chunk, of which one may remain.
+        """Merge specs that agree in all fields except window and chunk.
 
-        Raises ConfigError for two different windows, two chunks, or a window and a chunk.
+        Args:
+            specs: the layers' specs, at least one.
+
+        Returns:
+            The common spec, with the one window or the one chunk that a layer has.
+
+        Raises:
+            ConfigError: two windows, two chunks, a window and a chunk, or specs that differ in more.
         """
         if not specs:
             raise ConfigError("merge needs at least one spec")
@@ -272,9 +332,9 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """Multi-head latent attention: one latent vector a token, ``head_size`` wide, shared by all heads.
+    """Multi-head latent attention: one latent vector per token, shared by all heads.
 
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; ``head_size`` is the config's
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. ``head_size`` is the config's
     ``kv_lora_rank + qk_rope_head_dim`` and ``num_kv_heads`` is 1.
     """
 
@@ -285,22 +345,28 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkFullAttentionSpec(FullAttentionSpec):
-    """Full attention behind ``sink_len`` tokens of learned keys and values that every request reads.
+    """Full attention in which every request also reads learned keys and values of sink tokens.
 
-    The sink's blocks are never dropped and belong to the layer, not to a request, so a request's own need is
-    that of full attention.
+    The sink's blocks belong to the layer and are never freed. A request needs as many blocks as in full attention.
+
+    Attributes:
+        sink_len: sink tokens.
     """
 
     sink_len: Positive
 
     def reserved_blocks(self, ranks: int) -> int:
-        """``ceil(sink_len / (block_size * ranks))``: the sink's keys and values."""
+        """Return ``ceil(sink_len / (block_size * ranks))``, the blocks of the sink's keys and values."""
         return ceil_div(self.sink_len, self.block_size * ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
-    """A layer where a token reads itself and the ``sliding_window - 1`` tokens before it; older blocks are freed."""
+    """A layer where a token reads itself and the ``sliding_window - 1`` tokens before it. Older blocks are freed.
+
+    Attributes:
+        sliding_window: window in tokens.
+    """
 
     keeps: ClassVar = Keeps.WINDOW
     kind: ClassVar = "sliding"
@@ -313,14 +379,17 @@ class SlidingWindowSpec(AttentionSpec):
         return self.sliding_window, None
 
     def max_request_blocks(self, limits: RequestLimits) -> int:
-        """Blocks of ``min(sliding_window - 1 + in flight, max_model_len)`` tokens, and one: windows start anywhere."""
+        """Return the blocks of ``min(sliding_window - 1 + max_in_flight_tokens, max_model_len)`` tokens, and one more.
+
+        A window may start inside a block, so its tokens may touch one more block than they fill.
+        """
         tokens = min(self.sliding_window - 1 + limits.max_in_flight_tokens, limits.max_model_len)
         return ceil_div(tokens, self.block_size * limits.cp) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowMLASpec(SlidingWindowSpec):
-    """A windowed layer that keeps one latent vector a token, as MLAAttentionSpec: a kind of its own."""
+    """A windowed layer that keeps one latent vector per token, as MLAAttentionSpec does."""
 
     kind: ClassVar = "sliding_mla"
     is_latent: ClassVar = True
@@ -330,7 +399,11 @@ class SlidingWindowMLASpec(SlidingWindowSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """A layer where a token reads the tokens of its own chunk of ``attention_chunk_size`` up to itself."""
+    """A layer where a token reads itself and the earlier tokens of its own chunk.
+
+    Attributes:
+        attention_chunk_size: chunk in tokens.
+    """
 
     keeps: ClassVar = Keeps.WINDOW
     kind: ClassVar = "chunked"
@@ -343,9 +416,9 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         return None, self.attention_chunk_size
 
     def max_request_blocks(self, limits: RequestLimits) -> int:
-        """Blocks of ``min(attention_chunk_size + in flight, max_model_len)`` tokens.
+        """Return the blocks of ``min(attention_chunk_size + max_in_flight_tokens, max_model_len)`` tokens.
 
-        Where chunks begin inside blocks, of the tokens before them in that block too.
+        Where chunks start inside blocks, the tokens before the chunk in its first block count too.
         """
         size = self.block_size * limits.cp
         before = size - gcd(self.attention_chunk_size, size)
@@ -355,29 +428,29 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossAttentionSpec(AttentionSpec):
-    """A decoder layer that reads the encoder's output: written once, as long as the encoder's input."""
+    """A decoder layer that reads the encoder's output. Its keys and values are written once, one per encoder token."""
 
     keeps: ClassVar = Keeps.ENCODER
     kind: ClassVar = "cross"
 
     def max_request_blocks(self, limits: RequestLimits) -> int:
-        """``ceil(max_encoder_tokens / block_size)``; whole on every context parallel rank."""
+        """Return ``ceil(max_encoder_tokens / block_size)``: each context parallel rank keeps all of them."""
         return ceil_div(limits.max_encoder_tokens, self.block_size)
 
     def max_row_blocks(self, limits: RequestLimits) -> int:
-        """The encoder's blocks."""
+        """Return the encoder's blocks, at least 1."""
         return max(1, self.max_request_blocks(limits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderOnlyAttentionSpec(AttentionSpec):
-    """A bidirectional layer that keeps nothing: it has a page, of which no request needs any."""
+    """A bidirectional layer that keeps nothing. It has a page size, but no request needs a block."""
 
     keeps: ClassVar = Keeps.NOTHING
     kind: ClassVar = "encoder_only"
 
     def max_request_blocks(self, limits: RequestLimits) -> int:  # noqa: ARG002 - the answer of every spec
-        """None."""
+        """Return 0."""
         return 0
 
 
@@ -387,13 +460,17 @@ CACHE_MODES: Final = ("none", "align")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
-    """A layer with one or more state tensors: Mamba, gated delta rule, KDA, short convolution.
+    """A layer with one or more state tensors: Mamba, gated delta rule, KDA or short convolution.
 
-    shapes, dtypes: of each state tensor, in the order in which they lie in a page.
-    block_size: in ``align``, a state may be kept after every so many tokens; in ``none`` it bounds nothing.
-    mamba_type: which recurrence, for the worker. num_speculative_blocks: states kept for drafted tokens.
-    cache_mode: ``none``: one state, rewritten in place. ``align``: states are kept where chunks end.
-    A state is whole on every context parallel rank.
+    Each context parallel rank keeps the whole state.
+
+    Attributes:
+        shapes: shape of each state tensor on one rank, in the order in which they lie in a page.
+        dtypes: canonical dtype name of each state tensor.
+        block_size: tokens per block. In ``align`` the state may be saved after each full block; ``none`` ignores it.
+        mamba_type: name of the recurrence, one of MAMBA_TYPES; tells the worker which tensor is the state.
+        cache_mode: ``none``: one state, rewritten in place. ``align``: states are saved where chunks end.
+        num_speculative_blocks: blocks for the states of drafted tokens.
     """
 
     keeps: ClassVar = Keeps.STATE
@@ -417,23 +494,29 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def content_bytes(self) -> int:
-        """Sum over the state tensors of ``prod(shape) * bytes of dtype``, whatever the block size."""
+        """The sum over the state tensors of ``prod(shape) * bytes of dtype``, whatever the block size."""
         return sum(prod(shape) * dtype_bytes(dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     @property
     def uniform_key(self) -> Hashable:
-        """The states that a request holds; their sizes may differ."""
+        """A key of the number of states that a request holds; the sizes of the states may differ."""
         return "mamba", self.num_speculative_blocks, self.cache_mode
 
     def max_request_blocks(self, limits: RequestLimits) -> int:
-        """``none``: the state and one a draft. ``align``: one more, that which the step reads, and checkpoints."""
+        """Return the most state blocks that one request holds.
+
+        ``none``: the state and one per draft. ``align``: also the state that the step reads, and the checkpoints.
+        """
         self._check_drafts(limits)
         if self.cache_mode == "none":
             return 1 + self.num_speculative_blocks
         return 2 + self.num_speculative_blocks + (limits.prefill_checkpoints if self.mamba_type == "mamba2" else 0)
 
     def max_row_blocks(self, limits: RequestLimits) -> int:
-        """``none``: as many as are held. ``align``: a column for every block of the request, and the drafts'."""
+        """Return the columns of a request's row.
+
+        ``none``: the blocks that a request holds. ``align``: a column for every block of the request, and the drafts'.
+        """
         self._check_drafts(limits)
         if self.cache_mode == "none":
             return 1 + self.num_speculative_blocks
@@ -458,7 +541,10 @@ def _named_spec(name: str, given: object) -> tuple[str, KVCacheSpec]:
 class UniformTypeKVCacheSpecs(KVCacheSpec):
     """Layers that always hold the same token slots, so that one block table serves them all.
 
-    layers: name and spec of each. A block is a page in every layer: its bytes are their sum.
+    A block is a page in every layer, so its bytes are the sum of the layers' pages.
+
+    Attributes:
+        layers: the name and the spec of each layer.
     """
 
     layers: tuple[Annotated[tuple[str, KVCacheSpec], _named_spec], ...]
@@ -471,43 +557,47 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     @property
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """The layers by name."""
+        """The specs by layer name."""
         return dict(self.layers)
 
     @property
     def keeps(self) -> Keeps:  # type: ignore[override]  # of the layers, so known only here
-        """What the layers keep."""
+        """The quantity that the layers' bytes grow with."""
         return self.layers[0][1].keeps
 
     @property
     def content_bytes(self) -> int:
-        """The contents of all layers."""
+        """The sum of the layers' contents in bytes."""
         return sum(spec.content_bytes for _, spec in self.layers)
 
     @property
     def page_size_bytes(self) -> int:
-        """The pages of all layers."""
+        """The sum of the layers' pages in bytes."""
         return sum(spec.page_size_bytes for _, spec in self.layers)
 
     @property
     def uniform_key(self) -> Hashable | None:
-        """That of the layers."""
+        """The key of the layers."""
         return self.layers[0][1].uniform_key
 
     def max_request_blocks(self, limits: RequestLimits) -> int:
-        """The most that any layer needs."""
+        """Return the most blocks that any layer needs."""
         return max(spec.max_request_blocks(limits) for _, spec in self.layers)
 
     def reserved_blocks(self, ranks: int) -> int:
-        """The most that any layer reserves: they share a block table."""
+        """Return the most blocks that any layer reserves: the layers share a block table."""
         return max(spec.reserved_blocks(ranks) for _, spec in self.layers)
 
     def max_row_blocks(self, limits: RequestLimits) -> int:
-        """The widest row of any layer."""
+        """Return the widest row of any layer."""
         return max(spec.max_row_blocks(limits) for _, spec in self.layers)
 
     def layer_spec(self, name: str) -> KVCacheSpec:
-        """The layer's own spec. Raises ConfigError for a name that is not here. O(layers)."""
+        """Return the layer's own spec. O(layers).
+
+        Raises:
+            ConfigError: no layer has this name.
+        """
         for one, spec in self.layers:
             if one == name:
                 return spec
@@ -515,10 +605,15 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     @classmethod
     def is_uniform_type(cls, kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
-        """Whether the layers are of one kind, with one window, chunk or number of drafts, and one block size.
+        """Return whether the layers have one kind, one window, chunk or number of drafts, and one block size.
 
-        Full attention, MLA and sink attention count as one kind. Raises ConfigError for no layers and for a
-        kind that nobody described (``uniform_key`` is None).
+        Full, MLA and sink attention count as one kind.
+
+        Args:
+            kv_cache_specs: specs by layer name.
+
+        Raises:
+            ConfigError: there are no layers, or the ``uniform_key`` of a layer is ``None``.
         """
         if not isinstance(kv_cache_specs, Mapping):
             raise ConfigError(f"layers must be specs by name, got {shown(kv_cache_specs)}")
@@ -533,7 +628,14 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     @classmethod
     def from_specs(cls, kv_cache_specs: Mapping[str, KVCacheSpec]) -> Self | None:
-        """The layers as one spec, None when they are not of one type."""
+        """Return the layers as one spec, or ``None`` if they are not of one type.
+
+        Args:
+            kv_cache_specs: specs by layer name.
+
+        Raises:
+            ConfigError: as ``is_uniform_type``.
+        """
         if not cls.is_uniform_type(kv_cache_specs):
             return None
         block_size = next(iter(kv_cache_specs.values())).block_size

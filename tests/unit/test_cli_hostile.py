@@ -190,7 +190,7 @@ def test_whatever_a_config_says(name: str, here: Call, tmp_path: Path) -> None:
         ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 4096, got 1000000"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 4096"),
         ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 10**5}, "layer_types has 100000 entries"),
-        ({"model_type": "gemma2", "num_hidden_layers": 4096}, "packs at most 256, use the reference layout"),
+        ({"model_type": "gemma2", "num_hidden_layers": 4096}, "packs at most 256: use the reference layout"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*" * 10**6}, "has 2000000 entries: at most 4096"),
         ({"num_attention_heads": 2**31 - 1, "head_dim": 4, "num_key_value_heads": 2}, "cannot share 2 KV heads"),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor must lie above 0"),

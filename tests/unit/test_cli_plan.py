@@ -177,11 +177,11 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
         (("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "sideways"), "'reference', 'natural'"),
         (
             ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "reference", "--kernel-block-size", "16"),
-            "means nothing in the reference",
+            "has no meaning in the reference",
         ),
         (
             ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "natural", "--kernel-block-size", "5"),
-            "blocks of 16 tokens are no multiple of the kernel's 5",
+            "block_size 16 is not a multiple of kernel_block_size 5",
         ),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--compare", "--layout", "natural", "--json"), "drop --layout, --"),
         (("plan", "llama-3-8b", "--memory", "1MiB", "--compare"), "513 slabs of 2 MiB, one of them always empty"),

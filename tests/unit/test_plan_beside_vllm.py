@@ -77,7 +77,7 @@ def test_checkpoints_are_of_mamba_2_and_of_states_that_are_kept() -> None:
     for mamba_type, mode, blocks in (("mamba2", "align", 3), ("mamba1", "align", 2), ("mamba2", "none", 1)):
         spec = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=("float32",), mamba_type=mamba_type, cache_mode=mode)
         assert spec.max_request_blocks(limits) == blocks
-    with pytest.raises(ConfigError, match="prefill_checkpoints mean nothing in the natural layout"):
+    with pytest.raises(ConfigError, match="prefill_checkpoints 1 has no meaning in the natural layout"):
         plan(read_model("bamba-9b"), "40GiB", prefill_checkpoints=1)
 
 

@@ -1,4 +1,4 @@
-"""A model and a memory budget -> KVCacheConfig: groups, tensors, blocks, and what they hold.
+"""Turn a model and a memory budget into a KVCacheConfig: groups, tensors, blocks, and the capacity of all.
 
 reference   Model -> grouping (types, group size) -> layout (tensors, num_blocks) -> KVCacheConfig -> capacity
 natural     Model -> packing (groups, k, slab bytes) -> natural (tensors, slabs)   -> KVCacheConfig -> capacity

@@ -1,26 +1,26 @@
-"""What a plan says: groups of layers, and where every layer's pages lie in one arena.
+"""The contents of a plan: groups of layers, and the place of every layer's pages in one arena.
 
     arena   [ tensor 0: block 0 | block 1 | ... | block N-1 ][ tensor 1: ... ] ...
             ^ offset_bytes      ^ offset_bytes + block_stride_bytes
 
-A layer's page of block ``b`` starts at ``offset_bytes + b * block_stride_bytes`` of its tensor and is
-``page_size_bytes`` of the layer's spec long. A tensor may be shared by layers of different groups
-(``shared_by``): a block belongs to one group at a time, so their pages never meet.
+A layer's page of block ``b`` starts at ``offset_bytes + b * block_stride_bytes``. Its length is the
+``page_size_bytes`` of the layer's spec. Layers of different groups may share a tensor (``shared_by``).
+A block belongs to one group at a time, so their pages never overlap.
 
-That is the reference layout, where all groups have the same blocks. In the natural layout (natural.py) every layer
-has a tensor of its own, all tensors run through the whole arena, and blocks are those of the group's class. Its unit
-of memory is the slab, which a class of groups cuts into blocks:
+In the reference layout, drawn above, all groups have blocks of one size. In the natural layout (natural.py) every
+layer has a tensor of its own, and all tensors run through the whole arena. Its unit of memory is the slab. A class of
+groups cuts slabs into blocks of its own size:
 
     arena    [ slab 0: null | slab 1 | slab 2 | ... ]            num_slabs * slab_bytes
     class A  [ 0            | 1      | 2      | ... ]            k = 1: a block is a slab
     class B  [ 0   -   -    | 3 4 5  | 6 7 8  | ... ]            k = 3: block ids, null 0, 1 and 2 unused
 
-Block ``id`` of a class starts at byte ``id * block_bytes``, whatever its slab, so that a layer's pages are one strided
-view of the arena. That takes k blocks which fill the slab to the byte: ``k * block_bytes == slab_bytes``.
+Block ``id`` of a class starts at byte ``id * block_bytes``, whatever its slab. So a layer's pages are one strided
+view of the arena. That requires k blocks that fill the slab to the byte: ``k * block_bytes == slab_bytes``.
 
-What a config holds is counted in units that the pool gives out: blocks in the reference layout, slabs in the natural
-one, where a class that needs n blocks takes ``ceil(n / k)`` slabs. It is exact: what is reported can be allocated, one
-more block could not.
+Capacity is counted in the units that the pool allocates: blocks in the reference layout, slabs in the natural one. A
+class that needs n blocks takes ``ceil(n / k)`` slabs. The capacity is exact: a reported amount can be allocated, and
+one more block cannot.
 """
 
 from __future__ import annotations
@@ -35,18 +35,21 @@ from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.units import MOST_COUNT, format_count
 
 NamedSpec = tuple[str, KVCacheSpec]
-"""A layer's name and what it keeps."""
+"""A layer's name and its spec."""
 
 
 ALIGNMENT_BYTES: Final = 256
-"""Every page starts on a multiple of this: what cudaMalloc guarantees of an address."""
+"""Every page starts on a multiple of this, the alignment that cudaMalloc guarantees for an address."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlabClass:
-    """Groups whose blocks take equal bytes: they share ids and slabs.
+    """Groups with blocks of equal bytes: they share ids and slabs.
 
-    block_bytes: from one block to the next, padding included. blocks_per_slab: k. groups: their numbers.
+    Attributes:
+        block_bytes: bytes from one block to the next, padding included.
+        blocks_per_slab: k, the blocks that fill a slab.
+        groups: the numbers of the groups.
     """
 
     block_bytes: Positive
@@ -56,16 +59,19 @@ class SlabClass:
     def __post_init__(self) -> None:
         check_types(self)
         if not self.groups:
-            raise ConfigError("a class of slabs needs a group")
+            raise ConfigError("a class of slabs has no group: name at least one")
 
 
 @dataclass(frozen=True, slots=True)
 class SlabLayout:
-    """How the arena is cut.
+    """The division of the arena into slabs.
 
-    slab_bytes: of one slab. num_slabs: slab 0, the null slab of every class, included.
-    kernel_blocks: for each group, the parts that a block is made of, each holding that part of every layer;
-    1 where the kernel reads whole blocks.
+    Attributes:
+        slab_bytes: bytes of one slab.
+        num_slabs: number of slabs, with slab 0, the null slab of every class.
+        classes: the classes of groups. Each group is in exactly one.
+        kernel_blocks: for each group, the equal parts of a block. A part holds its share of every layer's page. 1 where
+            the attention kernel reads whole blocks.
     """
 
     slab_bytes: int
@@ -80,7 +86,8 @@ class SlabLayout:
         for one in self.classes:
             if one.blocks_per_slab * one.block_bytes != self.slab_bytes:
                 raise ConfigError(
-                    f"{one.blocks_per_slab} blocks of {one.block_bytes} bytes must fill a slab of {self.slab_bytes}"
+                    f"{one.blocks_per_slab} blocks of {one.block_bytes} bytes do not fill a slab of {self.slab_bytes} "
+                    "bytes: make blocks_per_slab * block_bytes equal to slab_bytes"
                 )
             for parts in {self.kernel_blocks[group] for group in one.groups}:
                 if parts < 1 or one.block_bytes % (parts * ALIGNMENT_BYTES):
@@ -95,11 +102,19 @@ class SlabLayout:
         return self.num_slabs * self.slab_bytes
 
     def class_of(self, group: int) -> SlabClass:
-        """The class that ``group`` is in. O(classes)."""
+        """Return the class of a group. O(classes).
+
+        Args:
+            group: number of the group.
+        """
         return next(one for one in self.classes if group in one.groups)
 
     def slabs_for(self, blocks: tuple[int, ...]) -> int:
-        """Fewest slabs that hold ``blocks[i]`` blocks of every group i: classes share none. O(groups)."""
+        """Return the fewest slabs that hold the blocks; classes share no slab. O(groups).
+
+        Args:
+            blocks: number of blocks of each group.
+        """
         return sum(-(-sum(blocks[group] for group in one.groups) // one.blocks_per_slab) for one in self.classes)
 
 
@@ -107,8 +122,11 @@ class SlabLayout:
 class KVCacheTensor:
     """One strided run of pages in the arena.
 
-    size: bytes of the run. shared_by: names of the layers whose pages lie here.
-    offset_bytes: start in the arena. block_stride_bytes: from one block's page to the next.
+    Attributes:
+        size: bytes of the run.
+        shared_by: names of the layers with pages in this tensor.
+        offset_bytes: start of the run in the arena.
+        block_stride_bytes: bytes from one block's page to the next.
     """
 
     size: int
@@ -122,9 +140,12 @@ class KVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroupSpec:
-    """Layers that share a block table, and the spec they were merged into.
+    """Layers that share a block table.
 
-    is_eagle_group: a draft head reads these layers, so the last block of a hit is computed anew.
+    Attributes:
+        layer_names: names of the layers.
+        spec: the spec that the layers' specs merge into.
+        is_eagle_group: whether a draft head reads these layers. Then the last block of a cache hit is computed again.
     """
 
     layer_names: tuple[str, ...]
@@ -134,7 +155,7 @@ class KVCacheGroupSpec:
     def __post_init__(self) -> None:
         check_types(self)
         if not self.layer_names:
-            raise ConfigError("a group needs at least one layer")
+            raise ConfigError("a group has no layers: name at least one")
 
     @property
     def layer_specs(self) -> tuple[KVCacheSpec, ...]:
@@ -143,16 +164,19 @@ class KVCacheGroupSpec:
 
     @property
     def content_bytes(self) -> int:
-        """Bytes that one block holds in all layers, padding left out."""
+        """Bytes that one block holds in all layers, without padding."""
         return sum(spec.content_bytes for spec in self.layer_specs)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """Groups, tensors and the number of blocks, the null block (id 0) included.
+    """Groups, tensors and the number of blocks.
 
-    slabs: of the natural layout, None in the reference layout; with slabs, num_blocks counts those, and
-    ``blocks_of`` the blocks of a group.
+    Attributes:
+        num_blocks: number of blocks, or of slabs in the natural layout. Includes the null block or slab (id 0).
+        tensors: where the pages of each layer are.
+        groups: the layers by block table. Methods take the index of a group in this tuple.
+        slabs: the slabs of the natural layout; ``None`` in the reference layout.
     """
 
     num_blocks: Positive
@@ -163,7 +187,7 @@ class KVCacheConfig:
     def __post_init__(self) -> None:
         check_types(self)
         if not self.groups:
-            raise ConfigError("a KVCacheConfig needs at least one group")
+            raise ConfigError("a KVCacheConfig has no groups: give at least one")
         classes = () if self.slabs is None else self.slabs.classes
         most = self.num_blocks * max((one.blocks_per_slab for one in classes), default=1)
         if most > MOST_COUNT:
@@ -173,39 +197,63 @@ class KVCacheConfig:
             )
 
     def blocks_of(self, group: int) -> int:
-        """Ids that blocks of ``group`` have: 0 .. this - 1, those of the null block or slab included."""
+        """Return the number of block ids of a group, 0 included. In the natural layout ids of the null slab count too.
+
+        Args:
+            group: number of the group.
+        """
         return self.num_blocks * self.null_blocks_of(group)
 
     def null_blocks_of(self, group: int) -> int:
-        """Blocks of the null block or slab: requests have ids of ``group`` from this one on."""
+        """Return the number of blocks in the null block or slab. Requests get ids of the group from this one on.
+
+        Args:
+            group: number of the group.
+        """
         return 1 if self.slabs is None else self.slabs.class_of(group).blocks_per_slab
 
     def owner_of(self, group: int) -> int:
-        """The first group whose blocks have the bytes of ``group``'s under the same ids: that of its class."""
+        """Return the first group of the class: its blocks are at the same bytes under the same ids.
+
+        Args:
+            group: number of the group.
+        """
         return group if self.slabs is None else self.slabs.class_of(group).groups[0]
 
     def block_bytes_of(self, group: int) -> int:
-        """Bytes that one block of ``group`` takes, padding included."""
+        """Return the bytes of one block, padding included.
+
+        Args:
+            group: number of the group.
+        """
         return self.unit_bytes if self.slabs is None else self.slabs.class_of(group).block_bytes
 
     def kernel_blocks_of(self, group: int) -> int:
-        """Equal pieces that a kernel sees of a block of ``group``."""
+        """Return the number of equal parts in which a kernel reads a block.
+
+        Args:
+            group: number of the group.
+        """
         return 1 if self.slabs is None else self.slabs.kernel_blocks[group]
 
     @property
     def unit(self) -> str:
-        """What num_blocks counts, in a word."""
+        """The name of the unit that ``num_blocks`` counts."""
         return "block" if self.slabs is None else "slab"
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of a block, or of a slab."""
+        """Bytes of a block, or of a slab in the natural layout."""
         return (
             sum(tensor.block_stride_bytes for tensor in self.tensors) if self.slabs is None else self.slabs.slab_bytes
         )
 
     def units_for(self, blocks: Sequence[int]) -> int:
-        """Blocks, or fewest slabs, that hold ``blocks[i]`` blocks of every group i. O(groups)."""
+        """Return the number of blocks, or the fewest slabs, that hold the blocks. O(groups).
+
+        Args:
+            blocks: number of blocks of each group.
+        """
         return sum(blocks) if self.slabs is None else self.slabs.slabs_for(tuple(blocks))
 
     @property
@@ -218,9 +266,12 @@ class KVCacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """One way to lay out a model. config: makes it, of as many blocks or slabs.
+    """One possible layout of a model.
 
-    unit_bytes: of a block or slab. needed_units: for one request and the sinks, the null one included.
+    Attributes:
+        unit_bytes: bytes of a block or slab.
+        needed_units: units for one request and the sinks, the null unit included.
+        config: makes the config for a number of blocks or slabs.
     """
 
     unit_bytes: int
@@ -233,18 +284,24 @@ class LayoutChoice:
         return self.needed_units * self.unit_bytes
 
 
-# -- what a config holds
+# -- capacity of a config
 
 _ANY_LENGTH: Final = 1 << 62
-"""Tokens of a request that no memory holds, if any layer keeps them all."""
+"""More tokens than any memory holds. A request of this length fits only if no layer keeps every token."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCapacity:
-    """One group. kind: class of its spec. page_bytes: one block in one layer (of a uniform type: in all).
+    """The capacity of one group.
 
-    block_bytes: what one block holds in all layers of the group. padding_bytes: what a block takes beyond that,
-    in its pages and in tensors where the group has no layer. blocks_per_request: of a request of the longest context.
+    Attributes:
+        kind: name of the class of the group's spec.
+        layers: number of layers.
+        block_size: tokens per block.
+        page_bytes: bytes of one block in one layer; in all layers for a uniform type.
+        block_bytes: bytes that one block holds in all layers of the group, without padding.
+        padding_bytes: further bytes of a block: in its pages, and in tensors where the group has no layer.
+        blocks_per_request: blocks of a request of the longest context.
     """
 
     kind: str
@@ -258,14 +315,22 @@ class GroupCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A plan in numbers.
+    """The numbers of a plan.
 
-    num_blocks: the null block included. block_bytes: what one block takes, padding included. In the natural layout
-    both are of slabs. unused_bytes: memory left over, less than one block. padding_bytes: lost inside blocks while one
-    request of the longest context runs. tokens_that_fit: the longest request that all blocks but the null block and
-    sinks can hold; None where a request of any length fits (no layer keeps every token).
-    longest_context: the same, no longer than max_model_len. concurrency: how many requests of the longest
-    context fit, sharing nothing; behind the point, what is left over as a part of what one more would take.
+    Attributes:
+        memory_bytes: bytes that were planned for.
+        arena_bytes: bytes of all tensors together.
+        unused_bytes: memory that is left over, less than one block or slab.
+        num_blocks: number of blocks, or of slabs in the natural layout, the null one included.
+        block_bytes: bytes of one block or slab, padding included.
+        padding_bytes: bytes lost inside blocks while one request of the longest context runs.
+        tokens_that_fit: tokens of the longest request that fits next to the null block and the sinks. ``None`` where a
+            request of any length fits, because no layer keeps every token.
+        longest_context: the same, limited to ``max_model_len``.
+        concurrency: number of requests of the longest context that fit without shared blocks. The fraction is the
+            memory
+            left over, divided by the memory that one more request takes.
+        groups: the capacity of each group.
     """
 
     memory_bytes: int
@@ -281,12 +346,12 @@ class Capacity:
 
 
 def blocks_needed(groups: Sequence[KVCacheGroupSpec], limits: RequestLimits) -> tuple[int, ...]:
-    """Most blocks that one request within ``limits`` needs in each group."""
+    """Return the most blocks that one request within ``limits`` needs in each group."""
     return tuple(group.spec.max_request_blocks(limits) for group in groups)
 
 
 def longest_that(fits: Callable[[int], bool]) -> int | None:
-    """The largest n that fits where no smaller one does not; None where any fits. Doubling, then bisection."""
+    """Return the largest n for which 1 to n fit, by doubling and bisection; ``None`` if every n fits."""
     if fits(_ANY_LENGTH):
         return None
     high = 1
@@ -300,10 +365,15 @@ def longest_that(fits: Callable[[int], bool]) -> int | None:
 
 
 def tokens_that_fit(config: KVCacheConfig, limits: RequestLimits, keeps: Keeps | None = None) -> int | None:
-    """The longest request that ``config`` can hold beside its sinks, whatever ``limits.max_model_len`` says.
+    """Return the tokens of the longest request that ``config`` holds next to its sinks, or ``None`` for any length.
 
-    keeps: count only the blocks of layers that keep this. None where a request of any length fits. No group's need
-    falls as a request grows.
+    Ignores ``limits.max_model_len``. The search relies on a rule of all specs: no group needs fewer blocks for a longer
+    request.
+
+    Args:
+        config: the config with a fixed number of blocks.
+        limits: all other limits of the request.
+        keeps: count only the blocks of layers that keep this; ``None`` for all layers.
     """
     sinks = reserved_blocks(config.groups, limits)
     counted = [keeps is None or group.spec.keeps is keeps for group in config.groups]
@@ -317,15 +387,21 @@ def tokens_that_fit(config: KVCacheConfig, limits: RequestLimits, keeps: Keeps |
 
 
 def reserved_blocks(groups: Sequence[KVCacheGroupSpec], limits: RequestLimits) -> tuple[int, ...]:
-    """Blocks of each group that belong to the layers, whoever runs: those of sinks."""
+    """Return the number of blocks of each group that belong to the layers, not to requests: those of sinks."""
     return tuple(group.spec.reserved_blocks(limits.cp) for group in groups)
 
 
 def copies_that_fit(config: KVCacheConfig, limits: RequestLimits, blocks: Sequence[int]) -> tuple[int, float]:
-    """How often ``blocks[i]`` blocks of every group i fit beside the sinks.
+    """Return how many times the blocks fit next to the sinks, as an integer and as a fraction.
 
-    The second number adds what is left over, as a part of what one more takes: its floor is the first.
-    Where no block is needed, every unit counts as one.
+    The fraction adds the units left over, divided by the units that one more copy takes. Where no block is needed,
+    every
+    unit counts as one copy.
+
+    Args:
+        config: the config with a fixed number of blocks.
+        limits: gives the context parallel ranks that share a sink.
+        blocks: number of blocks of each group in one copy.
     """
     sinks = reserved_blocks(config.groups, limits)
 
@@ -338,14 +414,23 @@ def copies_that_fit(config: KVCacheConfig, limits: RequestLimits, blocks: Sequen
         return max(free, 0), float(max(free, 0))
     most = longest_that(lambda copies: units(copies) <= usable)
     if most is None:
-        raise AssertionError("a pool of blocks holds no endless number of them")
+        raise AssertionError("a pool of finite size cannot hold any number of copies")
     left, more = usable - units(most), units(most + 1) - units(most)
     # one division: exact where units are blocks
     return most, (most * more + left) / more
 
 
 def capacity_of(config: KVCacheConfig, memory_bytes: int, limits: RequestLimits) -> Capacity:
-    """The numbers of a config planned for ``memory_bytes`` and requests within ``limits``."""
+    """Return the numbers of a config.
+
+    Args:
+        config: the config with its number of blocks.
+        memory_bytes: bytes that the config was planned for.
+        limits: limits of one request.
+
+    Raises:
+        ConfigError: an argument has the wrong type.
+    """
     instance("config", config, KVCacheConfig)
     memory_bytes = integer("memory_bytes", memory_bytes)
     instance("limits", limits, RequestLimits)

@@ -1,10 +1,10 @@
-"""A plan as a JSON document: what `hybridkv plan --json` writes and every command reads back.
+"""A plan as a JSON document, which `hybridkv plan --json` writes and every command reads.
 
-Schema ``hybridkv.plan``, version 1; fields that came later have defaults, so older documents are read.
-``config.slabs`` is there in the natural layout only: a hybridkv that does not know it refuses the layout by name.
-So is ``placement``, where recurrent states are kept; in the reference layout the specs say it.
-``capacity`` is derived, for other programs to read; when a document is read, layers, groups, tensors and these
-numbers must agree.
+Schema ``hybridkv.plan``, version 1. Fields that were added later have defaults, so older documents can be read.
+Only documents of the natural layout have ``config.slabs`` and ``placement`` (where recurrent states are saved). In the
+reference layout the specs hold the placement.
+``capacity`` is derived, for other programs to read. When a document is read, its layers, groups, tensors and capacity
+must agree.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ VERSION: Final = 1
 
 
 def plan_to_json(plan: Plan) -> str:
-    """Return the document of a plan; equal plans give equal text."""
+    """Return the document of a plan. Equal plans give equal text.
+
+    Args:
+        plan: the plan.
+    """
     instance("plan", plan, Plan)
     specs = list(dict.fromkeys(layer.spec for layer in plan.model.layers))
     layers = [{"name": one.name, "index": one.index, "spec": specs.index(one.spec)} for one in plan.model.layers]
@@ -68,7 +72,7 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def _to_json(value: Any) -> Any:  # noqa: ANN401  # a value of a plan, and what JSON has for it
-    """Return the fields of a dataclass, without empty ones of _OMITTED. A spec has its class as ``kind``."""
+    """Return the fields of a dataclass, without empty ones of _OMITTED. A spec also has its class name as ``kind``."""
     if isinstance(value, tuple):
         return [_to_json(one) for one in value]
     if not is_dataclass(value):
@@ -82,7 +86,15 @@ def _to_json(value: Any) -> Any:  # noqa: ANN401  # a value of a plan, and what 
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Read the plan in a regular file. Raises ConfigError if it cannot be read, and SchemaError as plan_from_json."""
+    """Read the plan in a regular file.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        SchemaError: as ``plan_from_json``.
+    """
     if not isinstance(path, str | Path):
         raise ConfigError(f"a plan is read from the path of a file, got {shown(path)}")
     try:
@@ -95,7 +107,15 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def read_plan_from(file: BinaryIO) -> Plan:
-    """Read the plan in an open file, or a pipe. Raises OSError, and SchemaError as plan_from_json."""
+    """Read the plan in an open file or a pipe.
+
+    Args:
+        file: the binary file.
+
+    Raises:
+        OSError: the file cannot be read.
+        SchemaError: as ``plan_from_json``.
+    """
     if not callable(getattr(file, "read", None)):
         raise ConfigError(f"a plan is read from an open file, got {shown(file)}")
     try:
@@ -108,8 +128,13 @@ def read_plan_from(file: BinaryIO) -> Plan:
 def plan_from_json(text: str | bytes) -> Plan:
     """Return the plan of a document.
 
-    Raises SchemaError for a document of another schema or a newer version, for a field that is missing or of
-    the wrong type, and for one that contradicts itself.
+    Args:
+        text: the document.
+
+    Raises:
+        SchemaError: the document has another schema or a newer version, lacks a field, has a field of the wrong type,
+            or
+            contradicts itself.
     """
     if not isinstance(text, str | bytes | bytearray):
         raise SchemaError(f"a plan is a document of text, got {shown(text)}")
@@ -121,7 +146,7 @@ def plan_from_json(text: str | bytes) -> Plan:
 
 
 def _plan_of(value: object) -> Plan:
-    """Return the plan of a document. Raises SchemaError as plan_from_json."""
+    """Return the plan of a document. Raises SchemaError as ``plan_from_json``."""
     _check_schema(_read(value, _Head))
     found = _read(value, _Document)
     try:
@@ -141,21 +166,21 @@ def _plan_of(value: object) -> Plan:
         )
         _check_consistent(plan, found.capacity)
     except ConfigError as error:
-        raise SchemaError(f"the plan holds values that cannot be: {error}") from error
+        raise SchemaError(f"the plan holds impossible values: {error}") from error
     return plan
 
 
 def _read(value: object, wanted: Any) -> Any:  # noqa: ANN401  # a Struct that is made when this module runs
-    """Return ``value`` as ``wanted``. The errors of msgspec end with the path to what is wrong."""
+    """Convert ``value`` to the type ``wanted``. The errors of msgspec end with the path to the wrong field."""
     try:
         return msgspec.convert(value, wanted)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        said, _, place = str(error).partition(" - at `$")
-        raise SchemaError(f"plan{place[:-1]}: {said[:_MOST_SAID]}") from None
+        reason, _, place = str(error).partition(" - at `$")
+        raise SchemaError(f"plan{place[:-1]}: {reason[:_MOST_REASON]}") from None
 
 
 class _Head(Struct):
-    """A plan of any version."""
+    """The fields of a plan document of any version."""
 
     schema: str
     version: _Positive
@@ -174,16 +199,17 @@ def _check_schema(head: _Head) -> None:
         )
     if head.layout not in LAYOUTS:
         known = " and ".join(map(repr, LAYOUTS))
-        raise SchemaError(f"layout {shown(head.layout)} is not known here: this hybridkv reads {known}")
+        raise SchemaError(f"unknown layout {shown(head.layout)}: this hybridkv reads {known}; update hybridkv")
 
 
 # -- what a document has: Structs, made of the fields of the values that it describes
 
-_MOST_SAID: Final = 400
+_MOST_REASON: Final = 400
+"""Characters of an error of msgspec that are shown: it may quote a value of the document. Chosen by hand."""
 _OMITTED: Final = {
     *("prefill_checkpoints", "num_layers", "weight_bytes", "dtype_from", "read_from", "is_eagle_group", "slabs")
 }
-"""Fields that a document has only where they say something."""
+"""Fields that a document omits where they are empty."""
 _LATER: Final = _OMITTED | {
     *("page_size_padded", "max_encoder_tokens", "num_speculative_tokens", "hidden_size", "query_heads")
 }
@@ -191,11 +217,11 @@ _LATER: Final = _OMITTED | {
 _Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 _Positive = Annotated[int, Meta(ge=1, le=MOST_BYTES)]
 _CLASSES: Final[dict[type, type]] = {}
-"""Of each Struct: the class whose values it describes."""
+"""The class that each Struct describes."""
 
 
 def _described(made: type, **others: Any) -> Any:  # noqa: ANN401  # a Struct and the types of its fields
-    """Return a Struct with the fields of ``made``; ``others``: fields of another type, or more of them."""
+    """Return a Struct with the fields of the dataclass ``made``; ``others`` are fields to add or retype."""
     types = get_type_hints(made)
     known = {one.name: _bounded(types[one.name]) for one in fields(made) if one.name not in others}
     defaults = {one.name: one.default for one in fields(made) if one.name in _LATER}
@@ -210,7 +236,7 @@ def _described(made: type, **others: Any) -> Any:  # noqa: ANN401  # a Struct an
 
 
 def _bounded(kind: Any) -> Any:  # noqa: ANN401  # a type
-    """Return ``kind`` with bounds for integers, and with Structs for the classes of this package."""
+    """Return ``kind`` with bounds for integers, and with Structs in place of dataclasses."""
     if kind is int:
         return _Size
     if kind is KVCacheSpec:
@@ -224,7 +250,7 @@ def _bounded(kind: Any) -> Any:  # noqa: ANN401  # a type
 
 
 def _value(item: Any) -> Any:  # noqa: ANN401  # of any type that a document has
-    """Return what ``item`` describes. Raises ConfigError for values that cannot be."""
+    """Return the value that ``item`` describes. Raises ConfigError for impossible values."""
     if isinstance(item, tuple):
         return tuple(map(_value, item))
     if isinstance(item, _NamedSpec):
@@ -252,7 +278,7 @@ _LayerSpec: Any = reduce(or_, map(_described, _LAYER_KINDS))
 
 
 class _NamedSpec(Struct):
-    """A layer of a UniformTypeKVCacheSpecs, and the spec of the layer, which holds no layers of its own."""
+    """A layer of a UniformTypeKVCacheSpecs and its spec, which holds no layers of its own."""
 
     name: str
     spec: _LayerSpec
@@ -262,7 +288,7 @@ _Spec: Any = _LayerSpec | _described(UniformTypeKVCacheSpecs, layers=tuple[_Name
 
 
 class _IndexedLayer(Struct):
-    """A layer of the model. spec: its place in the specs of the model."""
+    """A layer of the model. ``spec`` is an index in the model's specs."""
 
     name: str
     index: _Size
@@ -275,7 +301,7 @@ _Config: Any = _described(KVCacheConfig)
 
 
 class _Document(Struct):
-    """A plan of this version."""
+    """A plan document of this version."""
 
     memory_bytes: _Positive
     layout: str
@@ -294,21 +320,21 @@ def _check_consistent(plan: Plan, capacity: dict[str, Any]) -> None:
     if not layers == grouped == placed:
         raise SchemaError("the plan contradicts itself: its model, groups and tensors do not have the same layers")
     if (plan.layout == NATURAL) != (plan.config.slabs is not None):
-        raise SchemaError(f"the plan contradicts itself: slabs are those of the layout {NATURAL!r}, and of no other")
+        raise SchemaError(f"the plan contradicts itself: only the layout {NATURAL!r} has slabs, and it must have them")
     if plan.states_kept is not None and (plan.layout != NATURAL or plan.placement in (None, NO_STATES)):
         raise SchemaError(
-            f"the plan contradicts itself: placement {plan.states_kept!r} is for the layout {NATURAL!r} and layers "
-            "whose states are kept"
+            f"the plan contradicts itself: placement {plan.states_kept!r} needs the layout {NATURAL!r} and recurrent "
+            "layers that save states"
         )
     end = plan.config.arena_bytes if _are_natural(plan.config) else _end_of_tensors(plan.config)
     if end > plan.memory_bytes:
-        raise SchemaError(f"the plan contradicts itself: its tensors need {end} bytes of {plan.memory_bytes}")
+        raise SchemaError(f"the plan contradicts itself: its tensors need {end} bytes, memory is {plan.memory_bytes}")
     if capacity != json.loads(json.dumps(asdict(plan.capacity))):
         raise SchemaError("the plan contradicts itself: capacity does not follow from config; write the plan again")
 
 
 def _are_natural(config: KVCacheConfig) -> bool:
-    """Return whether there are slabs. Raises SchemaError where the tensors do not follow from them."""
+    """Return whether there are slabs. Raises SchemaError where the tensors do not follow from the slabs."""
     if config.slabs is None:
         return False
     if natural_config(config.groups, config.slabs) != config:
@@ -317,7 +343,7 @@ def _are_natural(config: KVCacheConfig) -> bool:
 
 
 def _end_of_tensors(config: KVCacheConfig) -> int:
-    """Return the end of the last tensor. Raises SchemaError unless tensors hold their pages and do not overlap."""
+    """Return the end of the last tensor in bytes. Raises SchemaError if tensors overlap or do not hold their pages."""
     pages = {
         name: spec.page_size_bytes
         for group in config.groups

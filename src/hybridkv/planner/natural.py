@@ -1,11 +1,11 @@
-"""The natural layout: pages keep their size, a group's block is the pages of its layers side by side.
+"""The natural layout: pages keep their size, and a group's block is the pages of its layers one after another.
 
     slab       [ block | block | ... k of them ]
     block      [ layer 0 | layer 1 | ... | padding ]                        a kernel that reads whole blocks
     block      [ layer 0 | layer 1 | ... | padding ][ layer 0 | ... ]       two kernel blocks: the halves of each page
 
-Layer i's view starts ``offset_bytes`` into the arena; block ``id`` is ``id * block_stride_bytes`` further, its kernel
-block j another ``j * block_stride_bytes / kernel blocks``.
+Layer i's view starts ``offset_bytes`` into the arena. Block ``id`` starts ``id * block_stride_bytes`` further, and its
+kernel block j another ``j * block_stride_bytes / kernel blocks``.
 
 The search decides which layers form groups, and how many blocks of each group fill a slab.
 
@@ -13,18 +13,19 @@ The search decides which layers form groups, and how many blocks of each group f
     groups   F10   S10 S10 S10 S10 S10   S2          sizes: layers side by side in one block
     slab     10 pages: k = 1 for groups of 10, k = 5 for the group of 2, nothing is lost
 
-A slab of S bytes holds ``k = S // b`` blocks of b bytes; what is left of it is padding. Wanted, in this order:
+A slab of S bytes holds ``k = S // b`` blocks of b bytes; the rest of the slab is padding. The search prefers, in this
+order:
 
-1. padding of at most 1% in every group, whatever is held of which (then 5%, 25%, any);
-2. S of at most the preferred bytes (a 600th of the pool: slabs that many move easily), else the smallest;
-3. the lowest cost: one for each group (a block table a request), and one for each layer whose blocks do not have a
-   slab of their own (k > 1: live blocks may have to move to free a slab);
+1. padding of at most 1% in every group, whatever the mix of blocks (then 5%, 25%, any);
+2. S of at most the preferred bytes (a 600th of the pool: many slabs, so that they move easily), else the smallest;
+3. the lowest cost: one for each group (a block table for each request), and one for each layer in a group with k > 1
+   (its blocks share slabs, so live blocks may have to move to free a slab);
 4. the least padding; 5. the smallest S.
 
-Tried are the S that up to 128 blocks of some group fill. For each, a dynamic program over the layers of a kind finds
-the sizes of lowest cost: exact, O(candidates * layers^2) in numpy, under a second for 100 layers. Nothing here depends
-on the memory but the preferred bytes, and these only order the answers: whoever takes the first that fits finds one if
-there is one.
+Candidates are the S that up to 128 blocks of some group fill. For each, a dynamic program over the layers of a kind
+finds the sizes of lowest cost. It is exact and takes O(candidates * layers^2) in numpy, under a second for 100 layers.
+Only the preferred bytes depend on the memory, and they only order the answers. So taking the first answer that fits
+finds one whenever one exists.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.units import MOST_BYTES, ceil_div, round_up, shown
 
 SLABS_PREFERRED: Final = 600
-"""Slabs that a pool should have: from there on, moving whole slabs costs nothing that simulation could see."""
+"""Slabs that a pool should have. With at least this many, moving whole slabs had no measurable cost in simulations."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Layers that may share a group. spec: what they merge into, whatever the group."""
+    """Layers that may share a group, and the spec that any of them merge into."""
 
     members: tuple[NamedSpec, ...]
     spec: KVCacheSpec
@@ -71,10 +72,16 @@ class _Kind:
 def natural_choices(
     layers: Sequence[NamedSpec], memory_bytes: int, limits: RequestLimits, kernel_block_size: int | None = None
 ) -> Iterator[LayoutChoice]:
-    """Ways to pack ``layers``, best first; the memory orders them, and leaves none out.
+    """Yield packings of ``layers``, best first. The memory changes the order only.
 
-    kernel_block_size: tokens that the attention kernel reads as one block; None for the block itself.
-    Raises ConfigError for no layers, and for a block that is no multiple of the kernel's.
+    Args:
+        layers: names and specs.
+        memory_bytes: bytes for the cache of one rank.
+        limits: limits of one request.
+        kernel_block_size: tokens that the attention kernel reads as one block; ``None`` for the whole block.
+
+    Raises:
+        ConfigError: there are no layers, or a block is not a multiple of the kernel's block.
     """
     kinds = [
         _Kind(tuple(members), spec, _kernel_blocks(spec, kernel_block_size)) for members, spec in merged_types(layers)
@@ -90,7 +97,7 @@ def natural_choices(
 
 
 def _config_of(kinds: Sequence[_Kind], packing: Packing, num_slabs: int) -> KVCacheConfig:
-    """The config of ``num_slabs`` slabs, the null slab included."""
+    """Return the config of ``num_slabs`` slabs, the null slab included."""
     dealt = list(zip(kinds, packing.sizes, strict=True))
     groups = tuple(group for kind, sizes in dealt for group in _deal(kind, sizes))
     parts = tuple(kind.kernel_blocks for kind, sizes in dealt for _ in sizes)
@@ -99,7 +106,7 @@ def _config_of(kinds: Sequence[_Kind], packing: Packing, num_slabs: int) -> KVCa
 
 
 def _packings(kinds: Sequence[_Kind], preferred_bytes: int) -> Iterator[Packing]:
-    """Packings of ``kinds``; layers that all share a group are one block, which is the slab."""
+    """Yield packings of ``kinds``. If all layers share one group, there is one packing: a block is a slab."""
     if len(kinds) == 1:
         (kind,) = kinds
         pages = [ceil_div(kind.spec.layer_spec(name).page_size_bytes, kind.kernel_blocks) for name, _ in kind.members]
@@ -112,19 +119,19 @@ def _packings(kinds: Sequence[_Kind], preferred_bytes: int) -> Iterator[Packing]
 
 
 def _kernel_blocks(spec: KVCacheSpec, kernel_block_size: int | None) -> int:
-    """Kernel blocks in a block: of states always one."""
+    """Return the kernel blocks in a block; always 1 for states."""
     if kernel_block_size is None or spec.keeps is Keeps.STATE:
         return 1
     if kernel_block_size < 1 or spec.block_size % kernel_block_size:
         raise ConfigError(
-            f"blocks of {spec.block_size} tokens are no multiple of the kernel's {kernel_block_size}: "
-            "change kernel_block_size, or the model's block_size"
+            f"block_size {spec.block_size} is not a multiple of kernel_block_size {kernel_block_size}: "
+            "give a kernel_block_size that divides it, or change the model's block_size"
         )
     return spec.block_size // kernel_block_size
 
 
 def _deal(kind: _Kind, sizes: Sequence[int]) -> Iterator[KVCacheGroupSpec]:
-    """Groups of ``sizes`` layers, in order."""
+    """Yield groups of ``sizes`` layers, in order."""
     first = 0
     for size in sizes:
         part = kind.members[first : first + size]
@@ -136,7 +143,7 @@ def _deal(kind: _Kind, sizes: Sequence[int]) -> Iterator[KVCacheGroupSpec]:
 def slab_layout(
     slab_bytes: int, num_slabs: int, blocks_per_slab: Sequence[int], kernel_blocks: tuple[int, ...]
 ) -> SlabLayout:
-    """Groups with equal k, and so with equal block bytes, as one class; classes in the order of their first group."""
+    """Return the slabs. Groups of equal k, and so of equal block bytes, form a class; in order of first group."""
     groups: dict[int, list[int]] = {}
     for group, k in enumerate(blocks_per_slab):
         groups.setdefault(k, []).append(group)
@@ -145,15 +152,20 @@ def slab_layout(
 
 
 def natural_config(groups: tuple[KVCacheGroupSpec, ...], slabs: SlabLayout) -> KVCacheConfig:
-    """The config of ``groups`` in ``slabs``: a tensor for each layer. ConfigError where a block does not hold them."""
+    """Return the config of ``groups`` in ``slabs``, with a tensor for each layer.
+
+    Raises ConfigError where the pages of a group do not fit in its block.
+    """
     if len(groups) != len(slabs.kernel_blocks):
-        raise ConfigError(f"{len(groups)} groups, but slabs for {len(slabs.kernel_blocks)}")
+        raise ConfigError(
+            f"there are {len(groups)} groups, but slabs for {len(slabs.kernel_blocks)}: give one for each"
+        )
     tensors = tuple(tensor for at, group in enumerate(groups) for tensor in _tensors(group, at, slabs))
     return KVCacheConfig(slabs.num_slabs, tensors, groups, slabs)
 
 
 def _tensors(group: KVCacheGroupSpec, at: int, slabs: SlabLayout) -> Iterator[KVCacheTensor]:
-    """Layer after layer, each from an aligned byte on. size: to the end of the last page."""
+    """Yield the tensors of a group's layers in order, each aligned. The size reaches to the end of the last page."""
     of, parts = slabs.class_of(at), slabs.kernel_blocks[at]
     strides = slabs.num_slabs * of.blocks_per_slab * parts - 1
     offset_bytes = 0
@@ -164,21 +176,22 @@ def _tensors(group: KVCacheGroupSpec, at: int, slabs: SlabLayout) -> Iterator[KV
         offset_bytes += round_up(page_bytes, ALIGNMENT_BYTES)
     if offset_bytes > of.block_bytes // parts:
         raise ConfigError(
-            f"group {at} needs {offset_bytes} bytes in each of {parts} parts of a block of {of.block_bytes} bytes"
+            f"group {at} needs {offset_bytes} bytes in each of the {parts} parts of a block, but the block has only "
+            f"{of.block_bytes} bytes: enlarge block_bytes"
         )
 
 
 # -- the search
 
 PADDING_TARGETS: Final = (Fraction(1, 100), Fraction(5, 100), Fraction(25, 100), None)
-"""Padding over content that is accepted, strictest first; None: any."""
+"""Accepted padding divided by content, strictest first; ``None`` accepts any."""
 
 MOST_LAYERS: Final = 256
-"""That are packed: time and memory grow with their third power; these take some three seconds and 100 MiB."""
+"""Most layers that are packed. Time and memory grow with their third power: about 3 s and 100 MiB for this many."""
 
 _MOST_BLOCKS: Final = 128
 _NEVER: Final = 1 << 40
-"""Cost of what cannot be."""
+"""The cost of a split that does not fit."""
 
 Int64 = NDArray[np.int64]
 
@@ -187,7 +200,10 @@ Int64 = NDArray[np.int64]
 class LayerKind:
     """Layers that may share a group: equal pages, equal needs.
 
-    layers: how many. page_bytes: of one block in one layer. kernel_blocks: parts that a block is made of.
+    Attributes:
+        layers: number of layers.
+        page_bytes: bytes of one block in one layer.
+        kernel_blocks: parts of a block.
     """
 
     layers: int
@@ -196,13 +212,19 @@ class LayerKind:
 
     @property
     def layer_bytes(self) -> int:
-        """What a layer takes in a block: its page, every part aligned."""
+        """Bytes of a layer in a block: its page, with every part aligned."""
         return self.kernel_blocks * round_up(ceil_div(self.page_bytes, self.kernel_blocks), ALIGNMENT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """An answer. sizes: for each kind, the layers of each group. blocks_per_slab: the k of each of those groups."""
+    """An answer of the search.
+
+    Attributes:
+        slab_bytes: bytes of a slab.
+        sizes: for each kind, the number of layers in each group.
+        blocks_per_slab: for each kind, the k of each of these groups.
+    """
 
     slab_bytes: int
     sizes: tuple[tuple[int, ...], ...]
@@ -211,7 +233,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Per candidate S, the best split of a kind: cost and padding; choice[n]: size of the last group of n layers."""
+    """The best split of a kind for each candidate S. ``choice[n]``: size of the last group among the first n layers."""
 
     cost: Int64
     padding: NDArray[np.float64]
@@ -219,20 +241,20 @@ class _Split:
 
 
 def packings(kinds: Sequence[LayerKind], preferred_bytes: int) -> Iterator[Packing]:
-    """Answers, the best first; never none, and the same ones in another order for other ``preferred_bytes``.
+    """Yield the packings of ``kinds``, best first. There is always one, and ``preferred_bytes`` changes the order only.
 
-    Raises ConfigError for more layers than MOST_LAYERS and for pages of more bytes than can be computed with.
+    Raises ConfigError for more than MOST_LAYERS layers, and for pages that are too large for int64 arithmetic.
     """
     if sum(kind.layers for kind in kinds) > MOST_LAYERS:
         raise ConfigError(
-            f"{sum(kind.layers for kind in kinds)} layers of {len(kinds)} kinds: the natural layout packs at most "
-            f"{MOST_LAYERS}, use the reference layout (--layout reference)"
+            f"the model has {sum(kind.layers for kind in kinds)} layers of {len(kinds)} kinds, but the natural layout "
+            f"packs at most {MOST_LAYERS}: use the reference layout (--layout reference)"
         )
     largest = max(kind.layers * kind.layer_bytes for kind in kinds)
     if largest > MOST_BYTES // _MOST_BLOCKS:
         raise ConfigError(
-            f"a block takes {shown(largest)} bytes in the layers of one kind, at most {MOST_BYTES // _MOST_BLOCKS} are "
-            "planned: lower block_size (--block-size), or correct the sizes in the model's config"
+            f"a block takes {shown(largest)} bytes in the layers of one kind, but at most {MOST_BYTES // _MOST_BLOCKS} "
+            "can be planned: lower block_size (--block-size), or correct the sizes in the model's config"
         )
     slabs = _candidates(kinds)
     for target in PADDING_TARGETS:
@@ -247,7 +269,7 @@ def packings(kinds: Sequence[LayerKind], preferred_bytes: int) -> Iterator[Packi
 
 
 def worst_padding(kinds: Sequence[LayerKind], packing: Packing) -> Fraction:
-    """Padding over content of the group that loses most."""
+    """Return the padding divided by the content, in the group with the highest share."""
     return max(
         Fraction(packing.slab_bytes, k * size * kind.page_bytes) - 1
         for kind, sizes, ks in zip(kinds, packing.sizes, packing.blocks_per_slab, strict=True)
@@ -256,14 +278,14 @@ def worst_padding(kinds: Sequence[LayerKind], packing: Packing) -> Fraction:
 
 
 def _candidates(kinds: Sequence[LayerKind]) -> Int64:
-    """Every S that up to 128 blocks of some group fill and that holds a page of every kind, ascending."""
+    """Return every S that up to 128 blocks of some group fill and that holds a page of every kind, ascending."""
     blocks = [kind.layer_bytes * np.arange(1, kind.layers + 1) for kind in kinds]
     slabs = np.unique(np.multiply.outer(np.concatenate(blocks), np.arange(1, _MOST_BLOCKS + 1)))
     return slabs[slabs >= max(kind.layer_bytes for kind in kinds)].astype(np.int64)
 
 
 def _split(kind: LayerKind, slabs: Int64, target: Fraction | None) -> _Split:
-    """The sizes of lowest cost for every S: ``best(n) = min over g of best(n - g) + cost of a group of g``."""
+    """Return the sizes of lowest cost for every S: ``best(n) = min over g of best(n - g) + cost of a group of g``."""
     sizes = range(1, kind.layers + 1)
     prices, paddings = zip(*(_price(kind, size, slabs, target) for size in sizes), strict=True)
     cost = np.zeros((kind.layers + 1, slabs.size), np.int64)
@@ -271,7 +293,7 @@ def _split(kind: LayerKind, slabs: Int64, target: Fraction | None) -> _Split:
     choice = np.zeros((kind.layers + 1, slabs.size), np.int16)
     for held in sizes:
         cost[held] = _NEVER
-        # largest first, and only a lower cost replaces: of equal ones the largest groups stay
+        # sizes go from the largest down and only a lower cost replaces a size, so ties keep the largest groups
         for size in range(held, 0, -1):
             asked = cost[held - size] + prices[size - 1]
             better = asked < cost[held]
@@ -282,7 +304,7 @@ def _split(kind: LayerKind, slabs: Int64, target: Fraction | None) -> _Split:
 
 
 def _price(kind: LayerKind, size: int, slabs: Int64, target: Fraction | None) -> tuple[Int64, NDArray[np.float64]]:
-    """Cost and padding of a group of ``size`` layers for every S."""
+    """Return the cost and the padding of a group of ``size`` layers for every S."""
     k = slabs // (size * kind.layer_bytes)
     padding = slabs / (np.maximum(k, 1) * (size * kind.page_bytes)) - 1
     fits = (k > 0) if target is None else (k > 0) & (padding <= float(target))
@@ -290,7 +312,7 @@ def _price(kind: LayerKind, size: int, slabs: Int64, target: Fraction | None) ->
 
 
 def _sizes(choice: NDArray[np.int16]) -> tuple[int, ...]:
-    """The groups of one S, largest first."""
+    """Return the groups of one S, largest first."""
     found, left = [], len(choice) - 1
     while left:
         found.append(int(choice[left]))
@@ -299,7 +321,7 @@ def _sizes(choice: NDArray[np.int16]) -> tuple[int, ...]:
 
 
 def _pack(kinds: Sequence[LayerKind], slab_bytes: int, sizes: Sequence[tuple[int, ...]]) -> Packing:
-    """S rounded up until every group's blocks fill it with aligned kernel blocks."""
+    """Return the packing with S rounded up until every group's blocks fill it with aligned kernel blocks."""
     ks = tuple(
         tuple(slab_bytes // (size * kind.layer_bytes) for size in of) for kind, of in zip(kinds, sizes, strict=True)
     )

@@ -1,6 +1,7 @@
-"""plan: a model and a memory budget into a KVCacheConfig, or an error that says what would work.
+"""Plan a model's cache in a memory budget, and compare the layouts.
 
-compare_layouts: what each layout makes of the same memory.
+``plan`` returns a KVCacheConfig with its inputs, or raises an error that names a limit that would work.
+``compare_layouts`` reports the capacity of each layout in the same memory.
 """
 
 from __future__ import annotations
@@ -40,15 +41,21 @@ ALIGN: Final = "align"
 NO_STATES: Final = "none"
 ENDS: Final = "ends"
 DEFAULT_PLACEMENTS: Final[Mapping[str, str]] = MappingProxyType({REFERENCE: ALIGN, NATURAL: ENDS})
-"""By layout."""
+"""The default of ``placement`` by layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A config with all it was made from; what a plan document holds. layout: name of the layout rule.
+    """A KVCacheConfig with everything that it was made from. A plan document holds these fields.
 
-    states_kept: natural layout: where a cache made from this keeps recurrent states, by the name that
-    hybridkv.cache.placement reads; None for the default, and where none are kept.
+    Attributes:
+        model: the model.
+        config: groups, tensors and number of blocks.
+        memory_bytes: bytes for the cache of one rank.
+        limits: limits of one request.
+        layout: ``reference`` or ``natural``.
+        states_kept: natural layout: the name of the placement with which a cache saves recurrent states, as
+            hybridkv.cache.placement reads it. ``None`` for the default, and where no states are saved.
     """
 
     model: Model
@@ -68,9 +75,11 @@ class Plan:
 
     @property
     def placement(self) -> str | None:
-        """Where recurrent states are kept, by name; None without such layers.
+        """The name of the placement of recurrent states, or ``None`` without recurrent layers.
 
-        In the reference layout the groups say it. In the natural layout they only say whether states are kept at all.
+        In the reference layout the specs of the groups name it. In the natural layout the specs only say whether states
+        are
+        saved at all, and ``states_kept`` names the placement.
         """
         specs = (group.layer_specs[0] for group in self.config.groups)
         mode = next((spec.cache_mode for spec in specs if isinstance(spec, MambaSpec)), None)
@@ -80,14 +89,14 @@ class Plan:
 
     @property
     def kernel_block_size(self) -> int | None:
-        """Tokens that attention kernels read as one block; None where they read whole blocks."""
+        """Tokens that attention kernels read as one block, or ``None`` where they read whole blocks."""
         groups = enumerate(self.config.groups)
         parts = ((group.spec.block_size, self.config.kernel_blocks_of(at)) for at, group in groups)
         return next((size // count for size, count in parts if count > 1), None)
 
     @property
     def capacity(self) -> Capacity:
-        """What the config holds."""
+        """The capacity of the config."""
         return capacity_of(self.config, self.memory_bytes, self.limits)
 
 
@@ -107,23 +116,35 @@ def plan(
     layout: str = DEFAULT_LAYOUT,
     kernel_block_size: int | None = None,
 ) -> Plan:
-    """Groups, tensors and as many blocks as ``memory`` holds.
+    """Plan the groups, the tensors and as many blocks as ``memory`` holds.
 
-    memory: bytes, or a size such as ``"40GiB"``, for the cache of one rank. max_model_len: tokens; None for
-    the model's own limit.
-    max_batched_tokens: of the largest step, max_in_flight: steps at once, as SchedulerLimits has them. Windows and
-    chunks keep the tokens of all steps in flight besides their own, as in vLLM; 0 tokens count none.
-    prefill_checkpoints: as RequestLimits has it; reference layout only.
-    placement: where recurrent states are kept; None for DEFAULT_PLACEMENTS. reference: ``align`` (where chunks end) or
-    ``none``. natural: what hybridkv.cache.placement reads; the plan keeps the name, and is another for ``none`` only.
-    windows_as_full: manage windowed and chunked layers as full attention.
-    max_encoder_tokens: that a request's cross attention reads; None for the model's own limit.
-    dcp, pcp: decode and prefill context parallel ranks; the plan is that of one of them.
-    layout: ``reference`` (one page size) or ``natural`` (pages of their own size, in slabs).
-    kernel_block_size: natural only: tokens that attention kernels read as one block, a divisor of the block.
-    Raises ConfigError for a limit, layout or placement that cannot work (a model whose max_model_len is None takes
-    any), CapacityError when one request of max_model_len does not fit. Warns once, with AssumptionWarning, of all
-    ``model.assumptions``.
+    Warns once, with AssumptionWarning, of all ``model.assumptions``.
+
+    Args:
+        model: the model, from ``read_model``.
+        memory: bytes for the cache of one rank, or a size like ``"40GiB"``.
+        max_model_len: most tokens of a request. ``None`` for the limit of the model's config.
+        max_batched_tokens: tokens of the largest step, as in SchedulerLimits. Windows and chunks also keep the tokens
+            of
+            all steps in flight, as in vLLM. 0 counts no tokens in flight.
+        max_in_flight: steps in flight at once, as in SchedulerLimits.
+        prefill_checkpoints: as in RequestLimits. Reference layout only.
+        placement: where recurrent states are saved. ``None`` for DEFAULT_PLACEMENTS. Reference layout: ``align`` (where
+            chunks end) or ``none``. Natural layout: a name that hybridkv.cache.placement reads. The plan stores the
+            name,
+            and its memory layout differs for ``none`` only.
+        windows_as_full: keep all tokens in windowed and chunked layers, as in full attention.
+        max_encoder_tokens: most encoder tokens that cross attention reads. ``None`` for the model's own limit.
+        dcp: decode context parallel ranks. The plan is for one of them.
+        pcp: prefill context parallel ranks. The plan is for one of them.
+        layout: ``reference`` (one page size for all layers) or ``natural`` (each layer's own page size, in slabs).
+        kernel_block_size: tokens that attention kernels read as one block, a divisor of the block size. ``None`` for
+            whole
+            blocks. Natural layout only.
+
+    Raises:
+        ConfigError: a limit, layout or placement cannot work. If the config sets no length, give ``max_model_len``.
+        CapacityError: one request of ``max_model_len`` does not fit.
     """
     instance("model", model, Model)
     instance("layout", layout, str)
@@ -145,10 +166,13 @@ def plan(
     if limits.max_encoder_tokens > model.max_encoder_tokens:
         raise ConfigError(
             f"max_encoder_tokens {limits.max_encoder_tokens} exceeds the {model.max_encoder_tokens} that the encoder "
-            f"of {model.name} takes: lower it"
+            f"of {model.name} reads: lower it to at most that"
         )
     if prefill_checkpoints and layout == NATURAL:
-        raise ConfigError(f"prefill_checkpoints mean nothing in the {NATURAL} layout: leave them out")
+        raise ConfigError(
+            f"prefill_checkpoints {prefill_checkpoints} has no meaning in the {NATURAL} layout: leave it out, or use "
+            f"the {REFERENCE} layout (--layout {REFERENCE})"
+        )
     wanted = DEFAULT_PLACEMENTS.get(layout, ALIGN) if placement is None else placement
     mode = ALIGN if layout == NATURAL and wanted != NO_STATES else wanted
     layers = with_placement([(layer.name, layer.spec) for layer in model.layers], mode)
@@ -171,13 +195,16 @@ def _config(
     layout: str,
     kernel_block_size: int | None,
 ) -> KVCacheConfig:
-    """The best choice of ``layout`` that holds one request; CapacityError about the one that needs least."""
+    """Return the best layout that holds one request; raise CapacityError about the one that needs the least memory."""
     if layout == NATURAL:
         choices = natural_choices(layers, memory_bytes, limits, kernel_block_size)
     elif layout != REFERENCE:
         raise ConfigError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
     elif kernel_block_size is not None:
-        raise ConfigError(f"kernel_block_size means nothing in the {REFERENCE} layout: leave it out")
+        raise ConfigError(
+            f"kernel_block_size {kernel_block_size} has no meaning in the {REFERENCE} layout: leave it out, or use "
+            f"the {NATURAL} layout (--layout {NATURAL})"
+        )
     else:
         choices = iter([reference_choice(layers, limits)])
     least: LayoutChoice | None = None
@@ -187,12 +214,12 @@ def _config(
         if least is None or choice.needed_bytes < least.needed_bytes:
             least = choice
     if least is None:
-        raise AssertionError("packings are never none")
+        raise AssertionError("the search found no packing, though it always finds one")
     raise _too_small(model, least, memory_bytes, limits)
 
 
 def _longest(model: Model, asked: int | None) -> int:
-    """The max_model_len to plan for."""
+    """Return the ``max_model_len`` to plan for."""
     if asked is None:
         if model.max_model_len is None:
             raise ConfigError(f"{model.name} sets no maximum length: give max_model_len (--max-model-len)")
@@ -206,7 +233,7 @@ def _longest(model: Model, asked: int | None) -> int:
 
 
 def _too_small(model: Model, choice: LayoutChoice, memory_bytes: int, limits: RequestLimits) -> CapacityError:
-    """How much one request needs, and the longest that would fit where a shorter one would."""
+    """Return an error with the memory that one request needs, and the longest request that fits, if any fits."""
     config = choice.config(max(1, memory_bytes // choice.unit_bytes))
     fit = tokens_that_fit(config, limits)
     shorter = f", or lower max_model_len (--max-model-len) to {fit}" if fit else ""
@@ -221,19 +248,30 @@ def _too_small(model: Model, choice: LayoutChoice, memory_bytes: int, limits: Re
 # -- two plans of one model side by side
 
 SHORT_TOKENS: Final = 1024
-"""Tokens of the short request in a comparison."""
+"""Tokens of the short request in a comparison. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutFacts:
-    """A plan as a comparison shows it. What does not exist in a model is None.
+    """The facts of a plan that a comparison shows.
 
-    attention_block_tokens: sizes of the blocks that attention has. unit_bytes: what the pool gives out, a block or a
-    slab, and units how many of them, the null one included. blocks_per_slab: of each group. padding: over content, of
-    the group that loses most. short_requests: how many requests of 1,024 tokens fit. short_request_bytes: what one of
-    them takes beside the others, whose blocks share slabs with its own; short_requests of them are the memory.
-    short_request_alone_bytes: what one takes alone, in whole units. attention_tokens: kept if all memory held full
-    attention. states: kept if all held states, each of all recurrent layers.
+    Attributes:
+        layout: name of the layout.
+        attention_block_tokens: the block sizes of the attention groups, in tokens.
+        groups: number of groups.
+        units: number of blocks, or of slabs in the natural layout, the null one included.
+        unit_bytes: bytes of a block or slab.
+        blocks_per_slab: for each group; 1 in the reference layout.
+        padding: padding divided by content, in the group with the highest share.
+        unused_bytes: memory that is left over.
+        longest_context: tokens of the longest request, at most ``max_model_len``.
+        concurrency: number of requests of the longest context that fit.
+        short_requests: number of requests of SHORT_TOKENS tokens that fit.
+        short_request_bytes: bytes of one short request among others that fill the rest of its slabs.
+        short_request_alone_bytes: bytes of a short request alone, in whole blocks or slabs.
+        attention_tokens: tokens that fit if all memory holds full attention; ``None`` without such layers.
+        states: sets of states, one for each recurrent layer, that fit if all memory holds states; ``None`` without
+            recurrent layers.
     """
 
     layout: str
@@ -254,16 +292,20 @@ class LayoutFacts:
 
 
 def compare_layouts(make: Callable[[str], Plan]) -> tuple[LayoutFacts | None, ...]:
-    """Facts of each of LAYOUTS, None where one request does not fit. make: the plan in the layout of that name.
+    """Return the facts of each layout in LAYOUTS, with ``None`` where one request does not fit.
 
-    Raises CapacityError when it fits in no layout.
+    Args:
+        make: returns the plan in the layout with the given name.
+
+    Raises:
+        CapacityError: one request fits in no layout.
     """
     if not callable(make):
         raise ConfigError(f"make must be a function of a layout's name, got {shown(make)}")
     facts: list[LayoutFacts | None] = []
     for layout in LAYOUTS:
         try:
-            facts.append(facts_of(instance("what make returns", make(layout), Plan)))
+            facts.append(facts_of(instance("the result of make", make(layout), Plan)))
         except CapacityError:
             facts.append(None)
             if len(facts) == len(LAYOUTS) and not any(facts):
@@ -275,14 +317,14 @@ _NOT_ATTENTION: Final = (Keeps.STATE, Keeps.NOTHING)
 
 
 def facts_of(plan: Plan) -> LayoutFacts:
-    """What a comparison shows of ``plan``."""
+    """Return the facts of ``plan`` that a comparison shows."""
     config, limits, holds = plan.config, plan.limits, plan.capacity
     short = blocks_needed(config.groups, replace(limits, max_model_len=min(SHORT_TOKENS, limits.max_model_len)))
     kept = [group.spec.keeps for group in config.groups]
     states = [one is Keeps.STATE for one in kept]
     attention = {group.spec.block_size for group in config.groups if group.spec.keeps not in _NOT_ATTENTION}
     blocks_per_slab = tuple(config.null_blocks_of(at) for at in range(len(config.groups)))
-    # units that the blocks take where others' blocks fill the rest of their slabs
+    # other requests' blocks fill the rest of a slab, so a block takes its share of the slab only
     among_others = [Fraction(blocks, slab) for blocks, slab in zip(short, blocks_per_slab, strict=True)]
     return LayoutFacts(
         layout=plan.layout,
@@ -304,5 +346,5 @@ def facts_of(plan: Plan) -> LayoutFacts:
 
 
 def padding_of(config: KVCacheConfig) -> Fraction:
-    """Bytes beyond content over content, of the group that loses most."""
+    """Return the padding divided by the content, in the group with the highest share."""
     return max(Fraction(config.block_bytes_of(at), group.content_bytes) - 1 for at, group in enumerate(config.groups))

@@ -1,15 +1,15 @@
-"""The reference layout: pages made equal, layers put into groups, and one tensor for each layer position.
+"""The reference layout: equal pages, layers in groups, and one tensor for each layer position. vLLM has this layout.
 
 Pages, before layers are grouped:
 
 attention and states   the attention block grows, in multiples of 16 tokens, until its page covers the largest
-                       state; states are padded to that page and may be kept at the ends of such blocks
-smaller pages          the block grows by a whole factor; a page that does not divide the largest is padded
+                       state; states are padded to that page and may be saved at the ends of blocks of this size
+smaller pages          the block grows by an integer factor; a page that does not divide the largest is padded
 
 Groups: one, where all layers merge or are of one uniform type. Otherwise, with equal pages:
 
 layers   f0 f1 s0 s1 s2     f: full, s: sliding
-types    (f0 f1) (s0 s1 s2)             a type is a set of layers whose specs merge
+types    (f0 f1) (s0 s1 s2)             a type is a set of layers with specs that merge
 m = 2    the fewest layers of any type, or the most when that is < 1.5 x the fewest
 groups   (f0 f1) (s0 s2) (s1)           a type of n layers: ceil(n / m) groups, dealt round robin
 
@@ -17,8 +17,8 @@ Tensors:
 
     tensor j   [ block 0 | block 1 | ... | block N-1 ]     shared by layer j of every group
 
-A block belongs to one group at a time, so layers of different groups never meet in a tensor. Pages are equal
-but for a group of a uniform type, which is alone: its tensors have the page of their layer.
+A block belongs to one group at a time, so layers of different groups never overlap in a tensor. All pages are equal,
+with one exception: a group of a uniform type is the only group, and each of its tensors has the page of its layer.
 """
 
 from __future__ import annotations
@@ -54,40 +54,43 @@ from hybridkv.specs import (
 from hybridkv.units import ceil_div
 
 GROWTH_TOKENS: Final = 16
-"""An attention block that has to cover a state is a multiple of this, or of its own size where that is larger."""
+"""An attention block that grows to cover a state is a multiple of this, or of its own size where that is larger."""
 
 
 def with_placement(layers: Sequence[NamedSpec], placement: str) -> list[NamedSpec]:
-    """States kept as ``placement`` says, one of hybridkv.specs.CACHE_MODES. Raises ConfigError for another."""
+    """Return the layers with ``cache_mode`` set to ``placement`` in recurrent layers.
+
+    Raises ConfigError unless ``placement`` is one of hybridkv.specs.CACHE_MODES.
+    """
     return [(n, replace(s, cache_mode=placement) if isinstance(s, MambaSpec) else s) for n, s in layers]
 
 
 def windows_as_full(layers: Sequence[NamedSpec]) -> list[NamedSpec]:
-    """Windowed and chunked layers managed as full attention: every token is kept, the kernel still masks."""
+    """Return the layers with windows and chunks managed as full attention: every token is kept, the kernel masks."""
     return [(name, _as_full(spec)) for name, spec in layers]
 
 
 def unify_pages(layers: Sequence[NamedSpec]) -> list[NamedSpec]:
-    """The layers with equal page bytes: by larger blocks where that is enough, else by padding. O(layers)."""
+    """Return the layers with equal page bytes: by larger blocks where that is enough, else by padding. O(layers)."""
     layers = _cover_states(layers)
     largest = max(spec.page_size_bytes for _, spec in layers)
     return [(name, _with_page(spec, largest)) for name, spec in layers]
 
 
 def state_block_tokens(layers: Sequence[NamedSpec]) -> int:
-    """Tokens of the block that the reference layout gives to states: of which an aligned state's count is a multiple.
+    """Return the tokens of the block that the reference layout gives to states. States are saved at multiples of it.
 
-    ConfigError without recurrent layers.
+    Raises ConfigError without recurrent layers.
     """
     covered = _cover_states(layers)
     found = [spec.block_size for _, spec in covered if isinstance(spec, MambaSpec)]
     if not found:
-        raise ConfigError("the model has no recurrent layers: there is no block of states")
+        raise ConfigError("the model has no recurrent layers, so no block holds states: read a model that has some")
     return found[0]
 
 
 def _cover_states(layers: Sequence[NamedSpec]) -> list[NamedSpec]:
-    """Attention blocks large enough for the largest state, states padded to their page. Without both: unchanged."""
+    """Give every layer an attention block that covers the largest state. Changes nothing without both kinds of layer."""
     attention = [spec for _, spec in layers if isinstance(spec, AttentionSpec)]
     states = [spec.page_size_bytes for _, spec in layers if isinstance(spec, MambaSpec)]
     if not attention or not states:
@@ -100,7 +103,7 @@ def _cover_states(layers: Sequence[NamedSpec]) -> list[NamedSpec]:
 
 
 def _with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
-    """Larger blocks; padding, where there is some, grows with them. A state has no more bytes for it."""
+    """Return ``spec`` with larger blocks. Padding of attention grows with the block; a state's page does not."""
     if spec.page_size_padded is None or isinstance(spec, MambaSpec):
         return replace(spec, block_size=block_size)
     padded = ceil(_token_bytes(spec) * block_size)
@@ -134,7 +137,7 @@ def _as_full(spec: KVCacheSpec) -> KVCacheSpec:
 class Grouping:
     """Groups in order, and the page bytes of every tensor that they share.
 
-    Tensor j belongs to layer j of every group; there are as many as the largest group has layers (m).
+    Tensor j belongs to layer j of every group. There are m tensors, as many as the largest group has layers.
     """
 
     groups: tuple[KVCacheGroupSpec, ...]
@@ -147,10 +150,11 @@ class Grouping:
 
 
 def layer_types(layers: Sequence[NamedSpec]) -> list[list[NamedSpec]]:
-    """Layers by type, types in the order of their first layer. O(layers + distinct specs * types).
+    """Return the layers by type, in the order of each type's first layer. O(layers + distinct specs * types).
 
-    Equal specs stay together, then distinct ones join the first type of their own class that they merge with:
-    within a type, layers are in the order of the first layer that has their spec, as in the reference.
+    Layers with equal specs stay together. Distinct specs join the first type of their class that they merge with.
+    Within
+    a type, layers are in the order of the first layer that has their spec, as in vLLM's reference layout.
     """
     equal: dict[KVCacheSpec, list[NamedSpec]] = {}
     for name, spec in layers:
@@ -168,15 +172,15 @@ def layer_types(layers: Sequence[NamedSpec]) -> list[list[NamedSpec]]:
 
 
 def group_size(counts: Sequence[int]) -> int:
-    """The m of the module's picture, from the number of layers of each type."""
+    """Return the m of the module's drawing, given the number of layers of each type."""
     fewest, most = min(counts), max(counts)
     return most if 2 * most < 3 * fewest else fewest
 
 
 def group_layers(layers: Sequence[NamedSpec]) -> Grouping:
-    """Groups by the rule of the module's picture.
+    """Group the layers by the rule in the module's drawing.
 
-    Raises ConfigError for no layers and for a kind of spec that nobody described.
+    Raises ConfigError for no layers, and for a spec without a ``uniform_key``.
     """
     types = merged_types(layers)
     if isinstance(types[0][1], UniformTypeKVCacheSpecs):
@@ -189,12 +193,12 @@ def group_layers(layers: Sequence[NamedSpec]) -> Grouping:
 
 
 def merged_types(layers: Sequence[NamedSpec]) -> list[tuple[list[NamedSpec], KVCacheSpec]]:
-    """Layers by type with what they merge into; one type where all merge or are of one uniform type.
+    """Return the layers by type with their merged spec; one type where all merge or are of one uniform type.
 
-    Raises ConfigError for no layers and for a kind of spec that nobody described.
+    Raises ConfigError for no layers, and for a spec without a ``uniform_key``.
     """
     if not layers:
-        raise ConfigError("a plan needs at least one layer that keeps something in the cache")
+        raise ConfigError("no layers were given: a plan needs at least one layer that keeps something in the cache")
     types = layer_types(layers)
     uniform = UniformTypeKVCacheSpecs.from_specs(dict(layers)) if len(types) > 1 else None
     if uniform is not None:
@@ -204,14 +208,14 @@ def merged_types(layers: Sequence[NamedSpec]) -> list[tuple[list[NamedSpec], KVC
 
 
 def _deal(members: Sequence[NamedSpec], size: int) -> list[KVCacheGroupSpec]:
-    """Layer i of a type goes to group i mod the number of groups."""
+    """Deal the layers of a type to groups: layer i goes to group i modulo the number of groups."""
     groups = ceil_div(len(members), size)
     dealt = [members[first::groups] for first in range(groups)]
     return [KVCacheGroupSpec(tuple(n for n, _ in part), type(part[0][1]).merge([s for _, s in part])) for part in dealt]
 
 
 def _joined(merged: KVCacheSpec, spec: KVCacheSpec) -> KVCacheSpec | None:
-    """The two as one spec, None when they are of different types."""
+    """Return the two specs as one, or ``None`` if they are of different types."""
     if type(merged) is not type(spec):
         return None
     try:
@@ -221,7 +225,7 @@ def _joined(merged: KVCacheSpec, spec: KVCacheSpec) -> KVCacheSpec | None:
 
 
 def reference_choice(layers: Sequence[NamedSpec], limits: RequestLimits) -> LayoutChoice:
-    """The one way to lay out ``layers`` here. Raises ConfigError as ``group_layers``."""
+    """Return the only reference layout of ``layers``. Raises ConfigError as ``group_layers``."""
     grouping = group_layers(layers)
     needed = sum(blocks_needed(grouping.groups, limits)) + sum(reserved_blocks(grouping.groups, limits)) + 1
     return LayoutChoice(grouping.block_bytes, needed, partial(reference_layout, grouping))
@@ -231,7 +235,7 @@ def reference_choice(layers: Sequence[NamedSpec], limits: RequestLimits) -> Layo
 
 
 def reference_layout(grouping: Grouping, num_blocks: int) -> KVCacheConfig:
-    """``num_blocks`` blocks, the null block included, in tensors that follow each other in the arena."""
+    """Return the config of ``num_blocks`` blocks, null block included; tensors follow each other in the arena."""
     tensors = []
     offset_bytes = 0
     for j, page in enumerate(grouping.page_bytes):
