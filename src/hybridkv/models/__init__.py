@@ -1,10 +1,10 @@
-"""Hugging Face configs -> layers and their specs, in plain dictionaries: no torch, no transformers.
+"""Read Hugging Face configs into layers and their specs, without torch or transformers.
 
     name | config.json | folder | dict  ->  read_model  ->  Model(layers=(Layer(name, spec), ...), facts)
 
-Families by name are in ``decoders`` and ``hybrids``; ``general`` reads every other model type by fields that configs
-share, ``reading`` notes what came from where; ``catalog`` holds the public models known by name, one JSON file each
-in ``published`` with its source.
+``decoders``, ``hybrids`` and ``other_states`` read families of model types. ``general`` reads every other model type
+by the fields that configs share, and ``reading`` notes the source of each value. ``catalog`` holds the public models
+that are known by name, one JSON file each in ``published`` with its source.
 """
 
 from hybridkv.models.catalog import KnownModel, known_model, known_models

@@ -20,10 +20,16 @@ FILE: Final = "/blob/main/config.json"
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A public model. config: the fields of its config.json that decide about its cache and weights.
+    """A public model.
 
-    source: where that file is. read_in: where its fields were read: a repository or a package, and the file there.
-    verified: every field was found there. ``verification`` says what differs, or what is from memory.
+    Attributes:
+        name: the name here, for ``read_model`` and the command line.
+        title: the name for people.
+        source: address of the model's config.json.
+        read_in: where the fields were read: a repository or a package, and the file in it.
+        verified: whether every field was found there.
+        verification: the differences from ``read_in``, or the fields that are from memory.
+        config: the fields of its config.json that decide about its cache and weights.
     """
 
     name: str
@@ -36,27 +42,34 @@ class KnownModel:
 
     @property
     def hub(self) -> str:
-        """What the hub calls it: organisation/model."""
+        """The model's name on the Hugging Face hub: organisation/model."""
         return self.source.removeprefix(HUB).removesuffix(FILE)
 
 
 @cache
 def known_models() -> tuple[KnownModel, ...]:
-    """All known models, by name. Reads the package's JSON files once."""
+    """Return all known models, by name. Reads the package's JSON files once."""
     found = [one for one in files("hybridkv.models").joinpath("published").iterdir() if one.name.endswith(".json")]
     return tuple(sorted((KnownModel(**json.loads(one.read_text("utf-8"))) for one in found), key=lambda m: m.name))
 
 
 @cache
 def _by_name() -> Mapping[str, KnownModel]:
-    """By all that a model is called, in lower case: its name, and the hub's with and without its organisation."""
+    """Return the models by all their names in lower case: ours, and the hub's with and without its organisation."""
     every = known_models()
     calls = {one.hub.lower(): one for one in every} | {one.hub.lower().rsplit("/", 1)[-1]: one for one in every}
     return calls | {one.name: one for one in every}
 
 
 def known_model(name: str) -> KnownModel:
-    """The model of that name, or of that name on the hub, in any case. ConfigError with close names for any other."""
+    """Return a known model.
+
+    Args:
+        name: the name here or on the hub, in upper or lower case.
+
+    Raises:
+        ConfigError: the name is unknown. The message suggests close names.
+    """
     asked = instance("the name of a model", name, str).lower()
     found = _by_name().get(asked)
     if found is not None:
@@ -69,7 +82,7 @@ def known_model(name: str) -> KnownModel:
 
 
 def _close(asked: str) -> list[str]:
-    """At most three names: what is asked is a variant of, those that begin so, those spelled alike."""
+    """Return at most three names: a prefix of ``asked``, then names that start with it, then names spelled alike."""
     names = [one.name for one in known_models()]
     variant = sorted((one for one in names if asked.startswith(one)), key=len, reverse=True)
     begun = [one for one in names if len(asked) > 2 and one.startswith(asked)]

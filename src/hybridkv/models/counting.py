@@ -1,9 +1,9 @@
-"""Weights of decoders that the general reader reads: of the model types described here, to the last one.
+"""Count the weights of decoders that the general reader reads, for the model types with a recipe, to the last weight.
 
-    attention (its heads, or latents, with an indexer beside them), MLP or mixture of experts, norms, embeddings
+    attention (its heads, or latents with an indexer), MLP or mixture of experts, norms, embeddings
 
-What a type has beside that is one Recipe. Tests hold every one against the parameters that transformers' model (5.19)
-has; a type without a recipe is not counted at all.
+A Recipe holds the differences of a model type. Tests compare every recipe with the parameters of transformers' model
+(5.19). Model types without a recipe are not counted at all.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from hybridkv.models.reading import MADE_BY_CLASS, Reading, table
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Of one layer. value_dim: width of a value. kind: of the layer. kept: it has keys and values of its own.
+    """The attention of one layer.
 
-    indexer: it has an indexer of its own.
+    Attributes:
+        heads: heads and their width.
+        value_dim: elements of a value in one head.
+        kind: type of the layer.
+        kept: whether the layer has keys and values of its own.
+        indexer: whether the layer has an indexer of its own.
     """
 
     heads: Heads
@@ -35,10 +40,16 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Fields of a mixture of experts: how many, how many a token uses, how wide one is.
+    """The names of the config fields of a mixture of experts.
 
-    shared: how many of that width, or the width of all of them where ``wide``. gate: a weight of the hidden size in
-    front of them. first: how many layers before the first mixture, where neither file nor class says so.
+    Attributes:
+        count: field for the number of experts.
+        chosen: field for the experts that a token uses.
+        width: field for the inner width of one expert.
+        shared: field for the number of shared experts, or for their width in total where ``wide``.
+        wide: whether ``shared`` is a width.
+        gate: whether a gate, a vector of the hidden size, scales the shared experts.
+        first: number of dense layers before the first mixture, where neither config nor class names it.
     """
 
     count: str = "num_experts"
@@ -52,11 +63,18 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What differs between model types.
+    """The differences between model types.
 
-    norms: vectors of the hidden size in a layer; last: behind the last layer. qk_norm: over each "head", or over all
-    "heads" at once; qk_if: the field that says whether there is one. bias: the field that says whether Q, K and V have
-    biases (True: always); out: the same of O. matrices: of an MLP, with mlp_bias as bias.
+    Attributes:
+        norms: norm vectors of the hidden size in a layer.
+        last: norm vectors after the last layer.
+        qk_norm: norm of Q and K over each "head", or over all "heads" at once; empty for no norm.
+        qk_if: field that says whether there is a ``qk_norm``, or True.
+        bias: field that says whether Q, K and V have biases, or True.
+        out: field that says whether the output projection has a bias, or True.
+        matrices: matrices of an MLP.
+        mlp_bias: field that says whether the MLP has biases, or True.
+        mixture: fields of the mixture of experts; ``None`` for dense layers only.
     """
 
     norms: int = 2
@@ -72,15 +90,16 @@ class Recipe:
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """The recipes by model type."""
+    """Return the recipes by model type."""
     return msgspec.convert(table("types")["recipes"], dict[str, Recipe])
 
 
 def count(reading: Reading, layers: Sequence[Attention]) -> Weights:
-    """Count the weights of a decoder of ``layers``, those that share keys and values too.
+    """Count the weights of a decoder of ``layers``, layers that share keys and values included. O(layers).
 
-    Weights() for no layers, for a type without a recipe, and where a field that they depend on is nowhere; ConfigError
-    for one that is no number. O(layers).
+    Returns Weights() for no layers, for a type without a recipe, and where a needed field is missing. Raises
+    ConfigError
+    for a field that is not a number.
     """
     recipe = recipes().get(reading.fields.text("model_type") or "")
     if not layers or recipe is None:
@@ -92,14 +111,14 @@ def count(reading: Reading, layers: Sequence[Attention]) -> Weights:
 
 
 class _Counting:
-    """One model. Its methods raise MissingFieldError for a field that is nowhere."""
+    """Counts one model. Its methods raise MissingFieldError for a missing field."""
 
     def __init__(self, reading: Reading, recipe: Recipe) -> None:
         self.reading, self.recipe, self.fields = reading, recipe, reading.fields
         self.hidden = reading.fields.integer("hidden_size")
 
     def model(self, layers: Sequence[Attention]) -> Weights:
-        """Layers, their norms and the last one, embeddings."""
+        """Count the layers, their norms, the last norm and the embeddings."""
         embedding = self.fields.integer("vocab_size") * self.hidden
         norms = (len(layers) * self.recipe.norms + self.recipe.last) * self.hidden
         attention = sum(self.attention(one) for one in layers)
@@ -108,7 +127,7 @@ class _Counting:
         return language_model(weights, embedding=embedding, tied=tied) + self.beside(layers)
 
     def attention(self, one: Attention) -> int:
-        """Projections, their biases and norms."""
+        """Count the projections, their biases and norms."""
         recipe, hidden = self.recipe, self.hidden
         if self.reading.key(("kv_lora_rank",)) is not None and one.kind != LINEAR:
             return mla_weights(self.fields, one.heads.heads) + (self._indexer() if one.indexer else 0)
@@ -130,7 +149,7 @@ class _Counting:
         return weights
 
     def mlps(self, layers: Sequence[Attention]) -> Weights:
-        """MLPs and mixtures of all layers."""
+        """Count the MLPs and mixtures of all layers."""
         mixture, count = self.recipe.mixture, len(layers)
         if mixture is None or (self._type == "gemma4_text" and not self.fields.flag("enable_moe_block")):
             wide = sum(not one.kept for one in layers) if self.fields.flag("use_double_wide_mlp") else 0
@@ -143,13 +162,13 @@ class _Counting:
             one = self.fields.optional("moe_shared_expert_intermediate_size") or width
             each += Weights.dense(self._mlp(shared if mixture.wide else shared * one) if shared else 0)
         if self._type == "gemma4_text":
-            # beside an MLP, behind norms of its own, with a scale for the router's input and one for every expert
+            # a mixture next to an MLP, with norms of its own, a scale for the router's input and one for every expert
             return (each + Weights.dense(4 * self.hidden + total)) * count + self._dense(count)
         sparse = self._sparse(count, mixture)
         return each * sparse + self._dense(count - sparse)
 
     def beside(self, layers: Sequence[Attention]) -> Weights:
-        """Of Gemma 3n and 4: embeddings of every layer, which are look-ups, and what brings them in; and more."""
+        """Count the further parts of Gemma 3n and 4: per-layer embeddings, their projections, AltUp and LAuReL."""
         if self._type not in {"gemma3n_text", "gemma4_text"}:
             return Weights()
         if self.fields.values.get("vocab_size_per_layer_input") is None:
@@ -165,7 +184,7 @@ class _Counting:
         return found
 
     def _sparse(self, count: int, mixture: Mixture) -> int:
-        """How many layers are mixtures: as the file says, as its class makes them, or all."""
+        """Return how many layers are mixtures, by the config, by the rule of its class, or all."""
         given = self.reading.own.names("mlp_layer_types")
         if given is not None:
             return given.count("sparse")
@@ -183,7 +202,7 @@ class _Counting:
         return self.fields.text("model_type") or ""
 
     def _dense(self, count: int) -> Weights:
-        """MLPs of ``count`` layers; Gemma 3n may give a width for each."""
+        """Count the MLPs of ``count`` layers. Gemma 3n may give a width for each."""
         widths = self.fields.values.get("intermediate_size")
         if isinstance(widths, list):
             widths = self.fields.integers("intermediate_size") or ()

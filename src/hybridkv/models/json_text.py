@@ -1,4 +1,4 @@
-"""JSON documents of configs and plans, read in bounded time and memory: whatever a file holds, an error says so."""
+"""Read the JSON documents of configs and plans in bounded time and memory, with an error for any bad content."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from typing import BinaryIO, Final
 
 MOST_BYTES: Final = 1 << 24
-"""Of a document: ten times the plan of the deepest model. Parsed, it takes up to 20 times as much memory."""
+"""Bytes of a document: ten times the plan of the deepest model. Parsed, it takes up to 20 times as much memory."""
 
 
 class DocumentError(Exception):
-    """What is wrong with a document; whoever knows where it comes from says so in an error of its own."""
+    """A document is not valid. The caller adds where it comes from."""
 
 
 def read_json(file: BinaryIO) -> object:
-    """The value in ``file``, of which no more than MOST_BYTES are read. Raises DocumentError, and OSError."""
+    """Return the value in ``file``, of which at most MOST_BYTES are read. Raises DocumentError, and OSError."""
     data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise DocumentError(f"longer than {MOST_BYTES} bytes")
@@ -22,7 +22,7 @@ def read_json(file: BinaryIO) -> object:
 
 
 def parse_json(text: str | bytes) -> object:
-    """The value of ``text``. Raises DocumentError."""
+    """Return the value of ``text``. Raises DocumentError."""
     try:
         found: object = json.loads(text)
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""What readers of configs share: attention heads, parts of decoder layers, tensor parallel ranks, counts of weights."""
+"""Code that the readers of configs share: attention heads, parts of layers, tensor parallel, counts of weights."""
 
 from __future__ import annotations
 
@@ -27,16 +27,21 @@ SUPPORTED_LAYERS: Final = (FULL, SLIDING, CHUNKED)
 """Attention layers of a decoder."""
 
 MOST_NAMED: Final = 1024
-"""Of the sizes that a message names."""
+"""Sizes that an error message lists at most. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How layers are sized. block_size: tokens. dtype: of keys and values, canonical name.
+    """The options that size layers.
 
-    backend: whose state layout. state_dtype: of recurrent states, where a config names no other.
-    num_speculative_tokens: drafts a step that states have room for. every_state: dtype of all states, whatever a config
-    says; None for what it says.
+    Attributes:
+        block_size: tokens per block.
+        tp: tensor parallel ranks.
+        dtype: canonical name of the dtype of keys and values.
+        backend: the engine with this layout of states, ``vllm`` or ``transformers``.
+        state_dtype: dtype of recurrent states, where a config names no other.
+        num_speculative_tokens: drafts per step that states have room for.
+        every_state: dtype of all states, whatever a config names; ``None`` to follow the config.
     """
 
     block_size: int
@@ -53,9 +58,13 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """every: weights held. active: weights that one token uses; fewer where it chooses experts.
+    """Counts of weights.
 
-    routed: of ``every``, those in matrices of routed experts. embedded: those of embeddings and the output head.
+    Attributes:
+        every: weights that the model holds.
+        active: weights that one token uses. Fewer than ``every`` where a token chooses experts.
+        routed: the part of ``every`` in matrices of routed experts.
+        embedded: the part of ``every`` in embeddings and the output head.
     """
 
     every: int = 0
@@ -65,7 +74,7 @@ class Weights:
 
     @classmethod
     def dense(cls, count: int) -> Self:
-        """Weights that every token uses."""
+        """Return weights that every token uses."""
         return cls(count, count)
 
     def __add__(self, other: Weights) -> Weights:
@@ -76,27 +85,27 @@ class Weights:
 
 
 Counting: TypeAlias = Callable[[], Weights]
-"""Counts weights when called. Raises MissingFieldError for a field that only the weights need."""
+"""A function that counts weights. Raises MissingFieldError for a field that only the weights need."""
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> int:
-    """A projection."""
+    """Count the weights of a projection."""
     return inputs * outputs + (outputs if bias else 0)
 
 
 def mlp(hidden: int, inner: int, *, bias: bool = False, gated: bool = True) -> int:
-    """Up and down projections, and one for the gate."""
+    """Count the weights of an MLP: up and down projections, and the gate where ``gated``."""
     return (2 if gated else 1) * linear(hidden, inner, bias=bias) + linear(inner, hidden, bias=bias)
 
 
 def experts(expert: int, count: int, chosen: int, *, biases: int = 0) -> Weights:
-    """``count`` experts with ``expert`` weights in matrices and ``biases`` besides; a token uses ``chosen`` of them."""
+    """Count ``count`` experts of ``expert`` weights in matrices and ``biases``; a token uses ``chosen`` of them."""
     each, used = expert + biases, min(chosen, count)
     return Weights(each * count, each * used, routed=expert * count)
 
 
 def language_model(layers: Weights, *, embedding: int, tied: bool) -> Weights:
-    """Layers with an input embedding, which is a look-up, and an output head, which may be the same weights."""
+    """Add to ``layers`` an input embedding, a look-up, and an output head, which shares its weights where ``tied``."""
     held = embedding if tied else 2 * embedding
     return layers + Weights(held, embedding, embedded=held)
 
@@ -106,13 +115,17 @@ def language_model(layers: Weights, *, embedding: int, tied: bool) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class FamilyFacts:
-    """What a family makes of a config.
+    """The result of reading a config by its family.
 
-    weights: counts those of the whole model; Weights() where nobody can. max_encoder_tokens: as in Model.
-    rope_scales: whether a rotary scaling of the config makes its positions more than ``max_position_embeddings``.
-    positions: the field that says how many there are; None for the usual ones. fields: the config with the defaults of
-    its class; None where the config is enough.
-    read_from: as in Model. num_layers: of the model; None for what the config says.
+    Attributes:
+        layers: layers of the cache.
+        weights: counts the weights of the whole model; Weights() where the count is unknown.
+        max_encoder_tokens: as in Model.
+        rope_scales: whether a rotary scaling of the config extends ``max_position_embeddings``.
+        positions: field with the number of positions; ``None`` for the usual ones.
+        fields: the config with the defaults of its class; ``None`` where the config is enough.
+        read_from: as in Model.
+        num_layers: layers of the model; ``None`` to follow the config.
     """
 
     layers: tuple[Layer, ...]
@@ -126,22 +139,28 @@ class FamilyFacts:
 
 
 class Family(Protocol):
-    """A family reads the text config of its model types."""
+    """A reader of the text config of some model types."""
 
     def __call__(self, fields: Fields, options: ReadOptions) -> FamilyFacts:
-        """Layers and parameters. Raises ConfigError and UnsupportedModelError."""
+        """Return layers and parameters. Raises ConfigError and UnsupportedModelError."""
 
 
 class NotingFamily(Protocol):
-    """A family that notes what it read from where; given: fields that the caller said."""
+    """A reader that notes the source of each value. ``given`` names the fields that the caller set."""
 
     def __call__(self, fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-        """Layers, and what was read from where. Raises ConfigError and UnsupportedModelError."""
+        """Return the layers and the source of each value. Raises ConfigError and UnsupportedModelError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An entry of a decoder layer in the cache. module: its name. weights: of the module, where it has its own."""
+    """An entry of a decoder layer in the cache.
+
+    Attributes:
+        module: name of the module in its layer.
+        spec: cache contents of the module.
+        weights: weights of the module, where it has its own.
+    """
 
     module: str
     spec: KVCacheSpec
@@ -151,9 +170,13 @@ class Part:
 def layers_of(
     types: Sequence[str], parts: Mapping[str, Sequence[Part]], name: str, *, path: str = "model.layers"
 ) -> tuple[Layer, ...]:
-    """Layers of ``types``, each with the parts of its type. UnsupportedModelError for a type without.
+    """Return layers of ``types``, each with the parts of its type.
 
-    name: of the model. path: of the list of layers.
+    Args:
+        types: type of each layer.
+        parts: parts by type. Raises UnsupportedModelError for a type without an entry.
+        name: name of the model.
+        path: path of the list of layers in the model.
     """
     refuse_layer_types(types, name, tuple(parts))
     return tuple(
@@ -162,7 +185,7 @@ def layers_of(
 
 
 def refuse_layer_types(types: Sequence[str], name: str, supported: Sequence[str] = SUPPORTED_LAYERS) -> None:
-    """Raise UnsupportedModelError naming every layer whose type is not one of ``supported``."""
+    """Raise UnsupportedModelError with every layer that has a type outside ``supported``."""
     wrong: dict[str, list[int]] = defaultdict(list)
     for index, kind in enumerate(types):
         if kind not in supported:
@@ -176,7 +199,7 @@ def refuse_layer_types(types: Sequence[str], name: str, supported: Sequence[str]
 
 
 def ranges(indices: Sequence[int]) -> str:
-    """0, 1, 2, 5 -> "0-2, 5"."""
+    """Return indices as text: 0, 1, 2, 5 -> "0-2, 5"."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:
@@ -198,33 +221,33 @@ class Heads:
     head_dim: int
 
     def weights(self, hidden: int, *, bias: bool = False, qk_norm: bool = False, gate: bool = False) -> int:
-        """Projections Q, K, V and O. qk_norm: over each head. gate: the query projection also makes a gate."""
+        """Count the projections Q, K, V and O. ``qk_norm``: a norm over each head. ``gate``: Q also makes a gate."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         projections = linear(hidden, (2 if gate else 1) * q, bias=bias) + 2 * linear(hidden, kv, bias=bias)
         return projections + linear(q, hidden, bias=bias) + (2 * self.head_dim if qk_norm else 0)
 
     def full(self, fields: Fields, options: ReadOptions) -> FullAttentionSpec:
-        """A layer that keeps every token. ConfigError for a tp that does not fit the heads."""
+        """Return the spec of a layer that keeps every token. Raises ConfigError for a tp that does not fit."""
         return FullAttentionSpec(**self._sizes(fields, options))
 
     def sliding(self, fields: Fields, options: ReadOptions, window: int) -> SlidingWindowSpec:
-        """A layer that keeps the last ``window`` tokens."""
+        """Return the spec of a layer that keeps the last ``window`` tokens."""
         return SlidingWindowSpec(**self._sizes(fields, options), sliding_window=window)
 
     def chunked(self, fields: Fields, options: ReadOptions, chunk: int) -> ChunkedLocalAttentionSpec:
-        """A layer that keeps the present chunk."""
+        """Return the spec of a layer that keeps the current chunk of ``chunk`` tokens."""
         return ChunkedLocalAttentionSpec(**self._sizes(fields, options), attention_chunk_size=chunk)
 
     def cross(self, fields: Fields, options: ReadOptions) -> CrossAttentionSpec:
-        """A layer that keeps the encoder's tokens."""
+        """Return the spec of a layer that keeps the encoder's tokens."""
         return CrossAttentionSpec(**self._sizes(fields, options))
 
     def of_type(
         self, kind: str, fields: Fields, options: ReadOptions, *, window: int | None = None
     ) -> FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec:
-        """The spec of a layer of type ``kind``, one of SUPPORTED_LAYERS.
+        """Return the spec of a layer of type ``kind``, one of SUPPORTED_LAYERS.
 
-        window: of a windowed layer; None for the config's ``sliding_window``.
+        ``window`` is the window of a windowed layer; ``None`` for the config's ``sliding_window``.
         """
         if kind == SLIDING:
             return self.sliding(fields, options, fields.integer("sliding_window") if window is None else window)
@@ -239,9 +262,10 @@ class Heads:
 
 
 def read_heads(fields: Fields, *, kv_heads: int | None = None, head_dim: int | None = None) -> Heads:
-    """Heads from the usual fields; kv_heads, head_dim: defaults of fields that a config leaves out.
+    """Return the heads from ``num_attention_heads``, ``num_key_value_heads`` and ``head_dim``.
 
-    Raises ConfigError where the width of a head cannot be told.
+    ``kv_heads`` and ``head_dim`` are defaults for missing fields. Without ``head_dim`` a head has ``hidden_size /
+    num_attention_heads`` elements; raises ConfigError where that is not an integer.
     """
     heads = fields.integer("num_attention_heads")
     width = fields.optional("head_dim", head_dim)
@@ -256,7 +280,10 @@ def read_heads(fields: Fields, *, kv_heads: int | None = None, head_dim: int | N
 
 
 def mla_spec(fields: Fields, options: ReadOptions, heads: int) -> MLAAttentionSpec:
-    """The latent and its rotary part, whole on every rank. ConfigError for a tp that does not divide ``heads``."""
+    """Return the spec of MLA: the latent and its rotary part, whole on every rank.
+
+    Reads ``kv_lora_rank`` and ``qk_rope_head_dim``. Raises ConfigError for a tp that does not divide ``heads``.
+    """
     # the latent is not split, but the heads that read it are
     kv_heads_per_rank(heads, heads, options.tp, fields.name)
     return MLAAttentionSpec(
@@ -267,7 +294,7 @@ def mla_spec(fields: Fields, options: ReadOptions, heads: int) -> MLAAttentionSp
 
 
 def mla_weights(fields: Fields, heads: int) -> int:
-    """Weights of one MLA: queries, the latent's two projections with their norm, the output."""
+    """Count the weights of one MLA: queries, the latent's two projections with their norm, and the output."""
     hidden, latent, rope = (fields.integer(key) for key in ("hidden_size", "kv_lora_rank", "qk_rope_head_dim"))
     nope, value = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")
     rank, queries = fields.optional("q_lora_rank"), heads * (nope + rope)
@@ -278,10 +305,11 @@ def mla_weights(fields: Fields, heads: int) -> int:
 
 
 def kv_heads_per_rank(heads: int, kv_heads: int, tp: int, name: str) -> int:
-    """KV heads on one rank: ``kv_heads / tp``, and at least one (ranks then hold copies).
+    """Return the KV heads on one rank: ``kv_heads / tp``, and at least one (ranks then hold copies).
 
-    As in vLLM, tp must divide the attention heads, and either tp or the KV heads must divide the other.
-    Raises ConfigError naming the sizes that work, up to MOST_NAMED.
+    As in vLLM, tp must divide the attention heads, and either tp or the KV heads must divide the other. Raises
+    ConfigError
+    with the sizes that work, at most MOST_NAMED.
     """
     if heads % kv_heads:
         raise ConfigError(
@@ -301,7 +329,7 @@ def _fits(heads: int, kv_heads: int, tp: int) -> bool:
 
 
 def per_rank(count: int, tp: int, what: str, name: str) -> int:
-    """``count / tp``. ConfigError naming the sizes that work where it is no integer."""
+    """Return ``count / tp``. Raises ConfigError with the sizes that work where it is not an integer."""
     if count % tp:
         valid = ", ".join(str(one) for one in range(1, min(count, MOST_NAMED) + 1) if count % one == 0)
         raise ConfigError(f"tp={tp} does not divide the {count} {what} of {name}: use one of {valid}")

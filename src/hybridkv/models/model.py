@@ -1,4 +1,4 @@
-"""What the planner, the runner and the replay need to know of a model."""
+"""The facts of a model that the planner, the runner and the replay need."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from hybridkv.errors import ConfigError
 from hybridkv.specs import Keeps, KVCacheSpec
 
 MOST_LAYERS: Final = 4096
-"""Of one model: 20 times the deepest there is. Reading and planning take about 0.1 ms a layer."""
+"""Layers of one model: 20 times the deepest known model. Reading and planning take about 0.1 ms per layer."""
 
 
 ASSUMED: Final = "assumed"
-"""The source of a fact that nobody said."""
+"""The ``source`` of a fact that no field states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One entry in the cache: its name, its spec on one rank, and the index of the decoder layer it is part of.
+    """One entry in the cache. A decoder layer with attention and a recurrent state gives two Layers with one index.
 
-    A decoder layer that keeps two things (attention and a recurrent state) gives two Layers with one index.
+    Attributes:
+        name: name of the entry, unique in its model.
+        spec: cache contents on one rank.
+        index: index of the decoder layer.
     """
 
     name: Annotated[str, text]
@@ -35,10 +38,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ReadFact:
-    """One thing that a plan's bytes depend on, and what says it.
+    """One fact that a plan's bytes depend on, and its source.
 
-    what: in words. value: as text. field: of the config; of an assumption, the reason. source: the config, the default
-    of its class, the caller, or an assumption.
+    Attributes:
+        what: the fact, in words.
+        value: its value as text.
+        field: field of the config; for an assumption, the reason.
+        source: the config, the default of its class, the caller, or an assumption.
     """
 
     what: str
@@ -52,23 +58,30 @@ class ReadFact:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as its config describes it; specs are those of one of ``tp`` ranks.
+    """A model as its config describes it. Specs are for one of ``tp`` ranks.
 
-    name: a known name, or what the config calls itself. model_type: the text config's.
-    max_model_len: most tokens that the config allows, None where it sets no limit.
-    dtype: what the cache holds. dtype_from: what of a quantized checkpoint says so; None where the dtype was asked for
-    or is that of the weights. block_size: tokens. tp: tensor parallel ranks.
-    max_encoder_tokens: most tokens that the encoder of an encoder-decoder model hands over, 0 without one.
-    num_speculative_tokens: drafts a step that the recurrent layers have room for.
-    read_from: what was read from where and what was assumed.
-    parameters: weights of the whole model, multi-token prediction modules left out; 0 where nobody counted them.
-    weight_bytes: what the checkpoint takes, as far as ``parameters`` counts it; 0 where that is not known.
-    active_parameters: the weights that one token is multiplied with: all but the input embedding (a
-    look-up) and the routed experts it does not choose. A forward of one token costs about
-    ``2 * active_parameters`` floating point operations besides attention; only cost models use it.
-    hidden_size: elements of what layers hand on for a token, 0 where the config does not say; for cost models, too.
-    query_heads: of an attention layer of the whole model, 0 where the config does not say; for cost models, too.
-    num_layers: decoder layers, whatever they keep; 0 for as many as keep something.
+    Attributes:
+        name: known name, or the name in the config.
+        model_type: ``model_type`` of the text config.
+        layers: entries in the cache.
+        max_model_len: most tokens that the config allows; ``None`` where it sets no limit.
+        vocab_size: tokens in the vocabulary.
+        dtype: dtype of keys and values.
+        parameters: weights of the whole model without multi-token prediction modules; 0 where they were not counted.
+        active_parameters: weights that one token is multiplied with: all but the input embedding (a look-up) and the
+            routed experts that the token does not choose. A forward pass of one token costs about
+            ``2 * active_parameters`` floating point operations and its attention. Only cost models use it.
+        block_size: tokens per block.
+        tp: tensor parallel ranks.
+        max_encoder_tokens: most encoder tokens of an encoder-decoder model; 0 without an encoder.
+        num_speculative_tokens: drafts per step that the recurrent layers have room for.
+        hidden_size: elements of a token between layers; 0 where the config does not say. For cost models.
+        query_heads: query heads of an attention layer in the whole model; 0 where unknown. For cost models.
+        dtype_from: the field of a quantized checkpoint that sets ``dtype``; ``None`` if the caller or the weights set
+            it.
+        read_from: the source of each value, and the assumptions.
+        num_layers: decoder layers, also those that keep nothing; 0 for as many as keep something.
+        weight_bytes: bytes of the counted ``parameters`` in the checkpoint; 0 where unknown.
     """
 
     name: str  # a config may call itself anything: what is printed is escaped
@@ -95,38 +108,38 @@ class Model:
         if not self.layers:
             raise ConfigError(f"{self.name} has no layer that keeps anything in the cache")
         if len(self.layers) > 2 * MOST_LAYERS:  # a decoder layer may keep two things
-            raise ConfigError(f"{self.name} has {len(self.layers)} layers: at most {2 * MOST_LAYERS} are planned")
+            raise ConfigError(f"{self.name} has {len(self.layers)} layers: at most {2 * MOST_LAYERS} can be planned")
         if len({layer.name for layer in self.layers}) != len(self.layers):
             raise ConfigError(f"{self.name} has two layers of the same name: give each its own")
 
     @property
     def depth(self) -> int:
-        """Decoder layers of the model: one that keeps two things counts once, one that keeps nothing counts, too."""
+        """Decoder layers of the model, whether they keep one thing, two things or nothing."""
         return self.num_layers or len({layer.index for layer in self.layers})
 
     @property
     def assumptions(self) -> tuple[ReadFact, ...]:
-        """What of ``read_from`` nobody said."""
+        """The facts of ``read_from`` that no field states."""
         return tuple(fact for fact in self.read_from if fact.source == ASSUMED)
 
     @property
     def kv_bytes_per_token(self) -> Fraction:
-        """Bytes that one token takes on one rank as long as its request lives: full attention, MLA and sinks."""
+        """Bytes per token on one rank while its request lives: full attention, MLA and sink attention."""
         return self._token_bytes(Keeps.TOKENS)
 
     @property
     def window_bytes_per_token(self) -> Fraction:
-        """Bytes that one token takes besides while it is in the window or chunk of the layers that have one."""
+        """Further bytes per token while it is in the window or chunk of windowed and chunked layers."""
         return self._token_bytes(Keeps.WINDOW)
 
     @property
     def encoder_bytes_per_token(self) -> Fraction:
-        """Bytes that one token of the encoder's input takes in cross attention."""
+        """Bytes per token of the encoder's input in cross attention."""
         return self._token_bytes(Keeps.ENCODER)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent states after one token, of all layers of one rank."""
+        """Bytes of the recurrent states of all layers on one rank."""
         return sum(one.spec.content_bytes for one in self.layers if one.spec.keeps is Keeps.STATE)
 
     def _token_bytes(self, keeps: Keeps) -> Fraction:

@@ -90,7 +90,7 @@ def state_block_tokens(layers: Sequence[NamedSpec]) -> int:
 
 
 def _cover_states(layers: Sequence[NamedSpec]) -> list[NamedSpec]:
-    """Give every layer an attention block that covers the largest state. Changes nothing without both kinds of layer."""
+    """Give every layer an attention block that covers the largest state. Changes nothing unless both kinds exist."""
     attention = [spec for _, spec in layers if isinstance(spec, AttentionSpec)]
     states = [spec.page_size_bytes for _, spec in layers if isinstance(spec, MambaSpec)]
     if not attention or not states:
