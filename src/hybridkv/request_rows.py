@@ -74,10 +74,10 @@ class RequestRows:
     """
 
     def __init__(
-        self, hash_block_size: int, capacity: int = 64, *, promised: Callable[[int], int] = lambda row: 0 * row
+        self, hash_block_size: int, capacity: int = 64, *, published_tokens: Callable[[int], int] = lambda row: 0 * row
     ) -> None:
         self.hash_block_size = hash_block_size
-        self._promised = promised
+        self._published_tokens = published_tokens
         self.num_tokens = np.zeros(capacity, np.int64)
         self.num_computed = np.zeros(capacity, np.int64)
         self.in_flight = np.zeros(capacity, np.int64)
@@ -211,7 +211,7 @@ class RequestRows:
 
     def least_tokens(self, row: int) -> int:
         """Tokens of ``row`` that cannot be forgotten: computed, or promised to others."""
-        return max(self.num_computed.item(row), self._promised(row))
+        return max(self.num_computed.item(row), self._published_tokens(row))
 
     def truncate(self, row: int, num_tokens: int) -> None:
         """Only the first ``num_tokens`` tokens of ``row`` are left, at least one of them. O(tokens forgotten)."""
@@ -239,14 +239,14 @@ class RequestRows:
         holders = [self.requests[row] for row in rows.tolist()]
         owners = [request for request in holders if request is not None]
         if len(owners) < len(holders):
-            raise CacheError(f"row {int(rows[holders.index(None)])} is held by nobody")
+            raise CacheError(f"row {int(rows[holders.index(None)])} belongs to no request")
         return owners
 
     def owner(self, row: int) -> Request:
         """Who holds ``row``. CacheError if nobody does."""
         request = self.requests[row]
         if request is None:
-            raise CacheError(f"row {row} is held by nobody")
+            raise CacheError(f"row {row} belongs to no request")
         return request
 
     def last_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:

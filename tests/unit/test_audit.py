@@ -140,7 +140,7 @@ def unwritten_by_another_step(cache: KVCacheManager) -> None:
 CORRUPTIONS: dict[str, Callable[[KVCacheManager], object]] = {
     "has ref count 2, 1 rows hold it": lambda cache: put(cache.block_pool._ref, held(cache), 2),
     "a block stands twice in the free order": twice_in_the_free_order,
-    "is held by nobody but not in the free order": lambda cache: cache.block_pool.space.remove(
+    "has no holder but is not in the free order": lambda cache: cache.block_pool.space.remove(
         ids(free(cache.block_pool, cached=False))
     ),
     "is held or null but stands in the free order": lambda cache: cache.block_pool.space.append(ids(held(cache))),

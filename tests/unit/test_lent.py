@@ -251,7 +251,7 @@ def test_what_is_the_engines_is_changed_there() -> None:
         uncached.engine.synchronise(np.array([copied.row]), num_tokens=np.array([10]))
     with pytest.raises(ConfigError, match="2 entries for 1 rows"):
         uncached.engine.synchronise(np.array([copied.row]), num_computed=np.array([1, 2]))
-    with pytest.raises(CacheError, match="held by nobody"):
+    with pytest.raises(CacheError, match="belongs to no request"):
         uncached.engine.synchronise(np.array([7]), num_computed=np.array([1]))
     cache.check()
 

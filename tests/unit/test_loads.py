@@ -203,7 +203,7 @@ def test_what_cannot_be_loaded_is_refused(asked: dict[str, int], said: str) -> N
 def test_what_was_not_to_come_is_refused() -> None:
     cache = made(REFERENCE["full"])
     one = loading(cache)
-    with pytest.raises(ConfigError, match="17 cannot have come"):
+    with pytest.raises(ConfigError, match="so 17 cannot arrive"):
         cache.engine.finish_load(one, 17)
     cache.engine.finish_load(one)
     with pytest.raises(CacheError, match="nothing of 'r' is being loaded"):

@@ -334,7 +334,7 @@ def test_blocks_of_nobody_are_not_adopted() -> None:
     cache = manager(num_blocks=6)
     one = request(cache, range(9))
     for ids in ([1, 99], [-3, 1]):
-        with pytest.raises(BlockError, match="is none of this pool's"):
+        with pytest.raises(BlockError, match="is not one of this pool's"):
             cache.allocate_slots(one, 1, 8, KVCacheBlocks((np.array(ids, np.int32),)))
     with pytest.raises(ConfigError, match="a hit needs blocks of 1 groups, got 2"):
         cache.allocate_slots(one, 1, 8, KVCacheBlocks((np.array([1, 2], np.int32),) * 2))

@@ -63,7 +63,7 @@ def test_a_pool_needs_the_null_block() -> None:
 def test_foreign_ids(block: int) -> None:
     pool = BlockPool(4)
     pool.get_new_blocks(3)
-    with pytest.raises(BlockError, match=f"block {block} is none of this pool's 1 .. 3"):
+    with pytest.raises(BlockError, match=f"block {block} is not one of this pool's blocks 1 .. 3"):
         pool.free_blocks(ids(1, block))
     with pytest.raises(BlockError, match=f"block {block} is none"):
         pool.evict_blocks(ids(block))

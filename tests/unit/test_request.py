@@ -186,11 +186,11 @@ def test_rows_that_are_not_held() -> None:
         other.release(request)
     with pytest.raises(CacheError, match="holds no row here"):
         other.rows_of([request])
-    with pytest.raises(CacheError, match="row 3 is held by nobody"):
+    with pytest.raises(CacheError, match="row 3 belongs to no request"):
         rows.owners(np.array([0, 3]))
     for _ in range(3):
         rows.append(np.array([5]), np.array([1], np.int32))
-    with pytest.raises(CacheError, match="row 5 is held by nobody"):  # told where a block is full
+    with pytest.raises(CacheError, match="row 5 belongs to no request"):  # told where a block is full
         rows.append(np.array([5]), np.array([1], np.int32))
 
 

@@ -1,4 +1,4 @@
-"""What an engine with requests, counts and steps of its own asks of a cache, besides the manager."""
+"""Calls for engines that keep requests, counts and steps of their own, in addition to the manager."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Int64 = NDArray[np.int64]
 
 
 class EngineSide:
-    """The calls of such an engine. One of vLLM's names means what it means there."""
+    """Calls for such engines. Names that vLLM also has mean the same there."""
 
     def __init__(self, parts: CacheParts) -> None:
         self._pool, self._groups, self._times = parts.pool, parts.groups, parts.times
@@ -30,33 +30,51 @@ class EngineSide:
         self._checkpoints, self._loads, self._locks = parts.checkpoints, parts.loads, parts.locks
 
     def blocks_of(self, hit: Hit) -> KVCacheBlocks:
-        """The blocks of a hit, 0 for null columns."""
+        """Return the blocks of a hit, 0 for null columns.
+
+        Args:
+            hit: A Hit of the manager.
+        """
         return self._lookup.blocks_of(instance("hit", hit, Hit))
 
     def begin_step(self, step: int) -> None:
-        """``step`` for loops that are no ``with`` block: until ``end_step``."""
+        """Open a step without a ``with`` block, until ``end_step``.
+
+        Args:
+            step: A number above those of all steps in flight.
+        """
         self._publisher.begin_step(integer("step", step, 0, MOST_COUNT))
 
     def end_step(self) -> None:
-        """All that the open step allocates is allocated; nothing where none is open."""
+        """Close the open step, if there is one."""
         self._publisher.end_step()
 
     def settle(self, step: int) -> None:
-        """Steps up to ``step`` have run: all of them that are neither written nor revoked count as written."""
+        """Mark all steps in flight up to a number as written.
+
+        Args:
+            step: The last step that has run.
+        """
         last = integer("step", step, 0, MOST_COUNT)
         for one in self._publisher.in_flight:
             if one <= last:
                 self._publisher.mark_written(one)
 
     def drop_skipped(self, request: Request) -> None:
-        """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
+        """Give back the windows and states that a request no longer reads: those before its processed tokens.
+
+        Args:
+            request: The request.
+        """
         self._residents.refuse_stranger(request)
         self._slots.drop_skipped(request)
 
     def blocks_to_come(self, request: Request, limits: RequestLimits) -> int:
-        """Most blocks, or slabs, that ``request`` may take yet within ``limits``: for who reserves them.
+        """Return the most blocks, or slabs, that a request may still take, for engines that reserve them. O(columns).
 
-        A request that holds nothing may take all of them. O(columns of the request).
+        Args:
+            request: The request. If it holds no blocks, it may take all of them.
+            limits: Its bounds.
         """
         self._residents.refuse_stranger(request)
         return self._planner.blocks_to_come(request, instance("limits", limits, RequestLimits))
@@ -69,13 +87,21 @@ class EngineSide:
         num_computed: Int64 | None = None,
         in_flight: Int64 | None = None,
     ) -> None:
-        """What the engine's own counts of ``rows`` are by now, int64[R] each; None: as they were.
+        """Set the counts of rows to those of the engine. O(R), and one Python call for each row that fills a block.
 
-        num_tokens: known ones, of requests that are lent: blocks that they fill are hashed, or were by the engine.
-        num_computed: whose KV is there or scheduled; it may be ahead of those known, for a token is computed before
-        the one behind it is drawn, and what is not known is not published. in_flight: of those computed, of steps that
-        did not settle. O(R) in array operations, and a Python call a row that fills a block. Errors as allocate_batch,
-        and ConfigError for fewer tokens than before, HashError as ``Request.append``.
+        Args:
+            rows: int64[R], rows of requests.
+            num_tokens: int64[R], known tokens of lent requests; ``None``: unchanged. New full blocks are hashed, unless
+                the engine hashes them.
+            num_computed: int64[R], tokens whose KV is computed or scheduled; ``None``: unchanged. It may exceed the
+                known tokens, because a token is computed before the next one is sampled. Unknown tokens are not
+                published.
+            in_flight: int64[R], computed tokens of steps that have not settled; ``None``: unchanged.
+
+        Raises:
+            ConfigError: As ``allocate_batch``, or a row would have fewer tokens than before.
+            CacheError: As ``allocate_batch``.
+            HashError: As ``Request.append``.
         """
         rows, columns = self._residents.rows_held(rows), self._rows
         columns.synchronise(
@@ -86,7 +112,13 @@ class EngineSide:
         )
 
     def synchronise_one(self, request: Request, num_computed_tokens: int, num_in_flight_tokens: int = 0) -> None:
-        """The counts of one request that is lent, as many tokens as its lender has. Before it holds blocks, too."""
+        """Set the counts of one lent request; its known tokens are those of its lender.
+
+        Args:
+            request: The request; it need not hold blocks yet.
+            num_computed_tokens: Tokens whose KV is computed or scheduled.
+            num_in_flight_tokens: Those of steps that have not settled.
+        """
         lent = instance("request", request, Request).lender
         computed = integer("num_computed_tokens", num_computed_tokens, 0, MOST_COUNT)
         in_flight = integer("num_in_flight_tokens", num_in_flight_tokens, 0, computed)
@@ -98,43 +130,72 @@ class EngineSide:
         self._rows.synchronise_one(self._residents.row_of(request), lent.num_tokens, computed, in_flight)
 
     def next_events(self, rows: Int64) -> Int64:
-        """Return the tokens that each of ``rows`` may hold before anything must be done for it, int64[R].
+        """Return the token count at which each row next needs a call, int64[R]. Below it, the row needs no call.
 
-        A row that stays below with all its tokens needs no call. CacheError as allocate_batch.
+        Args:
+            rows: int64[R]. Errors as ``allocate_batch``.
         """
         return self._residents.next_events(self._residents.rows_held(rows))
 
     def publish_boundaries(self, rows: Int64) -> Int64:
-        """Known and computed tokens at which ``cache_blocks`` next has something to publish, int64[R].
+        """Return the known and computed tokens at which ``cache_blocks`` next publishes a block, int64[R].
 
-        A number that no request reaches where nothing is published. CacheError as allocate_batch.
+        A number that no request reaches, if nothing is published.
+
+        Args:
+            rows: int64[R]. Errors as ``allocate_batch``.
         """
         return self._publisher.next_boundaries(self._residents.rows_held(rows))
 
     def withdraw(self, request: Request) -> None:
-        """The open step does not run ``request`` after all, whose slots it has been given: it is freed next.
+        """Take a request out of the open step, although it got its slots.
 
-        What it would have filled can be hit no longer; nothing where no step is open. For engines that preempt requests
-        which the step being made holds already. O(blocks of the step, and of the request). CacheError for a request
-        that holds no blocks.
+        Free it next. O(blocks of the step and of the request).
+
+        Blocks that it would have filled can no longer be hit. Without an open step nothing is done. This is for engines
+        that preempt requests of the step being made.
+
+        Args:
+            request: The request.
+
+        Raises:
+            CacheError: It holds no blocks.
         """
         self._slots.withdraw(instance("request", request, Request))
 
     def store_checkpoints_of(self, request: Request, computed: int, end: int) -> None:
-        """store_checkpoints of one request. CacheError for one that holds no blocks."""
+        """Take blocks for the states that one request passes; see ``KVCacheManager.store_checkpoints``.
+
+        Args:
+            request: The request.
+            computed: Tokens computed before the step.
+            end: Tokens computed after it.
+
+        Raises:
+            CacheError: It holds no blocks.
+        """
         if not self._checkpoints.idle:
             self._residents.row_of(request)
             self._checkpoints.store_of(request, integer("computed", computed, 0), integer("end", end, 0))
 
     def free_many(self, requests: Sequence[Request]) -> None:
-        """Free each of ``requests``, in this order, in one go where they share no block."""
+        """Free requests, in this order, in one call if they share no block.
+
+        Args:
+            requests: The requests.
+        """
         self._slots.free_many([one.request_id for one in instances("requests", requests, Request)])
 
     def lock(self, request: Request | str) -> BlockLock:
-        """What a request holds now stays where it is, and held, until ``unlock``: for a transfer to elsewhere.
+        """Keep the blocks of a request held and in place until ``unlock``, for a transfer to elsewhere.
 
-        Also when the request ends meanwhile: lock, then free. In the natural layout those blocks are not moved between
-        slabs either. CacheError for a request that holds no blocks.
+        They stay if the request ends meanwhile: lock, then free. In the natural layout they do not move between slabs.
+
+        Args:
+            request: The request, or its id.
+
+        Raises:
+            CacheError: It holds no blocks.
         """
         request_id = id_of(request)
         resident = self._residents.get(request_id)
@@ -143,39 +204,61 @@ class EngineSide:
         return self._locks.add([group.rows.held(resident.row) for group in self._groups])
 
     def unlock(self, lock: BlockLock) -> None:
-        """Those blocks may move, and go. CacheError for a lock that is not held."""
+        """Release a lock.
+
+        Args:
+            lock: A lock of this cache.
+
+        Raises:
+            CacheError: The lock is not held.
+        """
         self._locks.release(instance("lock", lock, BlockLock))
 
     def resident_requests(self) -> tuple[Request, ...]:
-        """Requests that hold blocks."""
+        """Return the requests that hold blocks."""
         return tuple(self._residents)
 
     def finish_load(self, request: Request, num_computed_tokens: int | None = None) -> int:
-        """The transfer for ``request`` is over: its first ``num_computed_tokens`` tokens came, None for all.
+        """Note that the transfer for a request is over.
 
-        Returns behind how many of them it goes on, its hit at least: those are computed, and can be hit. 0: it holds
-        nothing any longer,
-        for nothing came, or not what some group goes on from (the end of a window, a state); look it up anew, what is
-        not here is computed. ConfigError for more than were to come, CacheError for a request that is not loaded.
+        Args:
+            request: A request that is being loaded.
+            num_computed_tokens: How many leading tokens arrived; ``None`` for all.
+
+        Returns:
+            The token count at which it resumes, at least its hit; these tokens can be hit. 0: it holds nothing any
+                longer, because a group lacks the window or the state that it needs. Look it up again; the missing
+                tokens are computed.
+
+        Raises:
+            ConfigError: More tokens arrived than were requested.
+            CacheError: The request is not being loaded.
         """
         tokens = num_computed_tokens
         came = None if tokens is None else integer("num_computed_tokens", tokens, 0, MOST_COUNT)
         return self._slots.finish_load(instance("request", request, Request), came)
 
     def blocks_to_share(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        """What a branch of ``request``, which no step in flight holds, begins with, and its tokens: those computed.
+        """Return the blocks with which a branch of a request begins, and its computed tokens. Natural layout.
 
-        Natural layout. CacheError for a request that holds no blocks, or is being loaded.
+        Args:
+            request: A request without steps in flight.
+
+        Raises:
+            CacheError: It holds no blocks, or is being loaded.
         """
         self._loads.refuse(instance("request", request, Request))
         return self._lookup.blocks_to_share(request)
 
     def idle_blocks(self) -> tuple[tuple[int, ...], ...]:
-        """Return how many cached blocks were not used for how long, by group and by bucket of EDGES_S and above.
+        """Return how many cached blocks were unused for how long, by group and by bucket of EDGES_S and above.
 
-        O(num_blocks). Raises ConfigError without block_times.
+        O(num_blocks).
+
+        Raises:
+            ConfigError: The manager was made without ``block_times``.
         """
         if self._times is None:
-            raise ConfigError("nobody counts how long blocks are idle: construct with block_times")
+            raise ConfigError("idle times of blocks are not measured: construct the manager with block_times=True")
         self._pool.journal.settle()
         return tuple(self._times.idle(self._pool.keys.in_group(number)) for number in range(len(self._groups)))

@@ -1,11 +1,18 @@
-"""Ends that are kept to be resumed, and what is given up for others: what both ways of eviction answer.
+"""Eviction policies: which resume points are kept, and which are evicted to make room.
 
-begin       a request has a row and goes on behind its hit
-admits      may a state be stored at that end, room being made for it
-keep        the end is kept from now on: what it needs is published
-expect      a request waits to begin: what it begins with will be hit
-make_way    blocks are to be taken: resume points are given up until there is room
-settle      what happened to blocks is read: for callers that take no steps
+    begin       a request has a row and resumes after its hit
+    admits      may a state be stored at this resume point? Room is made for it if so
+    keep        the resume point is kept: the blocks that it needs are published
+    expect      a request waits to begin: its prefix will be hit
+    make_way    blocks are about to be taken: resume points are evicted until there is room
+    settle      facts about blocks are read, for callers that take no steps
+
+    a resume point:   new --keep--> kept --make_way--> ghost entry (a record without blocks) --> forgotten
+                       |             ^ |                    |
+                       +-- declined  | +-- hit, expect      +-- seen again: kept once more if its value suffices
+                                     +------ awaited by a waiting request: not evicted first
+
+``LeastRecentlyUsed`` keeps no records of resume points; ``hybridkv.eviction.ranked`` compares them by value.
 """
 
 from __future__ import annotations
@@ -22,65 +29,68 @@ from hybridkv.request import Request
 
 
 class EvictionPolicy(Protocol):
-    """See the module. ranks: whether every end is of interest, those without new states, too."""
+    """Decides which resume points are kept."""
 
     @property
     def ranks(self) -> bool:
-        """See the class."""
+        """Whether it compares resume points, so that also those without new states must be reported to it."""
         ...
 
     def begin(self, request: Request, hit_tokens: int) -> None:
-        """``request`` has a row and goes on behind ``hit_tokens``."""
+        """Note that ``request`` has a row and resumes after ``hit_tokens``."""
         ...
 
     def expect(self, request: Request) -> None:
-        """``request`` waits to begin from now on."""
+        """Note that ``request`` waits to begin."""
         ...
 
     def expect_no_longer(self, request: Request) -> None:
-        """``request`` begins, or never will."""
+        """Note that ``request`` begins, or never will."""
         ...
 
     def known_tokens(self, request: Request) -> int:
-        """How far others had the same tokens, in whole hash blocks, as far as that is remembered; 0 for nowhere."""
+        """Return how many leading tokens earlier requests shared, in whole hash blocks; 0 if unknown."""
         ...
 
     def admits(self, request: Request, tokens: int, needs: Sequence[int]) -> bool:
-        """Whether the end at ``tokens`` may take ``needs`` blocks, by group; there is room for them then."""
+        """Return whether the resume point at ``tokens`` may take ``needs`` blocks, by group.
+
+        If so, there is room for them.
+        """
         ...
 
     def keep(self, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
-        """The end at ``tokens`` of ``request`` is kept, its blocks published, new ``states`` among them.
+        """Keep the resume point at ``tokens`` of ``request``. Its blocks are published, new ``states`` among them.
 
-        ended: the request ends there.
+        ``ended``: the request ends there.
         """
         ...
 
     def make_way(self, n: int, group: int) -> None:
-        """``n`` blocks of ``group`` will be taken."""
+        """Make room for ``n`` blocks of ``group``."""
         ...
 
     def settle(self) -> None:
-        """Read what happened to blocks since the last call."""
+        """Read the facts about blocks since the last call."""
         ...
 
     def all_needed(self, ids: Ids) -> bool:
-        """Whether none of ``ids``, cached, is given up when it is released."""
+        """Return whether all cached ``ids`` are kept when they are released."""
         ...
 
     def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
-        """``counts`` and those of ends."""
+        """Add counts of resume points to ``counts``."""
         ...
 
     def check(self) -> Iterator[str]:
-        """A line for each thing kept that is not what it would be when made anew."""
+        """Yield a line for each record that differs from one made anew."""
         ...
 
 
 class LeastRecentlyUsed:
-    """Nothing but the order of last use, and checkpoints that are passed by: see ``EndsPlacement.is_supersedable``.
+    """Evicts in the order of last use, superseded checkpoints first; see ``EndsPlacement.is_supersedable``.
 
-    groups: those whose states are kept.
+    ``groups`` are those whose states are kept.
     """
 
     ranks = False
@@ -92,27 +102,27 @@ class LeastRecentlyUsed:
         self._consumed: dict[int, int] = {}
 
     def begin(self, request: Request, hit_tokens: int) -> None:
-        """The checkpoint that it goes on from is of no use once a later one is kept."""
+        """Remember the checkpoint at which ``request`` resumes: it is useless once a later one is kept."""
         self._consumed.pop(request.row, None)
         if self._groups and 0 < hit_tokens < request.num_prompt_tokens - 1:
             self._consumed[request.row] = hit_tokens
 
     def expect(self, request: Request) -> None:
-        """Nothing."""
+        """Ignore requests that wait."""
 
     def expect_no_longer(self, request: Request) -> None:
-        """Nothing."""
+        """Ignore requests that wait."""
 
-    def known_tokens(self, request: Request) -> int:  # noqa: ARG002 - the answer of kept ends
-        """Nothing is remembered."""
+    def known_tokens(self, request: Request) -> int:  # noqa: ARG002 - a method of EvictionPolicy
+        """Return 0: no earlier request is remembered."""
         return 0
 
     def admits(self, request: Request, tokens: int, needs: Sequence[int]) -> bool:  # noqa: ARG002 - as above
-        """Always: what was used longest ago makes room."""
+        """Return True: the least recently used blocks make room."""
         return True
 
     def keep(self, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
-        """A checkpoint is stored: the one that ``request`` went on from has done its duty."""
+        """Flag a stored checkpoint, and supersede the one at which ``request`` resumed."""
         if ended or self._placement.is_supersedable(request, tokens):
             for block in states:
                 self._pool.keys.flag_supersedable(block)
@@ -124,19 +134,19 @@ class LeastRecentlyUsed:
             del self._consumed[request.row]
 
     def make_way(self, n: int, group: int) -> None:
-        """Nothing: the space evicts as it is."""
+        """Do nothing: the space evicts by itself."""
 
     def settle(self) -> None:
-        """Nothing is read."""
+        """Do nothing: no facts are read."""
 
     def all_needed(self, ids: Ids) -> bool:  # noqa: ARG002 - as above
-        """Always: nothing is given up."""
+        """Return True: released blocks stay cached."""
         return True
 
     def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
-        """No ends are known."""
+        """Return ``counts``: there are no counts of resume points."""
         return counts
 
     def check(self) -> Iterator[str]:
-        """Nothing is kept but flags of blocks."""
+        """Return no lines: there are no records."""
         return iter(())

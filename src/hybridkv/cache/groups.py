@@ -1,18 +1,21 @@
-"""One group at work: its policy, its rows, and what a request finds in its index.
+"""One group of layers at work: its policy, its block rows, and the keys of its blocks.
 
-The block tables of one group as the manager keeps them: one flat array, an extent a row.
+The block tables of a group are one flat array with an extent for each row:
 
     cells   [ row 5: 8 9 . . | row 2: 3 4 6 7 | (free) . . | row 0: ... ]
                      ^ start[5], count[5] = 2, room[5] = 4
 
     row     [ 0 0 0 0 | 0 0 7 0 9 ]      columns; 0 is null
-                      ^ base            in its extent are columns base .. count-1
-                          ^ dropped     all columns before are null
+                      ^ base            columns base .. count-1 lie in the extent
+                          ^ dropped     all columns before it are null
 
-A row's extent is a power of two of cells; one that grows too small moves to one of twice the size, and
-what it leaves waits in a free list of its size. So a request of 1k tokens takes room for 1k tokens even
-where another holds 1M, a window takes room for the window, and a step still writes all rows with one
-array operation.
+    tokens of a request with a window of 5, blocks of 2, 18 tokens computed:
+            [ 0 .. 11: no longer read | 12 13 | 14 15 | 16 17 | new ... ]
+    columns   0 .. 5: dropped           6       7       8       9: appended by the next step
+
+The room of an extent is a power of two. A row that outgrows it moves to an extent of twice the size, and its old extent
+waits in a free list of its size. So a request of 1k tokens takes room for 1k tokens even if another request holds 1M, a
+window takes room for the window, and a step still writes all rows with one array operation.
 """
 
 from __future__ import annotations
@@ -45,17 +48,28 @@ _NONE: Int32 = np.empty(0, np.int32)
 
 
 class CacheGroup:
-    """What the manager keeps of one group.
+    """The state of one group.
 
-    number: position in the config. kind: its spec and flags. states: its policy, for recurrent layers; else None.
-    holds_all: no window bounds what a request holds. bounded_by_length: a window does, or the request's length.
-    rows: block tables of the resident requests.
-    each_published, each_state_position: the same as those without, quick to read singly.
-    published: int64[rows], how many leading columns of a row are published or passed over. state_position:
-    int64[rows], token count of the state that a row's last step leaves. pending: row -> token counts of its
-    states that could not be published yet. accepted: int64[rows], the column of the state of a row's last accepted
-    draft, until it is read; -1: where it always is. rotated: int64[rows], the column that changed places with column 0
-    since the worker was told; 0: none. hashes_per_block: hash blocks of a block.
+    Args:
+        number: Its position in the config.
+        kind: Its spec and flags.
+        policy: The rules of its layer kind.
+        index: The keys of its blocks.
+        hash_block_size: Tokens of a hash block.
+
+    Attributes:
+        states: Its policy if its layers are recurrent, else ``None``.
+        holds_all: A request keeps all blocks that it took, and no window bounds them.
+        bounded_by_length: A window, or the length of the request, bounds the blocks that it holds.
+        rows: Block tables of the resident requests.
+        published: int64[rows], leading columns that are published or skipped.
+        state_position: int64[rows], token count of the state that the row's last step leaves.
+        each_published, each_state_position: The same memory, quick to read one by one.
+        pending: row -> token counts of its states that could not be published yet.
+        accepted: int64[rows], column of the state of the row's last accepted draft until it is read; -1 for the usual
+            column.
+        rotated: int64[rows], column that changed places with column 0 since the worker last got the table; 0 for none.
+        hashes_per_block: Hash blocks of a block.
     """
 
     def __init__(self, number: int, kind: GroupKind, policy: Policy, index: PrefixIndex, hash_block_size: int) -> None:
@@ -78,20 +92,28 @@ class CacheGroup:
         self._look_anew()
 
     def _look_anew(self) -> None:
-        """Columns are new arrays."""
+        """Renew the memory views after the columns became new arrays."""
         self.each_published, self.each_state_position = self.published.data, self.state_position.data
 
     # -- keys
 
     def keys(self, request: Request) -> Sequence[bytes]:
-        """One key per full block of ``request`` in this group."""
+        """Return one key for each full block of a request.
+
+        Args:
+            request: The request.
+        """
         hashes_per_block = self.hashes_per_block
         if hashes_per_block == 1:
             return request.hashes
         return request.hashes[hashes_per_block - 1 :: hashes_per_block] if self.kind.publishes else ()
 
     def lacks_first(self, request: Request) -> bool:
-        """Whether ``request`` has a full block here, and nothing is known of its first tokens. O(1)."""
+        """Return whether no block of this group begins as the first full block of a request does. O(1).
+
+        Args:
+            request: The request. False if it has no full block.
+        """
         index, hashes, hashes_per_block = self.index, request.hashes, self.hashes_per_block
         return (
             not index.num_partial
@@ -100,12 +122,23 @@ class CacheGroup:
         )
 
     def key_run(self, request: Request, first: int, last: int) -> list[bytes]:
-        """Keys of columns first .. last-1."""
+        """Return the keys of columns first .. last-1.
+
+        Args:
+            request: The request.
+            first: First column.
+            last: Column after the last one.
+        """
         hashes_per_block = self.hashes_per_block
         return request.hashes[(first + 1) * hashes_per_block - 1 : last * hashes_per_block : hashes_per_block]
 
     def keys_at(self, request: Request, columns: Int64) -> list[bytes]:
-        """Keys of ``columns``, ascending: of the tokens up to their ends, or of the encoder's input."""
+        """Return the keys of columns: hashes of all tokens to their ends, or digests of the encoder's input.
+
+        Args:
+            request: The request.
+            columns: int64[n], ascending.
+        """
         if self.kind.by_digest:
             of_encoder = request.encoder_keys(self.policy.block_size)
             return [of_encoder[column] for column in columns.tolist()]
@@ -116,18 +149,24 @@ class CacheGroup:
         return [hashes[(column + 1) * hashes_per_block - 1] for column in columns.tolist()]
 
     def encoded(self, request: Request) -> Int32:
-        """The blocks that hold the encoder's output of ``request`` under its digest: all, or none. O(blocks)."""
+        """Return the blocks with the encoder output of a request: all of them, or an empty array. O(blocks).
+
+        Args:
+            request: A request with an encoder input.
+        """
         keys = request.encoder_keys(self.policy.block_size) if self.kind.by_digest else []
-        # freed last block first, evicted in that order: the last one is the first to be gone
+        # blocks are freed, and so evicted, last block first: if the last one is there, probably all are
         if not keys or self.index.get(keys[-1]) is None:
             return _NONE
         found = self.index.leading_run(keys)
         return found if len(found) == len(keys) else _NONE
 
     def knows_any(self, request: Request, missing: Sequence[int]) -> bool:
-        """Whether tokens behind one of the token counts ``missing`` are indexed by now.
+        """Return whether a position at which a search ended is known by now. O(positions) look-ups.
 
-        Also when ``request`` was cut and has their key no longer. O(missing) look-ups.
+        Args:
+            request: The request; it may have been cut since, and then lacks the key.
+            missing: Token counts after which no token was known.
         """
         size, hashes_per_block, hashes = self.policy.block_size, self.hashes_per_block, request.hashes
         for tokens in missing:
@@ -141,7 +180,11 @@ class CacheGroup:
     # -- rows
 
     def facts(self, row: int) -> RowFacts:
-        """What ``row`` holds; nothing for -1."""
+        """Return the facts of a row; empty facts for -1.
+
+        Args:
+            row: The row.
+        """
         if row < 0:
             return RowFacts()
         rows = self.rows
@@ -151,7 +194,11 @@ class CacheGroup:
         )
 
     def ensure_rows(self, capacity: int) -> None:
-        """Rows 0 .. capacity - 1 exist."""
+        """Make rows 0 .. capacity - 1 exist.
+
+        Args:
+            capacity: Number of rows.
+        """
         self.rows.ensure_rows(capacity)
         self.published = grown(self.published, capacity)
         self.state_position = grown(self.state_position, capacity)
@@ -159,7 +206,11 @@ class CacheGroup:
         self._look_anew()
 
     def clear(self, row: int) -> None:
-        """``row`` holds nothing."""
+        """Empty a row.
+
+        Args:
+            row: The row.
+        """
         self.rows.clear(row)
         self.pending.pop(row, None)
         self.published[row] = self.state_position[row] = 0
@@ -168,7 +219,12 @@ class CacheGroup:
     # -- drafts
 
     def accept(self, rows: Int64, columns: Int64) -> None:
-        """The states of ``rows`` go on from those in ``columns``."""
+        """Make the states in columns the states of rows, after drafts were accepted.
+
+        Args:
+            rows: int64[n].
+            columns: int64[n].
+        """
         if self.states is not None and self.states.rotates:
             self.rows.swap_first(rows, columns)
             self.rotated[rows] = columns
@@ -176,12 +232,21 @@ class CacheGroup:
             self.accepted[rows] = columns
 
     def forget_accepted(self, rows: Int64 | int) -> None:
-        """A step says where the states of ``rows`` are."""
+        """Note that a step says where the states of rows are.
+
+        Args:
+            rows: int64[n], or one row.
+        """
         self.accepted[rows] = -1
         self.rotated[rows] = 0
 
     def next_event(self, row: int, *, publishes: bool) -> int:
-        """The token count at which ``row`` needs, drops or can publish a block."""
+        """Return the token count at which a row next needs, drops or can publish a block.
+
+        Args:
+            row: The row.
+            publishes: Whether publishing counts.
+        """
         policy, rows = self.policy, self.rows
         soonest = policy.next_need(rows.each_count[row], rows.each_dropped[row])
         if publishes and (rule := policy.publishing) is not None:
@@ -191,23 +256,32 @@ class CacheGroup:
         return soonest
 
     def next_events(self, rows: Int64, *, publishes: bool) -> Int64:
-        """next_event of many rows, int64[len(rows)]."""
+        """Return the next events of many rows, int64[n].
+
+        Args:
+            rows: int64[n].
+            publishes: Whether publishing counts.
+        """
         soonest = self.policy.next_need(self.rows.count[rows], self.rows.dropped[rows])
         if publishes and self.policy.publishing is not None:
             soonest = np.minimum(soonest, self.policy.publishing.next_tokens(self.published[rows]))
         return soonest
 
     def held_blocks(self) -> int:
-        """Distinct blocks in its rows. O(rows and their columns)."""
+        """Return the number of distinct blocks in its rows. O(rows and their columns)."""
         held = [self.rows.held(row) for row in np.flatnonzero(self.rows.count).tolist()]
         return len(np.unique(np.concatenate(held))) if held else 0
 
     # -- needs
 
     def peak_blocks(self, limits: RequestLimits, steps: int, tokens: int, encoder_tokens: int) -> int:
-        """Return the most blocks that a request of ``tokens`` tokens holds at once, ``steps`` in flight.
+        """Return the most blocks that a request holds at once.
 
-        limits: of that very request, but for groups that hold all.
+        Args:
+            limits: Bounds of the request; not read for groups that hold all.
+            steps: Steps in flight.
+            tokens: Tokens of the request.
+            encoder_tokens: Tokens of its encoder output.
         """
         most = self.policy.most_columns(tokens, encoder_tokens)
         if self.holds_all:
@@ -218,14 +292,16 @@ class CacheGroup:
 
 _SMALLEST = 16
 _FEW = 16
-"""So many blocks are sooner looked for one by one."""
+"""Up to this many blocks are searched one by one. Chosen by hand."""
 
 
 class BlockRows:
-    """Rows of block ids. start, room, base, dropped, count: int64[capacity]; count is the columns of a row.
+    """Rows of block ids.
 
-    origin: start - base, so that column c of a row is cells[origin + c]. each_count, each_dropped: the same as those
-    without, quick to read singly.
+    Attributes:
+        start, room, base, dropped, count: int64[capacity]; see the module. ``count`` is the number of columns.
+        origin: start - base, so that column c of a row is cells[origin + c].
+        each_count, each_dropped: The same memory, quick to read one by one.
     """
 
     def __init__(self, capacity: int = 64) -> None:
@@ -241,40 +317,40 @@ class BlockRows:
         self._look_anew()
 
     def _look_anew(self) -> None:
-        """Columns are new arrays: single cells of them are read and written in half of the time that numpy takes."""
+        """Renew the memory views after columns became new arrays: numpy takes twice as long to read one cell."""
         self.each_count, self.each_dropped = self.count.data, self.dropped.data
         self._each_base, self._each_room, self._each_origin = self.base.data, self.room.data, self.origin.data
         self._each_cell, self._each_start = self.cells.data, self.start.data
 
     def ids(self, row: int) -> Int32:
-        """What the columns of ``row`` hold, null ones too; a new int32 array."""
+        """Return all columns of ``row``, null ones included; a new int32 array."""
         base = self._each_base[row]
         if not base:
             return self.stored(row).copy()
         return np.concatenate((np.zeros(base, np.int32), self.stored(row)))
 
     def stored(self, row: int) -> Int32:
-        """Columns base .. count-1 of ``row``, a view."""
+        """Return columns base .. count-1 of ``row``, a view."""
         start = self._each_start[row]
         view: Int32 = self.cells[start : start + self.each_count[row] - self._each_base[row]]
         return view
 
     def held(self, row: int) -> Int32:
-        """The blocks of ``row`` in column order, null columns left out; a new int32 array."""
+        """Return the blocks of ``row`` in column order without null columns; a new int32 array."""
         stored = self.stored(row)
-        if np.count_nonzero(stored) == len(stored):  # as nearly always
+        if np.count_nonzero(stored) == len(stored):  # the usual case
             return stored.copy()
         blocks: Int32 = stored[stored != 0]
         return blocks
 
     def span(self, row: int, first: int, last: int) -> Int32:
-        """Columns first .. last-1 of ``row``, a copy; all of them at or behind its base."""
+        """Return columns first .. last-1 of ``row``, none before its base; a copy."""
         origin = self._each_origin[row]
         copy: Int32 = self.cells[origin + first : origin + last].copy()
         return copy
 
     def at(self, rows: Int64, columns: Int64) -> Int32:
-        """The ids in ``columns`` of ``rows``, element by element; 0 before a row's base."""
+        """Return the ids in ``columns`` of ``rows``, element by element; 0 before a row's base."""
         before = columns < self.base[rows]
         if np.count_nonzero(before):
             found = np.where(before, 0, self.cells[np.where(before, 0, self.origin[rows] + columns)])
@@ -290,11 +366,11 @@ class BlockRows:
         return ids
 
     def cell(self, row: int, column: int) -> int:
-        """The block in ``column`` of ``row``, which has it; 0 for a null one."""
+        """Return the block in ``column`` of ``row``; 0 for a null one."""
         return self._each_cell[self._each_origin[row] + column] if column >= self._each_base[row] else 0
 
     def push(self, row: int, block: int) -> None:
-        """``block``, not the null one, behind what ``row`` has."""
+        """Append ``block``, not the null one, to ``row``."""
         count: int = self.each_count[row]
         if count - self._each_base[row] >= self._each_room[row]:
             self._ensure(row, count + 1)
@@ -302,7 +378,7 @@ class BlockRows:
         self.each_count[row] = count + 1
 
     def extend(self, row: int, ids: Int32) -> None:
-        """``ids`` behind what ``row`` has. Null columns at the beginning of a row take no room."""
+        """Append ``ids`` to ``row``. Null columns at the beginning of a row take no room."""
         count = self.each_count[row]
         if count == self._each_base[row] and len(ids) and not ids[0]:
             nulls = int((ids != 0).argmax()) if np.count_nonzero(ids) else len(ids)
@@ -316,9 +392,10 @@ class BlockRows:
         self.each_count[row] = count + len(ids)
 
     def extend_many(self, rows: Int64, counts: Int64, ids: Int32) -> tuple[Int64, Int64]:
-        """``counts[i]`` of ``ids``, in order, behind what ``rows[i]`` has; rows distinct.
+        """Append ``counts[i]`` of ``ids``, in order, to ``rows[i]``. Rows are distinct.
 
-        Returns for every id the index into ``rows`` and the column, int64[len(ids)] each.
+        Returns:
+            For each id the index into ``rows`` and the column, int64[len(ids)] each.
         """
         held = self.count[rows]
         after = held + counts
@@ -337,7 +414,7 @@ class BlockRows:
         return owner, column
 
     def drop(self, row: int, columns: int) -> Int32:
-        """Columns before ``columns`` are null from now on; the blocks they held, highest column first."""
+        """Make the columns before ``columns`` null, and return their blocks, highest column first."""
         first = max(self.each_dropped[row], self._each_base[row])
         origin = self._each_origin[row]
         gone = self.cells[origin + first : origin + columns]
@@ -347,7 +424,7 @@ class BlockRows:
         return ids
 
     def drop_one(self, row: int) -> int:
-        """``drop`` of the first column that is not dropped: the block that it held, 0 for a null one."""
+        """Drop the next column of ``row``, and return its block; 0 for a null one."""
         column: int = self.each_dropped[row]
         self.each_dropped[row] = column + 1
         if column < self._each_base[row]:
@@ -358,47 +435,49 @@ class BlockRows:
         return block
 
     def columns_before(self, rows: Int64, columns: Int64) -> tuple[Int64, Int32]:
-        """Columns dropped .. columns[i]-1 of ``rows[i]``, row after row, each highest column first.
+        """Return the columns dropped .. columns[i]-1 of ``rows[i]``, row after row, highest column first.
 
-        Returns for each the index into ``rows``, int64, and its block, int32, 0 for a null column.
+        Returns:
+            For each column the index into ``rows``, int64, and the block, int32; 0 for a null one.
         """
         where, owner = self._before(rows, columns)
         ids: Int32 = self.cells[where]
         return owner, ids
 
     def drop_rows(self, rows: Int64, columns: Int64) -> None:
-        """Columns before ``columns[i]`` of ``rows[i]`` are null from now on; rows distinct."""
+        """Make the columns before ``columns[i]`` of ``rows[i]`` null. Rows are distinct."""
         where, _ = self._before(rows, columns)
         self.cells[where] = 0
         self.dropped[rows] = columns
 
     def _before(self, rows: Int64, columns: Int64) -> tuple[Int64, Int64]:
+        """Return the cells of columns dropped .. columns[i]-1, highest first, and the index of the row of each."""
         counts = columns - np.maximum(self.dropped[rows], self.base[rows])
         owner = np.arange(len(rows)).repeat(counts)
-        behind = np.arange(len(owner)) - (counts.cumsum() - counts).repeat(counts)
+        nth = np.arange(len(owner)) - (counts.cumsum() - counts).repeat(counts)
         of = rows[owner]
-        return self.origin[of] + columns[owner] - 1 - behind, owner
+        return self.origin[of] + columns[owner] - 1 - nth, owner
 
     def vacate(self, row: int, columns: tuple[int, ...]) -> Int32:
-        """The blocks of ``columns``, which are null from now on, in this order."""
+        """Make ``columns`` null, and return their blocks in this order."""
         where = np.array(columns, np.int64) + self.origin.item(row)
         ids: Int32 = self.cells[where]
         self.cells[where] = 0
         return ids
 
     def swap_first(self, rows: Int64, columns: Int64) -> None:
-        """Column 0 and ``columns[i]`` of ``rows[i]``, which have all their columns, change places; rows distinct."""
+        """Swap column 0 and ``columns[i]`` of ``rows[i]``, whose extents hold all columns. Rows are distinct."""
         first, other = self.start[rows], self.start[rows] + columns
         self.cells[first], self.cells[other] = self.cells[other], self.cells[first]
 
     def rewrite(self, sources: Int64, targets: Int64) -> None:
-        """Wherever a row has ``sources[i]`` it has ``targets[i]`` from now on. O(cells)."""
+        """Replace ``sources[i]`` with ``targets[i]`` in all rows. O(cells)."""
         where = self._where(sources)
         order = sources.argsort()
         self.cells[where] = targets[order][sources[order].searchsorted(self.cells[where])]
 
     def find(self, ids: Int64) -> tuple[Int64, Int64]:
-        """Rows and columns that hold one of ``ids``, in row order; int64 each. O(cells)."""
+        """Return the rows and columns that hold one of ``ids``, in row order; int64 each. O(cells)."""
         where = self._where(ids)
         rows = self.count.nonzero()[0] if where.size else where
         if not rows.size:
@@ -406,14 +485,14 @@ class BlockRows:
         rows = rows[self.start[rows].argsort()]
         owner = rows[self.start[rows].searchsorted(where, "right") - 1]
         within = where - self.start[owner]
-        held = (within >= 0) & (within < (self.count - self.base)[owner])  # others are left over from rows before
+        held = (within >= 0) & (within < (self.count - self.base)[owner])  # other cells are stale
         owner, within = owner[held], within[held]
         order = np.lexsort((within, owner))
         columns: Int64 = (self.base[owner] + within)[order]
         return owner[order], columns
 
     def _where(self, ids: Int64) -> Int64:
-        """Cells that hold one of ``ids``, or did when they were a row's. O(cells), few times over."""
+        """Return the cells that hold one of ``ids``, stale cells of earlier rows included. O(cells)."""
         cells = self.cells[: self._used]
         if len(ids) > _FEW:
             return np.isin(cells, ids).nonzero()[0]
@@ -423,7 +502,7 @@ class BlockRows:
         return found.nonzero()[0]
 
     def clear(self, row: int) -> None:
-        """``row`` holds nothing and gives its extent back."""
+        """Empty ``row``, and give its extent back."""
         if row >= len(self.start):
             return
         room = self._each_room[row]
@@ -432,7 +511,7 @@ class BlockRows:
         self.start[row] = self.room[row] = self.base[row] = self.origin[row] = self.dropped[row] = self.count[row] = 0
 
     def ensure_rows(self, capacity: int) -> None:
-        """Rows 0 .. capacity - 1 exist."""
+        """Make rows 0 .. capacity - 1 exist."""
         if capacity > len(self.start):
             self.start, self.room = grown(self.start, capacity), grown(self.room, capacity)
             self.base, self.origin = grown(self.base, capacity), grown(self.origin, capacity)
@@ -440,12 +519,12 @@ class BlockRows:
             self._look_anew()
 
     def extents(self) -> list[tuple[int, int]]:
-        """(start, room) of every extent, given to a row or spare; for checks."""
+        """Return (start, room) of every extent, used or spare; for checks."""
         given = [(s, r) for s, r in zip(self.start.tolist(), self.room.tolist(), strict=True) if r]
         return given + [(start, room) for room, starts in self._spare.items() for start in starts]
 
     def _ensure(self, row: int, count: int) -> None:
-        """Room for ``count`` columns. What was dropped makes room first, where half of the extent becomes free."""
+        """Make room for ``count`` columns. Reuses the room of dropped columns if that frees half of the extent."""
         old_start, old_room = self._each_start[row], self._each_room[row]
         base, held = self._each_base[row], self.each_count[row]
         if count - base <= old_room:
@@ -464,6 +543,7 @@ class BlockRows:
         self.start[row], self.room[row], self.base[row], self.origin[row] = start, room, first, start - first
 
     def _extent(self, room: int) -> int:
+        """Return the start of an unused extent of ``room`` cells."""
         spare = self._spare.get(room)
         if spare:
             return spare.pop()

@@ -1,11 +1,11 @@
-"""What is held besides rows: cached prefixes that stay whoever needs room, and blocks in a transfer to elsewhere.
+"""Blocks that are held without a row: pinned prefixes, locked blocks, and rows that are being loaded.
 
-Rows whose blocks are written from elsewhere while steps go on: by another engine, or from another memory.
+A load writes the blocks of a row from elsewhere while steps go on: from another engine, or from another memory.
 
-0 new tokens, external ones   blocks are taken and locked; nothing of them is published, so nobody hits them
-finish: all came              the row goes on behind them, and they can be hit
-finish: some came             behind those, where every group has what comes before them
-finish: too few came, free    blocks are given back: the next look-up finds what is here, the rest is computed
+    plan with 0 new tokens and external ones   blocks are taken and locked; unpublished, so no request hits them
+    finish_load, all tokens arrived            the row resumes after them, and they can be hit
+    finish_load, some arrived                  the row resumes after these, if every group has the tokens it reads there
+    finish_load, too few arrived               the blocks are freed; the next look-up finds the cached ones again
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pin:
-    """A prefix that stays. tokens: how many of those asked for are cached. blocks: int32 ids, per group."""
+    """A prefix that stays in the cache.
+
+    Attributes:
+        number: Number of the pin.
+        tokens: How many of the requested tokens are cached.
+        blocks: int32 ids of each group.
+    """
 
     number: int
     tokens: int
@@ -41,7 +47,12 @@ class Pin:
 
 
 class Pins:
-    """Pins that are held; together at most ``max_blocks`` blocks, those in several pins counted for each."""
+    """All pins of a cache.
+
+    Args:
+        pool: The blocks.
+        max_blocks: Most blocks that pins hold together; a block in two pins counts twice.
+    """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self.max_blocks = max_blocks
@@ -58,16 +69,22 @@ class Pins:
         return sum(pin.num_blocks for pin in self._held.values())
 
     def holds(self, group: int, ids: Int32) -> Int32:
-        """How many pins hold each of ``ids``, int32[len(ids)]. O(pinned blocks)."""
+        """Return how many pins hold each of ``ids`` of ``group``, int32[len(ids)]. O(pinned blocks)."""
         counts = np.zeros(len(ids), np.int32)
         for pin in self._held.values():
             counts += np.isin(ids, pin.blocks[group])
         return counts
 
     def add(self, hit: Hit, drops: Sequence[bool]) -> Pin:
-        """Hold the blocks of ``hit``. CapacityError, and nothing held, beyond the limit.
+        """Hold the blocks of ``hit``.
 
-        drops: per group, whether it drops for EAGLE: then the block that a look-up sees past the hit is held too.
+        Args:
+            hit: The prefix.
+            drops: By group, whether it drops blocks for EAGLE. Then the block that a look-up sees after the hit is held
+                too.
+
+        Raises:
+            CapacityError: The limit would be exceeded. Nothing was held.
         """
         blocks = tuple(
             np.union1d(part.blocks, part.seen) if past else part.blocks
@@ -86,14 +103,14 @@ class Pins:
         return pin
 
     def follow(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """Blocks moved from ``sources`` to ``targets``: pins name the latter. O(pinned blocks)."""
+        """Rename blocks that moved from ``sources`` to ``targets``. O(pinned blocks)."""
         new = dict(zip(sources.tolist(), targets.tolist(), strict=True))
         for pin in self._held.values():
             for ids in pin.blocks:
                 ids[:] = [new.get(block, block) for block in ids.tolist()]
 
     def release(self, pin: Pin) -> None:
-        """Its blocks can be evicted again, the last one first. CacheError for a pin that is not held."""
+        """Release a pin, the last block first. Raises CacheError for a pin that is not held."""
         if self._held.get(pin.number) is not pin:
             raise CacheError(f"pin {pin.number} is not held here: release a pin once, where it was made")
         del self._held[pin.number]
@@ -103,13 +120,17 @@ class Pins:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLock:
-    """blocks: int32, the pool's numbers, by group."""
+    """Blocks that a transfer reads.
+
+    Attributes:
+        blocks: int32 numbers of the pool, by group.
+    """
 
     blocks: tuple[Int32, ...]
 
 
 class Locks:
-    """Locks that are held; each block has one more holder for each."""
+    """All locks of a cache. Each lock is one more holder of its blocks."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -119,7 +140,7 @@ class Locks:
         return iter(tuple(self._held))
 
     def add(self, blocks: Sequence[Int32]) -> BlockLock:
-        """Hold and lock ``blocks``, by group, which somebody holds."""
+        """Hold and lock ``blocks``, by group. Each already has a holder."""
         lock = BlockLock(tuple(blocks))
         for ids in filter(len, lock.blocks):
             self._pool.touch(ids)
@@ -128,9 +149,9 @@ class Locks:
         return lock
 
     def release(self, lock: BlockLock) -> None:
-        """Undo it. CacheError for a lock that is not held."""
+        """Release a lock. Raises CacheError for a lock that is not held."""
         if lock not in self._held:
-            raise CacheError("this lock is not held: unlock what was locked, once")
+            raise CacheError("this lock is not held: unlock each lock once")
         self._held.remove(lock)
         for ids in filter(len, lock.blocks):
             self._pool.unlock(ids)
@@ -138,7 +159,7 @@ class Locks:
 
 
 class _Load(NamedTuple):
-    """tokens: computed once all has come. hit_tokens: those of them that were here before."""
+    """A load in progress: ``tokens`` are computed when all have arrived, ``hit_tokens`` of them were cached before."""
 
     tokens: int
     hit_tokens: int
@@ -146,9 +167,14 @@ class _Load(NamedTuple):
 
 
 class Loads:
-    """Rows of ``groups`` that wait for a transfer. locks: those of the cache, by which their blocks stay in place.
+    """Rows that wait for a transfer.
 
-    of_row: what each of them waits for; for reading, always the same mapping.
+    Args:
+        groups: All groups.
+        locks: Keep the blocks of these rows in place.
+
+    Attributes:
+        of_row: row -> its load; always the same mapping.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], locks: Locks) -> None:
@@ -157,25 +183,28 @@ class Loads:
         self.of_row: dict[int, _Load] = {}
 
     def begin(self, row: int, tokens: int, hit_tokens: int) -> None:
-        """Of the first ``tokens`` tokens of ``row``, which holds its blocks, those behind a hit are to come."""
+        """Note that the tokens of ``row`` after its hit, up to ``tokens``, will arrive in its blocks."""
         self.of_row[row] = _Load(tokens, hit_tokens, self._locks.add([group.rows.held(row) for group in self._groups]))
 
     def end(self, row: int) -> None:
-        """No transfer writes the blocks of ``row`` any longer; nothing for a row that waits for none."""
+        """Note that no transfer writes the blocks of ``row`` any longer. Ignores rows without a load."""
         load = self.of_row.pop(row, None)
         if load is not None:
             self._locks.release(load.lock)
 
     def refuse(self, request: Request) -> None:
-        """CacheError for a request that is loaded."""
+        """Raise CacheError for a request that is being loaded."""
         if self.of_row and request.row in self.of_row:
-            raise CacheError(f"tokens of {request.request_id!r} are being loaded: tell finish_load what came first")
+            raise CacheError(f"tokens of {request.request_id!r} are being loaded: call finish_load first")
 
     def arrived(self, request: Request, tokens: int | None) -> int:
-        """Behind how many tokens ``request`` can go on when ``tokens`` came, None for all; 0 behind none.
+        """Return the token count at which ``request`` can resume when ``tokens`` arrived (``None``: all); 0 for none.
 
-        Never inside its hit: those blocks are others', too, and what they hold is there.
-        ConfigError for more than were asked for, CacheError for a request that is not loaded.
+        It is never inside the hit, because other requests share these blocks.
+
+        Raises:
+            ConfigError: More tokens arrived than were requested.
+            CacheError: The request is not being loaded.
         """
         load = self.of_row.get(request.row)
         if load is None:
@@ -183,10 +212,10 @@ class Loads:
         if tokens is None or tokens == load.tokens:
             return load.tokens
         if tokens > load.tokens:
-            raise ConfigError(f"{load.tokens} tokens of {request.request_id!r} are loaded, {tokens} cannot have come")
+            raise ConfigError(f"{load.tokens} tokens of {request.request_id!r} are loaded, so {tokens} cannot arrive")
         there = max(tokens, load.hit_tokens)
         for group in self._groups:
             read = slice(group.policy.droppable(there), group.policy.columns(there))
             if group.states is not None or not group.rows.ids(request.row)[read].all():
-                return 0  # a state was to be that behind all tokens
+                return 0  # the loaded state would have followed all tokens
         return there

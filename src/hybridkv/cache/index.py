@@ -1,18 +1,19 @@
-"""The prefix index of one group: keys of whole blocks, and of tokens that end inside one.
+"""The prefix index of one group: from keys of blocks to blocks.
 
-    whole     block hash -> the block that holds those tokens
+    whole     hash of a block -> the block with those tokens
     partial   tokens that end inside a block -> the block that begins with them:
 
-              block   [ tokens of an entry | written later ]   parent: the key of what lies before the block
+              block   [ tokens of an entry | written later ]     parent: key of the tokens before the block
 
-Partial entries are found by comparing them, not by hashing: a parent has at most a few (docs/contracts.md, 10).
+A partial entry is found by comparing tokens, not by hashing: a parent has at most MOST_PARTIAL entries
+(docs/contracts.md, 10).
 
-Runs of keys that were found one behind the other, with their blocks: what is found again is compared as arrays.
+Runs of keys that were found one after another are remembered with their blocks, and then compared as arrays:
 
-    keys     k0 k1 k2 k3 | k4 k5      looked up once, one by one; from then on the run is found by k0 and compared whole
-    blocks   17 18 19 40 | 41 44      true while none of these blocks lost its key
+    keys     k0 k1 k2 k3 | k4 k5      looked up once, one by one; later the run is found by k0 and compared whole
+    blocks   17 18 19 40 | 41 44      valid while none of these blocks lost its key
 
-A key says all that lies before it, so what followed k3 once follows it wherever k3 stands.
+A key covers all tokens before it, so the key that followed k3 once follows it in every request.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from hybridkv.errors import CacheError
 from hybridkv.request import Request
 
 MOST_PARTIAL: Final = 4
-"""Entries of one parent."""
+"""Partial entries of one parent. Chosen by hand."""
 
 TOKEN_BYTES: Final = 4
 
 Int32 = NDArray[np.int32]
 
 LEAST_KEYS: Final = 64
-"""Of a run: fewer are looked up one by one in no time."""
+"""Keys of the shortest run; fewer are looked up one by one just as fast. Chosen by hand."""
 
 _MOST_EVICTIONS: Final = 1 << 30
-"""Between two looks at a run: stamps of blocks are 32 bits wide."""
+"""Most evictions between two uses of a run: the stamps of blocks have 32 bits."""
 
 _NONE = np.empty(0, np.int32)
 _FIRST_CHUNK = 32
 _MORE_IN_RUNS = 1000
-_LARGEST_CHUNK = 512  # a hit costs at most so many look-ups in vain
+_LARGEST_CHUNK = 512  # most useless look-ups of a hit
 
 
 class PartialBlock(NamedTuple):
-    """tokens: the bytes of an int32 array. block: it begins with them. length: in tokens."""
+    """A partial entry: ``block`` begins with ``tokens`` (bytes of int32), ``length`` tokens."""
 
     tokens: bytes
     block: int
@@ -58,17 +59,17 @@ class PartialBlock(NamedTuple):
 
 
 class Losses(Protocol):
-    """Who knows which blocks lost a key; see hybridkv.cache.keys.BlockKeys."""
+    """Knows which blocks lost a key; see ``hybridkv.cache.keys.BlockKeys``."""
 
     evictions: int
 
     def num_kept(self, ids: Int32, evictions: int) -> int:
-        """How many of the leading ``ids`` lost no key since ``evictions`` was that."""
+        """Return how many leading ``ids`` lost no key since ``evictions`` had this value."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """blocks[i] was found under keys[i], and lost no key before ``evictions`` counted so many."""
+    """A run: ``blocks[i]`` was found under ``keys[i]``, and lost no key before ``evictions`` losses were counted."""
 
     keys: list[bytes]
     blocks: Int32
@@ -76,15 +77,17 @@ class _Run:
 
 
 class PrefixIndex:
-    """Keys of one group. Two blocks may carry one key: a look-up gives the one that came first.
+    """The keys of one group. Two blocks may carry one key: a look-up returns the block that got it first.
 
-    losses: of the blocks that it names. block_size: tokens of a block. hashes_per_block: hash blocks of a block.
+    Args:
+        losses: Knows which blocks lost a key.
+        block_size: Tokens of a block.
+        hashes_per_block: Hash blocks of a block.
 
-    _first: key -> block. _others: key -> later blocks with the same key, oldest first; only keys that
-    stand in _first. _partial: parent -> its partial entries, oldest first; _parent: of every block that has one (a
-    block has one place). num_partial: of all parents. additions: keys added so far, partial ones too. losses: of the
-    blocks that it names.
-    _runs: by their first keys; keys_in_runs: in all of them, as often as one stands there.
+    Attributes:
+        num_partial: Number of partial entries.
+        additions: Entries added so far, partial ones included.
+        keys_in_runs: Keys in all runs; a key in two runs counts twice.
     """
 
     def __init__(self, losses: Losses, block_size: int = 1, hashes_per_block: int = 1) -> None:
@@ -101,15 +104,15 @@ class PrefixIndex:
         self.additions = 0
 
     def __len__(self) -> int:
-        """Distinct keys."""
+        """Return the number of distinct keys."""
         return len(self._first)
 
     def get(self, key: bytes) -> int | None:
-        """The block that got ``key`` first, None for an unknown key."""
+        """Return the block that got ``key`` first; ``None`` for an unknown key."""
         return self._first.get(key)
 
     def add(self, keys: Sequence[bytes], blocks: list[int]) -> None:
-        """``blocks[i]`` carries ``keys[i]`` from now on; as many of one as of the other. O(keys)."""
+        """Give ``keys[i]`` to ``blocks[i]``; both have the same length. O(keys)."""
         self.additions += len(keys)
         shown = list(map(self._first.setdefault, keys, blocks))
         if shown == blocks:
@@ -119,13 +122,13 @@ class PrefixIndex:
                 self._others.setdefault(key, []).append(block)
 
     def add_one(self, key: bytes, block: int) -> None:
-        """``add`` of one."""
+        """Give one key to one block."""
         self.additions += 1
         if self._first.setdefault(key, block) != block:
             self._others.setdefault(key, []).append(block)
 
     def remove(self, key: bytes, block: int) -> None:
-        """``block`` carries ``key`` no longer; the next one with the same key shows."""
+        """Take ``key`` from ``block``. The next block with the same key is found from then on."""
         first, others = self._first, self._others
         if key not in others:
             if first.pop(key, None) != block:
@@ -140,7 +143,7 @@ class PrefixIndex:
             del others[key]
 
     def remove_many(self, keys: Sequence[bytes], blocks: list[int]) -> None:
-        """Remove each of ``blocks`` and its key. O(keys)."""
+        """Take its key from each of ``blocks``. O(keys)."""
         if self._others and not self._others.keys().isdisjoint(keys):
             for key, block in zip(keys, blocks, strict=True):
                 self.remove(key, block)
@@ -151,7 +154,7 @@ class PrefixIndex:
             raise CacheError(f"block {block} is not indexed under its key")
 
     def rename(self, key: bytes | None, source: int, target: int) -> None:
-        """What ``source`` carried, ``key`` and partial entries, ``target`` carries in its place."""
+        """Move ``key`` and the partial entries of ``source`` to ``target``."""
         if key is not None:
             if self._first.get(key) == source:
                 self._first[key] = target
@@ -166,10 +169,10 @@ class PrefixIndex:
             ]
 
     def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> Int32:
-        """Blocks of the leading keys that are all known, at most ``stop``; int32[hits].
+        """Return the blocks of the leading keys that are all known, at most ``stop``; int32[hits].
 
-        O(hits), whatever the rest is: keys are asked for in chunks, the first one alone. Long runs of keys that were
-        asked for before are compared as arrays.
+        O(hits), however many keys follow: keys are looked up in chunks, the first one alone. Long runs that were found
+        before are compared as arrays.
         """
         get = self._first.get
         left = len(keys) if stop is None else min(stop, len(keys))
@@ -190,7 +193,7 @@ class PrefixIndex:
         return np.concatenate((*parts, rest)) if parts else rest
 
     def _asked(self, keys: Sequence[bytes], first: int, stop: int) -> Int32:
-        """Blocks of ``keys`` from ``first`` on that are all known, asked for one by one."""
+        """Look up ``keys`` from ``first`` on one by one, and return the blocks up to the first unknown key."""
         get, left = self._first.get, stop - first
         coming, chunk = iter(keys[first:] if first else keys), _FIRST_CHUNK
         parts: list[Int32] = []
@@ -206,18 +209,18 @@ class PrefixIndex:
         return parts[0] if len(parts) == 1 else np.concatenate(parts or (_NONE,))
 
     def blocks_of(self, keys: Sequence[bytes]) -> list[int]:
-        """The block of each of ``keys``, 0 for unknown ones. O(keys)."""
+        """Return the block of each of ``keys``; 0 for unknown ones. O(keys)."""
         return list(map(self._first.get, keys, repeat(0)))
 
     def entries(self) -> Iterator[tuple[bytes, int]]:
-        """Every (key, block), a key's blocks in the order they would be found."""
+        """Yield every (key, block); blocks of one key in the order in which they would be found."""
         for key, block in self._first.items():
             yield key, block
             for later in self._others.get(key, ()):
                 yield key, later
 
     def clear(self) -> None:
-        """Forget every key."""
+        """Remove every entry."""
         self._clear_runs()
         self._first.clear()
         self._others.clear()
@@ -228,19 +231,19 @@ class PrefixIndex:
     # -- tokens that end inside a block
 
     def partial_blocks_of(self, parent: bytes) -> Sequence[PartialBlock]:
-        """The partial entries behind ``parent``, oldest first."""
+        """Return the partial entries of ``parent``, oldest first."""
         return self._partial.get(parent, ())
 
     def partial_blocks(self) -> Iterable[int]:
-        """Every block that is known for its first tokens."""
+        """Return every block with a partial entry."""
         return self._parent.keys()
 
     def is_partial(self, block: int) -> bool:
-        """Whether ``block`` is known for its first tokens."""
+        """Return whether ``block`` has a partial entry."""
         return block in self._parent
 
     def partial_keys_in(self, blocks: Sequence[int]) -> list[tuple[int, bytes, bytes]]:
-        """The partial entries of ``blocks``: (index in ``blocks``, parent, tokens)."""
+        """Return the partial entries of ``blocks``: (index in ``blocks``, parent, tokens)."""
         found = [(place, block) for place, block in enumerate(blocks) if block in self._parent]
         return [
             (place, parent, entry.tokens)
@@ -251,7 +254,11 @@ class PrefixIndex:
         ]
 
     def add_partial(self, parent: bytes, entry: PartialBlock) -> int | None:
-        """One more; the block whose oldest one had to go, if one had to. The same entry must not be there."""
+        """Add a partial entry, which must be new.
+
+        Returns:
+            The block whose entry, the oldest of the parent, had to go; else ``None``.
+        """
         self.additions += 1
         found = self._partial.setdefault(parent, [])
         gone = None
@@ -266,7 +273,7 @@ class PrefixIndex:
         return gone
 
     def remove_partial(self, block: int) -> bool:
-        """All of ``block``; whether there were any."""
+        """Remove all partial entries of ``block``. Returns whether there were any."""
         parent = self._parent.pop(block, None)
         if parent is None:
             return False
@@ -280,7 +287,7 @@ class PrefixIndex:
         return True
 
     def partial_entries(self) -> Iterator[tuple[bytes, PartialBlock]]:
-        """Every (parent, entry), a parent's oldest first."""
+        """Yield every (parent, partial entry); those of one parent oldest first."""
         for parent, entries in self._partial.items():
             for entry in entries:
                 yield parent, entry
@@ -288,7 +295,10 @@ class PrefixIndex:
     # -- what a request finds
 
     def reach(self, request: Request, column: int) -> tuple[int, int]:
-        """How many tokens of ``column`` a cached block begins with, and that block; 0 and 0 without one. O(1)."""
+        """Return how many tokens of ``column`` a cached block begins with, and that block; 0 and 0 without one.
+
+        O(1).
+        """
         whole = self._whole(request, column)
         if whole is not None:
             return self._block_size, whole
@@ -299,14 +309,17 @@ class PrefixIndex:
         return length, block
 
     def source(self, request: Request, column: int, tokens: int) -> int:
-        """The block that begins with the first ``tokens`` tokens of ``column``. CacheError where reach is less."""
+        """Return the block that begins with the first ``tokens`` tokens of ``column``.
+
+        Raises CacheError without one.
+        """
         found = self.beginning(request, column, tokens)
         if found is None:
             raise CacheError(f"no block begins with {tokens} tokens of column {column}: look up again")
         return found
 
     def beginning(self, request: Request, column: int, tokens: int) -> int | None:
-        """The block that begins with the first ``tokens`` tokens of ``column``, None without one."""
+        """Return the block that begins with the first ``tokens`` tokens of ``column``; ``None`` without one."""
         whole = self._whole(request, column)
         if whole is not None:
             return whole
@@ -316,20 +329,20 @@ class PrefixIndex:
         return None
 
     def begins(self, request: Request, block: int, column: int, tokens: int) -> bool:
-        """Whether ``block`` begins with the first ``tokens`` tokens of ``column``."""
+        """Return whether ``block`` begins with the first ``tokens`` tokens of ``column``."""
         return block == self._whole(request, column) or any(
             entry.block == block and entry.length >= tokens for entry in self._own_partial_blocks(request, column)
         )
 
     def is_state(self, request: Request, block: int, tokens: int) -> bool:
-        """Whether ``block`` is a state after ``tokens`` tokens."""
+        """Return whether ``block`` is a state after ``tokens`` tokens."""
         column, rest = divmod(tokens, self._block_size)
         if not rest:
             return bool(column) and block == self.get(request.hashes[column - 1])
         return any(entry.block == block and entry.length == rest for entry in self._own_partial_blocks(request, column))
 
     def last_state(self, request: Request, end_tokens: int, alignment: int) -> int:
-        """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
+        """Return the greatest position of a state up to ``end_tokens``; 0 without one."""
         size = self._block_size
         if not self._first and not self.num_partial:
             return 0
@@ -347,7 +360,7 @@ class PrefixIndex:
         return 0
 
     def state_at(self, request: Request, tokens: int) -> int | None:
-        """The block of the state after ``tokens`` tokens."""
+        """Return the block of the state after ``tokens`` tokens; ``None`` without one."""
         column, rest = divmod(tokens, self._block_size)
         if not rest:
             return self.get(request.hashes[column - 1]) if column else None
@@ -357,7 +370,7 @@ class PrefixIndex:
         return None
 
     def partial_key(self, request: Request, tokens: int) -> tuple[bytes, bytes]:
-        """Parent and entry of the partial key of the first ``tokens`` tokens."""
+        """Return the parent and the tokens of the partial key of the first ``tokens`` tokens."""
         column = tokens // self._block_size
         parent = parent_key(request, column * self._hashes_per_block, self._hashes_per_block)
         return parent, request.token_bytes(column * self._block_size, tokens)
@@ -367,7 +380,7 @@ class PrefixIndex:
         return self.get(request.hashes[place]) if place < len(request.hashes) else None
 
     def _own_partial_blocks(self, request: Request, column: int) -> Sequence[PartialBlock]:
-        """Return the partial entries of ``column`` that the request's own tokens begin with, oldest first."""
+        """Return the partial entries of ``column`` with which the request's own tokens begin, oldest first."""
         if not self.num_partial:
             return ()
         found = self._partial.get(parent_key(request, column * self._hashes_per_block, self._hashes_per_block), ())
@@ -382,7 +395,10 @@ class PrefixIndex:
     # -- runs of keys
 
     def _find_runs(self, keys: Sequence[bytes], stop: int) -> list[Int32]:
-        """Blocks of leading ``keys``, at most ``stop``, run by run. O(runs), and comparisons of arrays and lists."""
+        """Return the blocks of leading ``keys``, at most ``stop``, run by run.
+
+        O(runs), and comparisons of arrays and lists.
+        """
         parts: list[Int32] = []
         if self._losses.evictions - self._swept > _MOST_EVICTIONS:
             self._forget_lost()
@@ -405,9 +421,9 @@ class PrefixIndex:
         return parts
 
     def _add_run(self, keys: Sequence[bytes], found: int, blocks: Int32) -> None:
-        """``blocks`` were found under ``keys`` behind the first ``found``, which were found before. O(len(blocks)).
+        """Remember ``blocks``, found under ``keys`` after the first ``found``. O(len(blocks)).
 
-        They lengthen the run of just those first ones, if there is one, or are one of their own.
+        They extend the run of exactly those first keys, if there is one. Else they become a run.
         """
         before = self._runs.get(keys[0]) if found else None
         new = _Run(list(keys[found : found + len(blocks)]), blocks, self._losses.evictions)
@@ -420,7 +436,7 @@ class PrefixIndex:
         self.keys_in_runs += len(blocks)
 
     def _forget_lost(self) -> None:
-        """Runs are as long as their blocks have their keys. O(keys in runs)."""
+        """Cut each run at its first block without a key. O(keys in runs)."""
         for run in list(self._runs.values()):
             kept = self._losses.num_kept(run.blocks, run.evictions)
             if kept < len(run.keys):
@@ -429,7 +445,7 @@ class PrefixIndex:
         self._swept = self._losses.evictions
 
     def _cut(self, run: _Run, kept: int) -> None:
-        """Only the first ``kept`` keys of ``run`` are left; a short one goes."""
+        """Keep only the first ``kept`` keys of ``run``; a short run is removed."""
         self.keys_in_runs -= len(run.keys) - kept
         first = run.keys[0]
         del run.keys[kept:]
@@ -438,26 +454,26 @@ class PrefixIndex:
             self.keys_in_runs -= kept
             del self._runs[first]
 
-    def _join(self, run: _Run, behind: _Run) -> None:
-        """``behind`` follows ``run``, and is a part of it from now on."""
-        if self._runs.pop(behind.keys[0], None) is not None:
-            _lengthen(run, behind)
+    def _join(self, run: _Run, follower: _Run) -> None:
+        """Append the run ``follower`` to ``run``."""
+        if self._runs.pop(follower.keys[0], None) is not None:
+            _lengthen(run, follower)
 
     def _clear_runs(self) -> None:
         self._runs.clear()
         self.keys_in_runs = 0
 
 
-def _lengthen(run: _Run, behind: _Run) -> None:
-    run.keys += behind.keys
-    run.blocks = np.concatenate((run.blocks, behind.blocks))
-    run.evictions = min(run.evictions, behind.evictions)
+def _lengthen(run: _Run, follower: _Run) -> None:
+    run.keys += follower.keys
+    run.blocks = np.concatenate((run.blocks, follower.blocks))
+    run.evictions = min(run.evictions, follower.evictions)
 
 
 def _common(run: list[bytes], keys: Sequence[bytes], at: int, stop: int) -> int:
-    """How many keys ``run`` and ``keys`` from ``at`` to ``stop`` begin with: where one agrees, all before it do.
+    """Return how many keys ``run`` and ``keys[at:stop]`` have in common: if one agrees, so do all before it.
 
-    O(log keys), and O(1) where all agree.
+    O(log keys), and O(1) if all agree.
     """
     low, high = 0, min(len(run), stop - at)
     if high and run[high - 1] == keys[at + high - 1]:
@@ -473,10 +489,10 @@ def _common(run: list[bytes], keys: Sequence[bytes], at: int, stop: int) -> int:
 
 @dataclass(slots=True)
 class KnownTokens:
-    """The keys seen last, between half of ``most`` and ``most`` of them: see add_known and leading_known.
+    """The keys seen last, between half of ``most`` and ``most`` of them; see ``add_known`` and ``leading_known``.
 
-    Two generations: when the young one is full, the old one is forgotten. Keys are remembered by their hashes: two that
-    agree would cost one state kept in vain, no more.
+    There are two generations: when the young one is full, the old one is forgotten. Keys are remembered by their
+    hashes. Two keys with one hash would cost one useless state, no more.
     """
 
     most: int
@@ -485,20 +501,23 @@ class KnownTokens:
 
 
 def add_known(known: KnownTokens, keys: Sequence[bytes]) -> None:
-    """A request has these keys, its first block's first. O(keys)."""
+    """Remember the keys of a request, in order. O(keys)."""
     known.young.update(map(hash, keys))
     if len(known.young) > max(known.most // 2, 1):
         known.old, known.young = known.young, set(map(hash, keys))
 
 
 def leading_known(known: KnownTokens, keys: Sequence[bytes]) -> int:
-    """How many of ``keys`` from the first on are known: with a key, all before it were seen. O(log keys)."""
+    """Return how many leading ``keys`` are known: with a key, all before it were seen. O(log keys)."""
     young, old = known.young, known.old
     return bisect_left(keys, 1, key=lambda key: (found := hash(key)) not in young and found not in old)
 
 
 def parent_key(request: Request, first: int, count: int) -> bytes:
-    """Return the parent of partial entries of hash blocks first .. first + count - 1: key before, and extra keys."""
+    """Return the parent of partial entries in hash blocks first ..
+
+    first + count - 1: the key before them, with extra keys.
+    """
     if request.hasher is None:
         raise CacheError(f"request {request.request_id!r} has no keys: construct it with hasher=cache.hasher")
     parent = request.hashes[first - 1] if first else request.hasher.root

@@ -1,11 +1,11 @@
-"""What blocks carry: the keys under which they can be hit, and which step writes them.
+"""Keys of blocks: under which keys a block can be hit, and which step writes it.
 
-    no key --publish--> to be written by a step --mark_written--> written
-      ^                        |                                     |
-      +------------------------+--------- evict, clear --------------+
+    no key --publish--> waits for a step --mark_written--> written
+      ^                        |                              |
+      +------------------------+------- evict, clear ---------+
 
-A key is of all tokens of a block, or of its first ones (a partial key); a block has its keys in one group. The pool
-counts its holders. All columns are flat arrays indexed by block (docs/design/0001).
+A key covers all tokens of a block, or its first tokens (a *partial key*). A block has keys in one group only. The pool
+counts the holders. All columns are flat arrays indexed by block (docs/design/0001).
 """
 
 from __future__ import annotations
@@ -44,18 +44,27 @@ _TOKENS: Final = attrgetter("tokens")
 
 
 def _wrapped(count: int) -> int:
-    """``count`` modulo 2**32 as a signed number of 32 bits, so that differences of close counts are right."""
+    """Return ``count`` modulo 2**32 as a signed 32-bit number, so that differences of close counts stay right."""
     return (count + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 class BlockKeys:
     """Keys of ``num_blocks`` blocks in ``num_groups`` groups.
 
-    journal: where facts are recorded. silent: groups with keys that make no events.
-    columns: tokens of a block and hash blocks of a block, by group.
-    Attributes for reading: indexes (one a group), each_group (of the keys of each block, -1 without key), evictions
-    (keys lost so far; grows with ``clear`` and with moves too: a remembered block is looked up anew), given and lost
-    (blocks that got their first key and that lost their last, so far, per group).
+    Args:
+        num_blocks: Number of blocks.
+        num_groups: Number of groups.
+        journal: Records facts about keys.
+        silent: Groups whose keys make no events.
+        columns: By group, (tokens of a block, hash blocks of a block).
+
+    Attributes:
+        indexes: The prefix indexes, one a group.
+        each_group: Group of each block's keys; -1 without a key.
+        evictions: Keys lost so far. Also grows when blocks move or all keys are cleared, because remembered blocks must
+            then be looked up again.
+        given: By group, blocks that got their first key so far.
+        lost: By group, blocks that lost their last key so far.
     """
 
     def __init__(
@@ -74,7 +83,7 @@ class BlockKeys:
         self._silent = frozenset(silent)
         self._group = np.full(num_blocks, _NO_GROUP, np.int16)
         self._keys = np.full(num_blocks, None, np.object_)  # bytes, or None for a block without key of all its tokens
-        self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
+        self._step = np.full(num_blocks, WRITTEN, np.int32)  # step that will write a published block
         self._lost_at = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
         self.each_group, self._each_step = self._group.data, self._step.data  # quick to read and write singly
         self._each_lost_at = self._lost_at.data
@@ -84,39 +93,42 @@ class BlockKeys:
     # -- answers
 
     def key_of(self, block: int) -> bytes | None:
-        """The key of all tokens of ``block``, None without one."""
+        """Return the key of all tokens of ``block``; ``None`` without one."""
         key: bytes | None = self._keys.item(block)
         return key
 
     def group_of(self, block: int) -> int:
-        """The group of the keys of ``block``, -1 without key."""
+        """Return the group of the keys of ``block``; -1 without a key."""
         return self.each_group[block]
 
     def step_of(self, block: int) -> int:
-        """The step that ``block`` waits for, WRITTEN when for none."""
+        """Return the step that will write ``block``; WRITTEN for a written block."""
         return self._each_step[block]
 
     def are_on(self, ids: Int32 | Int64) -> Bool:
-        """Which of ``ids`` have a key, bool[len(ids)]."""
+        """Return which of ``ids`` have a key, bool[len(ids)]."""
         keyed: Bool = self._group[ids] >= 0
         return keyed
 
     def per_group(self, among: Bool | None = None) -> list[int]:
-        """Blocks with a key, per group, ``among`` those, bool[num_blocks], None for all. O(num_blocks)."""
+        """Count blocks with a key by group. O(num_blocks).
+
+        ``among`` restricts the count to some blocks, bool[num_blocks].
+        """
         keyed = self._group >= 0 if among is None else (self._group >= 0) & among
         counts: list[int] = np.bincount(self._group[keyed], minlength=len(self.indexes)).tolist()
         return counts
 
     def in_group(self, group: int) -> Int64:
-        """Blocks with a key in ``group``, int64. O(num_blocks)."""
+        """Return the blocks with a key in ``group``, int64. O(num_blocks)."""
         return np.flatnonzero(self._group == group)
 
     def kept_since(self, ids: Int32, evictions: int) -> bool:
-        """Whether none of ``ids`` lost its key since ``self.evictions`` was ``evictions``. No look-up in the index."""
+        """Return whether each of ``ids`` kept its key since ``self.evictions`` was ``evictions``. Reads no index."""
         return self.num_kept(ids, evictions) == len(ids)
 
     def num_kept(self, ids: Int32, evictions: int) -> int:
-        """How many of the leading ``ids`` kept theirs since then; of up to 2**31 evictions since."""
+        """Return how many leading ``ids`` kept their keys since then. Valid for up to 2**31 evictions."""
         if self.evictions == evictions:
             return len(ids)
         lost = self._lost_at[ids] - _wrapped(evictions) > 0
@@ -125,9 +137,9 @@ class BlockKeys:
     # -- published
 
     def publish(self, group: int, ids: Sequence[int] | Int32, keys: Sequence[bytes], step: int = WRITTEN) -> None:
-        """Blocks ``ids`` of ``group`` can be hit under ``keys`` from now on. CacheError when the numbers differ.
+        """Give ``keys`` to blocks ``ids`` of ``group``. O(ids).
 
-        step: the step that writes them; WRITTEN when they are. O(ids).
+        ``step`` writes them; WRITTEN if they are written. Raises CacheError if the numbers differ.
         """
         if len(ids) != len(keys):
             raise CacheError(f"{len(ids)} blocks but {len(keys)} keys: publish takes one key for each block")
@@ -146,13 +158,13 @@ class BlockKeys:
             self.journal.record(Named(where, self.journal.clock()))
 
     def publish_one(self, group: int, block: int, key: bytes, step: int) -> None:
-        """``publish`` of one block, without arrays of one element."""
+        """Give a key to one block, without arrays of one element."""
         self._begin(group, block, step)
         self._keys[block] = key
         self.indexes[group].add_one(key, block)
 
     def _begin(self, group: int, block: int, step: int) -> None:
-        """``block`` gets a key in ``group``, its first one or one more."""
+        """Note that ``block`` gets a key in ``group``, its first one or one more."""
         self.given[group] += self.each_group[block] < 0
         self.each_group[block] = group
         if step != WRITTEN:
@@ -161,13 +173,16 @@ class BlockKeys:
             self.journal.record(Named(np.array([block]), self.journal.clock()))
 
     def knows_partial(self, group: int, parent: bytes, tokens: bytes) -> bool:
-        """Whether some block of ``group`` is published for ``tokens`` (bytes of int32) behind ``parent``. O(1)."""
+        """Return whether some block of ``group`` is found for ``tokens`` (bytes of int32) after ``parent``. O(1)."""
         return tokens in map(_TOKENS, self.indexes[group].partial_blocks_of(parent))
 
     def publish_partial(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> int | None:
-        """``block`` of ``group`` begins with ``tokens``, which are not known behind ``parent`` yet.
+        """Give a partial key to ``block``: it begins with ``tokens``, which no other block has after ``parent``.
 
-        A parent has few partial keys, so the oldest may have to go: the block that lost its last key by it, else None.
+        A parent has few partial keys, so the oldest one may have to go.
+
+        Returns:
+            The block that lost its last key by it, else ``None``.
         """
         self._begin(group, block, step)
         index = self.indexes[group]
@@ -177,7 +192,7 @@ class BlockKeys:
         if gone is None:
             return None
         if index.is_partial(gone) or self.key_of(gone) is not None:
-            self._note_lost(np.array([gone], np.int32))  # one of its keys: hits that rest on it are looked up anew
+            self._note_lost(np.array([gone], np.int32))  # one of its keys: hits that rest on it become stale
             return None
         self.lost[group] += 1
         self._wipe(np.array([gone], np.int32))
@@ -186,12 +201,12 @@ class BlockKeys:
     # -- lost
 
     def evict(self, ids: Int32) -> None:
-        """``ids``, which all have a key, can be hit no longer. CacheError for one whose key nobody knows."""
+        """Remove the keys of ``ids``, which all have one. Raises CacheError for a block without a key."""
         self._forget(ids)
         self._wipe(ids)
 
     def evict_one(self, block: int) -> None:
-        """``evict`` of one block: without arrays of one element, where nobody wants to hear of it."""
+        """Remove the keys of one block, without arrays of one element if nothing records the loss."""
         group, key = self.each_group[block], self.key_of(block)
         index = self.indexes[group]
         if self.journal.reports_events or self.journal.observed or key is None or index.num_partial:
@@ -208,7 +223,7 @@ class BlockKeys:
         self._each_lost_at[block] = _wrapped(self.evictions)
 
     def _forget(self, ids: Int32) -> None:
-        """The indexes know nothing of ``ids`` any longer; events say so."""
+        """Remove ``ids`` from the indexes, and emit events."""
         where = ids.astype(np.int64)
         blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
         if self.journal.losses:
@@ -245,7 +260,7 @@ class BlockKeys:
             self.journal.record(KeysLost(group, named, lost, timed, len(mine), self.journal.clock()))
 
     def _forget_partial(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
-        """The partial keys of ``blocks``, of ``groups``, go; which of them had one."""
+        """Remove the partial keys of ``blocks`` of ``groups``. Returns the blocks that had one."""
         if not any(index.num_partial for index in self.indexes):
             return set()
         partial_blocks = set()
@@ -255,7 +270,7 @@ class BlockKeys:
         return partial_blocks
 
     def _wipe(self, ids: Int32) -> None:
-        """The columns of ``ids`` say that they have no key."""
+        """Clear the columns of ``ids``, which lost their keys."""
         where = ids.astype(np.int64)
         self._keys[where] = None
         self._group[where] = _NO_GROUP
@@ -265,19 +280,19 @@ class BlockKeys:
         self._note_lost(ids)
 
     def _record(self, fact: Lost | Moved | Cleared) -> None:
-        """Record what happened to blocks, for the eviction and for who measures times."""
+        """Record a fact of blocks for the eviction policy and for measurements of times."""
         if self.journal.blocks is not None:
             self.journal.blocks.append(fact)
         if self.journal.times:
             self.journal.record(fact)
 
     def _note_lost(self, ids: Int32) -> None:
-        """``ids`` lost a key each, just now."""
+        """Count one lost key for each of ``ids``."""
         self.evictions += len(ids)
         self._lost_at[ids] = _wrapped(self.evictions)
 
     def clear(self) -> None:
-        """No block has a key. O(num_blocks)."""
+        """Remove all keys. O(num_blocks)."""
         for group, count in enumerate(self.per_group()):
             self.lost[group] += count
             self.indexes[group].clear()
@@ -294,7 +309,7 @@ class BlockKeys:
     # -- moved
 
     def follow(self, moves: Int64) -> None:
-        """Blocks moved, int64[m, 2] of (source, target): targets carry what sources did, in its place."""
+        """Move the keys of blocks that moved, int64[m, 2] of (source, target)."""
         sources, targets = moves[:, 0], moves[:, 1]
         for source, target in moves.tolist():
             group = self._group.item(source)
@@ -316,11 +331,11 @@ class BlockKeys:
     # -- checkpoints that are passed by
 
     def flag_supersedable(self, block: int) -> None:
-        """The checkpoint in ``block`` is of use until a later one of the same request is kept."""
+        """Flag the checkpoint in ``block``: it is useful only until a later one of the same request is kept."""
         self._supersedable.add(block)
 
     def take_supersedable(self, blocks: Sequence[int]) -> Int32:
-        """Those of ``blocks`` that are flagged, and no longer from now on; int32."""
+        """Return the flagged ones of ``blocks``, int32, and remove their flags."""
         gone = [block for block in blocks if block in self._supersedable]
         self._supersedable.difference_update(gone)
         return np.array(gone, np.int32)
@@ -328,37 +343,39 @@ class BlockKeys:
     # -- published, then written
 
     def mark_written(self, ids: Int32, step: int) -> Bool:
-        """The step that writes ``ids`` is done. bool[len(ids)]: which of them still wait for that very step.
+        """Note that ``step`` wrote ``ids``.
 
-        One that was evicted in the meantime, or published anew by a later step, is not among them.
+        Returns:
+            bool[len(ids)], which of them waited for this very step. A block may have been evicted or published again
+                since.
         """
         now: Bool = self._step[ids] == step
         self._step[ids[now]] = WRITTEN
         return now
 
     def unwritten(self, ids: Int32, first_step: int) -> Int32:
-        """Those of ``ids`` that wait for step ``first_step`` or a later one, int32."""
+        """Return those of ``ids`` that wait for step ``first_step`` or a later one, int32."""
         late: Int32 = ids[self._step[ids] >= first_step]
         return late
 
     def all_written(self, ids: Int32) -> bool:
-        """Whether each of ``ids`` has been written; the null block is."""
+        """Return whether each of ``ids`` has been written. The null block has."""
         return bool((self._step[ids] == WRITTEN).all())
 
     def every_unwritten(self) -> list[int]:
-        """Published blocks whose step is in flight. O(num_blocks)."""
+        """Return the published blocks whose step is in flight. O(num_blocks)."""
         found: list[int] = np.flatnonzero(self._step != WRITTEN).tolist()
         return found
 
     def keyed(self) -> list[int]:
-        """Blocks that have a key of all tokens, or a group, or both as they should. O(num_blocks)."""
+        """Return the blocks that have a key of all tokens, or a group, or both; for checks. O(num_blocks)."""
         found: list[int] = np.flatnonzero((self._group != _NO_GROUP) | (self._keys != None)).tolist()  # noqa: E711 - of each
         return found
 
     # -- events
 
     def _emit_removed(self, keys: Sequence[bytes], groups: Sequence[int], ids: Int64) -> None:
-        """An event for each of ``keys``, of ``ids`` in ``groups``, that had been written."""
+        """Emit an event for each of ``keys``, of ``ids`` in ``groups``, whose block was written."""
         if not self.journal.reports_events:
             return
         if self.journal.reports_resume_points:  # of states the last one of a key is told
@@ -373,7 +390,7 @@ class BlockKeys:
     # -- what else can be hit: states, tokens that end inside a block
 
     def is_kept(self, point: ResumePointStored) -> int | None:
-        """The step that ``point`` waits for, WRITTEN for none; None where nothing is found there."""
+        """Return the step that the resume point waits for, WRITTEN for none; ``None`` if no block is found there."""
         index = self.indexes[point.group_idx]
         block = index.get(point.parent)
         if point.partial_tokens:

@@ -1,13 +1,20 @@
-"""The pool: who holds each block, which blocks are free and in what order.
+"""The pool: how many rows hold each block, which blocks are free, and the order in which free blocks are taken.
 
-    block   null | referenced (ref > 0) | free, cached (ref 0, has a key) | free, empty (ref 0, no key)
+    block   null | held (ref > 0) | free and cached (ref 0, has a key) | free and empty (ref 0, no key)
 
-What makes a block cached is the affair of BlockKeys. Where free blocks come from is the space's: a FreeOrder (one size
-of blocks: empty ones are taken before cached ones, cached ones least recently used first) or a SlabSpace (several
-sizes). All metadata are flat arrays indexed by block (docs/design/0001). With slabs the blocks of all
-classes are numbered in one row here:
+``BlockKeys`` knows the keys. The *space* knows the free blocks: a FreeOrder (blocks of one size: empty blocks are taken
+before cached ones, cached ones least recently used first) or a SlabSpace (several sizes). All metadata are flat arrays
+indexed by block (docs/design/0001).
 
-    class 0 [ 0 .. n0-1 ] class 1 [ n0 .. n0+n1-1 ] ...      ``local`` turns a number into the id within the class
+With slabs there are several *classes* of blocks, one for each block size. The pool numbers the blocks of all classes in
+one row, and ``local`` turns such a number into the id within the class:
+
+    class 0 [ 0 .. n0-1 ]   class 1 [ n0 .. n0+n1-1 ]   ...
+
+    a request's block table, by group          slabs in memory, all of one size
+    group 0 (attention)   [ 0 0 7 9 12 ]       slab 1 | 6 7 8 |   class 0: three small blocks
+    group 1 (recurrent)   [ n0+4 ]             slab 2 |  n0+4 |   class 1: one large block
+                                               slab 3 | (free: any class may take it)         |
 """
 
 from __future__ import annotations
@@ -39,9 +46,12 @@ NULL_BLOCK: Final = 0
 
 
 class Taken(NamedTuple):
-    """Blocks that were taken, int32[n], and what was moved for them: int64[m, 2] of (source, target), in order.
+    """Blocks that were taken, and the moves that made room for them.
 
-    held: of each of the moves, bool[m], which of the blocks somebody holds.
+    Attributes:
+        ids: int32[n].
+        moves: int64[m, 2] arrays of (source, target), in order.
+        held: bool[m] for each of ``moves``: whether some request holds the block.
     """
 
     ids: Int32
@@ -50,14 +60,23 @@ class Taken(NamedTuple):
 
 
 class BlockPool:
-    """``num_blocks`` blocks, 0 .. num_blocks - 1; block 0 is the null block, never handed out.
+    """Blocks 0 .. num_blocks - 1. Block 0 is the null block, which is never handed out.
 
-    num_groups: how many prefix indexes there are. journal: where facts are recorded.
-    space: where free blocks come from, by default a FreeOrder of all but the null block. silent: groups whose keys
-    make no events.
-    Attributes for reading: space, keys (what the blocks carry), indexes (theirs, one a group), num_reserved (taken for
-    good), epoch (grows with every take, touch and free, and with ``advance_epoch``, so that a plan can tell whether
-    it is stale), moved (blocks, so far).
+    Args:
+        num_blocks: Number of blocks, the null block included.
+        num_groups: Number of prefix indexes.
+        journal: Records facts about blocks.
+        space: Where free blocks come from; by default a FreeOrder of all blocks except the null block.
+        silent: Groups whose keys make no events.
+        columns: By group, (tokens of a block, hash blocks of a block).
+
+    Attributes:
+        space: Where free blocks come from.
+        keys: The keys of the blocks.
+        indexes: The prefix indexes, one a group.
+        num_reserved: Blocks that were taken for good.
+        epoch: Grows with every change, so that a plan can tell whether it is stale.
+        moved: Blocks moved so far.
     """
 
     def __init__(
@@ -92,15 +111,19 @@ class BlockPool:
     # -- counts
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that can be taken, cached ones among them."""
+        """Return the number of blocks that can be taken, cached ones included."""
         return len(self.space)
 
     def get_usage(self) -> float:
-        """Share of what requests can hold that is held; 0 for a pool of the null block alone."""
+        """Return held blocks divided by those that requests can hold; 0 for a pool of the null block alone."""
         return self.space.usage(self._reserved)
 
     def get_usages(self, more: Int64) -> NDArray[np.float64]:
-        """get_usage, float64[n], with ``more[i, g]`` blocks of each group g held besides, int64[n, groups]."""
+        """Return ``get_usage`` with more blocks held, float64[n].
+
+        Args:
+            more: int64[n, groups], blocks of each group that would be held besides.
+        """
         by_class = np.zeros((len(more), len(self.bases)), np.int64)
         for group, of in enumerate(self.classes):
             by_class[:, of] += more[:, group]
@@ -108,24 +131,36 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """Units that requests can hold, blocks or slabs: all but the null one and those reserved."""
+        """Blocks, or slabs, that requests can hold: all except the null one and reserved ones."""
         return self.space.num_units - self.space.units(self._reserved)
 
     def evictable_per_group(self) -> list[int]:
-        """Blocks with a key that nobody holds, per group. O(blocks)."""
+        """Return the number of cached blocks that no request holds, by group. O(blocks)."""
         return self.keys.per_group(self._ref == 0)
 
     def gives(self, needs: Sequence[int]) -> bool:
-        """Whether ``needs`` blocks, by group, can be taken now."""
+        """Return whether blocks can be taken at this moment.
+
+        Args:
+            needs: Blocks by group.
+        """
         return not any(needs) or self.space.gives(self.by_class(needs))
 
     def units(self, blocks: Sequence[int]) -> int:
-        """Units that ``blocks``, by group, need besides those reserved, in an empty pool."""
+        """Return the blocks, or slabs, that blocks need in an empty pool, reserved ones not counted.
+
+        Args:
+            blocks: Blocks by group.
+        """
         held = [more + kept for more, kept in zip(self.by_class(blocks), self._reserved, strict=True)]
         return self.space.units(held) - self.space.units(self._reserved)
 
     def by_class(self, blocks: Sequence[int]) -> list[int]:
-        """Counts of ``blocks`` by group, as counts by class."""
+        """Return counts by group as counts by class.
+
+        Args:
+            blocks: Counts by group.
+        """
         if len(self.bases) == 1:
             return [sum(blocks)]
         counts = [0] * len(self.bases)
@@ -134,68 +169,123 @@ class BlockPool:
         return counts
 
     def class_of(self, block: int) -> int:
-        """The class of ``block``."""
+        """Return the class of a block.
+
+        Args:
+            block: The pool's number.
+        """
         return bisect_right(self.bases, block) - 1
 
     def classes_of(self, ids: Int32 | Int64) -> Int64:
-        """Return the class of each of ``ids``, int64[len(ids)]."""
+        """Return the class of each block, int64[n].
+
+        Args:
+            ids: Numbers of the pool, int[n].
+        """
         return self._class_bases.searchsorted(ids, "right") - 1
 
     def local(self, group: int, ids: Int32) -> Int32:
-        """``ids`` as a Step names them: within the class of ``group``, 0 for the null block."""
+        """Return ids as a Step names them: within the class of a group, 0 for the null block.
+
+        Args:
+            group: The group.
+            ids: Numbers of the pool.
+        """
         base = self.bases[self.classes[group]]
         return np.maximum(ids - base, NULL_BLOCK) if base else ids
 
     def local_each(self, groups: NDArray[np.integer[Any]], ids: Int32) -> Int32:
-        """As ``local``, each of ``ids`` within the class of its own of ``groups``, which broadcasts."""
+        """Return ids as a Step names them, each within the class of its own group.
+
+        Args:
+            groups: The group of each id; broadcasts.
+            ids: Numbers of the pool.
+        """
         if len(self.bases) == 1:
             return ids
         within: Int32 = np.maximum(ids - self._group_bases[groups], NULL_BLOCK)
         return within
 
     def ref_count(self, block: int) -> int:
-        """How many rows hold ``block``."""
+        """Return how many holders a block has.
+
+        Args:
+            block: The pool's number.
+        """
         return self._each_ref[block]
 
     def ref_counts(self, ids: Int32 | Int64) -> Int32:
-        """How many rows hold each of ``ids``, int32[len(ids)]."""
+        """Return how many holders each block has, int32[n].
+
+        Args:
+            ids: Numbers of the pool, int[n].
+        """
         counts: Int32 = self._ref[ids]
         return counts
 
     def count_free(self, ids: Int32) -> int:
-        """How many of ``ids`` nobody holds."""
+        """Return how many of the blocks have no holder.
+
+        Args:
+            ids: Numbers of the pool, int32[n].
+        """
         return len(ids) - int(np.count_nonzero(self._ref[ids])) if len(ids) else 0
 
     def cached(self) -> NDArray[np.bool_]:
-        """Which blocks nobody holds and have a key, bool[num_blocks]. O(num_blocks)."""
+        """Return which blocks have a key and no holder, bool[num_blocks]. O(num_blocks)."""
         found: NDArray[np.bool_] = (self._ref == 0) & self.keys.are_on(np.arange(self.num_blocks))
         return found
 
     def free_order(self) -> list[int]:
-        """Free blocks in the order they would be taken. O(num_blocks)."""
+        """Return the free blocks in the order in which they would be taken. O(num_blocks)."""
         ids: list[int] = self.space.order().tolist()
         return ids
 
     # -- locks and moves
 
     def advance_epoch(self) -> None:
-        """Something changed besides the pool that plans rest on: what rows hold, or have published."""
+        """Make existing plans stale: something that they rest on changed outside the pool."""
         self.epoch += 1
 
     def lock(self, ids: Int32) -> None:
-        """Each of ``ids``, held blocks, stays where it is until it is unlocked as often. BlockError for foreign ids."""
+        """Keep held blocks in place until they are unlocked as often.
+
+        Args:
+            ids: int32[n].
+
+        Raises:
+            BlockError: A block is not one of this pool.
+        """
         self.refuse_foreign(ids)
         self.space.lock(ids)
 
     def unlock(self, ids: Int32) -> None:
-        """Undo one lock of each of ``ids``. BlockError for one that is not locked."""
+        """Undo one lock of each block.
+
+        Args:
+            ids: int32[n].
+
+        Raises:
+            BlockError: A block is not locked.
+        """
         self.refuse_foreign(ids)
         self.space.unlock(ids)
 
     # -- take, touch, free
 
     def reserve(self, n: int, group: int = 0) -> Int32:
-        """Take ``n`` blocks for good, int32[n]: neither usable nor used. CapacityError if n are not free."""
+        """Take blocks for good. They count neither as usable nor as used.
+
+        Args:
+            n: Number of blocks.
+            group: Their group.
+
+        Returns:
+            int32[n].
+
+        Raises:
+            CapacityError: Fewer are free.
+        """
         of = self.classes[group]
         if n > self.space.obtainable(of):
             raise CapacityError(
@@ -203,16 +293,26 @@ class BlockPool:
                 "plan more blocks"
             )
         ids = self.take(n, group).ids if n else np.empty(0, np.int32)
-        self.space.lock(ids)  # their layers know where they lie
+        self.space.lock(ids)  # layers keep the addresses of their sinks
         self.num_reserved += n
         self._reserved[of] += n
         return ids
 
     def get_new_blocks(self, n: int, group: int = 0) -> Int32:
-        """Take ``n`` blocks for ``group``, int32[n]; each loses its key.
+        """Take blocks for a group; each loses its key.
 
-        BlockError if n cannot be had, or, in slabs, not without making room: others' blocks might move, and nobody
-        would tell their rows. A manager's own blocks come from ``take``.
+        With slabs, blocks that can be had only after moves are refused: the owners of the moved blocks could not be
+        updated. A manager takes its own blocks with ``take``.
+
+        Args:
+            n: Number of blocks.
+            group: Their group.
+
+        Returns:
+            int32[n].
+
+        Raises:
+            BlockError: There are fewer, or moves would be needed.
         """
         needs = [0] * len(self.classes)
         needs[integer("group", group, 0, len(self.classes) - 1)] = max(integer("n", n), 0)
@@ -224,7 +324,15 @@ class BlockPool:
         return self.take(n, group).ids
 
     def take(self, n: int, group: int = 0) -> Taken:
-        """get_new_blocks, and what was moved for them: whoever names one of those blocks must follow. BlockError."""
+        """Take blocks for a group, and return the moves that made room. The caller updates the owners of moved blocks.
+
+        Args:
+            n: Number of blocks.
+            group: Their group.
+
+        Raises:
+            BlockError: Fewer can be had.
+        """
         of = self.classes[group]
         if not 0 <= n <= self.space.obtainable(of):
             raise BlockError(f"{n} blocks asked for, {self.space.obtainable(of)} are free: plan before taking")
@@ -247,7 +355,11 @@ class BlockPool:
         return Taken(ids, moves, held)
 
     def take_one(self, group: int) -> int:
-        """``take`` of one block for ``group``, a group of this pool; 0, and nothing done, where room must be made."""
+        """Take one block for a group. Returns 0, and does nothing, if room must be made first.
+
+        Args:
+            group: A group of this pool.
+        """
         block = self.space.take_one(self.classes[group])
         if block:
             if self.keys.each_group[block] >= 0:
@@ -257,9 +369,9 @@ class BlockPool:
         return block
 
     def _take_with_room(self, missing: int, of: int, moves: list[Int64], held: list[NDArray[np.bool_]]) -> Int32:
-        """``missing`` blocks of class ``of``, room being made for them; those evicted lose their keys together.
+        """Make room for ``missing`` blocks of class ``of`` and take them.
 
-        moves, held: become those of Taken.
+        Appends to ``moves`` and ``held``; see Taken.
         """
         taken, evicted = list[Int32](), list[Int32]()
         while missing:
@@ -272,7 +384,7 @@ class BlockPool:
             room = self.space.make_room(of, self._ref)
             evicted.append(room.evicted)
             if room.moves.size:
-                self._lose(evicted)  # before others come to lie where they were
+                self._lose(evicted)  # before moved blocks take their places
                 evicted = []
                 moves.append(room.moves.astype(np.int64))
                 held.append(self._ref[moves[-1][:, 0]] > 0)
@@ -283,13 +395,13 @@ class BlockPool:
         return np.concatenate(taken)
 
     def _lose(self, evicted: Sequence[Int32]) -> None:
-        """The blocks of all ``evicted`` can be hit no longer."""
+        """Remove the keys of all ``evicted`` blocks."""
         ids = np.concatenate(evicted) if evicted else _NONE
         if ids.size:
             self.keys.evict(ids)
 
     def _relocate(self, moves: Int64) -> None:
-        """Blocks moved, int64[m, 2]: what is known of the sources is true of the targets from now on."""
+        """Note that blocks moved, int64[m, 2]: all facts of the sources become facts of the targets."""
         sources, targets = moves[:, 0], moves[:, 1]
         self.moved += len(moves)
         self.keys.follow(moves)
@@ -298,12 +410,23 @@ class BlockPool:
         self.epoch += 1
 
     def touch(self, ids: Int32) -> None:
-        """One more holder of each of ``ids`` (distinct); free ones leave the free order. BlockError for foreign ids."""
+        """Add one holder to each of the distinct blocks. Free ones leave the free order.
+
+        Args:
+            ids: int32[n].
+
+        Raises:
+            BlockError: A block is not one of this pool.
+        """
         self.refuse_foreign(ids)
         self.hold(ids)
 
     def hold(self, ids: Int32) -> None:
-        """``touch`` of blocks of this pool."""
+        """Add one holder to each of the distinct blocks, which are known to be of this pool.
+
+        Args:
+            ids: int32[n].
+        """
         free = ids[self._ref[ids] == 0]
         if free.size:
             self.space.remove(free)
@@ -313,23 +436,36 @@ class BlockPool:
         self.epoch += 1
 
     def free_blocks(self, ordered: Int32) -> None:
-        """One holder less of each of ``ordered`` (distinct).
+        """Remove one holder from each of the distinct blocks.
 
-        Those without holder become free: without key to the front in the given order, with key to the back.
-        BlockError for a foreign id, the null block or a block that nobody holds; then nothing changes.
+        Blocks without holders become free: blocks without a key go to the front in the given order, blocks with a key
+        to the back.
+
+        Args:
+            ordered: int32[n].
+
+        Raises:
+            BlockError: A block is foreign, the null block, or has no holder. Nothing was changed.
         """
         self.refuse_foreign(ordered)
         self.release(ordered)
 
     def release(self, ordered: Int32) -> None:
-        """free_blocks of blocks that rows held. BlockError for one that nobody holds; then nothing changes."""
+        """Remove one holder from each of the distinct blocks, which are known to be of this pool.
+
+        Args:
+            ordered: int32[n].
+
+        Raises:
+            BlockError: A block has no holder. Nothing was changed.
+        """
         if len(ordered) < 2:
             if len(ordered):
                 self.release_one(ordered.item(0))
             return
         ids = ordered.astype(np.int64)
         held = self._ref[ids]
-        if np.count_nonzero(held == 1) == len(held):  # as nearly always
+        if np.count_nonzero(held == 1) == len(held):  # the usual case
             self._ref[ids] = 0
         else:
             held = self._held(ids)
@@ -337,7 +473,7 @@ class BlockPool:
             ids = ids[held == 1]
         cached = self.keys.are_on(ids)
         if (num_cached := np.count_nonzero(cached)) < len(cached):
-            if num_cached == len(cached) - 1 and not cached[0]:  # of a row the last block, which is not full
+            if num_cached == len(cached) - 1 and not cached[0]:  # the last block of a row, which is not full
                 self.space.prepend(ids[:1])
                 ids = ids[1:]
             else:
@@ -349,7 +485,14 @@ class BlockPool:
         self.epoch += 1
 
     def release_one(self, block: int) -> None:
-        """``release`` of one block, without arrays of one element. BlockError for one that nobody holds."""
+        """Remove one holder from a block, without arrays of one element.
+
+        Args:
+            block: The pool's number.
+
+        Raises:
+            BlockError: The block has no holder.
+        """
         held: int = self._each_ref[block]
         if held < 1:
             raise _double_free(block)
@@ -364,9 +507,13 @@ class BlockPool:
         self.epoch += 1
 
     def last_releases(self, ids: Int32) -> NDArray[np.bool_] | None:
-        """Which of ``ids``, given back one after the other, lose their last holder by it, bool[n]; some may come twice.
+        """Return which releases take the last holder of a block, if blocks are released one after another.
 
-        None unless each of those is cached, so that it goes to the back of the free order.
+        Args:
+            ids: int32[n]; a block may occur twice.
+
+        Returns:
+            bool[n]. ``None`` unless all of these blocks are cached, so that they go to the back of the free order.
         """
         where = ids.astype(np.int64)
         last = self._ref[where] == 1
@@ -380,7 +527,12 @@ class BlockPool:
         return last if self.keys.are_on(gone).all() else None
 
     def release_in_turn(self, ids: Int32, last: NDArray[np.bool_]) -> None:
-        """One holder less of ``ids``, one after the other; ``last`` as last_releases says."""
+        """Remove one holder from blocks, one after another.
+
+        Args:
+            ids: int32[n]; a block may occur twice.
+            last: The answer of ``last_releases``.
+        """
         where = ids.astype(np.int64)
         np.subtract.at(self._ref, where, 1)
         self.space.append(where[last])
@@ -389,9 +541,13 @@ class BlockPool:
         self.epoch += 1
 
     def free_many(self, parts: Sequence[Int32]) -> None:
-        """free_blocks of each of ``parts``, in this order; at once when no block has two holders.
+        """Call ``free_blocks`` for each part, in this order; in one go if no block has two holders.
 
-        BlockError as free_blocks, and nothing changes unless a block has two holders.
+        Args:
+            parts: int32 arrays.
+
+        Raises:
+            BlockError: As ``free_blocks``. Nothing was changed, unless a block has two holders.
         """
         if not instances("parts", parts, np.ndarray):
             return
@@ -409,7 +565,7 @@ class BlockPool:
         self._ref[ids] = 0
         cached = self.keys.are_on(ids)
         part_of = np.arange(len(parts)).repeat([len(part) for part in parts])
-        # what goes first: a later part before an earlier one
+        # the first block to be taken is the last one freed: a later part precedes an earlier one
         self.space.prepend(ids[~cached][(-part_of[~cached]).argsort(kind="stable")])
         self.space.append(ids[cached])
         if self.journal.blocks is not None and cached.any():
@@ -417,14 +573,18 @@ class BlockPool:
         self.epoch += 1
 
     def _held(self, ids: Int64) -> Int32:
-        """How many rows hold each of ``ids``, of this pool; BlockError unless all are held."""
+        """Return how many holders each of ``ids`` has. Raises BlockError unless all have one."""
         held: Int32 = self._ref[ids]
         if np.minimum.reduce(held) < 1:
             raise _double_free(int(ids[held < 1][0]))
         return held
 
     def refuse_foreign(self, ids: Int32) -> None:
-        """BlockError unless ``ids`` is an array of blocks of this pool, the null block not among them."""
+        """Raise BlockError unless all are blocks of this pool, without the null block.
+
+        Args:
+            ids: An integer array.
+        """
         _require_ids(ids)
         if ids.size:
             self._refuse_foreign(ids)
@@ -432,27 +592,48 @@ class BlockPool:
     def _refuse_foreign(self, ids: Int32 | Int64) -> None:
         if np.minimum.reduce(ids) <= NULL_BLOCK or np.maximum.reduce(ids) >= self.num_blocks:
             bad = ids[(ids <= NULL_BLOCK) | (ids >= self.num_blocks)]
-            raise BlockError(f"block {int(bad[0])} is none of this pool's 1 .. {self.num_blocks - 1}")
+            raise BlockError(f"block {int(bad[0])} is not one of this pool's blocks 1 .. {self.num_blocks - 1}")
 
     # -- keys, as far as they decide which free block goes first
 
     def get_cached_block(self, key: bytes, group: int = 0) -> int | None:
-        """The block of ``group`` that holds the tokens behind ``key``."""
+        """Return the block of a group that is found under a key; ``None`` without one.
+
+        Args:
+            key: Hash of the block's tokens and of all tokens before it.
+            group: The group.
+        """
         index = self.indexes[integer("group", group, 0, len(self.indexes) - 1)]
         return index.get(instance("key", key, bytes))
 
     def publish(self, group: int, ids: Sequence[int] | Int32, keys: Sequence[bytes], step: int = WRITTEN) -> None:
-        """Blocks ``ids`` of ``group``, held ones, can be hit under ``keys`` from now on. CacheError as BlockKeys.
+        """Give keys to held blocks, so that they can be hit. O(n).
 
-        step: the step that writes them; WRITTEN when they are. O(ids).
+        Args:
+            group: Their group.
+            ids: n blocks.
+            keys: n keys.
+            step: The step that writes them; WRITTEN if they are written.
+
+        Raises:
+            CacheError: The numbers of blocks and keys differ.
         """
         self.keys.publish(group, ids, keys, step)
 
     def publish_partial(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> bool:
-        """``block`` of ``group`` begins with ``tokens`` (bytes of int32) behind ``parent``, and can be hit there.
+        """Give a partial key to a block: it can be hit for its first tokens.
 
-        False, and nothing done, when some block is known for these very tokens. A parent has few partial keys: the
-        oldest goes.
+        A parent has few partial keys: the oldest one makes room.
+
+        Args:
+            group: The group of the block.
+            block: The block.
+            parent: Key of the tokens before the block.
+            tokens: The block's first tokens, bytes of int32.
+            step: The step that writes them; WRITTEN if they are written.
+
+        Returns:
+            False, and nothing was done, if some block is known for these very tokens.
         """
         if self.keys.knows_partial(group, parent, tokens):
             return False
@@ -462,9 +643,13 @@ class BlockPool:
         return True
 
     def evict_blocks(self, ids: Int32) -> None:
-        """Blocks of ``ids`` that have a key lose it, and so can be hit no longer; who holds them keeps them.
+        """Remove the keys of blocks. Holders keep the blocks; free ones become empty.
 
-        A free one is then as one without key.
+        Args:
+            ids: int32[n]; blocks without a key are ignored.
+
+        Raises:
+            BlockError: A block is not one of this pool.
         """
         self.refuse_foreign(ids)
         if not ids.size:
@@ -475,7 +660,7 @@ class BlockPool:
             self._move_to_front(cached)
 
     def _move_to_front(self, ids: Int32) -> None:
-        """``ids`` have lost their keys: those that are free are the next to be taken."""
+        """Make the free ones of ``ids``, which lost their keys, the next blocks to be taken."""
         free = ids[self._ref[ids] == 0]
         if free.size:
             self.space.remove(free)
@@ -483,11 +668,23 @@ class BlockPool:
         self.epoch += 1
 
     def unpublish_unwritten(self, ids: Int32, first_step: int) -> None:
-        """Blocks that steps from ``first_step`` on should have written lose their keys."""
+        """Remove the keys of blocks that failed steps should have written.
+
+        Args:
+            ids: int32[n].
+            first_step: This step and all later ones failed.
+        """
         self.evict_blocks(self.keys.unwritten(np.unique(ids), first_step))
 
     def supersede(self, blocks: Sequence[int]) -> bool:
-        """A later checkpoint is kept: those of ``blocks`` flagged are evicted first. False while one is held."""
+        """Make superseded checkpoints the first to be evicted, because a later checkpoint of the same request is kept.
+
+        Args:
+            blocks: Checkpoints of one position; only those with the supersedable flag are affected.
+
+        Returns:
+            False, and nothing was done, while one of them is held.
+        """
         if any(self._ref.item(block) for block in blocks):
             return False
         gone = self.keys.take_supersedable(blocks)
@@ -496,7 +693,11 @@ class BlockPool:
         return True
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all keys, if no block is in use; the free order stays. Returns whether it was done. O(num_blocks)."""
+        """Remove all keys, if no block is in use. The free order stays. O(num_blocks).
+
+        Returns:
+            Whether it was done.
+        """
         in_use = int(np.count_nonzero(self._ref)) - self.num_reserved
         if in_use:
             logger.warning("prefix cache not reset: %d blocks are in use", in_use)
@@ -508,7 +709,7 @@ class BlockPool:
 
 
 def _double_free(block: int) -> BlockError:
-    return BlockError(f"double free of block {block}: nobody holds it")
+    return BlockError(f"double free of block {block}: no request holds it")
 
 
 def _require_ids(ids: object) -> None:

@@ -1,4 +1,4 @@
-"""Requests that hold blocks: their rows, when each next needs attention, and what they call content."""
+"""Resident requests: those that hold blocks, their rows, and when each row next needs attention."""
 
 from __future__ import annotations
 
@@ -22,21 +22,31 @@ Int64 = NDArray[np.int64]
 _NEVER: Final = np.iinfo(np.int64).max
 
 STALLED: Final = 1
-"""The next event of a row that gets nothing now: before whatever is asked for."""
+"""Next event of a stalled row: below every token count that a caller can ask for."""
 
 MOST_NAMES: Final = 1 << 16
-"""Names that are remembered; the one not seen for longest goes first."""
+"""Most names that are remembered; the one unseen for longest is forgotten first."""
 
 _Name = tuple[str, str | bytes, str | None]
-"""Of what; the name; the salt, since under another one nothing is shared."""
+"""(kind of content, name, cache salt); requests with different salts share nothing."""
 
 
 class Residents:
-    """Who holds which row of ``groups``. request_rows: counts of all, and their last tokens. names: of content.
+    """The requests that hold rows of ``groups``.
 
-    hasher: of all requests, None without prefix caching. hash_block_size: tokens of a hash block.
-    A row's next event is the least of: the tokens at which some group needs a block, those at which some group
-    can publish one (with prefix caching), and its next published end. Below it there is nothing to do for the row.
+    The *next event* of a row is the least token count at which some group needs a block, some group can publish one
+    (with prefix caching), or a resume point must be published. Below it nothing must be done for the row.
+
+    Args:
+        groups: All groups.
+        publisher: Knows the next resume points.
+        hasher: Hasher of all requests; ``None`` without prefix caching.
+        hash_block_size: Tokens of a hash block.
+        journal: Records requests that begin.
+
+    Attributes:
+        request_rows: Counts and last tokens of all resident requests.
+        names: Names of content that callers use.
     """
 
     def __init__(
@@ -48,7 +58,7 @@ class Residents:
         hash_block_size: int,
         journal: Journal,
     ) -> None:
-        self.request_rows = RequestRows(hash_block_size, promised=self._promised)
+        self.request_rows = RequestRows(hash_block_size, published_tokens=self._published_tokens)
         self.groups = tuple(groups)
         self.names = ContentNames()
         self._publisher = publisher
@@ -65,11 +75,11 @@ class Residents:
         return iter(tuple(self._by_id.values()))
 
     def get(self, request_id: str) -> Request | None:
-        """The resident of that id."""
+        """Return the resident of that id."""
         return self._by_id.get(request_id)
 
     def row_of(self, request: Request) -> int:
-        """The row of ``request``. CacheError when it holds none here."""
+        """Return the row of ``request``. Raises CacheError if it holds none here."""
         if type(request) is not Request:
             instance("request", request, Request)
         if self._by_id.get(request.request_id) is not request:
@@ -77,7 +87,12 @@ class Residents:
         return request.row
 
     def rows_held(self, given: Int64 | Sequence[int]) -> Int64:
-        """``given`` as int64[n]. ConfigError for what are no rows, CacheError for one that nobody holds. O(n)."""
+        """Return ``given`` as int64[n]. O(n).
+
+        Raises:
+            ConfigError: These are no row numbers.
+            CacheError: A row belongs to no request.
+        """
         if isinstance(given, np.ndarray) and given.dtype == np.int64 and given.ndim == 1:
             rows = given
         else:
@@ -90,11 +105,15 @@ class Residents:
             integers("rows", rows, 0)
             held = self.request_rows.requests
             free = next(row for row in rows.tolist() if row >= len(held) or held[row] is None)
-            raise CacheError(f"row {free} is held by nobody: allocate slots for its request first")
+            raise CacheError(f"row {free} belongs to no request: allocate slots for its request first")
         return rows
 
     def refuse_stranger(self, request: Request) -> None:
-        """ConfigError, CacheError for a request that was made for another manager, or cannot be served by this one."""
+        """Raise ConfigError or CacheError for a request of another manager, or one that this manager cannot serve.
+
+        Args:
+            request: The request.
+        """
         if type(request) is not Request:
             instance("request", request, Request)
         if request.row < 0 and (request.multimodal or request.encoder is not None):
@@ -104,12 +123,12 @@ class Residents:
                 f"request {request.request_id!r} was hashed by another hasher: construct it with hasher=cache.hasher"
             )
         if request._lent is not None and request.row < 0:
-            request.hash_lent()  # of tokens that came while nobody synchronised it
+            request.hash_lent()  # tokens may have arrived since it was last synchronised
         if request.row >= 0 and request._rows is not self.request_rows:
             raise CacheError(f"request {request.request_id!r} holds blocks of another manager: free it there first")
 
     def bind(self, request: Request) -> int:
-        """Give ``request`` a row in every group. CacheError when its id is taken."""
+        """Give ``request`` a row in every group. Raises CacheError if its id is taken."""
         if request.request_id in self._by_id:
             raise CacheError(f"another request {request.request_id!r} holds blocks: request ids must be unique")
         row = self.request_rows.bind(request)
@@ -125,7 +144,7 @@ class Residents:
         return row
 
     def release(self, request: Request) -> None:
-        """``request``, whose blocks were given back, holds no row any longer."""
+        """Take the row of ``request``, whose blocks were given back."""
         row = self.row_of(request)
         del self._by_id[request.request_id]
         for group in self.groups:
@@ -133,33 +152,33 @@ class Residents:
         self._next_event[row] = 0
         self.request_rows.release(request)
 
-    def _promised(self, row: int) -> int:
-        """Tokens of ``row`` whose blocks may carry keys."""
+    def _published_tokens(self, row: int) -> int:
+        """Return the tokens of ``row`` whose blocks may have keys."""
         decided = [
             (group.published.item(row), group.policy.block_size) for group in self.groups if group.kind.publishes
         ]
         return max((columns * size for columns, size in decided if columns < UNPUBLISHED), default=0)
 
     def next_event(self, row: int) -> int:
-        """Tokens that ``row`` may hold before anything must be done for it."""
+        """Return the token count at which ``row`` next needs attention."""
         return self._next_event.item(row)
 
     def next_events(self, rows: Int64) -> Int64:
-        """next_event of many rows, int64[rows]."""
+        """Return the next events of rows, int64[rows]."""
         ahead: Int64 = self._next_event[rows]
         return ahead
 
     def due(self, rows: Int64, total_tokens: Int64) -> Int64:
-        """Indices of the ``rows`` for which something must be done at ``total_tokens``."""
+        """Return the indices of the ``rows`` that need attention at ``total_tokens``."""
         return (total_tokens >= self._next_event[rows]).nonzero()[0]
 
     def resume_points_due(self, rows: Int64, end_tokens: Int64) -> NDArray[np.bool_]:
-        """Which of ``rows`` have an end to publish at ``end_tokens``, bool[rows]."""
+        """Return which of ``rows`` have a resume point to publish at ``end_tokens``, bool[rows]."""
         due: NDArray[np.bool_] = end_tokens >= self._publisher.next_resume_points(rows)
         return due
 
     def refresh(self, row: int) -> None:
-        """Find the next event of one row, without arrays of one element."""
+        """Compute the next event of one row, without arrays of one element."""
         soonest, publishes = self._publisher.next_resume_point(row), self._publishes
         for group in self.groups:
             event = group.next_event(row, publishes=publishes)
@@ -168,11 +187,11 @@ class Residents:
         self._next_event[row] = soonest
 
     def stall(self, row: int) -> None:
-        """``row`` may hold no token more, whoever asks, until it is refreshed."""
+        """Make every call for ``row`` a due one, until it is refreshed."""
         self._next_event[row] = STALLED
 
     def refresh_many(self, rows: Int64) -> None:
-        """Find the next events of ``rows``, all at once."""
+        """Compute the next events of ``rows``, all at once."""
         soonest = np.full(len(rows), _NEVER)
         for group in self.groups:
             np.minimum(soonest, group.next_events(rows, publishes=self._publishes), out=soonest)
@@ -181,18 +200,17 @@ class Residents:
 
 
 class ContentNames:
-    """name -> tokens of its content, of requests that began. Any thread may ask ``refuse``.
+    """Names of content, with its number of tokens, of requests that began. Any thread may call ``refuse``.
 
-    Callers name multimodal items and what encoders read. A name stands in the keys of blocks in place of the content,
-    so it must mean one content. How many tokens that has is all that can be checked of it: a name that comes with
-    another number is refused, and not served what the first one left.
+    Callers name multimodal items and encoder inputs. A name stands in the keys of blocks in place of the content, so it
+    must mean one content. Only the number of tokens can be checked: a name that comes with another number is rejected.
     """
 
     def __init__(self) -> None:
         self._tokens: dict[_Name, int] = {}
 
     def refuse(self, request: Request) -> None:
-        """ConfigError for a request in which a name comes with another number of tokens. O(its names)."""
+        """Raise ConfigError for a request in which a name comes with another number of tokens. O(its names)."""
         for name, tokens in _names(request):
             known = self._tokens.get(name, tokens)
             if known != tokens:
@@ -202,7 +220,7 @@ class ContentNames:
                 )
 
     def know(self, request: Request) -> None:
-        """``request`` begins: blocks may be kept under its names from now on."""
+        """Note that ``request`` begins: blocks may be kept under its names."""
         for name, tokens in _names(request):
             self._tokens.pop(name, None)
             self._tokens[name] = tokens
@@ -210,7 +228,7 @@ class ContentNames:
                 del self._tokens[next(iter(self._tokens))]
 
     def forget(self) -> None:
-        """No block is kept under any name."""
+        """Forget all names, because no block is kept."""
         self._tokens.clear()
 
 
@@ -227,7 +245,10 @@ def id_of(request: Request | str) -> str:
 
 
 def one_a_row(name: str, counts: object, rows: Int64, least: int) -> Int64:
-    """``counts``, token counts of at least ``least``, int64[len(rows)]. ConfigError for others."""
+    """Return ``counts``, token counts of at least ``least``, as int64[len(rows)].
+
+    Raises ConfigError for other values.
+    """
     if (
         isinstance(counts, np.ndarray)
         and counts.dtype == np.int64

@@ -1,4 +1,4 @@
-"""Where recurrent states are kept: frozen values that only say it (docs/design/0009)."""
+"""Placements: at which token counts recurrent states are kept (docs/design/0009)."""
 
 from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named, placement_of
 from hybridkv.cache.placement.placements import AlignPlacement, EndsPlacement, IntervalPlacement, NoStates, Placement

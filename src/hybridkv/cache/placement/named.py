@@ -1,7 +1,4 @@
-"""Placements by the names that the command line knows: the only place that reads them.
-
-What a plan says of states and evictions: the placement it was made for, and what is given up next.
-"""
+"""Placements by name, as the command line and plans write them."""
 
 from __future__ import annotations
 
@@ -22,17 +19,21 @@ from hybridkv.planner.plan import NATURAL, NO_STATES
 from hybridkv.planner.reference import state_block_tokens
 
 DEFAULT_PLACEMENT: Final[Placement] = EndsPlacement()
-"""Until a better one is built."""
+"""Placement of the natural layout unless another one is chosen."""
 
 _FORMS: Final = {"none": "none", "ends": "ends", "interval": "interval:N", "align": "align or align:N"}
 _NUMBERED: Final = ("interval", "align")
 
 
 def placement_named(name: str, align_tokens: int) -> Placement:
-    """The placement that ``name`` says; its own ``name`` is read back as itself.
+    """Return the placement of a name. The ``name`` of a placement is read back as itself.
 
-    align_tokens: what ``align`` alone means: the tokens of a block of states in the reference layout.
-    Raises ConfigError, with what to write, for an unknown name and for a number that cannot be.
+    Args:
+        name: ``none``, ``ends``, ``interval:N``, ``align`` or ``align:N``.
+        align_tokens: Tokens of ``align`` without a number: of a block of states in the reference layout.
+
+    Raises:
+        ConfigError: The name is unknown, or its number is out of range. The message lists the known names.
     """
     kind, colon, number = name.partition(":")
     if not colon:
@@ -52,7 +53,7 @@ def placement_named(name: str, align_tokens: int) -> Placement:
 
 
 def _tokens(name: str, kind: str, number: str) -> int:
-    """The number behind the colon. ConfigError unless it is one of tokens."""
+    """Return the number after the colon. Raises ConfigError unless it is a valid token count."""
     digits = number.lstrip("0") if number.isascii() and number.isdigit() else ""
     # int() refuses thousands of digits with an error of its own
     if not digits or len(digits) > len(str(MOST_TOKENS)) or int(digits) > MOST_TOKENS:
@@ -61,10 +62,14 @@ def _tokens(name: str, kind: str, number: str) -> int:
 
 
 def placement_of(plan: Plan, asked: str | None = None) -> Placement | None:
-    """Where states are kept in the natural layout; None in the reference layout, whose groups say it themselves.
+    """Return the placement of a plan in the natural layout; ``None`` in the reference layout, whose specs contain it.
 
-    asked: by name, instead of what the plan says. Raises ConfigError for a name that is none, and for one that the plan
-    was not made for.
+    Args:
+        plan: The plan.
+        asked: A name that overrides the placement of the plan.
+
+    Raises:
+        ConfigError: The name is unknown, or the plan was made for another placement.
     """
     planned = plan.placement
     if plan.config.slabs is None:

@@ -1,11 +1,11 @@
-"""The placements: frozen values that answer at which token counts a request's state should be kept.
+"""The placements: frozen values that say at which token counts a request's recurrent state is kept.
 
-    stops(request, start, end)     those in start + 1 .. end, ascending
-    next_stop(request, after)      the first of them behind ``after``
+    checkpoints(request, start, end)     positions in start + 1 .. end, ascending
+    next_checkpoint(request, after)      the first position after ``after``
 
-All but NoStates keep the positions that the caller marked as well. ``ends``: whether the running state of a request
-that ends, or is preempted, becomes a checkpoint; that is the cache's affair and no stop. A placement knows nothing of
-room: what it asks for the cache may decline.
+All placements except NoStates also keep the positions that the caller marked. ``keeps_final_state`` says whether the
+running state of a request that ends, or is preempted, becomes a checkpoint; the cache does this without a position. A
+placement does not know how much room there is: the cache may decline a position.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hybridkv.request import Request
 from hybridkv.units import MOST_COUNT
 
 MOST_TOKENS: Final = MOST_COUNT
-"""Between two stops of a grid; token counts are no larger anywhere."""
+"""Most tokens between two multiples; no token count is larger."""
 
 
 @runtime_checkable
 class Placement(Protocol):
-    """See the module."""
+    """Says at which token counts states are kept. To add one, see CONTRIBUTING.md."""
 
     @property
     def name(self) -> str:
-        """As it is written on the command line."""
+        """Its name on the command line."""
         ...
 
     @property
@@ -43,48 +43,67 @@ class Placement(Protocol):
         ...
 
     def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        """Token counts in start + 1 .. end at which the state should be kept, ascending. O(stops)."""
+        """Return the token counts at which the state should be kept, ascending. O(positions).
+
+        Args:
+            request: The request.
+            start: Tokens computed before.
+            end: Tokens computed after; the positions lie in start + 1 .. end.
+        """
         ...
 
     def next_checkpoint(self, request: Request, after: int) -> int:
-        """The least stop greater than ``after``, NEVER where there is none. At most O(marks)."""
+        """Return the least position after ``after``; NEVER without one. At most O(marks).
+
+        Args:
+            request: The request.
+            after: A token count.
+        """
         ...
 
     def is_supersedable(self, request: Request, tokens: int) -> bool:
-        """Whether the stop at ``tokens`` only serves who goes on from there, once."""
+        """Return whether a position serves only the request that resumes there, once.
+
+        Args:
+            request: The request.
+            tokens: The position.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NoStates:
-    """No state is kept, marked positions neither."""
+    """Keeps no state, not even at marked positions."""
 
     name: str = "none"
     keeps_states: bool = False
     keeps_final_state: bool = False
 
-    def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:  # noqa: ARG002 - as asked
-        """None."""
+    def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:  # noqa: ARG002 - a method of Placement
+        """Return no position."""
         return ()
 
-    def next_checkpoint(self, request: Request, after: int) -> int:  # noqa: ARG002 - as asked
-        """NEVER."""
+    def next_checkpoint(self, request: Request, after: int) -> int:  # noqa: ARG002 - a method of Placement
+        """Return NEVER."""
         return NEVER
 
-    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
-        """Never: there are none."""
+    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - a method of Placement
+        """Return False: there are no positions."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class AlignPlacement:
-    """Where the reference layout (vLLM's align mode) keeps them: at ends of the blocks that it gives to states.
+    """Keeps states where the reference layout (vLLM's ``align`` mode) does: at ends of its state blocks.
 
-    tokens: of such a block, B. Not every multiple: the last one that a chunk reaches, the last one that serves the same
-    prompt again (token P-1 must be run), and the last one before a branch point: where split_at_blocks ends chunks.
-    ConfigError for tokens out of range.
+        chunk   [ ... | B | B | B | rest ]        kept: the last multiple of B in it
 
-        chunk   [ ... | B | B | B | rest ]        kept: the last multiple in it
+    Kept are the last multiple that a chunk reaches, the last one that serves the same prompt again (token P-1 must be
+    run), and the last one before a branch point. ``split_at_blocks`` ends chunks there. Raises ConfigError for tokens
+    out of range.
+
+    Attributes:
+        tokens: Tokens of a state block, B.
     """
 
     tokens: int
@@ -100,25 +119,28 @@ class AlignPlacement:
         return f"align:{self.tokens}"
 
     def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        """Those up to three, and marks. Between boundaries that cut a chunk in two it may answer more. O(marks)."""
-        boundaries = (end, request.num_prompt_tokens - 1, request.branch_tokens)
-        mine = {boundary // self.tokens * self.tokens for boundary in boundaries}
+        """Return up to three multiples, and marks.
+
+        For a part of a chunk there may be more than for the chunk. O(marks).
+        """
+        ends = (end, request.num_prompt_tokens - 1, request.branch_tokens)
+        mine = {one // self.tokens * self.tokens for one in ends}
         return tuple(sorted({one for one in mine if start < one <= end}.union(_between(request.marks, start, end))))
 
     def next_checkpoint(self, request: Request, after: int) -> int:
-        """The next multiple, or mark: whichever chunk reaches it has a stop."""
+        """Return the next multiple, or mark: every chunk that reaches it has a position."""
         return min((after // self.tokens + 1) * self.tokens, _next(request.marks, after))
 
-    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
-        """Never: a grid serves whoever comes by."""
+    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - a method of Placement
+        """Return False: other requests may resume at multiples."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class IntervalPlacement:
-    """Every ``tokens`` tokens, in prompt and output; the cache keeps the state where the request ends besides.
+    """Keeps states every ``tokens`` tokens, in prompt and output, and at the end of the request.
 
-    ConfigError for tokens out of range.
+    Raises ConfigError for tokens out of range.
     """
 
     tokens: int
@@ -134,25 +156,25 @@ class IntervalPlacement:
         return f"interval:{self.tokens}"
 
     def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        """Multiples, and marks."""
+        """Return multiples and marks."""
         return _merged(_multiples(self.tokens, start, end), _between(request.marks, start, end))
 
     def next_checkpoint(self, request: Request, after: int) -> int:
-        """The next multiple, or mark."""
+        """Return the next multiple, or mark."""
         return min((after // self.tokens + 1) * self.tokens, _next(request.marks, after))
 
-    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
-        """Never: a grid serves whoever comes by."""
+    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - a method of Placement
+        """Return False: other requests may resume at multiples."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class EndsPlacement:
-    """Before the prompt's last token, and where others branched off (``branch_tokens``).
+    """Keeps states at prompt ends, output ends and branch points (``branch_tokens``).
 
-    Token P-1 must be run for its logits, so no later state serves the same prompt again. A branch point seen once
-    leaves a state the next time through. The end of the output is no stop: the cache keeps the running state of a
-    request that ends, or is preempted, without a copy (``ends``).
+    Token P-1 must be run for its logits, so a later state cannot serve the same prompt again. A branch point that was
+    seen once gets a state the next time. The end of the output is no position: the cache keeps the running state of a
+    request that ends, or is preempted, without a copy (``keeps_final_state``).
     """
 
     name: str = "ends"
@@ -160,15 +182,15 @@ class EndsPlacement:
     keeps_final_state: bool = True
 
     def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        """Those two, and marks. O(marks)."""
+        """Return these two positions, and marks. O(marks)."""
         return _between(_own(request), start, end)
 
     def next_checkpoint(self, request: Request, after: int) -> int:
-        """The next of them. O(marks)."""
+        """Return the next of them. O(marks)."""
         return _next(_own(request), after)
 
     def is_supersedable(self, request: Request, tokens: int) -> bool:
-        """Before the prompt's last token, unless it is marked or others branched off there."""
+        """Return whether it is before the prompt's last token, neither marked nor a branch point."""
         return tokens == request.num_prompt_tokens - 1 and tokens not in {request.branch_tokens, *request.marks}
 
 

@@ -1,19 +1,18 @@
-"""Attention layers: a column holds the keys and values of its tokens, written once and shared freely.
+"""Attention layers: a column holds the keys and values of its tokens, which are written once and shared freely.
 
-What an attention layer reads of the tokens before it, all, a window, or a chunk; and so where its hits may end.
+A span says which earlier tokens a layer reads: all, a window, or a chunk. This decides where hits may end:
 
-BlockHits     at the boundaries of blocks                       [ block | block ]
-TokenHits     at any token: a block used in part is copied [ block | blo:ck ]
+    BlockHits     at the boundaries of blocks                       [ block | block ]
+    TokenHits     at any token: a partly used block is copied       [ block | blo:ck ]
 
-Which full blocks are worth a key: only what a later look-up can reach.
-
-A hit ends at a multiple of the common alignment A. Of a window only the ``need`` columns before such an
-boundary are ever looked at (EAGLE: one column further, since it looks one block past the boundary):
+A publishing rule says which full blocks get a key: only those that a later look-up can reach. A hit ends at a multiple
+of the common alignment A. In a window, a look-up reads only the ``need`` columns before such a boundary. With EAGLE it
+reads one column more, because it looks one block past the boundary:
 
     A = 4 columns, need 2    . . x x | . . x x | . . x x |        EAGLE, need 3    . . x x | x . x x | x ...
 
-With retention only some boundaries are served: every ``interval`` tokens, and those where the request itself is
-likely to be resumed. This is what vLLM 0.32 publishes; see tests/unit/test_publishing.py for its numbers.
+With retention only some boundaries are kept: every ``interval`` tokens, and those at which the request itself is likely
+to be resumed. vLLM 0.32 publishes the same columns; tests/unit/test_publishing.py has its numbers.
 """
 
 from __future__ import annotations
@@ -46,9 +45,13 @@ from hybridkv.request import Request
 class PublishRule:
     """Publishing rule of one group.
 
-    block_size: tokens of a column. alignment: common alignment of all groups, tokens. need: columns before
-    an boundary that a hit reads; None: all. past: columns behind an boundary that are looked at as well.
-    interval: tokens between the boundaries kept: None for every one, 0 for those of the request only.
+    Attributes:
+        block_size: Tokens of a column.
+        alignment: Common alignment of all groups, in tokens.
+        need: Columns before a boundary that a hit reads; ``None`` for all.
+        past: Columns after a boundary that are looked at too.
+        interval: Tokens between kept boundaries; ``None`` keeps every boundary, 0 only those of the request.
+        keeps_all: Whether every full column is published.
     """
 
     block_size: int
@@ -57,25 +60,27 @@ class PublishRule:
     past: int = 0
     interval: int | None = None
     keeps_all: bool = field(init=False, repr=False, compare=False)
-    """Whether every full column is published, whoever asks."""
 
     def __post_init__(self) -> None:
         all_is_read = self.need is None or (self.interval is None and self.need * self.block_size >= self.alignment)
         object.__setattr__(self, "keeps_all", all_is_read)
 
     def decided(self, known_tokens: T) -> T:
-        """Leading columns about which ``known_tokens`` tokens decide: up to the last boundary, and ``past``.
+        """Return how many leading columns ``known_tokens`` decide: up to the last boundary, and ``past``.
 
-        A number or an int64 array.
+        Takes a number or an int64 array.
         """
         boundary = known_tokens // self.alignment * self.alignment
         if self.past:
-            behind, most = known_tokens - boundary, self.past * self.block_size
-            boundary += (behind - (behind - most) * (behind > most)) * (boundary > 0)
+            after, most = known_tokens - boundary, self.past * self.block_size
+            boundary += (after - (after - most) * (after > most)) * (boundary > 0)
         return boundary // self.block_size
 
     def next_tokens(self, decided: T) -> T:
-        """The token count at which more than ``decided`` columns are decided. A number or an int64 array."""
+        """Return the token count at which more than ``decided`` columns are decided.
+
+        Takes a number or an int64 array.
+        """
         end = (decided + 1) * self.block_size
         at_boundary = -(-end // self.alignment) * self.alignment
         if not self.past:
@@ -87,11 +92,14 @@ class PublishRule:
 
     @property
     def keeps_every_boundary(self) -> bool:
-        """Whether a column that ends at a multiple of the alignment is published, whoever asks."""
+        """Whether every column that ends at a multiple of the alignment is published."""
         return self.interval is None and self.block_size % self.alignment == 0
 
     def columns(self, first: int, last: int, boundaries: tuple[int, ...] = ()) -> Int64:
-        """Columns of first .. last-1 to publish. boundaries: tokens where the request is likely to be resumed."""
+        """Return the columns of first ..
+
+        last-1 to publish. The request is likely to be resumed at ``boundaries`` (tokens).
+        """
         every: Int64 = np.arange(first, last)
         if self.keeps_all:
             return every
@@ -99,7 +107,7 @@ class PublishRule:
         return kept
 
     def keeps(self, column: int, boundaries: tuple[int, ...] = ()) -> bool:
-        """Mask of one column, without arrays of one element."""
+        """Return the mask of one column, without arrays of one element."""
         if self.need is None:
             return True
         segment = self.alignment if self.interval is None else self.interval
@@ -113,7 +121,7 @@ class PublishRule:
         return any(end - self.need <= column < end for end in ends)
 
     def mask(self, columns: Int64, boundaries: tuple[int, ...] = ()) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """Which of ``columns`` are published, bool[len(columns)]."""
+        """Return which of ``columns`` are published, bool[len(columns)]."""
         if self.need is None:
             return np.ones(len(columns), np.bool_)
         segment = self.alignment if self.interval is None else self.interval
@@ -129,9 +137,13 @@ class PublishRule:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPolicy:
-    """Column i holds tokens i * block_size .. (i + 1) * block_size - 1; columns before the span are null.
+    """Column i holds tokens i * block_size .. (i + 1) * block_size - 1. Columns before the span are null.
 
-    span: what is read. publishing: what is published. hits: where they may end.
+    Attributes:
+        block_size: Tokens of a column.
+        span: Which tokens are read.
+        publishing: Which columns are published.
+        hits: Where hits may end.
     """
 
     block_size: int
@@ -140,11 +152,11 @@ class AttentionPolicy:
     hits: BlockHits | TokenHits
 
     def columns(self, num_tokens: T) -> T:
-        """Columns that a row of ``num_tokens`` tokens has, null ones included. A number or an int64 array."""
+        """Return the columns of a row of ``num_tokens`` tokens, null ones included."""
         return -(-num_tokens // self.block_size)
 
     def next_need(self, held: T, dropped: T) -> T:
-        """The token count at which a row needs another block, or may drop one. Numbers or int64 arrays."""
+        """Return the token count at which a row needs another block, or may drop one."""
         need = held * self.block_size + 1
         if self.span.downward_closed:  # all is read
             return need
@@ -152,22 +164,22 @@ class AttentionPolicy:
         return need + (drop - need) * (drop < need)
 
     def droppable(self, processed_tokens: T) -> T:
-        """Leading columns that are read no longer. A number or an int64 array."""
+        """Return how many leading columns are no longer read."""
         if self.span.downward_closed:
             return processed_tokens * 0
         return self.span.first_live_token(processed_tokens) // self.block_size
 
     def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:  # noqa: ARG002 - same
-        """Whether a row needs no more than ``columns`` new blocks at its end and a key for every decided column."""
+        """Return whether a row needs only ``columns`` new blocks at its end and a key for every decided column."""
         return published >= 0 if self.publishing.keeps_all else self.publishing.decided(tokens[2]) <= published
 
     @property
     def only_grows(self) -> bool:
-        """Unless some full columns are passed over."""
+        """Whether no full column is skipped."""
         return self.publishing.keeps_all
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
-        """What is missing for ``demand``; see GroupPlan."""
+        """Plan the blocks that ``demand`` misses; see GroupPlan."""
         columns = self.columns(demand.total)
         if row.held:
             drop = min(max(row.dropped, self.droppable(demand.processed)), row.held)
@@ -183,7 +195,7 @@ class AttentionPolicy:
         return GroupPlan(drop, reuse, take, append, (), publish, decided)
 
     def _begin(self, hit: Int32, columns: int, demand: Demand) -> tuple[Int32, Int32 | None, int]:
-        """Columns of a new row: hits, null ones that nobody reads (of an external load), new ones."""
+        """Return the columns of a new row: hits, null columns (no longer read, of an external load), new ones."""
         live, take = self.droppable(demand.computed), max(columns - len(hit), 0)
         if live and hit[:live].any():
             hit = hit.copy()
@@ -196,12 +208,12 @@ class AttentionPolicy:
         return hit, append, take - skip
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, boundaries: tuple[int, ...]) -> tuple[Int64, int]:
-        """Columns to publish when ``computed_tokens`` are there at last, and how many are decided then."""
+        """Return the columns to publish once ``computed_tokens`` are computed, and how many are then decided."""
         decided = max(row.published, self.publishing.decided(computed_tokens))
         return self.publishing.columns(row.published, decided, boundaries), decided
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
-        """Blocks that ``num_tokens`` tokens hold at most, all in one step."""
+        """Return the blocks of ``num_tokens`` tokens, all taken in one step."""
         return self.columns(num_tokens)
 
 
@@ -212,19 +224,19 @@ class FullSpan:
     downward_closed: bool = True
 
     def first_needed(self, tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of a span
-        """The first token that must be cached for a hit of ``tokens``."""
+        """Return the first token that must be cached for a hit of ``tokens``."""
         return tokens * 0
 
     def first_live_token(self, processed_tokens: T) -> T:
-        """The first token that the next one reads: always 0. A number or an int64 array."""
+        """Return the first token that the next one reads: always 0."""
         return processed_tokens * 0
 
     def drop_tokens(self, columns: T, block_size: int) -> T:  # noqa: ARG002 - the answer of a span
-        """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
+        """Return the processed tokens at which the first ``columns`` columns are no longer read: NEVER."""
         return columns * 0 + NEVER
 
     def longest_hit(self, index: PrefixIndex, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
-        """Left to right until the first miss. O(columns of the hit)."""
+        """Search from left to right until the first miss. O(columns of the hit)."""
         stop = min(search.end_tokens // block_size + search.past, search.limit_tokens // block_size, len(keys))
         blocks = index.leading_run(keys, stop)
         missing = (len(blocks) * block_size,) if len(blocks) < stop else ()
@@ -235,36 +247,36 @@ class FullSpan:
 
 @dataclass(frozen=True, slots=True)
 class WindowSpan:
-    """The ``window - 1`` tokens before it."""
+    """The ``window - 1`` tokens before a token."""
 
     window: int
     downward_closed: bool = False
 
     def first_needed(self, tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of a span
-        """The first token that must be cached for a hit of ``tokens``: at least the last one, as a proof."""
+        """Return the first token that must be cached for a hit of ``tokens``: at least the last one, as a proof."""
         return max(0, tokens - max(self.window - 1, 1))
 
     def first_live_token(self, processed_tokens: T) -> T:
-        """The first token that the next one reads: ``max(0, n - W + 1)``. A number or an int64 array."""
+        """Return the first token that the next one reads: ``max(0, n - W + 1)``."""
         live = processed_tokens - self.window + 1
         return live * (live > 0)
 
     def drop_tokens(self, columns: T, block_size: int) -> T:
-        """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
+        """Return the processed tokens at which the first ``columns`` columns are no longer read."""
         return columns * block_size + self.window - 1
 
     def columns_read(self, block_size: int) -> int:
-        """Columns before a block boundary that hold what the next token reads: ``ceil((W - 1) / block_size)``.
+        """Return the columns before a block boundary that the next token reads: ``ceil((W - 1) / block_size)``.
 
-        At least 1: a window of 1 reads nothing before it, but one column must prove that the prefix was seen.
+        At least 1: a window of 1 reads no earlier token, but one column must prove that the prefix was seen.
         """
         return max(-(-(self.window - 1) // block_size), 1)
 
     def longest_hit(self, index: PrefixIndex, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
-        """The last aligned boundary whose window is cached, or the leading columns where they are fewer.
+        """Search for the last aligned boundary whose window is cached, or for the leading columns if they are fewer.
 
-        A miss rules out every boundary that would read it, so a prompt never seen costs one look-up a window,
-        and no column is looked up more than twice.
+        A miss rules out every boundary that would read it. So an unknown prompt costs one look-up for each window, and
+        no column is looked up more than twice.
         """
         need, past, step = self.columns_read(block_size), search.past, search.alignment // block_size
         last = min(search.limit_tokens // block_size, len(keys)) - past
@@ -283,33 +295,35 @@ class WindowSpan:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """The tokens of its own chunk of ``chunk`` tokens, up to itself."""
+    """The tokens of a token's own chunk of ``chunk`` tokens, up to itself."""
 
     chunk: int
     downward_closed: bool = False
 
     def first_needed(self, tokens: int, block_size: int) -> int:
-        """The first token that must be cached for a hit of ``tokens``: none, where chunk and block begin.
+        """Return the first token that must be cached for a hit of ``tokens``.
 
-        Where a chunk begins inside a block the one before it is needed: the block must be copied, not begun, since it
+        Where chunk and block begin, this is ``tokens`` itself.
+
+        If a chunk begins inside a block, the token before it is needed. The block must be copied, not begun, because it
         will be published with all its tokens.
         """
         start = tokens // self.chunk * self.chunk
         return start if start < tokens or tokens % block_size == 0 else tokens - 1
 
     def first_live_token(self, processed_tokens: T) -> T:
-        """The first token of the chunk that the next one belongs to: ``floor(n / C) * C``. A number or an array."""
+        """Return the first token of the chunk of the next token: ``floor(n / C) * C``."""
         return processed_tokens // self.chunk * self.chunk
 
     def drop_tokens(self, columns: T, block_size: int) -> T:
-        """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
+        """Return the processed tokens at which the first ``columns`` columns are no longer read."""
         return -(-columns * block_size // self.chunk) * self.chunk
 
     def longest_hit(self, index: PrefixIndex, keys: Sequence[bytes], search: Search, block_size: int) -> GroupHit:
-        """Inside the last chunk from left to right; else at its start; else in the chunk before, and so on.
+        """Search in the last chunk from left to right, then at its start, then in the chunk before, and so on.
 
-        At a chunk's start nothing is read, so it counts only if the prefix is proved to have been seen: by
-        another group, or by the column before it. O(columns) at worst.
+        At the start of a chunk no token is read. Such a hit counts only if another group, or the column before it,
+        proves that the prefix was seen. O(columns) at worst.
         """
         last = min(search.limit_tokens // block_size, len(keys))
         end, missing = search.end_tokens, list[int]()
@@ -331,9 +345,9 @@ class ChunkSpan:
 
 
 def _proof(index: PrefixIndex, keys: Sequence[bytes], start: int, search: Search, block_size: int) -> Int32 | None:
-    """The block that proves that a prompt was seen up to ``start``, where a chunk begins, int32[1].
+    """Return the block that proves that a prompt was seen up to ``start``, where a chunk begins, int32[1].
 
-    int32[0] where another group has proved it, None where nobody has.
+    int32[0] if another group has proved it; ``None`` without a proof.
     """
     if start and start <= search.proven_tokens:
         return NONE
@@ -347,7 +361,7 @@ Span = FullSpan | WindowSpan | ChunkSpan
 
 @dataclass(frozen=True, slots=True)
 class BlockHits:
-    """Finds what layers that read ``span`` need, up to the boundary of a block."""
+    """Finds the blocks that layers with this span need, up to a block boundary."""
 
     span: Span
     block_size: int
@@ -355,36 +369,37 @@ class BlockHits:
 
     @property
     def downward_closed(self) -> bool:
-        """Where every earlier token is read."""
+        """Whether every earlier token is read."""
         return self.span.downward_closed
 
     def columns(self, num_tokens: int) -> int:
-        """Full ones."""
+        """Return the full columns."""
         return num_tokens // self.block_size
 
     def first_needed(self, num_tokens: int) -> int:
-        """What the span says."""
+        """Return the answer of the span."""
         return self.span.first_needed(num_tokens, self.block_size)
 
     def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
-        """What the span finds."""
+        """Return the longest hit of the span."""
         return self.span.longest_hit(index, keys, search, self.block_size)
 
     def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
-        """None: blocks are shared whole."""
+        """Return 0: blocks are shared whole."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenHits:
-    """Hits that end at any token: the natural layout's, where a block that is used in part is copied.
+    """Hits that end at any token, in the natural layout: a partly used block is copied.
 
-    A column can give as many of its tokens as some cached block begins with, its *reach*: all where the request's key
-    of the column is known, else the longest partial key (hybridkv.cache.index) that the request's tokens match.
+    A column can give as many of its tokens as some cached block begins with: its *reach*. This is the whole column if
+    the request's key of it is known. Else it is the longest partial key (``hybridkv.cache.index``) that the request's
+    tokens match. A hit of t tokens needs:
 
-        t served by full attention      every column before t reaches as far as t asks
-        by a window of W                the columns of tokens t - W + 1 .. t - 1, at least that of token t - 1
-        by a chunk                      those of its chunk before t; where t begins one, that t was seen must be proved
+        full attention       every column before t reaches as far as t asks
+        a window of W        the columns of tokens t - W + 1 .. t - 1 do, at least that of token t - 1
+        a chunk              the columns of its chunk before t do; if t begins a chunk, a proof that t was seen
     """
 
     span: Span
@@ -393,29 +408,29 @@ class TokenHits:
 
     @property
     def downward_closed(self) -> bool:
-        """Where every earlier token is read."""
+        """Whether every earlier token is read."""
         return self.span.downward_closed
 
     def columns(self, num_tokens: int) -> int:
-        """Full ones."""
+        """Return the full columns."""
         return num_tokens // self.block_size
 
     def first_needed(self, num_tokens: int) -> int:
-        """Return what the span says; 0 where every earlier token is read."""
+        """Return the answer of the span; 0 if every earlier token is read."""
         return 0 if self.span.downward_closed else self.span.first_needed(num_tokens, self.block_size)
 
     def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:
-        """The largest end that is served.
+        """Search for the largest end that is cached. O(columns read).
 
-        No end between a column's reach and the column's own can be, so the candidate falls from column to column.
-        O(columns read).
+        No hit ends between the reach of a column and the end of that column, so the candidate falls from column to
+        column.
         """
         block_size = self.block_size
         end, missing, seen = search.end_tokens, list[int](), list[Int32]()
         first, run = -1, NONE
         while end > 0:
             start = self.first_needed(end)
-            if start == end:  # a chunk and a block begin: nothing is read, but the prefix must have been seen
+            if start == end:  # a chunk and a block begin: no token is read, but the prefix must have been seen
                 if end <= search.proven_tokens:
                     return GroupHit(end, np.zeros(end // block_size, np.int32), tuple(missing), _joined(seen))
                 start = end - 1
@@ -426,7 +441,7 @@ class TokenHits:
             if column != first or len(run) < last - column:
                 first, run = column, index.leading_run(keys[column:] if column else keys, last - column)
                 seen.append(run)
-            at = min(column + len(run), last)  # the first column that is not known whole, or that of the end
+            at = min(column + len(run), last)  # first column that is not known whole, or that of the end
             wanted = end - at * block_size
             reached, begun = index.reach(request, at) if wanted > 0 else (0, 0)
             if begun:
@@ -440,7 +455,7 @@ class TokenHits:
         return GroupHit(0, NONE, tuple(missing), _joined(seen))
 
     def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:
-        """The block to copy the last column from, where it is used in part and read."""
+        """Return the block from which the last column is copied, if it is partly used and read; else 0."""
         column, rest = divmod(num_tokens, self.block_size)
         read = rest and self.first_needed(num_tokens) < num_tokens
         return index.source(request, column, rest) if read else 0

@@ -1,4 +1,4 @@
-"""What a group is, and the values that policies are asked with and answer with."""
+"""The values that a policy is asked with and answers with, and the kind of a group."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ NO_COLUMNS: Final = np.empty(0, np.int64)
 
 
 class Search(NamedTuple):
-    """What a group is asked for: a hit of at most ``end_tokens`` tokens.
+    """The prefix that a group is asked for: a hit of at most ``end_tokens`` tokens.
 
         tokens  [ hit, at most end | past: looked at, then dropped | ... ]
-                0                  ^ end_tokens                    ^ limit_tokens: nothing behind is looked at
+                0                  ^ end_tokens                    ^ limit_tokens: no later token is looked at
 
-    alignment: tokens of which the hit must be a multiple. past: columns behind the hit that must be cached
-    as well (EAGLE: 1). proven_tokens: another group has shown that so many tokens were seen before.
+    Attributes:
+        end_tokens: Most tokens of the hit.
+        limit_tokens: Most tokens that are looked at.
+        alignment: The hit must be a multiple of so many tokens.
+        past: Columns after the hit that must be cached too (1 for EAGLE).
+        proven_tokens: Another group has shown that so many tokens were seen before.
     """
 
     end_tokens: int
@@ -50,11 +54,15 @@ class Search(NamedTuple):
 class GroupHit(NamedTuple):
     """A cached prefix in one group.
 
-    blocks: int32[full columns], the block of each, 0 where later tokens need none.
-    missing: token counts at which tokens are unknown and bounded the hit. seen: int32, all blocks on which the
-    answer rests, looked at and not adopted ones too. additions: of the index, where any new key may lengthen
-    the hit; -1 where only the missing can. While the missing stay unknown, the seen keep their keys and there
-    are no more additions, the same search has the same answer.
+    The same search gives the same answer as long as no ``missing`` position becomes known, no ``seen`` block loses its
+    key, and the index gets no more ``additions``.
+
+    Attributes:
+        tokens: Tokens of the prefix.
+        blocks: int32[full columns], block of each column; 0 if later tokens do not need it.
+        missing: Token counts at which unknown tokens bounded the hit.
+        seen: int32, all blocks on which the answer rests, including those that are not adopted.
+        additions: ``additions`` of the index, if any new key may make the hit longer; -1 if only ``missing`` can.
     """
 
     tokens: int
@@ -65,11 +73,14 @@ class GroupHit(NamedTuple):
 
 
 class RowFacts(NamedTuple):
-    """What a row holds in one group: ``held`` columns, the first ``dropped`` of them null.
+    """The columns of a row in one group.
 
-    published: leading columns that were published or passed over. For groups that keep a state, state_position: the
-    token count of the state that the last step leaves; pending: token counts, multiples of the block, of
-    states in earlier columns that could not be published yet.
+    Attributes:
+        held: Columns.
+        dropped: The first of them, which are null.
+        published: Leading columns that were published or skipped.
+        state_position: In a group that keeps states, the token count of the state that the last step leaves.
+        pending: Token counts, multiples of the block, of states in earlier columns that could not be published yet.
     """
 
     held: int = 0
@@ -80,16 +91,23 @@ class RowFacts(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What a request asks for, in tokens.
+    """The tokens that a request asks for.
 
-    [ processed | in flight | hit | external | new | lookahead ]
-                ^ processed       ^          ^ computed
-                                                   ^ end       ^ total
+        [ processed | in flight | hit | external | new | lookahead ]
+                    ^ processed       ^          ^ computed
+                                                       ^ end       ^ total
 
-    hit and external are 0 for a row that runs already. known: tokens whose keys may be published
-    (0: none). certain: ``end`` without drafts. encoder: tokens of the encoder's input; by_digest: whether what is
-    kept of it may be published under its digest.
-    boundaries: token counts at which this very request is likely to be resumed; for retention.
+    Attributes:
+        processed: Tokens whose steps have run.
+        hit: Tokens with the hit; for a running request no hit is added.
+        computed: Tokens with those loaded from elsewhere.
+        end: Tokens after this step.
+        total: ``end`` with room for drafts.
+        known: Tokens whose keys may be published; 0 for none.
+        certain: ``end`` without drafts.
+        encoder: Tokens of the encoder's output.
+        by_digest: The encoder's output may be published under its digest.
+        boundaries: Token counts at which this request is likely to be resumed; for retention.
     """
 
     processed: int
@@ -105,16 +123,21 @@ class Demand(NamedTuple):
 
 
 class GroupPlan(NamedTuple):
-    """What a request needs in one group, and the columns of its row after the commit.
+    """The needs of a request in one group, and the columns of its row after the commit.
 
         [ null: dropped | held, vacated ones null | reuse: hits, touched | append ]
         0               ^ drop                    ^ held                 ^
 
-    drop: leading columns that are null from now on. vacate: columns whose blocks move into ``append``.
-    append: int32, block ids that move here, 0 for null columns, NEW for each block to take; None stands
-    for ``take`` times NEW. take: blocks to take.
-    publish: columns to publish, null ones left out. decided: leading columns that are not asked for again.
-    pending: as in RowFacts, from then on.
+    Attributes:
+        drop: Leading columns that become null.
+        reuse: int32, blocks of the hit, appended to the row.
+        take: Blocks to take.
+        append: int32, blocks that move here, 0 for null columns, NEW for each block to take; ``None`` stands for
+            ``take`` times NEW.
+        vacate: Columns whose blocks move into ``append``.
+        publish: int64, columns to publish, without null ones.
+        decided: Leading columns that are not asked for again.
+        pending: As in RowFacts, after the commit.
     """
 
     drop: int
@@ -129,11 +152,14 @@ class GroupPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """What a group is, apart from the others; the layout says what of it is kept for reuse (hybridkv.cache.assembly).
+    """The kind of a group; the layout says which of its blocks are kept for reuse (``hybridkv.cache.assembly``).
 
-    publishes: whether anything of it can be hit; a group that never publishes has no say in the common alignment.
-    by_digest: whether its blocks are found under the digest of the encoder's input. drops: the last block of a hit,
-    for EAGLE. ranks: of context parallelism.
+    Attributes:
+        spec: The spec of its layers.
+        publishes: Some of its blocks can be hit. A group that never publishes does not count for the common alignment.
+        by_digest: Its blocks are found under the digest of the encoder's input.
+        drops: It drops the last block of a hit, for EAGLE.
+        ranks: Ranks of context parallelism.
     """
 
     spec: KVCacheSpec
@@ -144,12 +170,12 @@ class GroupKind:
 
     @property
     def inner(self) -> KVCacheSpec:
-        """The spec of the layers, also where their pages differ (one type: all keep the same tokens)."""
+        """The spec of one of its layers, also if the pages of the layers differ."""
         return inner_of(self.spec)
 
     @property
     def block_size(self) -> int:
-        """Tokens of a column: attention is spread over the ranks, states and encoder outputs are whole on each."""
+        """Tokens of a column. Attention is spread over the ranks; states and encoder outputs are whole on each rank."""
         return self.spec.block_size * (self.ranks if self.keeps_tokens else 1)
 
     @property
@@ -164,7 +190,7 @@ class GroupKind:
 
     @property
     def num_drafts(self) -> int | None:
-        """Of how many drafts of a row its states can be kept; None where no state is kept at all."""
+        """How many drafts of a row have a block for their state; ``None`` if no state is kept at all."""
         return self.inner.num_speculative_blocks if isinstance(self.inner, MambaSpec) else None
 
     @property
@@ -174,10 +200,10 @@ class GroupKind:
 
 
 def inner_of(spec: KVCacheSpec) -> KVCacheSpec:
-    """The spec of the layers that ``spec`` was merged of."""
+    """Return the spec of one of the layers of which ``spec`` was merged."""
     return spec.layers[0][1] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def keeps_tokens(spec: KVCacheSpec) -> bool:
-    """Whether blocks of ``spec`` hold the decoder's tokens."""
+    """Return whether blocks of ``spec`` hold the decoder's tokens."""
     return spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}

@@ -1,13 +1,13 @@
-"""Recurrent layers: where their states lie, and the columns of the reference layout's.
+"""Recurrent layers and encoder outputs: where states lie, and the columns of the reference layout.
 
-A state is overwritten in place; so sharing one is copying it.
+A state is overwritten in place, so it is shared by copying it. In the reference layout (``align``) a row has columns of
+``block_size`` tokens, all null except those that hold a state:
 
-    align    columns as in attention, of ``block_size`` tokens; all null but those that hold a state:
+    step n       [ . . . S | . D ]       S: read by the next step      D: the step leaves its state here
+    with drafts  [ . . . . . D x x ]     x: one block for each drafted token
 
-             [ . . . S | . D ]       S: read by the next step      D: where that step leaves its state
-             [ . . . . . D x x ]     x: one block for each drafted token
-
-Layers of encoders, too: like running states, all their blocks are taken when a row begins and stay to its end.
+In the natural layout (``RunningStatePolicy``) the running state has one column, and states at resume points lie in
+blocks outside all rows. Encoder outputs are similar: all their blocks are taken when a row begins and stay to its end.
 """
 
 from __future__ import annotations
@@ -39,92 +39,93 @@ from hybridkv.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PositionHits:
-    """Checkpoints: states in blocks of nobody's row, labelled with their token counts (docs/contracts.md, 8)."""
+    """Hits of checkpoints: states in blocks outside all rows, each found at its position (docs/contracts.md, 8)."""
 
     copies: bool = True
     downward_closed: bool = False
 
     def columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
-        """None: what is hit is copied."""
+        """Return 0: the state of a hit is copied, so the row adopts no column."""
         return 0
 
     def first_needed(self, num_tokens: int) -> int:
-        """None: a state is no block of tokens."""
+        """Return ``num_tokens``: a state needs no block of earlier tokens."""
         return num_tokens
 
     def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
-        """The last label at or before the end. O(blocks behind it)."""
+        """Search for the last state at or before the end. O(blocks after it)."""
         additions = index.additions
         return GroupHit(index.last_state(request, search.end_tokens, search.alignment), NONE, additions=additions)
 
     def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:
-        """The checkpoint."""
+        """Return the block of the checkpoint."""
         return index.state_at(request, num_tokens) or 0
 
 
 @dataclass(frozen=True, slots=True)
 class NoHits:
-    """States that are not kept, and encoder outputs that are not shared: the others' prefixes are worth nothing."""
+    """States that are not kept, and encoder outputs that are not shared: no prefix can be resumed."""
 
     copies: bool = False
     downward_closed: bool = False
 
     def columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
-        """None."""
+        """Return 0."""
         return 0
 
     def first_needed(self, num_tokens: int) -> int:
-        """None."""
+        """Return ``num_tokens``: no earlier token is needed."""
         return num_tokens
 
     def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
-        """None."""
+        """Return a hit of no tokens."""
         return GroupHit(0, NONE)
 
     def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - as above
-        """None."""
+        """Return 0: nothing is copied."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class AnyHits:
-    """Layers that keep nothing, or whose blocks are looked up apart: every hit of the others is agreed to."""
+    """Layers that keep nothing, or whose blocks are looked up separately: they accept every hit of the other groups."""
 
     copies: bool = False
     downward_closed: bool = False
 
     def columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
-        """None."""
+        """Return 0."""
         return 0
 
     def first_needed(self, num_tokens: int) -> int:
-        """None."""
+        """Return ``num_tokens``: no earlier token is needed."""
         return num_tokens
 
     def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
-        """Whatever the others say."""
+        """Return a hit of the whole candidate."""
         return GroupHit(search.end_tokens, NONE)
 
     def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - as above
-        """None."""
+        """Return 0: nothing is copied."""
         return 0
 
 
 def _fixed(row: RowFacts, take: int) -> GroupPlan:
-    """Return the plan of a row that takes ``take`` blocks when it begins, and none later."""
+    """Return the plan of a row that takes ``take`` blocks when it begins, and no more later."""
     return GroupPlan(0, NONE, 0 if row.held else take, None, (), NO_COLUMNS, row.published)
 
 
 @dataclass(frozen=True, slots=True)
 class RunningStatePolicy:
-    """Recurrent layers of the natural layout, and those of the reference layout that keep no state.
+    """Recurrent layers of the natural layout, and those of the reference layout that keep no states.
 
         row          [ running | drafts ... ]       rewritten in place; a hit is copied into it
-        checkpoint   a block outside all rows, labelled with its token count (docs/contracts.md, 8)
+        checkpoint   a block outside all rows, found at its position (docs/contracts.md, 8)
 
-    block_size: tokens between two keys of a request.
-    row_columns: of the state, and one for each drafted token.
-    hits: where a prefix can end.
+    Attributes:
+        block_size: Tokens between two keys of a request.
+        row_columns: Columns of a row: the running state, and one for each drafted token.
+        hits: Where hits may end.
     """
 
     block_size: int
@@ -139,7 +140,7 @@ class RunningStatePolicy:
         return num_tokens * 0 + self.row_columns
 
     def next_need(self, held: T, dropped: T) -> T:  # noqa: ARG002 - the answer of a policy
-        """Return NEVER: a row that runs has its blocks."""
+        """Return NEVER: a running row has its blocks."""
         return held * 0 + NEVER
 
     def droppable(self, processed_tokens: T) -> T:
@@ -147,7 +148,7 @@ class RunningStatePolicy:
         return processed_tokens * 0
 
     def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:  # noqa: ARG002 - as above
-        """Return True, once the row runs."""
+        """Return whether the row runs."""
         return published >= 0
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:  # noqa: ARG002 - as above
@@ -173,15 +174,18 @@ class RunningStatePolicy:
 
 @dataclass(frozen=True, slots=True)
 class EncoderPolicy:
-    """Cross attention, which keeps the keys and values of the encoder's output, and encoder-only attention.
+    """Cross attention, which keeps keys and values of the encoder's output; and encoder-only attention.
 
-    All blocks are taken when a row begins and stay to its end, whatever it computes.
+    Encoder-only attention keeps nothing. All blocks are taken when a row begins and stay to its end, whatever it
+    computes.
 
-    block_size: tokens of a block.
-    hits: whether the prefixes of other groups may be hit.
-    keeps: whether anything is kept; encoder-only attention keeps nothing.
-    by_digest: whether all blocks of a row, or none, are found under the digest of the encoder's input (natural layout).
-        A prefix hit needs none of them, since the decoder's own keys carry the digest; missing ones are encoded again.
+    Attributes:
+        block_size: Tokens of a block.
+        hits: Whether the prefixes of other groups may be hit.
+        keeps: Whether anything is kept.
+        by_digest: Natural layout: all blocks of a row, or no block, are found under the digest of the encoder's input.
+            A prefix hit does not need them, because the decoder's own keys contain the digest; missing ones are encoded
+            again.
     """
 
     block_size: int
@@ -196,7 +200,7 @@ class EncoderPolicy:
         return num_tokens * 0
 
     def next_need(self, held: T, dropped: T) -> T:  # noqa: ARG002 - the answer of a policy
-        """Return NEVER: a row that runs has its blocks."""
+        """Return NEVER: a running row has its blocks."""
         return held * 0 + NEVER
 
     def droppable(self, processed_tokens: T) -> T:
@@ -204,11 +208,11 @@ class EncoderPolicy:
         return processed_tokens * 0
 
     def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:  # noqa: ARG002 - as above
-        """Return True, once the row runs."""
+        """Return whether the row runs."""
         return published >= 0
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
-        """Take all blocks when the row begins: those of ``hit``, or as many new ones."""
+        """Take all blocks when the row begins: those of ``hit``, or new ones."""
         take = self.most_columns(demand.end, demand.encoder)
         if row.held:
             return _fixed(row, 0)
@@ -223,7 +227,7 @@ class EncoderPolicy:
         return NO_COLUMNS, row.published
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - as above
-        """Return ``ceil(encoder tokens / block_size)``, or 0 where nothing is kept."""
+        """Return ``ceil(encoder tokens / block_size)``, or 0 if nothing is kept."""
         return -(-encoder_tokens // self.block_size) if self.keeps else 0
 
 
@@ -236,15 +240,15 @@ class StateHits:
     downward_closed: bool = False
 
     def columns(self, num_tokens: int) -> int:
-        """All null but the last."""
+        """Return the columns of a hit, all null except the last."""
         return num_tokens // self.block_size
 
     def first_needed(self, num_tokens: int) -> int:
-        """None: a state is no block of tokens."""
+        """Return ``num_tokens``: a state needs no block of earlier tokens."""
         return num_tokens
 
     def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
-        """The right-most state at or before the end. O(boundaries behind it)."""
+        """Search for the last state at or before the end. O(boundaries after it)."""
         size, step = self.block_size, search.alignment // self.block_size
         boundary = min(search.end_tokens // size, len(keys)) // step * step
         missing: list[int] = []
@@ -259,7 +263,7 @@ class StateHits:
         return GroupHit(0, NONE, tuple(missing))
 
     def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
-        """None: what is hit is held by the row itself."""
+        """Return 0: the row itself holds the state."""
         return 0
 
 
@@ -267,7 +271,11 @@ class StateHits:
 class AlignedStatePolicy:
     """States are kept where chunks end, and can be hit where that is a multiple of ``block_size``.
 
-    drafts: blocks for drafted tokens. publishing: which boundaries are published.
+    Attributes:
+        block_size: Tokens of a column.
+        drafts: Blocks for drafted tokens.
+        publishing: Which boundaries are published.
+        hits: Where hits may end.
     """
 
     block_size: int
@@ -282,57 +290,58 @@ class AlignedStatePolicy:
         return -(-num_tokens // self.block_size) - 1
 
     def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
-        """Return columns after that of the step's end, but for a state at a boundary: that is published.
+        """Return the columns of the states of drafts: after that of the step's end, except for a state at a boundary.
 
-        Fewer drafts than ``block_size``, so there is one boundary at most, E:
+        The state at a boundary goes to the column that can be published. There are fewer drafts than ``block_size``, so
+        there is at most one boundary, E:
 
             S, E before it         [ E | certain | draft | .. ]        S: the column of the last draft
-            S, which ends at E     [ .. | E | draft | certain ]        the last one's place is the first one's
+            S, which ends at E     [ .. | E | draft | certain ]        the last one takes the place of the first one
         """
         size, last = self.block_size, self.state_column(certain + drafts)
         tokens = certain + position
-        given_up = (position == 0) & ((certain + drafts) % size == 0)
-        free = np.where(given_up, last + drafts, last + position)
+        unneeded = (position == 0) & ((certain + drafts) % size == 0)
+        free = np.where(unneeded, last + drafts, last + position)
         return np.where(tokens % size == 0, tokens // size - 1, free)
 
     def columns(self, num_tokens: T) -> T:
-        """Columns that a row of ``num_tokens`` tokens has, null ones and drafts' included."""
+        """Return the columns of a row of ``num_tokens`` tokens, null ones and those of drafts included."""
         return -(-num_tokens // self.block_size) + self.drafts
 
     def next_need(self, held: T, dropped: T) -> T:
-        """The token count at which a row needs another block, or may drop one."""
+        """Return the token count at which a row needs another block, or may drop one."""
         need, drop = (held - self.drafts) * self.block_size + 1, (dropped + 1) * self.block_size + 2
         return need + (drop - need) * (drop < need)
 
     def droppable(self, processed_tokens: T) -> T:
-        """Leading columns that are read no longer: those before the state of ``processed_tokens``."""
+        """Return how many leading columns are no longer read: those before the state of ``processed_tokens``."""
         return (processed_tokens - 1) * (processed_tokens > 0) // self.block_size
 
     def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:
-        """Whether a row needs at most one block, and a key for no column but the one that ``known`` ends."""
+        """Return whether a row needs at most one block, and a key for no column except the one that ``known`` ends."""
         if self.drafts or not self.publishing.keeps_every_boundary:
             return published < 0
         computed, end, known = tokens
         decided, size = self.publishing.decided(known), self.block_size
         ends_here = (decided == published + 1) & (known % size == 0) & (end - known < size)
-        goes_on = (computed % size > 0) | (computed <= known)  # else a state of tokens that are not known yet
+        goes_on = (computed % size > 0) | (computed <= known)  # else its state follows unknown tokens
         plain: Bool | bool = (columns <= 1) & ((decided <= published) | ends_here) & goes_on
         return plain
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
-        """What is missing for ``demand.end`` tokens; look-ahead is ignored, the drafts' blocks are there."""
+        """Plan the blocks for ``demand.end`` tokens. Look-ahead is ignored, because the drafts have their blocks."""
         if row.held:
             drop = min(max(row.dropped, self.droppable(demand.processed)), row.held)
             reuse, held = NONE, row.held
-            behind = range(held - self.drafts, held)  # the columns of the drafts so far
+            draft_columns = range(held - self.drafts, held)
         else:
             drop, reuse = 0, NONE if hit is None else hit
             if demand.computed > demand.hit and len(reuse):
                 reuse = reuse.copy()
                 reuse[: self.droppable(demand.computed)] = 0
-            held, behind = len(reuse), range(0)
+            held, draft_columns = len(reuse), range(0)
         state = self.state_column(demand.end)
-        vacate = tuple(column for column in behind if column < state) if state + self.drafts >= held else ()
+        vacate = tuple(column for column in draft_columns if column < state) if state + self.drafts >= held else ()
         append = self._append(held, state, demand if not row.held else None)
         take = 0 if append is None else int(np.count_nonzero(append == NEW)) - len(vacate)
         stored = self._stored(row, demand)
@@ -343,7 +352,7 @@ class AlignedStatePolicy:
         return GroupPlan(drop, reuse, take, append, vacate, publish, decided, pending)
 
     def _append(self, held: int, state: int, begin: Demand | None) -> Int32 | None:
-        """Columns held .. state + drafts: null but for the states, the drafts' and that of an external load."""
+        """Return columns held .. state + drafts: null except for the states, the drafts and an external load."""
         count = state + self.drafts + 1 - held
         if count <= 0:
             return None
@@ -354,10 +363,10 @@ class AlignedStatePolicy:
         return append
 
     def _stored(self, row: RowFacts, demand: Demand) -> list[int]:
-        """Multiples of the block whose states are or will be stored in their own columns, ascending.
+        """Return the multiples of the block whose states are or will be stored in their own columns, ascending.
 
-        The label decides, never the position: where a chunk ended, what accepted drafts crossed, what an
-        external load brought. A boundary inside a chunk is none of them.
+        Stored are the end of a chunk, the boundary that accepted drafts crossed, and the end of an external load. A
+        boundary inside a chunk is not stored, although the chunk passes it.
         """
         tokens = {*row.pending, *self._crossed(row, demand.computed)}
         if not row.held and demand.computed > demand.hit:
@@ -367,12 +376,12 @@ class AlignedStatePolicy:
         return sorted(one for one in tokens if one and one % self.block_size == 0)
 
     def _crossed(self, row: RowFacts, computed_tokens: int) -> tuple[int, ...]:
-        """The boundary where the last chunk ended, or that its accepted drafts crossed (docs/contracts.md, 8)."""
+        """Return the boundary where the last chunk ended, or that accepted drafts crossed (docs/contracts.md, 8)."""
         boundary = computed_tokens // self.block_size * self.block_size
         return (boundary,) if row.held and boundary >= row.state_position else ()
 
     def _columns(self, tokens: Sequence[int], first: int, decided: int, boundaries: tuple[int, ...]) -> Int64:
-        """Columns first .. decided-1 that end at one of ``tokens``, as far as retention keeps them."""
+        """Return the columns first .. decided-1 that end at one of ``tokens`` and that retention keeps."""
         ends = [one // self.block_size for one in tokens]
         ended = [end - 1 for end in ends if first < end <= decided]
         if not ended:
@@ -381,11 +390,11 @@ class AlignedStatePolicy:
         return columns[self.publishing.mask(columns, boundaries)]
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, boundaries: tuple[int, ...]) -> tuple[Int64, int]:
-        """Columns to publish when ``computed_tokens`` are there at last, and how many are decided then."""
+        """Return the columns to publish once ``computed_tokens`` are computed, and how many are then decided."""
         decided = max(row.published, self.publishing.decided(computed_tokens))
         stored = sorted({*row.pending, *self._crossed(row, computed_tokens)})
         return self._columns(stored, row.published, decided, boundaries), decided
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
-        """Blocks that ``num_tokens`` tokens hold at most."""
+        """Return the blocks of ``num_tokens`` tokens."""
         return self.columns(num_tokens)

@@ -137,7 +137,7 @@ class FreeOrder:
         order = self.order()
         free = np.flatnonzero(ref[1:] == 0) + 1
         for block in np.setdiff1d(free, order).tolist():
-            yield f"block {block} is held by nobody but not in the free order"
+            yield f"block {block} has no holder but is not in the free order"
         if (np.diff(keyed[order].astype(np.int8)) < 0).any():
             yield "a cached block would be taken before an empty one"
 
