@@ -162,10 +162,10 @@ class IdealSpace:
             self._lru[of].prepend(local)
             self._stamps[of][local] = _OLDEST
 
-    def take_given_first(self) -> None:
+    def take_unneeded_first(self) -> None:
         """It always does."""
 
-    def give_up(self, ids: Ids) -> None:
+    def mark_unneeded(self, ids: Ids) -> None:
         """Blocks that no kept end needs go before all others."""
         self.age_first(ids)
         self._given[ids] = True
@@ -180,7 +180,7 @@ class IdealSpace:
             self._stamps[of][local] = np.arange(self._now, self._now + len(local))
             self._now += len(local)
 
-    def given_up(self) -> Bool:
+    def unneeded_blocks(self) -> Bool:
         """Which blocks are."""
         return self._given.copy()
 

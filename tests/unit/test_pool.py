@@ -65,7 +65,7 @@ def test_foreign_ids(block: int) -> None:
     pool.get_new_blocks(3)
     with pytest.raises(BlockError, match=f"block {block} is not one of this pool's blocks 1 .. 3"):
         pool.free_blocks(ids(1, block))
-    with pytest.raises(BlockError, match=f"block {block} is none"):
+    with pytest.raises(BlockError, match=f"block {block} is not"):
         pool.evict_blocks(ids(block))
     assert pool.ref_counts(ids(1, 2, 3)).tolist() == [1, 1, 1]
 

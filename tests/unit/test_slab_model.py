@@ -261,8 +261,8 @@ def test_random_histories_meet_everything() -> None:
         ("prepend", (0,), "block 0 is free"),
         ("lock", (4,), "block 4 is cached"),
         ("unlock", (2,), "block 2 is not locked"),
-        ("append", (12,), "block 12 is none of the 12"),
-        ("remove", (-1,), "block -1 is none of the 12"),
+        ("append", (12,), "block 12 is not one of the 12 blocks"),
+        ("remove", (-1,), "block -1 is not one of the 12 blocks"),
         ("append", (3,), "block 3 is locked"),
         ("prepend", (2, 3), "block 3 is locked"),
     ],
@@ -306,14 +306,14 @@ def put(target: object, key: object, value: object) -> None:
 CORRUPTIONS: dict[str, Corruption] = {
     "block 7 of class 0 lies in a slab of class 0 and is nothing": lambda _, ref: put(ref, 7, 0),
     "block 9 of class 0 lies in a slab of class 0 and is cached and referenced": lambda _, ref: put(ref, 9, 1),
-    "block 21 of class 0 lies in a slab that nobody owns and is referenced": lambda _, ref: put(ref, 21, 1),
-    "block 0 of class 0 lies in a slab that nobody owns and is referenced": lambda _, ref: put(ref, 0, 1),
+    "block 21 of class 0 lies in a slab without owner and is referenced": lambda _, ref: put(ref, 21, 1),
+    "block 0 of class 0 lies in a slab without owner and is referenced": lambda _, ref: put(ref, 0, 1),
     "block 29 of class 1 lies in a slab of class 0 and is referenced": lambda _, ref: put(ref, 29, 1),
     "block 8 of class 0 lies in a slab of class 0 and is nothing": lambda space, _: put(space._holes.is_hole, 8, 0),
     "slab 2 of class 0 counts 2 holes": lambda space, _: put(space._holes.num_holes, 2, 2),
     "slab 1 of class 0 counts 1 referenced blocks": lambda space, _: put(space._holes.num_held, 1, 1),
-    "slab 5 is nobody's and counts 1 holes": lambda space, _: put(space._holes.num_holes, 5, 1),
-    "slab 0 is nobody's and counts 1 referenced blocks": lambda space, _: put(space._holes.num_held, 0, 1),
+    "slab 5 has no owner and counts 1 holes": lambda space, _: put(space._holes.num_holes, 5, 1),
+    "slab 0 has no owner and counts 1 referenced blocks": lambda space, _: put(space._holes.num_held, 0, 1),
     "class 0 counts 3 slabs, there are 2": lambda space, _: put(space.slabs, 0, 3),
     "class 0 counts 1 holes, there are 2": lambda space, _: put(space.holes, 0, 1),
     "class 1 counts 0 referenced blocks, there are 2": lambda space, _: put(space.referenced, 1, 0),
@@ -327,7 +327,7 @@ CORRUPTIONS: dict[str, Corruption] = {
     "not in the order of its stamps": lambda space, _: put(space.stamps, 10, 2**20),
     "block 4 of class 0 is locked but not referenced": lambda space, _: put(space.locks, 4, 1),
     "slab 1 of class 0 counts 0 locks": lambda space, _: put(space.slab_locks, 1, 0),
-    "slab 3 is nobody's and counts 7 locks|slab 3 of class 1 counts 7 locks": lambda space, _: put(
+    "slab 3 has no owner and counts 7 locks|slab 3 of class 1 counts 7 locks": lambda space, _: put(
         space.slab_locks, 3, 7
     ),
     "class 0 counts 0 slabs with locks, there are 1": lambda space, _: put(space.locked_slabs, 0, 0),

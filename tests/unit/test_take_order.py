@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from test_given_up import facts_of
+from test_unneeded_blocks import facts_of
 from test_slab_model import space_of
 
 from hybridkv.cache.journal import Journal

@@ -33,7 +33,7 @@ def check_points(kept: RankedResumePoints) -> Iterator[str]:
     for point in kept._tree.points.values():
         if point.kept == (point.serial in kept._ghosts[point.tenant]):
             yield f"the resume point of {point.tokens} tokens is kept: {point.kept}, and a ghost or not as well"
-    given, cached = needs.space.given_up(), kept._pool.cached()
+    given, cached = needs.space.unneeded_blocks(), kept._pool.cached()
     for block in np.flatnonzero(cached & (given != (needs.counts == 0))).tolist():
         yield f"block {block}, cached, is given up: {bool(given[block])}, needed by {needs.counts[block]}"
     if needs.weights.of != needs.charged():

@@ -77,7 +77,7 @@ class PointBlocks:
     ) -> None:
         self.owners: dict[int, list[ResumePoint]] = {}
         self.space = space
-        space.take_given_first()
+        space.take_unneeded_first()
         self.counts = np.zeros(pool.num_blocks, np.int32)
         self._each = self.counts.data  # quick to read singly
         self._first_place = np.zeros(pool.num_blocks, np.int32)  # of each block among those that are given up together
@@ -266,7 +266,7 @@ class PointBlocks:
         if loose.size:
             loose = loose[self._pool.ref_counts(loose) == 0]
         if loose.size:
-            self.space.give_up(loose)
+            self.space.mark_unneeded(loose)
         parent, children = self.cut(point)
         changed = children + changed
         if not parent.children or self.overlaps:
@@ -338,7 +338,7 @@ class PointBlocks:
             self._first_place[loose[::-1]] = places[::-1]
             loose = loose[self._first_place[loose] == places]
         if loose.size:
-            self.space.give_up(loose)
+            self.space.mark_unneeded(loose)
 
     def _follow(self, moves: Int64, lost: dict[int, int]) -> dict[int, int]:
         """Follow moves, int64[m, 2] of (source, target). Return ``lost`` under its new numbers. O(moves)."""
@@ -394,7 +394,7 @@ class PointBlocks:
     def recount(self, points: Sequence[ResumePoint]) -> None:
         """Count anew: ``points``, whole ones, are all that need anything."""
         self._recount([(point.tenant, self._blocks_of(point)) for point in points])
-        self.space.give_up((self._pool.cached() & (self.counts == 0)).nonzero()[0])
+        self.space.mark_unneeded((self._pool.cached() & (self.counts == 0)).nonzero()[0])
 
     def _blocks_of(self, point: ResumePoint) -> Int64:
         """Return all that it needs, as far as its segment and windows are there."""

@@ -1,13 +1,13 @@
-"""The order in which free blocks are taken: a ring of ids with lazy removal.
+"""The order in which free blocks of one size are taken: a ring of ids with lazy removal.
 
     ring    [ .. | 4 5 6 7 3 2 1 | .. ]      entry i of the order lies at ring[i % capacity]
                    ^ head         ^ tail
-    place   block -> the i of its valid entry, NOWHERE when the block is not free
+    place   block -> the i of its valid entry, NOWHERE if the block is not free
 
-An entry whose block has moved on (touched, or freed again) is stale: place says another i. Taking skips
-stale entries; when the ring is full the valid ones are written anew, which is amortised O(1) a block.
-Positions are counted on without end and start anew at 0 with that rewriting.
-This is the order of a doubly linked list at the cost of array slices (docs/design/0001).
+An entry is stale if its block was touched or freed again since: then ``place`` has another i. Taking skips stale
+entries. When the ring is full, the valid entries are written anew, which is amortised O(1) a block. Positions grow
+without end and start at 0 after that. The order is that of a doubly linked list at the cost of array slices
+(docs/design/0001).
 """
 
 from __future__ import annotations
@@ -26,14 +26,22 @@ Ids = NDArray[np.int32] | NDArray[np.int64]  # indexing is faster with 64 bits
 
 
 class Weight(NamedTuple):
-    """needed: units that would be in use, or taken. free: units that there are for it. A unit is a block, or a slab."""
+    """Units that would be in use or taken (``needed``), and units that there are for them (``free``).
+
+    A unit is a block or a slab.
+    """
 
     needed: int
     free: int
 
 
 class Room(NamedTuple):
-    """What making room did. evicted: int32, blocks that lose their keys. moves: int32[m, 2], (source, target)."""
+    """The result of making room.
+
+    Attributes:
+        evicted: int32, blocks that lose their keys.
+        moves: int32[m, 2], (source, target).
+    """
 
     evicted: Int32
     moves: Int32
@@ -45,12 +53,12 @@ _FARTHEST: Final = np.iinfo(np.int32).max
 
 
 class FreeOrder:
-    """Free blocks out of ``num_blocks``, at first 1 .. num_blocks - 1 (0 is the null block).
+    """Free blocks among ``num_blocks``, at first 1 .. num_blocks - 1 (0 is the null block).
 
-    As a pool's space it has one class of blocks, and the methods of a SlabSpace that the pool calls.
+    As the space of a pool it has one class of blocks, and the methods of a SlabSpace that the pool calls.
 
-    place: where all blocks stand, NOWHERE at first; then the order starts empty, of at most ``num_blocks`` of them,
-    and ids reach as far as ``place``. Orders that never hold the same block may share one.
+    ``place`` has the position of every block. If it is given, the order starts empty, holds at most ``num_blocks``
+    blocks, and ids reach as far as ``place``. Orders that never hold the same block may share one.
     """
 
     def __init__(self, num_blocks: int, place: Int32 | None = None) -> None:
@@ -70,7 +78,7 @@ class FreeOrder:
         self._each_ring, self._each_place = self._ring.data, self._place.data
 
     def __len__(self) -> int:
-        """Free blocks."""
+        """Return the number of free blocks."""
         return self._count
 
     def __contains__(self, block: int) -> bool:
@@ -78,62 +86,62 @@ class FreeOrder:
 
     @property
     def num_units(self) -> int:
-        """All but the null block."""
+        """All blocks except the null block."""
         return len(self._place) - 1
 
     def usage(self, reserved: Sequence[int]) -> float:
-        """Blocks held / all but the null block, those reserved left out of both."""
+        """Return held blocks / all except the null block, without ``reserved`` ones."""
         usable = self.num_units - sum(reserved)
         return 1.0 - self._count / usable if usable else 0.0
 
     def usages(self, reserved: Sequence[int], more: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The same with ``more[i, 0]`` blocks held besides, float64[n], to the bit."""
+        """Return ``usage`` with ``more[i, 0]`` blocks held besides, float64[n]; equal to the last bit."""
         usable = self.num_units - sum(reserved)
         shares: NDArray[np.float64] = 1.0 - (self._count - more.sum(axis=1)) / max(usable, 1)
         return shares if usable else np.zeros(len(more))
 
     def obtainable(self, of: int = 0) -> int:  # noqa: ARG002 - there is one class of blocks
-        """Blocks that can be taken."""
+        """Return the number of blocks that can be taken."""
         return self._count
 
     def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
-        """Blocks to take against those that are free, ``freed`` among them."""
+        """Return the blocks to take, and the free ones with ``freed``."""
         return Weight(sum(needs), self._count + sum(freed))
 
     def gives(self, needs: Sequence[int]) -> bool:
-        """As many are free."""
+        """Return whether so many blocks are free."""
         return sum(needs) <= self._count
 
     def units(self, blocks: Sequence[int]) -> int:
-        """Blocks."""
+        """Return the number of ``blocks``."""
         return sum(blocks)
 
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:  # noqa: ARG002 - as above
-        """There is one order; so where they are all free."""
+        """Return whether so many are free: there is one order."""
         return sum(needs) <= self._count
 
     def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """There is one order, and nothing moves."""
+        """Return whether so many are free: there is one order, and no block moves."""
         return self.takes_in_any_order(needs, drops)
 
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:  # noqa: ARG002 - as above
-        """Never: nothing moves."""
+        """Return False: no block moves."""
         return False
 
     def next_evicted(self, n: int) -> Int32 | None:
-        """Those among the first ``n`` in order."""
+        """Return the first ``n`` blocks in order."""
         return self.leading(n)
 
     def take_oldest(self, n: int, of: int) -> Int32:  # noqa: ARG002 - as above
-        """None: all that is free can be taken as it is."""
+        """Return no blocks: ``take`` can take all free blocks."""
         return np.empty(0, np.int32)
 
     def make_room(self, of: int, ref: Int32) -> Room:  # noqa: ARG002 - as above
-        """BlockError: all that is free can be taken as it is."""
+        """Raise BlockError: ``take`` can take all free blocks."""
         raise BlockError("no block is free: plan before taking")
 
     def check(self, ref: Int32, keyed: Bool) -> Iterator[str]:
-        """Free are exactly the blocks that nobody holds, and empty ones come before cached ones."""
+        """Check that the free blocks are those without holders, and that empty ones come before cached ones."""
         order = self.order()
         free = np.flatnonzero(ref[1:] == 0) + 1
         for block in np.setdiff1d(free, order).tolist():
@@ -142,22 +150,22 @@ class FreeOrder:
             yield "a cached block would be taken before an empty one"
 
     def begin_step(self) -> None:
-        """Nothing: nothing moves."""
+        """Do nothing: no block moves."""
 
     def age_first(self, ids: Ids) -> None:
-        """Nothing: the order is that of last use."""
+        """Do nothing: the order is that of the last use."""
 
     def lock(self, ids: Ids) -> None:
-        """Nothing: no block ever moves."""
+        """Do nothing: no block ever moves."""
 
     def unlock(self, ids: Ids) -> None:
-        """Nothing: no block ever moves."""
+        """Do nothing: no block ever moves."""
 
     def forget_all(self) -> None:
-        """Nothing: the order stays."""
+        """Do nothing: the order stays."""
 
     def take(self, n: int, of: int = 0) -> Int32:  # noqa: ARG002 - as above
-        """The first ``n`` blocks, int32[n]; they are free no longer. The caller knows that there are n."""
+        """Take the first ``n`` blocks, int32[n]. The caller knows that there are n."""
         if n == 1:
             return np.array([self.take_one()], np.int32)
         out, self._head = self._leading(n)
@@ -166,14 +174,14 @@ class FreeOrder:
         return out
 
     def leading(self, n: int) -> Int32:
-        """The blocks that ``take`` of at most ``n`` would give, int32; they stay. O(n) amortised."""
+        """Return the blocks that ``take`` of at most ``n`` would take, int32. O(n) amortised."""
         n = min(n, self._count)
         if n:
-            self.first()  # or stale entries before it would be looked at each time
+            self.first()  # moves the head past stale entries, which each call would read again
         return self._leading(n)[0]
 
     def _leading(self, n: int) -> tuple[Int32, int]:
-        """The first ``n`` blocks, and where those behind them start."""
+        """Return the first ``n`` blocks, and the position after them."""
         parts: list[Int32] = []
         head = self._head
         missing = span = n
@@ -190,7 +198,7 @@ class FreeOrder:
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.int32)]), head
 
     def take_one(self, of: int = 0) -> int:  # noqa: ARG002 - as above
-        """The first block, which is free no longer; 0 without any."""
+        """Take the first block; 0 without one."""
         if not self._count:
             return 0
         ring, place, capacity, i = self._each_ring, self._each_place, self._capacity, self._head
@@ -205,29 +213,29 @@ class FreeOrder:
         return block
 
     def first(self) -> int:
-        """The block that would be taken first; it stays. The caller knows that there is one. O(1) amortised."""
+        """Return the block that would be taken first. The caller knows that there is one. O(1) amortised."""
         ring, place, capacity, i = self._each_ring, self._each_place, self._capacity, self._head
         while True:
             block: int = ring[i % capacity]
             if place[block] == i:
-                self._head = i  # stale entries are passed once
+                self._head = i  # stale entries are skipped once
                 return block
             i += 1
 
     def rename(self, source: Ids, target: Ids) -> None:
-        """``target[i]``, not free, stands from now on where the free ``source[i]`` stood. O(ids)."""
+        """Put ``target[i]``, not free, in the place of the free ``source[i]``. O(ids)."""
         places = self._place[source]
         self._ring[places % self._capacity] = target
         self._place[source] = NOWHERE
         self._place[target] = places
 
     def remove(self, ids: Ids) -> None:
-        """Blocks that are free are free no longer, wherever they stand. O(ids)."""
+        """Remove free blocks, wherever they are in the order. O(ids)."""
         self._place[ids] = NOWHERE
         self._count -= len(ids)
 
     def append(self, ids: Ids) -> None:
-        """``ids`` become the last to be taken, in this order."""
+        """Append ``ids``: they are taken last, in this order."""
         n = len(ids)
         if self._tail + n - self._head > self._capacity or self._tail + n > _FARTHEST:
             self._compact()
@@ -236,7 +244,7 @@ class FreeOrder:
         self._count += n
 
     def prepend(self, ids: Ids) -> None:
-        """``ids`` become the first to be taken, in this order."""
+        """Prepend ``ids``: they are taken first, in this order."""
         n = len(ids)
         if self._tail + n - self._head > self._capacity or n - self._head >= _FARTHEST:
             self._compact()
@@ -245,7 +253,7 @@ class FreeOrder:
         self._count += n
 
     def append_one(self, block: int) -> None:
-        """``block`` becomes the last to be taken."""
+        """Append one block."""
         if self._tail + 1 - self._head > self._capacity or self._tail + 1 > _FARTHEST:
             self._compact()
         self._each_ring[self._tail % self._capacity] = block
@@ -254,7 +262,7 @@ class FreeOrder:
         self._count += 1
 
     def prepend_one(self, block: int) -> None:
-        """``block`` becomes the first to be taken."""
+        """Prepend one block."""
         if self._tail + 1 - self._head > self._capacity or 1 - self._head >= _FARTHEST:
             self._compact()
         self._head -= 1
@@ -263,11 +271,11 @@ class FreeOrder:
         self._count += 1
 
     def order(self) -> Int32:
-        """All free blocks in the order they would be taken. O(ring)."""
+        """Return all free blocks in the order in which they would be taken. O(ring)."""
         return self._valid(self._head, self._tail)[0]
 
     def _valid(self, start: int, stop: int) -> tuple[Int32, NDArray[np.bool_]]:
-        """Ids of the valid entries in start .. stop-1, a new array, and which they are."""
+        """Return the ids of the valid entries in start .. stop-1, a new array, and which entries they are."""
         first, last = start % self._capacity, stop - start + start % self._capacity
         if last <= self._capacity:
             window = self._ring[first:last]
@@ -286,7 +294,7 @@ class FreeOrder:
         self._ring[first : first + len(ids)] = ids[:room]
         if len(ids) > room:
             self._ring[: len(ids) - room] = ids[room:]
-        # of the column's own bits: converting 64 takes longer than this
+        # int32 like the column: converting from 64 bits takes longer than the assignment
         self._place[ids] = np.arange(start, start + len(ids), dtype=np.int32)
 
     def _compact(self) -> None:

@@ -1,21 +1,22 @@
-"""Whose each slab is, and which of its blocks are holes: what a block that is asked for is taken from.
+"""The holes of slabs: which slabs each class owns, and from which hole the next block is taken.
 
-    slab    null (0) | free, on the stack | owned by a class; pinned when at least one of its blocks is referenced
-    block   of an owned slab: hole (free, no key) | live (referenced or cached); of any other slab: nothing
+    slab    null (0) | free, on the stack | owned by a class; pinned if at least one of its blocks is referenced
+    block   of an owned slab: hole (free, no key) | live (referenced or cached); blocks of other slabs have no state
 
-    take    a hole of the slab taken from last, if that is pinned; of a pinned slab, fullest bucket first; a free slab;
-            a hole of an unpinned slab, fullest bucket first (docs/design/0010)
+    take    a hole of the slab taken from last, if that is pinned; then of a pinned slab, fullest bucket first; then a
+            free slab; then a hole of an unpinned slab, fullest bucket first (docs/design/0010)
 
-Blocks of all classes are numbered in one row, as handles: block i of slab s of class c is ``bases[c] + s * ks[c] + i``.
+The blocks of all classes are numbered in one row: block i of slab s of class c is ``bases[c] + s * ks[c] + i``.
 
-Slabs of one class that have holes, by how full they are: the lowest number of a queue at once, never a scan.
+Slabs of one class that have holes are kept in queues by how full they are, so that the lowest number of a queue is
+found without a scan:
 
     queue   0 .. 7    unpinned: no block is referenced     bucket 0 is the emptiest eighth, 7 the fullest
             8 .. 15   pinned: at least one block is
-            NONE      not a candidate: full, free, or another class's
+            NONE      in no queue: full, free, or of another class
 
-A queue is a heap of slab numbers. A slab that moves on leaves a stale entry behind, which is dropped when it comes to
-the top; a slab is in a heap once at most, so that a heap never outgrows the number of slabs.
+A queue is a heap of slab numbers. A slab that leaves it stays as a stale entry, which is dropped when it comes to the
+top. A slab is in a heap at most once, so a heap never outgrows the number of slabs.
 """
 
 from __future__ import annotations
@@ -41,17 +42,23 @@ Bool = NDArray[np.bool_]
 FREE: Final = -1
 """Owner of a slab that no class owns."""
 NO_SLAB: Final = 0
-"""The null slab is nobody's candidate, so its number says that there is none."""
+"""The null slab is never taken from, so its number stands for no slab."""
 BUCKETS: Final = 8
 QUEUES: Final = 2 * BUCKETS
 NONE: Final = -1
 _FEW: Final = 32
-"""Up to as many blocks are dealt with in plain Python: arrays have a fixed cost."""
+"""Up to this many blocks are handled in plain Python, because arrays have a fixed cost. Chosen by hand."""
 _MOST: Final = np.iinfo(np.int32).max
 
 
 class Part(NamedTuple):
-    """Blocks of one class ``of``: handles ``ids`` and the slab of each, as a list where they are few."""
+    """Blocks of one class.
+
+    Attributes:
+        of: The class.
+        ids: The blocks.
+        slabs: The slab of each block; a list if there are few.
+    """
 
     of: int
     ids: Ids
@@ -59,7 +66,7 @@ class Part(NamedTuple):
 
 
 def counters(n: int) -> tuple[array[int], Int32]:
-    """``n`` counts of 0: quick to read and write singly, and the same memory as an array."""
+    """Return ``n`` counters of 0 twice on the same memory: quick to read one by one, and as an array."""
     single = array("i", [0]) * n
     return single, np.frombuffer(single, np.int32)
 
@@ -67,10 +74,17 @@ def counters(n: int) -> tuple[array[int], Int32]:
 class SlabHoles:
     """``num_slabs`` slabs (0 is the null slab), which class c cuts into ``ks[c]`` blocks. At first all are free.
 
-    For reading: num_blocks, bases, num_free (slabs on the stack), is_hole of each handle; per class referenced and
-    holes (blocks) and slabs (owned); per slab owner (FREE for none), num_holes, num_held (referenced blocks) and queues
-    (the heap that it belongs in, NONE for none), with owners, all_holes and all_held on the same memory; heaps, QUEUES
-    for each class.
+    Attributes:
+        num_blocks: Blocks of all classes.
+        bases: By class, its first block.
+        num_free: Slabs on the stack.
+        is_hole: bool, by block.
+        referenced, holes: By class, numbers of blocks.
+        slabs: By class, owned slabs.
+        owner, num_holes, num_held, queues: By slab, its class (FREE without one), its holes, its referenced blocks, and
+            the heap in which it belongs (NONE for no heap).
+        owners, all_holes, all_held: The same memory as arrays.
+        heaps: QUEUES heaps for each class.
     """
 
     def __init__(self, num_slabs: int, ks: Sequence[int]) -> None:
@@ -78,7 +92,7 @@ class SlabHoles:
         *bases, self.num_blocks = accumulate((num_slabs * k for k in ks), initial=0)
         if self.num_blocks > _MOST:
             raise ConfigError(
-                f"{num_slabs} slabs make {self.num_blocks} block ids, at most {_MOST} can be told apart: "
+                f"{num_slabs} slabs make {self.num_blocks} block ids, more than the limit of {_MOST}: "
                 "plan larger slabs or less memory"
             )
         self.bases = tuple(bases)
@@ -101,21 +115,21 @@ class SlabHoles:
     # -- where blocks lie
 
     def class_of(self, block: int) -> int:
-        """The class whose handle ``block`` is. O(log classes)."""
+        """Return the class of ``block``. O(log classes)."""
         return bisect_right(self.bases, block) - 1
 
     def slab_of(self, block: int) -> int:
-        """The slab that ``block`` lies in. O(log classes)."""
+        """Return the slab of ``block``. O(log classes)."""
         of = self.class_of(block)
         return (block - self.bases[of]) // self.ks[of]
 
     def blocks_of(self, slab: int, of: int) -> slice:
-        """Handles of the blocks of ``slab`` of class ``of``."""
+        """Return the blocks of ``slab`` of class ``of``."""
         first = self.bases[of] + slab * self.ks[of]
         return slice(first, first + self.ks[of])
 
     def part(self, of: int, ids: Ids) -> Part:
-        """Blocks ``ids`` of class ``of`` and their slabs. O(ids)."""
+        """Return blocks ``ids`` of class ``of`` with their slabs. O(ids)."""
         base, k = self.bases[of], self.ks[of]
         if len(ids) <= _FEW:
             return Part(of, ids, [(block - base) // k for block in ids.tolist()])
@@ -123,7 +137,7 @@ class SlabHoles:
         return Part(of, where, (where - base) // k)
 
     def parts(self, ids: Ids) -> list[Part]:
-        """``ids`` by class, in the order given. BlockError for one that is no handle. O(ids)."""
+        """Split ``ids`` by class, in the order given. Raises BlockError for an unknown block. O(ids)."""
         if not len(ids):
             return []
         first, last = self._classes(ids)
@@ -132,21 +146,23 @@ class SlabHoles:
         return [self.part(of, some) for of, some in self._split(ids, first, last)]
 
     def by_class(self, ids: Ids) -> list[tuple[int, Ids]]:
-        """The same without slabs."""
+        """Split ``ids`` by class, without their slabs."""
         if not len(ids):
             return []
         first, last = self._classes(ids)
         return [(first, ids)] if first == last else self._split(ids, first, last)
 
     def _classes(self, ids: Ids) -> tuple[int, int]:
-        """The first and the last class of ``ids``. BlockError for one that is no handle."""
+        """Return the first and the last class of ``ids``. Raises BlockError for an unknown block."""
         if len(ids) <= _FEW:
             few = ids.tolist()
             low, high = min(few), max(few)
         else:
             low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
         if low < 0 or high >= self.num_blocks:
-            raise BlockError(f"block {low if low < 0 else high} is none of the {self.num_blocks} of all slabs")
+            raise BlockError(
+                f"block {low if low < 0 else high} is not one of the {self.num_blocks} blocks of all slabs"
+            )
         return bisect_right(self.bases, low) - 1, bisect_right(self.bases, high) - 1
 
     def _split(self, ids: Ids, first: int, last: int) -> list[tuple[int, Ids]]:
@@ -158,7 +174,7 @@ class SlabHoles:
         return not self._hole_bytes[block] and self.owner[self.slab_of(block)] == self.class_of(block)
 
     def find_unowned(self, part: Part) -> int | None:
-        """A block of ``part`` that is a hole or lies in a slab that its class does not own. O(part)."""
+        """Return a block of ``part`` that is a hole, or lies in a slab that its class does not own. O(part)."""
         if isinstance(part.slabs, list):
             for block, slab in zip(part.ids.tolist(), part.slabs, strict=True):
                 if self._hole_bytes[block] or self.owner[slab] != part.of:
@@ -168,15 +184,15 @@ class SlabHoles:
         return int(part.ids[wrong][0]) if np.count_nonzero(wrong) else None
 
     def free_slabs(self) -> Int64:
-        """Free slabs, the next to be taken last. O(slabs)."""
+        """Return the free slabs, the next to be taken last. O(slabs)."""
         return self._stack[: self.num_free].copy()
 
     # -- take
 
     def take(self, n: int, of: int) -> Int32:
-        """``n`` blocks of class ``of``, or all that there are without making room; they are referenced now.
+        """Take ``n`` blocks of class ``of``, or all that there are without making room. O(n + slabs touched).
 
-        The same blocks however they are asked for: take(3) is take(1) three times. O(n + slabs touched).
+        The blocks do not depend on how they are asked for: take(3) is take(1) three times.
         """
         parts: list[Int32] = []
         while n > 0:
@@ -190,9 +206,9 @@ class SlabHoles:
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def takes_in_any_order(self, needs: Sequence[int]) -> bool:
-        """Whether ``needs`` blocks, by class, are the same ones in whatever order classes take them.
+        """Return whether the classes take the same blocks in any order.
 
-        They are where all but one class take from their current slabs, and that one needs but free slabs besides.
+        They do if all classes but one take from their current slabs, and that one needs only free slabs besides.
         """
         slabs = []
         for of, need in enumerate(needs):
@@ -203,7 +219,7 @@ class SlabHoles:
         return len(slabs) < 2 and sum(slabs) <= self.num_free
 
     def _take_some(self, n: int, of: int) -> Int32:
-        """At most ``n`` blocks of the slab that is next, or of several free ones; none when there are none."""
+        """Take at most ``n`` blocks of the next slab, or of several free ones. Empty if there are none left."""
         slab = NO_SLAB
         if self.holes[of]:
             slab = self._current[of]
@@ -223,7 +239,7 @@ class SlabHoles:
         return ids
 
     def _fill(self, slab: int, n: int, of: int) -> Int32:
-        """At most ``n`` holes of ``slab``, lowest first, are none any more."""
+        """Take at most ``n`` holes of ``slab``, lowest first."""
         rows = self.blocks_of(slab, of)
         if n == 1:
             block = self._hole_bytes.find(1, rows.start, rows.stop)
@@ -237,7 +253,7 @@ class SlabHoles:
         return ids
 
     def _open_slab(self, n: int, of: int) -> Int32:
-        """The first ``n`` blocks of a free slab; if there are more, the others become holes."""
+        """Take the first ``n`` blocks of a free slab. Its other blocks become holes."""
         self.num_free -= 1
         slab, holes = self._stack.item(self.num_free), self.ks[of] - n
         rows = self.blocks_of(slab, of)
@@ -252,7 +268,7 @@ class SlabHoles:
         return np.arange(rows.start, rows.start + n, dtype=np.int32)
 
     def _take_slabs(self, n: int, of: int) -> Int32:
-        """All blocks of as many free slabs as ``n`` blocks fill, or as there are."""
+        """Take all blocks of as many free slabs as ``n`` blocks fill, or as there are."""
         k = self.ks[of]
         count = min(n // k, self.num_free)
         self.num_free -= count
@@ -271,26 +287,27 @@ class SlabHoles:
     # -- give back
 
     def hold(self, part: Part, more: int) -> None:
-        """Each block of ``part``, cached, is referenced (``more`` 1), or the other way round (-1). O(part)."""
+        """Reference the cached blocks of ``part`` (``more`` 1), or cache its referenced blocks (-1). O(part)."""
         self.referenced[part.of] += more * len(part.ids)
         self._count(part, held=more)
 
     def hold_one(self, block: int, of: int, more: int) -> None:
-        """``hold`` one block of class ``of``. O(1)."""
+        """Reference or cache one block of class ``of``. O(1)."""
         slab = (block - self.bases[of]) // self.ks[of]
         self.referenced[of] += more
         self.num_held[slab] += more
         self._file(slab, of)
 
     def hold_again(self, part: Part) -> None:
-        """Each block of ``part``, cached, is referenced: what comes of a hole made and taken, one by one. O(part)."""
+        """Reference the cached blocks of ``part``, as if each had become a hole and been taken, one by one. O(part)."""
         self.hold(part, 1)
         self._current[part.of] = int(part.slabs[-1])
 
     def make_holes(self, part: Part, *, held: bool) -> Slabs:
-        """Blocks of ``part``, referenced or else cached, become holes. O(part).
+        """Make blocks of ``part``, referenced (``held``) or cached, holes. O(part).
 
-        The slabs that are whole now, in the order in which they became so; they are nobody's, and not on the stack yet.
+        Returns:
+            The slabs that became whole, in this order. They have no owner, and are not on the stack yet.
         """
         of, k = part.of, self.ks[part.of]
         self.is_hole[part.ids] = True
@@ -303,14 +320,17 @@ class SlabHoles:
             whole = [slab for slab in touched if self.num_holes[slab] == k]
         else:
             whole = touched[self.all_holes[touched] == k]
-        if k > 1 and len(whole) > 1:  # the last block of each decides, and it is the last to name its slab
+        if k > 1 and len(whole) > 1:  # a slab becomes whole with the last of its blocks
             whole = list(dict.fromkeys(whole[::-1] if isinstance(whole, list) else whole[::-1].tolist()))[::-1]
         if len(whole):
             self._disown(whole, of)
         return whole
 
     def _count(self, part: Part, held: int = 0, holes: int = 0) -> Slabs:
-        """Each block of ``part`` adds ``held`` and ``holes`` to its slab. The slabs, some perhaps more than once."""
+        """Add ``held`` and ``holes`` to the slab of each block of ``part``.
+
+        Returns the slabs, some perhaps more than once.
+        """
         of, slabs = part.of, part.slabs
         if isinstance(slabs, list):
             for slab in slabs:
@@ -338,7 +358,7 @@ class SlabHoles:
         return slabs
 
     def _disown(self, slabs: Slabs, of: int) -> None:
-        """``slabs`` of class ``of``, all holes, are nobody's."""
+        """Take ``slabs``, all holes, from class ``of``."""
         if isinstance(slabs, list):
             for slab in slabs:
                 self.is_hole[self.blocks_of(slab, of)] = False
@@ -353,12 +373,12 @@ class SlabHoles:
             self._current[of] = NO_SLAB
 
     def push(self, slabs: Slabs) -> None:
-        """``slabs``, nobody's, are free, to be taken before those that are, the first of them first. O(slabs)."""
+        """Free ``slabs``, which are then taken before all free ones, the first of them first. O(slabs)."""
         self._stack[self.num_free : self.num_free + len(slabs)] = slabs[::-1]
         self.num_free += len(slabs)
 
     def push_below(self, slabs: Sequence[int]) -> None:
-        """``slabs``, nobody's, are free, to be taken after those that are, the first of them first. O(free slabs)."""
+        """Free ``slabs``, which are then taken after all free ones, the first of them first. O(free slabs)."""
         self._stack[len(slabs) : len(slabs) + self.num_free] = self.free_slabs()
         self._stack[: len(slabs)] = slabs[::-1]
         self.num_free += len(slabs)
@@ -366,22 +386,26 @@ class SlabHoles:
     # -- move
 
     def empty(self, victim: int, of: int, sources: Int32, held: Bool) -> Int32:
-        """The live blocks ``sources`` of ``victim`` move into other holes of class ``of``; the hole for each, int32[n].
+        """Move the live blocks ``sources`` of ``victim`` into other holes of class ``of``, and free the slab. O(k).
 
-        held: which of them are referenced. The slab is free then, the next to be taken. O(k).
+        ``held`` says which of them are referenced. The slab is the next to be taken.
+
+        Returns:
+            The hole for each block, int32[n].
         """
         self.queues[victim] = NONE
         targets = self._find_targets(held, of)
         self.num_held[victim] = 0
-        self.holes[of] += len(sources)  # which the victim has in place of the targets
+        self.holes[of] += len(sources)  # the victim has them in place of the targets
         self._disown([victim], of)
         self.push([victim])
         return targets
 
     def _find_targets(self, held: Bool, of: int) -> Int32:
-        """A hole for each block: of the fullest pinned slab, else of the fullest unpinned one.
+        """Take a hole for each block: of the fullest pinned slab, else of the fullest unpinned one.
 
-        Slab by slab, which is what block by block comes to: a slab that is chosen gets fuller, and remains the choice.
+        Going slab by slab gives the same holes as going block by block: a chosen slab gets fuller, and remains the
+        choice.
         """
         targets: list[Int32] = []
         done = 0
@@ -397,7 +421,7 @@ class SlabHoles:
     # -- which slab with holes is next
 
     def _file(self, slab: int, of: int) -> None:
-        """``slab`` of class ``of`` goes into the queue that it belongs in now. O(log slabs) if that is another one."""
+        """Put ``slab`` of class ``of`` into its queue. O(log slabs) if the queue changes."""
         k, holes, queue = self.ks[of], self.num_holes[slab], NONE
         if 0 < holes < k:
             queue = of * QUEUES + (k - holes) * BUCKETS // k + (BUCKETS if self.num_held[slab] else 0)
@@ -407,7 +431,10 @@ class SlabHoles:
                 self._enter(slab, queue)
 
     def _file_many(self, slabs: Int64, of: int) -> None:
-        """``_file`` each of ``slabs``, some perhaps more than once; Python turns for those that change queues only."""
+        """Put each of ``slabs``, some perhaps more than once, into its queue.
+
+        Only those that change queues cost Python steps.
+        """
         k, holes = self.ks[of], self.all_holes[slabs]
         queues = of * QUEUES + (k - holes) * BUCKETS // k + BUCKETS * (self.all_held[slabs] > 0)
         queues[(holes == 0) | (holes == k)] = NONE
@@ -424,17 +451,17 @@ class SlabHoles:
             heappush(self.heaps[queue], slab)
 
     def fullest_pinned(self, of: int) -> int:
-        """The lowest slab of the fullest bucket that has pinned slabs, else NO_SLAB. O(log slabs) amortised."""
+        """Return the lowest slab of the fullest bucket with pinned slabs, else NO_SLAB. O(log slabs) amortised."""
         return self._first(range((of + 1) * QUEUES - 1, of * QUEUES + BUCKETS - 1, -1))
 
     def fullest_unpinned(self, of: int) -> int:
-        """The lowest slab of the fullest bucket that has unpinned slabs, else NO_SLAB. O(log slabs) amortised."""
+        """Return the lowest slab of the fullest bucket with unpinned slabs, else NO_SLAB. O(log slabs) amortised."""
         return self._first(range(of * QUEUES + BUCKETS - 1, of * QUEUES - 1, -1))
 
     def emptiest(self, of: int, locked: array[int]) -> int:
-        """The lowest slab of the emptiest bucket, pinned or not, without locked blocks; else NO_SLAB.
+        """Return the lowest slab of the emptiest bucket, pinned or not, without locked blocks; else NO_SLAB.
 
-        locked: locks on each slab's blocks. O(log slabs) amortised, O(slabs in a queue) where its first is locked.
+        O(log slabs) amortised, O(slabs in a queue) if its first slab is locked. ``locked`` has the locks of each slab.
         """
         for bucket in range(of * QUEUES, of * QUEUES + BUCKETS):
             found = [slab for queue in (bucket, BUCKETS + bucket) if (slab := self._first_unlocked(queue, locked))]

@@ -1,23 +1,28 @@
-"""The space of a pool with slabs: what is free, what goes first, and which class gives a slab to which.
+"""The space of a pool with slabs: which blocks are free, which are evicted next, and which class gives a slab to which.
 
-    block of an owned slab   referenced | cached (free, has a key, stands in its class LRU) | hole (free, no key)
+    memory        | slab 1 | slab 2 | slab 3 | ...          all slabs have one size
+    class 0       | 0 1 2  |        | 6 7 8  |              a slab of small blocks
+    class 1       |        |   b    |                       a slab of one large block
 
-    take a block    slab_holes; when nothing is left make room and ask again
-    make room       the other class with the oldest cached block gives a slab if that is older than 1.1 times the own
-                    oldest one, or there is no own one; else the own oldest one is evicted
-    given up        cached blocks that no kept resume point needs: the first to go, own ones, then those of a class
-                    that has a slab of them and holes; nothing else is evicted while ``spares`` says so
-    give a slab     evict the oldest until a slab is whole or there are holes for one; then the live blocks of the
-                    emptiest slab, referenced ones too, move into other holes: at most k - 1 moves for k blocks
+    block of an owned slab   referenced | cached (free, has a key, in the LRU of its class) | hole (free, no key)
 
-Rule and measurements: docs/design/0010. What fits can be taken: after each make_room take gives at least one block
-more. With one class and k = 1 the ids are those of FreeOrder. Keys, rows and holders are the concern of the pool.
+    take a block    from the slabs' holes (slab_holes); if there are none, make room and try again
+    make room       the other class with the oldest cached block gives a slab, if that block is older than 1.1 times the
+                    own oldest one, or if there is no own one; else the own oldest block is evicted
+    unneeded        cached blocks that no kept resume point needs go first: own ones, then those of a class that has a
+                    slab of them and holes; no other block is evicted while ``spares`` returns True
+    give a slab     evict the oldest blocks until a slab is whole or there are holes for one; then move the live blocks
+                    of the emptiest slab, referenced ones too, into other holes: at most k - 1 moves for k blocks
 
-Cached blocks are ordered class by class:
+docs/design/0010 has the rule and its measurements. Every set of blocks that ``fits`` can be taken: after each
+make_room, take returns at least one block more. With one class and k = 1 the ids equal those of FreeOrder. Keys, rows
+and holders are the concern of the pool.
 
-    given up          no kept resume point needs them: the first to go
-    ageless           to go before those with an age
-    1, 2, 3 ... now   stamps: the release in which each lost its last holder
+Cached blocks of each class are ordered by stamps:
+
+    unneeded          no kept resume point needs them: evicted first
+    ageless           evicted before those with an age
+    1, 2, 3 ... now   the number of the release in which each block lost its last holder
 """
 
 from __future__ import annotations
@@ -47,15 +52,24 @@ _NO_MOVES: Final = np.empty((0, 2), np.int32)
 
 
 class SlabSpace:
-    """The slabs of ``layout``. At first all are free, slab 1 to be taken first.
+    """The slabs of a layout. At first all are free, and slab 1 is taken first.
 
-    max_moved_bytes: once so much, at least 1, was moved since ``begin_step``, what needs more moves waits; None: no
-    bound.
+    Args:
+        layout: The classes of blocks and the number of slabs.
+        max_moved_bytes: After so many moved bytes in a step, requests that need more moves wait; ``None``: no bound.
 
-    For reading: num_blocks (what arrays over handles need), num_slabs (usable: without the null slab), ks and bases of
-    the classes, class_of_group; per class referenced, holes and given (blocks; the last are those given up), slabs
-    (owned), locked_slabs (with locks), moved_blocks and transfers (slabs given to other classes), both so far; of each
-    handle stamps, is_given and locks; slab_locks of each slab; now (releases so far).
+    Attributes:
+        num_blocks: Size of arrays indexed by block.
+        num_slabs: Usable slabs, without the null slab.
+        ks: By class, blocks of a slab.
+        bases: By class, the number of its first block.
+        class_of_group: By group, its class.
+        referenced, holes, num_unneeded: By class, numbers of blocks.
+        slabs, locked_slabs: By class, owned slabs, and those with locked blocks.
+        moved_blocks, transfers: By class, blocks moved and slabs given to other classes, so far.
+        stamps, is_unneeded, locks: By block.
+        slab_locks: By slab, locks on its blocks.
+        now: Releases so far.
     """
 
     def __init__(self, layout: SlabLayout, max_moved_bytes: int | None = None) -> None:
@@ -73,12 +87,12 @@ class SlabSpace:
         self.referenced, self.holes, self.slabs = self._holes.referenced, self._holes.holes, self._holes.slabs
         self.moved_blocks, self.transfers = [0] * len(self.ks), [0] * len(self.ks)
         self.now = 0
-        self._place = np.full(self.num_blocks, NOWHERE, np.int32)  # of a cached block in the order of its class
+        self._place = np.full(self.num_blocks, NOWHERE, np.int32)  # place of a cached block in its class's order
         self._lru = tuple(FreeOrder(total * k, self._place) for k in self.ks)
         self.stamps = np.zeros(self.num_blocks, np.int64)
         self._each_place, self._each_stamp = self._place.data, self.stamps.data  # quick to read and write singly
-        self.is_given = np.zeros(self.num_blocks, np.bool_)
-        self.given, self._given_first = [0] * len(self.ks), False
+        self.is_unneeded = np.zeros(self.num_blocks, np.bool_)
+        self.num_unneeded, self._unneeded_first = [0] * len(self.ks), False
         self.locks = np.zeros(self.num_blocks, np.int32)
         self.slab_locks, self._all_slab_locks = counters(total)  # on the same memory
         self.locked_slabs = [0] * len(self.ks)
@@ -86,7 +100,7 @@ class SlabSpace:
     # -- counts
 
     def __len__(self) -> int:
-        """Blocks of owned slabs that are not referenced."""
+        """Return the blocks of owned slabs that are not referenced."""
         return sum(self.holes) + sum(self.cached)
 
     @property
@@ -100,7 +114,7 @@ class SlabSpace:
         return self.num_slabs
 
     def usage(self, reserved: Sequence[int]) -> float:
-        """Slabs that referenced blocks would fill / usable ones, those ``reserved`` left out of both; 0 without any."""
+        """Return slabs that referenced blocks fill / usable slabs, without ``reserved`` blocks; 0 without usable ones."""
         usable = self.num_slabs - self.units(reserved)
         filled = 0.0
         for held, kept, k in zip(self.referenced, reserved, self.ks, strict=True):
@@ -108,14 +122,17 @@ class SlabSpace:
         return filled / usable if usable else 0.0
 
     def usages(self, reserved: Sequence[int], more: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The same with ``more[i, c]`` blocks of each class c referenced besides, float64[n], to the bit."""
+        """Return ``usage`` with ``more[i, c]`` blocks of each class referenced besides, float64[n].
+
+        It equals that of single calls to the last bit.
+        """
         usable, filled = self.num_slabs - self.units(reserved), np.zeros(len(more))
         for of, k in enumerate(self.ks):
             filled += (self.referenced[of] + more[:, of] - reserved[of]) / k
         return filled / usable if usable else filled * 0.0
 
     def order(self) -> Int32:
-        """Blocks of owned slabs that nobody holds: holes, then those cached, class by class. O(blocks)."""
+        """Return the unreferenced blocks of owned slabs: holes, then cached blocks, class by class. O(blocks)."""
         parts: list[Ids] = []
         for of, k in enumerate(self.ks):
             first = self.bases[of]
@@ -124,34 +141,37 @@ class SlabSpace:
         return np.concatenate(parts).astype(np.int32)
 
     def lru(self, of: int) -> Int32:
-        """Cached blocks of class ``of``, the next to be evicted first. O(blocks of the class)."""
+        """Return the cached blocks of class ``of``, the next to be evicted first. O(blocks of the class)."""
         ids: Int32 = self._lru[of].order()
         return ids
 
     def free_slabs(self) -> list[int]:
-        """Free slabs, the next to be taken last. O(slabs)."""
+        """Return the free slabs, the next to be taken last. O(slabs)."""
         slabs: list[int] = self._holes.free_slabs().tolist()
         return slabs
 
     def owner(self, slab: int) -> int:
-        """The class that owns ``slab``, -1 for a free one and for the null slab."""
+        """Return the class that owns ``slab``; -1 for a free one and for the null slab."""
         return self._holes.owner[slab]
 
     def check(self, ref: Int32, keyed: Bool) -> Iterator[str]:
-        """A line for each invariant that does not hold. O(handles). ref: holders of each handle. keyed: have a key."""
+        """Yield a line for each broken invariant.
+
+        O(blocks). ``ref`` has the holders of each block, ``keyed`` whether it has a key.
+        """
         return _check(self, ref, keyed)
 
     # -- will it do (docs/design/0010)
 
     def needed_slabs(self, more: Sequence[int]) -> int:
-        """Slabs for what is referenced and ``more[c]`` blocks of each class c. O(classes)."""
+        """Return the slabs for the referenced blocks and ``more[c]`` blocks of each class c. O(classes)."""
         return sum(self._wants(more))
 
     def fits(self, more: Sequence[int]) -> bool:
-        """Whether ``more[c]`` blocks of each class c can be taken, with make_room whenever take falls short.
+        """Return whether ``more[c]`` blocks of each class c can be taken, with make_room if take falls short. O(classes).
 
-        Exact: without locks it says needed_slabs(more) <= num_slabs; a class that has slabs beyond its want can give
-        them, but none with a locked block. Whatever fits without moves fits. O(classes).
+        The answer is exact. Without locks it is needed_slabs(more) <= num_slabs. A class with more slabs than it wants
+        can give them, except those with a locked block. Blocks that fit without moves always fit.
         """
         missing, found = 0, self._holes.num_free
         for of, want in enumerate(self._wants(more)):
@@ -162,32 +182,35 @@ class SlabSpace:
         return missing <= found
 
     def fits_without_moves(self, more: Sequence[int]) -> bool:
-        """Whether holes, free slabs and each class's own cached blocks suffice for ``more[c]`` of each. O(classes)."""
+        """Return whether holes, free slabs and each class's own cached blocks suffice for ``more``. O(classes)."""
         wants = zip(self._wants(more), self.slabs, strict=True)
         return sum(max(0, want - slabs) for want, slabs in wants) <= self._holes.num_free
 
     def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
-        """Slabs that all referenced blocks fill then, against all slabs: exact, as live blocks can be packed."""
+        """Return the slabs that all referenced blocks would fill, and all slabs.
+
+        Exact, because live blocks can be packed.
+        """
         return Weight(self.needed_slabs(_less(needs, freed)), self.num_slabs)
 
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:
-        """Whether what fits by weight needs moves that locked blocks, or the bound of this step, forbid."""
+        """Return whether blocks fit only after moves that locked blocks, or the bound of this step, forbid."""
         more = _less(needs, freed)
         return not self.fits(more) or (self._is_spent and not self.fits_without_moves(more))
 
     def gives(self, needs: Sequence[int]) -> bool:
-        """Whether ``needs`` blocks, by class, can be taken now: they fit, without moves where none are to be had."""
+        """Return whether ``needs`` blocks, by class, can be taken at this moment."""
         return not self.waits(needs, [0] * len(needs))
 
     def units(self, blocks: Sequence[int]) -> int:
-        """Slabs that ``blocks``, by class, fill in an empty pool."""
+        """Return the slabs that ``blocks``, by class, fill in an empty pool."""
         slabs = 0
         for count, k in zip(blocks, self.ks, strict=True):
             slabs += -(-count // k)
         return slabs
 
     def obtainable(self, of: int) -> int:
-        """Blocks of class ``of`` that can be taken when all that is cached goes and what is referenced is packed."""
+        """Return the blocks of class ``of`` that can be taken if cached blocks go and referenced ones are packed."""
         others = 0
         for one, k in enumerate(self.ks):
             if one != of:
@@ -195,23 +218,23 @@ class SlabSpace:
         return (self.num_slabs - others) * self.ks[of] - self.referenced[of]
 
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """Whether taking ``needs`` blocks, by class, gives the same whatever the order, and moves nothing.
+        """Return whether taking ``needs`` blocks, by class, gives the same blocks in any order, and moves none.
 
-        So it is where all classes but one take from their current slabs, and that one needs but free slabs besides; and
-        where there is one class alone, whose blocks are evicted in their order, or each evicts but its own.
-        drops: says whether blocks are released in between; not asked where that makes no difference.
+        This holds in three cases: all classes but one take from their current slabs, and that one needs free slabs
+        besides; there is one class, whose blocks are evicted in order; each class evicts only its own blocks. ``drops``
+        says whether blocks are released in between; it is called only if that matters.
         """
-        if len(self.ks) == 1 and not self._given_first:
+        if len(self.ks) == 1 and not self._unneeded_first:
             return needs[0] <= self.obtainable(0) and (self.ks[0] == 1 or not drops())
         if self._holes.takes_in_any_order(needs) and not drops():
             return True
         return self._keeps_slabs(needs, drops)
 
     def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """Whether taking ``needs`` blocks at once gives the same as class by class and one by one.
+        """Return whether taking ``needs`` blocks at once gives the same blocks as class by class and one by one.
 
-        Unlike in takes_in_any_order, blocks of classes that take none may move for it: one class alone takes, and asks
-        as often, in the same order, whoever gives it slabs. Where moves are bounded who asks late may have to wait.
+        Unlike in takes_in_any_order, blocks of classes that take none may move: if one class alone takes, it asks for
+        room as often and in the same order. If moves are bounded, a late call may have to wait, so the answer is False.
         """
         if self.takes_in_any_order(needs, drops):
             return True
@@ -219,9 +242,10 @@ class SlabSpace:
         return alone and self.fits(needs) and not drops()
 
     def _keeps_slabs(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """Whether no class gets a slab that another one might have got, whatever is released with a key meanwhile.
+        """Return whether no class gets a slab that another one might have got, with releases in between.
 
-        What is released is younger than all that is evicted, but it may leave a slab of holes with nobody in it.
+        Released blocks are younger than all that are evicted, but they may leave a slab of holes without a referenced
+        block.
         """
         free, taking = self._holes.num_free, [of for of, need in enumerate(needs) if need]
         if free and (len(taking) > 1 or drops()):
@@ -233,15 +257,15 @@ class SlabSpace:
         return not any(self.holes[of] for of in taking) or not drops()
 
     def _evicts_own(self, n: int, of: int) -> bool:
-        """Whether class ``of`` evicts its ``n`` oldest, whoever else evicts, and releases, in between.
+        """Return whether class ``of`` evicts its ``n`` oldest blocks, whatever other classes evict and release in between.
 
-        That lets time pass, and others' oldest be younger ones; both make these younger beside them.
+        Meanwhile time passes, and the oldest blocks of other classes become younger ones; both favour the own blocks.
         """
         ids = self._oldest(n, of)
         if ids.size < n:
             return False
-        first = self._num_given(ids, of)
-        if self._given_first:
+        first = self._count_unneeded(ids, of)
+        if self._unneeded_first:
             return first == n
         others = [stamp for one in range(len(self.ks)) if one != of and (stamp := self.oldest_stamp(one)) is not None]
         return not others or first == n or not self._are_young(ids[first:], self.now - min(others)).any()
@@ -252,24 +276,24 @@ class SlabSpace:
     # -- take, hold, release
 
     def take(self, n: int, of: int) -> Int32:
-        """``n`` blocks of class ``of``, or fewer when room has to be made first; they are referenced now.
+        """Take ``n`` blocks of class ``of``, or fewer if room must be made first. O(n + slabs touched).
 
-        The same blocks however they are asked for: take(3) is take(1) three times. O(n + slabs touched).
+        The blocks do not depend on how they are asked for: take(3) is take(1) three times.
         """
         return self._holes.take(n, of)
 
     def take_one(self, of: int) -> int:
-        """A block of class ``of``, 0 where room has to be made first."""
+        """Take a block of class ``of``; 0 if room must be made first."""
         ids = self._holes.take(1, of)
         return ids.item(0) if ids.size else 0
 
     def append_one(self, block: int) -> None:
-        """``append`` of one block, without arrays of one element."""
+        """Cache one referenced block, without arrays of one element."""
         holes, of = self._holes, self._holes.class_of(block)
         if self._each_place[block] != NOWHERE:
-            raise BlockError(f"block {block} is cached: nobody holds it")
+            raise BlockError(f"block {block} is cached: no request holds it")
         if not holes.owns(block):
-            raise BlockError(f"block {block} is free: nobody holds it")
+            raise BlockError(f"block {block} is free: no request holds it")
         if any(self.locked_slabs):
             self._refuse_locked(np.array([block]))
         self.now += 1
@@ -278,20 +302,19 @@ class SlabSpace:
         holes.hold_one(block, of, -1)
 
     def prepend_one(self, block: int) -> None:
-        """``prepend`` of one."""
+        """Make one referenced block a hole."""
         self.prepend(np.array([block]))
 
     def remove(self, ids: Ids) -> None:
-        """Cached blocks ``ids`` (distinct, of any classes) are referenced again. O(ids)."""
+        """Reference cached blocks ``ids`` (distinct, of any classes) again. O(ids)."""
         for of, some in self._cached_by_class(ids):
             self._uncache(of, some)
             self._holes.hold(self._holes.part(of, some), 1)
 
     def append(self, ids: Ids) -> None:
-        """Referenced blocks ``ids`` (distinct, of any classes), which have keys, are cached: each the youngest so far.
+        """Cache referenced blocks ``ids`` (distinct, of any classes), which have keys. O(ids) amortised.
 
-        Each is a release: ``now`` grows by 1 and is the block's stamp, so that the youngest is of age 0. O(ids)
-        amortised.
+        Each is a release: ``now`` grows by 1 and becomes the block's stamp, so the youngest has age 0.
         """
         parts = self._referenced_parts(ids)
         self._refuse_locked(ids)
@@ -301,10 +324,9 @@ class SlabSpace:
             self._holes.hold(part, -1)
 
     def prepend(self, ids: Ids) -> None:
-        """Referenced blocks ``ids`` (distinct, of any classes), which have no keys, become holes.
+        """Make referenced blocks ``ids`` (distinct, of any classes), which have no keys, holes. O(ids).
 
-        Slabs that are whole then are free: of them the one whose last block stands first in ``ids`` is taken first.
-        O(ids).
+        Slabs that become whole are free. The one whose last block comes first in ``ids`` is taken first.
         """
         parts = self._referenced_parts(ids)
         self._refuse_locked(ids)
@@ -316,7 +338,7 @@ class SlabSpace:
             self._holes.push(sorted((slab for slabs in whole for slab in slabs), key=last.__getitem__))
 
     def age_first(self, ids: Ids) -> None:
-        """Cached blocks ``ids`` are the next of their classes to be evicted, in this order, and ageless. O(ids)."""
+        """Make cached blocks ``ids`` the next of their classes to be evicted, in this order. O(ids)."""
         for of, some in self._cached_by_class(ids):
             self._age_first(of, some)
 
@@ -325,20 +347,20 @@ class SlabSpace:
         self._lru[of].prepend(ids)
         self.stamps[ids] = AGELESS
 
-    def take_given_first(self) -> None:
-        """From now on nothing is evicted but what was given up while ``spares`` says so; else as it always was."""
-        self._given_first = True
+    def take_unneeded_first(self) -> None:
+        """Evict only unneeded blocks from now on, as long as ``spares`` returns True."""
+        self._unneeded_first = True
 
-    def give_up(self, ids: Ids) -> None:
-        """Cached blocks ``ids``, which no kept end needs, are the first to go of all classes, in this order. O(ids)."""
+    def mark_unneeded(self, ids: Ids) -> None:
+        """Mark cached blocks ``ids``, which no kept resume point needs: they go first, in this order. O(ids)."""
         for of, some in self._cached_by_class(ids):
             self._age_first(of, some)
-            self.given[of] += len(some) - int(np.count_nonzero(self.is_given[some]))
-            self.is_given[some] = True
+            self.num_unneeded[of] += len(some) - int(np.count_nonzero(self.is_unneeded[some]))
+            self.is_unneeded[some] = True
 
     def keep(self, ids: Ids) -> None:
-        """Of ``ids`` those that were given up, and are cached still, are the last of their classes to go. O(ids)."""
-        ids = ids[self.is_given[ids]]
+        """Make those of ``ids`` that are unneeded and still cached the last of their classes to go. O(ids)."""
+        ids = ids[self.is_unneeded[ids]]
         if not len(ids):
             return
         self._stamp(ids)
@@ -346,15 +368,14 @@ class SlabSpace:
             self._uncache(of, some)
             self._lru[of].append(some)
 
-    def given_up(self) -> Bool:
-        """Which blocks are given up, bool[num_blocks]."""
-        return self.is_given.copy()
+    def unneeded_blocks(self) -> Bool:
+        """Return which blocks are unneeded, bool[num_blocks]."""
+        return self.is_unneeded.copy()
 
     def forget_all(self) -> None:
-        """All cached blocks become holes, class by class and oldest first.
+        """Make all cached blocks holes, class by class and oldest first. O(blocks).
 
-        Slabs that are whole then are taken after those that are free already, in the order in which they became so.
-        O(handles).
+        Slabs that become whole are taken after those that are already free, in the order in which they became whole.
         """
         whole: list[int] = []
         for of, lru in enumerate(self._lru):
@@ -364,12 +385,12 @@ class SlabSpace:
         self._holes.push_below(whole)
 
     def are_cached(self, ids: Ids | slice) -> Bool:
-        """Which of ``ids`` are cached."""
+        """Return which of ``ids`` are cached."""
         cached: Bool = self._place[ids] != NOWHERE
         return cached
 
     def _stamp(self, ids: Ids) -> None:
-        """``ids`` are released, one after the other."""
+        """Stamp ``ids`` as released one after another."""
         if len(ids) == 1:
             self.stamps[ids.item(0)] = self.now + 1
         else:
@@ -377,47 +398,50 @@ class SlabSpace:
         self.now += len(ids)
 
     def _uncache(self, of: int, ids: Ids) -> None:
-        """``ids`` of class ``of`` are cached no longer."""
+        """Remove ``ids`` of class ``of`` from the cached blocks."""
         self._take_back(of, ids)
         self._lru[of].remove(ids)
 
     def _take_back(self, of: int, ids: Ids) -> None:
-        """``ids`` of class ``of`` are given up no longer, if they were."""
-        if self.given[of]:
-            self.given[of] -= int(np.count_nonzero(self.is_given[ids]))
-            self.is_given[ids] = False
+        """Remove the unneeded marks of ``ids`` of class ``of``."""
+        if self.num_unneeded[of]:
+            self.num_unneeded[of] -= int(np.count_nonzero(self.is_unneeded[ids]))
+            self.is_unneeded[ids] = False
 
     def _cached_by_class(self, ids: Ids) -> list[tuple[int, Ids]]:
-        """``ids`` by class. BlockError, before anything changes, unless all are cached. O(ids)."""
+        """Return ``ids`` by class. Raises BlockError unless all are cached. O(ids)."""
         found = self._holes.by_class(ids)
         if np.count_nonzero(cached := self.are_cached(ids)) < len(ids):
-            raise BlockError(f"block {int(ids[~cached][0])} is not cached: nobody could have hit it")
+            raise BlockError(f"block {int(ids[~cached][0])} is not cached: a hit cannot have returned it")
         return found
 
     def _referenced_parts(self, ids: Ids) -> list[Part]:
-        """``ids`` by class. BlockError, before anything changes, unless all are referenced. O(ids)."""
+        """Return ``ids`` by class. Raises BlockError unless all are referenced. O(ids)."""
         parts = self._holes.parts(ids)
         if np.count_nonzero(cached := self.are_cached(ids)):
-            raise BlockError(f"block {int(ids[cached][0])} is cached: nobody holds it")
+            raise BlockError(f"block {int(ids[cached][0])} is cached: no request holds it")
         for part in parts:
             if (block := self._holes.find_unowned(part)) is not None:
-                raise BlockError(f"block {block} is free: nobody holds it")
+                raise BlockError(f"block {block} is free: no request holds it")
         return parts
 
     # -- locks
 
     def lock(self, ids: Ids) -> None:
-        """Referenced blocks ``ids`` (distinct) stay where they are, and referenced, until unlocked as often. O(ids)."""
+        """Keep referenced blocks ``ids`` (distinct) in place, and referenced, until they are unlocked as often.
+
+        O(ids).
+        """
         for of, where, slabs in self._referenced_parts(ids):
             self.locked_slabs[of] += self._num_unlocked(slabs)
             np.add.at(self._all_slab_locks, slabs, 1)
             self.locks[where] += 1
 
     def unlock(self, ids: Ids) -> None:
-        """One lock less on each of ``ids`` (distinct). BlockError for one that is not locked. O(ids)."""
+        """Remove one lock from each of ``ids`` (distinct). Raises BlockError for a block without a lock. O(ids)."""
         locks: Int32 = self.locks[ids]
         if not locks.all():
-            raise BlockError(f"block {int(ids[locks == 0][0])} is not locked: unlock what was locked")
+            raise BlockError(f"block {int(ids[locks == 0][0])} is not locked: unlock each lock once")
         for of, where, slabs in self._referenced_parts(ids):
             self.locks[where] -= 1
             np.add.at(self._all_slab_locks, slabs, -1)
@@ -427,7 +451,7 @@ class SlabSpace:
         return int(np.count_nonzero(self._all_slab_locks[np.unique(slabs)] == 0))
 
     def _refuse_locked(self, ids: Ids) -> None:
-        """BlockError if one of ``ids`` is locked: free it could be taken, and overwritten under the transfer."""
+        """Raise BlockError if one of ``ids`` is locked. A free block could be overwritten during the transfer."""
         if any(self.locked_slabs) and self.locks[ids].any():
             raise BlockError(
                 f"block {int(ids[self.locks[ids] > 0][0])} is locked: unlock it before its last holder goes"
@@ -436,18 +460,24 @@ class SlabSpace:
     # -- room
 
     def begin_step(self) -> None:
-        """What is moved from now on belongs to another step."""
+        """Begin a new step for the bound on moved bytes."""
         self._moved_bytes, self._is_spent = 0, False
 
     def make_room(self, of: int, ref: Int32) -> Room:
-        """Evict, or evict and move, until class ``of`` can take a block: to be called when take fell short.
+        """Evict, or evict and move, until class ``of`` can take a block. Call it when take fell short.
 
-        ref: holders of each handle, to tell what is referenced; the caller moves its entries with the blocks.
-        CacheError when nobody has anything to give, which ``fits`` foretells. O(classes + k), O(1) a block amortised.
+        O(classes + k), and O(1) a block amortised. The caller moves its own data of the blocks.
+
+        Args:
+            of: The class that needs a block.
+            ref: Holders of each block.
+
+        Raises:
+            CacheError: No class can give room. ``fits`` says so before.
         """
-        if self.given[of]:
+        if self.num_unneeded[of]:
             return Room(self._evict(of), _NO_MOVES)
-        if self._given_first and (spare := self._spare_giver(of)) is not None:
+        if self._unneeded_first and (spare := self._spare_giver(of)) is not None:
             return self._reclaim(spare, ref)
         giver, own = self._oldest_giver(of), self.oldest_stamp(of)
         if giver is not None and (own is None or self._much_older(giver, own)):
@@ -460,14 +490,14 @@ class SlabSpace:
         return self._reclaim(giver, ref)
 
     def next_evicted(self, n: int) -> Int32 | None:
-        """All cached blocks that may be evicted while ``n`` are taken; None where nobody can tell. O(n)."""
-        return self._lru[0].leading(n) if len(self.ks) == 1 and not self._given_first else None
+        """Return all cached blocks that may be evicted while ``n`` are taken; ``None`` if unknown. O(n)."""
+        return self._lru[0].leading(n) if len(self.ks) == 1 and not self._unneeded_first else None
 
     def take_oldest(self, n: int, of: int) -> Int32:
-        """Up to ``n`` cached blocks of class ``of``, which has no other, taken as make_room and take do one by one.
+        """Take up to ``n`` cached blocks of class ``of``, which has no others, as make_room and take would one by one.
 
-        As many as make_room evicts one after the other, nobody else giving room; they are to lose their keys.
-        O(n + classes).
+        Takes as many as make_room evicts in a row before another class gives room. The caller removes their keys. O(n +
+        classes).
         """
         if self.holes[of] or self._holes.num_free:
             return _NONE
@@ -479,9 +509,9 @@ class SlabSpace:
         return ids
 
     def _num_evicted(self, ids: Int32, of: int) -> int:
-        """How many of ``ids``, the oldest of class ``of``, make_room evicts before somebody else gives a slab."""
-        first = self._num_given(ids, of)
-        if self._given_first:
+        """Return how many of ``ids``, the oldest of class ``of``, go before another class gives a slab."""
+        first = self._count_unneeded(ids, of)
+        if self._unneeded_first:
             return first
         giver = self._oldest_giver(of)
         if giver is None or (self._is_spent and self.ks[giver] > 1):
@@ -503,40 +533,40 @@ class SlabSpace:
         return self._lru[of].leading(n)
 
     def oldest_stamp(self, of: int) -> int | None:
-        """That of the next cached block of class ``of`` to go, None where there is none."""
+        """Return the stamp of the next cached block of class ``of`` to go; ``None`` without one."""
         order = self._lru[of]
         return self.stamps.item(order.first()) if len(order) else None
 
-    def _num_given(self, ids: Int32, of: int) -> int:
-        """How many of ``ids``, the oldest of class ``of``, go until the last one given up is gone."""
-        if not self.given[of]:
+    def _count_unneeded(self, ids: Int32, of: int) -> int:
+        """Return how many of ``ids``, the oldest of class ``of``, go until the last unneeded one is gone."""
+        if not self.num_unneeded[of]:
             return 0
-        return min(int(self.is_given[ids].cumsum().searchsorted(self.given[of])) + 1, ids.size)
+        return min(int(self.is_unneeded[ids].cumsum().searchsorted(self.num_unneeded[of])) + 1, ids.size)
 
     def _are_young(self, ids: Int32, age: int) -> Bool:
-        """Which of ``ids`` are so young that a block of ``age`` is more than 1.1 times as old."""
+        """Return which of ``ids`` are so young that a block of ``age`` is more than 1.1 times as old."""
         young: Bool = self.now - self.stamps[ids] <= (10 * age - 1) // 11
         return young
 
     def _givers(self, of: int) -> Iterator[int]:
-        """Other classes that have a slab's worth of blocks that nobody holds, and a slab without locked blocks."""
+        """Yield the other classes with a slab's worth of unreferenced blocks, and a slab without locked blocks."""
         for one, k in enumerate(self.ks):
             if one != of and self.holes[one] + len(self._lru[one]) >= k and self.slabs[one] > self.locked_slabs[one]:
                 yield one
 
     def has_spare(self, n: int, of: int) -> bool:
-        """Whether ``n`` blocks of class ``of`` are there or given up, all of that class: ``spares``, in haste."""
-        return self.holes[of] + self.given[of] >= n
+        """Return whether class ``of`` has ``n`` holes and unneeded blocks: a quick form of ``spares``."""
+        return self.holes[of] + self.num_unneeded[of] >= n
 
     def spares(self, needs: Sequence[int], more: Sequence[int]) -> bool:
-        """Whether ``needs`` blocks, by class, can be taken with nothing evicted but what was given up. O(classes).
+        """Return whether ``needs`` blocks, by class, can be taken by evicting only unneeded blocks. O(classes).
 
-        more: blocks of each class that might be given up besides. Slabs of nothing but holes and blocks given up pass
-        on, where moves allow it.
+        ``more`` blocks of each class might become unneeded besides. Slabs of holes and unneeded blocks pass to other
+        classes, if moves are allowed.
         """
         wanted, found = 0, self._holes.num_free
         for of, (need, besides, k) in enumerate(zip(needs, more, self.ks, strict=True)):
-            left = self.holes[of] + self.given[of] + besides - need
+            left = self.holes[of] + self.num_unneeded[of] + besides - need
             if left < 0:
                 wanted += -(left // k)
             elif k == 1 or not self._is_spent:
@@ -544,12 +574,12 @@ class SlabSpace:
         return wanted <= found
 
     def _spare_giver(self, of: int) -> int | None:
-        """The other class that gives a slab without losing what is needed, the one with most to give."""
+        """Return the other class that gives a slab without losing needed blocks, the one with most to give."""
         able = [
-            (self.holes[one] + self.given[one] - k, -one)
+            (self.holes[one] + self.num_unneeded[one] - k, -one)
             for one, k in enumerate(self.ks)
             if one != of
-            and self.holes[one] + self.given[one] >= k
+            and self.holes[one] + self.num_unneeded[one] >= k
             and self.slabs[one] > self.locked_slabs[one]
             and (k == 1 or not self._is_spent)
         ]
@@ -560,21 +590,21 @@ class SlabSpace:
         return min(stamps)[1] if stamps else None
 
     def _much_older(self, giver: int, own: int) -> bool:
-        """Whether the oldest cached block of ``giver`` is more than 1.1 times as old as one of stamp ``own``."""
+        """Return whether the oldest cached block of ``giver`` is more than 1.1 times as old as one of stamp ``own``."""
         if self._is_spent and self.ks[giver] > 1:
             return False
         stamp = self.stamps.item(self._lru[giver].first())
         return 10 * (self.now - stamp) > 11 * (self.now - own)
 
     def _evict(self, of: int) -> Int32:
-        """The oldest cached block becomes a hole; if its slab is whole then, that is free."""
+        """Make the oldest cached block a hole. If its slab is then whole, the slab is free."""
         ids = self._lru[of].take(1)
         self._take_back(of, ids)
         self._holes.push(self._holes.make_holes(self._holes.part(of, ids), held=False))
         return ids
 
     def _reclaim(self, giver: int, ref: Int32) -> Room:
-        """Class ``giver`` gives a slab."""
+        """Take a slab from class ``giver``."""
         self.transfers[giver] += 1
         evicted = _NONE
         if self.holes[giver] < self.ks[giver]:
@@ -584,7 +614,10 @@ class SlabSpace:
         return Room(evicted, self._empty(self._victim(giver), giver, ref))
 
     def _evict_for_a_slab(self, of: int) -> tuple[Int32, bool]:
-        """The oldest become holes until there are enough for a slab, or one is whole, and free: who, and whether so."""
+        """Evict the oldest blocks until there are holes for a slab, or a slab is whole.
+
+        Returns them, and whether one is whole.
+        """
         k, found = self.ks[of], Counter[int]()
         part = self._holes.part(of, self._lru[of].leading(k - self.holes[of]))
         for count, slab in enumerate(part.slabs, 1):
@@ -598,22 +631,25 @@ class SlabSpace:
         return part.ids.astype(np.int32), bool(len(whole))
 
     def _victim(self, giver: int) -> int:
-        """The slab to be emptied: unlocked, of the emptiest bucket; a full one only if all with holes are locked."""
+        """Return the slab to empty: unlocked, of the emptiest bucket; a full one only if all with holes are locked."""
         slab = self._holes.emptiest(giver, self.slab_locks)
         if slab != NO_SLAB:
             return slab
         return int(np.flatnonzero((self._holes.owners == giver) & (self._all_slab_locks == 0))[0])
 
     def _empty(self, victim: int, of: int, ref: Int32) -> Int32:
-        """The live blocks of ``victim`` move into other holes of class ``of``; the slab is free then. The moves."""
+        """Move the live blocks of ``victim`` into other holes of class ``of``, which frees the slab.
+
+        Returns the moves.
+        """
         rows = self._holes.blocks_of(victim, of)
         sources = ((~self._holes.is_hole[rows]).nonzero()[0] + rows.start).astype(np.int32)
         held = ref[sources] > 0
         targets = self._holes.empty(victim, of, sources, held)
         self._lru[of].rename(sources[~held], targets[~held])
         self.stamps[targets] = self.stamps[sources]
-        self.is_given[targets] = self.is_given[sources]
-        self.is_given[sources] = False
+        self.is_unneeded[targets] = self.is_unneeded[sources]
+        self.is_unneeded[sources] = False
         self.moved_blocks[of] += len(sources)
         self._moved_bytes += len(sources) * self._block_bytes[of]
         self._is_spent = self._max_moved_bytes is not None and self._moved_bytes >= self._max_moved_bytes
@@ -628,7 +664,7 @@ def _less(needs: Sequence[int], freed: Sequence[int]) -> list[int]:
 
 
 def _check(space: SlabSpace, ref: Int32, keyed: Bool) -> Iterator[str]:
-    """See SlabSpace.check."""
+    """Yield the broken invariants; see SlabSpace.check."""
     if len(ref) != space.num_blocks:
         yield f"holders of {len(ref)} blocks were given, the space has {space.num_blocks}"
         return
@@ -637,7 +673,7 @@ def _check(space: SlabSpace, ref: Int32, keyed: Bool) -> Iterator[str]:
     counted = ("holes", holes.all_holes), ("referenced blocks", holes.all_held), ("locks", np.array(space.slab_locks))
     for name, counts in counted:
         wrong = np.flatnonzero((holes.owners < 0) & (counts != 0))
-        yield from (f"slab {slab} is nobody's and counts {counts[slab]} {name}" for slab in wrong.tolist())
+        yield from (f"slab {slab} has no owner and counts {counts[slab]} {name}" for slab in wrong.tolist())
     for of, (base, k) in enumerate(zip(space.bases, space.ks, strict=True)):
         rows = slice(base, base + k * (space.num_slabs + 1))
         hole, cached = holes.is_hole[rows].reshape(-1, k), space.are_cached(rows).reshape(-1, k)
@@ -663,7 +699,7 @@ def _check(space: SlabSpace, ref: Int32, keyed: Bool) -> Iterator[str]:
 
 
 def _free(space: SlabSpace, keyed: Bool) -> Iterator[str]:
-    """The stack has every slab that nobody owns, once; what waits to be evicted has a key, and so the other way."""
+    """Check that the stack has every unowned slab once, and that exactly the cached blocks have keys."""
     holes = space._holes
     free, unowned = sorted(space.free_slabs()), (np.flatnonzero(holes.owners[1:] < 0) + 1).tolist()
     if free != unowned:
@@ -677,19 +713,25 @@ def _free(space: SlabSpace, keyed: Bool) -> Iterator[str]:
 
 
 def _blocks(space: SlabSpace, of: int, states: dict[str, Bool]) -> Iterator[str]:
-    """Blocks of owned slabs are in one of ``states``, others in none; an owned slab has live blocks."""
+    """Check that blocks of owned slabs are in one of ``states``, others in no state.
+
+    An owned slab must have live blocks.
+    """
     owned, in_states = space._holes.owners == of, sum(state.astype(np.int8) for state in states.values())
     for slab, i in np.argwhere(in_states != owned[:, None])[:1].tolist():
-        what = [name for name, state in states.items() if state[slab, i]]
+        found = [name for name, state in states.items() if state[slab, i]]
         block = space.bases[of] + slab * space.ks[of] + i
-        whose = f"a slab of class {space.owner(slab)}" if space.owner(slab) >= 0 else "a slab that nobody owns"
-        yield f"block {block} of class {of} lies in {whose} and is {' and '.join(what) or 'nothing'}"
+        owner = f"a slab of class {space.owner(slab)}" if space.owner(slab) >= 0 else "a slab without owner"
+        yield f"block {block} of class {of} lies in {owner} and is {' and '.join(found) or 'nothing'}"
     for slab in np.flatnonzero(owned & states["hole"].all(axis=1)).tolist():
         yield f"slab {slab} has no live block but belongs to class {of}"
 
 
 def _queues(space: SlabSpace, of: int, holes: list[int], held: list[int]) -> Iterator[str]:
-    """Every slab with holes, and no other, is in the queue that it belongs in, once. holes, held: of each slab."""
+    """Check that every slab with holes, and no other, is in its queue once.
+
+    ``holes`` and ``held`` are those of each slab.
+    """
     k, first = space.ks[of], of * QUEUES
     expected = {
         slab: (k - free) * BUCKETS // k + (BUCKETS if pins else 0)
@@ -711,7 +753,7 @@ def _queues(space: SlabSpace, of: int, holes: list[int], held: list[int]) -> Ite
 
 
 def _lru(space: SlabSpace, of: int) -> Iterator[str]:
-    """An LRU is in the order of its stamps, none of which is of the future; each block stands in it once."""
+    """Check that an LRU is in the order of its stamps, none later than ``now``, and that each block is in it once."""
     ids = space.lru(of)
     stamps = space.stamps[ids]
     if (stamps[1:] < stamps[:-1]).any() or (stamps > space.now).any():

@@ -23,7 +23,7 @@ def space_of(slabs: int, *ks: int, most: int | None = None) -> SlabSpace:
     size = ALIGNMENT_BYTES * int(np.prod(ks))
     classes = tuple(SlabClass(size // k, k, (of,)) for of, k in enumerate(ks))
     space = SlabSpace(SlabLayout(size, slabs + 1, classes, (1,) * len(ks)), most)
-    space.take_given_first()
+    space.take_unneeded_first()
     return space
 
 
@@ -42,32 +42,35 @@ def nobody(space: SlabSpace) -> Ids:
 def test_what_is_given_up_goes_first_and_of_it_what_came_last() -> None:
     space = space_of(2, 4, 4)
     ids = cached(space, 0, 8)
-    space.give_up(ids[2:4])
-    space.give_up(ids[5:6])
-    assert (space.given, np.flatnonzero(space.given_up()).tolist()) == ([3, 0], sorted(ids[[2, 3, 5]].tolist()))
+    space.mark_unneeded(ids[2:4])
+    space.mark_unneeded(ids[5:6])
+    assert (space.num_unneeded, np.flatnonzero(space.unneeded_blocks()).tolist()) == (
+        [3, 0],
+        sorted(ids[[2, 3, 5]].tolist()),
+    )
     order = [space.make_room(0, nobody(space)).evicted.tolist()[0] for _ in range(4)]
     assert order == ids[[5, 2, 3, 0]].tolist()
-    assert space.given == [0, 0]
+    assert space.num_unneeded == [0, 0]
 
 
 def test_what_is_kept_again_is_the_youngest() -> None:
     space = space_of(2, 4, 4)
     ids = cached(space, 0, 4)
-    space.give_up(ids[:2])
+    space.mark_unneeded(ids[:2])
     space.keep(ids)
-    assert space.given == [0, 0]
-    assert not space.given_up().any()
+    assert space.num_unneeded == [0, 0]
+    assert not space.unneeded_blocks().any()
     assert space.lru(0).tolist() == ids[[2, 3, 0, 1]].tolist()
 
 
 def test_what_is_referenced_again_is_given_up_no_longer() -> None:
     space = space_of(2, 4, 4)
     ids = cached(space, 0, 4)
-    space.give_up(ids)
+    space.mark_unneeded(ids)
     space.remove(ids[:1])
-    assert space.given == [3, 0]
+    assert space.num_unneeded == [3, 0]
     space.append(ids[:1])
-    assert not space.given_up()[ids[0]]
+    assert not space.unneeded_blocks()[ids[0]]
 
 
 def test_another_class_gives_what_it_gave_up_before_a_class_evicts_its_own() -> None:
@@ -75,7 +78,7 @@ def test_another_class_gives_what_it_gave_up_before_a_class_evicts_its_own() -> 
     space = space_of(2, 4, 1)
     state = cached(space, 1, 1)
     ids = cached(space, 0, 4)
-    space.give_up(ids)
+    space.mark_unneeded(ids)
     room = space.make_room(1, nobody(space))
     assert sorted(room.evicted.tolist()) == sorted(ids.tolist())
     assert state[0] in space.lru(1)
@@ -89,7 +92,7 @@ def test_what_is_spared_can_be_taken_without_evicting_anything_else(seed: int) -
     for needs in product(*(range(random.randrange(2, 6)) for _ in ks)):
         space = space_of(random.randrange(2, 5), *ks)
         build(space, random)
-        given = set(np.flatnonzero(space.given_up()).tolist())
+        given = set(np.flatnonzero(space.unneeded_blocks()).tolist())
         held = np.ones(space.num_blocks, np.int32)
         held[[block for of in range(len(ks)) for block in space.lru(of).tolist()]] = 0
         spared, evicted = space.spares(needs, [0] * len(ks)), set[int]()
@@ -117,7 +120,7 @@ def test_the_oldest_are_taken_at_once_as_one_by_one(seed: int) -> None:
     one_by_one, at_once = space_of(6, *ks), space_of(6, *ks)
     for space in (one_by_one, at_once):
         if seed % 2:
-            space.take_given_first()
+            space.take_unneeded_first()
         for _ in range(4):
             build(space, random := Random(seed))
     for of in random.choices(range(len(ks)), k=20):
@@ -130,8 +133,8 @@ def test_the_oldest_are_taken_at_once_as_one_by_one(seed: int) -> None:
         assert [at_once.lru(one).tolist() for one in range(len(ks))] == [
             one_by_one.lru(one).tolist() for one in range(len(ks))
         ]
-        assert at_once.given == one_by_one.given
-        assert at_once.given_up().tolist() == one_by_one.given_up().tolist()
+        assert at_once.num_unneeded == one_by_one.num_unneeded
+        assert at_once.unneeded_blocks().tolist() == one_by_one.unneeded_blocks().tolist()
         at_once.append(ids)
         one_by_one.append(ids)
 
@@ -144,7 +147,7 @@ def build(space: SlabSpace, random: Random) -> None:
         if len(ids) and random.random() < 0.8:
             space.append(ids)
             if random.random() < 0.6:
-                space.give_up(ids[: random.randrange(len(ids) + 1)])
+                space.mark_unneeded(ids[: random.randrange(len(ids) + 1)])
 
 
 # -- counted
@@ -172,10 +175,10 @@ def test_released_blocks_that_nobody_needs_are_given_up() -> None:
     assert (needs.all_needed(ids), needs.all_needed(ids[:2])) == (False, True)
     pool.free_blocks(ids)
     assert needs.read(facts_of(pool)) == {}
-    assert np.flatnonzero(space.given_up()).tolist() == ids[2:].tolist()
+    assert np.flatnonzero(space.unneeded_blocks()).tolist() == ids[2:].tolist()
     assert needs._drop(ids[:1]).tolist() == ids[:1].tolist()
     needs._add(ids[3:], 0)
-    assert not space.given_up()[ids[3]]
+    assert not space.unneeded_blocks()[ids[3]]
 
 
 def test_what_was_released_twice_is_given_up_where_it_was_released_last() -> None:
