@@ -10,8 +10,8 @@ from random import Random
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from test_unneeded_blocks import facts_of
 from test_slab_model import space_of
+from test_unneeded_blocks import facts_of
 
 from hybridkv.cache.journal import Journal
 from hybridkv.cache.pool import BlockPool

@@ -114,7 +114,7 @@ class SlabSpace:
         return self.num_slabs
 
     def usage(self, reserved: Sequence[int]) -> float:
-        """Return slabs that referenced blocks fill / usable slabs, without ``reserved`` blocks; 0 without usable ones."""
+        """Return the slabs that referenced blocks fill / usable slabs, without ``reserved`` blocks."""
         usable = self.num_slabs - self.units(reserved)
         filled = 0.0
         for held, kept, k in zip(self.referenced, reserved, self.ks, strict=True):
@@ -168,7 +168,7 @@ class SlabSpace:
         return sum(self._wants(more))
 
     def fits(self, more: Sequence[int]) -> bool:
-        """Return whether ``more[c]`` blocks of each class c can be taken, with make_room if take falls short. O(classes).
+        """Return whether ``more[c]`` blocks of each class c can be taken, with make_room if take falls short.
 
         The answer is exact. Without locks it is needed_slabs(more) <= num_slabs. A class with more slabs than it wants
         can give them, except those with a locked block. Blocks that fit without moves always fit.
@@ -182,7 +182,7 @@ class SlabSpace:
         return missing <= found
 
     def fits_without_moves(self, more: Sequence[int]) -> bool:
-        """Return whether holes, free slabs and each class's own cached blocks suffice for ``more``. O(classes)."""
+        """Return whether holes, free slabs and each class's own cached blocks suffice. O(classes)."""
         wants = zip(self._wants(more), self.slabs, strict=True)
         return sum(max(0, want - slabs) for want, slabs in wants) <= self._holes.num_free
 
@@ -257,7 +257,7 @@ class SlabSpace:
         return not any(self.holes[of] for of in taking) or not drops()
 
     def _evicts_own(self, n: int, of: int) -> bool:
-        """Return whether class ``of`` evicts its ``n`` oldest blocks, whatever other classes evict and release in between.
+        """Return whether class ``of`` evicts its ``n`` oldest blocks, whatever happens in between.
 
         Meanwhile time passes, and the oldest blocks of other classes become younger ones; both favour the own blocks.
         """
