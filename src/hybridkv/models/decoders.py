@@ -1,10 +1,12 @@
-"""Families of attention alone: Llama, Mistral, Qwen, Gemma, gpt-oss, DeepSeek; Whisper and T5 with an encoder.
+"""Families of attention alone: Llama, Mistral, Qwen, Gemma, gpt-oss and DeepSeek; Whisper and T5 with an encoder.
 
-Layer types and defaults of missing fields are those of transformers' config classes (5.19). gpt-oss's sinks are one
-learned logit a head, not tokens: they take no memory in the cache. DeepSeek: multi-head latent attention, dense layers
-first, then mixtures of experts (DeepSeek-V2, arXiv 2405.04434, and DeepSeek-V3, arXiv 2412.19437, sections 2.1).
-An encoder keeps nothing between steps; a decoder layer of Whisper or T5 keeps its own tokens and, in its cross
-attention, the encoder's.
+Config fields, layer types and defaults of missing fields are those of transformers' config classes (5.19), documented
+in transformers under the name of the model. Each reader names the fields that decide about its layers.
+
+gpt-oss's sinks are one learned logit per head, not tokens: they take no memory in the cache. DeepSeek has multi-head
+latent attention, dense layers first, then mixtures of experts (DeepSeek-V2, arXiv 2405.04434, and DeepSeek-V3, arXiv
+2412.19437, sections 2.1). An encoder keeps nothing between steps. A decoder layer of Whisper or T5 keeps its own tokens
+and, in its cross attention, the encoder's.
 """
 
 from __future__ import annotations
@@ -42,8 +44,12 @@ def decoder_facts(
 ) -> FamilyFacts:
     """Return ``layers`` with the weights of a language model: ``own``, the last norm and the embeddings.
 
-    fields: of the config. layers: of the model. own: counts the weights of all layers. tied, hidden: defaults of
-    ``tie_word_embeddings`` and ``hidden_size``.
+    Args:
+        fields: fields of the config.
+        layers: layers of the model.
+        own: counts the weights of all layers.
+        tied: default of ``tie_word_embeddings``.
+        hidden: default of ``hidden_size``.
     """
 
     def weights() -> Weights:
@@ -58,7 +64,7 @@ def decoder_facts(
 def attention_layers(
     types: Sequence[str], heads: Heads, fields: Fields, options: ReadOptions, *, window: int | None = None
 ) -> tuple[Layer, ...]:
-    """Layers of attention by their types. window: of those that have one; None for ``sliding_window``."""
+    """Return attention layers of ``types``. ``window``: their window; ``None`` for the field ``sliding_window``."""
     refuse_layer_types(types, fields.name)
     specs = {kind: heads.of_type(kind, fields, options, window=window) for kind in types}
     return layers_of(types, {kind: (Part("self_attn", spec),) for kind, spec in specs.items()}, fields.name)
@@ -66,12 +72,17 @@ def attention_layers(
 
 @dataclass(frozen=True, slots=True)
 class LlamaFamily:
-    """Dense decoders with grouped-query attention, windowed where the config says so: what differs between them.
+    """Dense decoders with grouped-query attention, windowed or chunked by fields of the config.
 
-    kv_heads, head_dim, sliding_window: defaults of fields that a config leaves out.
-    window_switch: the window counts only with ``use_sliding_window``, from layer ``max_window_layers`` on.
-    bias: of the attention's projections: none, always in Q, K and V, or in all where ``attention_bias`` says so.
-    qk_norm: a norm over each head of Q and K.
+    The fields are ``layer_types``, ``sliding_window`` and ``attention_chunk_size``.
+
+    Attributes:
+        kv_heads: default of ``num_key_value_heads``.
+        head_dim: default of ``head_dim``.
+        sliding_window: default of ``sliding_window``.
+        window_switch: the window counts only with ``use_sliding_window``, from layer ``max_window_layers`` on.
+        bias: biases of the attention's projections: never, always in Q, K and V, or in all by ``attention_bias``.
+        qk_norm: whether each head of Q and K has a norm.
     """
 
     kv_heads: int | None = None
@@ -82,7 +93,7 @@ class LlamaFamily:
     qk_norm: bool = False
 
     def __call__(self, fields: Fields, options: ReadOptions) -> FamilyFacts:
-        """Every layer by its type. Raises ConfigError; UnsupportedModelError for a type that is not attention."""
+        """Return every layer by its type. Raises ConfigError, and UnsupportedModelError for an unknown type."""
         count = fields.layers("num_hidden_layers")
         types = self._layer_types(fields, count)
         refuse_layer_types(types, fields.name)
@@ -100,7 +111,7 @@ class LlamaFamily:
         return decoder_facts(fields, attention_layers(types, heads, fields, options, window=window), own)
 
     def _layer_types(self, fields: Fields, count: int) -> tuple[str, ...]:
-        """The type of every layer; one sign of a window or chunk is enough to call a layer by it."""
+        """Return the type of every layer. A window or chunk in any field decides, because files may omit the others."""
         window = fields.optional("sliding_window", self.sliding_window)
         first = 0
         if self.window_switch:
@@ -122,9 +133,12 @@ QWEN2: Final = LlamaFamily(kv_heads=32, sliding_window=4096, window_switch=True,
 
 @dataclass(frozen=True, slots=True)
 class GemmaFamily:
-    """Gemma 2 and 3: every ``period``-th layer is full attention, the others have a window.
+    """Gemma 2 and 3: every ``period``-th layer is full attention, the others have the window ``sliding_window``.
 
-    period_field: says another period. qk_norm: Gemma 3, whose rotary scaling does not lengthen positions.
+    Attributes:
+        period: interval of full attention layers.
+        period_field: field that gives another period.
+        qk_norm: Gemma 3: norms on Q and K; its rotary scaling does not extend ``max_position_embeddings``.
     """
 
     period: int
@@ -132,7 +146,7 @@ class GemmaFamily:
     qk_norm: bool = False
 
     def __call__(self, fields: Fields, options: ReadOptions) -> FamilyFacts:
-        """Every layer by its type. Raises ConfigError; UnsupportedModelError for a type that is not attention."""
+        """Return every layer by its type. Raises ConfigError, and UnsupportedModelError for an unknown type."""
         count = fields.layers("num_hidden_layers", 26)
         period = self.period if self.period_field is None else fields.integer(self.period_field, self.period)
         types = fields.layer_types("layer_types", count, _every(period, count))
@@ -152,7 +166,7 @@ class GemmaFamily:
 
 
 def gpt_oss(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Every second layer is windowed, the first one too; every layer is a mixture of experts with biases."""
+    """Read gpt-oss: every second layer has a window, the first included. All layers are mixtures of experts."""
     count = fields.layers("num_hidden_layers")
     types = fields.layer_types("layer_types", count, _every(2, count))
     heads = read_heads(fields, kv_heads=8, head_dim=64)
@@ -170,7 +184,7 @@ def gpt_oss(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def llama4(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Layers with rotary positions are chunked; every ``no_rope_layer_interval``-th (4) has none and is full."""
+    """Read Llama 4: rotary layers are chunked; by default every ``no_rope_layer_interval``-th (4) is full attention."""
     count = fields.layers("num_hidden_layers")
     rotary = fields.integers("no_rope_layers") or [
         (i + 1) % fields.integer("no_rope_layer_interval", 4) for i in range(count)
@@ -199,7 +213,7 @@ def llama4(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def deepseek(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """DeepSeek-V2 and -V3: every layer as MLA. Raises ConfigError and UnsupportedModelError."""
+    """Read DeepSeek-V2 and -V3: every layer is MLA. Raises ConfigError and UnsupportedModelError."""
     count, heads = fields.layers("num_hidden_layers"), fields.integer("num_attention_heads")
     refuse_layer_types(fields.names("layer_types") or (), fields.name, (FULL,))
     layers = layers_of([FULL] * count, {FULL: (Part("self_attn", mla_spec(fields, options, heads)),)}, fields.name)
@@ -229,7 +243,7 @@ def _deepseek_mixture(fields: Fields) -> Weights:
 
 
 def _every(period: int, count: int) -> list[str]:
-    """Every ``period``-th of ``count`` layers is full attention."""
+    """Return the types of ``count`` layers, with full attention in every ``period``-th."""
     return [SLIDING if (i + 1) % period else FULL for i in range(count)]
 
 
@@ -237,7 +251,7 @@ def _every(period: int, count: int) -> list[str]:
 
 
 def whisper(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Whisper: ``max_source_positions`` encoder tokens (1500, 30 seconds of sound) for every request."""
+    """Read Whisper: every request has ``max_source_positions`` encoder tokens (1500, 30 seconds of sound)."""
     hidden, count = fields.integer("d_model"), fields.layers("decoder_layers")
     heads = fields.integer("decoder_attention_heads")
     if hidden % heads:
@@ -266,7 +280,7 @@ def whisper(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def t5(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """T5: relative positions set no limit; ``n_positions`` (512) is what the encoder was trained with."""
+    """Read T5: relative positions set no limit; the encoder was trained with ``n_positions`` (512) tokens."""
     hidden, encoder_layers = fields.integer("d_model"), fields.layers("num_layers")
     count = fields.layers("num_decoder_layers", encoder_layers)
     heads, width = fields.integer("num_heads"), fields.integer("d_kv", 64)
@@ -280,7 +294,7 @@ def t5(fields: Fields, options: ReadOptions) -> FamilyFacts:
         positions = fields.integer("relative_attention_num_buckets", 32) * heads
         encoder = encoder_layers * (attention + inner) + positions + hidden
         decoder = count * (2 * attention + inner) + positions + hidden
-        # the output head is tied to the embedding whatever the config says
+        # T5's output head shares the embedding's weights, whatever tie_word_embeddings is
         head = fields.integer("vocab_size") * hidden
         return Weights(encoder + decoder + head, decoder + head, embedded=head)
 
@@ -290,7 +304,7 @@ def t5(fields: Fields, options: ReadOptions) -> FamilyFacts:
 def _crossed(
     count: int, heads: Heads, fields: Fields, options: ReadOptions, *, modules: tuple[str, str], path: str
 ) -> tuple[Layer, ...]:
-    """Layers of self and cross attention, which are ``modules`` of a layer."""
+    """Return layers of self and cross attention, named by ``modules``."""
     specs = (heads.full(fields, options), heads.cross(fields, options))
     return layers_of([FULL] * count, {FULL: [*map(Part, modules, specs)]}, fields.name, path=path)
 

@@ -1,13 +1,13 @@
-"""The general reader: a decoder by the fields that configs share, whatever its model type.
+"""The general reader: reads a decoder by the fields that configs share, whatever its model type.
 
     layers, heads, KV heads, the width of a head      by their usual names
-    what each layer keeps                             layer_types, or a rule that its config class has
-    latent attention, an indexer beside it            kv_lora_rank and qk_rope_head_dim; index_head_dim
+    the cache contents of each layer                  layer_types, or a rule of its config class
+    latent attention with an indexer                  kv_lora_rank and qk_rope_head_dim; index_head_dim
     layers that share keys and values, cross attention
 
-It never guesses: a fact that bytes depend on and that no field says is a ConfigError that names the field. Of a model
-type that nobody described, every field that looks like another mechanism is refused. Rules are those of transformers'
-config classes (5.19); tests hold them against what transformers' models keep.
+The reader never guesses: if no field gives a fact that bytes depend on, it raises a ConfigError that names the field.
+For an unknown model type it rejects every field that looks like another mechanism. The rules are those of
+transformers' config classes (5.19). Tests compare them with the caches of transformers' models.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ NOTHING: Final = ("mlp", "moe")
 KINDS: Final = (FULL, SLIDING, CHUNKED, *INDEXED, *NOTHING)
 
 PATTERN: Final = "hybrid_layer_pattern"
-"""Of MiMo-V2-Flash's file: 1 for a layer with a window."""
+"""Field of MiMo-V2-Flash: 1 for a layer with a window."""
 WINDOW: Final = ("sliding_window", "sliding_window_size", "attention_window_size")
 MTP: Final = "multi-token prediction layers"
 MTP_FIELDS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
-"""What the config says how many there are in."""
+"""Fields with the number of multi-token prediction layers."""
 _UNSAID: Final = {"qwen3_next": 1}
-"""Model types whose files say none, and have some."""
+"""Multi-token prediction layers of model types whose files do not count them."""
 _WINDOWED: Final = ("mimo_v2_flash",)
-"""Model types in which they have the window of other layers."""
+"""Model types with multi-token prediction layers that have the window of other layers."""
 HEADS: Final = (
     *("decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "n_head", "n_heads"),
     *("num_heads", "attention_heads", "num_query_heads"),
@@ -77,15 +77,12 @@ _HARMLESS: Final = re.compile(
     r"expert|moe|initializ|cls_|chunk_size_feed_forward|embedding|dropout|bias|rope|position|vocab|q_lora_rank"
 )
 _PLACES: Final = re.compile(r"pattern|every|block_type|attn_layer|attention_layer|global_")
-"""Where layers of which type are: what layer_types says, too."""
+"""Fields that assign types to layers, as layer_types does."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """Of one layer, by fields of configs. v_head_dim: width of a value where it is not that of a key.
-
-    sliding_window: of a windowed layer.
-    """
+    """The shape of one layer, named like config fields. ``v_head_dim``: width of a value if it differs from a key's."""
 
     num_attention_heads: int
     num_key_value_heads: int
@@ -100,10 +97,10 @@ class _Shapes:
 
 
 def general(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """Layers of the model type in ``fields``; given: fields that the caller said.
+    """Read the layers of the model type in ``fields``. ``given`` names the fields that the caller set.
 
-    Raises ConfigError for a fact that cannot be read, naming what supplies it, and UnsupportedModelError for what
-    layers keep beside attention.
+    Raises ConfigError for a fact that cannot be read, with a field that supplies it. Raises UnsupportedModelError for
+    layers that keep something else than attention does.
     """
     model_type = fields.text("model_type") or ""
     known = class_defaults(model_type)
@@ -145,7 +142,7 @@ def general(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
 def facts(
     reading: Reading, layers: Sequence[Layer], attentions: Sequence[Attention] = (), *, max_encoder_tokens: int = 0
 ) -> FamilyFacts:
-    """What is handed on, with everything that was noted. attentions: of every layer, where weights can be counted."""
+    """Return the result of reading, with all notes. ``attentions``: of every layer, if weights can be counted."""
     drafting, left_out = mtp_layers(reading.fields)
     if left_out:
         reading.assume(MTP, f"{left_out} left out", f"{drafting}: they draft, where they run")
@@ -163,7 +160,7 @@ def facts(
 
 
 def layer_count(reading: Reading) -> int:
-    """How many layers the cache has."""
+    """Return the number of layers in the cache."""
     model_type = reading.fields.text("model_type")
     if model_type == "longcat_flash":
         return 2 * reading.required("layers, of two attentions each", ("num_layers",), most=MOST_LAYERS // 2)
@@ -179,7 +176,7 @@ def layer_count(reading: Reading) -> int:
 
 
 def heads_of(reading: Reading, options: ReadOptions, *, known: bool = True) -> Heads:
-    """Attention heads, KV heads and the width of a head, of layers that differ from others in nothing."""
+    """Return the attention heads, KV heads and head width of ordinary layers."""
     fields = reading.fields
     heads = reading.required("attention heads", HEADS)
     kv_heads = _kv_heads(reading, heads, options, known=known)
@@ -221,7 +218,7 @@ _PER_LAYER: Final = ("head_dim", "num_key_value_heads", "num_attention_heads", "
 
 
 def _shapes(reading: Reading, types: Sequence[str], options: ReadOptions, *, known: bool) -> list[_Shapes]:
-    """Of every layer. Latent attention has none of its own."""
+    """Return the shape of every layer. Latent attention has a placeholder."""
     fields = reading.fields
     if reading.key(("kv_lora_rank",)) is not None:
         count = reading.required("attention heads", HEADS)
@@ -245,7 +242,7 @@ def _shapes(reading: Reading, types: Sequence[str], options: ReadOptions, *, kno
 
 
 def _layer_window(reading: Reading) -> int:
-    """The window of layers that have one."""
+    """Return the window of windowed layers in tokens."""
     # ModernBERT's decoder says a window, or else a span of which it is half
     if reading.own.values.get(WINDOW[0]) is None and reading.key(("local_attention",)) is not None:
         span = reading.required("local attention", ("local_attention",), minimum=2)
@@ -258,7 +255,7 @@ def _layer_window(reading: Reading) -> int:
 
 
 def _changes(reading: Reading, types: Sequence[str]) -> dict[int, dict[str, int]]:
-    """What some layers have otherwise, by layer: ``per_layer_config``, lists, Gemma 4's global layers."""
+    """Return the differing fields of layers by index: ``per_layer_config``, lists, Gemma 4's global layers."""
     fields = reading.fields
     changes: dict[int, dict[str, int]] = {}
     given = fields.mapping("per_layer_config")
@@ -284,7 +281,7 @@ def _changes(reading: Reading, types: Sequence[str]) -> dict[int, dict[str, int]
 
 
 def _shared(reading: Reading, count: int) -> int:
-    """How many layers keep something: the last ones may read what others keep."""
+    """Return how many layers keep something. The last ``num_kv_shared_layers`` read the keys and values of others."""
     shared = reading.integer(
         "last layers that read other layers' keys and values", ("num_kv_shared_layers",), minimum=0
     )
@@ -298,7 +295,7 @@ def _shared(reading: Reading, count: int) -> int:
 
 
 def _layers_of(reading: Reading, index: int, kind: str, shapes: _Shapes, options: ReadOptions) -> list[Layer]:
-    """Entries in the cache of layer ``index``: none, one, or two where an indexer keeps keys of its own."""
+    """Return the cache entries of layer ``index``: zero, one, or two where an indexer keeps keys of its own."""
     name = f"model.layers.{index}.self_attn"
     if kind in NOTHING:
         return []
@@ -323,7 +320,7 @@ def _layers_of(reading: Reading, index: int, kind: str, shapes: _Shapes, options
 def spec_of(
     kind: str, heads: Heads, reading: Reading, options: ReadOptions, shapes: _Shapes | None = None
 ) -> AttentionSpec:
-    """Keys and values of a layer of ``kind``."""
+    """Return the spec of a layer of ``kind``."""
     window = None if shapes is None else shapes.sliding_window
     spec = heads.of_type(kind if kind in {SLIDING, CHUNKED} else FULL, reading.fields, options, window=window)
     value = None if shapes is None else shapes.v_head_dim
@@ -331,7 +328,7 @@ def spec_of(
 
 
 def _has_indexer(reading: Reading, index: int) -> bool:
-    """Whether layer ``index`` keeps an indexer's keys, or reads those of a layer before."""
+    """Return whether layer ``index`` keeps an indexer's keys, or reads those of an earlier layer."""
     if reading.is_made_by_class("indexer_types"):
         if (
             reading.fields.text("model_type") != "glm_moe_dsa"
@@ -352,11 +349,11 @@ def _has_indexer(reading: Reading, index: int) -> bool:
 
 
 _INDEXERS: Final = {"index_topk_freq": 1, "index_skip_topk_offset": 2}
-"""Of GLM-5: how often a layer has an indexer of its own, and from which one on, with their defaults."""
+"""Fields of GLM-5 with defaults: the interval of layers with their own indexer, and the first such layer."""
 
 
 def _indexer(reading: Reading, options: ReadOptions) -> KVCacheSpec:
-    """One key a token. vLLM keeps it in 8 bits, with a float32 scale for every 128 of them."""
+    """Return the spec of an indexer's keys, one per token. vLLM stores 8 bits and a float32 scale per 128 of them."""
     width = reading.required("key of the indexer", ("index_head_dim",))
     scaled = options.backend == "vllm" and reading.key(("kv_lora_rank",)) is not None
     if scaled:
@@ -368,12 +365,12 @@ def _indexer(reading: Reading, options: ReadOptions) -> KVCacheSpec:
 
 
 def _cross(layer: Layer, shapes: _Shapes, reading: Reading, options: ReadOptions) -> Layer:
-    """The cross attention beside ``layer``, which keeps the encoder's tokens in as many heads."""
+    """Return the cross attention of ``layer``, which keeps the encoder's tokens in the same number of heads."""
     return Layer(f"{layer.name}.cross", shapes.heads.cross(reading.fields, options), layer.index)
 
 
 def _image_tokens(reading: Reading) -> int:
-    """Tokens of the one image that a request's cross attention reads: of all its tiles, each with one of its own."""
+    """Return the tokens of an image that cross attention reads: all patches of all tiles, plus one per tile."""
     images = Fields(reading.fields.mapping("vision_config"), reading.name)
     if "image_size" not in images or "patch_size" not in images:
         return reading.required("tokens that cross attention reads", ("max_source_positions",))
@@ -384,7 +381,7 @@ def _image_tokens(reading: Reading) -> int:
 
 
 def _refuse_other_mechanisms(fields: Fields, model_type: str) -> None:
-    """UnsupportedModelError for a model type that nobody described with fields of something other than attention."""
+    """Raise UnsupportedModelError for an unknown model type with fields of another mechanism than attention."""
     placed = fields.values.get(LAYER_TYPES[0]) is not None
     odd = [
         key
@@ -403,11 +400,14 @@ def _refuse_other_mechanisms(fields: Fields, model_type: str) -> None:
         )
 
 
-# -- what each layer is, by what the config says or the rule that its config class has (transformers 5.19)
+# -- the type of each layer, from the config or by the rule of its config class (transformers 5.19)
 
 
 def layer_types(reading: Reading, count: int, *, known: bool) -> tuple[str, ...]:
-    """What every layer is, one of KINDS. Raises UnsupportedModelError for others, ConfigError where nothing says it."""
+    """Return the type of every layer, one of KINDS.
+
+    Raises UnsupportedModelError for other types, and ConfigError where no field and no rule gives the types.
+    """
     key = reading.key(LAYER_TYPES)
     if key is not None:
         found = reading.fields.layer_types(key, count, ())
@@ -449,7 +449,7 @@ def coded_types(reading: Reading, count: int) -> tuple[str, ...]:
 
 
 def _last_is_full(reading: Reading, types: tuple[str, ...]) -> tuple[str, ...]:
-    """Gemma 4 makes the last layer one of full attention whatever its config says."""
+    """Return the types with full attention in Gemma 4's last layer, whatever its config says."""
     if str(reading.fields.text("model_type")).startswith("gemma4") and types[-1] != FULL:
         return (*types[:-1], reading.derive("last layer", FULL, "as its config class makes it"))
     return types
@@ -466,20 +466,20 @@ _PERIODS: Final[Mapping[str, tuple[str, int]]] = {
     "olmo3": ("", 4),
     "vaultgemma": ("", 2),
 }
-"""Config classes that make every n-th layer one of full attention, by a field or always, without layer_types."""
+"""Config classes with full attention in every n-th layer, by a field or a constant, without layer_types."""
 _SWITCHED: Final = ("qwen2_moe", "smollm3")
-"""Config classes with windows in no layer unless use_sliding_window."""
+"""Config classes that have windows only with use_sliding_window."""
 _FROM_A_LAYER: Final = ("dots1", "qwen2_vl_text", "qwen2_5_vl_text")
-"""Config classes with windows, where there are any, from layer max_window_layers on."""
+"""Config classes with windows from layer max_window_layers on, if they have any."""
 _ALL_OF: Final[Mapping[str, str]] = {
     **dict.fromkeys(("laguna", "minimax_m3_vl_text", *_FROM_A_LAYER, *_SWITCHED), FULL),
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), INDEXED[0]),
 }
-"""Config classes that make all layers alike."""
+"""Config classes that give all layers one type."""
 
 
 def _made_by_class(reading: Reading, count: int) -> tuple[str, ...]:
-    """Layer types where the config leaves out what its class makes: a rule known here, else ConfigError."""
+    """Return layer types that the config leaves to its class. Raises ConfigError if the rule is not known here."""
     model_type = reading.fields.text("model_type") or ""
     if model_type in _PERIODS:
         field, period = _PERIODS[model_type]
@@ -504,18 +504,18 @@ def _made_by_class(reading: Reading, count: int) -> tuple[str, ...]:
 
 
 def window_of(reading: Reading) -> int | None:
-    """The window; None where there is none, or a switch turns it off."""
+    """Return the window in tokens; ``None`` without a window, or if ``use_sliding_window`` turns it off."""
     key = reading.key(WINDOW)
     if key is None or (reading.declares(("use_sliding_window",)) and not reading.fields.flag("use_sliding_window")):
         return None
     return reading.integer("window", (key,))
 
 
-# -- multi-token prediction: layers behind the model that draft tokens, each with keys and values of its own
+# -- multi-token prediction: layers after the model that draft tokens, each with keys and values of its own
 
 
 def mtp_layers(fields: Fields) -> tuple[str | None, int]:
-    """The field that says how many there are, and how many; None and 0 where none does."""
+    """Return the field with the number of multi-token prediction layers, and the number; ``None`` and 0 without one."""
     key = next((one for one in MTP_FIELDS if fields.values.get(one) is not None), None)
     if key is None:
         return None, _UNSAID.get(fields.text("model_type") or "", 0)
@@ -524,10 +524,10 @@ def mtp_layers(fields: Fields) -> tuple[str | None, int]:
 
 
 def with_mtp(layers: Sequence[Layer], fields: Fields, asked: int) -> tuple[tuple[Layer, ...], ReadFact]:
-    """``layers`` and behind them ``asked`` multi-token prediction layers; and what was assumed of these.
+    """Append ``asked`` multi-token prediction layers to ``layers``; also return what was assumed of them.
 
-    They are attention as the last layer has it that keeps every token, with its indexer (MiMo-V2-Flash: that has a
-    window). ConfigError where the config has fewer.
+    Each is like the last attention layer that keeps every token, its indexer included. In MiMo-V2-Flash it is like the
+    last windowed layer. Raises ConfigError where the config has fewer.
     """
     key, there = mtp_layers(fields)
     if asked > there:

@@ -1,6 +1,7 @@
 """Families with recurrent layers: Mamba, hybrids of Mamba and attention, delta rules, short convolutions.
 
-Layer types and defaults of missing fields are those of transformers' config classes (5.19).
+Config fields, layer types and defaults of missing fields are those of transformers' config classes (5.19), documented
+in transformers under the name of the model. Each reader names the fields that decide about its layers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MAMBA_OF_HYBRIDS: Final = (
 
 
 def _mamba1(fields: Fields, keys: Sequence[str] = _MAMBA_OF_HYBRIDS, **own: Any) -> Mamba1:  # noqa: ANN401  # of Mamba1
-    """The mixer by its fields; ``auto``: a sixteenth of the hidden size, rounded up, for the step size."""
+    """Return the mixer that ``keys`` describe. A rank of ``auto`` is a sixteenth of the hidden size, rounded up."""
     expand, state, kernel, rank, conv_bias, bias = keys
     hidden = fields.integer("hidden_size")
     automatic = fields.values.get(rank, "auto") == "auto"
@@ -59,12 +60,12 @@ def _mamba1(fields: Fields, keys: Sequence[str] = _MAMBA_OF_HYBRIDS, **own: Any)
 
 
 def mamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Mamba and FalconMamba; the latter's norms have no weights."""
+    """Read Mamba and FalconMamba. The norms of FalconMamba have no weights."""
     return _stack(fields, options, _mamba1(fields, _MAMBA), tied=True)
 
 
 def mamba2(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Mamba2."""
+    """Read Mamba2: ``num_heads`` heads of ``head_dim`` channels with ``state_size`` values each."""
     mixer = Mamba2(
         hidden=fields.integer("hidden_size"),
         heads=fields.integer("num_heads", 128),
@@ -80,12 +81,12 @@ def mamba2(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def _stack(fields: Fields, options: ReadOptions, mixer: Mamba1 | Mamba2, *, tied: bool) -> FamilyFacts:
     count = fields.layers("num_hidden_layers")
-    parts = {LINEAR: (Part("mixer", mixer.spec(fields, options), mixer.weights),)}
+    parts = {LINEAR: (_mixer(fields, options, mixer, "mixer"),)}
     return _hybrid(fields, [LINEAR] * count, parts, _norms(fields, count, 1), tied=tied, path="backbone.layers")
 
 
 def _norms(fields: Fields, count: int, norms: int) -> Counting:
-    """Weights of ``count`` layers that have ``norms`` norms beside their mixers."""
+    """Count the weights of ``count`` layers with ``norms`` norms each, mixers left out."""
     return lambda: Weights.dense(count * norms * fields.integer("hidden_size"))
 
 
@@ -98,7 +99,7 @@ def _hybrid(
     tied: bool = False,
     path: str = "model.layers",
 ) -> FamilyFacts:
-    """Layers of ``types`` with the parts of their type; rest: counts the weights of all layers beside these."""
+    """Return layers of ``types`` with the parts of their type. ``rest`` counts all weights outside the parts."""
     mixers = sum(part.weights for kind in types for part in parts.get(kind, ()))
     layers = layers_of(types, parts, fields.name, path=path)
     return decoder_facts(fields, layers, lambda: rest() + Weights.dense(mixers), tied=tied)
@@ -108,7 +109,7 @@ def _hybrid(
 
 
 def bamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Attention in the layers of ``attn_layer_indices``, Mamba-2 in the others."""
+    """Read Bamba: attention in the layers of ``attn_layer_indices``, Mamba-2 in the others."""
     count = fields.layers("num_hidden_layers")
     attention = set(fields.integers("attn_layer_indices") or ())
     types = [FULL if i in attention else LINEAR for i in range(count)]
@@ -116,7 +117,7 @@ def bamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def granite_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Granite 4: layers as ``layer_types`` says, each with a shared MLP and, with experts, a mixture besides."""
+    """Read Granite 4: ``layer_types``, each layer with a shared MLP and, where there are experts, also a mixture."""
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     default = fields.layer_types("layers_block_type", count, [LINEAR] * count)
     types = fields.layer_types("layer_types", count, default)
@@ -133,7 +134,7 @@ def granite_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def falcon_h1(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Attention and Mamba-2 side by side in every layer: two entries in the cache under one index."""
+    """Read Falcon-H1: attention and Mamba-2 in every layer, so two entries in the cache under one index."""
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     inner = fields.optional("mamba_d_ssm", 1024) or fields.integer("mamba_expand", 2) * hidden
     mixer = replace(_mamba2(fields, inner), out_bias=fields.flag("projectors_bias"), norm=fields.flag("mamba_rms_norm"))
@@ -142,7 +143,7 @@ def falcon_h1(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def jamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Attention every ``attn_layer_period`` layers, Mamba in the others; experts every ``expert_layer_period``."""
+    """Read Jamba: attention every ``attn_layer_period`` layers, else Mamba; experts by ``expert_layer_period``."""
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     period, offset = fields.integer("attn_layer_period", 8), fields.integer("attn_layer_offset", 4, minimum=0)
     types = [FULL if i % period == offset else LINEAR for i in range(count)]
@@ -163,7 +164,7 @@ _NEMOTRON_TYPES: Final = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 
 
 def nemotron_h(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """One thing a layer, as ``hybrid_override_pattern`` says: M Mamba-2, * attention, - MLP, E experts."""
+    """Read Nemotron-H: ``hybrid_override_pattern`` has a letter per layer: M Mamba-2, * attention, - MLP, E experts."""
     types = _nemotron_types(fields)
     hidden = fields.integer("hidden_size")
     mixer = Mamba2(
@@ -211,7 +212,7 @@ def _nemotron_types(fields: Fields) -> tuple[str, ...]:
 
 
 def _nemotron_mixture(fields: Fields) -> Weights:
-    """Experts of two projections, in a narrower latent space where the config has one, and a shared expert."""
+    """Count experts of two projections, in a narrower latent space if the config has one, and a shared expert."""
     hidden, total = fields.integer("hidden_size"), fields.integer("n_routed_experts", 8)
     latent = fields.optional("moe_latent_size")
     shared = fields.integer("n_shared_experts", 1) and fields.integer("moe_shared_expert_intermediate_size", 7688)
@@ -222,7 +223,7 @@ def _nemotron_mixture(fields: Fields) -> Weights:
 
 
 def _mamba2(fields: Fields, inner: int | None = None) -> Mamba2:
-    """The fields that Bamba, Granite and Falcon-H1 share; inner: channels, where not ``mamba_expand`` x hidden."""
+    """Return the mixer of Bamba, Granite and Falcon-H1. ``inner``: channels; ``None`` for ``mamba_expand`` x hidden."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("mamba_n_heads", 128)
     channels = fields.integer("mamba_expand", 2) * hidden if inner is None else inner
     automatic = fields.values.get("mamba_d_head", "auto") in ("auto", None)
@@ -241,7 +242,7 @@ def _mamba2(fields: Fields, inner: int | None = None) -> Mamba2:
 def _with_mamba(
     fields: Fields, options: ReadOptions, types: Sequence[str], mixer: Mamba1 | Mamba2, rest: Counting
 ) -> FamilyFacts:
-    """Layers of attention or ``mixer``; rest: the weights of everything else in all layers."""
+    """Return layers of attention or ``mixer``. ``rest`` counts all other weights in the layers."""
     refuse_layer_types(types, fields.name, (FULL, LINEAR))
     parts = {
         FULL: (_attention(fields, options, read_heads(fields, kv_heads=8)),),
@@ -251,7 +252,7 @@ def _with_mamba(
 
 
 def _attention(fields: Fields, options: ReadOptions, heads: Heads, module: str = "self_attn") -> Part:
-    """Full attention, with biases where ``attention_bias`` says so."""
+    """Return full attention, with biases by ``attention_bias``."""
     weights = heads.weights(fields.integer("hidden_size"), bias=fields.flag("attention_bias"))
     return Part(module, heads.full(fields, options), weights)
 
@@ -263,7 +264,7 @@ def _mixer(
 
 
 def _dense_mlps(fields: Fields, count: int) -> Counting:
-    """Weights of ``count`` gated MLPs and two norms beside each."""
+    """Count the weights of ``count`` gated MLPs with two norms each."""
 
     def rest() -> Weights:
         hidden, bias = fields.integer("hidden_size"), fields.flag("mlp_bias")
@@ -272,11 +273,11 @@ def _dense_mlps(fields: Fields, count: int) -> Counting:
     return rest
 
 
-# -- Zamba: Mamba in every layer, and shared attention blocks of twice the hidden size in front of some
+# -- Zamba: Mamba in every layer, and before some layers a shared attention block of twice the hidden size
 
 
 def zamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Zamba: one shared block, the first hybrid layer is the third."""
+    """Read Zamba: one shared block; by default the third layer is the first hybrid layer."""
     count = fields.layers("num_hidden_layers")
     period, offset = fields.integer("attn_layer_period", 6), fields.integer("attn_layer_offset", 4, minimum=0)
     rest = ["hybrid" if i % period == offset else LINEAR for i in range(count - 3)]
@@ -291,10 +292,10 @@ def zamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def zamba2(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Zamba2: ``num_mem_blocks`` shared blocks in turn, with low-rank adapters of each hybrid layer's own."""
+    """Read Zamba2: ``num_mem_blocks`` shared blocks in turn. Each hybrid layer has low-rank adapters of its own."""
     given = fields.names("layers_block_type")
     if given is None:
-        raise fields.fail("layers_block_type is missing: add it")
+        raise fields.fail("layers_block_type is missing: add it, one entry per layer")
     types = fields.layer_types("layers_block_type", len(given), ())
     hidden, count = fields.integer("hidden_size"), fields.integer("n_mamba_heads", 8)
     mixer = Mamba2(
@@ -329,7 +330,7 @@ def _zamba_heads(fields: Fields, head_dim: int | None = None, *, kv_heads: int |
 
 
 def _shared_block(fields: Fields, heads: Heads, inner: int) -> int:
-    """Attention from twice the hidden size back to it, a gated MLP and two norms."""
+    """Count attention from twice the hidden size back to it, a gated MLP and two norms."""
     hidden = fields.integer("hidden_size")
     wide, q, kv = 2 * hidden, heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     return wide * (q + 2 * kv) + q * hidden + mlp(hidden, inner) + wide + hidden
@@ -345,7 +346,7 @@ def _zamba(
     shared: Callable[[], int],
     block: str,
 ) -> FamilyFacts:
-    """A norm and a mixer a layer, and a projection behind every shared block; shared: counts these blocks' weights."""
+    """Return layers with a norm and a mixer, and a projection after shared blocks, which ``shared`` counts."""
     hidden = fields.integer("hidden_size")
     refuse_layer_types(types, fields.name, (LINEAR, "hybrid"))
     attention = Part(f"{block}.self_attn", heads.full(fields, options))
@@ -364,7 +365,7 @@ def _zamba(
 
 
 def qwen3_next(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Qwen3-Next: a mixture of experts in every ``decoder_sparse_step``-th layer but those of ``mlp_only_layers``."""
+    """Read Qwen3-Next: experts in every ``decoder_sparse_step``-th layer, except ``mlp_only_layers``."""
     count = fields.layers("num_hidden_layers")
 
     def mlps() -> Weights:
@@ -381,7 +382,7 @@ def qwen3_next(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def qwen35(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Qwen3.5, dense."""
+    """Read dense Qwen3.5."""
     count = fields.layers("num_hidden_layers")
 
     def mlps() -> Weights:
@@ -391,13 +392,13 @@ def qwen35(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def qwen35_moe(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Qwen3.5 with a mixture of experts in every layer."""
+    """Read Qwen3.5 with a mixture of experts in every layer."""
     count = fields.layers("num_hidden_layers")
     return _qwen(fields, options, lambda: _qwen_mixture(fields) * count)
 
 
 def _qwen(fields: Fields, options: ReadOptions, mlps: Counting, *, kv_heads: int = 2) -> FamilyFacts:
-    """Layers of Qwen3-Next and Qwen3.5; mlps: the weights of all MLPs. kv_heads: where the config leaves them out."""
+    """Read Qwen3-Next and Qwen3.5. ``mlps`` counts all MLPs; ``kv_heads`` is the default of ``num_key_value_heads``."""
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     interval = fields.integer("full_attention_interval", 4)
     types = fields.layer_types("layer_types", count, [LINEAR if (i + 1) % interval else FULL for i in range(count)])
@@ -419,7 +420,7 @@ def _qwen(fields: Fields, options: ReadOptions, mlps: Counting, *, kv_heads: int
 
 
 def _qwen_mixture(fields: Fields) -> Weights:
-    """A router, experts, and a shared expert behind a gate."""
+    """Count a router, experts, and a shared expert with a gate."""
     hidden, total = fields.integer("hidden_size"), fields.integer("num_experts")
     shared = mlp(hidden, fields.integer("shared_expert_intermediate_size", 512)) + hidden
     expert = mlp(hidden, fields.integer("moe_intermediate_size", 512))
@@ -427,7 +428,7 @@ def _qwen_mixture(fields: Fields) -> Weights:
 
 
 def olmo_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """OlmoHybrid: values twice as wide as keys, norms over all heads of Q and K."""
+    """Read OlmoHybrid: values twice as wide as keys, norms over all heads of Q and K."""
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     default = [FULL if i % 4 == 3 else LINEAR for i in range(count)]
     if FULL not in default:
@@ -458,7 +459,7 @@ def olmo_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def kimi_linear(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Kimi-Linear: delta attention with a decay for every channel, and MLA."""
+    """Read Kimi-Linear: ``linear_attn_config`` with delta attention that has a decay per channel, and MLA."""
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     nested = Fields(fields.mapping("linear_attn_config"), fields.name)
     types = fields.layer_types("layer_types", count, _kimi_types(nested, count))
@@ -481,7 +482,7 @@ def kimi_linear(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def _kimi_types(nested: Fields, count: int) -> Sequence[str]:
-    """The checkpoint counts layers from 1."""
+    """Return the types by ``full_attn_layers`` and ``kda_layers``, which count layers from 1."""
     full, linear = nested.integers("full_attn_layers"), nested.integers("kda_layers")
     if full is None or linear is None:
         return [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
@@ -507,7 +508,7 @@ def _kimi_mlps(fields: Fields, count: int) -> Weights:
 
 
 def lfm2(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """LFM2: attention in the layers of ``full_attn_idxs``, gated short convolutions in the others."""
+    """Read LFM2: attention in the layers of ``full_attn_idxs``, gated short convolutions in the others."""
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     attention = fields.integers("full_attn_idxs")
     default = [FULL if attention is None or i in attention else "conv" for i in range(count)]

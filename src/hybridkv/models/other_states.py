@@ -1,10 +1,10 @@
-"""Decoders with states of other kinds: lightning attention, RWKV, xLSTM, RG-LRU, convolutions beside attention.
+"""Decoders with other kinds of states: lightning attention, RWKV, xLSTM, RG-LRU, convolutions next to attention.
 
-States lie as transformers (5.19) keeps them, whatever the backend: the mixers of other engines are not known here.
+States have transformers' layout (5.19), whatever the backend, because the mixers of other engines are not known here.
 
-A layer of lightning attention keeps one matrix of head width x head width for every head. MiniMax-Text-01 and -M1, Ling
-and Ring linear alternate it with softmax attention. Sources: MiniMax-01 (arXiv 2501.08313); the models' own code for
-which layers are which; vLLM's calculators for shape and dtype of the states.
+A layer of lightning attention keeps one matrix of head width x head width for every head. MiniMax-Text-01 and -M1, and
+Ling and Ring linear alternate it with softmax attention. Sources: MiniMax-01 (arXiv 2501.08313); the models' own code
+for the type of each layer; vLLM's calculators for shape and dtype of the states.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from hybridkv.units import round_up
 _F32: Final = "float32"
 MINIMAX: Final = ("minimax", "minimax_m1", "minimax_text_01", "minimax_vl_01", "MiniMaxM1", "MiniMaxText01")
 BAILING: Final = ("bailing_hybrid", "bailing_moe_linear")
-"""Model types: of transformers, of the files, of the classes beside the files."""
+"""Model types of transformers, of the config files, and of the classes that come with the files."""
 GROUP: Final = "layer_group_size"
 _SHORT_CONV: Final = "short_conv_kernel_size"
 
 
 def lfm2_moe(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """LFM2 with mixtures of experts: attention, or gated short convolutions."""
+    """Read LFM2 with experts: ``layer_types`` of attention and of short convolutions with width ``conv_L_cache``."""
     reading, number = _opened(fields, options, given, splits=True)
     types = types_of(reading, number, (FULL, "conv"))
     heads = heads_of(reading, options)
@@ -59,7 +59,7 @@ def lfm2_moe(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) ->
 
 
 def recurrent_gemma(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """RecurrentGemma (arXiv 2404.07839): windows between RG-LRU layers, each with a convolution."""
+    """Read RecurrentGemma (arXiv 2404.07839): ``block_types`` of windows and RG-LRU layers, each with a convolution."""
     reading, number = _opened(fields, options, given)
     pattern = reading.fields.names("block_types")
     if not pattern:
@@ -81,7 +81,7 @@ def recurrent_gemma(fields: Fields, options: ReadOptions, given: Sequence[str] =
 
 
 def rwkv(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """RWKV-4: the last input of both blocks, and three sums of the attention in float32."""
+    """Read RWKV-4: the last input of both blocks, and three sums of the attention in float32."""
     reading, number = _opened(fields, options, given)
     hidden = reading.required("hidden size", ("hidden_size",))
     inner = reading.integer("width of the attention", ("attention_hidden_size",)) or hidden
@@ -91,7 +91,7 @@ def rwkv(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> Fam
 
 
 def xlstm(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """The xLSTM (arXiv 2405.04517): a matrix memory, its normalizer and a running maximum for every head."""
+    """Read the xLSTM (arXiv 2405.04517): a matrix memory, its normalizer and a running maximum for every head."""
     reading, number = _opened(fields, options, given)
     hidden, heads = (reading.required(what, (what,)) for what in ("hidden_size", "num_heads"))
     widths = [round_up(int(hidden * (fields.number(key) or default)), 64) for key, default in _FACTORS.items()]
@@ -109,7 +109,7 @@ _FACTORS: Final = {"qk_dim_factor": 0.5, "v_dim_factor": 1.0}
 
 
 def zaya(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """ZAYA1: attention whose queries and keys pass convolutions, and half of each value is the token's before."""
+    """Read ZAYA1: queries and keys pass convolutions, and half of each value comes from the previous token."""
     reading, number = _opened(fields, options, given)
     types = types_of(reading, number, ("hybrid", "hybrid_sliding"))
     heads = heads_of(reading, options)
@@ -121,7 +121,7 @@ def zaya(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> Fam
 
 
 def inkling(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """Inkling: convolutions over keys, values and behind both blocks, in float32; windowed layers have other heads."""
+    """Read Inkling: float32 convolutions over keys, values and after both blocks; windowed layers have other heads."""
     reading, number = _opened(fields, options, given)
     types = types_of(reading, number, ("hybrid", "hybrid_sliding"))
     hidden, kernel = (reading.required(what, (what,)) for what in ("hidden_size", "conv_kernel_size"))
@@ -146,7 +146,7 @@ def _hybrids(
     states: dict[str, KVCacheSpec],
     options: ReadOptions,
 ) -> tuple[Layer, ...]:
-    """Attention and a state in every layer."""
+    """Return layers with attention and a state each."""
     specs: dict[str, KVCacheSpec] = {}
     for kind in dict.fromkeys(types):
         if kind == "hybrid_sliding":
@@ -158,9 +158,9 @@ def _hybrids(
 
 
 def _opened(fields: Fields, options: ReadOptions, given: Sequence[str], *, splits: bool = False) -> tuple[Reading, int]:
-    """A reading with the defaults of the class, and how many layers there are.
+    """Return a reading with the defaults of the class, and the number of layers.
 
-    splits: it is known how the states are split over ranks. ConfigError for several ranks where it is not.
+    ``splits`` says that the states' split over ranks is known. Otherwise raises ConfigError for several ranks.
     """
     reading = Reading(fields, class_defaults(fields.text("model_type") or "") or {}, given)
     if options.tp != 1 and not splits:
@@ -171,7 +171,7 @@ def _opened(fields: Fields, options: ReadOptions, given: Sequence[str], *, split
 
 
 def types_of(reading: Reading, number: int, kinds: Sequence[str]) -> tuple[str, ...]:
-    """layer_types, which only the config says."""
+    """Return ``layer_types``, for which the config class has no default."""
     key = reading.key(("layer_types", "layers_block_type"))
     if key is None:
         raise reading.missing("what each layer is", "layer_types", f'["{kinds[0]}", "{kinds[1]}", ...]')
@@ -186,7 +186,7 @@ def types_of(reading: Reading, number: int, kinds: Sequence[str]) -> tuple[str, 
 
 
 def minimax(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """MiniMax-Text-01 and -M1: layers as ``layer_types`` or ``attn_type_list`` (0: lightning, 1: softmax) say."""
+    """Read MiniMax-Text-01 and -M1: ``layer_types`` or ``attn_type_list`` (0: lightning, 1: softmax)."""
     # the checkpoints' own code has the defaults of transformers' class
     same = replace(fields, values={**fields.values, "model_type": "minimax"})
     reading = Reading(same, class_defaults("minimax") or {}, given)
@@ -199,11 +199,11 @@ def minimax(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
 
 
 def bailing(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """Ling and Ring linear: the last of every ``layer_group_size`` layers is full attention.
+    """Read Ling and Ring linear: the last of every ``layer_group_size`` layers is full attention.
 
-    So are the layers of an unfinished last group. Full attention is MLA where the config has ``kv_lora_rank`` (2.5 and
-    later). The other layers are Kimi's delta attention where the config has ``short_conv_kernel_size`` (3), else
-    lightning attention.
+    The layers of an unfinished last group are full attention too. Full attention is MLA where the config has
+    ``kv_lora_rank`` (2.5 and later). The other layers are Kimi's delta attention where the config has
+    ``short_conv_kernel_size`` (3), else lightning attention.
     """
     reading = Reading(fields, {}, given)
     number = layer_count(reading)
@@ -229,7 +229,7 @@ def bailing(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
 
 
 def _lightning(heads: Heads, reading: Reading, options: ReadOptions, dtype: str) -> KVCacheSpec:
-    """One matrix for every head of one rank."""
+    """Return the spec of one matrix for every head of one rank."""
     mine = per_rank(heads.heads, options.tp, "lightning attention heads", reading.name)
     return state_of(options, LINEAR, ((mine, heads.head_dim, heads.head_dim), dtype))
 

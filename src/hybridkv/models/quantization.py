@@ -1,20 +1,21 @@
-"""What a quantized checkpoint says of its KV cache: the dtype of keys and values, or that it cannot be planned.
+"""Read the quantization of a checkpoint: the dtype of its KV cache, and the bytes of its weights.
+
+The dtype of keys and values comes from one of these fields:
 
     compressed-tensors   quantization_config.kv_cache_scheme: {num_bits: 8, type: float, ...}
-    modelopt             the same, or kv_cache_quant_algo: FP8; older ones in hf_quant_config.json beside the config
+    modelopt             the same, or kv_cache_quant_algo: FP8; older ones in hf_quant_config.json next to the config
 
-Most quantized checkpoints quantize weights alone and say nothing of it. As in vLLM, 8-bit floats with fixed scales are
-read: the scales are weights, so the cache holds one byte an element and nothing besides.
+Most quantized checkpoints quantize weights alone and have no such field. As in vLLM, only 8-bit floats with fixed
+scales are read. The scales are weights, so the cache holds one byte per element.
 
-Bytes that a checkpoint's weights take, by its ``quantization_config``.
+The bytes of the weights come from ``quantization_config``:
 
     mxfp4, nvfp4          4 bits, and a scale of 8 for every 32 or 16 (OCP Microscaling Formats 1.0; NVIDIA's NVFP4)
     fp8, mxfp8            8 bits, and a scale of 32 for every block of weight_block_size, or of 8 for every 32
     awq, gptq, integers   their bits, and a scale of 16 and a zero point for every group_size
 
-Embeddings and the output head keep the dtype of the config, and so do modules that the config leaves out. A config that
-leaves out the attention is read as one that quantizes the routed experts alone; they must be nine tenths of the
-matrices.
+Embeddings, the output head and modules that the config excludes keep the dtype of the config. A config that excludes
+the attention is read as one that quantizes the routed experts alone. They must be nine tenths of the matrices.
 """
 
 from __future__ import annotations
@@ -49,22 +50,29 @@ _READ: Final[Mapping[str, tuple[object, ...]]] = {
     "block_structure": (None,),
     "actorder": (None,),
 }
-"""Of each field of a scheme, what costs no more than a byte an element."""
+"""The values of each field of a scheme that cost no more than a byte per element."""
 _ANYTHING: Final = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-"""How fixed scales were found, and what they are held in."""
+"""Fields that describe how fixed scales were found, and their dtype."""
 
 
 class KVDtype(NamedTuple):
-    """name: of the dtype. said_by: where in the checkpoint."""
+    """The dtype of a KV cache.
+
+    Attributes:
+        name: name of the dtype.
+        said_by: field of the checkpoint that gives it.
+    """
 
     name: str
     said_by: str
 
 
 def kv_dtype(config: Mapping[str, object], name: str, sidecar: Mapping[str, object] | None = None) -> KVDtype | None:
-    """What the config of ``name`` says of keys and values; None where it says nothing. sidecar: of SIDECAR.
+    """Return the dtype of keys and values that the config of ``name`` gives; ``None`` without one.
 
-    Raises UnsupportedModelError for a scheme that is not read, and ConfigError for what is no object.
+    ``sidecar`` is the content of SIDECAR. Raises UnsupportedModelError for a scheme that is not read, and ConfigError
+    for
+    a field that is not an object.
     """
     fields = Fields(config, name)
     found = list(_said(fields, ""))
@@ -81,7 +89,7 @@ def _said(fields: Fields, where: str) -> Iterator[KVDtype]:
 
 
 def _said_in(fields: Fields, where: str) -> Iterator[KVDtype]:
-    """What one quantization config says, and the objects in it that have more of it."""
+    """Yield the dtypes in one quantization config and in its nested objects."""
     parts = {where: fields, **{f"{where}{key}.": Fields(fields.mapping(key), fields.name) for key in _INNER}}
     for place, part in parts.items():
         for key, value in part.values.items():
@@ -92,7 +100,7 @@ def _said_in(fields: Fields, where: str) -> Iterator[KVDtype]:
 
 
 def _require_read(key: str, value: object, name: str, where: str) -> None:
-    """UnsupportedModelError unless ``value`` means 8-bit floats with fixed scales."""
+    """Raise UnsupportedModelError unless ``value`` means 8-bit floats with fixed scales."""
     if key == _ALGORITHM and isinstance(value, str) and value.upper() == FP8.upper():
         return
     wrong = f"{key} {shown(value)}"
@@ -125,15 +133,16 @@ _ALGORITHMS: Final[Mapping[str, Fraction]] = {
 _MOST_BITS: Final = 16
 _LEFT_OUT: Final = ("modules_to_not_convert", "ignore", "exclude_modules")
 _SMALL: Final = re.compile(r"head|embed|norm|gate$|router|bias|indexer|vision|visual|projector|mtp")
-"""Modules that are small, counted apart, or not counted at all."""
+"""Modules that are small, counted separately, or not counted at all."""
 _BESIDE_EXPERTS: Final = re.compile(r"attn|attention|shared_expert|mlp|proj")
 _NEARLY_ALL: Final = Fraction(9, 10)
 
 
 def weight_bytes(weights: Weights, quantization: Fields, element_bytes: int) -> int:
-    """Count the bytes of ``weights``; 0 where the scheme, or which modules it holds for, is not known here.
+    """Return the bytes of ``weights``; 0 if the scheme or the modules that it applies to are not known here.
 
-    quantization: the config's, with no fields where nothing is quantized. element_bytes: of a weight that is not.
+    ``quantization`` is the config's object, without fields if nothing is quantized. ``element_bytes`` is the size of a
+    weight that is not quantized.
     """
     if not quantization.values:
         return weights.every * element_bytes
@@ -154,7 +163,7 @@ def weight_bytes(weights: Weights, quantization: Fields, element_bytes: int) -> 
 
 
 def _bits(quantization: Fields) -> Fraction | None:
-    """Bits of a weight, its share of the scales included; None for a scheme that is not known here."""
+    """Return the bits of a weight with its share of the scales; ``None`` for a scheme that is not known here."""
     method = (quantization.text("quant_method") or "").lower()
     algorithm = (quantization.text("quant_algo") or method).lower()
     blocks = quantization.integers("weight_block_size")
@@ -179,5 +188,5 @@ def _bits(quantization: Fields) -> Fraction | None:
 
 
 def _grouped(bits: int, group: int | None, *, zeros: bool) -> Fraction:
-    """group: weights that share a scale, and a zero point if there are zeros; None or -1 for a whole row."""
+    """Return the bits of a weight. ``group`` weights share a scale, and a zero point if ``zeros``; -1: a whole row."""
     return bits + Fraction(16 + bits * zeros, group) if group and group > 0 else Fraction(bits)

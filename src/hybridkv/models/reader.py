@@ -1,4 +1,4 @@
-"""read_model: a config, wherever it is, into a Model."""
+"""``read_model`` reads a config from a name, a path or a dict into a Model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **ENCODER_DECODERS, **HYBRI
 
 
 NOT_YET: Final[Mapping[str, str]] = table("types")["not_yet"]
-"""Model types whose layers keep something that cannot be planned yet, and what."""
+"""Model types with layers that keep something that cannot be planned yet, with a description of it."""
 LANGUAGE_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
-"""Where a config keeps that of its language model."""
+"""Fields that hold the config of the language model."""
 MOST_NESTED: Final = 4
-"""Of LANGUAGE_PARTS in one another."""
+"""Most LANGUAGE_PARTS inside one another. Chosen by hand."""
 
 
 def read_model(
@@ -48,20 +48,30 @@ def read_model(
     state_dtype: str | None = None,
     mtp_layers: int = 0,
 ) -> Model:
-    """Layers and specs of one of ``tp`` ranks, from a Hugging Face config.
+    """Read a Hugging Face config into the layers and specs of one tensor parallel rank.
 
-    source: the config as a dict, a path to config.json, a folder with one, or a known model's name.
-    block_size: tokens. dtype: of keys and values, None for that of the config: of its quantized KV cache, else of its
-    weights (bfloat16, which Model.read_from says, where it names none); bf16, fp16, fp32 and fp8 are understood. States
-    keep the dtype of the weights.
-    backend: whose layout recurrent states have, ``vllm`` or ``transformers``; attention is the same in both.
-    num_speculative_tokens: drafts a step for which states have room.
-    fields: of the language model's config, instead of what it says: what a ConfigError asks for.
-    state_dtype: of all recurrent states, None for what the config says; ``vllm`` only.
-    mtp_layers: multi-token prediction layers that draft, each with tokens of its own; no more than the config has.
-    A model type without a reader of its own is read by the fields that configs share: ``Model.read_from`` says how.
-    Raises ConfigError for a source or a size that cannot work, UnsupportedModelError for a model with
-    layers that cannot be planned yet, naming them, and for a KV cache quantized in another way than to 8-bit floats.
+    A model type without a reader of its own is read by the fields that configs share. ``Model.read_from`` says how.
+
+    Args:
+        source: the config as a dict, a path to config.json, a folder with one, or a known model's name.
+        block_size: tokens per block.
+        tp: tensor parallel ranks.
+        dtype: dtype of keys and values, by name; bf16, fp16, fp32 and fp8 are understood too. ``None`` for the dtype of
+            the config: of its quantized KV cache, else of its weights, else bfloat16, which ``Model.read_from`` notes.
+            States keep the dtype of the weights.
+        backend: the engine with this layout of recurrent states, ``vllm`` or ``transformers``. Attention is the same.
+        num_speculative_tokens: drafts per step that states have room for.
+        fields: values that replace fields of the language model's config. A ConfigError names the fields it needs.
+        state_dtype: dtype of all recurrent states; ``None`` for the config's. ``vllm`` only.
+        mtp_layers: multi-token prediction layers that draft, each with keys and values of its own. At most as many as
+            the
+            config has.
+
+    Raises:
+        ConfigError: the source or a size cannot work.
+        UnsupportedModelError: the model has layers that cannot be planned yet, or a KV cache quantized to something
+            else
+            than 8-bit floats.
     """
     if not isinstance(source, str | Path | Mapping):
         raise ConfigError(f"a model is a name, the path of a config.json, or its fields, got {shown(source)}")
@@ -129,7 +139,7 @@ def read_model(
 
 
 def _weights(counting: Counting, described: Fields) -> tuple[Weights, tuple[ReadFact, ...]]:
-    """Count weights; what the caller said comes first. Weights() and why where nobody can: a cache needs none."""
+    """Count the weights; the caller's values come first. Returns Weights() and a reason if they are not countable."""
     why = "a replay needs them: --set parameters=N"
     try:
         counted = counting()
@@ -145,7 +155,7 @@ def _weights(counting: Counting, described: Fields) -> tuple[Weights, tuple[Read
 
 
 def _quantization(config: Mapping[str, object], name: str) -> Fields:
-    """The checkpoint's quantization_config, without fields where nothing is quantized."""
+    """Return the checkpoint's quantization_config, without fields where nothing is quantized."""
     inner = config.get("text_config")
     wholes = (config, inner if isinstance(inner, Mapping) else {})
     found = [part for one in wholes for key in QUANTIZED if (part := one.get(key)) not in (None, {})]
@@ -154,17 +164,17 @@ def _quantization(config: Mapping[str, object], name: str) -> Fields:
 
 
 def _said_layers(described: Fields) -> int:
-    """Decoder layers, 0 where the config does not say how many."""
+    """Return the decoder layers; 0 where the config does not give them."""
     return next((count for key in LAYERS if (count := described.optional(key, minimum=0))), 0)
 
 
 def _query_heads(described: Fields) -> int:
-    """Of an attention layer, 0 where nothing says so."""
+    """Return the query heads of an attention layer; 0 where no field gives them."""
     return next((heads for key in HEADS if (heads := described.optional(key, minimum=0))), 0)
 
 
 def _given(fields: Mapping[str, object] | None) -> dict[str, object]:
-    """Fields that the caller said."""
+    """Return the fields that the caller set."""
     if fields is None:
         return {}
     if not isinstance(fields, Mapping) or not all(isinstance(key, str) for key in fields):
@@ -173,7 +183,7 @@ def _given(fields: Mapping[str, object] | None) -> dict[str, object]:
 
 
 def _every_state(dtype: str | None, backend: str) -> str | None:
-    """The dtype of all states that was asked for."""
+    """Return the dtype that the caller set for all states."""
     if dtype is None:
         return None
     if backend != "vllm":
@@ -182,9 +192,9 @@ def _every_state(dtype: str | None, backend: str) -> str | None:
 
 
 def text_fields(config: Mapping[str, object], name: str, given: Mapping[str, object] | None = None) -> Fields:
-    """The part of a config that describes the language model, with ``given`` in place of what it says.
+    """Return the part of a config that describes the language model, with ``given`` in place of its own values.
 
-    It is in LANGUAGE_PARTS, or the whole config. The dtype of the whole holds where the part names none.
+    The part is in LANGUAGE_PARTS, or is the whole config. The dtype of the whole applies where the part names none.
     """
     part = dict(config)
     for _ in range(MOST_NESTED):
@@ -211,7 +221,7 @@ def text_fields(config: Mapping[str, object], name: str, given: Mapping[str, obj
 
 
 def _quantized(source: str | Path | Mapping[str, object], config: Mapping[str, object], name: str) -> KVDtype | None:
-    """What the checkpoint says of a quantized KV cache, in its config or in a file of modelopt beside that."""
+    """Return the dtype of a quantized KV cache that the config, or modelopt's file next to it, gives."""
     sidecar = None
     if not isinstance(source, Mapping):
         folder = Path(source) if Path(source).is_dir() else Path(source).parent
@@ -221,14 +231,14 @@ def _quantized(source: str | Path | Mapping[str, object], config: Mapping[str, o
 
 
 def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
-    """The model's name and its config."""
+    """Return the model's name and its config."""
     if isinstance(source, Mapping):
         return _own_name(source, "model"), source
     path = Path(source)
     if path.is_dir():
         path /= "config.json"
         if not path.is_file():
-            raise ConfigError(f"{path.parent} has no config.json: give a folder with one, or the file")
+            raise ConfigError(f"{path.parent} has no config.json: give a folder with one, or the path of the file")
     elif not path.exists():
         known = known_model(str(source))
         return known.name, known.config
@@ -248,6 +258,6 @@ def _read_json(path: Path) -> Mapping[str, object]:
 
 
 def _own_name(config: Mapping[str, object], default: str) -> str:
-    """What the config calls its model."""
+    """Return the model's name in its config."""
     given = config.get("_name_or_path")
     return given if isinstance(given, str) and given else default

@@ -1,6 +1,6 @@
-"""What the general reader took from where: every field that it used, every default, and everything that it assumed.
+"""The notes of the general reader: the source of every field that it used, every default and every assumption.
 
-And what no reader knows: fields that place layers are refused by name.
+``refuse_unread`` rejects fields that assign types to layers and that no reader knows, with an error that names them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LAYERS: Final = (
 )
 LAYER_TYPES: Final = ("layer_types", "layers_block_type")
 ATTENTION_CODES: Final = "attn_type_list"
-"""Of MiniMax's files: 0 for a layer of lightning attention, 1 for one of softmax attention."""
+"""Field of MiniMax's files: 0 for a layer of lightning attention, 1 for one of softmax attention."""
 
 MADE_BY_CLASS: Final = "?"
-"""In the table of defaults: the class makes the field's value from others, in a way that only it knows."""
+"""In the table of defaults: the class computes the field from others by a rule that the table does not hold."""
 
 CONFIG: Final = "config"
 DEFAULT: Final = "default of its config class"
@@ -45,29 +45,29 @@ def table(name: str) -> dict[str, dict[str, Any]]:
 
 
 def class_defaults(model_type: str) -> Mapping[str, object] | None:
-    """The fields that the config class of ``model_type`` has, of those that are read here, and their defaults.
+    """Return the fields that are read here and that the config class of ``model_type`` has, with their defaults.
 
-    None for a model type that nobody described.
+    Returns ``None`` for an unknown model type.
     """
     return table("defaults")["defaults"].get(model_type)
 
 
 def text_parts() -> Mapping[str, str]:
-    """What the language model is called in configs of several parts, by the model type of the whole."""
+    """Return the model type of the language model by the model type of a config with several parts."""
     return table("defaults")["text_parts"]
 
 
 _USUAL: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size", "sliding_window")
-"""The names that most configs have for fields."""
+"""The names that most configs use."""
 
 
 T = TypeVar("T")
 
 
 class Reading:
-    """Fields of a config with the defaults of its class behind them, and a list of what was made of them.
+    """Fields of a config, completed by the defaults of its class, and a list of notes.
 
-    Keys are tried in order: those that the config has first, then those that the class gives a default.
+    A lookup tries the keys in order: first all keys in the config, then all keys in the defaults.
     """
 
     def __init__(self, fields: Fields, defaults: Mapping[str, object], given: Collection[str] = ()) -> None:
@@ -75,36 +75,36 @@ class Reading:
         self.defaults = defaults
         self.facts: list[ReadFact] = []
         self._given = frozenset(given)
-        behind = {key: value for key, value in defaults.items() if value != MADE_BY_CLASS}
-        self.fields = Fields({**behind, **fields.values}, fields.name)
+        constant = {key: value for key, value in defaults.items() if value != MADE_BY_CLASS}
+        self.fields = Fields({**constant, **fields.values}, fields.name)
 
     @property
     def name(self) -> str:
-        """Of the model, for messages."""
+        """Name of the model, for messages."""
         return self.fields.name
 
     def key(self, keys: Sequence[str]) -> str | None:
-        """The first of ``keys`` that has a value."""
+        """Return the first of ``keys`` that has a value."""
         own = (key for key in keys if self.own.values.get(key) is not None)
         return next(own, None) or next((key for key in keys if self.fields.values.get(key) is not None), None)
 
     def declares(self, keys: Sequence[str]) -> bool:
-        """Whether config or class know any of ``keys``, with a value or without."""
+        """Return whether the config or the class has any of ``keys``, with a value or without."""
         return any(key in self.own or key in self.defaults for key in keys)
 
     def is_made_by_class(self, key: str) -> bool:
-        """Whether the config leaves out what its class would make."""
+        """Return whether the config omits a field that its class computes."""
         return self.own.values.get(key) is None and self.defaults.get(key) == MADE_BY_CLASS
 
     def integer(self, what: str, keys: Sequence[str], *, minimum: int = 1, most: int = MOST_COUNT) -> int | None:
-        """The integer in the first of ``keys`` that has one, or None. Raises ConfigError for what is no integer."""
+        """Return the integer of the first of ``keys`` with a value, or ``None``. ConfigError for another type."""
         key = self.key(keys)
         if key is None:
             return None
         return self.note(what, self.fields.integer(key, minimum=minimum, most=most), key)
 
     def required(self, what: str, keys: Sequence[str], *, minimum: int = 1, most: int = MOST_COUNT) -> int:
-        """The integer in the first of ``keys`` that has one. Raises ConfigError that says what would supply it."""
+        """Return the integer of the first of ``keys`` with a value. Raises ConfigError that names a field to add."""
         found = self.integer(what, keys, minimum=minimum, most=most)
         if found is None:
             usual = next((key for key in keys if key in _USUAL), keys[0])
@@ -112,67 +112,67 @@ class Reading:
         return found
 
     def flag(self, what: str, key: str) -> bool:
-        """A truth value; noted where there is one."""
+        """Return a boolean, False if missing; note it if present."""
         if self.key((key,)) is None:
             return False
         return bool(self.note(what, int(self.fields.flag(key)), key))
 
     def note(self, what: str, value: int, key: str) -> int:
-        """Write down where ``value`` was read, once, and hand it back."""
+        """Note the source of ``value`` once, and return it."""
         self.say(what, str(value), key, self.source(key))
         return value
 
     def source(self, key: str) -> str:
-        """Where the value of ``key`` is from."""
+        """Return the source of the value of ``key``."""
         if key in self._given:
             return GIVEN
         return CONFIG if self.own.values.get(key) is not None else DEFAULT
 
     def say(self, what: str, value: str, field: str, source: str) -> None:
-        """Write down one fact, once."""
+        """Note one fact, once."""
         fact = ReadFact(what, value, field, source)
         if fact not in self.facts:
             self.facts.append(fact)
 
     def derive(self, what: str, value: T, why: str) -> T:
-        """Write down ``value``, which the config class makes of other fields, and hand it back.
+        """Note ``value``, which the config class computes from other fields, and return it.
 
-        It is an assumption where nobody described the class.
+        For an unknown class the note is an assumption.
         """
         self.say(what, str(value), why, DERIVED if self.defaults else ASSUMED)
         return value
 
     def say_types(self, types: Sequence[str], key: str) -> None:
-        """Write down which layers are of which type, as ``key`` says."""
+        """Note which layers have which type, according to ``key``."""
         for kind in dict.fromkeys(types):
             where = ranges([i for i, one in enumerate(types) if one == kind])
             self.say(f"{kind} layers", where, key, self.source(key))
 
     def assume(self, what: str, value: object, why: str) -> None:
-        """Write down what no field says."""
+        """Note a value that no field gives."""
         self.say(what, str(value), why, ASSUMED)
 
     def missing(self, what: str, key: str, example: str = "N") -> ConfigError:
-        """The error for a fact that bytes depend on and that is nowhere."""
+        """Return the error for a missing fact that bytes depend on."""
         return self.fields.fail(
             f"{what} ({key}) cannot be read, and the bytes of the cache depend on it: add the field to the config, or "
             f"say it with --set {key}={example} (fields=)"
         )
 
     def refuse_value(self, key: str, value: object) -> ConfigError:
-        """The error for a field whose value is not understood."""
+        """Return the error for a field with a value that is not understood."""
         return self.fields.fail(f"{key} {shown(value)} is not understood: correct it, or say it with --set {key}=...")
 
 
-# -- fields that say which layers keep what, and that no reader knows: refused by name, so that none is ignored
+# -- fields that assign types to layers and that no reader knows: an error names them, so that no such field is ignored
 
-# A list with one entry a layer, or a number or word called like an interval or a pattern of layers, decides about the
-# cache in every model type that has one. The exceptions are listed: fields that a reader reads (read_by in the table of
-# types: whose reader reads it, or whose cache does not depend on it), and fields that only weights, positions or
-# training depend on. Tests hold the lists against transformers' config classes (5.19).
+# A list with one entry per layer decides about the cache. So does a number or word with a name like an interval or a
+# pattern of layers. The exceptions are listed: fields that a reader reads (read_by in the table of types, which also
+# lists model types with a cache that does not depend on the field), and fields that only weights, positions or training
+# depend on. Tests compare the lists with transformers' config classes (5.19).
 
 _READ_BY_ALL: Final = (ATTENTION_CODES, "cross_attention_layers", "indexer_types")
-"""Those that the general reader reads in every model type."""
+"""Fields that the general reader reads in every model type."""
 _PLACING: Final = re.compile(
     r"interval|period|layer_group|group_layers|every|pattern|stride|attn_types?|attention_types?|layers?_types?"
     r"|layers?_block_type|block_types?$|layer_freq|layer_step"
@@ -186,9 +186,9 @@ _POSITIONS: Final = ("min_period", "max_period")
 
 
 def refuse_unread(fields: Fields, model_type: str, *, general: bool) -> None:
-    """Refuse a config whose layers may differ in a way that the reader of ``model_type`` does not know.
+    """Reject a config with layers that may differ in a way that the reader of ``model_type`` does not know.
 
-    general: the general reader reads it. Raises UnsupportedModelError that names the field and says how to go on.
+    ``general``: the general reader reads it. Raises UnsupportedModelError that names the field and the fix.
     """
     placed = any(fields.values.get(key) is not None for key in LAYER_TYPES)
     said = (fields.values.get(key) for key in LAYERS)

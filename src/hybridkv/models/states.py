@@ -1,11 +1,12 @@
-"""Recurrent mixers: the state tensors that one rank keeps, as vLLM or transformers lays them out, and their weights.
+"""Recurrent mixers: the state tensors of one rank, in the layout of vLLM or transformers, and the mixers' weights.
 
                  conv state                                       recurrent state
     vllm         [K - 1 + drafts, channels], the model's dtype     the config's SSM dtype, else the model's
     transformers [channels, K], the model's dtype                  float32
 
-K: width of the causal convolution. Sources: Mamba (arXiv 2312.00752), Mamba-2 (arXiv 2405.21060), gated delta
-networks (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692).
+K is the width of the causal convolution. The config's SSM dtype is the field ``mamba_ssm_cache_dtype`` or
+``mamba_ssm_dtype``. Sources: Mamba (arXiv 2312.00752), Mamba-2 (arXiv 2405.21060), gated delta networks
+(arXiv 2412.06464), Kimi Linear (arXiv 2510.26692).
 """
 
 from __future__ import annotations
@@ -22,8 +23,16 @@ from hybridkv.units import dtype_name
 class Mamba1:
     """Selective state space of ``inner`` channels with ``state`` values each.
 
-    dt_rank: width of the step size's bottleneck. heads: of Zamba, whose projections are split; the state has its shape.
-    norms: on step size, B and C (Jamba).
+    Attributes:
+        hidden: hidden size of the model.
+        inner: channels.
+        state: state values per channel.
+        kernel: width of the convolution.
+        dt_rank: width of the bottleneck of the step size.
+        conv_bias: whether the convolution has a bias.
+        bias: whether the projections have biases.
+        heads: heads of Zamba, which splits projections and state; ``None`` for other models.
+        norms: whether step size, B and C have norms (Jamba).
     """
 
     hidden: int
@@ -37,7 +46,7 @@ class Mamba1:
     norms: bool = False
 
     def spec(self, fields: Fields, options: ReadOptions) -> MambaSpec:
-        """The state on one rank: channels are split. ConfigError where they do not divide."""
+        """Return the state on one rank, with split channels. Raises ConfigError where tp does not divide them."""
         inner = per_rank(self.inner, options.tp, "Mamba channels", fields.name)
         shape: tuple[int, ...] = (inner, self.state)
         if self.heads is not None and options.backend == "transformers":
@@ -46,7 +55,7 @@ class Mamba1:
 
     @property
     def weights(self) -> int:
-        """Of one mixer."""
+        """Weights of one mixer."""
         inner, low = self.inner, self.dt_rank + 2 * self.state
         conv = inner * self.kernel + (inner if self.conv_bias else 0)
         scan = inner * (low // (self.heads or 1)) * (self.heads or 1) + self.dt_rank * inner + inner
@@ -56,9 +65,9 @@ class Mamba1:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
-    """State space duality: ``heads`` of ``head_dim`` channels, B and C shared within ``groups``.
+    """State space duality: ``heads`` of ``head_dim`` channels, with B and C shared within ``groups``.
 
-    norm: a gated norm before the output projection. out_bias: None for that of ``bias``.
+    ``norm``: a gated norm before the output projection. ``out_bias``: ``None`` for the value of ``bias``.
     """
 
     hidden: int
@@ -73,7 +82,7 @@ class Mamba2:
     norm: bool = True
 
     def spec(self, fields: Fields, options: ReadOptions) -> MambaSpec:
-        """The state on one rank: heads and groups are split; groups that do not divide are repeated, one a rank."""
+        """Return the state on one rank, with split heads and groups. Groups that tp does not divide are repeated."""
         heads = per_rank(self.heads, options.tp, "Mamba heads", fields.name)
         groups = self.groups // options.tp if self.groups % options.tp == 0 else 1
         channels = heads * self.head_dim + 2 * groups * self.state
@@ -81,7 +90,7 @@ class Mamba2:
 
     @property
     def weights(self) -> int:
-        """Of one mixer."""
+        """Weights of one mixer."""
         inner = self.heads * self.head_dim
         channels = inner + 2 * self.groups * self.state
         conv = channels * self.kernel + (channels if self.conv_bias else 0)
@@ -105,11 +114,11 @@ class DeltaNet:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def spec(self, fields: Fields, options: ReadOptions) -> MambaSpec:
-        """The state on one rank: heads are split. ConfigError where they do not divide."""
+        """Return the state on one rank, with split heads. Raises ConfigError where tp does not divide them."""
         per_rank(self.key_heads, options.tp, "linear attention key heads", fields.name)
         heads = per_rank(self.value_heads, options.tp, "linear attention value heads", fields.name)
         channels = per_rank(self.channels, options.tp, "linear attention channels", fields.name)
@@ -122,7 +131,7 @@ class DeltaNet:
 
     @property
     def weights(self) -> int:
-        """Of one mixer: QKV, gates, convolution, norm, output. Kimi's gates are low-rank, with a decay a channel."""
+        """Weights of one mixer: QKV, gates, convolution, norm, output. Kimi's low-rank gates decay per channel."""
         value = self.value_heads * self.value_dim
         shared = self.hidden * self.channels + self.channels * self.kernel + self.value_dim + value * self.hidden
         if self.mamba_type == "kda_attention":
@@ -133,20 +142,20 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """A gated convolution of ``hidden`` channels; its last inputs are all the state there is."""
+    """A gated convolution of ``hidden`` channels. The state is its last inputs only."""
 
     hidden: int
     kernel: int
     bias: bool = False
 
     def spec(self, fields: Fields, options: ReadOptions) -> MambaSpec:
-        """The state on one rank: channels are split. ConfigError where they do not divide."""
+        """Return the state on one rank, with split channels. Raises ConfigError where tp does not divide them."""
         channels = per_rank(self.hidden, options.tp, "convolution channels", fields.name)
         return _spec(fields, options, "short_conv", (channels, self.kernel), None)
 
     @property
     def weights(self) -> int:
-        """Of one mixer."""
+        """Weights of one mixer."""
         hidden = self.hidden
         conv = hidden * self.kernel + (hidden if self.bias else 0)
         return linear(hidden, 3 * hidden, bias=self.bias) + conv + linear(hidden, hidden, bias=self.bias)
@@ -161,7 +170,10 @@ def _spec(
     *,
     recurrent_dtype: str | None = None,
 ) -> MambaSpec:
-    """conv: channels and kernel. recurrent_dtype: where the config names none; None for the model's."""
+    """Return a spec for ``conv`` (channels, kernel) and ``recurrent``.
+
+    ``recurrent_dtype`` applies where the config names no dtype; ``None`` for the model's.
+    """
     channels, kernel = conv
     if options.backend == "transformers":
         conv_shape, ssm_dtype = (channels, kernel), "float32"
@@ -176,7 +188,7 @@ def _spec(
 
 
 def state_of(options: ReadOptions, mamba_type: str, *states: tuple[tuple[int, ...], str]) -> MambaSpec:
-    """The state of ``states``, shapes and dtypes in the order in which they lie in a page."""
+    """Return the spec of ``states``: shapes and dtypes in the order in which they lie in a page."""
     return MambaSpec(
         block_size=options.block_size,
         shapes=tuple(shape for shape, _ in states),
