@@ -418,7 +418,7 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (("workload:chat", *BASE, "--share", "a"), "not a share: 'a'; write it like team-a=30% or team-a=30%..60%"),
         (
             ("workload:uniform", *BASE, "--share", "a=30%", "--eviction", "lru"),
-            "shares of tenants need the natural layout and an eviction that knows for whom what is kept",
+            "shares of tenants need the natural layout and an eviction that compares resume points",
         ),
         (
             ("workload:chat", *BASE, "--layout", "reference", "--placement", "interval:8"),

@@ -115,7 +115,7 @@ def test_what_contradicts_the_plan_is_refused() -> None:
 
 def test_a_config_alone_needs_the_longest_request() -> None:
     config = planned().config
-    with pytest.raises(ConfigError, match="max_model_len is missing: a config does not say it"):
+    with pytest.raises(ConfigError, match="max_model_len is missing: a config does not contain it"):
         KVCacheManager(config)
     assert KVCacheManager(config, 100).max_model_len == 100
     with pytest.raises(ConfigError, match="kv_cache_config must be a Plan or a KVCacheConfig, got 'plan'"):

@@ -1,13 +1,12 @@
-"""The parts of a manager, made in the order in which they need each other.
+"""Builds the parts of a manager, in the order in which they need each other.
 
-The two layouts as the cache sees them: what is kept for reuse, where hits end, where free blocks come from.
-
-Made once, from the config; nothing else in the cache knows which of the two it is.
+A *layout* decides what is kept for reuse, where hits end and where free blocks come from. It is chosen once, from the
+config; the other modules of the cache do not know which of the two it is:
 
     ReferenceLayout   vLLM's: blocks of one size; a state is kept in the block of the tokens that it ends
-    NaturalLayout     blocks of several sizes in slabs; hits end at any token; states are kept where a placement stops
+    NaturalLayout     blocks of several sizes in slabs; hits end at any token; the placement says where states are kept
 
-What a manager is to manage: a plan, which has decided it all, or a config and what goes with it, one by one.
+``managed`` combines a plan, or a config, with the arguments of the manager; ``assemble`` makes the parts.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ from hybridkv.specs import (
 )
 from hybridkv.units import MOST_COUNT, shown
 
-_KEYS_APART: Final = 16  # tokens, where there is no attention whose blocks would say it
+_KEYS_APART: Final = 16  # tokens of a hash block in models without attention, chosen by hand
 
 
 def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) -> Layout:
@@ -96,7 +95,7 @@ def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) ->
             )
         if eviction != LRU:
             raise ConfigError(
-                f"eviction {eviction.name} needs the natural layout: the reference layout gives up blocks in the order "
+                f"eviction {eviction.name} needs the natural layout: the reference layout evicts blocks in the order "
                 f"of their last use, {LRU.name}"
             )
         if options.max_moved_bytes is not None or options.space is not None or not options.partial_block_hits:
@@ -111,22 +110,25 @@ def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) ->
 
 
 def _refuse_shares(config: KVCacheConfig, eviction: Eviction, placement: Placement | None) -> None:
-    """ConfigError unless it is known for whom what is kept."""
+    """Raise ConfigError unless the eviction knows which tenant each kept block belongs to."""
     if config.slabs is None or eviction.ranking is None:
         where = "the reference layout" if config.slabs is None else f"eviction {eviction.name}"
         ranking = " or ".join(name for name in EVICTIONS if eviction_named(name).ranking is not None)
         raise ConfigError(
-            f"shares of tenants need the natural layout and an eviction that knows for whom what is kept, {ranking}: "
-            f"{where} gives up blocks in the order of their last use, whosever they are"
+            f"shares of tenants need the natural layout and an eviction that compares resume points, {ranking}: "
+            f"{where} evicts the blocks of all tenants in the order of their last use"
         )
     if placement is not None and not placement.keeps_states:
         raise ConfigError(
-            f"shares of tenants are of ends that are kept, but placement {placement.name} keeps none: use another"
+            f"shares of tenants limit kept resume points, but placement {placement.name} keeps no states: use another"
         )
 
 
 def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bool) -> tuple[GroupKind, ...]:
-    """What each group is. Recurrent groups never drop for EAGLE; where no group is flagged, ``use_eagle`` flags all."""
+    """Return the kind of each group.
+
+    Recurrent groups never drop blocks for EAGLE. If no group is flagged, ``use_eagle`` flags all others.
+    """
     flagged = any(group.is_eagle_group for group in config.groups)
     return tuple(
         GroupKind(
@@ -141,7 +143,7 @@ def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bo
 
 
 def can_resume(kinds: Sequence[GroupKind]) -> bool:
-    """Whether a prefix can be hit at all: every group that keeps anything keeps it for reuse."""
+    """Return whether any prefix can be hit: every group that keeps anything keeps it for reuse."""
     return any(kind.publishes for kind in kinds) and all(
         kind.publishes or kind.by_digest or kind.spec.keeps == Keeps.NOTHING for kind in kinds
     )
@@ -151,16 +153,19 @@ def can_resume(kinds: Sequence[GroupKind]) -> bool:
 class ReferenceLayout:
     """vLLM's layout.
 
-    retention: tokens between the windows and states kept, 0 for those of each request's own boundaries, None for all.
-    placement: where states are kept; None where the specs say it themselves.
-    eviction: what is given up next. ranks: whether resume points are kept by value.
-    shares: of tenants, of what is kept.
-    rewrites_states: running states are rewritten in place, so that a failed step leaves them broken.
-    shares_in_part: a branch can begin with blocks that its parent has half filled.
-    keeps_resume_points: everything that a request has computed stays, to the last token, when it ends.
-    partial_block_hits: hits may end inside a block.
-    evicts_in_order: free blocks of one size go in the order of their last use.
-    follows_vllm: block ids and steps are those of vLLM.
+    Attributes:
+        retention: Tokens between the windows and states kept; 0 for those at each request's own boundaries, ``None``
+            for all.
+        placement: Where states are kept; ``None``, because the specs say it.
+        eviction: What is evicted next.
+        ranks: Resume points are kept by value.
+        shares: Memory shares of tenants.
+        rewrites_states: Running states are rewritten in place, so a failed step leaves them broken.
+        shares_in_part: A branch can begin with blocks that its parent has filled in part.
+        keeps_resume_points: Everything that a request computed can be reused after its end, to the last token.
+        partial_block_hits: Hits may end inside a block.
+        evicts_in_order: Free blocks of one size are evicted in the order of their last use.
+        follows_vllm: Block ids and steps equal those of vLLM.
     """
 
     retention: int | None = None
@@ -176,24 +181,24 @@ class ReferenceLayout:
     follows_vllm: ClassVar[bool] = True
 
     def publishes(self, spec: KVCacheSpec) -> bool:
-        """Tokens, and states if their spec keeps them."""
+        """Return whether blocks of ``spec`` can be hit: tokens, and states if their spec keeps them."""
         inner = inner_of(spec)
         return inner.cache_mode == "align" if isinstance(inner, MambaSpec) else keeps_tokens(spec)
 
     def is_by_digest(self, spec: KVCacheSpec) -> bool:  # noqa: ARG002 - the answer of a layout
-        """Never: the encoder's output is not shared."""
+        """Return False: the encoder's output is not shared."""
         return False
 
     def hash_block(self, kinds: Sequence[GroupKind]) -> int:
-        """Of all groups that publish."""
+        """Return the largest hash block for all groups that publish."""
         return math.gcd(*(kind.block_size for kind in kinds if kind.publishes)) or kinds[0].block_size
 
     def alignment(self, kinds: Sequence[GroupKind]) -> int:
-        """The least common multiple of the blocks that can be hit."""
+        """Return the least common multiple of the blocks that can be hit."""
         return math.lcm(*(kind.block_size for kind in kinds if kind.publishes))
 
     def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
-        """One a kind."""
+        """Return one policy a kind."""
         alignment = self.alignment(kinds)
         _check_retention(self.retention, alignment)
         for number, kind in enumerate(kinds):
@@ -223,19 +228,21 @@ class ReferenceLayout:
                 return AttentionPolicy(size, span, PublishRule(size, alignment, past=past), BlockHits(span, size))
 
     def num_blocks(self, config: KVCacheConfig) -> int:
-        """Return those of the config."""
+        """Return the number of blocks of the config."""
         return config.num_blocks
 
     def pool(self, config: KVCacheConfig, journal: Journal, columns: Sequence[tuple[int, int]]) -> BlockPool:
-        """Blocks of one size in one order."""
+        """Return a pool with blocks of one size in one order."""
         return BlockPool(config.num_blocks, len(config.groups), journal=journal, columns=columns)
 
 
 @dataclass(frozen=True, slots=True)
 class NaturalLayout:
-    """Blocks of several sizes; see ReferenceLayout.
+    """The layout with blocks of several sizes; its other attributes are those of ReferenceLayout.
 
-    space: of this cache alone. retention: is checked, but all is kept. partial_block_hits: hits end inside blocks.
+    Attributes:
+        space: The slabs of this cache.
+        retention: Is checked, but everything is kept.
     """
 
     placement: Placement
@@ -256,27 +263,27 @@ class NaturalLayout:
         return self.eviction.ranking is not None and self.placement.keeps_states
 
     def publishes(self, spec: KVCacheSpec) -> bool:
-        """Tokens, and states if the placement keeps any."""
+        """Return whether blocks of ``spec`` can be hit: tokens, and states if the placement keeps any."""
         return self.placement.keeps_states if spec.keeps is Keeps.STATE else keeps_tokens(spec)
 
     def is_by_digest(self, spec: KVCacheSpec) -> bool:
-        """What cross attention reads."""
+        """Return whether ``spec`` holds the input of cross attention."""
         return spec.keeps is Keeps.ENCODER
 
     def hash_block(self, kinds: Sequence[GroupKind]) -> int:
-        """Of those that publish tokens: states have no blocks of tokens."""
+        """Return the largest hash block for groups that publish tokens. States have no blocks of tokens."""
         return math.gcd(*_token_blocks(kinds)) or _KEYS_APART
 
     def alignment(self, kinds: Sequence[GroupKind]) -> int:
-        """1 where hits end at any token."""
+        """Return the tokens of which every hit is a multiple: 1 if hits end at any token."""
         return 1 if self._is_exact(kinds) else math.lcm(*_token_blocks(kinds))
 
     def _is_exact(self, kinds: Sequence[GroupKind]) -> bool:
-        """Whether hits may end inside a block: unless a group drops for EAGLE, which drops blocks."""
+        """Return whether hits may end inside a block. Not if a group drops for EAGLE, because it drops whole blocks."""
         return self.partial_block_hits and not any(kind.drops for kind in kinds)
 
     def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
-        """One a kind; every full block is published."""
+        """Return one policy a kind; every full block is published."""
         _check_retention(self.retention, self.alignment(kinds))
         for number, kind in enumerate(kinds):
             if kind.publishes and not kind.keeps_state:
@@ -303,11 +310,11 @@ class NaturalLayout:
         return AttentionPolicy(size, span, PublishRule(size, size), hits)
 
     def num_blocks(self, config: KVCacheConfig) -> int:  # noqa: ARG002 - the answer of a layout
-        """Return those of all classes."""
+        """Return the number of blocks of all classes."""
         return self.space.num_blocks
 
     def pool(self, config: KVCacheConfig, journal: Journal, columns: Sequence[tuple[int, int]]) -> BlockPool:
-        """Blocks of ``space``. Events are of the decoder's tokens: states and encoder outputs make none."""
+        """Return a pool of ``space``. Only the decoder's tokens make events, not states and encoder outputs."""
         keeps = [group.spec.keeps for group in config.groups]
         return BlockPool(
             self.space.num_blocks,
@@ -323,7 +330,7 @@ Layout = ReferenceLayout | NaturalLayout
 
 
 def _span_of(spec: KVCacheSpec) -> Span:
-    """What attention layers of ``spec`` read. UnsupportedModelError for a kind of layer that has no policy."""
+    """Return which tokens attention layers of ``spec`` read. Raises UnsupportedModelError for other layers."""
     match spec:
         case FullAttentionSpec():
             return FullSpan()
@@ -348,7 +355,7 @@ def _check_hash_block(number: int, kind: GroupKind, hash_block: int) -> None:
 
 
 def _check_retention(retention: int | None, alignment: int) -> None:
-    """ConfigError for an interval that is no multiple of the common alignment."""
+    """Raise ConfigError for an interval that is no multiple of the common alignment."""
     if retention is not None and (retention < 0 or retention % alignment):
         raise ConfigError(
             f"retention must be None, 0 or a multiple of the common alignment of {alignment} tokens, got {retention}"
@@ -356,7 +363,7 @@ def _check_retention(retention: int | None, alignment: int) -> None:
 
 
 class Managed(NamedTuple):
-    """A config, the limits of its requests, and options that say where states are kept and what goes next."""
+    """A config, the limits of its requests, and the options with placement and eviction filled in."""
 
     config: KVCacheConfig
     limits: RequestLimits
@@ -371,15 +378,15 @@ def managed(
     dcp_world_size: int | None,
     pcp_world_size: int | None,
 ) -> Managed:
-    """Return what ``given`` and the arguments say together; None: the argument says nothing.
+    """Combine a plan or a config with the arguments of a manager; ``None`` leaves an argument open.
 
-    Raises ConfigError where they contradict each other, and where they say too little.
+    Raises ConfigError if they contradict each other, or leave a necessary value open.
     """
     counts = {"max_model_len": max_model_len, "dcp_world_size": dcp_world_size, "pcp_world_size": pcp_world_size}
     asked = {name: integer(name, value, 1, MOST_COUNT) for name, value in counts.items() if value is not None}
     if isinstance(given, KVCacheConfig):
         if "max_model_len" not in asked:
-            raise ConfigError("max_model_len is missing: a config does not say it, so give it, or the whole plan")
+            raise ConfigError("max_model_len is missing: a config does not contain it, so pass it, or the whole plan")
         ranks = {"dcp": asked.get("dcp_world_size", 1), "pcp": asked.get("pcp_world_size", 1)}
         return Managed(given, RequestLimits(asked["max_model_len"], **ranks), options)
     if not isinstance(given, Plan):
@@ -389,12 +396,12 @@ def managed(
     for name, value in asked.items():
         if value != planned[name]:
             raise ConfigError(
-                f"{name} {value} contradicts the plan, which was made for {planned[name]}: leave it out, or plan anew"
+                f"{name} {value} contradicts the plan, which was made for {planned[name]}: leave it out, or plan again"
             )
     if placement is not None and placement != kept:
         raise ConfigError(
             f"placement {placement.name} contradicts the plan, which was made with "
-            f"{given.placement if kept is None else kept.name}: leave it out, or plan anew"
+            f"{given.placement if kept is None else kept.name}: leave it out, or plan again"
         )
     eviction = options.eviction or eviction_of(given)
     return Managed(given.config, limits, replace(options, placement=kept, eviction=eviction))
@@ -407,8 +414,10 @@ Int32 = NDArray[np.int32]
 class CacheParts:
     """All parts of a manager.
 
-    hasher: None without caching. misses: None where nothing is explained. sink_blocks: int32 ids that belong to the
-    layers, by group.
+    Attributes:
+        hasher: ``None`` without caching.
+        misses: ``None`` if misses are not explained.
+        sink_blocks: int32 ids of attention sinks, by group.
     """
 
     layout: Layout

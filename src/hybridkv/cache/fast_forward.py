@@ -1,9 +1,9 @@
-"""Steps of rows that only decode, carried out as one (docs/design/0027).
+"""Fast-forward: many steps of rows that only decode, carried out as one (docs/design/0027).
 
     row    [ computed | last token | tokens[0] | tokens[1] | ... | tokens[n - 1] ]
-                        step 0       step 1                        known, computed by no step of these
+                        step 0       step 1                        known, not computed by these steps
 
-Nobody but these rows does anything meanwhile, so steps in which none of them has an event change nothing but counts.
+Only these rows change the cache meanwhile. So steps in which no row has an event change only counts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,18 @@ Int64 = NDArray[np.int64]
 
 
 _ENOUGH: Final = 1 << 32
-"""Columns, more than any row has."""
+"""More columns than any row has."""
 
 
 class _Columns(NamedTuple):
-    """Columns to which something happens. int64[n] each: place of the row, group, column, step at which it does."""
+    """Columns to which something happens. int64[n] each.
+
+    Attributes:
+        place: Index of the row.
+        group: The group.
+        column: The column.
+        at: The step at which it happens.
+    """
 
     place: Int64
     group: Int64
@@ -39,20 +46,20 @@ class _Columns(NamedTuple):
     at: Int64
 
     def before(self, steps: int) -> _Columns:
-        """Those of the first ``steps`` steps; in order of steps."""
+        """Return those of the first ``steps`` steps; columns are in order of steps."""
         count = int(np.searchsorted(self.at, steps))
         return self if count == len(self.at) else _Columns(*(column[:count] for column in self))
 
 
 def _between(first: Int64, last: Int64) -> tuple[Int64, Int64]:
-    """Columns first[i] .. last[i] - 1 of each row: its place, and the column."""
+    """Return the columns first[i] .. last[i] - 1 of each row: the index of the row, and the column."""
     counts = last - first
     place = np.repeat(np.arange(len(counts)), counts)
     return place, np.arange(len(place)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
 
 
 class FastForward:
-    """How far rows go on without a decision, and going there."""
+    """Says how many steps rows take without a decision, and takes them."""
 
     def __init__(
         self,
@@ -77,7 +84,7 @@ class FastForward:
         self._checkpoints = checkpoints
 
     def most_steps(self, rows: Int64, most: int) -> int:
-        """Return in how many steps, at most ``most``, ``rows`` compute one token each and need nothing but blocks.
+        """Return in how many steps, at most ``most``, ``rows`` compute one token each and need only blocks.
 
         Rows are distinct and resident, each with its last token to compute and no step in flight. O(rows) in array
         operations.
@@ -92,7 +99,7 @@ class FastForward:
         return max(steps, 0)
 
     def _growth(self, rows: Int64, end: Int64) -> list[int]:
-        """Blocks, by group, that ``rows`` take up to ``end`` tokens."""
+        """Return the blocks, by group, that ``rows`` take up to ``end`` tokens."""
         growth = [0] * len(self._groups)
         for group in self._growing:
             missing = group.policy.columns(end) - group.rows.count[rows]
@@ -100,10 +107,11 @@ class FastForward:
         return growth
 
     def refuses(self, rows: Int64, steps: int, takes: Sequence[Sequence[int]], hits: Sequence[Hit]) -> bool:
-        """Return whether what is refused now stays refused for the same reason in ``steps`` uniform steps of ``rows``.
+        """Return whether refused requests stay refused for the same reasons in ``steps`` uniform steps of ``rows``.
 
-        Rows take blocks and give none back; there is room all the time for each of ``takes``, blocks by group, which
-        are refused for what comes later; each of ``hits`` stays the longest. False where that is not sure.
+        The rows must give no block back. There must be room all the time for each of ``takes``, blocks by group of
+        requests that are refused because of later needs. Each of ``hits`` must stay the longest. Returns False if this
+        is not certain.
         """
         end = self._rows.num_computed[rows] + steps
         for group in self._growing:
@@ -119,7 +127,7 @@ class FastForward:
         return all(self._keeps(hit, rows, end) for hit in hits) and not self._evicts(hits, sum(growth))
 
     def _keeps(self, hit: Hit, rows: Int64, end: Int64) -> bool:
-        """Whether ``rows`` publish nothing up to ``end`` tokens that makes ``hit`` longer."""
+        """Return whether ``rows`` publish no block up to ``end`` tokens that makes ``hit`` longer."""
         for group, missing, additions in zip(self._groups, hit.missing, hit.additions, strict=True):
             rule = group.policy.publishing
             if rule is None:
@@ -131,7 +139,7 @@ class FastForward:
         return True
 
     def _evicts(self, hits: Sequence[Hit], n: int) -> bool:
-        """Whether, for all that is known, ``n`` blocks taken cost one of ``hits`` a block."""
+        """Return whether taking ``n`` blocks may evict a block of one of ``hits``."""
         seen = np.concatenate([ids for hit in hits for ids in hit.seen] or [np.empty(0, np.int32)])
         seen = seen[self._pool.ref_counts(seen) == 0]
         seen = seen[seen != 0]
@@ -141,13 +149,19 @@ class FastForward:
         return gone is None or bool(np.isin(seen, gone).any())
 
     def advance(self, rows: Int64, tokens: Int32, begin: Callable[[int], None] | None = None) -> tuple[int, float]:
-        """Take steps of ``rows`` in each of which they compute their last token and ``tokens[:, k]`` follows it.
+        """Take steps of ``rows`` in each of which they compute their last token, and ``tokens[:, k]`` follows it.
 
-        Return how many were taken, fewer where the last of them moves blocks, and the pool's peak usage after any.
-        tokens: int32[rows, steps], as many steps as ``most_steps`` allowed at most. Slots are allocated, blocks written
-        and computed tokens advanced as if step by step, outside of any open step.
-        begin: called with k before step k is carried out, where that depends on the time: an eviction that ranks
-        resume points reads the manager's clock.
+        Slots are allocated, blocks written and computed tokens advanced as if step by step, outside any open step.
+
+        Args:
+            rows: int64[R], rows of requests.
+            tokens: int32[R, steps], at most as many steps as ``most_steps`` allowed.
+            begin: Called with k before step k is carried out, if the result depends on the time: an eviction that ranks
+                resume points reads the manager's clock.
+
+        Returns:
+            How many steps were taken (fewer if the last of them moves blocks), and the peak usage of the pool after any
+                of them.
         """
         requests, wanted = self._rows, tokens.shape[1]
         computed = requests.num_computed[rows]
@@ -171,11 +185,13 @@ class FastForward:
         return steps, peak
 
     def _at_once(self, rows: Int64, computed: Int64, most: int) -> tuple[int, float]:
-        """As many of ``most`` steps as can be carried out as one, and the largest usage after any of them.
+        """Carry out as many of ``most`` steps as possible as one.
 
-        First all is taken, then all given back, each in order of steps, rows and groups: the same as one by one, where
-        what is given back goes behind all that is taken.
-        Nothing depends on when it is: where evictions judge, nobody is evicted for what can be taken in any order.
+        Returns their number, and the peak usage after any of them.
+
+        All blocks are taken first, then all are given back, each in order of steps, rows and groups. This equals going
+        step by step, because released blocks are queued after all that are taken. The result does not depend on the time: an
+        eviction that compares resume points evicts none for blocks that can be taken in any order.
         """
         due = self._residents.due(rows, computed + most)
         if not due.size:
@@ -208,7 +224,7 @@ class FastForward:
         return steps, usage
 
     def _order_free(self, taken: _Columns, dropped: _Columns, most: int) -> int:
-        """Of ``most`` steps so many, a power of two less where not all, whose blocks can be taken in any order."""
+        """Return how many of ``most`` steps take blocks whose order is irrelevant; halves ``most`` until it is."""
         steps = most
         while steps:
             needs = np.bincount(taken.before(steps).group, minlength=len(self._groups)).tolist()
@@ -219,14 +235,14 @@ class FastForward:
         return steps
 
     def _peak(self, taken: _Columns, freed: _Columns, steps: int) -> float:
-        """The largest usage after any of ``steps`` that take and free these blocks."""
+        """Return the peak usage after any of ``steps`` that take and free these blocks."""
         groups = len(self._groups)
         more = np.bincount(taken.at * groups + taken.group, minlength=steps * groups)
         more -= np.bincount(freed.at * groups + freed.group, minlength=steps * groups)
         return float(self._pool.get_usages(more.reshape(steps, groups).cumsum(axis=0)).max())
 
     def _taken(self, rows: Int64, computed: Int64, steps: int) -> _Columns:
-        """Columns that ``rows`` need blocks for in so many steps."""
+        """Return the columns for which ``rows`` need blocks in so many steps."""
         parts = []
         for group in self._growing:
             held = group.rows.count[rows]
@@ -235,7 +251,7 @@ class FastForward:
         return self._in_order(parts)
 
     def _dropped(self, rows: Int64, computed: Int64, steps: int) -> _Columns | None:
-        """Columns that are read no longer at one of so many steps; None if one of them is not even there yet."""
+        """Return the columns that are dropped in so many steps; ``None`` if one of them does not exist yet."""
         parts = []
         for group in self._growing:
             first = np.maximum(group.rows.dropped[rows], group.rows.base[rows])
@@ -248,7 +264,10 @@ class FastForward:
         return self._in_order(parts, falling=True)
 
     def _in_order(self, parts: Sequence[tuple[Int64, Int64, Int64]], *, falling: bool = False) -> _Columns:
-        """Columns of each growing group, (place, column, at), by step, row and group. falling: last column first."""
+        """Return columns of each growing group, (place, column, at), by step, row and group.
+
+        ``falling``: last column first.
+        """
         numbers = np.array([group.number for group in self._growing], np.int64)
         group_of = np.repeat(numbers, [len(place) for place, *_ in parts])
         place, column, at = (np.concatenate([part[i] for part in parts]) for i in range(3))
@@ -256,7 +275,7 @@ class FastForward:
         return _Columns(place[order], group_of[order], column[order], at[order])
 
     def _blocks(self, rows: Int64, columns: _Columns) -> Int32:
-        """The blocks in ``columns`` of ``rows``, 0 for null ones."""
+        """Return the blocks in ``columns`` of ``rows``, 0 for null ones."""
         ids = np.empty(len(columns.at), np.int32)
         for group in self._growing:
             mine = np.flatnonzero(columns.group == group.number)
@@ -264,7 +283,7 @@ class FastForward:
         return ids
 
     def _take(self, rows: Int64, columns: _Columns) -> None:
-        """A block for each of ``columns``, in this order."""
+        """Take a block for each of ``columns``, in this order."""
         if not len(columns.at):
             return
         ids = self._transfers.new_blocks_each(columns.group.astype(np.int32))
@@ -275,7 +294,7 @@ class FastForward:
             group.rows.extend_many(rows, counts, ids[mine][np.argsort(of, kind="stable")])
 
     def _drop(self, rows: Int64, columns: _Columns) -> None:
-        """``columns``, the first of each row, are null."""
+        """Make ``columns``, the first of each row, null."""
         for group in self._growing:
             gone = np.bincount(columns.place[columns.group == group.number], minlength=len(rows))
             group.rows.drop_rows(rows, np.maximum(group.rows.dropped[rows], group.rows.base[rows]) + gone)
@@ -283,9 +302,11 @@ class FastForward:
     def _next(
         self, rows: Int64, computed: Int64, done: int, wanted: int, begin: Callable[[int], None] | None
     ) -> tuple[int, float]:
-        """Behind ``done`` steps the next one that has events, row after row: steps then done, and the usage.
+        """Carry out the next step with events after ``done`` steps, row after row.
 
-        begin: told of that step before it is carried out. ``wanted`` where no step before has any.
+        Returns the steps then done, and the usage.
+
+        ``begin`` is called before it. Returns ``wanted`` if no step before has events.
         """
         due = self._residents.next_events(rows) - computed - 1  # the step at which each is due
         at = max(int(due.min()), done)
