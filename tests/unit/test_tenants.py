@@ -159,11 +159,11 @@ A_THIRD = TenantShares((Share("a", 0.3),))
 
 def test_shares_need_an_eviction_that_knows_ends() -> None:
     config = natural_model_config(9, HYBRID, (4, 1))
-    with pytest.raises(ConfigError, match="hazard: eviction lru gives up"):
+    with pytest.raises(ConfigError, match="hazard: eviction lru evicts"):
         KVCacheManager(config, 100, options=CacheOptions(eviction=eviction_named("lru"), shares=A_THIRD))
-    with pytest.raises(ConfigError, match="the reference layout gives up"):
+    with pytest.raises(ConfigError, match="the reference layout evicts"):
         KVCacheManager(attention_config(8), 100, options=CacheOptions(shares=A_THIRD))
-    with pytest.raises(ConfigError, match="placement none keeps none"):
+    with pytest.raises(ConfigError, match="placement none keeps no states"):
         KVCacheManager(config, 100, options=CacheOptions(placement=NoStates(), eviction=HAZARD, shares=A_THIRD))
 
 

@@ -190,8 +190,8 @@ class FastForward:
         Returns their number, and the peak usage after any of them.
 
         All blocks are taken first, then all are given back, each in order of steps, rows and groups. This equals going
-        step by step, because released blocks are queued after all that are taken. The result does not depend on the time: an
-        eviction that compares resume points evicts none for blocks that can be taken in any order.
+        step by step, because released blocks are queued after all that are taken. The result does not depend on the
+        time: an eviction that compares resume points evicts none for blocks that can be taken in any order.
         """
         due = self._residents.due(rows, computed + most)
         if not due.size:
