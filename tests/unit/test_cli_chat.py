@@ -6,7 +6,6 @@ import pty
 import select
 import signal
 import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from cli_support import document, error, run
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, load
+from warm import Warm
 
 ASK = {"role": "user", "content": "What is a prefix cache?"}
 GENERATE = ("generate", "--model", "tiny:llama")
@@ -162,21 +162,9 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self._ours, self.theirs = pty.openpty()
         self.before = termios.tcgetattr(self.theirs)
-        self.process = subprocess.Popen(  # noqa: S603  # our own command
-            [sys.executable, "-m", "hybridkv", *CHAT, *arguments],
-            stdin=self.theirs,
-            stdout=self.theirs,
-            stderr=self.theirs,
-            start_new_session=True,
-            preexec_fn=self._control,  # noqa: PLW1509  # no threads here
-        )
+        command = ["-m", "hybridkv", *CHAT, *arguments]
+        self.process = Warm(command, stdin=self.theirs, stdout=self.theirs, stderr=self.theirs, terminal=True)
         self.said, self._read = "", 0
-
-    def _control(self) -> None:
-        import fcntl  # noqa: PLC0415  # in the child
-
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background shell ignores it
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())

@@ -223,7 +223,7 @@ def test_a_step_behind_an_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tokens_kept_for_short_prompts_are_the_same_where_nobody_may_pass_any_longer() -> None:
     """A prompt that waits too long is refused for what its whole chunk lacks, not what is left by shorter ones."""
-    source = Workload("documents", limit=80, rate=1.5)
+    source = Workload("documents", limit=30, rate=1.5)
     compared(source, plan_for_trace(source.summary(), read_model("gemma-3-27b"), "12GiB"))
 
 
