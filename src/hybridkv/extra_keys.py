@@ -1,6 +1,6 @@
-"""What tells equal tokens apart: adapters, images, embeddings, tenants, encoder inputs.
+"""Extra keys: they distinguish blocks of equal tokens by adapter, image, embeddings, salt and encoder input.
 
-The extra keys of a block enter its hash, in this order; a block without any has None:
+The extra keys of a block enter its hash, in this order; a block without any has ``None``:
 
     ("lora", name, path)             every block
     ("mm", id, offset - start)       every block that the item overlaps; start: the block's first token
@@ -8,8 +8,8 @@ The extra keys of a block enter its hash, in this order; a block without any has
     ("prompt_embeds", digest)        every block that the embeddings overlap; digest of that slice
     ("encoder", digest)              the block at token 0
 
-Later blocks inherit what stands in the first one through their parent. All of it is content, never the
-identity of an object: equal content in other objects gives equal keys.
+Later blocks inherit the keys of the first block through their parent. All keys are content, never identities of
+objects: equal content in other objects gives equal keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ Extra = tuple[tuple[object, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """An adapter. name and path enter the hashes; id, the engine's number for it, is told in events alone."""
+    """A LoRA adapter.
+
+    Attributes:
+        name: Enters the hashes.
+        path: Enters the hashes.
+        id: The engine's number for it, which only events report.
+    """
 
     name: str
     path: str
@@ -54,7 +60,10 @@ class LoraAdapter:
 class MultimodalItem:
     """An image, sound or video whose placeholders are tokens offset .. offset + length - 1 of the prompt.
 
-    id: names its content, such as a digest of it: equal content, equal id.
+    Attributes:
+        id: Names its content, for example by a digest: equal content, equal id.
+        offset: First placeholder.
+        length: Number of placeholders.
     """
 
     id: str
@@ -77,7 +86,12 @@ class MultimodalItem:
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """What an encoder reads. digest: of its content, bytes or text. num_tokens: that cross attention reads."""
+    """The input of an encoder.
+
+    Attributes:
+        digest: Digest of its content, bytes or text.
+        num_tokens: Tokens of the encoder's output, which cross attention reads.
+    """
 
     digest: bytes | str
     num_tokens: int
@@ -99,9 +113,19 @@ def _is_empty(name: object) -> bool:
 class ExtraKeys:
     """The extra keys of one request, in hash blocks of ``block_size`` tokens.
 
-    prompt_embeds: [tokens, hidden], numbers, in place of the first tokens of the prompt; only digests of it
-    are kept. multimodal: items inside the prompt that do not overlap, in any order. Raises ConfigError for
-    other embeddings and items, and for names that UTF-8 cannot hold: what is accepted here can be hashed.
+    Accepted values can be hashed.
+
+    Args:
+        num_prompt_tokens: Tokens of the prompt.
+        block_size: Tokens of a hash block.
+        lora: The adapter.
+        multimodal: Items inside the prompt, in any order, that do not overlap.
+        cache_salt: The salt.
+        prompt_embeds: [tokens, hidden], numbers, in place of the first tokens of the prompt. Only digests are kept.
+        encoder: The input of the encoder.
+
+    Raises:
+        ConfigError: Embeddings or items do not fit the prompt, or UTF-8 cannot hold a name.
     """
 
     __slots__ = ("_block_size", "_digests", "_encoder", "_end", "_items", "_lora", "_salt", "_stops")
@@ -134,7 +158,12 @@ class ExtraKeys:
         self._end = max(at_start, len(self._digests) * block_size, *self._stops[-1:], 0)
 
     def of_blocks(self, first: int, count: int) -> list[Extra | None] | None:
-        """Extra keys of blocks first .. first + count - 1; None when all are empty. O(count + items overlapping)."""
+        """Return the extra keys of blocks; ``None`` if all are empty. O(count + overlapping items).
+
+        Args:
+            first: The first block.
+            count: How many.
+        """
         size = self._block_size
         if first * size >= self._end and not self._lora:
             return None
@@ -163,9 +192,9 @@ class ExtraKeys:
 
 
 def _check_items(items: Sequence[tuple[int, int, str]], num_prompt_tokens: int) -> None:
-    """ConfigError unless ``items``, (offset, stop, id) by offset, lie one behind the other inside the prompt.
+    """Raise ConfigError unless ``items``, (offset, stop, id) by offset, follow each other inside the prompt.
 
-    And for an id with two lengths: it names one content.
+    An id names one content, so it must not have two lengths.
     """
     end, lengths = 0, dict[str, int]()
     for offset, stop, name in items:
@@ -182,13 +211,16 @@ def _check_items(items: Sequence[tuple[int, int, str]], num_prompt_tokens: int) 
         end = stop
     if end > num_prompt_tokens:
         raise ConfigError(
-            f"multimodal item {items[-1][2]!r} ends at token {end}, behind the prompt's {num_prompt_tokens}: "
+            f"multimodal item {items[-1][2]!r} ends at token {end}, after the prompt's {num_prompt_tokens}: "
             "put all of its placeholders into the prompt"
         )
 
 
 def _digests(embeds: NDArray[np.generic], num_prompt_tokens: int, block_size: int) -> list[bytes]:
-    """SHA-256 of each block's slice of ``embeds``: its dtype, shape and bytes. ConfigError for what has no content."""
+    """Return SHA-256 of each block's slice of ``embeds``: its dtype, shape and bytes.
+
+    Raises ConfigError for other values.
+    """
     if not isinstance(embeds, np.ndarray):
         raise ConfigError(f"prompt_embeds must be a numpy array, got {type(embeds).__name__}: convert it first")
     if embeds.ndim != 2 or not 0 < len(embeds) <= num_prompt_tokens or not embeds.shape[1]:

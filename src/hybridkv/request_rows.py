@@ -1,4 +1,8 @@
-"""The resident requests as columns: what a step reads and writes of all rows at once."""
+"""The resident requests as columns, so that a step reads and writes all rows at once.
+
+row   [ hash block | hash block | ... | partial block ]      tokens
+        held by the Request             partial_block[row], up to hash_block_size tokens
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,24 @@ from hybridkv.request import Request, cut, extended, hash_error, token_array
 
 
 def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[np.integer]) -> None:
-    """``tokens[i]`` behind the known ones of ``requests[i]``; requests distinct.
+    """Append ``tokens[i]`` to ``requests[i]``. Requests are distinct.
 
-    One batch when all of them hold blocks of one manager, else one by one. ConfigError, and nothing appended, when the
-    numbers differ and for what is no token id; HashError where blocks could not be hashed: all others have theirs.
+    One batch if all of them hold blocks of one manager, else one by one.
+
+    Args:
+        requests: n requests.
+        tokens: n token ids.
+
+    Raises:
+        ConfigError: The numbers differ, or a value is no token id. Nothing was appended.
+        HashError: Blocks of some requests could not be hashed. All other requests got their tokens.
     """
     ids = np.frombuffer(token_array(tokens), np.int32)
     try:
         home = requests[0]._rows if len(requests) else None
         rows = [] if home is None else [request.row for request in requests if request._rows is home]
     except (AttributeError, TypeError, LookupError):
-        instances("requests", requests, Request)  # says what is none
+        instances("requests", requests, Request)  # raises ConfigError that names the value
         raise
     if home is not None and home.num_lent:
         for request in requests:
@@ -47,9 +58,9 @@ def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[n
 
 
 def grown(column: NDArray[T], rows: int, empty: int = 0) -> NDArray[T]:
-    """``column``, [capacity, ...], with at least ``rows`` rows, the new ones ``empty``.
+    """Return ``column``, [capacity, ...], with at least ``rows`` rows; new rows are ``empty``.
 
-    Itself where it is long enough, else a copy of at least twice the length: O(1) a row in the long run.
+    Returns the column itself if it is long enough, else a copy of at least twice the length: O(1) a row, amortised.
     """
     missing = rows - len(column)
     if missing <= 0:
@@ -62,15 +73,24 @@ T = TypeVar("T", bound=np.generic)
 
 
 class RequestRows:
-    """Columns of the resident requests: what a step reads and writes of all rows at once.
+    """Columns of the resident requests.
 
-    num_tokens, num_computed: int64[capacity]. in_flight: int64[capacity], how many of those computed are of
-    steps in flight; 0 in a row that was just handed out. tail: int32[capacity, hash_block_size], the tokens
-    behind a row's last whole hash block (kept until overwritten; of lent ones nothing). each_num_tokens,
-    each_num_computed, each_in_flight: the same as those without, quick to read singly. requests: who has the row, None
-    when free. lent: bool[capacity], whose tokens an engine keeps; num_lent: how many those are.
-    promised: of a row, the tokens that others may hit. Rows are handed out lowest first; the columns grow by
-    doubling, so never keep a reference to them.
+    Free rows are handed out lowest first. Columns grow by doubling, so never keep a reference to them.
+
+    Args:
+        hash_block_size: Tokens of a hash block.
+        capacity: Rows at first.
+        published_tokens: Returns the tokens of a row that others may hit.
+
+    Attributes:
+        num_tokens, num_computed: int64[capacity].
+        in_flight: int64[capacity], computed tokens of steps in flight; 0 in a new row.
+        partial_block: int32[capacity, hash_block_size], tokens after the last whole hash block. Stale tokens stay until
+            they are overwritten; the row of a lent request is unused.
+        each_num_tokens, each_num_computed, each_in_flight: The same memory, quick to read one by one.
+        requests: The request of each row, ``None`` for a free one.
+        lent: bool[capacity], an engine keeps the tokens.
+        num_lent: Number of these rows.
     """
 
     def __init__(
@@ -81,7 +101,7 @@ class RequestRows:
         self.num_tokens = np.zeros(capacity, np.int64)
         self.num_computed = np.zeros(capacity, np.int64)
         self.in_flight = np.zeros(capacity, np.int64)
-        self.tail = np.zeros((capacity, hash_block_size), np.int32)
+        self.partial_block = np.zeros((capacity, hash_block_size), np.int32)
         self.lent = np.zeros(capacity, np.bool_)
         self.num_lent = 0
         self.requests: list[Request | None] = [None] * capacity
@@ -89,9 +109,9 @@ class RequestRows:
         self._look_anew()
 
     def _look_anew(self) -> None:
-        """Columns are new arrays: single cells of them are read and written in half of the time that numpy takes."""
+        """Renew the memory views after columns became new arrays: numpy takes twice as long for one cell."""
         self.each_num_tokens, self.each_num_computed = self.num_tokens.data, self.num_computed.data
-        self.each_in_flight, self._tail = self.in_flight.data, self.tail.data
+        self.each_in_flight, self._each_partial = self.in_flight.data, self.partial_block.data
 
     @property
     def capacity(self) -> int:
@@ -99,7 +119,7 @@ class RequestRows:
         return len(self.requests)
 
     def bind(self, request: Request) -> int:
-        """Give ``request`` a row and move its counts and its tail there. O(hash_block_size)."""
+        """Give ``request`` a row, and move its counts and its partial block there. O(hash_block_size)."""
         if request._rows is not None:
             raise CacheError(f"request {request.request_id!r} already holds row {request.row}")
         if not self._free:
@@ -117,16 +137,16 @@ class RequestRows:
             return row
         whole = len(tokens) // self.hash_block_size * self.hash_block_size
         rest = tokens[whole:]
-        self.tail[row, : len(rest)] = rest
+        self.partial_block[row, : len(rest)] = rest
         self.num_tokens[row] = len(tokens)
         request._tokens = tokens = cut(tokens, whole)
         request._rows, request.row = self, row
-        if not rest:  # the last token must be readable in the tail: a decode step sends it
-            self.tail[row, -1] = tokens[-1]
+        if not rest:  # the last token must be readable here: a decode step sends it
+            self.partial_block[row, -1] = tokens[-1]
         return row
 
     def release(self, request: Request) -> None:
-        """Take the row back; counts and tail return to the request."""
+        """Take the row back. Counts and partial block return to the request."""
         row = request.row
         if request._rows is not self or self.requests[row] is not request:
             raise CacheError(f"request {request.request_id!r} holds no row here")
@@ -135,7 +155,7 @@ class RequestRows:
             self.num_lent -= 1
         else:
             rest = self.num_tokens.item(row) - len(request._tokens)
-            request._tokens = extended(request._tokens, self.tail[row, :rest].tobytes())
+            request._tokens = extended(request._tokens, self.partial_block[row, :rest].tobytes())
         request._computed = self.num_computed.item(row)
         request._rows, request.row = None, -1
         self.requests[row] = None
@@ -143,18 +163,22 @@ class RequestRows:
         heapq.heappush(self._free, row)
 
     def append_one(self, row: int, token: int) -> None:
-        """One token behind the known ones of ``row``. HashError, and nothing appended, if it fills a block in vain."""
+        """Append one token to ``row``.
+
+        Raises HashError if it fills a block that cannot be hashed; nothing is appended then.
+        """
         n: int = self.each_num_tokens[row]
         place = n % self.hash_block_size
         if place == self.hash_block_size - 1:
             self._fill_one(row, token)
-        self._tail[row, place] = token
+        self._each_partial[row, place] = token
         self.each_num_tokens[row] = n + 1
 
     def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> dict[int, HashError]:
-        """``tokens[i]`` behind the known ones of ``rows[i]``; rows distinct. Rows that complete a block are hashed.
+        """Append ``tokens[i]`` to ``rows[i]``, and hash the blocks that they complete. Rows are distinct.
 
-        Those that could not be, by row, and why: their token is not taken, and nothing of them has changed.
+        Returns:
+            The rows whose blocks could not be hashed, with the errors. Their tokens are not appended.
         """
         n = self.num_tokens[rows]
         place = n % self.hash_block_size
@@ -166,14 +190,15 @@ class RequestRows:
             if failed:
                 taken = ~np.isin(rows, list(failed))
                 rows, tokens, place, n = rows[taken], tokens[taken], place[taken], n[taken]
-        self.tail[rows, place] = tokens
+        self.partial_block[rows, place] = tokens
         self.num_tokens[rows] = n
         return failed
 
     def append_many(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> bool:
-        """``tokens[i]``, int32[rows, n], behind the known ones of ``rows[i]``; rows distinct.
+        """Append ``tokens[i]``, int32[rows, n], to ``rows[i]``. Rows are distinct.
 
-        False, and nothing appended, where some block that they fill cannot be hashed.
+        Returns:
+            False, and nothing was appended, if some block cannot be hashed.
         """
         size, count = self.hash_block_size, tokens.shape[1]
         n = self.num_tokens[rows]
@@ -181,23 +206,25 @@ class RequestRows:
         if some.size and not self._fill_many(rows[some], n[some] % size, tokens[some]):
             return False
         last = np.arange(max(count - size, 0), count)
-        self.tail[rows[:, None], (n[:, None] + last) % size] = tokens[:, last]
+        self.partial_block[rows[:, None], (n[:, None] + last) % size] = tokens[:, last]
         self.num_tokens[rows] = n + count
         return True
 
     def _fill_many(self, rows: NDArray[np.int64], begun: NDArray[np.int64], tokens: NDArray[np.int32]) -> bool:
-        """Whole blocks of ``rows``, the first ``begun[i]`` tokens of each in its tail, go to their requests, hashed.
+        """Move the whole blocks of ``rows`` to their requests, hashed.
 
-        False, and nothing done, where one cannot be.
+        ``begun[i]`` tokens are in the partial block of each.
+
+        Returns False, and does nothing, if one cannot be hashed.
         """
         size, owners = self.hash_block_size, self.owners(rows)
         filled = (begun + tokens.shape[1]) // size
-        line, hashed = np.concatenate((self.tail[rows], tokens), axis=1), [len(one.hashes) for one in owners]
+        line, hashed = np.concatenate((self.partial_block[rows], tokens), axis=1), [len(one.hashes) for one in owners]
         parts: list[tuple[list[Request], NDArray[np.int32]]] = []
         for j in range(int(filled.max())):
             of = (filled > j).nonzero()[0]
             place = np.arange(j * size, (j + 1) * size)
-            gap = np.where(place < begun[of, None], 0, size - begun[of, None])  # of the tail, what is stale
+            gap = np.where(place < begun[of, None], 0, size - begun[of, None])  # stale tokens of the partial block
             parts.append(([owners[i] for i in of.tolist()], line[of[:, None], place + gap]))
             if _hash_blocks(*parts[-1]):
                 for request, known in zip(owners, hashed, strict=True):
@@ -210,24 +237,31 @@ class RequestRows:
         return True
 
     def least_tokens(self, row: int) -> int:
-        """Tokens of ``row`` that cannot be forgotten: computed, or promised to others."""
+        """Return the tokens of ``row`` that cannot be forgotten: computed ones, and those that others may hit."""
         return max(self.num_computed.item(row), self._published_tokens(row))
 
     def truncate(self, row: int, num_tokens: int) -> None:
-        """Only the first ``num_tokens`` tokens of ``row`` are left, at least one of them. O(tokens forgotten)."""
+        """Keep only the first ``num_tokens`` tokens of ``row``, at least one. O(tokens forgotten)."""
         request = self.owner(row)
         whole = num_tokens - num_tokens % self.hash_block_size
         tokens = request._tokens
         if whole < len(tokens):
             rest = tokens[whole:num_tokens]
-            self.tail[row, : len(rest)] = rest
+            self.partial_block[row, : len(rest)] = rest
             request._tokens = tokens = cut(tokens, whole)
-        if whole == num_tokens:  # the last token must be readable in the tail
-            self.tail[row, -1] = tokens[-1]
+        if whole == num_tokens:  # the last token must be readable here
+            self.partial_block[row, -1] = tokens[-1]
         self.num_tokens[row] = num_tokens
 
     def rows_of(self, requests: Sequence[Request]) -> NDArray[np.int64]:
-        """The rows of ``requests``, int64[len(requests)]. CacheError if one of them holds none here. O(requests)."""
+        """Return the rows of ``requests``, int64[n]. O(n).
+
+        Args:
+            requests: n requests.
+
+        Raises:
+            CacheError: One of them holds no row here.
+        """
         rows = [request.row for request in requests if request._rows is self]
         if len(rows) < len(requests):
             stray = next(request for request in requests if request._rows is not self)
@@ -235,7 +269,7 @@ class RequestRows:
         return np.fromiter(rows, np.int64, len(rows))
 
     def owners(self, rows: NDArray[np.integer]) -> list[Request]:
-        """Who holds each of ``rows``. CacheError if nobody does. O(rows)."""
+        """Return the request of each of ``rows``. Raises CacheError for a free row. O(rows)."""
         holders = [self.requests[row] for row in rows.tolist()]
         owners = [request for request in holders if request is not None]
         if len(owners) < len(holders):
@@ -243,15 +277,15 @@ class RequestRows:
         return owners
 
     def owner(self, row: int) -> Request:
-        """Who holds ``row``. CacheError if nobody does."""
+        """Return the request of ``row``. Raises CacheError for a free row."""
         request = self.requests[row]
         if request is None:
             raise CacheError(f"row {row} belongs to no request")
         return request
 
     def last_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The last known token of each row, int32[len(rows)]."""
-        last: NDArray[np.int32] = self.tail[rows, (self.num_tokens[rows] - 1) % self.hash_block_size]
+        """Return the last known token of each row, int32[len(rows)]."""
+        last: NDArray[np.int32] = self.partial_block[rows, (self.num_tokens[rows] - 1) % self.hash_block_size]
         return last
 
     def synchronise(
@@ -261,9 +295,11 @@ class RequestRows:
         num_computed: NDArray[np.int64],
         in_flight: NDArray[np.int64],
     ) -> None:
-        """Counts of ``rows`` are these from now on. ConfigError, and no count changed, for what cannot be.
+        """Set the counts of ``rows``.
 
-        HashError, as well, where blocks of lent tokens cannot be hashed.
+        Raises:
+            ConfigError: A count is impossible. No count was changed.
+            HashError: Blocks of lent tokens cannot be hashed. No count was changed.
         """
         known = self.num_tokens[rows]
         changed = num_tokens != known
@@ -287,7 +323,7 @@ class RequestRows:
         self.num_computed[rows], self.in_flight[rows] = num_computed, in_flight
 
     def synchronise_one(self, row: int, num_tokens: int, num_computed: int, in_flight: int) -> None:
-        """Counts of one row, as ``synchronise``, without arrays of one element."""
+        """Set the counts of one row, without arrays of one element."""
         known: int = self.each_num_tokens[row]
         if num_tokens != known:
             if (
@@ -302,16 +338,19 @@ class RequestRows:
         self.num_computed[row], self.in_flight[row] = num_computed, in_flight
 
     def _fill_one(self, row: int, token: int) -> None:
-        """_fill of one row. HashError, and nothing done, when its block could not be hashed."""
+        """Hash the block of ``row`` that ``token`` completes. Raises HashError, and does nothing, if that fails."""
         request = self.owner(row)
-        block = self.tail[row].copy()
+        block = self.partial_block[row].copy()
         block[-1] = token
         request.hash_block(block)
         request._tokens = extended(request._tokens, block.tobytes())
 
     def _fill(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> dict[int, HashError]:
-        """Blocks that ``tokens`` complete go to their requests, hashed in one call; rows that could not be hashed."""
-        blocks = self.tail[rows]
+        """Move the blocks that ``tokens`` complete to their requests, hashed in one call.
+
+        Returns the rows that could not be hashed, with the errors.
+        """
+        blocks = self.partial_block[rows]
         blocks[:, -1] = tokens
         owners = self.owners(rows)
         failed = _hash_blocks(owners, blocks)
@@ -324,7 +363,7 @@ class RequestRows:
     def _grow(self) -> None:
         old, new = self.capacity, 2 * self.capacity
         self.num_tokens, self.num_computed = grown(self.num_tokens, new), grown(self.num_computed, new)
-        self.in_flight, self.tail = grown(self.in_flight, new), grown(self.tail, new)
+        self.in_flight, self.partial_block = grown(self.in_flight, new), grown(self.partial_block, new)
         self.lent = grown(self.lent, new)
         self._look_anew()
         self.requests += [None] * old
@@ -332,21 +371,21 @@ class RequestRows:
 
 
 def _hash_blocks(owners: Sequence[Request], blocks: NDArray[np.int32]) -> dict[int, HashError]:
-    """The hash of one more block to each of ``owners`` that has a hasher; the rows that could have none, and why.
+    """Append the hash of one more block to each of ``owners`` with a hasher.
 
-    In one call; one by one where the hasher fails on them together.
+    All are hashed in one call, or one by one if that call fails. Returns the rows without a new hash, with the errors.
     """
     hashed = [request for request in owners if request.hasher is not None]
     if len(hashed) < len(owners):
         blocks = blocks[[request.hasher is not None for request in owners]]
-    hasher = hashed[0].hasher if hashed else None  # one for all requests of a manager
+    hasher = hashed[0].hasher if hashed else None  # all requests of a manager have one hasher
     if hasher is None:
         return {}
     parents = [request.hashes[-1] if request.hashes else None for request in hashed]
     extras = [None if request._extras is None else _next_extra(request, request._extras) for request in hashed]
     try:
         keyed = list(zip(hashed, hasher.hash_rows(parents, blocks, extras), strict=True))
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is not every request's
+    except Exception as error:  # noqa: BLE001 - any error of one block must not stop the others
         if len(hashed) == 1:
             return {hashed[0].row: hash_error(hashed[0].request_id, error)}
         failed = dict[int, HashError]()
@@ -359,6 +398,6 @@ def _hash_blocks(owners: Sequence[Request], blocks: NDArray[np.int32]) -> dict[i
 
 
 def _next_extra(request: Request, extras: ExtraKeys) -> Extra | None:
-    """Extra keys of the first block of ``request`` that has no hash yet."""
+    """Return the extra keys of the first block of ``request`` that has no hash yet."""
     keys = extras.of_blocks(len(request.hashes), 1)
     return None if keys is None else keys[0]

@@ -4,10 +4,9 @@
                                      "before", encoders, forward, copies "after", sampling
     update(StepResult) <---- sampled tokens
 
-A Step owns its arrays: they are never views of live tables, and nobody writes to them again.
-Rows are numbers below the scheduler's ``max_running``; a row belongs to one request from the Step that
-lists it in ``new_rows`` to the Step that lists it in ``finished_rows``. In one Step finished rows come
-first, so a row may end and begin in it.
+A Step owns its arrays: they are never views of live tables, and are not changed after the Step is made. Rows are
+numbers below the scheduler's ``max_running``. A row belongs to one request from the Step that lists it in ``new_rows``
+to the Step that lists it in ``finished_rows``. In one Step finished rows come first, so a row may end and begin in it.
 """
 
 from __future__ import annotations
@@ -31,13 +30,15 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Csr:
-    """Hold a list of R lists of token ids as two arrays: row i is ``values[indptr[i]:indptr[i + 1]]``.
-
-    indptr: int64[R + 1], from 0 to len(values), never falling. values: int32.
+    """A list of R lists of token ids, held in two arrays: row i is ``values[indptr[i]:indptr[i + 1]]``.
 
         >>> sampled = Csr.from_lists([[5], [], [7, 8]])
         >>> sampled.indptr.tolist(), sampled.values.tolist(), sampled[2].tolist()
         ([0, 1, 1, 3], [5, 7, 8], [7, 8])
+
+    Attributes:
+        indptr: int64[R + 1], from 0 to len(values), never falling.
+        values: int32.
     """
 
     indptr: Int64
@@ -45,12 +46,20 @@ class Csr:
 
     @classmethod
     def empty(cls, rows: int) -> Csr:
-        """Return ``rows`` empty lists."""
+        """Return empty lists.
+
+        Args:
+            rows: How many.
+        """
         return cls(np.zeros(rows + 1, np.int64), np.empty(0, np.int32))
 
     @classmethod
     def from_lists(cls, lists: Sequence[Sequence[int]]) -> Csr:
-        """Return the rows of ``lists``. O(tokens)."""
+        """Return lists as a Csr. O(tokens).
+
+        Args:
+            lists: Token ids of each row.
+        """
         indptr = np.array([*accumulate(map(len, lists), initial=0)], np.int64)
         return cls(indptr, np.array([*chain.from_iterable(lists)], np.int32))
 
@@ -64,9 +73,13 @@ class Csr:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """Cells of the block tables to write, in order; a later one may overwrite an earlier one.
+    """Cells of the block tables to write, in order; a later one may overwrite an earlier one. int32[C] each.
 
-    group, row, column, block: int32[C] each; block ids are memory blocks of the group.
+    Attributes:
+        group: Group of each cell.
+        row: Its row.
+        column: Its column.
+        block: Its block, as an id within the group's class.
     """
 
     group: Int32
@@ -76,7 +89,7 @@ class Cells:
 
     @classmethod
     def empty(cls) -> Cells:
-        """No cell."""
+        """Return no cells."""
         none = np.empty(0, np.int32)
         return cls(none, none, none, none)
 
@@ -86,7 +99,15 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of a block within a group. stage: "before" or "after" the forward; kind: "move", "block" or "state"."""
+    """One copy of a block within a group.
+
+    Attributes:
+        stage: "before" or "after" the forward.
+        group: The group.
+        source: Block to read.
+        destination: Block to write.
+        kind: "move", "block" or "state".
+    """
 
     stage: str
     group: int
@@ -97,10 +118,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class EncoderRead:
-    """What cross attention reads of a row. digest: of the encoder's input, by which a worker knows the input itself.
+    """The encoder output that cross attention of a row reads.
 
-    num_tokens: of the encoder's output, in the row's blocks. encodes: whether the worker runs the encoder and writes
-    them, before the forward of this Step; else they are there, or another row of this Step writes the same blocks.
+    Attributes:
+        digest: Digest of the encoder's input, by which the worker knows the input itself.
+        num_tokens: Tokens of the encoder's output, in the row's blocks.
+        encodes: The worker runs the encoder and writes these blocks, before the forward of this Step. Else they are
+            written, or another row of this Step writes them.
     """
 
     digest: bytes | str
@@ -110,11 +134,16 @@ class EncoderRead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRow:
-    """What a worker must know of a request whose row begins.
+    """Facts about a request whose row begins.
 
-    token_ids: int32[n], all tokens known: the prompt and, for a resumed request, its outputs.
-    num_prompt_tokens: how many of them are the prompt. encoder: None without cross attention.
-    held_ids: with ``sampling.min_tokens``, the tokens that are not drawn before so many outputs.
+    Attributes:
+        row: Its row.
+        request_id: Its id.
+        token_ids: int32[n], all known tokens: the prompt and, for a resumed request, its outputs.
+        num_prompt_tokens: How many of them are the prompt.
+        sampling: How its tokens are sampled.
+        encoder: Its encoder output; ``None`` without cross attention.
+        held_ids: With ``sampling.min_tokens``, the tokens that are not sampled before so many outputs.
     """
 
     row: int
@@ -130,19 +159,25 @@ class NewRow:
 class Step:
     """One forward of the model over all scheduled rows.
 
-    id: consecutive from 0. after: the Step that must have been applied before this one: id - 1, or after a
-    failure the last one that did not fail. A worker takes a Step whose ``after`` it has applied and whose
-    id is new to it.
-    rows: int32[R], in the order of their tokens in the batch.
-    num_computed: int32[R], tokens in the cache before this step. num_scheduled: int32[R], tokens to run.
-    samples: bool[R], whether a token is sampled behind the row's last scheduled one.
-    token_ids: the tokens to run, CSR; -1 is the token that the worker itself sampled last for this row.
-    drafts: speculated tokens, CSR, the tail of token_ids.
-    cells: what changes in the block tables. zero: int32[Z, 2], (group, block id) to clear.
-    copies: in this order. state_read: int32[R, G], the block of each group that holds the row's recurrent state
-    once the copies before the forward are done (-1: the group keeps none); int32[0, G] where no group does.
-    state_writes: int32[W, 4], (index into rows, group, token count, block id).
-    finished_rows: int32[F], rows that ended since the Step before.
+    Attributes:
+        id: Consecutive from 0.
+        after: The Step that must have been applied before: id - 1, or, after a failure, the last one that did not fail.
+            A worker accepts a Step if it has applied ``after`` and has not seen its id.
+        rows: int32[R], in the order of their tokens in the batch.
+        num_computed: int32[R], tokens in the cache before this Step.
+        num_scheduled: int32[R], tokens to run.
+        samples: bool[R], whether a token is sampled after the row's last scheduled one.
+        token_ids: The tokens to run, a row each; -1 is the token that the worker itself sampled last for this row.
+        drafts: Drafted tokens of each row, the last ones in ``token_ids``.
+        cells: Changes of the block tables.
+        finished_rows: int32[F], rows that ended since the Step before.
+        new_rows: Rows that begin.
+        zero: int32[Z, 2], (group, block) to clear.
+        copies: Copies, in this order.
+        state_read: int32[R, G], the block of each group with the row's recurrent state, after the copies before the
+            forward; -1 for a group without states. int32[0, G] if no group has any.
+        state_writes: int32[W, 4], (index into rows, group, token count, block).
+        schema_version: Version of this format.
     """
 
     id: int
@@ -174,18 +209,24 @@ class Step:
         return one_each
 
     def __len__(self) -> int:
-        """Rows scheduled."""
+        """Return the number of scheduled rows."""
         return len(self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logprobs:
-    """Natural logarithms of the probabilities of tokens, under the model's own distribution.
+    """Log probabilities (natural logarithm) of tokens, under the model's own distribution.
 
-    Of the sampled tokens of rows whose request asks for them, and of the prompt tokens that the Step predicts.
-    row: int32[E], index into the Step's rows. position: int32[E], of the token in its request; those of a row ascend.
-    token: int32[E]. logprob: float32[E]. rank: int32[E], 1 for the most probable token.
-    best: the most probable tokens, CSR over the E entries, best first. best_logprobs: float32, one for each of them.
+    They are of sampled tokens, for rows whose request asks for them, and of the prompt tokens that the Step predicts.
+
+    Attributes:
+        row: int32[E], index into the Step's rows.
+        position: int32[E], position of the token in its request; ascending within a row.
+        token: int32[E].
+        logprob: float32[E].
+        rank: int32[E], 1 for the most probable token.
+        best: The most probable tokens of each entry, best first.
+        best_logprobs: float32, one for each of them.
     """
 
     row: Int32
@@ -202,11 +243,14 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What came of a Step.
+    """The outcome of a Step.
 
-    id: that of the Step. sampled: CSR over the Step's rows, empty where ``samples`` was False.
-    num_accepted: int32[R], drafts accepted and the token sampled behind them; None without speculation.
-    logprobs: None where no row asks for any.
+    Attributes:
+        id: Id of the Step.
+        sampled: Sampled tokens of each row; empty where ``samples`` was False.
+        num_accepted: int32[R], accepted drafts and the token sampled after them; ``None`` without speculation.
+        logprobs: ``None`` if no row asks for any.
+        schema_version: Version of this format.
     """
 
     id: int

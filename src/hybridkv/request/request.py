@@ -1,15 +1,15 @@
 """A request: its identity, tokens, block hashes and counts.
 
     prompt                 outputs
-    [0 ............ P-1] [P ........ num_tokens-1]      tokens known
-    [0 ... num_computed_tokens-1]                       tokens whose KV is in the cache
+    [0 ............ P-1] [P ........ num_tokens-1]      known tokens
+    [0 ... num_computed_tokens-1]                       tokens whose KV is in the cache, or scheduled
 
-A request that holds blocks is *resident*: its counts and the tokens of its unfinished hash block live in
-columns of a RequestRows, so that a step reads and writes all rows with a few array operations. One that
-waits keeps them itself. Either way the Request answers for both.
+A request that holds blocks is *resident*: its counts and the tokens of its partial hash block live in columns of a
+RequestRows, so that a step reads and writes all rows with a few array operations. A request that waits keeps them
+itself. In both cases the Request answers:
 
-    tokens  [ array of whole hash blocks | tail: row of RequestRows.tail (resident) or the array's end ]
-            or Lent: an engine's own, read where they lie; rows hear of new ones by EngineSide.synchronise
+    tokens  [ array of whole hash blocks | partial block: in RequestRows (resident) or at the array's end ]
+            or Lent: tokens of an engine, read in place; EngineSide.synchronise reports new ones
 """
 
 from __future__ import annotations
@@ -40,14 +40,18 @@ _GREEDY: Final = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a caller knows of when a prefix is wanted again: it says what is worth keeping, never what is right.
+    """Hints of a caller about when a prefix is wanted again. They affect only what is kept, never results.
 
-    over: nobody goes on from here. goes_on: its session does, at the request's marks or, without any, at its end.
+    Attributes:
+        over: No later request resumes here.
+        goes_on: The session continues, at the request's marks or, without marks, at its end.
+        within_s: It continues within so many seconds. Implies ``goes_on``.
+        shared_tokens: Many requests begin with so many of the prompt's first tokens. Acts as a mark.
+        scratch: Only the shared tokens are worth keeping.
+        secret: Nothing is kept for reuse, so no other request finds its blocks.
 
-    within_s: so many seconds from now, which says that it goes on. shared_tokens: with so many of the prompt's first
-    tokens many requests begin, whoever asks; a mark. scratch: nothing of it, but for those, is worth keeping.
-    secret: nothing of it is kept for reuse at all, its blocks are found by nobody.
-    ConfigError for what is none of it, and for hints that contradict each other.
+    Raises:
+        ConfigError: A value is invalid, or two hints contradict each other.
     """
 
     over: bool = False
@@ -71,7 +75,14 @@ class Hints:
 
     @classmethod
     def parse(cls, given: object) -> Self:
-        """Those of an object by its fields, such as {"within_s": 30}. ConfigError for what is none."""
+        """Return the hints of an object by its fields, such as {"within_s": 30}.
+
+        Args:
+            given: The object.
+
+        Raises:
+            ConfigError: It is no object, or has an unknown field or an invalid value.
+        """
         if not isinstance(given, dict):
             raise ConfigError(f"hints must be an object, not {shown(given)}")
         known = [field.name for field in fields(cls)]
@@ -85,24 +96,34 @@ NO_HINTS: Final = Hints()
 
 
 class Request:
-    """One request. Not shared between managers; see the module's text for where its tokens live.
+    """One request. It belongs to one manager; the module describes where its tokens live.
 
-    prompt: token ids, at least one; or Lent, where an engine's own request keeps them. hasher: what hashes its blocks;
-    None without prefix caching.
-    cache_salt: only requests with an equal salt share blocks. lora, multimodal, prompt_embeds, encoder: what
-    else tells its blocks from those of equal tokens; see hybridkv.extra_keys. prompt_embeds is not kept.
-    tenant: on whose share of memory what is kept of it counts (KVCacheManager(shares=)); by default its salt.
-    hints: when its prefix is wanted again, as far as the caller knows: what is kept may depend on it, nothing else.
-    continues: an earlier request of the same hasher; the hashes of the blocks that both begin with are its own.
-    arrival_time: seconds on the caller's clock. eos_token_ids: the model's end tokens.
-    priority: the least goes first, where the scheduler minds. skip_reading_prefix_cache,
-    skip_writing_prefix_cache: its prefix is not looked up; its blocks are not published.
-    marks: token counts, in prompt or output, where the caller wants the prefix to be resumable: published ends, and
-    kept states (natural layout). Kept ascending; those that the request never reaches do nothing.
-    first_hit_tokens: what its first admission found in the cache; None before.
-    branches: how many were forked off it so far.
-    truncations: how often tokens were forgotten, so that what was found for them is not trusted.
-    branch_tokens: where requests before it went on with the same tokens and no state is kept; 0: nowhere.
+    Args:
+        request_id: A unique id.
+        prompt: Token ids, at least one; or Lent, if an engine keeps them.
+        sampling: How its tokens are sampled; greedy by default.
+        hasher: Hashes its blocks; ``None`` without prefix caching.
+        cache_salt: Only requests with equal salts share blocks.
+        tenant: Whose memory share pays for the blocks kept of it (``KVCacheManager(shares=)``); by default its salt.
+        arrival_time: Seconds on the caller's clock.
+        eos_token_ids: End tokens of the model.
+        lora: Adapter. Like the next three, it distinguishes blocks of equal tokens; see ``hybridkv.extra_keys``.
+        multimodal: Images, sounds and videos in the prompt.
+        prompt_embeds: [tokens, hidden], in place of the first tokens. Only digests are kept.
+        encoder: The input of its encoder.
+        continues: An earlier request of the same hasher; hashes of the common beginning are taken from it.
+        priority: The least comes first, if the scheduler uses priorities.
+        skip_reading_prefix_cache: Do not look its prefix up.
+        skip_writing_prefix_cache: Do not publish its blocks.
+        marks: Token counts, in prompt or output, at which its prefix should be resumable (natural layout). Kept
+            ascending; positions that the request never reaches have no effect.
+        hints: When its prefix is wanted again.
+
+    Attributes:
+        first_hit_tokens: Tokens that its first admission found in the cache; ``None`` before.
+        branches: Number of branches forked off it.
+        truncations: How often tokens were forgotten; invalidates hits that were found before.
+        branch_tokens: Token count up to which earlier requests had the same tokens but left no state; 0 if unknown.
     """
 
     __slots__ = (
@@ -197,7 +218,7 @@ class Request:
             self.hashes += self._new_hashes()
 
     def _extra_keys_of(self, prompt_embeds: NDArray[np.generic] | None) -> ExtraKeys | None:
-        """What tells its blocks from those of equal tokens; checked without prefix caching, too."""
+        """Return the extra keys of its blocks. They are checked without prefix caching, too."""
         given = (self.lora, self.cache_salt, prompt_embeds, self.encoder)
         if not self.multimodal and all(one is None for one in given):
             return None
@@ -213,7 +234,7 @@ class Request:
         return None if self.hasher is None else extras
 
     def _begin(self) -> None:
-        """Nothing is computed, no row held, nothing branched off."""
+        """Reset its counts: it holds no row, and no token is computed."""
         self._rows: RequestRows | None = None
         self.row = -1
         self._computed = 0
@@ -222,7 +243,7 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether its prefix is looked up: not when asked so, nor when log probabilities of the prompt are wanted."""
+        """Whether its prefix is looked up. Not if log probabilities of the prompt are wanted."""
         return not self.skip_reading_prefix_cache and self.sampling.prompt_logprobs is None
 
     @property
@@ -232,11 +253,16 @@ class Request:
 
     @property
     def num_encoder_tokens(self) -> int:
-        """Tokens of the encoder's input, 0 without."""
+        """Tokens of the encoder's output; 0 without an encoder."""
         return 0 if self.encoder is None else self.encoder.num_tokens
 
     def branch(self, request_id: str, sampling: SamplingParams) -> Request:
-        """A request of its own with the same tokens, prompt and keys, which goes on by ``sampling``. O(tokens)."""
+        """Return a new request with the same tokens, prompt and keys. O(tokens).
+
+        Args:
+            request_id: Its id.
+            sampling: How its tokens are sampled.
+        """
         child = object.__new__(Request)
         for name in self.__slots__:
             setattr(child, name, getattr(self, name))
@@ -252,7 +278,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: prompt and outputs."""
+        """Known tokens: prompt and outputs."""
         rows = self._rows
         if rows is None:
             return len(self._tokens) if self._lent is None else self._lent.lender.num_tokens
@@ -260,22 +286,22 @@ class Request:
 
     @property
     def is_lent(self) -> bool:
-        """Whether its tokens are an engine's own (Lent)."""
+        """Whether an engine keeps its tokens (Lent)."""
         return self._lent is not None
 
     @property
     def lender(self) -> Lender | None:
-        """Who has them; None for tokens of its own."""
+        """The engine's own request; ``None`` without one."""
         return None if self._lent is None else self._lent.lender
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens known behind the prompt."""
+        """Known tokens after the prompt."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is in the cache or scheduled to be; set by whoever schedules."""
+        """Tokens whose KV is in the cache or scheduled; set by the scheduler."""
         rows = self._rows
         return self._computed if rows is None else rows.num_computed.item(self.row)
 
@@ -288,19 +314,24 @@ class Request:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end the output: those asked for, and the model's own unless they are ignored."""
+        """Tokens that end the output: requested ones, and those of the model unless they are ignored."""
         asked = self.sampling.stop_token_ids
         return asked if self.sampling.ignore_eos else (*self.eos_token_ids, *asked)
 
     @property
     def held_ids(self) -> tuple[int, ...]:
-        """Tokens that are not drawn before ``min_tokens`` outputs: all that could end it, ignored ones, too."""
+        """Tokens that are not sampled before ``min_tokens`` outputs: all end tokens, ignored ones included."""
         return (*self.eos_token_ids, *self.sampling.stop_token_ids) if self.sampling.min_tokens else ()
 
     # -- tokens
 
     def token_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
-        """Tokens start .. stop-1 as a new int32 array. O(stop - start). ConfigError for negative places."""
+        """Return known tokens as a new int32 array. O(stop - start).
+
+        Args:
+            start: First token, 0 or more.
+            stop: Token after the last one; ``None`` for all.
+        """
         known = self.num_tokens
         if type(start) is not int or start < 0:
             start = integer("start", start, 0)
@@ -313,11 +344,16 @@ class Request:
         head = np.frombuffer(self._tokens, np.int32)[start:end].copy()
         if self._rows is None or end <= whole:
             return head
-        tail = self._rows.tail[self.row, max(start - whole, 0) : end - whole]
-        return np.concatenate((head, tail))
+        rest = self._rows.partial_block[self.row, max(start - whole, 0) : end - whole]
+        return np.concatenate((head, rest))
 
     def token_bytes(self, start: int, stop: int) -> bytes:
-        """Known tokens 0 <= start .. stop-1 as the bytes of an int32 array. O(stop - start), in haste."""
+        """Return known tokens as the bytes of an int32 array. O(stop - start); the fastest way.
+
+        Args:
+            start: First token, 0 or more; not checked.
+            stop: Token after the last one.
+        """
         whole = len(self._tokens)
         if stop <= whole and self._lent is None:
             return self._tokens[start:stop].tobytes()
@@ -327,28 +363,38 @@ class Request:
         head = self._tokens[start:end].tobytes()
         if self._rows is None or end <= whole:
             return head
-        return head + self._rows.tail[self.row, max(start - whole, 0) : end - whole].tobytes()
+        return head + self._rows.partial_block[self.row, max(start - whole, 0) : end - whole].tobytes()
 
     def token_tuple(self, start: int, stop: int) -> tuple[int, ...]:
-        """Known tokens 0 <= start .. stop-1. O(stop - start), in haste."""
+        """Return known tokens as a tuple. O(stop - start).
+
+        Args:
+            start: First token, 0 or more; not checked.
+            stop: Token after the last one.
+        """
         if stop <= len(self._tokens):
             return tuple(self._tokens[start:stop])
         return tuple(self.token_ids(start, stop).tolist())
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Tokens behind the prompt."""
+        """Known tokens after the prompt."""
         tokens: list[int] = self.token_ids(self.num_prompt_tokens).tolist()
         return tokens
 
     def append(self, token: int) -> None:
-        """One more token; hashes the block that it completes.
+        """Append one token, and hash the block that it completes.
 
-        ConfigError, and nothing appended, for what is no token id; HashError when its block could not be hashed.
+        Args:
+            token: A token id.
+
+        Raises:
+            ConfigError: It is no token id.
+            HashError: Its block could not be hashed. Nothing was appended.
         """
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             token = integer(f"token for {self.request_id!r}", token, 0, MAX_TOKEN_ID)
-        if self._lent is not None:  # asked here: nearly nobody's are, and each token comes this way
+        if self._lent is not None:  # tested here to save a call: every token passes here, and few are lent
             self.refuse_lent()
         if self._rows is not None:
             self._rows.append_one(self.row, token)
@@ -357,10 +403,14 @@ class Request:
         self._tokens = extended(self._tokens, token.to_bytes(4, byteorder))
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget the tokens behind the first ``num_tokens``, and the hashes of the blocks that they filled.
+        """Forget all tokens after the first ones, and the hashes of their blocks. O(tokens forgotten).
 
-        ConfigError for fewer than the prompt's, more than are known, and, while the request holds blocks,
-        fewer than are computed or published: those may be shared already. O(tokens forgotten).
+        Args:
+            num_tokens: Tokens to keep.
+
+        Raises:
+            ConfigError: Fewer than the prompt's, more than are known, or, for a resident request, fewer than are
+                computed or published, because other requests may share their blocks.
         """
         num_tokens = integer("num_tokens", num_tokens, most=MOST_COUNT)
         self.refuse_lent()
@@ -382,16 +432,18 @@ class Request:
         self.truncations += 1
 
     def refuse_lent(self) -> None:
-        """ConfigError where its tokens are an engine's own, which changes them itself."""
+        """Raise ConfigError if an engine keeps its tokens, which must then be changed there."""
         if self._lent is not None:
             raise ConfigError(f"tokens of {self.request_id!r} are its engine's: change them there, then synchronise")
 
     # -- hashes
 
     def hash_lent(self) -> None:
-        """Its full blocks are hashed, as far as tokens are known, unless its engine does so.
+        """Hash its full blocks up to the known tokens, unless its engine does so.
 
-        HashError as ``append``; ConfigError where the engine is late.
+        Raises:
+            HashError: As ``append``.
+            ConfigError: The engine has not hashed them yet.
         """
         if self.hasher is None or self._lent is None:
             return
@@ -404,15 +456,23 @@ class Request:
             )
 
     def extra_keys(self, first_block: int, count: int) -> list[Extra | None] | None:
-        """Extra keys of hash blocks first_block .. first_block + count - 1; None when all are empty."""
+        """Return the extra keys of hash blocks; ``None`` if all are empty.
+
+        Args:
+            first_block: The first hash block.
+            count: How many.
+        """
         return None if self._extras is None else self._extras.of_blocks(first_block, count)
 
     def encoder_keys(self, block_size: int) -> list[bytes]:
-        """Keys of what cross attention reads, in blocks of ``block_size`` tokens, the last one maybe not full.
+        """Return the keys of the encoder output that cross attention reads. O(encoder tokens), once.
 
-        Of the encoder's digest and token count, the adapter and the salt, not of the prompt; none without an encoder
-        input or a hasher. A chain of hash blocks that all hold the token count. O(encoder tokens), once. HashError as
+        They cover the encoder's digest and token count, the adapter and the salt, not the prompt: a chain of hash
+        blocks that all hold the token count. Empty without an encoder input or a hasher. Raises HashError as
         ``append``.
+
+        Args:
+            block_size: Tokens of a block; the last block may be partial.
         """
         if self.encoder is None or self.hasher is None:
             return []
@@ -425,7 +485,12 @@ class Request:
         return self._encoder_keys[block_size]
 
     def begins_as(self, other: Request, num_tokens: int) -> bool:
-        """Whether the first ``num_tokens`` tokens of both are the same, told apart by nothing else. O(num_tokens)."""
+        """Return whether both begin with the same tokens and extra keys. O(num_tokens).
+
+        Args:
+            other: The other request.
+            num_tokens: How many tokens to compare.
+        """
         mine, theirs = self.token_ids(0, num_tokens), other.token_ids(0, num_tokens)
         if len(mine) < num_tokens or not np.array_equal(mine, theirs):
             return False
@@ -433,7 +498,7 @@ class Request:
         return self._extras is other._extras or self.extra_keys(0, blocks) == other.extra_keys(0, blocks)
 
     def _common_hashes(self, earlier: Request) -> list[bytes]:
-        """Hashes of the full blocks that this request and ``earlier`` begin with: equal tokens and extra keys."""
+        """Return the hashes of the full blocks with which both requests begin: equal tokens and extra keys."""
         if self._lent is not None or earlier._lent is not None:
             return []
         if earlier.hasher is not self.hasher:
@@ -457,7 +522,7 @@ class Request:
         return earlier.hashes[:blocks]
 
     def _new_hashes(self, *more: int) -> list[bytes]:
-        """Hashes of the full blocks of ``_tokens``, with ``more`` behind them, that have none yet."""
+        """Return the missing hashes of the full blocks of ``_tokens`` followed by ``more``."""
         if self.hasher is None:
             return []
         size, done = self.hasher.block_size, len(self.hashes)
@@ -468,21 +533,28 @@ class Request:
             tokens = self.token_ids(done * size, full * size)
         else:
             rest = self._tokens
-            if more or done:  # what is whole, and all of it new, is read where it lies
+            if more or done:  # else all tokens are new, and are read in place
                 rest = rest[done * size :]
                 rest.extend(more)
             tokens = np.frombuffer(rest, np.int32)[: (full - done) * size]
         return self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, full - done))
 
     def hash_block(self, tokens: NDArray[np.int32]) -> None:
-        """The hash of one more full block, of ``tokens``, behind those there are. HashError, and nothing done."""
+        """Append the hash of one more full block.
+
+        Args:
+            tokens: int32, its tokens.
+
+        Raises:
+            HashError: It could not be hashed. Nothing was done.
+        """
         done = len(self.hashes)
         self.hashes += self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, 1))
 
     def _hashed(
         self, parent: bytes | None, tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None
     ) -> list[bytes]:
-        """Hashes of full blocks behind ``parent``. HashError whatever the hasher raised."""
+        """Return the hashes of full blocks after ``parent``. Raises HashError for every error of the hasher."""
         if self.hasher is None:
             return []
         try:
@@ -498,14 +570,23 @@ class Request:
 
 
 def hash_error(request_id: str, error: Exception) -> HashError:
-    """What is said of a hasher that raised ``error``."""
+    """Return the HashError of a request.
+
+    Args:
+        request_id: Its id.
+        error: The error of the hasher.
+    """
     return HashError(f"blocks of request {request_id!r} could not be hashed: {error!r}", (request_id,))
 
 
 def cut(tokens: array[int], length: int) -> array[int]:
-    """The first ``length`` of ``tokens``, which are theirs to change; a copy where somebody still looks at them.
+    """Return the first tokens: shortened in place, or a copy if a view of them is still alive.
 
-    Profilers and debuggers hold frames that ended, and with them views of what those read: nothing is resized then.
+    Profilers and debuggers hold frames that ended, and with them views of the array, which cannot be resized then.
+
+    Args:
+        tokens: The tokens; may be changed.
+        length: How many to keep.
     """
     try:
         del tokens[length:]
@@ -515,7 +596,12 @@ def cut(tokens: array[int], length: int) -> array[int]:
 
 
 def extended(tokens: array[int], octets: bytes) -> array[int]:
-    """``tokens`` with those of ``octets`` behind them; a copy where somebody still looks at them (cut)."""
+    """Return the tokens with more appended: in place, or a copy if a view of them is still alive (see ``cut``).
+
+    Args:
+        tokens: The tokens; may be changed.
+        octets: Bytes of the tokens to append.
+    """
     try:
         tokens.frombytes(octets)
     except BufferError:

@@ -1,4 +1,4 @@
-"""How the tokens of a request are drawn, and when it stops."""
+"""Sampling parameters: how the tokens of a request are sampled, and when it stops."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hybridkv.request.tokens import MAX_TOKEN_ID, check_ids, is_integer, is_numb
 from hybridkv.units import shown
 
 _LEAST_TEMPERATURE: Final = 1e-200
-"""Float32 logits over it are finite in float64. It is far below what still draws anything but the best token."""
-_MOST_SEED: Final = (1 << 255) - 1  # a branch's is larger, and must go on the wire, too
+"""Float32 logits divided by it are finite in float64. Far larger temperatures already sample only the best token."""
+_MOST_SEED: Final = (1 << 255) - 1  # the larger seeds of branches must fit the wire format, too
 _MOST_TOKENS: Final = (1 << 63) - 1
 MOST_BIAS: Final = 1e30  # float32 holds its sum with a logit
 _ID_DIGITS: Final = 10
@@ -31,32 +31,38 @@ Word = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn and when to stop. Names and meaning as in vLLM and transformers.
+    """How tokens are sampled and when to stop. Names and meanings as in vLLM and transformers.
 
-    What changes the logits of a draw comes in this order: bad_words, min_tokens, logit_bias, logits_processors,
-    repetition, frequency and presence penalty, temperature, top_k, top_p, min_p.
+    Logits are changed in this order: bad_words, min_tokens, logit_bias, logits_processors, repetition, frequency and
+    presence penalty, temperature, top_k, top_p, min_p. Values of another type or outside their range raise ConfigError;
+    numpy numbers are accepted as Python numbers.
 
-    temperature: 0 is greedy; else at least 1e-200. top_k: 0 is off. top_p, min_p: probabilities; 1 and 0 are off.
-    repetition_penalty: 1 is off; counts prompt and output (CTRL, arXiv 1909.05858); 1e-6 to 1e6.
-    frequency_penalty, presence_penalty: taken off the logit of a token for each time that it is in the output, and once
-    if it is there; -2 to 2, 0 is off.
-    seed: with the position of a token it alone decides the draw, whatever runs beside it.
-    max_tokens: most output tokens. stop_token_ids: each ends the output and is part of it.
-    stop: strings that end the output; found by whoever turns tokens into text. One alone, of either kind, is taken as
-    a tuple of one; any iterable becomes a tuple.
-    min_tokens: before so many output tokens neither an end token of the model (ignored or not) nor one of
-    stop_token_ids is drawn, and no stop string ends the output; at most max_tokens.
-    ignore_eos: go on behind the model's end token.
-    n: outputs wanted of one prompt, at most 16384, each by a seed of its own: seed, seed + 1, ...
-    logprobs, prompt_logprobs: how many log probabilities are wanted with each output token, and with each
-    token of the prompt (which must then be computed); None is none.
-    logit_bias: token id -> what is added to its logit, at most 1e30 either way; kept as pairs, by ascending id.
-    bad_words: each text, or the token ids that it has: where the output ends in all of them but the last, that one is
-    not drawn. An engine turns text into ids, at the beginning of a word and inside of one.
-    logits_processors: functions of output ids and logits, or of prompt ids, output ids and logits; what they return
-    takes the place of those logits. They may be asked of tokens that are only proposed and never come, and again of
-    the same ones: their arguments alone must decide. They stay in this process.
-    Raises ConfigError for values of another type or outside their range; numbers of numpy are taken as Python's.
+    Attributes:
+        temperature: 0 is greedy; else at least 1e-200.
+        top_k: Sample among so many best tokens; 0 is off.
+        top_p: Sample among the best tokens with so much probability; 1 is off.
+        min_p: Drop tokens with less than this share of the best token's probability; 0 is off.
+        repetition_penalty: 1e-6 to 1e6, 1 is off; counts prompt and output (CTRL, arXiv 1909.05858).
+        seed: The seed and the position of a token alone decide its draw, independent of other requests.
+        max_tokens: Most output tokens.
+        stop_token_ids: Each ends the output and is part of it. A single value counts as a tuple of one.
+        stop: Strings that end the output; found by the code that turns tokens into text. A single one counts as a tuple
+            of one.
+        ignore_eos: Go on after an end token of the model.
+        logprobs: Log probabilities to return with each output token; ``None`` is off.
+        prompt_logprobs: Log probabilities to return with each prompt token, which must then be computed; ``None`` is
+            off.
+        n: Outputs of one prompt, at most 16384; their seeds are seed, seed + 1, ...
+        presence_penalty: Subtracted once from the logit of each token in the output; -2 to 2, 0 is off.
+        frequency_penalty: Subtracted for each time that a token is in the output; -2 to 2, 0 is off.
+        min_tokens: Before so many output tokens no end token (ignored or not) and no token of ``stop_token_ids`` is
+            sampled, and no stop string ends the output; at most ``max_tokens``.
+        logit_bias: token id -> number added to its logit, at most 1e30 either way; kept as pairs, by ascending id.
+        bad_words: Texts, or their token ids. Where the output ends in all ids but the last, the last one is not
+            sampled. An engine turns text into ids, at the beginning of a word and inside of one.
+        logits_processors: Functions of (output ids, logits), or of (prompt ids, output ids, logits), that return new
+            logits. They may be called for proposed tokens that are then rejected, and again for the same ones, so the
+            result must depend on the arguments only. They stay in this process.
     """
 
     temperature: float = 0.0
@@ -84,7 +90,7 @@ class SamplingParams:
             value = getattr(self, name)
             plain = type(value) is kind
             if plain and (value is None or least <= value <= most):
-                continue  # as nearly always: all else here costs more
+                continue  # the usual case, without the cost of the checks below
             check_fields(self, _CHECKS[kind], name)
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
@@ -109,19 +115,26 @@ class SamplingParams:
 
     @property
     def named_tokens(self) -> set[int]:
-        """Token ids that logit_bias and bad_words name: whoever has a vocabulary checks them. O(those)."""
+        """Token ids in ``logit_bias`` and ``bad_words``, to be checked against a vocabulary. O(those)."""
         words = (word for word in self.bad_words if not isinstance(word, str))
         return {token for token, _ in self.biases}.union(*words)
 
     def of_branch(self, number: int) -> SamplingParams:
-        """Those of the ``number``-th branch of a request: one output, by a seed of its own."""
+        """Return the parameters of a branch: one output, with a seed of its own.
+
+        Args:
+            number: Number of the branch.
+        """
         return replace(self, n=1, seed=self.seed + number)
 
 
 def _listed(
     name: str, value: object, single: type | tuple[type, ...], holds: Callable[[Any], object], wanted: str
 ) -> tuple[Any, ...]:
-    """``value`` as a tuple of what ``holds`` takes; a ``single`` one becomes a tuple of one. ConfigError for others."""
+    """Return ``value`` as a tuple whose items satisfy ``holds``; a ``single`` one becomes a tuple of one.
+
+    Else ConfigError.
+    """
     given = (value,) if isinstance(value, single) and not isinstance(value, tuple) else _items(value)
     if given is None or not all(map(holds, given)):
         raise ConfigError(f"{name} must be {wanted}, got {shown(value)}")
@@ -129,7 +142,7 @@ def _listed(
 
 
 def _items(value: object) -> tuple[Any, ...] | None:
-    """What ``value`` holds; None where it is no collection of single things."""
+    """Return the items of ``value``; ``None`` if it is no collection."""
     if isinstance(value, tuple):
         return value
     if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray | Mapping) or is_number(value):
@@ -183,7 +196,14 @@ def _processors(name: str, value: object) -> tuple[LogitsProcessor, ...]:
 
 
 def takes_prompt(processor: LogitsProcessor) -> bool:
-    """Whether it is called with prompt ids, too. ConfigError for one that takes neither two arguments nor three."""
+    """Return whether a logits processor is called with prompt ids, too.
+
+    Args:
+        processor: The function.
+
+    Raises:
+        ConfigError: It takes neither two arguments nor three.
+    """
     for count in (2, 3):
         try:
             signature(processor).bind(*[None] * count)
@@ -203,9 +223,9 @@ _LISTS: Final[Mapping[str, Check]] = {
     "logits_processors": _processors,
 }
 _MAY_BE_NONE: Final = ("logit_bias", "bad_words", "logits_processors")
-"""Those for which None says the same as an empty list."""
+"""Fields for which None means an empty list."""
 _CHECKS: Final[Mapping[type, Check]] = {float: real, int: integer, NoneType: or_none(integer)}
-"""Of the type of each number's default."""
+"""Check of each number, by the type of its default."""
 _LOGPROBS: Final = (NoneType, 0, MAX_TOKEN_ID, "0 or more and below 2**31, or None (off)")
 _NUMBERS: Final[Mapping[str, tuple[type, float, float, str]]] = {
     "temperature": (float, 0, sys.float_info.max, "0 (greedy) or more"),
@@ -222,19 +242,32 @@ _NUMBERS: Final[Mapping[str, tuple[type, float, float, str]]] = {
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
 }
-"""Of each number: the type of its default, the least and the most that it may be, and how that is said."""
+"""For each number: type of its default, least and most value, and the rule in words."""
 
 
 # -- ids of the outputs of one request
 
 
 def branch_id(request_id: str, number: int) -> str:
-    """The id of the ``number``-th branch of a request."""
+    """Return the id of a branch of a request.
+
+    Args:
+        request_id: Id of the request.
+        number: Number of the branch.
+    """
     return f"{request_id}#{number}"
 
 
 def output_ids(request_id: str, n: int) -> list[str]:
-    """Ids of the ``n`` outputs of a request: its own, then those of its branches. ConfigError for other numbers."""
+    """Return the ids of the outputs of a request: its own, then those of its branches.
+
+    Args:
+        request_id: Id of the request.
+        n: Number of outputs.
+
+    Raises:
+        ConfigError: ``n`` is out of range.
+    """
     text("request_id", request_id)
     integer("n", n, 1, MOST_OUTPUTS)
     return [request_id, *(branch_id(request_id, number) for number in range(1, n))]

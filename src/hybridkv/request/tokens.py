@@ -1,7 +1,4 @@
-"""Token ids and token counts as callers give them, and what a request asks of others.
-
-Who lends it an engine's tokens, and who hashes its blocks.
-"""
+"""Token ids and counts as callers give them, and the protocols that a request uses: its lender and its hasher."""
 
 from __future__ import annotations
 
@@ -25,19 +22,30 @@ from hybridkv.units import MOST_COUNT, shown
 MAX_TOKEN_ID: Final = MOST_COUNT
 
 _UNSIGNED: Final = {np.dtype(np.int32): np.uint32, np.dtype(np.int64): np.uint64}
-"""Read so, negative numbers are the largest: one pass over an array tells of both ends."""
+"""Unsigned views, in which negative numbers are the largest: one pass over an array checks both limits."""
 
 
 def check_ids(ids: Iterable[int], what: str) -> None:
-    """ConfigError, about ``what``, unless all ``ids`` lie in 0 .. 2**31 - 1."""
+    """Raise ConfigError unless all ids lie in 0 .. 2**31 - 1.
+
+    Args:
+        ids: Token ids.
+        what: Their name, for the message.
+    """
     if any(not 0 <= token <= MAX_TOKEN_ID for token in ids):
         raise ConfigError(f"{what} must lie in 0 .. 2**31 - 1, got {', '.join(map(shown, ids))}")
 
 
 def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
-    """A copy of ``tokens`` as unsigned 32-bit integers below 2**31, type code I; ConfigError for ids that do not fit.
+    """Return a copy of token ids as unsigned 32-bit integers below 2**31, type code I. O(n).
 
-    O(n); a list costs some ten times what an array does.
+    A list takes about ten times as long as an array.
+
+    Args:
+        tokens: Token ids.
+
+    Raises:
+        ConfigError: These are no token ids.
     """
     if type(tokens) is not list and isinstance(tokens, bytes | bytearray | str | Mapping | AbstractSet | Iterator):
         raise ConfigError(f"token ids must be a sequence of integers, got {type(tokens).__name__}: tokenize it first")
@@ -50,7 +58,7 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
         out.frombytes(np.ascontiguousarray(tokens, np.int32).view(np.uint8).data)
         return out
     try:
-        out = array("I", tokens)  # a third of the time that signed ones take
+        out = array("I", tokens)  # unsigned: takes a third of the time of signed integers
         if not out or _all_fit(np.frombuffer(out, np.int32)):
             return out
     except TypeError as error:
@@ -64,7 +72,7 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
 
 
 def _all_fit(ids: NDArray[np.integer]) -> bool:
-    """Whether all of ``ids``, at least one, are token ids."""
+    """Return whether all of ``ids``, at least one, are token ids."""
     unsigned = _UNSIGNED.get(ids.dtype)
     if unsigned is None:
         return int(ids.min()) >= 0 and int(ids.max()) <= MAX_TOKEN_ID
@@ -72,19 +80,35 @@ def _all_fit(ids: NDArray[np.integer]) -> bool:
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is an integer, numpy's as well; no truth value."""
+    """Return whether a value is an integer, of Python or numpy, and no truth value.
+
+    Args:
+        value: The value.
+    """
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether it is an array of no dimension, which says that it can be iterated."""
+    """Return whether a value is an array without dimensions, which claims to be iterable.
+
+    Args:
+        value: The value.
+    """
     return isinstance(value, np.ndarray) and not value.ndim
 
 
 def checked_marks(marks: object, what: str = "marks") -> tuple[int, ...]:
-    """``marks`` ascending. ConfigError, about ``what``, unless they are distinct token counts, 1 .. 2**31 - 1."""
+    """Return marks in ascending order.
+
+    Args:
+        marks: Token counts.
+        what: Their name, for the message.
+
+    Raises:
+        ConfigError: They are no distinct token counts in 1 .. 2**31 - 1.
+    """
     if type(marks) is tuple and not marks:
-        return ()  # as nearly always
+        return ()  # the usual case
     if not isinstance(marks, Iterable) or isinstance(marks, str | bytes | bytearray) or is_number(marks):
         raise ConfigError(f"{what} must be a list of token counts, got {shown(marks)}")
     given = list(marks)
@@ -99,23 +123,29 @@ def checked_marks(marks: object, what: str = "marks") -> tuple[int, ...]:
 
 
 class Lender(Protocol):
-    """An engine's own request: ``num_tokens`` known tokens, in ``all_token_ids``; appended to, never changed."""
+    """An engine's own request. Tokens are appended to it, and never changed."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and outputs."""
+        """Tokens of prompt and outputs."""
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Theirs; slices of it are read."""
+        """Their ids, of which slices are read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lent:
-    """In place of a Request's prompt: who has its tokens, ``num_prompt_tokens`` of them the prompt's.
+    """Stands in place of a Request's prompt, if an engine keeps the tokens.
 
-    hashes: the engine's own list of one key a full hash block, which grows as it hashes; None: the request's hasher
-    hashes what is lent. ConfigError for what is none of these.
+    Attributes:
+        lender: The engine's own request.
+        num_prompt_tokens: Tokens of its prompt.
+        hashes: The engine's own list with one key a full hash block, which grows as the engine hashes. ``None``: the
+            request's hasher hashes the tokens.
+
+    Raises:
+        ConfigError: A value of another kind.
     """
 
     lender: Lender
@@ -131,7 +161,7 @@ class Lent:
 
 
 class Hasher(Protocol):
-    """Hashes blocks of tokens; see hybridkv.cache.hashing.BlockHasher."""
+    """Hashes blocks of tokens; see ``hybridkv.cache.hashing.BlockHasher``."""
 
     @property
     def block_size(self) -> int:
@@ -139,23 +169,42 @@ class Hasher(Protocol):
 
     @property
     def root(self) -> bytes:
-        """What the first block's hash builds on."""
+        """The parent of the first block's hash."""
 
     def hash_chain(
         self, parent: bytes | None, tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None = None
     ) -> list[bytes]:
-        """Hashes of consecutive full blocks, a new list; a tail shorter than a block is left out."""
+        """Return the hashes of consecutive full blocks, a new list; an incomplete last block is left out.
+
+        Args:
+            parent: Hash of the block before them; ``None`` for the root.
+            tokens: int32, their tokens.
+            extras: Extra keys of each block; ``None`` if no block has any.
+        """
 
     def hash_rows(
         self, parents: Sequence[bytes | None], tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None = None
     ) -> list[bytes]:
-        """Hashes of unrelated blocks, one a row of ``tokens`` [n, block_size], each with its own parent."""
+        """Return the hashes of unrelated blocks.
+
+        Args:
+            parents: Hash of the block before each; ``None`` for the root.
+            tokens: int32[n, block_size], one block a row.
+            extras: Extra keys of each block; ``None`` if no block has any.
+        """
 
 
 def checked_hasher(hasher: Hasher) -> Hasher:
-    """``hasher``; ConfigError for what is none."""
+    """Return a hasher that has all methods.
+
+    Args:
+        hasher: The hasher.
+
+    Raises:
+        ConfigError: A method is missing.
+    """
     asked = ("block_size", "root", "hash_chain", "hash_rows")
     missing = [name for name in asked if not hasattr(hasher, name)]
     if missing:
-        raise ConfigError(f"hasher must have {', '.join(missing)}, got {shown(hasher)}: hand over cache.hasher")
+        raise ConfigError(f"hasher must have {', '.join(missing)}, got {shown(hasher)}: pass cache.hasher")
     return hasher
