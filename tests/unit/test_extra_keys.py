@@ -156,7 +156,7 @@ def test_embeddings_changed_afterwards_change_nothing() -> None:
         (lambda: EncoderInput(b"d", 0), "at least 1 token, got 0"),
         (lambda: extras(multimodal=[MultimodalItem("b", 6, 2), IMAGE]), "'b' begins at token 6, .* ends at 7"),
         (lambda: extras(multimodal=[IMAGE, IMAGE]), "'cat' begins at token 2, .* ends at 7"),
-        (lambda: extras(multimodal=[MultimodalItem("b", 18, 3)]), "'b' ends at token 21, behind the prompt's 20"),
+        (lambda: extras(multimodal=[MultimodalItem("b", 18, 3)]), "'b' ends at token 21, after the prompt's 20"),
         (lambda: extras(prompt_embeds=np.zeros(3)), r"must be \[tokens, hidden\] .* got shape \(3,\)"),
         (lambda: extras(prompt_embeds=np.zeros((21, 2))), r"for 1 to 20 tokens, .* got shape \(21, 2\)"),
         (lambda: extras(prompt_embeds=np.zeros((0, 2))), r"got shape \(0, 2\)"),

@@ -50,6 +50,9 @@ from hybridkv.units import MOST_COUNT
 class CacheBounds:
     """Facts of a cache that no step changes, with the checks that need nothing else.
 
+    Args:
+        parts: The parts of the manager.
+
     Attributes:
         reads_encoder: Some layer reads the output of an encoder.
         drops_for_eagle: Some group drops the last block of each hit, as EAGLE needs.

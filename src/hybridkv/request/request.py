@@ -104,7 +104,7 @@ class Request:
         sampling: How its tokens are sampled; greedy by default.
         hasher: Hashes its blocks; ``None`` without prefix caching.
         cache_salt: Only requests with equal salts share blocks.
-        tenant: Whose memory share pays for the blocks kept of it (``KVCacheManager(shares=)``); by default its salt.
+        tenant: The tenant that pays for the blocks kept of it (``KVCacheManager(shares=)``); by default its salt.
         arrival_time: Seconds on the caller's clock.
         eos_token_ids: End tokens of the model.
         lora: Adapter. Like the next three, it distinguishes blocks of equal tokens; see ``hybridkv.extra_keys``.
@@ -307,6 +307,11 @@ class Request:
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, tokens: int) -> None:
+        """Set the count.
+
+        Args:
+            tokens: Computed or scheduled tokens.
+        """
         if self._rows is None:
             self._computed = tokens
         else:

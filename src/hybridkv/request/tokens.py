@@ -25,15 +25,15 @@ _UNSIGNED: Final = {np.dtype(np.int32): np.uint32, np.dtype(np.int64): np.uint64
 """Unsigned views, in which negative numbers are the largest: one pass over an array checks both limits."""
 
 
-def check_ids(ids: Iterable[int], what: str) -> None:
+def check_ids(ids: Iterable[int], name: str) -> None:
     """Raise ConfigError unless all ids lie in 0 .. 2**31 - 1.
 
     Args:
         ids: Token ids.
-        what: Their name, for the message.
+        name: Their name, for the message.
     """
     if any(not 0 <= token <= MAX_TOKEN_ID for token in ids):
-        raise ConfigError(f"{what} must lie in 0 .. 2**31 - 1, got {', '.join(map(shown, ids))}")
+        raise ConfigError(f"{name} must lie in 0 .. 2**31 - 1, got {', '.join(map(shown, ids))}")
 
 
 def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
@@ -97,12 +97,12 @@ def is_number(value: object) -> bool:
     return isinstance(value, np.ndarray) and not value.ndim
 
 
-def checked_marks(marks: object, what: str = "marks") -> tuple[int, ...]:
+def checked_marks(marks: object, name: str = "marks") -> tuple[int, ...]:
     """Return marks in ascending order.
 
     Args:
         marks: Token counts.
-        what: Their name, for the message.
+        name: Their name, for the message.
 
     Raises:
         ConfigError: They are no distinct token counts in 1 .. 2**31 - 1.
@@ -110,15 +110,15 @@ def checked_marks(marks: object, what: str = "marks") -> tuple[int, ...]:
     if type(marks) is tuple and not marks:
         return ()  # the usual case
     if not isinstance(marks, Iterable) or isinstance(marks, str | bytes | bytearray) or is_number(marks):
-        raise ConfigError(f"{what} must be a list of token counts, got {shown(marks)}")
+        raise ConfigError(f"{name} must be a list of token counts, got {shown(marks)}")
     given = list(marks)
     for mark in given:
         if not is_integer(mark) or not 0 < mark <= MAX_TOKEN_ID:
-            raise ConfigError(f"{what} must be token counts, 1 .. 2**31 - 1, got {shown(mark)}")
+            raise ConfigError(f"{name} must be token counts, 1 .. 2**31 - 1, got {shown(mark)}")
     ascending = sorted(map(int, given))
     twice = next((mark for mark, after in pairwise(ascending) if mark == after), None)
     if twice is not None:
-        raise ConfigError(f"{what} must be distinct, got {twice} twice")
+        raise ConfigError(f"{name} must be distinct, got {twice} twice")
     return tuple(ascending)
 
 

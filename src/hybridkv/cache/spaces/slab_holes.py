@@ -287,19 +287,22 @@ class SlabHoles:
     # -- give back
 
     def hold(self, part: Part, more: int) -> None:
-        """Reference the cached blocks of ``part`` (``more`` 1), or cache its referenced blocks (-1). O(part)."""
+        """Make cached blocks of ``part`` referenced (``more`` 1), or referenced ones cached (-1). O(part)."""
         self.referenced[part.of] += more * len(part.ids)
         self._count(part, held=more)
 
     def hold_one(self, block: int, of: int, more: int) -> None:
-        """Reference or cache one block of class ``of``. O(1)."""
+        """Make one block of class ``of`` referenced or cached. O(1)."""
         slab = (block - self.bases[of]) // self.ks[of]
         self.referenced[of] += more
         self.num_held[slab] += more
         self._file(slab, of)
 
     def hold_again(self, part: Part) -> None:
-        """Reference the cached blocks of ``part``, as if each had become a hole and been taken, one by one. O(part)."""
+        """Make the cached blocks of ``part`` referenced, as if each had become a hole and been taken, one by one.
+
+        O(part).
+        """
         self.hold(part, 1)
         self._current[part.of] = int(part.slabs[-1])
 

@@ -306,7 +306,7 @@ class SlabSpace:
         self.prepend(np.array([block]))
 
     def remove(self, ids: Ids) -> None:
-        """Reference cached blocks ``ids`` (distinct, of any classes) again. O(ids)."""
+        """Make cached blocks ``ids`` (distinct, of any classes) referenced again. O(ids)."""
         for of, some in self._cached_by_class(ids):
             self._uncache(of, some)
             self._holes.hold(self._holes.part(of, some), 1)
