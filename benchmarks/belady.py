@@ -10,7 +10,7 @@ to the byte, in slabs; one request runs at a time. Time is counted in requests.
 A wish for a state is declined where it is worth less than what would have to go. Where to keep states is known, too:
 wherever a later prompt leaves the longest beginning that it shares with any request before it, besides the ends of
 prompts and outputs. It is not the best there is: which of ends of different sizes bring most in all is a knapsack over
-time. With memory for all of it, it finds all that an endless cache does (tests/unit/test_belady.py).
+time. With memory for all of it, it finds all that an endless cache does (tests/unit/project/test_belady.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Final
 from hybridkv.errors import SchemaError, WireError
 from hybridkv.wire import decode_step
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "unit"))  # whose messages these are
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))  # whose messages these are
 
 from hostile_messages import HOSTILE, VALID
 

@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 SAMPLE = ("dots1", "gemma3n_text", "gemma4_text", "glm_moe_dsa", "mimo_v2_flash", "qwen2_moe", "starcoder2")
 """Every rule that a recipe can have: CI; the rest is `make test-all`'s."""
 ELSEWHERE = ("bailing_moe_linear",)
-"""Types that transformers has no model of: `tests/unit/test_lightning.py` holds them against model cards."""
+"""Types that transformers has no model of: `tests/unit/models/test_lightning.py` holds them against model cards."""
 ALL = [
     pytest.param(one, marks=() if one in SAMPLE else pytest.mark.thorough) for one in recipes() if one not in ELSEWHERE
 ]

@@ -12,7 +12,7 @@ reads one column more, because it looks one block past the boundary:
     A = 4 columns, need 2    . . x x | . . x x | . . x x |        EAGLE, need 3    . . x x | x . x x | x ...
 
 With retention only some boundaries are kept: every ``interval`` tokens, and those at which the request itself is likely
-to be resumed. vLLM 0.32 publishes the same columns; tests/unit/test_publishing.py has its numbers.
+to be resumed. vLLM 0.32 publishes the same columns; tests/unit/cache/test_publishing.py has its numbers.
 """
 
 from __future__ import annotations
