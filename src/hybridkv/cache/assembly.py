@@ -33,14 +33,13 @@ from hybridkv.cache.placement import DEFAULT_PLACEMENT, NoStates, Placement, pla
 from hybridkv.cache.plan import SlotPlanner
 from hybridkv.cache.policies import (
     AlignedStatePolicy,
-    AnyHits,
     AttentionPolicy,
     BlockHits,
+    BlocklessHits,
     ChunkSpan,
     EncoderPolicy,
     FullSpan,
     GroupKind,
-    NoHits,
     Policy,
     PositionHits,
     PublishRule,
@@ -218,11 +217,11 @@ class ReferenceLayout:
                 publishing = PublishRule(size, alignment, need, 0, self.retention)
                 return AlignedStatePolicy(size, spec.num_speculative_blocks, publishing, StateHits(size))
             case MambaSpec():
-                return RunningStatePolicy(size, 1 + spec.num_speculative_blocks, NoHits())
+                return RunningStatePolicy(size, 1 + spec.num_speculative_blocks, BlocklessHits(accepts=False))
             case CrossAttentionSpec():
-                return EncoderPolicy(size, NoHits(), keeps=True)
+                return EncoderPolicy(size, BlocklessHits(accepts=False), keeps=True)
             case EncoderOnlyAttentionSpec():
-                return EncoderPolicy(size, AnyHits(), keeps=False)
+                return EncoderPolicy(size, BlocklessHits(accepts=True), keeps=False)
             case _:
                 span = _span_of(spec)
                 return AttentionPolicy(size, span, PublishRule(size, alignment, past=past), BlockHits(span, size))
@@ -296,12 +295,14 @@ class NaturalLayout:
         match spec:
             case MambaSpec():
                 return RunningStatePolicy(
-                    hash_block, 1 + spec.num_speculative_blocks, PositionHits() if kind.publishes else NoHits()
+                    hash_block,
+                    1 + spec.num_speculative_blocks,
+                    PositionHits() if kind.publishes else BlocklessHits(accepts=False),
                 )
             case CrossAttentionSpec():
-                return EncoderPolicy(size, AnyHits(), keeps=True, by_digest=True)
+                return EncoderPolicy(size, BlocklessHits(accepts=True), keeps=True, by_digest=True)
             case EncoderOnlyAttentionSpec():
-                return EncoderPolicy(size, AnyHits(), keeps=False)
+                return EncoderPolicy(size, BlocklessHits(accepts=True), keeps=False)
             case SlidingWindowSpec():
                 span: Span = WindowSpan(spec.sliding_window)
             case _:

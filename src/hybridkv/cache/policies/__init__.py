@@ -44,9 +44,8 @@ from hybridkv.cache.policies.policy import (
 )
 from hybridkv.cache.policies.state import (
     AlignedStatePolicy,
-    AnyHits,
+    BlocklessHits,
     EncoderPolicy,
-    NoHits,
     PositionHits,
     RunningStatePolicy,
     StateHits,
@@ -54,16 +53,16 @@ from hybridkv.cache.policies.state import (
 
 StatePolicy = AlignedStatePolicy | RunningStatePolicy
 Policy = AttentionPolicy | AlignedStatePolicy | RunningStatePolicy | EncoderPolicy
-Hits = BlockHits | TokenHits | StateHits | PositionHits | NoHits | AnyHits
+Hits = BlockHits | TokenHits | StateHits | PositionHits | BlocklessHits
 
 __all__ = [
     "NEVER",
     "NEW",
     "UNPUBLISHED",
     "AlignedStatePolicy",
-    "AnyHits",
     "AttentionPolicy",
     "BlockHits",
+    "BlocklessHits",
     "ChunkSpan",
     "Demand",
     "EncoderPolicy",
@@ -72,7 +71,6 @@ __all__ = [
     "GroupKind",
     "GroupPlan",
     "Hits",
-    "NoHits",
     "Policy",
     "PositionHits",
     "PublishRule",

@@ -63,9 +63,17 @@ class PositionHits:
 
 
 @dataclass(frozen=True, slots=True)
-class NoHits:
-    """States that are not kept, and encoder outputs that are not shared: no prefix can be resumed."""
+class BlocklessHits:
+    """The answer of groups that adopt no block of a prefix: they accept every hit of the other groups, or reject all.
 
+    Layers that keep nothing, or whose blocks are looked up separately, accept. States that are not kept, and encoder
+    outputs that are not shared, reject: no prefix can be resumed.
+
+    Attributes:
+        accepts: Whether hits of the other groups are accepted.
+    """
+
+    accepts: bool
     copies: bool = False
     downward_closed: bool = False
 
@@ -78,32 +86,8 @@ class NoHits:
         return num_tokens
 
     def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
-        """Return a hit of no tokens."""
-        return GroupHit(0, NONE)
-
-    def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - as above
-        """Return 0: nothing is copied."""
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class AnyHits:
-    """Layers that keep nothing, or whose blocks are looked up separately: they accept every hit of the other groups."""
-
-    copies: bool = False
-    downward_closed: bool = False
-
-    def columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
-        """Return 0."""
-        return 0
-
-    def first_needed(self, num_tokens: int) -> int:
-        """Return ``num_tokens``: no earlier token is needed."""
-        return num_tokens
-
-    def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
-        """Return a hit of the whole candidate."""
-        return GroupHit(search.end_tokens, NONE)
+        """Return a hit of the whole candidate, or of no tokens."""
+        return GroupHit(search.end_tokens if self.accepts else 0, NONE)
 
     def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - as above
         """Return 0: nothing is copied."""
@@ -130,7 +114,7 @@ class RunningStatePolicy:
 
     block_size: int
     row_columns: int
-    hits: PositionHits | NoHits
+    hits: PositionHits | BlocklessHits
     publishing: None = None
     only_grows: bool = False
     rotates: bool = True
@@ -189,7 +173,7 @@ class EncoderPolicy:
     """
 
     block_size: int
-    hits: NoHits | AnyHits
+    hits: BlocklessHits
     keeps: bool
     by_digest: bool = False
     publishing: None = None
