@@ -81,7 +81,7 @@ page-pictures: .venv/dev.stamp
 
 # the documentation site, into site/
 docs: .venv/dev.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -131,6 +131,6 @@ def test_all_is_every_extra_but_those_of_developers_vllm_ray_and_what_is_compile
     named = set(every.removeprefix("hybridkv[").removesuffix("]").split(","))
     assert named == extras.keys() - {"all", "docs", "dev", "native", "ray", "vllm"}
     readme = (ROOT / "README.md").read_text("utf-8")
-    shown = set(re.findall(r"pip install '?hybridkv(?:\[([a-z,]+)\])?", readme))
+    shown = set(re.findall(r"`pip install '?\.(?:\[([a-z,]+)\])?'?`", readme))
     assert {"", "cli", "cli,runner", "all"} <= shown
     assert {one for group in shown for one in group.split(",") if one} <= extras.keys()
