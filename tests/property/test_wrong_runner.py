@@ -130,7 +130,7 @@ def test_values(value: object) -> None:
 
 def test_devices_that_hold_nothing() -> None:
     for device in ("meta", "cuda:99", "nowhere"):
-        with pytest.raises(HybridKVError, match="cannot hold a model"):
+        with pytest.raises(HybridKVError, match="cannot hold tensors"):
             load("tiny:llama", device=device)
 
 

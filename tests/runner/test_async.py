@@ -459,7 +459,7 @@ def test_what_is_no_exception_in_a_forward_leaves_nobody_waiting(raised: BaseExc
             tasks = [asyncio.create_task(read(front, prompt, greedy(8))) for prompt in PROMPTS[:2]]
             done, waiting = await asyncio.wait(tasks, timeout=20)
         assert not waiting
-        said = f"the engine's thread ended by {type(raised).__name__}: close the engine"
+        said = f"the engine's thread ended with {type(raised).__name__}: close the engine"
         for task in done:
             assert str(task.exception()).startswith(said)
         with pytest.raises(CacheError, match=said):

@@ -123,7 +123,7 @@ def test_wrong_ends_are_found(make_engine: EngineFactory) -> None:
     stop = done[3].token_ids[5]
     params = [*PARAMS[:3], replace(PARAMS[3], stop_token_ids=(stop,))]
     report = check_completions(loaded_model("llama"), done, params, recorder)
-    assert report.wrong_ends == ("request 3 went on behind a stop token",)
+    assert report.wrong_ends == ("request 3 continued after a stop token",)
 
 
 def test_the_recorder_keeps_the_largest_logits() -> None:

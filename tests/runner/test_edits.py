@@ -522,7 +522,7 @@ def test_tokens_that_are_not_there_are_refused(make_engine: EngineFactory) -> No
     loaded, prompt = loaded_model("llama"), [1, 2, 3]
     engine = make_engine(loaded, [prompt], 8)
     for change in ({"logit_bias": {257: 1.0}}, {"bad_words": ((1, 257),)}):
-        with pytest.raises(ConfigError, match="name token 257, which lies outside the vocabulary of tiny:llama"):
+        with pytest.raises(ConfigError, match="name token 257, which is outside the vocabulary of tiny:llama"):
             engine.add(prompt, SamplingParams(**change))
     assert engine.idle
     bare = make_engine(LoadedModel("bare", loaded.model, None, ()), [prompt], 8)

@@ -167,7 +167,7 @@ def test_real_drafters(name: str, drafter: str, make_engine: EngineFactory) -> N
 
 
 def test_an_encoder_decoder_cannot_draft(make_engine: EngineFactory) -> None:
-    with pytest.raises(ConfigError, match="tiny:t5 reads an encoder's input, which drafts have none of"):
+    with pytest.raises(ConfigError, match="tiny:t5 is an encoder-decoder, and drafts have no encoder input"):
         DraftModel(make_engine(loaded_model("t5"), [[0]], 4))
 
 

@@ -128,7 +128,7 @@ def test_what_is_no_batch_or_no_sampling_is_refused(make_engine: EngineFactory) 
         (iter(PROMPTS), "got list_iterator"),
     ]
     for prompts, message in batches:
-        with pytest.raises(ConfigError, match=f"prompts must be a list, each of them text .*, {message}"):
+        with pytest.raises(ConfigError, match=f"prompts must be a list of texts .*, {message}"):
             engine.generate(prompts)
         with pytest.raises(ConfigError, match="prompts must be a list"):
             one_each(prompts, None)
@@ -323,10 +323,10 @@ def test_what_ended_the_thread_is_not_hidden_and_closing_ends_it() -> None:
 
     async def work() -> None:
         engine.step = broken  # type: ignore[assignment, method-assign]  # what no reader can be told of
-        with pytest.raises(CacheError, match="ended by Gone: close the engine") as found:
+        with pytest.raises(CacheError, match="ended with Gone: close the engine") as found:
             await read(front, PROMPTS[0])
         assert isinstance(found.value.__cause__, Gone)
-        with pytest.raises(CacheError, match="ended by Gone"):
+        with pytest.raises(CacheError, match="ended with Gone"):
             await read(front, PROMPTS[1])
         with pytest.raises(Gone):
             await front.close()

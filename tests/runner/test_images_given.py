@@ -119,7 +119,7 @@ def test_as_many_images_as_prompts(make_engine: EngineFactory) -> None:
 
 @pytest.mark.parametrize("wrong", ["a", 3])
 def test_a_processor_must_be_one(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="the processor must take a text and its pictures"):
+    with pytest.raises(ConfigError, match="the processor must be callable"):
         wrap(image_model("qwen3_vl").model, processor=wrong)
 
 
@@ -169,7 +169,7 @@ def test_a_processor_comes_with_its_folder(folder: Path, monkeypatch: pytest.Mon
 def test_a_processor_that_cannot_be_made_is_said_in_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "preprocessor_config.json").write_text("[]")
     assert load(folder).processor is None
-    assert "no pictures, its processor cannot be made here" in caplog.text
+    assert "takes no pictures here, because its processor cannot be made" in caplog.text
 
 
 def test_the_example_says_what_transformers_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_arguments_that_contradict_each_other() -> None:
         Engine(loaded, plan, memory="1MiB")
     with pytest.raises(ConfigError, match="leave the plan out"):
         Engine(loaded, plan, max_model_len=16)
-    with pytest.raises(ConfigError, match="leave the tokenizer out"):
+    with pytest.raises(ConfigError, match="leave the argument tokenizer out"):
         Engine(loaded, plan, tokenizer=TOKENIZER)
     assert loaded.model.config._attn_implementation == "eager"
 

@@ -140,7 +140,7 @@ def test_a_quantized_cache_that_is_not_applied_is_told_of(number: str, caplog: p
         assert engine.plan.model.dtype == "float32"
     (told,) = caplog.messages
     assert "kv_cache_scheme" in told
-    assert told.endswith("here they are kept as the model computes them, in float32")
+    assert told.endswith("the pages hold them in the model's dtype, float32")
 
 
 def test_an_engine_runs_what_the_planner_cannot_read(tmp_path: Path) -> None:

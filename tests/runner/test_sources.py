@@ -170,8 +170,8 @@ def test_what_comes_from_the_hub_is_looked_at_like_any_folder(hub: Path) -> None
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("org/other", "as a name on the hub it is neither in the local cache nor can it be fetched: "),
-        ("org/name", "neither in the local cache nor"),  # known, but no file of it is there
+        ("org/other", "as a name on the hub it is not in the local cache and cannot be fetched: "),
+        ("org/name", "not in the local cache and cannot"),  # known, but no file of it is there
         ("a/b/c", "neither a folder nor tiny:NAME, nor a .gguf file or a name on the hub"),
         ("../name", "neither a folder nor tiny:NAME, nor"),
         ("no.gguf", "neither a folder nor tiny:NAME, nor"),

@@ -355,7 +355,7 @@ def test_an_engine_closes_its_drafter_and_refuses_one_that_does_not_fit(make_eng
     other: Drafter = DraftModel(Engine(load("tiny:llama"), memory="1MiB", max_model_len=32))
     wrong = replace(loaded, tokenizer=None)
     wrong.model.resize_token_embeddings(300)
-    with pytest.raises(ConfigError, match="a draft model needs the vocabulary of its target"):
+    with pytest.raises(ConfigError, match="use a draft model with the vocabulary of its target"):
         Engine(wrong, memory="64MiB", max_model_len=64, speculate=other)
     wrong.model.resize_token_embeddings(257)
     other.close()

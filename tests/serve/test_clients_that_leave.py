@@ -175,7 +175,7 @@ def test_a_forward_that_asks_the_process_to_end_is_answered(kind: type, monkeypa
         monkeypatch.setattr(engine.runner, "execute", ends)
         for _ in range(2):
             message = served.refused(PATH, 503, prompt="a")["message"]
-            assert message == f"the engine's thread ended by {kind.__name__}: close the engine and make another one"
+            assert message == f"the engine's thread ended with {kind.__name__}: close the engine and make another one"
         assert served.client.get("/health").status_code == 503
 
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.drafters import Drafter
     from hybridkv.runner.engine import Engine, EngineOptions
     from hybridkv.runner.load import LoadedModel
-    from hybridkv.runner.prompts import Hear, Prompts
+    from hybridkv.runner.prompts import Prompts, ReadEncoder
     from hybridkv.schedule import SchedulerStatistics
 
 _CHECK_FAILED: Final = 1
@@ -159,10 +159,10 @@ def _prompts(
             raise ConfigError(f"{loaded.name} is an encoder-decoder: give --prompts with what its encoder reads")
         return read_conversations(messages, loaded, defaults, system=system, skip_bad_lines=skip_bad_lines)
     folder = Path() if prompts is None else prompts.parent
-    hear: Hear | None = (lambda given: read_encoder_input(loaded, given, folder)) if hears else None
+    read_encoder: ReadEncoder | None = (lambda given: read_encoder_input(loaded, given, folder)) if hears else None
 
     def checked(prompt: Any) -> list[int]:  # noqa: ANN401  # text or ids, as encode takes them
-        return encode(loaded, prompt if hear is None or len(prompt) else loaded.decoder_start)
+        return encode(loaded, prompt if read_encoder is None or len(prompt) else loaded.decoder_start)
 
     if prompts is None and loaded.model.main_input_name != "input_ids":
         raise ConfigError(
@@ -170,9 +170,11 @@ def _prompts(
             'of lines such as {"encoder": "sound.npy"}'
         )
     if prompts is None:
-        return built_in_prompts(checked, defaults, hear)
+        return built_in_prompts(checked, defaults, read_encoder)
     vocab_size = loaded.vocab_size
-    return read_prompts(prompts, checked, defaults, vocab_size=vocab_size, skip_bad_lines=skip_bad_lines, hear=hear)
+    return read_prompts(
+        prompts, checked, defaults, vocab_size=vocab_size, skip_bad_lines=skip_bad_lines, read_encoder=read_encoder
+    )
 
 
 def _run(

@@ -1,13 +1,13 @@
-"""AsyncEngine: an Engine behind asyncio.
+"""AsyncEngine: an Engine for the tasks of an asyncio event loop.
 
-    event loop   stream(), read() -> Reader -----> arrivals        parts -> async for, Reading.next()
+    event loop   stream(), read() -> _Reader ----> arrivals       increments -> async for, Reading.next()
                                                       |              ^
-    one thread                               turn: open streams, one step, take what is new
+    one thread                               turn: open streams, run one step, take new increments
 
-The thread owns the engine; the loop hands it readers and takes parts back between its turns. A reader holds at most
-``max_unread`` increments. Behind that nothing is taken for it: what its request outputs meanwhile comes later in one
-larger increment (see Stream), so a slow reader costs no memory and holds nobody up. When every
-reader is that far behind, no step runs.
+One thread owns the engine. Between its turns, the event loop adds readers to ``arrivals`` and delivers increments to
+them. A reader holds at most ``max_unread`` increments. When it is full, nothing more is taken from its stream: the
+later output of its request arrives in one larger increment (Stream). A slow reader therefore costs no memory and delays
+no other reader. When all readers are full, no step runs.
 """
 
 from __future__ import annotations
@@ -38,39 +38,46 @@ T = TypeVar("T")
 
 
 class EventSink(Protocol):
-    """Who is told what a cache stores and forgets, such as a KVEventPublisher."""
+    """Receives the events of a cache. KVEventPublisher is one."""
 
     def publish(self, events: Sequence[KVCacheEvent]) -> None:
-        """``events``, oldest first, maybe none. It must not wait."""
+        """Publish ``events``, oldest first; the sequence may be empty. This call must not block.
+
+        It runs between steps.
+        """
         ...
 
 
 _News = Callable[[], None]
-"""What a turn has for a reader: its ``deliver`` with what it delivers."""
+"""A reader's ``deliver`` with its arguments: the engine's thread makes it, the event loop calls it."""
 
 
 class _Bell:
-    """Rung for one task that waits, maybe. What it is rung for must be seen elsewhere: nobody remembers a ring."""
+    """Wakes the one task that waits.
+
+    A ring without a waiting task is lost, so the task must check its state before it waits.
+    """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()  # asked for once: a system call
+        self._loop = asyncio.get_running_loop()  # kept: each look-up asks for the process id, a system call
         self._waits: asyncio.Future[None] | None = None
 
     def ring(self) -> None:
-        """Who waits goes on."""
+        """Wake the waiting task, if there is one."""
         if self._waits is not None and not self._waits.done():
             self._waits.set_result(None)
 
     async def wait(self) -> None:
-        """For the next ring."""
+        """Wait for the next ring."""
         self._waits = self._loop.create_future()
         await self._waits
 
 
 class _Reader:
-    """Of one request. open_stream: queues it, in the engine's thread. ``stream`` is that thread's alone.
+    """Unread increments of one request. The engine's thread calls ``open_stream``, and alone uses ``stream``.
 
-    bell: rung for what is delivered; wake: set when there is room again. ended: nothing more is delivered.
+    ``bell`` rings after each delivery; ``wake`` is set when a full reader has room again. After ``ended``, nothing more
+    is delivered. ``left``: the reading task has gone, so its request is to be aborted.
     """
 
     def __init__(self, open_stream: Callable[[], Stream], max_unread: int, bell: _Bell, wake: asyncio.Event) -> None:
@@ -83,26 +90,29 @@ class _Reader:
 
     @property
     def room(self) -> int:
-        """Increments that may still be put in. The engine's thread may ask: it only grows between deliveries."""
+        """Increments that may still be delivered. The engine's thread may read it.
+
+        It only grows between two deliveries.
+        """
         return self._max_unread - len(self._parts)
 
     @property
     def waits(self) -> bool:
-        """Whether a step could bring what there is room for."""
+        """Whether this reader has room for output that a step could bring."""
         return not self.ended and self.room > 0
 
     @property
     def over(self) -> bool:
-        """Nothing is left to read, not even what went wrong."""
+        """Whether nothing is left to read, neither increments nor an error."""
         return self.ended and not self._parts and self._error is None
 
     @property
     def failed(self) -> bool:
-        """What went wrong is all that is left to read."""
+        """Whether only the error is left to read."""
         return not self._parts and self._error is not None
 
     def deliver(self, parts: Sequence[Increment] = (), *, ended: bool = False, error: Exception | None = None) -> None:
-        """More to read, maybe the last, maybe with what went wrong; nothing behind an error."""
+        """Add increments, and perhaps the end or an error. A delivery after the end is ignored."""
         if self.ended:
             return
         self._parts += parts
@@ -111,7 +121,10 @@ class _Reader:
         self._bell.ring()
 
     def take(self, most: int | None) -> list[Increment]:
-        """All that is there, or ``most`` of it. Raises what went wrong where nothing is."""
+        """Return the unread increments, ``most`` of them at most.
+
+        Raise the error once no increment is left before it.
+        """
         if self._error is not None and self.failed:
             raise self._error
         if not self.room:
@@ -121,22 +134,28 @@ class _Reader:
 
 
 class Reading:
-    """Requests that one task reads together: see ``AsyncEngine.read``."""
+    """Requests that one task reads together (``AsyncEngine.read``)."""
 
     def __init__(self, readers: Sequence[_Reader], bell: _Bell, leave: Callable[[_Reader], None]) -> None:
         self._readers, self._bell, self._leave = readers, bell, leave
         self._unread = list(enumerate(readers))
 
     async def next(self, most: int | None = None) -> list[tuple[int, Increment]]:
-        """Everything that is new, each with the number of its request; waits for it. Empty behind the last.
+        """Wait for new increments of any request. O(requests + increments).
 
-        most: increments of a request to take at once; None for all that are there.
-        Raises what went wrong with any request, behind what came of it before. O(requests + increments).
+        Args:
+            most: increments to take of each request; None for all.
+
+        Returns:
+            (number of the request, increment) pairs; an empty list after the last one.
+
+        Raises:
+            Exception: the error of a request, after its increments were returned.
         """
         while self._unread:
             found = list[tuple[int, Increment]]()
             for number, one in self._unread:
-                if not (found and one.failed):  # which the next call says
+                if not (found and one.failed):  # the next call raises the error: what was found must not be lost
                     found += ((number, part) for part in one.take(most))
             self._unread = [one for one in self._unread if not one[1].over]
             if found:
@@ -147,11 +166,11 @@ class Reading:
 
     @property
     def ended(self) -> bool:
-        """Nothing is there, and nothing more will come."""
+        """Whether everything was read and nothing more will come."""
         return not self._unread
 
     def leave(self) -> None:
-        """Read no further, which aborts what still runs: ``next`` finds nothing more, and ends if it waits."""
+        """Stop reading, and abort the requests that still run. A waiting ``next`` then returns an empty list."""
         self._unread = []
         for one in self._readers:
             self._leave(one)
@@ -159,24 +178,29 @@ class Reading:
 
 
 class AsyncEngine:
-    """``engine`` for any number of tasks of one event loop. Use it as ``async with``, or call ``close``.
+    """Serves an Engine to any number of tasks of one event loop. Use it with ``async with``, or call ``close``.
 
-    engine: has not run yet, and is used by nobody else from here on: a thread of its own drives it.
-    max_unread: increments that a reader may leave unread, at least 1, before its request's output is gathered
-    instead. An error of a forward reaches every open stream and ends it; requests that come later run.
-    events: told, from that thread, what the cache stores and forgets; the engine's options have kv_events then.
-    Raises ConfigError for a max_unread below 1, and for events of an engine that has none.
+    The engine runs in a thread of its own. An error in a model's forward ends every open stream; later requests run.
+
+    Args:
+        engine: an engine that has not run yet; use it only through this object from here on.
+        max_unread: increments, at least 1, that a reader may leave unread. The output after them is collected into
+            one increment.
+        events: receives the events of the cache, in the engine's thread. The engine needs the option ``kv_events``.
+
+    Raises:
+        ConfigError: ``max_unread`` is below 1, or ``events`` are given and the engine has no ``kv_events``.
     """
 
     def __init__(self, engine: Engine, *, max_unread: int = 16, events: EventSink | None = None) -> None:
         self._events = events
         self._engine, self._max_unread = instance("engine", engine, Engine), integer("max_unread", max_unread, 1)
         if events is not None and not engine.options.kv_events:
-            raise ConfigError("events need an engine whose cache tells them: EngineOptions(kv_events=True)")
+            raise ConfigError("events need an engine whose cache reports them: set EngineOptions(kv_events=True)")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv")
         self._readers: set[_Reader] = set()
         self._arrivals: deque[_Reader] = deque()
-        self._open: list[_Reader] = []  # of the thread alone
+        self._open: list[_Reader] = []  # only the engine's thread uses it
         self._wake = asyncio.Event()
         self._turns: asyncio.Task[None] | None = None
         self._closed = False
@@ -185,10 +209,22 @@ class AsyncEngine:
     async def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[Increment, None]:
-        """Increments of a prompt's output, as ``Engine.stream`` has them; the request is queued with the first ask.
+        """Yield the increments of one prompt's output (``Engine.stream``).
 
-        A reader that is cancelled, or leaves early (``contextlib.aclosing``), aborts the request.
-        Raises as ``Engine.add``, what a forward raised, and CacheError once the engine is closed.
+        The request is queued at the first iteration.
+
+        If the reading task is cancelled or closes the generator (``contextlib.aclosing``), the request is aborted.
+
+        Args:
+            prompt: text or token ids.
+            sampling: how tokens are drawn; None for SamplingParams().
+            options: see RequestOptions.
+
+        Raises:
+            ConfigError: the request is invalid (``Engine.add``).
+            CapacityError: the request can never fit.
+            CacheError: the engine is closed.
+            Exception: an error of the model's forward.
         """
         with self.read([lambda engine: engine.stream(prompt, sampling, **options)]) as reading:
             while found := await reading.next(most=1):
@@ -196,11 +232,14 @@ class AsyncEngine:
 
     @contextmanager
     def read(self, requests: Sequence[Callable[[Engine], Stream]]) -> Iterator[Reading]:
-        """``requests`` queued, for one task that reads them all, and aborted where they go on when it leaves.
+        """Queue ``requests`` for one task that reads them together. Requests that still run when it leaves are aborted.
 
-        requests: each queues its own by ``Engine.stream``, in the engine's thread. Whoever reads takes all increments
-        there are at once. Raises CacheError once the engine is closed, ConfigError for what is no list of functions;
-        Reading.next as ``stream``.
+        Args:
+            requests: functions that queue one request each with ``Engine.stream``; the engine's thread calls them.
+
+        Raises:
+            ConfigError: ``requests`` is not a list of functions.
+            CacheError: the engine is closed.
         """
         if not isinstance(requests, list | tuple) or not all(map(callable, requests)):
             raise ConfigError(f"requests must be a list of functions of an engine, got {shown(requests)}")
@@ -222,7 +261,22 @@ class AsyncEngine:
         encoders: Sequence[Given] | None = None,
         images: Sequence[Images | None] | None = None,
     ) -> list[Completion]:
-        """As ``Engine.generate``. When one request fails, or the caller is cancelled, all are aborted."""
+        """Run ``prompts`` to their ends. When one request fails, or the calling task is cancelled, all are aborted.
+
+        Args:
+            prompts: text or token ids each.
+            sampling: one for all prompts, or one for each.
+            encoders: for encoder-decoders, the encoder's input of each prompt.
+            images: the images of each prompt; None for a prompt without.
+
+        Returns:
+            The completions in the order of the prompts; the ``n`` outputs of one prompt follow each other.
+
+        Raises:
+            ConfigError: a request is invalid (``Engine.add``).
+            CapacityError: a request can never fit.
+            CacheError: the engine is closed.
+        """
 
         def queued(
             prompt: Prompt, sampling: SamplingParams | None, encoder: Given | None, images: Images | None
@@ -238,34 +292,50 @@ class AsyncEngine:
         return [done[at] for at in sorted(done)]
 
     def abort(self, request_id: str) -> bool:
-        """End a request from any thread; its stream ends with reason "abort". False for an id that does not run.
+        """End a request. Any thread may call it.
 
-        CacheError once the engine is closed.
+        Args:
+            request_id: of a request that was added; its stream ends with the reason "abort".
+
+        Returns:
+            Whether such a request was running or waiting.
+
+        Raises:
+            CacheError: the engine is closed.
         """
         return self._engine.abort(request_id)
 
     def statistics(self) -> SchedulerStatistics:
-        """The scheduler's counts so far; from any thread."""
+        """Return the scheduler's counts so far. Any thread may call it."""
         return self._engine.statistics()
 
     @property
     def ended(self) -> bool:
-        """Nothing runs here any more: it was closed, or its thread died."""
+        """Whether the engine was closed or its thread died."""
         return self._closed or (self._turns is not None and self._turns.done())
 
     async def between_steps(self, ask: Callable[[Engine], T]) -> T:
-        """What ``ask`` finds or does with the engine, in its thread while no step runs. It must be quick.
+        """Run ``ask`` with the engine, in its thread and between two steps.
 
-        Raises what ``ask`` does, and CacheError once the engine is closed.
+        Args:
+            ask: a quick function: no step runs meanwhile.
+
+        Returns:
+            The result of ``ask``.
+
+        Raises:
+            CacheError: the engine is closed.
+            Exception: an error that ``ask`` raises.
         """
         if self.ended:
             raise self._over()
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._asked, ask)
 
     async def close(self) -> None:
-        """End every request (streams raise CacheError), and close the engine. Again: nothing.
+        """End every request and close the engine; open streams raise CacheError. A second call does nothing.
 
-        Raises what the engine's thread died of, with everything closed.
+        Raises:
+            BaseException: the error that ended the engine's thread; everything is closed by then.
         """
         if self._closed:
             return
@@ -305,7 +375,7 @@ class AsyncEngine:
         self._wake.set()
 
     async def _take_turns(self) -> None:
-        """Turns of the thread, one behind the other, while there is something to do; until the end."""
+        """Run turns of the engine's thread, one after the other, while there is work; until the end."""
         loop = asyncio.get_running_loop()
         try:
             while not self._closed:
@@ -321,7 +391,7 @@ class AsyncEngine:
         except asyncio.CancelledError as error:
             self._died_of = error
             raise
-        except BaseException as error:  # raised by a task, SystemExit and KeyboardInterrupt would stop the event loop
+        except BaseException as error:  # a task that raised SystemExit or KeyboardInterrupt would stop the event loop
             self._died_of = error
             logger.critical("the engine's thread ended: %s", type(error).__name__, exc_info=error)
         finally:
@@ -330,16 +400,16 @@ class AsyncEngine:
                     reader.deliver(error=self._over())
 
     def _over(self) -> CacheError:
-        """Why nothing is read any more."""
+        """Return the error that readers get once the engine has ended."""
         if self._died_of is None:
             return engine_closed()
-        kind = type(self._died_of).__name__  # what it says is in the log: a server shows this to its clients
-        over = CacheError(f"the engine's thread ended by {kind}: close the engine and make another one")
+        kind = type(self._died_of).__name__  # its message is in the log alone: a server shows this error to its clients
+        over = CacheError(f"the engine's thread ended with {kind}: close the engine and make another one")
         over.__cause__ = self._died_of
         return over
 
     def _wanted(self) -> bool:
-        """Whether anybody waits; those who left want their blocks freed."""
+        """Whether a turn is useful: a reader has room, or there is no reader left and blocks are to be freed."""
         reading = [one for one in self._readers if not one.ended]
         return not reading or any(one.waits for one in reading)
 
@@ -349,15 +419,19 @@ class AsyncEngine:
         try:
             return ask(self._engine)
         finally:
-            self._tell()
+            self._publish()
 
-    def _tell(self) -> None:
-        """What the cache has stored and forgotten since the last time."""
+    def _publish(self) -> None:
+        """Publish the cache's events since the last call."""
         if self._events is not None:
             self._events.publish(self._engine.cache.take_events())
 
     def _turn(self) -> tuple[bool, list[_News]]:
-        """Open and close streams, run a step; whether the next turn can wait for something new, and what came."""
+        """Open and close streams, and run one step.
+
+        Returns:
+            Whether the engine is idle, and the deliveries for readers.
+        """
         news = self._admit()
         for reader in self._open:
             if reader.left and reader.stream is not None:
@@ -366,18 +440,18 @@ class AsyncEngine:
         try:
             if not self._engine.idle:
                 self._engine.step()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the readers must hear of it
+        except Exception as error:  # noqa: BLE001  # any error must reach the readers, who would wait forever
             news += [partial(one.deliver, error=error) for one in self._open]
             self._end_streams()
             return True, news
         finally:
-            self._tell()
+            self._publish()
         news += [_taken(one) for one in self._open]
         self._open = [one for one in self._open if one.stream is not None and not one.stream.ended]
         return self._engine.idle, news
 
     def _admit(self) -> list[_News]:
-        """Queue the requests of readers that arrived; those that are refused hear of it."""
+        """Queue the requests of new readers; return the deliveries for readers whose request was rejected."""
         refused: list[_News] = []
         while self._arrivals:
             reader = self._arrivals.popleft()
@@ -386,7 +460,7 @@ class AsyncEngine:
             try:
                 reader.stream = instance("what a request queues", reader.open_stream(), Stream)
                 self._open.append(reader)
-            except Exception as error:  # noqa: BLE001  # as above
+            except Exception as error:  # noqa: BLE001  # any error must reach the reader
                 refused.append(partial(reader.deliver, error=error))
         return refused
 
@@ -404,14 +478,14 @@ class AsyncEngine:
 
 
 def _taken(reader: _Reader) -> _News:
-    """What is new for ``reader``, as far as it has room."""
+    """Return the delivery of the new increments of ``reader``, as many as it has room for."""
     if reader.stream is None:
         return reader.deliver
     parts: list[Increment] = []
     try:
         while len(parts) < reader.room and (part := reader.stream.take()) is not None:
             parts.append(part)
-    except Exception as error:  # noqa: BLE001  # as above
-        reader.stream.close()  # of its other outputs nobody would hear the end
+    except Exception as error:  # noqa: BLE001  # any error must reach the reader
+        reader.stream.close()  # the reader ends here, so no task would read the request's other outputs
         return partial(reader.deliver, parts, error=error)
     return partial(reader.deliver, parts, ended=reader.stream.ended)

@@ -1,12 +1,12 @@
-"""Conversations as token ids, by the chat template of a tokenizer; with pictures, by that of a model's processor.
+"""Conversations as token ids, made by a chat template: the tokenizer's, or the processor's if there are pictures.
 
 [{"role": "system", "content": ...}, {"role": "user", "content": ...}, ...]  ->  text of the template  ->  ids
 
-A content is text, or a list of parts, as OpenAI's chat API and transformers have them:
+A content is text, or a list of parts in the form of OpenAI's chat API or of transformers:
 
     {"type": "text", "text": "What is this?"}
     {"type": "image_url", "image_url": {"url": "sunset.png"}}
-    {"type": "image", "path": "sunset.png"}                       or url, or image, which may be a picture in hand
+    {"type": "image", "path": "sunset.png"}                       or "url", or "image", which may be a decoded picture
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ _IMAGE_KEYS: Final = ("path", "url", "image")
 
 
 def checked_messages(given: object, system: str | None = None) -> list[Message]:
-    """``given`` as messages, behind one of the ``system`` where there is one and it begins with none.
+    """Return ``given`` as messages, and insert a ``system`` message at the beginning if there is none.
 
-    A content without pictures becomes text, its parts with line breaks between them; a picture stays what names it.
-    Raises ConfigError for what is no list of messages, for an empty one, and for one that the assistant ends.
+    A content without pictures becomes text, its parts joined by line breaks. Pictures are not opened. Raises
+    ConfigError if this is not a list of messages, is empty, or ends with a message of the assistant.
     """
     if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
-        raise ConfigError(f"messages must be a list of role and content, and not empty, got {shown(given)}")
+        raise ConfigError(f"messages must be a list of role and content, and not empty; got {shown(given)}")
     messages = [_checked(one) for one in given]
     if system is not None and messages[0]["role"] != SYSTEM:
         messages.insert(0, {"role": SYSTEM, "content": text("system", system)})
     if messages[-1]["role"] == ASSISTANT:
-        raise ConfigError("messages end with one of the assistant: there is nothing to answer; end with the user's")
+        raise ConfigError(
+            "the last message is of the assistant, so there is nothing to answer: end with a user message"
+        )
     return messages
 
 
@@ -60,17 +62,20 @@ def _checked(given: object) -> Message:
         pictures = any(one["type"] == "image" for one in parts)
         return {"role": role, "content": parts if pictures else "\n".join(one["text"] for one in parts)}
     if not isinstance(content, str):
-        raise ConfigError(f"content of a message must be text, or a list of parts, got {shown(content)}")
-    return {"role": role, "content": _said("content", content)}
+        raise ConfigError(f"content of a message must be text or a list of parts, got {shown(content)}")
+    return {"role": role, "content": _maybe_empty("content", content)}
 
 
 def _part(given: object) -> dict[str, Any]:
-    """One of a content. ConfigError for kinds that are not known, and pictures that nothing names."""
+    """Return one part of a content.
+
+    Raises ConfigError for an unknown type, and for an image without a name or a picture.
+    """
     kind = given.get("type") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or kind not in {"text", "image", "image_url"}:
-        raise ConfigError(f'a part of a content must be of type "text", "image" or "image_url", got {shown(given)}')
+        raise ConfigError(f'a part of a message must be of type "text", "image" or "image_url", got {shown(given)}')
     if kind == "text":
-        return {"type": "text", "text": _said("text of a part", given.get("text"))}
+        return {"type": "text", "text": _maybe_empty("text of a part", given.get("text"))}
     if kind == "image_url":
         said = given.get("image_url")
         named = said.get("url") if isinstance(said, Mapping) else said
@@ -78,20 +83,20 @@ def _part(given: object) -> dict[str, Any]:
         named = next((given[key] for key in _IMAGE_KEYS if key in given), None)
     if isinstance(named, str):
         text("name of an image", named)
-    elif not is_picture(named):  # a list of names, say, which a processor would open itself
+    elif not is_picture(named):  # a processor would open a list of names itself, without the checks of open_picture
         raise ConfigError(
             f'a part must name its image, as {{"type": "image", "path": "a.png"}} does, got {shown(given)}'
         )
     return {"type": "image", "image": named}
 
 
-def _said(name: str, given: object) -> str:
-    """Text, which may be empty."""
+def _maybe_empty(name: str, given: object) -> str:
+    """Return ``given``, a text that may be empty."""
     return "" if given == "" else text(name, given)
 
 
 def require_chat(loaded: LoadedModel) -> None:
-    """Raise ConfigError without a tokenizer or a chat template."""
+    """Raise ConfigError if ``loaded`` has no tokenizer or its tokenizer has no chat template."""
     tokenizer = instance("the loaded model", loaded, LoadedModel).tokenizer
     if tokenizer is None:
         raise ConfigError("messages need a tokenizer: load the model with one, or give token ids")
@@ -100,7 +105,10 @@ def require_chat(loaded: LoadedModel) -> None:
 
 
 def require_pictures(loaded: LoadedModel) -> None:
-    """Raise ConfigError where messages to ``loaded`` cannot have pictures: for its model, a processor, or pillow."""
+    """Raise ConfigError if messages to ``loaded`` cannot have pictures.
+
+    Its model, its processor, or pillow is missing.
+    """
     ImageCall.of(instance("the loaded model", loaded, LoadedModel).model)
     require_pillow()
     require_processor(loaded)
@@ -117,18 +125,20 @@ def chat_ids(
     """Return the token ids of ``messages`` and of the beginning of the assistant's answer. O(characters).
 
     Args:
-        loaded: with a tokenizer that has a chat template.
-        messages: without pictures.
+        loaded: a model with a tokenizer that has a chat template.
+        messages: messages without pictures.
         tools: functions that the template may offer to the model, as JSON schemas.
-        names: other variables that the template reads.
-        check: is called with the text of the template before it is tokenized, and may raise. It needs a tokenizer
-            that tokenizes this text as any other (TextBound.of knows it).
+        names: values for other variables that the template reads.
+        check: called with the template's text before it is tokenized; it may raise. The tokenizer must treat this text
+            like any other text (serve.text_bound.TextBound.of tests that).
 
-    Raises ConfigError as require_chat, for messages that the template refuses or that have pictures, and for names
-    that the template does not read; and whatever ``check`` raises.
+    Raises:
+        ConfigError: as ``require_chat``; the template rejects the messages; there are pictures in them; or the template
+            does not read one of ``names``.
+        Exception: an error that ``check`` raises.
     """
     if any(_has_pictures(one) for one in messages):
-        raise ConfigError("messages with pictures are more than token ids: ask chat_prompt for ids and images")
+        raise ConfigError("these messages have pictures, which token ids alone cannot hold: use chat_prompt")
     require_chat(loaded)
     read = {**(names or {}), **({} if tools is None else {"tools": list(tools)})}
     _refuse_unread(loaded, read, names or {})
@@ -136,8 +146,8 @@ def chat_ids(
         said = loaded.tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=check is None, return_dict=False, **read
         )
-    except Exception as error:  # whatever a template raises is what it says of the messages
-        raise ConfigError(f"the chat template of {loaded.name} refuses the messages: {error}") from error
+    except Exception as error:  # a template may raise any error, and its text is the reason
+        raise ConfigError(f"the chat template of {loaded.name} rejects the messages: {error}") from error
     if check is None:
         return encode(loaded, said, what="conversation")
     check(text("the conversation", said))
@@ -145,23 +155,31 @@ def chat_ids(
 
 
 def _refuse_unread(loaded: LoadedModel, read: Iterable[str], names: Iterable[str]) -> None:
-    """Raise ConfigError for what the chat template never mentions, and for ``names`` that are the tokenizer's own."""
+    """Raise ConfigError for a variable that the template never reads, or a name that the tokenizer itself uses."""
     own = {"messages", *signature(loaded.tokenizer.apply_chat_template).parameters}
     if taken := sorted(own.intersection(names)):
-        raise ConfigError(f"a chat template cannot be given {taken[0]!r} by name: leave it out")
+        raise ConfigError(f"the tokenizer sets the template variable {taken[0]!r} itself: leave it out")
     words = set(re.findall(r"\w+", str(loaded.tokenizer.chat_template)))
     if unread := sorted(set(read) - words):
-        raise ConfigError(f"the chat template of {loaded.name} reads no {unread[0]!r}: leave it out")
+        raise ConfigError(f"the chat template of {loaded.name} does not read {unread[0]!r}: leave it out")
 
 
 def chat_prompt(
     loaded: LoadedModel, messages: Sequence[Message], folder: Path | None = None
 ) -> tuple[list[int], Images | None]:
-    """As ``chat_ids``, and the images among ``messages`` as ``Engine.add`` takes them; None where there are none.
+    """Return the token ids of ``messages``, and their images in the form that ``Engine.add`` takes.
 
-    folder: as open_picture has it: None reads no files. Pictures in hand are taken as they are. What the processor
-    says of each token's kind comes along: plain transformers asks for it.
-    Raises ConfigError as chat_ids, require_pictures and open_picture do. O(characters + pixels).
+    None without images.
+
+    The processor's kind of each token comes along: plain transformers asks for it. O(characters + pixels).
+
+    Args:
+        loaded: a model with a chat template, and with a processor if there are pictures.
+        messages: the conversation; its pictures may be named or decoded.
+        folder: where relative paths of pictures begin; None if no file may be read.
+
+    Raises:
+        ConfigError: as ``chat_ids``, ``require_pictures`` and ``open_picture``.
     """
     if not any(_has_pictures(one) for one in messages):
         return chat_ids(loaded, messages), None
@@ -178,8 +196,8 @@ def chat_prompt(
             return_dict=True,
             return_tensors="pt",
         )
-    except Exception as error:  # whatever it does not like
-        raise ConfigError(f"the processor of {loaded.name} refuses the messages: {error}") from error
+    except Exception as error:  # a processor may raise any error, and its text is the reason
+        raise ConfigError(f"the processor of {loaded.name} rejects the messages: {error}") from error
     images = dict(made)
     return encode(loaded, images.pop("input_ids")[0], what="conversation"), images
 
@@ -190,7 +208,7 @@ def _has_pictures(message: Message) -> bool:
 
 
 def _opened(content: str | list[dict[str, Any]], folder: Path | None) -> list[dict[str, Any]]:
-    """Parts, which every processor's template takes, with pictures in hand."""
+    """Return ``content`` as a list of parts, with every picture decoded. Every processor's template takes this form."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     named = [one["type"] == "image" and isinstance(one["image"], str) for one in content]

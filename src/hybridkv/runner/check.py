@@ -1,12 +1,13 @@
-"""Completions against plain transformers: what `hybridkv generate --check` does.
+"""Compare completions with plain transformers: the ``--check`` of `hybridkv generate`.
 
-Greedy requests are compared with ``model.generate``, each alone. Sampled ones, and greedy ones behind their
-first difference, are compared with the same sampler over plain forwards of prompt and output together
-(teacher forcing): up to a first difference that is what the sampler would have drawn by itself.
+Greedy requests are compared with ``model.generate``, each alone. Two kinds of tokens are compared by teacher forcing
+instead: sampled ones, and greedy ones after a first difference. One plain forward over prompt and output gives the
+logits, and the same sampler draws from them. Up to a first difference, that is the sampler's own output.
 
-A difference is a near-tie when the reference's two best scores lie closer than 4 times what the logits
-were measured to differ by at that position, and that is no more than rounding makes
-(hybridkv.runner.self_check.tolerance); everything else is an error of the cache.
+A difference is a near-tie if both of these hold; all others are errors of the cache:
+
+- the reference's two best scores are closer than 4 times the measured difference of the logits at that position.
+- that measured difference is within rounding (hybridkv.runner.self_check.tolerance).
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _NOTHING: Final[Mapping[str, torch.Tensor]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A token other than the reference's.
+    """A token that differs from the reference. ``at`` is its index in the output.
 
-    at: index into the output. margin: between the reference's two best scores there. measured: largest difference
-    of the logits there; rounding: as much as rounding may make of it; all in the units of the scores.
+    ``margin`` is the distance of the reference's two best scores there, ``measured`` the largest difference of the
+    logits, and ``rounding`` the largest difference that rounding may cause; all in the units of the scores.
     """
 
     request_id: str
@@ -57,13 +58,16 @@ class Difference:
 
     @property
     def near_tie(self) -> bool:
-        """Whether rounding explains it."""
+        """Whether rounding explains the difference."""
         return self.margin < NEAR_TIE_FACTOR * self.measured and self.measured <= self.rounding
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What a check found. tokens: compared. wrong_ends: one line for every request that ended where it should not."""
+    """The result of a check. ``tokens``: tokens compared. ``wrong_ends``.
+
+    One line for each request that ended wrongly.
+    """
 
     requests: int
     tokens: int
@@ -72,19 +76,19 @@ class CheckReport:
 
     @property
     def near_ties(self) -> int:
-        """Differences that rounding explains."""
+        """Number of differences that rounding explains."""
         return sum(one.near_tie for one in self.differences)
 
     @property
     def ok(self) -> bool:
-        """No difference but near-ties, and every request ended where it should."""
+        """Whether all differences are near-ties, and every request ended where it should."""
         return not self.wrong_ends and all(one.near_tie for one in self.differences)
 
 
 class LogitRecorder:
     """An Observer that keeps the largest logits of every sampled position of every request.
 
-    Up to _KEPT_LOGITS of them, 8 bytes each, so that a check of a large vocabulary stays small.
+    It keeps up to _KEPT_LOGITS of them, 8 bytes each, so that the check of a large vocabulary needs little memory.
     """
 
     def __init__(self) -> None:
@@ -92,9 +96,9 @@ class LogitRecorder:
         self._kept: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, step: Step, logits: torch.Tensor) -> None:
-        """Note float32[n, vocabulary], the logits that the tokens of ``step`` are drawn from.
+        """Record the logits, float32[n, vocabulary], that the tokens of ``step`` are drawn from.
 
-        Those behind a draft that is refused are noted again when what was drawn instead has run.
+        Logits after a rejected draft are overwritten once the token drawn instead has run.
         """
         for new in step.new_rows:
             self._request_of_row[new.row] = new.request_id
@@ -105,7 +109,10 @@ class LogitRecorder:
             self._kept[self._request_of_row[row], position] = ids.int(), values
 
     def difference(self, request_id: str, position: int, reference: torch.Tensor) -> float:
-        """Largest |logit - reference| over the logits kept for the token at ``position``. reference: [vocabulary]."""
+        """Return the largest |logit - reference| over the kept logits of the token at ``position``; reference.
+
+        [vocabulary].
+        """
         ids, values = self._kept[request_id, position]
         return float((values - reference[ids.long()]).abs().max())
 
@@ -119,11 +126,11 @@ def check_completions(
     *,
     images: Sequence[Images | None] | None = None,
 ) -> CheckReport:
-    """Compare every completion, run with ``sampling[i]`` and observed by ``recorder``, with plain transformers.
+    """Compare each completion with plain transformers. It costs one ``generate`` or one forward for each request.
 
-    encoders: of encoder-decoders, what each one's encoder read (EncoderFeed.values). images: what a processor made of
-    each one's pictures, with its kinds of tokens.
-    One ``generate`` a greedy request, one forward a sampled one; the model's own attention is in place meanwhile.
+    ``sampling`` holds the parameters that each request ran with; ``recorder`` has observed them. ``encoders`` holds
+    each request's encoder input (EncoderFeed.values), ``images`` the processor's output for each request's pictures,
+    with its kinds of tokens. The model's own attention is in place meanwhile.
     """
     differences: list[Difference] = []
     ends: list[str] = []
@@ -139,7 +146,7 @@ def check_completions(
 
 
 def _tensors(images: Images | None, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """``images`` where ``model`` is, floats in its dtype; nothing for none."""
+    """Return ``images`` as tensors on the device of ``model``, floats in its dtype; an empty dict without images."""
     if not isinstance(images, Mapping):
         return {}
     found = {name: torch.as_tensor(value, device=model.device) for name, value in images.items()}
@@ -149,9 +156,9 @@ def _tensors(images: Images | None, model: PreTrainedModel) -> dict[str, torch.T
 def _differences(
     loaded: LoadedModel, completion: Completion, params: SamplingParams, recorder: LogitRecorder, given: dict[str, Any]
 ) -> list[Difference]:
-    """By ``generate`` where that can draw as asked; behind a first difference, and else, by teacher forcing.
+    """Compare with ``generate`` if that can draw the same way.
 
-    given: encoder and images, as generate_greedy has them.
+    Otherwise, and after a first difference, by teacher forcing.
     """
     prompt, ours, said, start = completion.prompt_token_ids, completion.token_ids, list[int](), 0
     if ours and params.temperature == 0 and not RowEdits.wanted(replace(params, repetition_penalty=1.0)):
@@ -160,7 +167,7 @@ def _differences(
     if start == len(ours):
         return []
     logits = forced_logits(loaded.model, prompt, ours, **given)
-    held = (*loaded.eos_token_ids, *params.stop_token_ids)  # tokens that do not come before min_tokens
+    held = (*loaded.eos_token_ids, *params.stop_token_ids)  # tokens that are not drawn before min_tokens outputs
     best = scores(logits, _sampling_of(params, prompt, ours, logits, held)).topk(2, dim=-1)
     expected = best.indices[:, 0].tolist()
     if said:
@@ -193,10 +200,10 @@ def generate_greedy(
     encoder: torch.Tensor | None = None,
     images: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> list[int]:
-    """``count`` tokens of ``model.generate`` behind ``prompt``, without an end token.
+    """Return ``count`` tokens that ``model.generate`` adds to ``prompt``, without an end token.
 
-    encoder: of an encoder-decoder, what its encoder reads; the prompt is then the decoder's. images: what a processor
-    made of the prompt's pictures.
+    ``encoder`` is the encoder input of an encoder-decoder, whose decoder's prompt is ``prompt``. ``images`` is the
+    processor's output for the prompt's pictures.
     """
     ids = torch.tensor([list(prompt)], device=model.device)
     config = GenerationConfig(
@@ -207,8 +214,8 @@ def generate_greedy(
             given = {**images, "attention_mask": torch.ones_like(ids)}
             out = model.generate(ids, generation_config=config, **given)
         else:
-            config.decoder_start_token_id = prompt[0]  # else generate puts one in front
-            # Whisper's own generate cuts sound into windows and suppresses tokens: this is the plain loop
+            config.decoder_start_token_id = prompt[0]  # without it, generate inserts a start token
+            # the plain loop: Whisper's own generate cuts sound into windows and suppresses tokens
             out = GenerationMixin.generate(
                 model, encoder.to(model.device), decoder_input_ids=ids, generation_config=config
             )
@@ -218,7 +225,7 @@ def generate_greedy(
 
 @contextmanager
 def _plain_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """``model`` without the defaults of its own generation config, which fill what an explicit one leaves open."""
+    """Take away the model's generation config: its defaults fill the fields that an explicit config leaves open."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -235,18 +242,18 @@ def forced_logits(
     encoder: torch.Tensor | None = None,
     images: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> torch.Tensor:
-    """Logits that predict each token of ``output``, float32[len(output), vocabulary]: one forward without cache.
+    """Return the logits that predict ``output``, float32[len(output), vocabulary], from one forward without a cache.
 
-    encoder, images: as generate_greedy has them.
+    ``encoder`` and ``images`` are those of ``generate_greedy``.
     """
     ids = torch.tensor([[*prompt, *output[:-1]]], device=model.device)
     if encoder is not None:
         given = {"decoder_input_ids": ids, model.main_input_name: encoder.to(model.device)}
     else:
-        behind = ids.shape[1] - len(prompt)
+        generated = ids.shape[1] - len(prompt)
         given = {"input_ids": ids} | {name: value for name, value in images.items() if name not in OF_TEXT}
-        # what was generated is text
-        given |= {name: functional.pad(images[name], (0, behind)) for name in TOKEN_KINDS if name in images}
+        # kind 0, text, for the generated tokens
+        given |= {name: functional.pad(images[name], (0, generated)) for name in TOKEN_KINDS if name in images}
     with plain_transformers(model):
         logits: torch.Tensor = model(use_cache=False, **given).logits[0, -len(output) :].float()
     return logits
@@ -255,7 +262,7 @@ def forced_logits(
 def _sampling_of(
     params: SamplingParams, prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor, held: Sequence[int]
 ) -> SamplingBatch:
-    """One row for every token of ``output``, each with the tokens before it seen."""
+    """Return a batch with one entry for each token of ``output``; each knows the tokens before it."""
     edits = Edits()
     if RowEdits.wanted(params):
         own = RowEdits(params, prompt, len(prompt), held, logits.shape[-1])
@@ -266,14 +273,17 @@ def _sampling_of(
 
 
 def _wrong_end(loaded: LoadedModel, completion: Completion, params: SamplingParams) -> list[str]:
-    """What is wrong with where the output ends; nothing for an aborted one."""
+    """Return a line that says what is wrong with the end of the output, or nothing.
+
+    Aborted requests are not checked.
+    """
     if completion.finish_reason is FinishReason.ABORT:
         return []
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(loaded.eos_token_ids))
     output = completion.token_ids
     name = f"request {completion.request_id}"
     if stops & set(output[:-1]):
-        return [f"{name} went on behind a stop token"]
+        return [f"{name} continued after a stop token"]
     whole = ""
     unstopped = 0
     if params.stop and loaded.tokenizer is not None:

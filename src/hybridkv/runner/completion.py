@@ -1,18 +1,19 @@
-"""What one request came to, what of it is new, and what is known of it while it runs.
+"""The results of requests: completions, increments of their text and tokens, and the progress of running requests.
 
-A tokenizer decodes sequences, not tokens: a character may take several, and what one token becomes may depend on those
-around it. So a window of the last tokens is decoded, and what is new of its text is shown:
+A tokenizer decodes sequences, not single tokens: a character may need several tokens, and the text of one token may
+depend on its neighbours. A Detokenizer therefore decodes a window of the last tokens and shows the new part of its
+text:
 
-    output  [ ... | context           | tail of the context | pending    ]
-                  ^ window begins     ^ it may begin here   ^ read        ^ now
+    output  [ ... | context           | context of the next window | pending    ]
+                  ^ window begins     ^ _next_window               ^ _read      ^ newest token
 
-Window, tail and read begin where the decoded text ended in a whole character, never inside one. Pending are the tokens
-of a character that is not whole yet: tokenizers write U+FFFD for it, which is held back.
+Window, next window and ``_read`` all begin where the decoded text ended in a whole character. Pending tokens belong to
+an unfinished character: tokenizers decode them to U+FFFD, which is held back.
 
-Tokenizers with byte fallback (<0xF0> <0x9F> ...) judge neighbouring bytes as one run: unless all of it is UTF-8, each
-byte becomes a U+FFFD, those of whole characters too, so a character that was right becomes wrong while the next one is
-not whole. What has been shown stays: of a run that turns out to be no UTF-8, the text keeps the longest beginning that
-is, and has one U+FFFD for each byte behind it. Everything else is what ``decode`` makes of the whole output.
+Tokenizers with byte fallback (<0xF0> <0x9F> ...) decode neighbouring byte tokens as one run. Unless the whole run is
+UTF-8, each of its bytes becomes a U+FFFD. So an unfinished character also spoils the whole characters before it, until
+it is complete. Text that was shown stays. If a run turns out not to be UTF-8, the text keeps its longest valid
+beginning and has one U+FFFD for each later byte. All other text equals ``decode`` of the whole output.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from hybridkv.runner.sampling.draws import TokenLogprob, tokens_of
 from hybridkv.schedule import FinishReason, Outcome
 from hybridkv.step import Step, StepResult
 
-_CONTEXT_TOKENS: Final = 8
-_LONG_TOKENS: Final = 24
+_CONTEXT_TOKENS: Final = 8  # chosen by hand: more than the neighbours that a tokenizer's decoder looks at
+_LONG_TOKENS: Final = 24  # chosen by hand: from here on a window is not decoded for each byte of a character
 _CHARACTER_TOKENS: Final = 4
 """The most tokens of one character: UTF-8 has up to 4 bytes."""
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -40,14 +41,20 @@ _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 class Completion:
     """One finished request.
 
-    token_ids: the output, the stop token or the tokens of the stop string included. text: the output decoded,
-    special tokens left out, cut in front of the stop string; None without a tokenizer.
-    hit_tokens: prompt tokens found in the cache at its first admission. computed_tokens: all that ran for it,
-    recomputation and drafts included. drafted_tokens: drafts that the model verified; accepted_tokens: those that were
-    what it draws, what a stop then cut off included.
-    logprobs: of each output token; prompt_logprobs: of each prompt token but the first, fewer if it was aborted before
-    they were computed; None where they were not asked for. queue_seconds: from its arrival until it first ran, or to
-    its end; no part of what is compared.
+    Attributes:
+        request_id: its id; output i > 0 of a request with ``n`` outputs has an id of its own.
+        prompt_token_ids: the prompt.
+        token_ids: the output, including the stop token or the tokens of the stop string.
+        text: the decoded output without special tokens, cut before the stop string; None without a tokenizer.
+        finish_reason: why the output ended.
+        hit_tokens: prompt tokens found in the cache at the first admission.
+        computed_tokens: all tokens that ran for it, including recomputed ones and drafts.
+        preemptions: how often it lost its blocks and started again.
+        logprobs: for each output token, if requested.
+        prompt_logprobs: for each prompt token but the first, if requested; fewer if it was aborted before.
+        drafted_tokens: drafts that the model verified.
+        accepted_tokens: drafts equal to the token that the model drew, including those that a stop then cut off.
+        queue_seconds: from its arrival until it first ran, or to its end; ignored by comparisons.
     """
 
     request_id: str
@@ -67,12 +74,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """What is new of one output. All increments of it, one behind the other, are its Completion's tokens and text.
+    """The new part of one output. All increments of an output together are its Completion's tokens and text.
 
-    token_ids: maybe none in the last one. text: whole characters, maybe none, and nothing that may turn out to be a
-    stop string; None without a tokenizer. completion: in the last one. output: which of the ``n`` outputs, from 0.
-    logprobs: of its tokens; prompt_logprobs: in the first one, as a Completion has them; None where they were not
-    asked for.
+    Attributes:
+        request_id: of the output's request.
+        token_ids: new tokens; the last increment may have no token.
+        text: new whole characters, maybe "". Text that may become a stop string is held back. None without a tokenizer.
+        completion: the finished request, in the last increment alone.
+        output: number of the output among the ``n`` of the request, from 0.
+        logprobs: of ``token_ids``, if requested.
+        prompt_logprobs: as in Completion, if requested; in the first increment alone.
     """
 
     request_id: str
@@ -85,34 +96,40 @@ class Increment:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the output ended; None while it goes on."""
+        """Why the output ended; None while it continues."""
         return None if self.completion is None else self.completion.finish_reason
 
 
 class Detokenizer:
-    """The text of one request's output: tokens into text as they come, and the stop strings found on the way.
+    """The text of one request's output, built token by token, and the search for stop strings in it.
 
-    tokenizer: has ``decode(ids, skip_special_tokens=)``. stop: strings that end the output, where they end behind the
-    text of its first ``min_tokens`` tokens.
-    ``text``: what is certain so far; ``finish`` adds what was held back. ``num_tokens``: taken in, up to the one that
-    completes a stop string. A token costs one decode of at most _LONG_TOKENS tokens, however long the output; inside
-    bytes that are no UTF-8, one of all of them for each whole character.
+    A token costs one decode of at most _LONG_TOKENS tokens, however long the output is. Inside bytes that are not
+    UTF-8, each whole character costs one decode of the whole run.
+
+    Attributes:
+        text: the text that is certain so far; ``finish`` adds the text that was held back.
+        num_tokens: tokens taken in, up to the one that completes a stop string.
+
+    Args:
+        tokenizer: has ``decode(ids, skip_special_tokens=)``.
+        stop: strings that end the output, if they end after the text of its first ``min_tokens`` tokens.
+        min_tokens: output tokens before a stop string counts.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), min_tokens: int = 0) -> None:  # noqa: ANN401  # transformers' tokenizers share no typed base
         self._tokenizer = tokenizer
         self._stop = tuple(one for one in stop if one)
         self._longest = max((len(one) for one in self._stop), default=0)
-        self._min_tokens, self._unstopped = min_tokens, 0  # the latter: characters of the first min_tokens tokens
+        self._min_tokens, self._unstopped = min_tokens, 0  # _unstopped: characters of the first min_tokens tokens
         self._window: list[int] = []
-        self._tail = self._read = 0  # tokens of the window in front of its tail, and of its pending tokens
-        self._seen = ""  # what of the window's text is shown
+        self._next_window = self._read = 0  # indices into the window
+        self._seen = ""  # the part of the window's text that is shown
         self.text = ""
         self.num_tokens = 0
         self.stopped = False
 
     def add(self, tokens: Sequence[int]) -> bool:
-        """Take in ``tokens``; True once a stop string is complete: ``text`` then ends in front of it."""
+        """Take in ``tokens``. Return whether a stop string is complete: ``text`` then ends before it."""
         for token in tokens:
             if self.stopped:
                 break
@@ -126,7 +143,7 @@ class Detokenizer:
 
     @property
     def settled_characters(self) -> int:
-        """How many characters of ``text`` no later token takes back: all but what may begin a stop string."""
+        """Characters of ``text`` that no later token changes: all but a possible beginning of a stop string."""
         known = len(self.text)
         if self.stopped:
             return known
@@ -136,25 +153,25 @@ class Detokenizer:
         return known
 
     def finish(self) -> str:
-        """The whole text: what was held back as an unfinished character is shown as it is.
+        """Return the whole text, with an unfinished character as U+FFFD.
 
-        That may complete a stop string, too: ``stopped`` then says so.
+        That may complete a stop string (``stopped``).
         """
         if not self.stopped:
             self._extend(self._decode(self._window))
         return self.text
 
     def _ends_inside_a_character(self) -> bool:
-        """Whether that is certain without decoding all of a window that is long already."""
+        """Whether a long window certainly ends inside a character: its last tokens show it without a decode of all."""
         if len(self._window) <= _LONG_TOKENS:
             return False
         return self._decode(self._window[-_CHARACTER_TOKENS:]).endswith(_REPLACEMENT)
 
     def _show(self) -> None:
-        """Show what is certain of the window's text."""
+        """Show the certain part of the window's text."""
         text = self._decode(self._window)
         if text and text == self._seen:
-            del self._window[self._read :]  # such as special tokens: however many come, the window stays short
+            del self._window[self._read :]  # tokens without text, such as special ones, must not make the window grow
             return
         certain = text.rstrip(_REPLACEMENT)
         if certain == text:
@@ -164,8 +181,11 @@ class Detokenizer:
             self._extend(certain)
 
     def _extend(self, text: str) -> None:
-        """Show ``text``, the window's, behind what is shown of it; look for stop strings there."""
-        # else the pending bytes made no UTF-8 of their run, and all of it reads as replacement characters
+        """Show ``text``, the window's text so far, after the part that is shown already.
+
+        Look for stop strings in it.
+        """
+        # otherwise the pending bytes made their run invalid UTF-8, so that all of it decodes to replacement characters
         new = text[len(self._seen) :] if text.startswith(self._seen) else self._decode(self._window[self._read :])
         self._seen = text
         if new:
@@ -174,20 +194,20 @@ class Detokenizer:
             self._cut(searched_from)
 
     def _move_on(self) -> None:
-        """The window's text ends in a whole character, and all of it is shown."""
+        """Begin the pending tokens anew, after a window whose text ended in a whole character and was shown."""
         self._read = len(self._window)
-        if self._read - self._tail < _CONTEXT_TOKENS:
+        if self._read - self._next_window < _CONTEXT_TOKENS:
             return
-        if self._tail:
-            del self._window[: self._tail]
+        if self._next_window:
+            del self._window[: self._next_window]
             self._seen = self._decode(self._window)
-        self._tail = self._read = len(self._window)
+        self._next_window = self._read = len(self._window)
 
     def _cut(self, start: int) -> None:
         if self.num_tokens <= self._min_tokens:
             return
-        behind = self._unstopped + 1  # where the first stop string may end
-        found = [at for one in self._stop if (at := self.text.find(one, max(start, behind - len(one)))) >= 0]
+        first_end = self._unstopped + 1  # the first index where a stop string may end
+        found = [at for one in self._stop if (at := self.text.find(one, max(start, first_end - len(one)))) >= 0]
         if found:
             self.text = self.text[: min(found)]
             self.stopped = True
@@ -199,12 +219,19 @@ class Detokenizer:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """A request that runs, or what came of it. tokenizer: None without one.
+    """A running request, or its result.
 
-    computed_tokens: run for it so far; drafted_tokens, accepted_tokens: see Completion. streamed_as: which output of a
-    Stream it is; None where nobody reads it so. completion: once it has ended; error: what ended it instead. logprobs:
-    of its output so far. prompt_logprobs: of its prompt, one list with all branches of a request: who computes the
-    prompt is not known before. read: the last Increment was taken.
+    Attributes:
+        request: the request.
+        tokenizer: decodes its output; None without one.
+        streamed_as: number of the output in its Stream; None for an output that no Stream reads.
+        computed_tokens: tokens that ran for it so far.
+        drafted_tokens, accepted_tokens: as in Completion.
+        completion: the result, once it has ended.
+        error: the error that ended it instead.
+        logprobs: of the output so far.
+        prompt_logprobs: of the prompt. All branches of a request share the list: any of them may compute the prompt.
+        read: whether the last Increment was taken.
     """
 
     request: Request
@@ -230,24 +257,28 @@ class Progress:
         if tokenizer is not None:
             self.detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens)
 
-    def begins(self) -> None:
-        """A step with its row is on its way: the first time, or behind a preemption."""
+    def note_start(self) -> None:
+        """Note that a step with this request was scheduled, for the first time or after a preemption."""
         if self._begun is None:
             self._begun = time.monotonic()
 
     @property
     def decodes(self) -> bool:
-        """Whether it runs, all of its output is known, and only the last token of it is left to compute."""
+        """Whether it runs, its whole output is known, and only the last token of it is left to compute."""
         request, computed = self.request, self.request.num_computed_tokens
         return request.row >= 0 and computed == request.num_tokens - 1 >= request.num_prompt_tokens
 
     def count(
         self, computed: int, drafted: int, sampled: int, appended: int, found: Sequence[tuple[int, TokenLogprob]]
     ) -> None:
-        """A step computed so many tokens of it, drafts included, and sampled so many: accepted drafts and one more.
+        """Count one step of this request.
 
-        appended: of these. found: log probabilities at (position, value), ascending: what a prompt that runs again says
-        once more is left out.
+        Args:
+            computed: tokens that ran, including drafts.
+            drafted: drafts among them.
+            sampled: tokens that were drawn: the accepted drafts and one more.
+            appended: sampled tokens that were appended to the output.
+            found: (position, log probability), ascending. Values of a prompt that runs again are dropped.
         """
         self.computed_tokens += computed
         self.drafted_tokens += drafted
@@ -260,12 +291,14 @@ class Progress:
             self.logprobs += [value for position, value in found if position >= prompt][:appended]
 
     def add_text(self, undrawn: Exception | None = None) -> FinishReason | None:
-        """Decode the tokens that are new; why the output ends here: a stop string, or an error of the tokenizer.
+        """Decode the new tokens. Return why the output ends here, if it does.
 
-        undrawn: why the last of them could not be drawn, which ends it, too.
+        A stop string, or an error of the tokenizer.
+
+        ``undrawn``: the error because of which the newest token could not be drawn; it ends the output, too.
         """
         if undrawn is not None and self.error is None:
-            undrawn.add_note(f"request {self.request.request_id!r} ended: no token of it could be drawn")
+            undrawn.add_note(f"request {self.request.request_id!r} ended: its next token could not be drawn")
             self.error = undrawn
             return FinishReason.ABORT
         if self.detokenizer is None or self.error is not None:
@@ -273,20 +306,23 @@ class Progress:
         done = self.request.num_prompt_tokens + self.detokenizer.num_tokens
         try:
             stopped = self.detokenizer.add(self.request.token_ids(done).tolist())
-        except Exception as error:  # noqa: BLE001  # whatever it is, it ends this request alone
+        except Exception as error:  # noqa: BLE001  # any error of a tokenizer ends this request alone
             self._fail(error)
             return FinishReason.ABORT
         return FinishReason.STOP if stopped else None
 
     def end(self, reason: FinishReason, because: Exception | None = None) -> None:
-        """The request has ended: by a completion, or an error, that of its scheduler or of its tokenizer."""
+        """Record the end of the request.
+
+        Its completion, or the error of the scheduler or of the tokenizer that ended it.
+        """
         if because is not None:
             self.error = because
             return
-        self.add_text()  # nothing, unless an interrupt came before
+        self.add_text()  # decodes tokens only if an interrupt prevented it before
         try:
             self.completion = None if self.error is not None else self._completed(reason)
-        except Exception as error:  # noqa: BLE001  # as above
+        except Exception as error:  # noqa: BLE001  # any error of a tokenizer
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -294,9 +330,9 @@ class Progress:
         self.error = error
 
     def _completed(self, reason: FinishReason) -> Completion:
-        """What it came to. What was accepted behind a stop string is none of its output.
+        """Return the completion. Tokens accepted after a stop string are dropped.
 
-        A stop string that only what was held back completes is one, too: then that is the reason.
+        Text that was held back may complete a stop string: the finish reason is then STOP.
         """
         request = self.request
         text = None if self.detokenizer is None else self.detokenizer.finish()
@@ -322,7 +358,7 @@ class Progress:
         )
 
     def take(self) -> Increment | None:
-        """Everything that is new; None when nothing is. O(new tokens), and once more the output at its end.
+        """Return all that is new, or None. O(new tokens), and O(output) at its end.
 
         output  [ read | new: the next increment | still to come ]
         """
@@ -348,7 +384,7 @@ class Progress:
 
 
 def count_step(live: Mapping[str, Progress], step: Step, result: StepResult, outcome: Outcome) -> list[Progress]:
-    """What ``step`` ran and sampled for those of ``live`` in it, and log probabilities; those that have more tokens."""
+    """Count what ``step`` ran and drew for the ``live`` requests in it; return the requests that have new tokens."""
     logprobs = tokens_of(result.logprobs, len(step))
     counts, sampled = np.diff(outcome.appended.indptr).tolist(), np.diff(result.sampled.indptr).tolist()
     grown = []
@@ -363,22 +399,26 @@ def count_step(live: Mapping[str, Progress], step: Step, result: StepResult, out
 
 
 def raise_first(outputs: Iterable[Progress]) -> None:
-    """Raise the error of the first of ``outputs`` that has one."""
+    """Raise the first error among ``outputs``."""
     for one in outputs:
         if one.error is not None:
             raise one.error
 
 
 class Stream(Iterator[Increment]):
-    """Increments of a request's output; with ``n`` outputs, of all of them, told apart by ``output``.
+    """Iterates over the increments of a request's output. With ``n`` outputs, ``Increment.output`` tells them apart.
 
-    A stream keeps no increments: an output knows how far it was read, and an increment is everything behind that. So a
-    slow reader costs no memory beyond the output itself (at most ``max_tokens``), and finds all that is new in one
-    piece. The engine runs only while somebody asks for what is not there yet: ``next`` drives it, for all requests at
-    once, until its own has something new. Nothing runs ahead of every reader.
+    A stream stores no increments. Each output knows its last read position, and an increment holds everything after it.
+    A slow reader therefore costs no memory beyond the output itself (at most ``max_tokens``), and gets all that is new
+    at once. The engine runs only while a reader asks for output that does not exist yet: ``next`` runs steps for all
+    requests until its own has something new.
 
-    outputs: of one request. run: runs one step of the engine. abort: ends a request by its id.
-    A reader that is done early calls ``close`` (or leaves a ``with``): else the request goes on with the others.
+    A reader that leaves early must call ``close`` (or leave the ``with`` block); else the request runs to its end.
+
+    Args:
+        outputs: the outputs of one request.
+        run: runs one step of the engine.
+        abort: ends a request by its id.
     """
 
     def __init__(self, outputs: Sequence[Progress], run: Callable[[], None], abort: Callable[[str], bool]) -> None:
@@ -388,14 +428,11 @@ class Stream(Iterator[Increment]):
 
     @property
     def ended(self) -> bool:
-        """Nothing more will come."""
+        """Whether everything was read and nothing more will come."""
         return not self._outputs
 
     def __next__(self) -> Increment:
-        """The next increment, run for if need be. An error of the forward passes through as from ``Engine.step``.
-
-        Raises as ``take``, and CacheError once the engine is closed.
-        """
+        """Return the next increment; run steps until there is one. Raises as ``take`` and ``Engine.step``."""
         while not self.ended:
             if (new := self.take()) is not None:
                 return new
@@ -403,9 +440,11 @@ class Stream(Iterator[Increment]):
         raise StopIteration
 
     def take(self) -> Increment | None:
-        """An increment if one is there; nothing is run. O(outputs).
+        """Return an increment if there is one; no step runs. O(outputs).
 
-        Raises what ended an output, such as an error of the tokenizer; other outputs can be read on.
+        Raises:
+            Exception: the error that ended an output, such as one of the tokenizer. The other outputs can still be
+                read.
         """
         for place, output in enumerate(self._outputs):
             if output.error is not None:
@@ -419,7 +458,7 @@ class Stream(Iterator[Increment]):
         return None
 
     def close(self) -> None:
-        """Read no further; outputs that are not finished are aborted."""
+        """Stop reading, and abort the outputs that are not finished."""
         for output in self._outputs:
             self._abort(output.request.request_id)
         self._outputs = []

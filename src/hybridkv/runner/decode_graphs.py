@@ -1,12 +1,13 @@
-"""Steps that only decode as CUDA graphs of a few sizes: captured once, then replayed over the same memory.
+"""CUDA graphs of steps that only decode. Each is captured once for a number of rows, and then replayed.
 
-    rows of a step   [ a | b | c ]     as a graph of four   [ a | b | c | . ]
-    the fourth       token 0 at position 0, with no slot and one token of the null block to read: computed for nothing
+    rows of a step   [ a | b | c ]     in a graph of four rows   [ a | b | c | . ]
+    the fourth row   token 0 at position 0, without a slot; it reads one token of the null block, and its result is
+    dropped
 
-A replay reads tokens, positions, slots and what each way of reading pages needs from where they lay when the graph was
-captured; nothing else of a Step comes in. So a row has one token and no draft, keys are written and read by the kernels
-of ``attention=triton``, and no layer keeps states. Where a model is otherwise, or cannot be captured, its steps run as
-ever, and the log says why.
+A replay reads all its inputs from fixed memory: tokens, positions, slots, and the block tables of each kind of read.
+Nothing else of a Step can change. So every row has one token and no draft, the kernels of ``attention=triton`` write
+and read the keys, and no layer keeps recurrent states. Any other model, and one that cannot be captured, runs its steps
+as usual; the log says why.
 """
 
 from __future__ import annotations
@@ -39,21 +40,24 @@ logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 DECODE: Final = "decode"
-"""What EngineOptions.compile asks for."""
+"""The one value of EngineOptions.compile."""
 Forward = Callable[[torch.Tensor, torch.Tensor, Mapping[int, PagedStep]], torch.Tensor]
-"""Tokens and their positions, int64[n] each, and how each layer attends: logits behind every token, [n, vocabulary]."""
+"""(tokens, positions, how each layer attends) -> logits after every token, [n, vocabulary].
+
+Both inputs are int64[n].
+"""
 Run = Callable[[], torch.Tensor]
 
 
 def compile_option(name: str, value: object) -> str | None:
-    """None or DECODE; ConfigError for anything else."""
+    """Return ``value`` if it is None or DECODE. Raises ConfigError for anything else."""
     if value is not None and (not isinstance(value, str) or value != DECODE):
-        raise ConfigError(f"{name} must be {DECODE!r}, or None for nothing compiled, got {shown(value)}")
+        raise ConfigError(f"{name} must be {DECODE!r}, or None to compile nothing, got {shown(value)}")
     return None if value is None else DECODE
 
 
 def _captured(run: Run) -> Run:
-    """A CUDA graph of ``run``, which warms up first: kernels are compiled, workspaces taken."""
+    """Return a CUDA graph of ``run``, captured after two runs that compile kernels and allocate workspaces."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own is not typed
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -61,7 +65,7 @@ def _captured(run: Run) -> Run:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread may hold another model
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread may run another model
         out = run()
 
     def replay() -> torch.Tensor:
@@ -72,26 +76,26 @@ def _captured(run: Run) -> Run:
 
 
 RECORDERS: Final[Mapping[str, Callable[[Run], Run]]] = {"cuda": _captured}
-"""By type of device: what makes of a run one that does the same over the same memory."""
+"""By type of device: converts a run to a replay of it over the same memory."""
 
 
 def refusal(
     device: torch.device, attention: AttentionBackend, reads: Mapping[int, LayerRead], *, other: str | None
 ) -> str | None:
-    """Why steps of a model cannot be captured; None where they might. other: what else is in the way."""
+    """Return why steps of a model cannot be captured; None if they may be. ``other``: another reason that is known."""
     if device.type not in RECORDERS:
-        return f"graphs are captured on CUDA, the model is on {device}"
+        return f"graphs are captured on CUDA devices, but the model is on {device}"
     if attention is not AttentionBackend.TRITON:
-        return f"attention={attention} makes tensors of other shapes in every step: use attention=triton"
+        return f"attention={attention} makes tensors of different shapes in every step: use attention=triton"
     gathered = [layer for layer, read in reads.items() if read.heads is None]
-    return other or (f"contexts of layer {gathered[0]} are gathered" if gathered else None)
+    return other or (f"the contexts of layer {gathered[0]} are gathered" if gathered else None)
 
 
 class DecodeGraphs:
-    """The graphs of one runner, each made when the first step of its size comes.
+    """The graphs of one runner. Each is made when the first step of its size arrives.
 
-    forward: of the model. reads, pages: by layer index, of all its layers. tables: of its groups. max_model_len: tokens
-    of the longest request. name: of the model, for the log.
+    ``reads`` and ``pages`` are those of all layers, by index. ``max_model_len`` is the length of the longest request;
+    ``name`` is the model's name in the log.
     """
 
     def __init__(
@@ -109,11 +113,12 @@ class DecodeGraphs:
         self._graphs = dict[int, _Graph]()
         self._failed = False
 
-    @torch.inference_mode()  # as its tensors are, wherever it is called
+    @torch.inference_mode()  # its tensors are inference tensors, so each call that changes them must run in this mode
     def logits(self, step: Step, tokens: Int64, positions: Int64) -> torch.Tensor | None:
-        """Behind every token of ``step``, [R, vocabulary]; None for one that is not only decoding, or once one failed.
+        """Return the logits after every token of ``step``, [R, vocabulary].
 
-        tokens, positions: int64[R]. The tables have applied the Step and hold its slots on the host.
+        Returns None for a step that does more than decode, and once a capture has failed. ``tokens``, ``positions``:
+        int64[R]. The tables must have applied the Step and computed its slots on the host.
         """
         rows = len(step)
         if self._failed or len(step.drafts.values) or len(tokens) != rows:
@@ -129,20 +134,20 @@ class DecodeGraphs:
             except RuntimeError as error:
                 self._failed = True
                 why = str(error).partition("\n")[0]
-                logger.warning("%s: its steps cannot be captured, and run as they are: %s", self._name, why)
+                logger.warning("%s: its steps run without CUDA graphs, because capturing failed: %s", self._name, why)
                 return None
             self._graphs[size] = graph
         return self._graphs[size].run()[:rows].clone()
 
 
 class _Graph:
-    """Of ``size`` rows of ``owner``. run: the forward over its numbers; once recorded, a replay of it."""
+    """A graph of ``size`` rows. ``run`` is the forward over its fixed memory; after ``record`` it is a replay."""
 
     def __init__(self, owner: DecodeGraphs, size: int) -> None:
         self._size, self._tables = size, owner.tables
         groups = sorted({read.group for read in owner.reads.values()})
         self._device = self._tables[groups[0]].device
-        # tokens, positions, then the slots of each group: sent at once
+        # tokens, positions, then the slots of each group: one copy to the device for all
         self._numbers = torch.zeros(2 + len(groups), size, dtype=torch.int64, device=self._device)
         self._slots = {group: self._numbers[2 + place] for place, group in enumerate(groups)}
         self._batches = dict[LayerRead, TritonBatch]()
@@ -155,12 +160,12 @@ class _Graph:
         self.run: Run = partial(owner.forward, self._numbers[0], self._numbers[1], attention)
 
     def record(self) -> None:
-        """Capture what runs."""
+        """Capture ``run``."""
         self.run = RECORDERS[self._device.type](self.run)
 
     def _longest(self, read: LayerRead, pages: KVPages, max_model_len: int) -> TritonBatch:
-        """For requests of any length up to the longest, of one query each."""
-        assert read.heads is not None  # noqa: S101 - refusal has looked at every layer
+        """Make a batch for ``size`` requests of one query each, of any length up to the longest."""
+        assert read.heads is not None  # noqa: S101 - refusal has checked every layer
         table = self._tables[read.group]
         widest = torch.zeros(self._size, table.get_device_tensor().shape[1], dtype=torch.int32, device=self._device)
         batch = paged_batch(
@@ -173,7 +178,7 @@ class _Graph:
         return triton_batch(batch, read.mask, num_heads=read.heads.num_heads, pages=pages, dtype=read.heads.query)
 
     def fill(self, step: Step, tokens: Int64, positions: Int64) -> None:
-        """Send what this step's rows read and write to where the graph reads it; the rows behind them have no slot."""
+        """Copy this step's inputs to the memory that the graph reads. Rows after the step's own get no slot."""
         rows = len(step)
         staged = torch.zeros(self._numbers.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         numbers = staged.numpy()
@@ -188,7 +193,7 @@ class _Graph:
             made.refill(replace(made.batch, seq_lens=lengths, block_table=held[read.group]))
 
     def _cells(self, step: Step, group: int, longest: int) -> torch.Tensor:
-        """int32[size, columns]: of the step's rows, then null blocks."""
+        """Return the block tables of the step's rows, then null blocks for the other rows: int32[size, columns]."""
         table = self._tables[group]
         rows = torch.from_numpy(step.rows.astype(np.int64)).to(self._device, non_blocking=True)
         cells = table.get_device_tensor()[rows, : ceil_div(longest, table.block_size)]

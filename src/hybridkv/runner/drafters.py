@@ -1,7 +1,8 @@
-"""Drafters: a request's own text (NgramDrafter) or a smaller model (DraftModel) proposes tokens that a step verifies.
+"""Drafters propose tokens that the target model verifies.
 
-AdaptiveDrafter hands out as many of another drafter's drafts as make decoding faster: a rejected one costs a step
-nearly what a token does.
+NgramDrafter takes them from a request's own text, DraftModel from a smaller model. AdaptiveDrafter wraps another
+drafter and hands out only as many drafts as make decoding faster: a rejected draft costs a step nearly as much as a
+token.
 """
 
 from __future__ import annotations
@@ -30,48 +31,59 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 MOST_TOKENS: Final = 8
-"""Drafts of a request in one step: behind so many, hardly any is accepted, and each holds a state."""
+"""Most drafts of a request in one step. Later ones are hardly ever accepted, and each needs a recurrent state."""
 
 
 class Drafter(Protocol):
-    """Proposes tokens for requests of one engine, which closes it. Drafts change how fast outputs come, never which.
+    """Proposes tokens for the requests of one engine, which closes it.
 
-    One with a method ``took(tokens, seconds)`` is told of each step in which every row decoded how long it took.
-    num_speculative_tokens: most drafts of a request in one step; recurrent layers hold a state for each.
+    Drafts change the speed of outputs, never their tokens.
+
+    A drafter may also have a method ``took(tokens, seconds)``. After each step in which every row decoded, the engine
+    calls it with the tokens that ran and the time that they took.
     """
 
     @property
     def num_speculative_tokens(self) -> int:
-        """See the class."""
+        """Most drafts of a request in one step; recurrent layers hold a state for each."""
 
     def require(self, target: LoadedModel) -> None:
-        """Raise ConfigError where it cannot propose tokens for ``target``."""
+        """Raise ConfigError if it cannot propose tokens for ``target``."""
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Drafts behind the known tokens of each of ``requests``: at most ``num_speculative_tokens``, maybe none."""
+        """Return the drafts that follow the known tokens of each request.
+
+        At most ``num_speculative_tokens``, perhaps none.
+        """
 
     def close(self) -> None:
-        """Give back what it holds; it is done."""
+        """Release its resources; it is not used again."""
 
 
 def checked_count(num_speculative_tokens: int) -> int:
-    """``num_speculative_tokens``. ConfigError unless it lies in 1 .. MOST_TOKENS."""
+    """Return ``num_speculative_tokens``. Raises ConfigError unless it is in 1 .. MOST_TOKENS."""
     num_speculative_tokens = integer("num_speculative_tokens", num_speculative_tokens)
     if not 1 <= num_speculative_tokens <= MOST_TOKENS:
-        raise ConfigError(f"num_speculative_tokens must lie in 1 .. {MOST_TOKENS}, got {num_speculative_tokens}")
+        raise ConfigError(f"num_speculative_tokens must be in 1 .. {MOST_TOKENS}, got {num_speculative_tokens}")
     return num_speculative_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class NgramDrafter:
-    """Prompt lookup: drafts are what followed when a request's newest tokens stood in its own text before.
+    """Prompt lookup: its drafts are the tokens that followed an earlier copy of a request's newest tokens.
 
-    tokens  [ . . a b c d e . . . a b c ]     the longest match of the last tokens: a b c
-                        ^ ^ drafts            what stood behind it: d e
+        tokens  [ . . a b c d e . . . a b c ]     the longest match of the newest tokens: a b c
+                            ^ ^ drafts            the tokens after that match: d e
 
-    The method of Saxena ("Prompt lookup decoding", 2023), which transformers and vLLM have, too.
-    max_ngram, min_ngram: the most and the fewest newest tokens that must have stood there before.
-    Raises ConfigError for counts that cannot be.
+    The method is that of Saxena ("Prompt lookup decoding", 2023); transformers and vLLM have it, too.
+
+    Args:
+        num_speculative_tokens: drafts of a request in one step, 1 to MOST_TOKENS.
+        max_ngram: most newest tokens to look for.
+        min_ngram: fewest newest tokens that must match.
+
+    Raises:
+        ConfigError: a count is out of its range.
     """
 
     num_speculative_tokens: int = 4
@@ -85,17 +97,17 @@ class NgramDrafter:
             raise ConfigError(f"n-grams need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
 
     def require(self, target: LoadedModel) -> None:
-        """Any model will do."""
+        """Accept any model."""
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """What stood behind the longest match; none where nothing matches. O(tokens) a request."""
-        return [self._behind(request.token_ids()) for request in each(one_of(Request))("requests", requests)]
+        """Return the tokens after the longest match in each request, or none. O(tokens) a request."""
+        return [self._after_match(request.token_ids()) for request in each(one_of(Request))("requests", requests)]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds no resources."""
 
-    def _behind(self, tokens: Int32) -> list[int]:
-        """Of the longest matches the last one with all drafts behind it, else the first: it has the most."""
+    def _after_match(self, tokens: Int32) -> list[int]:
+        """Return the tokens after the last longest match that has enough of them, else those after the first match."""
         ends = self._longest(tokens)
         if not len(ends):
             return []
@@ -106,7 +118,7 @@ class NgramDrafter:
         return drafts
 
     def _longest(self, tokens: Int32) -> Int64:
-        """Where earlier copies of the newest tokens end, ascending: those of the longest match."""
+        """Return the last index of each earlier copy of the newest tokens, ascending, for the longest match."""
         found, ends = np.empty(0, np.int64), np.flatnonzero(tokens[:-1] == tokens[-1])
         for length in range(1, self.max_ngram + 1):
             if not len(ends):
@@ -119,46 +131,52 @@ class NgramDrafter:
 
 
 class DraftModel:
-    """A smaller model as a drafter: ``engine`` has its own memory, and nothing else uses or closes it.
+    """A smaller model as a drafter.
 
-    target's tokens   [ ..................... | a b ]      a b: new since the last step
-    drafting request  [ found in the prefix cache ..| drafts ]
+        target's tokens   [ ..................... | a b ]      a b: new since the last step
+        drafting request  [ found in the prefix cache ..| drafts ]
 
-    Every step is a new request of the drafting engine, whose prefix cache finds all but the newest tokens; so nothing
-    is rolled back there, and a recurrent model drafts as well as any. Tokens are drawn by the sampling, the seed and
-    the positions of the target's request: both draw with the same noise, so a draft agrees more often.
-    Requests that outgrow the max_model_len of its plan get no drafts.
-    Raises ConfigError for a number of drafts that cannot be, and for the engine of an encoder-decoder.
+    Every step is a new request of the drafting engine, whose prefix cache finds all but the newest tokens. So nothing
+    is rolled back, and a recurrent model can draft, too. Drafts are drawn with the sampling, the seed and the positions
+    of the target's request. Both models draw with the same noise, so that they agree more often. A request that
+    outgrows the ``max_model_len`` of the drafting engine gets no drafts.
+
+    Args:
+        engine: the drafting engine, with memory of its own. Nothing else may use or close it.
+        num_speculative_tokens: drafts of a request in one step, 1 to MOST_TOKENS.
+
+    Raises:
+        ConfigError: the number is out of range, or the engine's model is an encoder-decoder.
     """
 
     def __init__(self, engine: Engine, num_speculative_tokens: int = 4) -> None:
         if instance("engine", engine, Engine).runner.cross is not None:
             raise ConfigError(
-                f"{engine.loaded.name} reads an encoder's input, which drafts have none of: draft with a causal model"
+                f"{engine.loaded.name} is an encoder-decoder, and drafts have no encoder input: use a causal model"
             )
         self.num_speculative_tokens = checked_count(num_speculative_tokens)
         self.engine = engine
 
     def require(self, target: LoadedModel) -> None:
-        """Raise ConfigError for another vocabulary, and where the target is the very model that drafts."""
+        """Raise ConfigError if ``target`` has another vocabulary, or is the drafting model itself."""
         instance("target", target, LoadedModel)
         mine = self.engine.loaded
         if mine.model is target.model:
             raise ConfigError(f"{target.name} cannot draft for itself: load the model a second time")
         if mine.vocab_size != target.vocab_size:
             raise ConfigError(
-                f"{mine.name} has {mine.vocab_size} tokens, {target.name} {target.vocab_size}: a draft model needs "
-                "the vocabulary of its target"
+                f"{mine.name} has {mine.vocab_size} tokens, but {target.name} has {target.vocab_size}: use a draft "
+                "model with the vocabulary of its target"
             )
         both = mine.tokenizer is not None and target.tokenizer is not None
         if both and mine.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise ConfigError(
-                f"the tokenizer of {mine.name} is not that of {target.name}: a draft model needs the vocabulary of "
-                "its target"
+                f"the tokenizer of {mine.name} has other tokens than that of {target.name}: use a draft model with the "
+                "vocabulary of its target"
             )
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """What the model draws behind each; up to a stop token of the request, where its output would end."""
+        """Return the tokens that the model draws after each request, up to a stop token of the request."""
         requests = each(one_of(Request))("requests", requests)
         drafts: list[list[int]] = [[] for _ in requests]
         asked = {}
@@ -170,7 +188,7 @@ class DraftModel:
                     asked[self.engine.add(tokens, sampling, cache_salt=request.cache_salt)] = at
             while not self.engine.idle:
                 for done in self.engine.step():
-                    if (place := asked.pop(done.request_id, None)) is not None:  # else of a call that failed
+                    if (place := asked.pop(done.request_id, None)) is not None:  # None: a request of a call that failed
                         drafts[place] = list(done.token_ids)
         finally:
             for request_id in asked:
@@ -183,11 +201,11 @@ class DraftModel:
 
 
 def _drafting(request: Request, count: int) -> SamplingParams:
-    """How ``count`` drafts of ``request`` are drawn: its output is prompt here.
+    """Return how ``count`` drafts of ``request`` are drawn. The target's output is part of the prompt here.
 
-    So what depends on the output goes on from there: penalties on its tokens as biases, which a repetition penalty then
-    sees as well, and a presence penalty twice where a draft comes again; a word that must not come is known only within
-    the drafts. A draft that the request itself would not draw is refused, and costs nothing else.
+    So all that depends on the output must be carried over. Penalties on its tokens become biases. A repetition penalty
+    then applies after these, and a presence penalty counts twice for a draft that comes again. A bad word is only found
+    within the drafts. These differences cost nothing but rejected drafts.
     """
     own, prompt = request.sampling, request.num_prompt_tokens
     biases, outputs = dict(own.biases), request.num_output_tokens
@@ -200,8 +218,8 @@ def _drafting(request: Request, count: int) -> SamplingParams:
         max_tokens=count,
         min_tokens=min(max(own.min_tokens - outputs, 0), count),
         logit_bias=biases,
-        logits_processors=tuple(_behind(one, prompt) for one in own.logits_processors),
-        ignore_eos=True,  # of the drafting model
+        logits_processors=tuple(_shifted(one, prompt) for one in own.logits_processors),
+        ignore_eos=True,  # the drafting model's own end tokens do not count
         stop_token_ids=request.stop_ids,
         stop=(),
         n=1,
@@ -210,10 +228,10 @@ def _drafting(request: Request, count: int) -> SamplingParams:
     )
 
 
-def _behind(function: LogitsProcessor, num_prompt: int) -> LogitsProcessor:
-    """``function`` for a request of whose prompt all but ``num_prompt`` tokens are the target's output.
+def _shifted(function: LogitsProcessor, num_prompt: int) -> LogitsProcessor:
+    """Return ``function`` for a request whose prompt holds, after ``num_prompt`` tokens, the target's output.
 
-    Where it fails, the logits stay as they are: the target says so, if it comes there.
+    If the function fails, the logits stay as they are: the target's own request reports the error when it gets there.
     """
     whole = takes_prompt(function)
 
@@ -222,7 +240,7 @@ def _behind(function: LogitsProcessor, num_prompt: int) -> LogitsProcessor:
         try:
             made = function(prompt[:num_prompt], *given) if whole else function(*given)
             fits = made.shape == logits.shape and bool(made.max().isfinite())
-        except Exception:  # noqa: BLE001  # the caller's; it must not end the drafter
+        except Exception:  # noqa: BLE001  # an error of the caller's function must not end the drafter
             return logits
         return made if fits else logits
 
@@ -230,13 +248,13 @@ def _behind(function: LogitsProcessor, num_prompt: int) -> LogitsProcessor:
 
 
 _FADING: Final = 0.97
-"""What a step counts behind the next one: half of it is gone after 23."""
+"""Weight of a step compared with the next one, chosen by hand: it halves in 23 steps."""
 _LEAST_SPREAD: Final = 0.02
-"""Of the number of tokens, its standard deviation over its mean: with less the slope is not to be seen."""
+"""Least coefficient of variation of the token counts; with less, the slope is mostly noise."""
 
 
 class StepSeconds:
-    """A line through the seconds of steps, by least squares, the newest first: a + b * tokens."""
+    """The line ``a + b * tokens`` through the seconds of steps, by least squares; newer steps weigh more."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)  # of 1, tokens, seconds, tokens squared, tokens * seconds
@@ -248,7 +266,7 @@ class StepSeconds:
         return self._slope is not None
 
     def took(self, tokens: int, seconds: float) -> None:
-        """A step did."""
+        """Add the measurement of one step."""
         self._sums = self._sums * _FADING + (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
         count, tokens_, seconds_, squares, products = self._sums
         mean = tokens_ / count
@@ -257,7 +275,7 @@ class StepSeconds:
             self._slope = max(0.0, float((products / count - mean * seconds_ / count) / variance))
 
     def of(self, tokens: Int64) -> Float64:
-        """Seconds of steps of ``tokens``, above 0; where ``known``."""
+        """Return the predicted seconds, above 0, of steps with ``tokens``. Call it only if ``known``."""
         count, tokens_, seconds, *_ = self._sums
         slope = self._slope or 0.0
         line: Float64 = seconds / count + slope * (tokens - tokens_ / count)
@@ -265,20 +283,20 @@ class StepSeconds:
 
 
 _LONGEST_RUN: Final = 8
-"""Right drafts in a row before the next: from here on as one class."""
+"""Drafts after at least this many accepted ones in a row are one class."""
 _REMEMBERED: Final = 500.0
-"""Drafts of a class: older ones count less."""
+"""Drafts of a class that are counted; from here on, the counts are halved."""
 _UNKNOWN: Final = (1.0, 2.0)
-"""Right ones, and all, before any was seen."""
+"""Accepted and proposed drafts of a class before any was seen."""
 _LEAST_GAIN: Final = 1.05
-"""Times as fast: less is not known so well, and not had where rows end together, for the slowest of them says when."""
+"""Least predicted speed-up. With 1.01, 32 chats that end together were 4 to 9 % slower (design record 0028)."""
 _KEPT: Final = 4096
-"""Requests of which is known what was proposed; more are forgotten, but for those that decode now."""
+"""Requests whose last proposal is remembered; with more, only those that decode are."""
 
 
 @dataclass(slots=True)
 class _Proposed:
-    """What was proposed for ``request`` behind ``known`` tokens; ``run`` of the drafts before these were right."""
+    """The drafts proposed for ``request`` after ``known`` tokens; ``run`` accepted drafts in a row came before them."""
 
     request: Request
     known: int
@@ -287,20 +305,28 @@ class _Proposed:
 
 
 class AdaptiveDrafter:
-    """Those drafts of ``drafter`` that are worth their place in a step; for drafters that cost next to nothing.
+    """Hands out only those drafts of ``drafter`` that make a step faster.
 
-    a step of 32 rows    [ 32 tokens: a + 32 b seconds ]
-    with two drafts      [ 32 tokens | draft, right 9 times in 10 | draft, right every other time ]
-                           32 tokens in a + 32 b       32.9 in a + 33 b            33.4 in a + 34 b
+    Use it with drafters that cost almost nothing.
 
-    The number of drafts is that of the most tokens a second, from what steps took and how often drafts were right
-    (goodput: Liu et al., "Optimizing Speculative Decoding for Large Language Models Serving Using Goodput", 2024).
-    Alone, a row runs all of them; next to many others only what is all but sure.
+        a step of 32 rows    [ 32 tokens: a + 32 b seconds ]
+        with two drafts      [ 32 tokens | draft, right 9 times in 10 | draft, right every other time ]
+                               32 tokens in a + 32 b       32.9 in a + 33 b            33.4 in a + 34 b
 
-    It learns from what it did not hand out, too: what a request had instead shows whether it was right. How often that
-    is depends on how many drafts before it were right. Until steps of more and of fewer tokens were seen, it hands out
-    all. Which drafts there are depends on the clock, the tokens of requests do not.
-    Raises ConfigError for what is no drafter.
+    The number of drafts is the one with the most tokens a second, predicted from the times of earlier steps and from
+    how often drafts were accepted (goodput: Liu et al., "Optimizing Speculative Decoding for Large Language Models
+    Serving Using Goodput", 2024). A row that runs alone gets all its drafts; among many rows only nearly certain drafts
+    are used.
+
+    It also learns from drafts that it did not hand out: the tokens that came instead show whether they were right. The
+    rate depends on how many drafts in a row were right before. Until it has seen steps of different sizes, it hands out
+    all drafts. The number of drafts depends on the clock; the tokens of requests do not.
+
+    Args:
+        drafter: the drafter that proposes.
+
+    Raises:
+        ConfigError: ``drafter`` is not a Drafter.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -312,23 +338,29 @@ class AdaptiveDrafter:
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Of ``drafter``."""
+        """Most drafts of a request in one step, those of ``drafter``."""
         return self._drafter.num_speculative_tokens
 
     def require(self, target: LoadedModel) -> None:
-        """As ``drafter``."""
+        """Raise ConfigError if ``drafter`` cannot propose tokens for ``target``."""
         self._drafter.require(target)
 
     def close(self) -> None:
-        """As ``drafter``."""
+        """Close ``drafter``."""
         self._drafter.close()
 
     def took(self, tokens: int, seconds: float) -> None:
-        """A step of rows that all decode, ``tokens`` with their drafts, took so long. ConfigError for other numbers."""
+        """Record the ``seconds`` of a step whose rows all decode, with ``tokens`` including drafts.
+
+        ConfigError if invalid.
+        """
         self._seconds.took(integer("tokens", tokens, 1, MOST_COUNT), real("seconds", seconds))
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The first drafts of each of ``requests``, maybe none. O(log) of all drafts beside ``drafter``."""
+        """Return the first drafts of each of ``requests``, perhaps none.
+
+        O(n log n) for n drafts, in addition to ``drafter``.
+        """
         requests = each(one_of(Request))("requests", requests)
         proposed = self._drafter.propose(requests)
         if len(self._proposed) > _KEPT:
@@ -339,7 +371,7 @@ class AdaptiveDrafter:
         return [drafts[:count] for drafts, count in zip(proposed, counts, strict=True)]
 
     def _follow(self, request: Request, drafts: list[int]) -> int:
-        """``drafts`` are proposed for ``request`` now; how many right ones lead to them."""
+        """Record that ``drafts`` are proposed for ``request``; return how many right drafts in a row lead to them."""
         known = request.num_tokens
         before, run = self._proposed.get(request.request_id), 0
         if before is not None and before.request is request and before.known <= known:
@@ -348,7 +380,10 @@ class AdaptiveDrafter:
         return run
 
     def _learn(self, before: _Proposed, came: list[int]) -> int:
-        """``came`` behind what was proposed; how many right drafts lead to the next token."""
+        """Compare the tokens that ``came`` with the drafts ``before``.
+
+        Return how many right drafts in a row end here.
+        """
         run = before.run
         for draft, token in zip(before.drafts, came, strict=False):
             place = min(run, _LONGEST_RUN)
@@ -363,7 +398,7 @@ class AdaptiveDrafter:
         return run if len(came) <= len(before.drafts) else 0
 
     def _worthwhile(self, runs: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """How many drafts of each request to hand out, of ``lengths``."""
+        """Return how many drafts of each request to hand out, at most its ``lengths``."""
         most = max(lengths, default=0)
         cost = self._seconds
         if not most or not cost.known:
@@ -371,7 +406,7 @@ class AdaptiveDrafter:
         places = np.minimum(np.array(runs)[:, None] + np.arange(most), _LONGEST_RUN)
         accepted = np.cumprod((self._right / self._tried)[places], axis=1)
         accepted[np.arange(most) >= np.array(lengths)[:, None]] = 0
-        # best first: the drafts of a request stand in their order, for each is less sure than the one before it
+        # best first; a request's drafts keep their order, because each is less certain than the one before it
         order = np.argsort(-accepted, axis=None, kind="stable")[: sum(lengths)]
         tokens = len(runs) + np.arange(1, len(order) + 1)
         speed = (len(runs) + np.cumsum(accepted.reshape(-1)[order])) / cost.of(tokens)

@@ -51,9 +51,9 @@ from hybridkv.runner.inputs import (
     loaded_of,
     number_in,
     one_each,
-    refuse_what_it_lacks,
     require_callable,
     require_drafter,
+    require_vocabulary,
     with_word_ids,
 )
 from hybridkv.runner.load import LoadedModel, own_mode
@@ -372,7 +372,7 @@ class Engine:
         for name, value in (("request_id", request_id), ("cache_salt", cache_salt), ("tenant", tenant)):
             or_none(text)(name, value)
         params = with_word_ids(params, self.loaded)
-        refuse_what_it_lacks(params, self.loaded)
+        require_vocabulary(params, self.loaded)
         ids, pictures = self._ids(prompt, images, starts=feed is not None)
         request = Request(
             str(self._next_id) if request_id is None else request_id,
@@ -496,7 +496,7 @@ class Engine:
         self._in_flight.append(step)
         for new in step.new_rows:
             if (live := self._live.get(new.request_id)) is not None:
-                live.begins()
+                live.note_start()
         if self.runner.cross is not None:
             self.runner.cross.hold_inputs(step)
         if self.runner.images is not None:

@@ -1,6 +1,6 @@
-"""What callers hand to an engine, checked: a model, prompts, sampling, drafts, what encoders read, Steps.
+"""Checks of all that callers hand to an engine: models, prompts, sampling, drafts, encoder inputs, and Steps.
 
-Bad ones raise ConfigError, Steps WorkerError.
+Invalid values raise ConfigError; invalid Steps raise WorkerError.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 Int64 = NDArray[np.int64]
 Given = str | Sequence[int] | NDArray[np.generic] | torch.Tensor
-"""An encoder's input as a caller has it: text, token ids, or features [bins, frames]."""
+"""An encoder's input from a caller: text, token ids, or features [bins, frames]."""
 Prompt = str | Sequence[int]
 
 _PROMPT: Final = "must be text or a list of token ids"
 
 _MOST_DIGITS: Final = 18
-"""Of a number that requests without an id are counted up to."""
+"""Digits of a request id that is read as a number: longer ones would not fit into 64 bits."""
 
 
 def loaded_of(model: PreTrainedModel | LoadedModel, tokenizer: Any) -> LoadedModel:  # noqa: ANN401  # transformers' tokenizers share no typed base
-    """``model`` as a LoadedModel. Raises ConfigError for a second tokenizer, and as ``wrap`` does."""
+    """Return ``model`` as a LoadedModel. Raises ConfigError for a second tokenizer, and as ``wrap`` does."""
     if not isinstance(model, LoadedModel):
         return wrap(model, tokenizer, type(model).__name__)
     if tokenizer is not None:
-        raise ConfigError(f"{model.name} was loaded with its tokenizer: leave the tokenizer out")
+        raise ConfigError(f"{model.name} was loaded with its tokenizer: leave the argument tokenizer out")
     return model
 
 
@@ -57,93 +57,94 @@ def one_each(
     encoders: Sequence[Given] | None = None,
     images: Sequence[Images | None] | None = None,
 ) -> list[tuple[Prompt, SamplingParams | None, Given | None, Images | None]]:
-    """Each prompt with its sampling, one for all or one each, what its encoder reads, and its images.
+    """Return each prompt with its sampling, its encoder input and its images. One sampling may serve all prompts.
 
-    Raises ConfigError when the numbers differ, and for what is no list of prompts, of inputs or of images, or no
-    sampling.
+    Raises ConfigError if the numbers differ, or if an argument is not a list of the right kind.
     """
     if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Sequence):
-        raise ConfigError(f"prompts must be a list, each of them text or a list of token ids, got {_kind(prompts)}")
+        raise ConfigError(f"prompts must be a list of texts or of lists of token ids, got {_kind(prompts)}")
     asked = sampling if isinstance(sampling, list | tuple) else [checked_sampling(sampling)] * len(prompts)
     params = [*map(checked_sampling, asked)]
     if encoders is not None and not _is_listed(encoders):
-        raise ConfigError(f"encoders must be a list of what the encoder reads for each prompt, got {shown(encoders)}")
+        raise ConfigError(f"encoders must be a list with an encoder input for each prompt, got {shown(encoders)}")
     if not isinstance(images, list | tuple | None):
         raise ConfigError(f"images must be a list with an entry for each prompt, got {shown(images)}")
     inputs, pictures = ([None] * len(prompts) if given is None else list(given) for given in (encoders, images))
     counts = {"{} sampling parameters": params, "{} encoder inputs": inputs, "images of {} prompts": pictures}
     for what, given in counts.items():
         if len(given) != len(prompts):
-            raise ConfigError(f"{what.format(len(given))} for {len(prompts)} prompts: give one for each")
+            raise ConfigError(f"got {what.format(len(given))} for {len(prompts)} prompts: give one for each prompt")
     return list(zip(prompts, params, inputs, pictures, strict=True))
 
 
 def _is_listed(values: object) -> bool:
-    """Whether they are values in a row: a sequence, or an array that is more than a number."""
+    """Return whether ``values`` is a sequence, or an array of at least one dimension."""
     if isinstance(values, np.ndarray | torch.Tensor):
         return bool(values.ndim)
     return isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray)
 
 
 def checked_sampling(sampling: object) -> SamplingParams | None:
-    """It, which is SamplingParams or None. ConfigError for anything else."""
+    """Return ``sampling``. Raises ConfigError unless it is SamplingParams or None."""
     if not isinstance(sampling, SamplingParams | None):
         raise ConfigError(f"sampling must be SamplingParams or None, got {_kind(sampling)}")
     return sampling
 
 
 def require_callable(**values: object) -> None:
-    """Raise ConfigError, naming it, for a value that is neither None nor can be called."""
+    """Raise ConfigError that names the argument unless it is None or callable."""
     for name, value in values.items():
         if value is not None and not callable(value):
             raise ConfigError(f"{name} must be a function, got {shown(value)}")
 
 
 def require_drafter(name: str, given: object) -> None:
-    """Raise ConfigError, naming it, unless it has all that a Drafter has."""
+    """Raise ConfigError that names the argument unless ``given`` has all methods of a Drafter."""
     missing = [one for one in ("num_speculative_tokens", "require", "propose", "close") if not hasattr(given, one)]
     if missing:
         raise ConfigError(f"{name} must be a Drafter, got {shown(given)}, which has no {missing[0]}")
 
 
-def as_list(values: Any) -> Any:  # noqa: ANN401  # whoever takes it judges it
-    """An array or tensor as Python's own numbers; anything else as it is."""
+def as_list(values: Any) -> Any:  # noqa: ANN401  # the function that takes the values checks them
+    """Return an array or tensor as Python numbers; anything else unchanged."""
     return values.tolist() if isinstance(values, np.ndarray | torch.Tensor) else values
 
 
 def is_empty(prompt: object) -> bool:
-    """Whether there is nothing in a prompt; False for what is none."""
+    """Return whether ``prompt`` has no token. False for a value that is not a prompt."""
     if isinstance(prompt, np.ndarray | torch.Tensor):
         return tuple(prompt.shape) == (0,)
     return isinstance(prompt, Sequence) and not prompt
 
 
 def number_in(request_id: str) -> int:
-    """The number that a request's id is, or that the id it branches off is; -1 without one."""
+    """Return the number that a request id, or the id that it branches off (``7`` of ``7#1``), consists of; else -1."""
     number = request_id.partition("#")[0]
     return int(number) if number.isdecimal() and len(number) <= _MOST_DIGITS else -1
 
 
-def refuse_what_it_lacks(params: SamplingParams, loaded: LoadedModel) -> None:
-    """Raise ConfigError for stop strings without a tokenizer, and where tokens are meant that are not there."""
+def require_vocabulary(params: SamplingParams, loaded: LoadedModel) -> None:
+    """Raise ConfigError if ``params`` needs a tokenizer that is missing, or names tokens outside the vocabulary."""
     if params.stop and loaded.tokenizer is None:
         raise ConfigError("stop strings need a tokenizer: load the model with one, or use stop_token_ids")
     for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if wanted is not None and wanted > loaded.vocab_size:
-            raise ConfigError(f"{name} is {wanted}, but {loaded.name} has {loaded.vocab_size} tokens: ask for fewer")
+            raise ConfigError(
+                f"{name} is {wanted}, but the vocabulary of {loaded.name} has {loaded.vocab_size} tokens: ask for fewer"
+            )
     most = max(params.named_tokens, default=0)
     if most >= loaded.vocab_size:
         raise ConfigError(
-            f"logit_bias and bad_words name token {most}, which lies outside the vocabulary of {loaded.name}: "
+            f"logit_bias and bad_words name token {most}, which is outside the vocabulary of {loaded.name}: "
             f"ids are 0 .. {loaded.vocab_size - 1}"
         )
 
 
 def with_word_ids(params: SamplingParams, loaded: LoadedModel) -> SamplingParams:
-    """``params`` with bad words as the ids of their tokens: at the beginning of a word, and behind a space.
+    """Return ``params`` with its bad words as token ids, each at the beginning of a text and after a space.
 
-    Behind a space as vLLM has it: where that begins with another token, and is as many.
-    Raises ConfigError for text without a tokenizer, and for a word of no token.
+    As in vLLM, the ids after a space count only if they begin with another token and are as many. Raises ConfigError
+    for text without a tokenizer, and for a word without a token.
     """
     if not any(isinstance(word, str) for word in params.bad_words):
         return params
@@ -159,7 +160,7 @@ def with_word_ids(params: SamplingParams, loaded: LoadedModel) -> SamplingParams
             for before in ("", " ")
         )
         if not bare:
-            raise ConfigError(f"bad_words has {word!r}, which is no token: leave it out")
+            raise ConfigError(f"bad_words has {word!r}, which the tokenizer makes no token of: leave it out")
         found.append(bare)
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
             found.append(spaced)
@@ -169,11 +170,16 @@ def with_word_ids(params: SamplingParams, loaded: LoadedModel) -> SamplingParams
 def encode(
     loaded: LoadedModel, prompt: str | Sequence[int] | np.ndarray[Any, Any] | torch.Tensor, *, what: str = "prompt"
 ) -> list[int]:
-    """Token ids of ``prompt``: text, or ids in a sequence, an integer array or tensor of one dimension.
+    """Convert a prompt to token ids.
 
-    what: it is, for messages.
+    Args:
+        loaded: the model with its tokenizer.
+        prompt: text, or token ids in a sequence or in a one-dimensional array or tensor of integers.
+        what: what ``prompt`` is, for messages.
 
-    Raises ConfigError for anything else, for an empty one, and for ids outside the vocabulary.
+    Raises:
+        ConfigError: the prompt is neither, is empty, or has ids outside the vocabulary; or it is text and there is no
+            tokenizer.
     """
     instance("the loaded model", loaded, LoadedModel)
     instance("what", what, str)
@@ -187,17 +193,17 @@ def encode(
         ids = _token_ids(prompt, what)
     if not ids:
         raise ConfigError(f"the {what} is empty: give it at least one token")
-    vocab_size = loaded.vocab_size  # asked of the model's embedding, which takes microseconds
+    vocab_size = loaded.vocab_size  # read once: the model's embedding takes microseconds to find it
     wrong = [one for one in ids if not 0 <= one < vocab_size]
     if wrong:
         raise ConfigError(
-            f"token id {wrong[0]} lies outside the vocabulary of {loaded.name}: ids are 0 .. {vocab_size - 1}"
+            f"token id {wrong[0]} is outside the vocabulary of {loaded.name}: ids are 0 .. {vocab_size - 1}"
         )
     return ids
 
 
 def _token_ids(prompt: object, what: str) -> list[int]:
-    """Those of a prompt that is no text."""
+    """Return the token ids of a prompt that is not text."""
     if isinstance(prompt, torch.Tensor | np.ndarray):
         whole = str(prompt.dtype).removeprefix("torch.").startswith(("int", "uint"))
         if prompt.ndim != 1 or not whole:
@@ -213,7 +219,7 @@ def _token_ids(prompt: object, what: str) -> list[int]:
 
 
 def _kind(value: object) -> str:
-    """What it is, in a few words."""
+    """Describe ``value`` in a few words, for a message."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"{type(value).__name__} {tuple(value.shape)} of {value.dtype}"
     if isinstance(value, str | int | float | None):
@@ -224,25 +230,34 @@ def _kind(value: object) -> str:
 def drafts_by_request(
     drafts: Sequence[Sequence[int]], requests: Sequence[Request], loaded: LoadedModel
 ) -> dict[str, Sequence[int]]:
-    """What a drafter proposes for ``requests``. ConfigError unless it is a list of token ids for each."""
+    """Return the ``drafts`` of each request by its id.
+
+    Raises ConfigError unless there is a list of token ids for each.
+    """
     if len(drafts) != len(requests):
-        raise ConfigError(f"{len(drafts)} lists of drafts for {len(requests)} requests: give one each, maybe empty")
+        raise ConfigError(
+            f"the drafter gave {len(drafts)} lists of drafts for {len(requests)} requests: one for each is needed, "
+            "even if it is empty"
+        )
     for request, tokens in zip(requests, drafts, strict=True):
         ids = token_array(tokens)
         if ids and max(ids) >= loaded.vocab_size:
             raise ConfigError(
-                f"drafts of {request.request_id!r} lie outside the vocabulary of {loaded.name}: ids are 0 .. "
+                f"draft {max(ids)} of {request.request_id!r} is outside the vocabulary of {loaded.name}: ids are 0 .. "
                 f"{loaded.vocab_size - 1}"
             )
     return {request.request_id: tokens for request, tokens in zip(requests, drafts, strict=True)}
 
 
-# -- what encoders read
+# -- encoder inputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderFeed:
-    """values: token ids [1, tokens] or features [1, bins, frames], on the CPU. read: their digest and token count."""
+    """An encoder input. ``values``: token ids [1, tokens] or features [1, bins, frames], on the CPU.
+
+    ``read`` has the digest of the content and the number of encoder tokens.
+    """
 
     values: torch.Tensor
     read: EncoderInput
@@ -256,19 +271,19 @@ def encoder_feed(
     digest: bytes | str | None = None,
     cache_salt: str | None = None,
 ) -> EncoderFeed:
-    """``given`` for the encoder of ``loaded``.
+    """Check an encoder input, and give it a digest. O(values).
 
-    digest: what the caller calls it, which means nothing to those of another salt; None for one of the content. A name
-    belongs to one number of tokens: one that comes again with another is another input.
-    most_tokens: of the encoder's output, as planned. Raises ConfigError for a model without an encoder, text without a
-    tokenizer, ids outside the vocabulary, features of another shape, and more tokens than planned. O(values).
+    ``digest`` is the caller's own name of the content; it is valid for one ``cache_salt`` and one number of tokens.
+    Without it, the content is hashed. ``most_tokens`` is the number of encoder tokens that the plan has room for.
+    Raises ConfigError for a model without an encoder, text without a tokenizer, ids outside the vocabulary, features of
+    another shape, and more tokens than planned.
     """
     if digest is not None:
         if not isinstance(digest, bytes | str):
             raise ConfigError(f"encoder_digest must be bytes or text, got {shown(digest)}")
         EncoderInput(digest, 1)  # ConfigError for an empty one
     if not is_encoder_decoder(loaded.model):
-        raise ConfigError(f"{loaded.name} has no encoder: leave the encoder's input out")
+        raise ConfigError(f"{loaded.name} has no encoder: leave the encoder input out")
     values: NDArray[Any]
     if loaded.model.main_input_name == "input_ids":
         values = np.array(encode(loaded, given, what="encoder input"), np.int64)
@@ -290,33 +305,35 @@ def encoder_feed(
 
 
 def _features(loaded: LoadedModel, given: Any) -> NDArray[np.floating[Any]]:  # noqa: ANN401  # arrays and tensors
-    """A copy of [bins, frames], of the very shape that the encoder takes: it attends to all frames."""
+    """Return a copy of features [bins, frames]. Their shape must be the encoder's: it attends to all frames."""
     config = loaded.model.config
-    # its two convolutions halve the frames once
+    # the encoder's two convolutions halve the number of frames
     wanted = (int(config.num_mel_bins), 2 * int(config.max_source_positions))
     if isinstance(given, torch.Tensor):
         given = given.detach().cpu().float().numpy()
     if not isinstance(given, np.ndarray) or given.shape != wanted or not np.issubdtype(given.dtype, np.floating):
         shape = getattr(given, "shape", type(given).__name__)
         raise ConfigError(
-            f"{loaded.name} takes features of shape {wanted}, floats, got {shape}: pad them as its feature extractor "
-            "does, one input at a time"
+            f"{loaded.name} takes features of shape {wanted}, floats, got {shape}: give one input at a time, padded as "
+            "its feature extractor does"
         )
     if not np.isfinite(given).all():
-        raise ConfigError(f"{loaded.name} takes features that are numbers: there are NaN or infinite ones among them")
+        raise ConfigError(f"the features for {loaded.name} must be finite, but some are NaN or infinite")
     return np.ascontiguousarray(given).copy()
 
 
 def read_encoder_input(loaded: LoadedModel, given: str | Sequence[int], folder: Path) -> EncoderFeed:
-    """What a file of prompts says of an encoder's input: text or token ids, or the name of a .npy file of features.
+    """Read an encoder input of a file of prompts.
 
-    folder: where such a file is looked for. Raises ConfigError as ``encoder_feed``, and for a file that cannot be read.
+    Text, token ids, or the name of a .npy file of features in ``folder``.
+
+    Raises ConfigError as ``encoder_feed`` does, and for a file that cannot be read.
     """
     most = planner_model(loaded.model, block_size=16, name=loaded.name).max_encoder_tokens
     if loaded.model.main_input_name == "input_ids":
         return encoder_feed(loaded, given, most)
     if not isinstance(given, str):
-        raise ConfigError(f"the encoder of {loaded.name} reads features: name a .npy file of them")
+        raise ConfigError(f"the encoder of {loaded.name} reads features: give the name of a .npy file")
     try:
         features = np.load(folder / given, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -325,24 +342,27 @@ def read_encoder_input(loaded: LoadedModel, given: str | Sequence[int], folder: 
 
 
 class EncoderInputs(dict[bytes | str, torch.Tensor]):
-    """Values by digest, each as long as somebody holds it. Requests of one digest hold the values of the first."""
+    """Encoder inputs by digest. Each stays while a request holds it.
+
+    Requests with equal digests share the first one's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._holders: Counter[bytes | str] = Counter()
 
     def hold(self, feed: EncoderFeed) -> None:
-        """One more request needs ``feed``."""
+        """Count one more holder of ``feed``."""
         self.setdefault(feed.read.digest, feed.values)
         self.hold_again(feed.read.digest)
 
     def hold_again(self, digest: bytes | str) -> None:
-        """One more needs what is here. An unknown digest is a no-op."""
+        """Count one more holder of an input that is here. An unknown digest is ignored."""
         if digest in self:
             self._holders[digest] += 1
 
     def release(self, digest: bytes | str) -> None:
-        """One less; the last takes it along. An unknown digest is a no-op."""
+        """Count one holder less; the last one removes the input. An unknown digest is ignored."""
         self._holders[digest] -= 1
         if self._holders[digest] <= 0:
             del self._holders[digest]
@@ -353,9 +373,10 @@ class EncoderInputs(dict[bytes | str, torch.Tensor]):
 
 
 def require_blocks(step: Step, table: BlockTable, group: int, tokens: Int64, what: str) -> None:
-    """Raise WorkerError unless every row of ``step`` holds blocks for ``tokens``, once the Step's cells are written.
+    """Raise WorkerError unless every row of ``step`` has blocks for ``tokens`` once its cells are written.
 
-    table: of ``group``. tokens: int64[R]. what: the tokens are, for the message. O(rows + cells).
+    ``tokens``: int64[rows of the step]; ``table`` is that of ``group``; ``what`` names the tokens in the message.
+    O(rows + cells).
     """
     held = table.num_blocks_per_row.astype(np.int64)
     held[np.concatenate((step.finished_rows, [new.row for new in step.new_rows])).astype(np.int64)] = 0
@@ -365,6 +386,6 @@ def require_blocks(step: Step, table: BlockTable, group: int, tokens: Int64, wha
     if len(short):
         row = step.rows[short[0]]
         raise WorkerError(
-            f"Step {step.id}: row {row} needs blocks for {tokens[short[0]]} {what} in group {group}, it has "
-            f"{held[row]} of {table.block_size}"
+            f"Step {step.id}: row {row} needs blocks for {tokens[short[0]]} {what} in group {group}, but it has "
+            f"{held[row]} blocks of {table.block_size}"
         )

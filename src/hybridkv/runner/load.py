@@ -1,4 +1,11 @@
-"""A model and its tokenizer: from a folder with safetensors, a GGUF file, the hub, or a tiny random one."""
+"""Load a model and its tokenizer: from a folder with safetensors, a GGUF file, the hub, or a tiny random one.
+
+A model folder is checked before transformers reads it, so that it can only name weights and tokenizers, never code:
+
+- transformers runs the Python files that ``auto_map`` names, or asks on standard input whether it may.
+- a tokenizer class may be any name in transformers, and some of these load further classes by rules of their own.
+- a config, or an index of shards, may name pickles, even with ``use_safetensors``.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +52,19 @@ _WEIGHTS: Final = ".safetensors"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """What generates. name: as it was asked for. tokenizer: a transformers tokenizer, None for ids only.
+    """A model with its tokenizer, ready to generate.
 
-    eos_token_ids: what ends an output, from the generation config or the config.
-    processor: makes token ids and pixels of a text and its pictures, as those of transformers do; None without.
-    no_processor: why, where that is known.
+    Args:
+        name: the name or path that it was loaded from, for messages.
+        model: the transformers model.
+        tokenizer: a transformers tokenizer; None if prompts and outputs are token ids.
+        eos_token_ids: tokens that end an output, from the generation config or the config.
+        processor: for a multimodal model, makes token ids and pixels from a text and its pictures, like the processors
+            of transformers; or None.
+        no_processor: why there is no processor, if that is known.
+
+    Raises:
+        ConfigError: the model, the tokenizer or the processor lacks a method that the engine calls.
     """
 
     name: str
@@ -67,19 +82,19 @@ class LoadedModel:
             raise ConfigError(f"the tokenizer must have {' and '.join(missing)}, got {shown(self.tokenizer)}")
         check_fields(self, each(integer), "eos_token_ids")
         if self.processor is not None and not callable(self.processor):
-            raise ConfigError(f"the processor must take a text and its pictures, got {shown(self.processor)}")
+            raise ConfigError(f"the processor must be callable, got {shown(self.processor)}")
 
     @property
     def decoder_start(self) -> list[int]:
-        """The token that a decoder begins with where its prompt is empty. ConfigError where the model names none."""
+        """The first token of a decoder whose prompt is empty. Raises ConfigError if the model names none."""
         for owner in (getattr(self.model, "generation_config", None), self.model.config):
             if isinstance(found := getattr(owner, "decoder_start_token_id", None), int):
                 return [found]
-        raise ConfigError(f"{self.name} names no decoder_start_token_id: give the decoder's prompt")
+        raise ConfigError(f"the config of {self.name} has no decoder_start_token_id: give the decoder's prompt")
 
     @property
     def vocab_size(self) -> int:
-        """Token ids lie below it."""
+        """Number of token ids: ids are 0 to this number less one."""
         size: int = self.model.get_input_embeddings().num_embeddings
         return size
 
@@ -87,16 +102,26 @@ class LoadedModel:
 def load(
     source: str | Path, *, seed: int = 0, device: torch.device | str = "cpu", trust_remote_code: bool = False
 ) -> LoadedModel:
-    """``tiny:NAME`` (weights from ``seed``), a folder with config.json, safetensors and a tokenizer, or a GGUF file.
+    """Load a model for an Engine.
 
-    A GGUF file, or a folder with nothing else, needs gguf and accelerate; its weights are dequantized, to float32.
-    ORG/NAME, where no such folder is, is a name on the hub: its data is fetched to the hub's local cache, or found
-    there without a network. Nothing else is downloaded.
-    trust_remote_code: run the Python code in the folder that its config or tokenizer names; else none ever runs, and a
-    tokenizer that is such code is refused.
-    The processor of a multimodal model's folder comes along, where what it needs (pillow, torchvision) is installed.
-    Raises ConfigError for what cannot be loaded, UnsupportedModelError for a model that the planner refuses (before its
-    weights are read) or whose positions depend on what runs beside it.
+    The processor of a multimodal model is loaded, too, if its packages (pillow, torchvision) are installed. Only a name
+    on the hub downloads anything.
+
+    Args:
+        source: one of
+            ``tiny:NAME``, a small random model whose weights depend on ``seed``;
+            a folder with config.json, safetensors and a tokenizer;
+            a GGUF file, or a folder with nothing else: it needs gguf and accelerate, and is dequantized to float32;
+            ``ORG/NAME``, if no such folder exists: the data of a model on the hub, from its local cache or the network.
+        seed: seed of the weights of a tiny model.
+        device: the torch device that holds the model.
+        trust_remote_code: run the Python code in the folder that its config or tokenizer names. Otherwise no such code
+            runs, and a tokenizer that needs it is rejected.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+        UnsupportedModelError: the planner rejects the model (before its weights are read), or a token's position
+            depends on other requests in its batch.
     """
     trust_remote_code = flag("trust_remote_code", trust_remote_code)
     source = str(source) if isinstance(source, Path) else instance("the model", source, str)
@@ -105,7 +130,7 @@ def load(
         return wrap(tiny_model(source.removeprefix(TINY), seed).to(where), byte_tokenizer(), source)
     files = files_of(source, code=trust_remote_code)
     if files.gguf is None:
-        # of any dtype: the model's own is that of its weights, which are not read yet
+        # any dtype will do: the model's own is that of its weights, which are not read yet
         require_runnable(read_model(files.folder, backend="transformers", dtype="float32"))
         require_plain_weights(files.folder)
         if not trust_remote_code:
@@ -119,18 +144,18 @@ def load(
 
 
 def _device(given: object) -> torch.device:
-    """A device that holds tensors. ConfigError for any other."""
+    """Return ``given`` as a device that can hold tensors. Raises ConfigError for any other."""
     try:
-        device = torch.device(given)  # type: ignore[call-overload]  # whatever it is, torch judges it
+        device = torch.device(given)  # type: ignore[call-overload]  # torch checks the value
         torch.empty(1, device=device).cpu()
     except Exception as error:
         why = str(error).partition("\n")[0]
-        raise ConfigError(f"device {shown(given)} cannot hold a model: {why}") from error
+        raise ConfigError(f"device {shown(given)} cannot hold tensors: {why}: give another device") from error
     return cast("torch.device", device)
 
 
 class _Reading:
-    """transformers reads ``files``: these and no others."""
+    """Reads ``files`` with transformers, which may read no other file."""
 
     def __init__(self, files: ModelFiles, *, trust_remote_code: bool) -> None:
         self._files, self._where = files, files.folder if files.gguf is None else files.folder / files.gguf
@@ -139,7 +164,7 @@ class _Reading:
             self._options["gguf_file"] = files.gguf
 
     def model(self) -> PreTrainedModel:
-        """The model, every weight from its files: transformers itself would make up those that lack."""
+        """Return the model. Every weight must be in its files: transformers would fill in random ones."""
         weights: dict[str, Any] = {"use_safetensors": True, "dtype": "auto"}
         try:
             config = AutoConfig.from_pretrained(self._files.folder, **self._options)
@@ -159,44 +184,44 @@ class _Reading:
             )
         except UnsupportedModelError:
             raise
-        except Exception as error:  # whatever files make transformers raise is what is wrong with them
+        except Exception as error:  # broken files make transformers raise any error
             raise ConfigError(f"cannot load the model in {self._where}: {error}") from error
         lacking = sorted(report["missing_keys"]) or sorted(str(one) for one in report["mismatched_keys"])
         if lacking:
             what = "lacks" if report["missing_keys"] else "has in another shape"
             raise ConfigError(
                 f"{self._where} {what} {len(lacking)} of the weights that its config asks for, the first {lacking[0]}: "
-                "save the model there again"
+                "save the model there again with save_pretrained"
             )
         loaded: PreTrainedModel = model
-        if self._files.gguf is not None:  # dequantized: plain weights from here on, which can be saved
+        if self._files.gguf is not None:  # the weights are dequantized; else the model could not be saved
             vars(loaded.config).pop("quantization_config", None)
             loaded.hf_quantizer = None
         return loaded
 
     def tokenizer(self) -> Any:  # noqa: ANN401  # transformers' tokenizers share no typed base
-        """The tokenizer that is there."""
+        """Return the tokenizer of the folder."""
         try:
             return AutoTokenizer.from_pretrained(self._files.folder, **self._options)
         except Exception as error:
             raise ConfigError(f"cannot load the tokenizer in {self._where}: {error}") from error
 
     def processor(self, model: PreTrainedModel) -> tuple[Any, str]:
-        """Of ``model``, if it takes images and its folder has one; else None, and why (said in the log, too)."""
+        """Return the processor of ``model``, or None and why there is none. A failure is logged, too."""
         if not hasattr(model, "get_image_features"):
             return None, ""
         if not any((self._files.folder / name).is_file() for name in _PROCESSORS):
             return None, f"its folder has no {' or '.join(_PROCESSORS)}"
         try:
             return AutoProcessor.from_pretrained(self._files.folder, **self._options), ""
-        except Exception as error:  # noqa: BLE001 - its text runs without, and images that were processed elsewhere
+        except Exception as error:  # noqa: BLE001 - text, and images that were processed elsewhere, run without it
             why_not = _lacking(error)
-            logger.warning("%s: no pictures, its processor cannot be made here: %s", self._where, why_not)
+            logger.warning("%s takes no pictures here, because its processor cannot be made: %s", self._where, why_not)
             return None, f"it cannot be made here: {why_not}"
 
 
 def _lacking(error: Exception) -> str:
-    """What stopped a processor: the package that is missing, or the error itself in one line."""
+    """Return why a processor could not be made: the package to install, or the error in one line."""
     said = " ".join(str(error).split())
     missing = [(module, pip) for module, pip in _PICTURE_PACKAGES if find_spec(module) is None]
     lacks = [pip for module, pip in missing if f"the {module.lower()} library" in said.lower()]
@@ -210,12 +235,17 @@ def wrap(
     *,
     processor: Any = None,  # noqa: ANN401  # nor do its processors
 ) -> LoadedModel:
-    """A LoadedModel of a model at hand, which trains no longer: causal, or an encoder and a decoder that generate.
+    """Make a LoadedModel of a transformers model in memory, and switch the model to evaluation mode.
 
-    processor: of a multimodal model, for prompts with pictures.
+    Args:
+        model: a causal language model, or an encoder-decoder that generates.
+        tokenizer: a transformers tokenizer; None if prompts and outputs are token ids.
+        name: the model's name in messages.
+        processor: for a multimodal model, the processor for prompts with pictures.
 
-    Raises ConfigError for what is no such model, and UnsupportedModelError when its rotary positions depend on the
-    longest request of a batch.
+    Raises:
+        ConfigError: ``model`` is not a transformers model.
+        UnsupportedModelError: its rotary positions depend on the longest request of a batch.
     """
     require_model(model)
     config = model.config.get_text_config()
@@ -223,24 +253,27 @@ def wrap(
     kinds = {one.get("rope_type") for one in (scaling, *scaling.values()) if isinstance(one, dict)}
     if wrong := kinds & set(_LENGTH_DEPENDENT_ROPE):
         raise UnsupportedModelError(
-            f"{name}: rope_type {wrong.pop()!r} changes the positions of short requests when a long one runs beside "
-            "them: not supported yet"
+            f"{name}: rope_type {wrong.pop()!r} changes the positions of short requests in a batch with a long one, "
+            "which paged batches do not support: use a model with another rope_type"
         )
-    _tell_of_quantized_cache(model, name)
+    _warn_of_quantized_cache(model, name)
     return LoadedModel(name, model.eval(), tokenizer, _eos(model), processor)
 
 
 def require_model(model: object) -> None:
-    """Raise ConfigError for what is no model of transformers."""
+    """Raise ConfigError unless ``model`` is a PreTrainedModel."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"the model must be a transformers PreTrainedModel, got {type(model).__name__}: give the model that a "
-            "wrapper or torch.compile has inside, or load a folder with hybridkv.runner.load"
+            f"the model must be a transformers PreTrainedModel, got {type(model).__name__}: give the model inside its "
+            "wrapper (torch.compile makes one), or load a folder with hybridkv.runner.load"
         )
 
 
-def _tell_of_quantized_cache(model: PreTrainedModel, name: str) -> None:
-    """A warning in the log where the checkpoint has a quantized KV cache: pages hold what the model computes."""
+def _warn_of_quantized_cache(model: PreTrainedModel, name: str) -> None:
+    """Log a warning if the checkpoint asks for a quantized KV cache.
+
+    Pages hold keys and values in the model's dtype.
+    """
     try:
         found = kv_dtype(model.config.to_dict(), name)
         asked = None if found is None else f"its {found.said_by} means {found.name} keys and values"
@@ -248,12 +281,12 @@ def _tell_of_quantized_cache(model: PreTrainedModel, name: str) -> None:
         asked = str(error)
     if asked is not None:
         held = str(model.dtype).removeprefix("torch.")
-        logger.warning("%s: %s; here they are kept as the model computes them, in %s", name, asked, held)
+        logger.warning("%s: %s; the pages hold them in the model's dtype, %s", name, asked, held)
 
 
 @contextmanager
 def own_mode(model: object) -> Iterator[None]:
-    """On leaving, those modules train of a model in hand that did before: ``wrap`` ends that."""
+    """Restore the training mode of the modules of ``model`` at the end: ``wrap`` switches it off."""
     training = [one for one in model.modules() if one.training] if isinstance(model, torch.nn.Module) else []
     try:
         yield
@@ -263,7 +296,7 @@ def own_mode(model: object) -> Iterator[None]:
 
 
 def _eos(model: PreTrainedModel) -> tuple[int, ...]:
-    """End tokens: one id or several; those of the generation config come first."""
+    """Return the tokens that end an output; the generation config comes before the config."""
     generation = getattr(model, "generation_config", None)
     for owner in (generation, model.config.get_text_config()):
         found = getattr(owner, "eos_token_id", None)
@@ -279,17 +312,17 @@ def _eos(model: PreTrainedModel) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A folder, and the GGUF file in it that the model is; None where it is the folder itself."""
+    """A model's folder, and the GGUF file in it that holds the model; None if the folder itself does."""
 
     folder: Path
     gguf: str | None = None
 
 
 def files_of(source: str, *, code: bool = False) -> ModelFiles:
-    """The files of ``source``. code: fetch Python files of a hub's folder, too.
+    """Return the files of ``source``. ``code``: fetch the Python files of a model on the hub, too.
 
-    Raises ConfigError for what is nowhere, for a folder that holds no model or several GGUF files, and for a GGUF file
-    where what reads it is not installed.
+    Raises ConfigError if nothing is there, if a folder has no model or several GGUF files, or if the packages that read
+    a GGUF file are not installed.
     """
     path = Path(source)
     if path.is_dir():
@@ -299,8 +332,8 @@ def files_of(source: str, *, code: bool = False) -> ModelFiles:
     if _HUB_NAME.fullmatch(source):
         return _in_folder(_fetched(source, code=code))
     raise ConfigError(
-        f"--model {source!r} is neither a folder nor tiny:NAME, nor a {_GGUF} file or a name on the hub: give a folder "
-        f"with {CONFIG}"
+        f"--model {source!r} is neither a folder nor tiny:NAME, nor a {_GGUF} file or a name on the hub: give a "
+        f"folder with {CONFIG}"
     )
 
 
@@ -319,23 +352,23 @@ def _gguf(path: Path) -> ModelFiles:
     missing = [name for name in _NEEDED_BY_GGUF if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"{path} is read by {' and '.join(_NEEDED_BY_GGUF)} (missing: {', '.join(missing)}): "
+            f"{path} needs the packages {' and '.join(_NEEDED_BY_GGUF)} (missing: {', '.join(missing)}): "
             "pip install 'hybridkv[runner,gguf]'"
         )
     return ModelFiles(path.parent, path.name)
 
 
 def _fetched(name: str, *, code: bool) -> Path:
-    """The folder of ``name`` in the hub's cache, its files fetched where there is a network."""
+    """Return the folder of ``name`` in the hub's cache. Missing files are downloaded if there is a network."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415  # only a name on the hub needs it
 
     try:
         return Path(snapshot_download(name, allow_patterns=[*_DATA, *([_CODE] if code else [])]))
-    except Exception as error:  # whatever the hub's client raises is why the model is not there
+    except Exception as error:  # the hub's client raises many errors, each of which is the reason
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"--model {name!r} is neither a folder nor tiny:NAME, and as a name on the hub it is neither in the local "
-            f"cache nor can it be fetched: {why}"
+            f"--model {name!r} is neither a folder nor tiny:NAME, and as a name on the hub it is not in the local "
+            f"cache and cannot be fetched: {why}"
         ) from error
 
 
@@ -343,34 +376,34 @@ def _fetched(name: str, *, code: bool) -> Path:
 
 
 def require_plain_weights(folder: Path) -> None:
-    """Raise ConfigError unless there are safetensors, and all weights that ``folder`` names are such files in it."""
+    """Raise ConfigError unless ``folder`` has safetensors, and all weights that it names are such files in it."""
     if not any(folder.glob(f"*{_WEIGHTS}")):
-        raise ConfigError(f"{folder} has no *.safetensors: save the model with save_pretrained there")
+        raise ConfigError(f"{folder} has no *.safetensors: save the model there with save_pretrained")
     _require_weights(folder / CONFIG, _object(folder / CONFIG).get("transformers_weights"))
     for index in filter(Path.is_file, folder.glob(_INDEX)):
         shards = _object(index).get("weight_map")
         if not isinstance(shards, dict):
-            raise ConfigError(f"{index} has no weight_map, an object: save the model as safetensors again")
+            raise ConfigError(f"weight_map in {index} must be an object: save the model as safetensors again")
         for shard in shards.values():
             _require_weights(index, shard)
 
 
 def _require_weights(where: Path, name: object) -> None:
-    """``name``: of a file of weights, or of an index of them; None for none."""
+    """Raise ConfigError unless ``name`` is a file of weights in its folder, an index of them, or None."""
     if name is None:
         return
     plain = isinstance(name, str) and not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
     if not plain or not str(name).endswith((_WEIGHTS, _INDEX.removeprefix("*"))):
         raise ConfigError(
-            f"{where} names {name!r} as weights, which is no safetensors file of its folder: save the model as "
-            "safetensors there"
+            f"{where} names {name!r} as weights, which is not a safetensors file in its folder: save the model there "
+            "as safetensors"
         )
 
 
 def require_no_code(folder: Path) -> None:
-    """Raise ConfigError for a tokenizer that only code of the folder makes, and for a class that is no tokenizer.
+    """Raise ConfigError if only code of the folder makes its tokenizer, or if its tokenizer class is no tokenizer.
 
-    Code that the folder has for a config or a model of a known type is not needed: transformers has its own.
+    Code that the folder has for a config or a model of a known type does not matter: transformers uses its own.
     """
     settings = _object(folder / _TOKENIZER) if (folder / _TOKENIZER).is_file() else {}
     known = False
@@ -380,20 +413,20 @@ def require_no_code(folder: Path) -> None:
             continue
         found = _tokenizer_class(name)
         if found is not None and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
-            raise ConfigError(f"{folder / where} names {name!r} as tokenizer_class, which is no tokenizer: correct it")
+            raise ConfigError(f"tokenizer_class {name!r} in {folder / where} is not a tokenizer class: correct it")
         known = known or (where == _TOKENIZER and found is not None)
     code = settings.get("auto_map")
     if isinstance(code, Mapping):
         code = code.get("AutoTokenizer")
     if code is not None and not known:
         raise ConfigError(
-            f"the tokenizer in {folder} is Python code of that folder, which is not run: read it, and if you trust it "
-            "say --trust-remote-code (trust_remote_code=True)"
+            f"the tokenizer in {folder} needs Python code of that folder, which does not run by default: read the "
+            "code, and if you trust it, give --trust-remote-code (trust_remote_code=True)"
         )
 
 
 def _tokenizer_class(name: object) -> object:
-    """What transformers would take ``name`` for; None where it knows no such class, False where it is no name."""
+    """Return the object that transformers has for ``name``; None for an unknown name, False if it is not a text."""
     if not isinstance(name, str):
         return False
     names = (name, name.removesuffix("Fast"), f"{name}Fast")
@@ -401,12 +434,12 @@ def _tokenizer_class(name: object) -> object:
 
 
 def _object(path: Path) -> Mapping[str, object]:
-    """The JSON object in a file. ConfigError where there is none."""
+    """Return the JSON object in the file ``path``. Raises ConfigError if there is none."""
     try:
         with open_regular(path) as file:
             held = read_json(file)
     except (OSError, DocumentError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(held, dict):
-        raise ConfigError(f"{path} holds no JSON object: save the model there again")
+        raise ConfigError(f"{path} is not a JSON object: save the model there again")
     return held

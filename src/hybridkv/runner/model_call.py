@@ -1,12 +1,12 @@
-"""How the forward of a model is called: what it has for the cache and the positions, and which logits it can give.
+"""Calls the forward of a model: the names of its cache and position arguments, and the logits that it computes.
 
-Encoder-decoders (T5, Whisper) differ:
+Encoder-decoders (T5, Whisper) are called in two parts:
 
     encoder(values) -> output [1, tokens, width]
     decoder(ids, cache), cache = EncoderDecoderCache(self attention, cross attention)
 
-The decoder's cross attention asks its cache whether keys and values are there (``is_updated``); if not, it projects the
-encoder's output and hands them over, as self attention does with its own.
+The decoder's cross attention asks its cache whether keys and values are there (``is_updated``). If not, it projects the
+encoder's output and hands them to the cache, as self attention does with its own.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class ModelCall:
-    """The forward of ``model``, looked at once: signatures of large models take longer to read than a Step to plan.
+    """The forward of ``model``. Its signature is read once: for large models that takes longer than to plan a Step.
 
-    cache_parameter: the cache's name; models of recurrent layers alone call it ``cache_params``.
-    takes_positions: whether it is told where tokens stand. One that hands on whatever it gets is given positions where
-    there is attention. keeps_logits: whether it computes only those asked for.
+    ``cache_parameter`` is the name of the cache argument; models with recurrent layers alone call it ``cache_params``.
+    ``takes_positions``: the forward accepts position ids. A forward that passes unknown arguments on gets them if the
+    model has attention. ``keeps_logits``: it can compute the logits of selected tokens alone.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -50,13 +50,13 @@ class ModelCall:
         self.keeps_logits = "logits_to_keep" in known
 
     def arguments(self, cache: Cache, positions: torch.Tensor | None) -> dict[str, Any]:
-        """``cache`` and int64[rows, tokens] ``positions``, if taken, by name. None: the model makes its own."""
+        """Return the arguments for ``cache`` and, if the model takes them, int64[rows, tokens] ``positions``."""
         arguments: dict[str, Any] = {self.cache_parameter: cache}
         if positions is not None and self.takes_positions:
             arguments["position_ids"] = positions
         return arguments
 
-    def logits_behind(
+    def logits_after(
         self,
         tokens: torch.Tensor,
         keep: torch.Tensor,
@@ -64,9 +64,12 @@ class ModelCall:
         positions: torch.Tensor | None,
         more: Mapping[str, Any] = _NOTHING,
     ) -> torch.Tensor:
-        """Logits [k, vocabulary] of a forward over int64[tokens] ``tokens`` behind those at int64[k] ``keep``.
+        """Run int64[tokens] ``tokens``.
 
-        positions: int64[tokens], as in ``arguments``. more: arguments beside these, or in their place.
+        Return the logits [k, vocabulary] after those at the indices ``keep``, int64[k].
+
+        ``positions``: int64[tokens], or None if the model makes its own. ``more``: further arguments, which take
+        precedence.
         """
         arguments = self.arguments(cache, None if positions is None else positions[None])
         if self.keeps_logits:
@@ -76,9 +79,10 @@ class ModelCall:
 
 
 def _parameters(model: PreTrainedModel) -> tuple[set[str], bool]:
-    """What the forward of ``model`` takes by name, and whether it takes anything else, too.
+    """Return the names of the parameters of the forward of ``model``, and whether it takes any other name, too.
 
-    One that does, in a subclass or on the instance, hands it on to the forward that it replaced: to the next class's.
+    A forward that takes any name passes it on to the forward that it replaced, so those of the base classes are read,
+    too.
     """
     classes = [vars(one) for one in type(model).__mro__ if issubclass(one, PreTrainedModel)]
     known: set[str] = set()
@@ -91,12 +95,15 @@ def _parameters(model: PreTrainedModel) -> tuple[set[str], bool]:
 
 
 def is_encoder_decoder(model: torch.nn.Module) -> bool:
-    """Whether ``model`` has an encoder whose output its decoder attends to."""
+    """Return whether ``model`` has an encoder whose output its decoder attends to."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def auto_class(config: Any) -> Any:  # noqa: ANN401  # configs and auto classes of transformers are not typed
-    """Transformers' class that builds the generating model of ``config``: of a multimodal one the whole, if need be."""
+    """Return transformers' class that builds the generating model of ``config``.
+
+    For a multimodal one the whole model.
+    """
     if not getattr(config, "is_encoder_decoder", False):
         kind = type(config)
         of_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -105,7 +112,12 @@ def auto_class(config: Any) -> Any:  # noqa: ANN401  # configs and auto classes 
 
 
 def encode(model: PreTrainedModel, values: torch.Tensor) -> torch.Tensor:
-    """The encoder's output [1, tokens, width] for token ids [1, tokens] or features [1, bins, frames], unpadded."""
+    """Return the encoder's output [1, tokens, width].
+
+    Args:
+        model: an encoder-decoder.
+        values: unpadded token ids [1, tokens] or features [1, bins, frames].
+    """
     if values.is_floating_point():
         values = values.to(model.dtype)
     output: torch.Tensor = model.get_encoder()(values.to(model.device)).last_hidden_state
@@ -121,17 +133,17 @@ def decode(
     caches: tuple[Cache, Cache],
     keep: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of the decoder behind ``ids``, int64[tokens] at ``positions``, as one request.
+    """Run the decoder over ``ids``, int64[tokens] at ``positions``, as one request; return logits [tokens, vocabulary].
 
-    encoded: the encoder's output [1, n, width]; None where cross attention has it. caches: of self and of cross
-    attention. keep: int64[k], the tokens whose logits are wanted; None for all.
+    ``encoded`` is the encoder's output [1, n, width], or None if cross attention has it already. ``caches`` are those
+    of self and cross attention. ``keep``: int64[k], the tokens whose logits are needed; None for all.
     """
-    if encoded is None:  # never read, but cross attention runs only where there is one
+    if encoded is None:  # its values are never read, but without an output no cross attention runs
         encoded = torch.zeros((1, 1, model.config.hidden_size), dtype=model.dtype, device=model.device)
     more: dict[str, Any] = {}
     if "decoder_position_ids" in inspect.signature(model.forward).parameters:
         more["decoder_position_ids"] = positions[None]
-    # the forward has no argument for what is to be kept: the output head sees these tokens alone
+    # the forward has no argument for the tokens to keep, so the output head is handed these tokens alone
     head = (
         nullcontext()
         if keep is None

@@ -1,9 +1,9 @@
-"""Pictures that somebody names: files, and data: URLs. Nothing is fetched from a network.
+"""Pictures named by a user: files, and data: URLs. Nothing is fetched from a network.
 
     sunset.png        file:///home/me/sunset.png        data:image/png;base64,iVBORw0KGgo...
 
-What is named may come from anybody: only regular files are read, up to a size, in formats that pillow decodes by
-itself (an EPS file, say, would be run), and a picture that would fill the memory is refused before it is decoded.
+A name may come from any client. So only regular files are read, up to a maximum size, in formats that pillow decodes
+itself (it would run an EPS file, for example). A picture that would fill the memory is rejected before it is decoded.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from hybridkv.units import format_bytes, shown
 
 FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 MOST_BYTES: Final = 64 << 20
-"""Of a picture as it is stored."""
+"""The largest encoded picture."""
 MOST_PIXELS: Final = 1 << 26
-"""Of a picture, which takes 3 bytes each once it is decoded: 192 MiB."""
+"""The largest decoded picture: 192 MiB at 3 bytes a pixel."""
 
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: one is a drive
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # at least two letters: one is a drive of Windows
 _DATA: Final = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 
 
 def open_picture(named: str, folder: Path | None) -> Any:  # noqa: ANN401  # pillow is optional, its types with it
-    """The picture that ``named`` says, decoded: a pillow image, upright, in RGB.
+    """Return the picture ``named``, decoded: a pillow image, upright, in RGB. O(pixels).
 
-    folder: where a relative path begins; None: no files are read, as is right for what strangers ask.
-    Raises ConfigError for anything but a file or a data: URL, for files that cannot be read or are no pictures of
-    FORMATS, for too large ones, and without pillow. O(pixels).
+    ``folder`` is where a relative path begins. None means that no file is read, which is right for requests of clients.
+    Raises ConfigError for any other URL, for a file that cannot be read, is too large or is not a picture of FORMATS,
+    and if pillow is not installed.
     """
     what, scheme = shown(named), _SCHEME.match(named)
     kind = "file" if scheme is None else scheme[1].lower()
     if kind == "data":
         return _decoded(_of_data(named, what), what)
     if kind != "file":
-        raise ConfigError(f"picture {what} is not fetched: save it, and name the file, or give it as a data: URL")
+        raise ConfigError(f"picture {what} is not fetched: save it and name the file, or give it as a data: URL")
     if folder is None:
-        raise ConfigError(f"picture {what} is a file, and none is read here: give it as a data: URL")
+        raise ConfigError(f"picture {what} is a file, which is not read here: give it as a data: URL")
     return _decoded(_of_file(folder / (named if scheme is None else _path_of(named, what)), what), what)
 
 
 def is_picture(given: object) -> bool:
-    """Whether it is a picture in hand: what names one, in whatever it is wrapped, is opened by open_picture alone."""
+    """Return whether ``given`` is a decoded picture. Anything that names a picture must go through ``open_picture``."""
     if isinstance(given, np.ndarray | torch.Tensor):
         return True
     return any((one.__module__, one.__name__) == ("PIL.Image", "Image") for one in type(given).__mro__)
 
 
 def require_pillow() -> None:
-    """Raise ConfigError where it is not installed."""
+    """Raise ConfigError if pillow is not installed."""
     try:
         import PIL  # noqa: F401, PLC0415  # optional
     except ImportError as error:
@@ -72,7 +72,7 @@ def require_pillow() -> None:
 def _path_of(url: str, what: str) -> str:
     parts = urlsplit(url)
     if parts.netloc not in {"", "localhost"}:
-        raise ConfigError(f"picture {what} is on another machine: a file: URL begins with file:///")
+        raise ConfigError(f"picture {what} is on another machine: use a file: URL that begins with file:///")
     return url2pathname(parts.path)
 
 
@@ -83,7 +83,9 @@ def _of_file(path: Path, what: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot read picture {what}: {error.strerror or error}") from error
     if size > MOST_BYTES:
-        raise ConfigError(f"picture {what} has {format_bytes(size)}, more than {format_bytes(MOST_BYTES)}")
+        raise ConfigError(
+            f"picture {what} has {format_bytes(size)}, more than {format_bytes(MOST_BYTES)}: give a smaller one"
+        )
     return octets
 
 
@@ -92,15 +94,16 @@ def _of_data(url: str, what: str) -> bytes:
     if begin is None:
         raise ConfigError(f"picture {what} must begin like data:image/png;base64,")
     if len(url) > MOST_BYTES * 4 // 3:
-        raise ConfigError(f"picture {what} has {format_bytes(len(url))}, more than {format_bytes(MOST_BYTES * 4 // 3)}")
+        most = format_bytes(MOST_BYTES * 4 // 3)
+        raise ConfigError(f"picture {what} has {format_bytes(len(url))}, more than {most}: give a smaller one")
     try:
         return b64decode(url[begin.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ConfigError(f"picture {what} is no base64: {error}") from error
+        raise ConfigError(f"picture {what} is not valid base64: {error}") from error
 
 
 def _require_pixels(size: tuple[int, int], what: str) -> None:
-    """ConfigError for a picture that is large when decoded, whatever bound the application has set in pillow."""
+    """Raise ConfigError for a picture with too many pixels, whatever limit the application has set in pillow."""
     width, height = size
     if width * height > MOST_PIXELS:
         raise ConfigError(
@@ -121,6 +124,6 @@ def _decoded(octets: bytes, what: str) -> Any:  # noqa: ANN401  # see open_pictu
     except ConfigError:
         raise
     except UnidentifiedImageError as error:
-        raise ConfigError(f"picture {what} is none of {', '.join(FORMATS)}") from error
-    except Exception as error:  # broken files make decoders raise anything
+        raise ConfigError(f"picture {what} is in an unknown format: save it as one of {', '.join(FORMATS)}") from error
+    except Exception as error:  # broken files make decoders raise any error
         raise ConfigError(f"cannot decode picture {what}: {error}") from error

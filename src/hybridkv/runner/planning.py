@@ -1,4 +1,4 @@
-"""Plans for an engine: for requests that are known, or for a memory and whoever comes."""
+"""Plans for an engine: for known requests, or for a given memory and any requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from hybridkv.units import ceil_div, parse_bytes
 DEFAULT_MEMORY: Final = "1GiB"
 
 _STATES_OF_A_REQUEST: Final = 4
-"""That run or are kept: the running one, end of prompt, end of output, a branch point."""
+"""Recurrent states to plan for.
+
+The running one, and those after the prompt, after the output, and at a branch point.
+"""
 
 
 def plan_within(
@@ -32,13 +35,22 @@ def plan_within(
     block_size: int = 16,
     num_speculative_tokens: int = 0,
 ) -> Plan:
-    """A plan that fills ``memory``, bytes or a size; None for DEFAULT_MEMORY.
+    """Plan an engine that fills ``memory``.
 
-    max_model_len: tokens of prompt and output together; None for the model's own limit, or for the longest request
-    that fits where that is shorter. max_batched_tokens, max_in_flight: as plan has them.
-    num_speculative_tokens: drafts of a request in a step, for whose states there is to be room.
-    Raises ConfigError for a limit that is none or above the model's, and for a model without a limit of which any
-    length fits; CapacityError when the length asked for, or a single token, does not fit.
+    Args:
+        loaded: the model to plan for.
+        memory: bytes, or a size such as "8GiB"; None for DEFAULT_MEMORY.
+        max_model_len: tokens of prompt and output together. None for the model's own limit, or for the longest request
+            that fits if that is shorter.
+        max_batched_tokens: tokens of a step, at most.
+        max_in_flight: steps that are scheduled before the result of the first one is known.
+        block_size: tokens of a block, before layers of other sizes are aligned with each other.
+        num_speculative_tokens: drafts of a request in a step; recurrent layers need a state for each.
+
+    Raises:
+        ConfigError: ``max_model_len`` is below 1 or above the model's limit; or the model has no limit, and any length
+            fits.
+        CapacityError: the requested length, or a single token, does not fit.
     """
     instance("the loaded model", loaded, LoadedModel)
     if max_model_len is not None:
@@ -81,13 +93,22 @@ def plan_for(
     placement: str | None = None,
     num_speculative_tokens: int = 0,
 ) -> Plan:
-    """A plan for requests of ``lengths`` tokens, prompt and output together.
+    """Plan an engine for requests of known ``lengths``.
 
-    memory: bytes or a size; None for what all of them need side by side, and everything that they leave cached.
-    max_model_len: tokens; None for the longest request. layout, placement: as plan has them.
-    num_speculative_tokens: as plan_within has it.
-    Raises ConfigError when a request is longer than the model allows, and for an unknown layout or placement;
-    CapacityError, saying how much is needed, when the longest does not fit.
+    Args:
+        loaded: the model to plan for.
+        lengths: tokens of each request, prompt and output together.
+        block_size: as in ``plan_within``.
+        memory: bytes or a size. None for the memory that all of them need at the same time, with all that they leave in
+            the cache.
+        max_model_len: tokens; None for the longest request.
+        layout: the plan's layout, as ``planner.plan`` takes it.
+        placement: the policy for saved recurrent states, as ``planner.plan`` takes it.
+        num_speculative_tokens: as in ``plan_within``.
+
+    Raises:
+        ConfigError: a request is longer than the model allows; or the layout or placement is unknown.
+        CapacityError: the longest request does not fit; the message has the memory it needs.
     """
     instance("the loaded model", loaded, LoadedModel)
     instance("layout", layout, str)
@@ -103,13 +124,13 @@ def plan_for(
     longest = max(lengths)
     if model.max_model_len is not None and longest > model.max_model_len:
         raise ConfigError(
-            f"a request of {longest} tokens, prompt and output together, exceeds the {model.max_model_len} of "
-            f"{loaded.name}: shorten the prompt or lower --max-new-tokens"
+            f"a request of {longest} tokens, prompt and output together, exceeds the limit of {loaded.name}, "
+            f"{model.max_model_len}: shorten the prompt or lower --max-new-tokens"
         )
     limit = longest if max_model_len is None else max_model_len
 
     def planned(memory_bytes: int) -> Plan:
-        # a step may hold a whole prompt, and no more than that of one request
+        # a step may hold one whole prompt: more tokens would only need more memory for the step itself
         return plan(
             model, memory_bytes, max_model_len=limit, max_batched_tokens=limit, layout=layout, placement=placement
         )
@@ -117,7 +138,7 @@ def plan_for(
     if memory is not None:
         return planned(_bytes_of(memory))
     memory_bytes = sum(layer.spec.page_size_bytes for layer in model.layers) * 2
-    while True:  # the plan's blocks depend on the memory: twice or three times
+    while True:  # the plan's blocks depend on the memory: two or three rounds
         try:
             made = planned(memory_bytes)
         except CapacityError:
@@ -130,12 +151,12 @@ def plan_for(
 
 
 def _bytes_of(memory: int | str) -> int:
-    """Bytes of a size. ConfigError for what is none."""
+    """Return the bytes of a size. Raises ConfigError for an invalid one."""
     return parse_bytes(memory if isinstance(memory, str) else integer("memory", memory))
 
 
 def _kept_blocks(plan: Plan, lengths: Sequence[int]) -> list[int]:
-    """Blocks of each group that requests of ``lengths`` tokens fill and leave behind, sharing nothing."""
+    """Return the blocks of each group that requests of ``lengths`` tokens use and leave cached, sharing no prefix."""
     kept = []
     for group in plan.config.groups:
         size, drafts = group.spec.block_size, 0

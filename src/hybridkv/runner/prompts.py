@@ -1,28 +1,30 @@
-"""Prompts from a file: JSON lines with sampling parameters, or plain text, one prompt a line.
+"""Files of prompts: JSON lines with sampling parameters, or plain text with one prompt a line.
 
     {"prompt": "Once upon a time", "sampling": {"temperature": 0.8, "seed": 7, "max_tokens": 32}}
     {"prompt": [72, 101, 108, 108, 111], "marks": [4]}
     {"prompt": "In sum,", "tenant": "team-a", "hints": {"over": true}}
 
-marks: token counts, in prompt or output, where the prefix should be resumable: a hit may end there, and states are kept
-there (natural layout). tenant: on whose share of what is kept it counts. hints: when its prefix is wanted again
-(hybridkv.request.Hints). encoder: of an encoder-decoder, what its encoder reads, and a plain line is that as well; the
-prompt is then the decoder's, and may be left out:
+- marks: token counts, in prompt or output, where later requests are likely to resume; recurrent states are kept there
+(natural layout).
+- tenant: the tenant to which the cached blocks are charged.
+- hints: when the prefix is needed again (hybridkv.request.Hints).
+- encoder: for an encoder-decoder, the input of its encoder. The prompt is then the decoder's and may be left out. A
+plain line is an encoder input, too:
 
     {"encoder": "translate English to German: That is good."}
     {"encoder": "features.npy", "prompt": [50258, 50259, 50359, 50363]}
 
-Conversations are JSON lines, too: messages in place of the prompt, or nothing but a list of them:
+Conversations are JSON lines as well, with messages instead of a prompt, or with a list of messages alone:
 
     {"messages": [{"role": "user", "content": "Who was Ada Lovelace?"}], "sampling": {"max_tokens": 64}}
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who was Ada Lovelace?"}]
 
-whose content may be a list of parts, pictures among them (hybridkv.runner.chat), of files beside the conversations:
+A content may be a list of parts (hybridkv.runner.chat). The files of its pictures are next to the conversations:
 
     [{"role": "user", "content": [{"type": "image", "path": "ada.png"}, {"type": "text", "text": "Who was she?"}]}]
 
-A file of prompts is JSON lines when its name ends in .jsonl or .json, or its first line that is not blank
-begins with ``{``.
+A file of prompts is read as JSON lines if its name ends in .jsonl or .json, or if its first non-blank line begins with
+``{``.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ from hybridkv.runner.inputs import EncoderFeed
 from hybridkv.runner.load import LoadedModel
 
 Encode = Callable[[str | Sequence[int]], list[int]]
-Hear = Callable[[str | Sequence[int]], EncoderFeed]
-"""From a line's ``encoder`` to what an encoder reads."""
+ReadEncoder = Callable[[str | Sequence[int]], EncoderFeed]
+"""Converts the ``encoder`` value of a line to an encoder input."""
 
-_SAID: Final = ("sampling", "marks", "tenant", "hints")
-_KEYS: Final = ("prompt", *_SAID)
-_HEARD: Final = "encoder"
-_CHAT_KEYS: Final = ("messages", *_SAID)
+_SHARED_KEYS: Final = ("sampling", "marks", "tenant", "hints")
+_KEYS: Final = ("prompt", *_SHARED_KEYS)
+_ENCODER: Final = "encoder"
+_CHAT_KEYS: Final = ("messages", *_SHARED_KEYS)
 _SAMPLING_KEYS: Final = tuple(field.name for field in fields(SamplingParams) if field.name != "logits_processors")
 
 _STORY: Final = (
@@ -62,15 +64,17 @@ BUILT_IN: Final = (
     _STORY + "One page was missing; it must have said that",
     "What is a prefix cache good for?",
 )
-"""Prompts for a first try; three share their beginning."""
+"""Prompts for a first try. Three of them share their beginning, so that the cache has something to find."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, encoded. marks, tenant, hints: as hybridkv.request.Request has them; marks ascending.
+    """One encoded prompt. ``marks`` are ascending.
 
-    encoder: of an encoder-decoder, what its encoder reads. messages: that it was made of; None for none. images: of
-    these, what the model's processor made of them.
+    They, ``tenant`` and ``hints`` are those of hybridkv.request.Request.
+
+    ``encoder`` is the encoder input, for an encoder-decoder. ``messages`` is the conversation that was encoded, and
+    ``images`` the processor's output for its pictures; both are None for a plain prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -85,16 +89,16 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts of a file. bad_lines: how many were left out; first_bad: what was wrong with the first."""
+    """The prompts of a file, the number of lines left out, and the error in the first of these."""
 
     prompts: tuple[Prompt, ...]
     bad_lines: int = 0
     first_bad: str | None = None
 
 
-def built_in_prompts(encode: Encode, defaults: SamplingParams, hear: Hear | None = None) -> Prompts:
-    """BUILT_IN, all with ``defaults``; for an encoder's ears where there is one (``hear``)."""
-    return Prompts(tuple(_plain(text, encode, defaults, hear) for text in BUILT_IN))
+def built_in_prompts(encode: Encode, defaults: SamplingParams, read_encoder: ReadEncoder | None = None) -> Prompts:
+    """Return BUILT_IN, all with the sampling ``defaults``. ``read_encoder`` makes them encoder inputs instead."""
+    return Prompts(tuple(_plain(text, encode, defaults, read_encoder) for text in BUILT_IN))
 
 
 def read_prompts(
@@ -104,20 +108,32 @@ def read_prompts(
     *,
     vocab_size: int,
     skip_bad_lines: bool = False,
-    hear: Hear | None = None,
+    read_encoder: ReadEncoder | None = None,
 ) -> Prompts:
-    """The prompts in ``path``. defaults: what a line's sampling does not say. encode: text or ids -> checked ids.
+    """Read the prompts in the file ``path``.
 
-    hear: of an encoder-decoder, what a line's ``encoder`` is; its encode takes an empty prompt, too.
-    Raises TraceError, naming file and line, for a line that is malformed, has unknown keys or token ids outside the
-    vocabulary; with ``skip_bad_lines`` such lines are counted. ConfigError when the file cannot be read,
-    TraceError when it holds no prompt.
+    Args:
+        path: JSON lines or plain text.
+        encode: converts text or token ids to checked token ids. For an encoder-decoder it must take an empty prompt.
+        defaults: sampling parameters that a line does not set.
+        vocab_size: token ids in a line's sampling must be below it.
+        skip_bad_lines: count malformed lines instead of raising.
+        read_encoder: for an encoder-decoder, converts a line's ``encoder`` value.
+
+    Raises:
+        TraceError: a line is malformed, has unknown keys, or has token ids outside the vocabulary; or the file has no
+            prompt. The message names file and line.
+        ConfigError: the file cannot be read.
     """
     lines = _lines(path)
     as_json = Path(path).suffix in (".jsonl", ".json") or next((x for x in lines if x.strip()), b"").startswith(b"{")
 
     def prompt(line: str) -> Prompt:
-        return _parse(line, encode, defaults, vocab_size, hear) if as_json else _plain(line, encode, defaults, hear)
+        return (
+            _parse(line, encode, defaults, vocab_size, read_encoder)
+            if as_json
+            else _plain(line, encode, defaults, read_encoder)
+        )
 
     return _read(path, lines, prompt, skip_bad_lines=skip_bad_lines)
 
@@ -130,11 +146,19 @@ def read_conversations(
     system: str | None = None,
     skip_bad_lines: bool = False,
 ) -> Prompts:
-    """The conversations in ``path``, by the chat template of ``loaded``. system: put in front of those without one.
+    """Read the conversations in the file ``path`` with the chat template of ``loaded``.
 
-    Pictures are read here, from where the file is; what is made of them is kept, once for each conversation.
-    defaults, skip_bad_lines: as read_prompts has them. Raises as it does, and ConfigError for a model without a chat
-    template.
+    Pictures are read from the folder of the file. Their processed form is kept, once for each conversation.
+
+    Args:
+        path: JSON lines.
+        loaded: a model with a chat template.
+        defaults, skip_bad_lines: as in ``read_prompts``.
+        system: text of a system message for conversations that have none.
+
+    Raises:
+        TraceError: as ``read_prompts``.
+        ConfigError: the file cannot be read, or the model has no chat template.
     """
     require_chat(loaded)
 
@@ -146,7 +170,7 @@ def read_conversations(
             raise ConfigError('a line must be an object such as {"messages": [...]}, or a list of messages')
         _refuse_unknown(record, _CHAT_KEYS, "key")
         messages = checked_messages(record.get("messages"), system)
-        said = _said(record, defaults, loaded.vocab_size)
+        said = _shared_fields(record, defaults, loaded.vocab_size)
         ids, images = chat_prompt(loaded, messages, Path(path).parent)
         return replace(said, token_ids=tuple(ids), messages=tuple(messages), images=images)
 
@@ -164,7 +188,7 @@ def _lines(path: str | Path) -> list[bytes]:
 def _read(
     path: str | Path, lines: Sequence[bytes], prompt: Callable[[str], Prompt], *, skip_bad_lines: bool
 ) -> Prompts:
-    """What ``prompt`` makes of the lines that are not blank."""
+    """Read the lines that are not blank with ``prompt``."""
     found: list[Prompt] = []
     bad: list[str] = []
     for number, line in enumerate(lines, start=1):
@@ -183,26 +207,28 @@ def _read(
     return Prompts(tuple(found), len(bad), bad[0] if bad else None)
 
 
-def _plain(text: str, encode: Encode, defaults: SamplingParams, hear: Hear | None) -> Prompt:
-    if hear is None:
+def _plain(text: str, encode: Encode, defaults: SamplingParams, read_encoder: ReadEncoder | None) -> Prompt:
+    if read_encoder is None:
         return Prompt(tuple(encode(text)), defaults)
-    return Prompt(tuple(encode("")), defaults, encoder=hear(text))
+    return Prompt(tuple(encode("")), defaults, encoder=read_encoder(text))
 
 
-def _parse(text: str, encode: Encode, defaults: SamplingParams, vocab_size: int, hear: Hear | None) -> Prompt:
-    """One JSON line. Raises ConfigError saying what is wrong."""
+def _parse(
+    text: str, encode: Encode, defaults: SamplingParams, vocab_size: int, read_encoder: ReadEncoder | None
+) -> Prompt:
+    """Read one JSON line. Raises ConfigError that says what is wrong."""
     record = _json(text)
     if not isinstance(record, dict):
         raise ConfigError('a line must be an object such as {"prompt": "text"}')
-    _refuse_unknown(record, _KEYS if hear is None else (*_KEYS, _HEARD), "key")
-    heard = None if hear is None else hear(_text_or_ids(record.get(_HEARD), _HEARD))
-    prompt = _text_or_ids(record.get("prompt", None if hear is None else ""), "prompt")
-    said = _said(record, defaults, vocab_size)
-    return replace(said, token_ids=tuple(encode(prompt)), encoder=heard)
+    _refuse_unknown(record, _KEYS if read_encoder is None else (*_KEYS, _ENCODER), "key")
+    encoder = None if read_encoder is None else read_encoder(_text_or_ids(record.get(_ENCODER), _ENCODER))
+    prompt = _text_or_ids(record.get("prompt", None if read_encoder is None else ""), "prompt")
+    said = _shared_fields(record, defaults, vocab_size)
+    return replace(said, token_ids=tuple(encode(prompt)), encoder=encoder)
 
 
-def _said(record: dict[str, object], defaults: SamplingParams, vocab_size: int) -> Prompt:
-    """What a line says besides its prompt."""
+def _shared_fields(record: dict[str, object], defaults: SamplingParams, vocab_size: int) -> Prompt:
+    """Return the sampling, marks, tenant and hints of a line, as a Prompt without tokens."""
     tenant, hints = record.get("tenant"), record.get("hints")
     return Prompt(
         (),
@@ -216,13 +242,13 @@ def _said(record: dict[str, object], defaults: SamplingParams, vocab_size: int) 
 def _json(text: str) -> object:
     try:
         made: object = json.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deep
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested thousands deep
         raise ConfigError(f"not JSON: {error}") from None
     return made
 
 
 def _text_or_ids(given: object, name: str) -> str | list[int]:
-    """What a line says of ``name``. Raises ConfigError where it is missing or something else."""
+    """Return a line's value of ``name``. Raises ConfigError if it is missing, or neither text nor token ids."""
     if isinstance(given, str):
         return given
     if not given and not isinstance(given, list):
@@ -241,7 +267,7 @@ def _sampling(given: object, defaults: SamplingParams, vocab_size: int) -> Sampl
     made = replace(defaults, **given)
     for what, ids in (("stop token id", made.stop_token_ids), ("token of logit_bias or bad_words", made.named_tokens)):
         if (most := max(ids, default=0)) >= vocab_size:
-            raise ConfigError(f"{what} {most} lies outside the vocabulary: ids are 0 .. {vocab_size - 1}")
+            raise ConfigError(f"{what} {most} is outside the vocabulary: ids are 0 .. {vocab_size - 1}")
     return made
 
 

@@ -402,11 +402,11 @@ class ModelRunner:
             row = RowCache(
                 self._views, self._context, positions, {layer: read.mask for layer, read in self._reads.items()}
             )
-            return self._model_call.logits_behind(tokens, keep, row, None, more)
+            return self._model_call.logits_after(tokens, keep, row, None, more)
         cache = StepCache(self._views, self._context, positions)
         if self.cross is not None:
             return decode(self.model, tokens, positions, None, caches=(cache, self.cross.cache()), keep=keep)
-        return self._model_call.logits_behind(tokens, keep, cache, positions, more)
+        return self._model_call.logits_after(tokens, keep, cache, positions, more)
 
     def _state_batches(self, step: Step) -> dict[int, StateBatch]:
         """By group of states."""

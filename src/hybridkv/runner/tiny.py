@@ -1,13 +1,14 @@
-"""Tiny random models of real architectures, built on the spot, whose logits depend on the cache.
+"""Tiny random models of real architectures, made in memory, whose logits depend on the cache.
 
-tiny.toml has the config of each. With ordinary random weights attention is nearly uniform, recurrent states fade within
-a few tokens, and equality tests prove nothing. Here queries and keys are scaled until attention is sharp, values and
-outputs until a block more or less moves the logits, and decays are slow. Controls: tests/runner/test_mutations.py.
+tiny.toml has the config of each. With ordinary random weights, attention is nearly uniform and recurrent states fade
+within a few tokens: a wrong cache would not change the output. So queries and keys are scaled until attention is sharp,
+values and outputs until one block more or less changes the logits, and decays are slow. tests/runner/test_mutations.py
+shows that errors in the cache are found.
 
     A_log      log of U(0.01, 0.3)    a state loses 1 % to 20 % a token
     dt bias    U(-3, -1)
-    Q, K norms 0.6 more than built
-    norms, D   as built (1, or 0 where the model adds 1)
+    Q, K norms 0.6 more than initialized
+    norms, D   as initialized (1, or 0 if the model adds 1)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["END", "TINY_ENCODER_DECODERS", "TINY_MODELS", "VOCAB_SIZE", "byte_to
 
 _FAMILIES: Final = tomllib.loads(files("hybridkv.runner").joinpath("tiny.toml").read_text(encoding="utf-8"))
 TINY_MODELS: Final = tuple(_FAMILIES["causal"])
-"""Causal language models."""
+"""Names of the causal language models."""
 TINY_ENCODER_DECODERS: Final = tuple(_FAMILIES["encoder_decoder"])
 END: Final = "<eos>"
 VOCAB_SIZE: Final = 257
@@ -43,18 +44,21 @@ _CHAT: Final = (
 
 _EMBEDDING_STD: Final = 0.5
 _GAINS: Final = (
-    ("adapter_list", 0.7),  # Zamba2: added to projections that are large enough
-    ("shared_transformer.self_attn", 1.1),  # Zamba2: sharper than that, rounding errors grow from layer to layer
+    ("adapter_list", 0.7),  # Zamba2: added to projections that are large enough without it
+    ("shared_transformer.self_attn", 1.1),  # Zamba2: with sharper attention, rounding errors grow from layer to layer
     (".q_proj.", 2.5),
     (".k_proj.", 2.5),
     (".q_b_proj.", 2.5),
-    (".linear.", 4.0),  # Zamba: what attention says is added to an input that is normalised afterwards
+    (".linear.", 4.0),  # Zamba: attention's output is added to an input that is normalised afterwards
 )
-"""The first part of a name that matches says the gain, else _OTHER_GAIN."""
+"""(part of a parameter's name, gain): the first match counts, else _OTHER_GAIN."""
 _OTHER_GAIN: Final = 1.5
 _NORM_GAIN: Final = 0.6
 _EMBEDDINGS: Final = ("embed", "shared.weight", "relative_attention_bias")
-"""By tokens and by positions; T5's by tokens is its head as well, and its third of distances."""
+"""Embeddings of tokens and positions.
+
+T5's token embedding is its head as well, and it has a third one, of distances.
+"""
 _BIAS_STD: Final = 1.5
 _UNREADABLE: Final = 0.2
 _DECAY: Final = (0.01, 0.3)
@@ -64,11 +68,15 @@ _STEP_NAMES: Final = ("dt_bias", "dt_proj.bias", "dt_proj_bias")
 
 
 def tiny_model(name: str, seed: int = 0, fields: Mapping[str, Any] | None = None) -> PreTrainedModel:
-    """Build the tiny model ``name`` in float32 on the CPU, its weights a function of ``seed`` and ``fields`` alone.
+    """Build the tiny model ``name``, in float32 on the CPU. Equal arguments give equal weights.
 
-    fields: of its config, in place of the family's own: other sizes, where something else asks for them.
-    Raises ConfigError for a name that is in neither TINY_MODELS nor TINY_ENCODER_DECODERS, and for fields that its
-    config does not know or that make no model.
+    Args:
+        name: one of TINY_MODELS or TINY_ENCODER_DECODERS.
+        seed: seed of the weights.
+        fields: fields of the config to change, such as sizes.
+
+    Raises:
+        ConfigError: the name is unknown; the config has no such field; or no model can be built with these fields.
     """
     families = {**_FAMILIES["causal"], **_FAMILIES["encoder_decoder"]}
     if instance("the name of a tiny model", name, str) not in families:
@@ -91,7 +99,7 @@ def tiny_model(name: str, seed: int = 0, fields: Mapping[str, Any] | None = None
             raise
         raise ConfigError(f"tiny:{name} cannot be built with {shown(given)}: {error}") from error
     finally:
-        torch.random.set_rng_state(state)  # building drew from the global generator: no caller should notice
+        torch.random.set_rng_state(state)  # building a model draws from the global generator, which is the caller's
     fill(model, torch.Generator().manual_seed(seed))
     return model
 
@@ -104,7 +112,7 @@ def fill(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 
 def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill one parameter; a matrix is normal with std ``gain / sqrt(inputs)``."""
+    """Fill one parameter. A matrix is normal with the standard deviation ``gain / sqrt(inputs)``."""
     if name.endswith("A_log"):
         weight.uniform_(*_DECAY, generator=generator).log_()
     elif name.endswith(_STEP_NAMES):
@@ -129,9 +137,9 @@ def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer of a token a byte and one for the end: every text encodes, no token joins two bytes.
+    """Make a tokenizer with one token for each byte and one for the end. It encodes any text.
 
-    A conversation is a line a message: ``user: what was said``.
+    Its chat template writes one line for each message: ``user: text of the message``.
     """
     # byte -> the character that byte-level tokenizers write for it (GPT-2's table): printable Latin-1 stands for
     # itself; the other 68 bytes, in order, take the characters from 256 on

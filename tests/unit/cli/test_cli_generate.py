@@ -198,7 +198,7 @@ def test_bad_lines_are_counted_on_demand(tmp_path: Path) -> None:
         ),
         (("--plan", "no/such/plan"), "cannot read the plan"),
         (("--plan", "p", "--memory", "1GiB"), "drop --memory"),
-        (("--speculate", "ngram:0"), "num_speculative_tokens must lie in 1 .. 8"),
+        (("--speculate", "ngram:0"), "num_speculative_tokens must be in 1 .. 8"),
         (("--speculate", "draft"), "--speculate is ngram[:K] or draft:DIR[:K]"),
         (("--speculate", "ngram:x"), "--speculate is ngram[:K] or draft:DIR[:K]"),
         (("--speculate", "ngram:²"), "--speculate is ngram[:K] or draft:DIR[:K]"),
@@ -379,7 +379,7 @@ def test_features_come_from_files_beside_the_prompts(tmp_path: Path) -> None:
     assert [one["hit_tokens"] for one in found["requests"]] == [0, 0, 1]
     for line, message in (
         ('{"encoder": "none.npy"}', "cannot read the features in"),
-        ('{"encoder": [1, 2]}', "reads features: name a .npy file"),
+        ('{"encoder": [1, 2]}', "reads features: give the name of a .npy file"),
         ('{"prompt": "no sound"}', "encoder is missing"),
     ):
         assert message in error("generate", "--model", "tiny:whisper", "--prompts", prompts(tmp_path, line))
