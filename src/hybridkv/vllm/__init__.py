@@ -1,4 +1,4 @@
-r"""hybridkv inside vLLM: its schedulers with this library's cache manager in them.
+r"""hybridkv inside vLLM: vLLM's schedulers with this library's cache manager in them.
 
     vllm serve MODEL --scheduler-cls hybridkv.vllm.AsyncScheduler
 
@@ -10,11 +10,11 @@ r"""hybridkv inside vLLM: its schedulers with this library's cache manager in th
 
     natural          vLLM's config -> plan -> KVCacheManager (natural layout);
                      moves, copies, states to keep: on vLLM's SchedulerOutput --> natural_worker
-    natural_worker   vLLM's worker of this platform, CPU or GPU, with what a step does to blocks before it
+    natural_worker   vLLM's worker of this platform, CPU or GPU, with a step's block operations around it
 
-Nothing of vLLM is patched: the scheduler is a subclass whose ``kv_cache_manager`` is replaced once it is made. Only
-``scheduler``, ``natural_config`` and ``natural_worker`` import vLLM; all other modules go by the
-names of its fields. vLLM 0.32 is supported.
+The package patches nothing in vLLM: the scheduler is a subclass that replaces its ``kv_cache_manager`` after
+construction. Only ``scheduler``, ``natural_config`` and ``natural_worker`` import vLLM. All other modules use the names
+of vLLM's fields. vLLM 0.32 is supported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["AsyncNaturalScheduler", "AsyncScheduler", "NaturalScheduler", "Natur
 
 
 def __getattr__(name: str) -> object:
-    """Schedulers and workers, which import vLLM. ConfigError says what to install where it is missing."""
+    """Return a scheduler or worker, which imports vLLM. Raises ConfigError with the package to install."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,10 +1,10 @@
-"""This library's cache manager under the names that vLLM's scheduler, connectors and metrics ask for.
+"""This library's cache manager under the names that vLLM's scheduler, connectors and metrics use.
 
-    schedule()            look-ups and slots of one step, which is written once its output is here
+    schedule()            look-ups and slots of one step, which is written once its output exists
     update_from_output    outputs are published, requests freed
 
-Ids, hits and refusals are those of vLLM's own manager (docs/differential.md). What a call of vLLM's asks for and this
-library has not is refused with a ConfigError.
+Ids, hits and refusals equal those of vLLM's own manager (docs/differential.md). A call for a feature that this library
+lacks raises ConfigError.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hybridkv.vllm.specs import Config, Settings, cache_config
 
 
 def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
-    """A cache of the groups and blocks of vLLM's ``config``, keyed by the hashes that vLLM computes.
+    """Return a cache with the groups and blocks of vLLM's ``config``, keyed by the hashes that vLLM computes.
 
-    ConfigError for a group that is not supported.
+    Raises ConfigError for a group that is not supported.
     """
     return KVCacheManager(
         cache_config(config),
@@ -42,10 +42,15 @@ def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
 
 
 class CacheManager:
-    """What stands in for ``kv_cache_manager``: ``cache`` under vLLM's names.
+    """The replacement for vLLM's ``kv_cache_manager``: ``cache`` under vLLM's names.
 
-    config: vLLM's KVCacheConfig of the same groups. told: ours as vLLM's events.
-    Methods that are not explained do what vLLM's of the same name do.
+    Methods of vLLM's interface do the same as vLLM's method of that name. Their docstrings state the differences.
+
+    Args:
+        cache: the cache of this library.
+        config: vLLM's KVCacheConfig with the same groups.
+        settings: the options that vLLM was started with.
+        to_engine_events: converts our events to vLLM's event classes.
     """
 
     def __init__(
@@ -53,9 +58,9 @@ class CacheManager:
         cache: KVCacheManager,
         config: Config,
         settings: Settings,
-        told: Callable[[Sequence[KVCacheEvent]], list[Any]] = list,
+        to_engine_events: Callable[[Sequence[KVCacheEvent]], list[Any]] = list,
     ) -> None:
-        self.cache, self._settings, self._told = cache, settings, told
+        self.cache, self._settings, self._to_engine_events = cache, settings, to_engine_events
         self.enable_caching = self.cache.enable_caching
         self.enable_kv_cache_events = settings.enable_events
         self.use_eagle = settings.use_eagle
@@ -66,7 +71,7 @@ class CacheManager:
         self.block_pool = Pool(self.cache)
         self._mirrors = Mirrors(self.cache)
         self._admissions = Admissions(self.cache, self._mirrors, settings)
-        self._sizes = [group.policy.block_size for group in cache.groups]  # of a column: of all ranks together
+        self._sizes = [group.policy.block_size for group in cache.groups]  # tokens of a column, over all ranks
         self._smallest = min(self._sizes)
         groups = zip(self._sizes, config.kv_cache_groups, strict=True)
         self.coordinator = Coordinator(
@@ -77,7 +82,7 @@ class CacheManager:
         kept = [group.spec.keeps for group in cache.config.groups]
         self._attention = [number for number, keeps in enumerate(kept) if keeps is not Keeps.STATE]
         self.ahead = SlotsAhead(self.cache, self._mirrors, settings.max_model_len)
-        self._due = dict[str, int]()  # by request, how many tokens fill its next block
+        self._due = dict[str, int]()  # by request: the token count at which its next block is full
         self._held = dict[str, BlockLock]()
         self._new_ids: list[int] = []
         self._step = -1
@@ -87,19 +92,19 @@ class CacheManager:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What is allocated inside is of one step, whose ``output`` is to be handed to ``scheduled``."""
+        """Open a step. All allocations inside belong to it; hand its ``output`` to ``scheduled`` afterwards."""
         self._step += 1
-        self._admissions.let_in.clear()
+        self._admissions.resumed.clear()
         with self.cache.step(self._step):
             yield
         self.ahead.end_step()
 
     def prepare(self, running: Sequence[EngineRequest], most_tokens: int, num_lookahead_tokens: int) -> None:
-        """Slots for what ``running`` decode next, which ``allocate_slots`` hands out."""
+        """Allocate slots for the tokens that ``running`` decode next; ``allocate_slots`` hands them out."""
         self.ahead.give(running, most_tokens, num_lookahead_tokens)
 
     def decode(self, running: Sequence[EngineRequest]) -> Decoded | None:
-        """Slots for a step in which all of ``running`` decode one token; None where vLLM's loop has to see to it."""
+        """Allocate slots for a step in which all of ``running`` decode a token; ``None`` if vLLM's loop must do it."""
         decoded = self.ahead.decode(running)
         if decoded is not None:
             for ids in filter(None, decoded.new_blocks):
@@ -108,11 +113,11 @@ class CacheManager:
         return decoded
 
     def scheduled(self, output: object) -> None:
-        """``output`` is what the scheduler made of the step that ended last."""
+        """Note ``output`` as the scheduler's result of the step that ended last."""
         self._in_flight.append((self._step, output))
 
     def executed(self, output: object) -> None:
-        """The step of ``output`` has run, and those before it."""
+        """Settle the step of ``output`` and all steps before it, because they have run."""
         if all(one is not output for _, one in self._in_flight):
             return
         step, one = self._in_flight.popleft()
@@ -121,31 +126,31 @@ class CacheManager:
         self.cache.engine.settle(step)
 
     def new_step_starts(self) -> None:
-        """Nothing: ``step`` begins it."""
+        """Do nothing: ``step`` begins a step. vLLM's method resets the lists of the last step."""
 
     def share(self, request: EngineRequest, computed: int, asked: int) -> int:
-        """How many of ``asked`` tokens behind ``computed`` ones run now: up to where a state is to be kept."""
+        """Return how many of ``asked`` tokens after ``computed`` run in this step: up to the next checkpoint."""
         if asked <= 1 or not self.cache.bounds.keeps_checkpoints:
             return asked
         mine, end = self._mirrors.of(request), computed + asked
         while True:
-            stop = next(iter(self.cache.checkpoints.positions(mine, computed, min(end, mine.num_tokens))), end)
-            if stop >= end:
+            position = next(iter(self.cache.checkpoints.positions(mine, computed, min(end, mine.num_tokens))), end)
+            if position >= end:
                 return end - computed
-            end = stop  # and what a shorter chunk reaches: placements may keep the last edge of one
+            end = position  # ask again: placements may save the last block boundary of the shorter chunk
 
-    def goes_on_behind_load(self, request_id: str) -> bool:
-        """Whether this step lets in a request behind what a connector brought beside the steps."""
-        return request_id in self._admissions.let_in
+    def resumes_after_load(self, request_id: str) -> bool:
+        """Return whether this step admits a request with tokens that a connector loaded asynchronously."""
+        return request_id in self._admissions.resumed
 
     # -- look-up
 
     def prefix_cache_lookup_enabled(self, request: EngineRequest) -> bool:
-        """Whether a prefix of ``request`` is looked up."""
+        """Return whether a prefix of ``request`` is looked up."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def get_computed_blocks(self, request: EngineRequest) -> tuple[Blocks, int, int]:
-        """A hit's blocks, its tokens, and where others went on with the same tokens and nothing is kept, or 0."""
+        """Return a hit's blocks, its tokens, and the tokens of a longer shared prefix that has no state, or 0."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         mine = self._mirrors.of(request)
@@ -156,23 +161,23 @@ class CacheManager:
         return Blocks(self.cache.engine.blocks_of(hit)), hit.tokens, hit.branch_tokens
 
     def get_computed_blocks_for_connector(self, request: EngineRequest) -> tuple[Blocks, int, int, bool]:
-        """As get_computed_blocks; no group is ahead of the others."""
+        """Return the result of get_computed_blocks. Unlike in vLLM, all groups hit the same number of tokens."""
         return *self.get_computed_blocks(request), False
 
     def truncate_computed_blocks(self, blocks: Blocks, num_computed_tokens: int) -> Blocks:
-        """Hits end at block edges here, so there is no tail to leave out."""
+        """Raise ConfigError: hits end at block boundaries here, so no partial block has to be cut off."""
         del blocks
         raise ConfigError(f"a hit cannot be cut to {num_computed_tokens} tokens: hits of hybridkv.vllm end at blocks")
 
     def record_prefix_cache_stats(self, request: EngineRequest, num_hits: int) -> None:
-        """An admission found ``num_hits`` tokens."""
+        """Count an admission with ``num_hits`` hit tokens."""
         if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
             self.prefix_cache_stats.record(
                 num_tokens=request.num_tokens, num_hits=num_hits, preempted=request.num_preemptions > 0
             )
 
     def make_prefix_cache_stats(self) -> Any:  # noqa: ANN401 - vLLM's PrefixCacheStats
-        """Those since the last call; None where they are not wanted."""
+        """Return the statistics since the last call, or ``None`` if they are off."""
         if self._settings.new_stats is None:
             return None
         found, self.prefix_cache_stats = self.prefix_cache_stats, self._settings.new_stats()
@@ -195,7 +200,10 @@ class CacheManager:
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> Blocks | None:
-        """The new blocks; None when they do not fit."""
+        """Return the new blocks, or ``None`` when they do not fit.
+
+        Blocks that ``prepare`` allocated for the request come first. The arguments mean the same as in vLLM.
+        """
         name = request.request_id
         if self.ahead.take(request, num_new_tokens, num_lookahead_tokens):
             return self._with_owed(name, self.empty_kv_cache_blocks)
@@ -216,16 +224,16 @@ class CacheManager:
                 delayed=delay_cache_blocks,
                 whole=full_sequence_must_fit,
                 reserved=reserved_blocks,
-                beside_others=has_scheduled_reqs,
+                has_running=has_scheduled_reqs,
             )
             if new is not None and num_new_tokens:
                 self.ahead.served[name] = mine
         return None if new is None else self._with_owed(name, Blocks(new), skip_zeroing_group_ids)
 
     def _with_owed(self, request_id: str, new: Blocks, uncleared: tuple[int, ...] = ()) -> Blocks:
-        """``new`` blocks of a request behind those that it was given by ``prepare`` and not told of.
+        """Return the blocks that ``prepare`` allocated and did not report, followed by ``new``.
 
-        uncleared: groups whose blocks a transfer writes.
+        ``uncleared`` lists groups with blocks that a transfer writes: workers need not clear them.
         """
         owed = self.ahead.owed(request_id)
         if owed is not None:
@@ -241,11 +249,13 @@ class CacheManager:
         return new
 
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:
-        """Publish what is full of the first ``num_computed_tokens`` tokens: for one that is loaded, so many came.
+        """Publish the full blocks among the first ``num_computed_tokens`` tokens.
 
-        Where it cannot go on behind those, it begins anew.
+        For a request that a connector loads, this ends the transfer with this many tokens. The request starts again
+        from 0 if
+        it cannot resume after them.
         """
-        if num_computed_tokens < self._due.get(request.request_id, 0):  # of one that is loaded there is none
+        if num_computed_tokens < self._due.get(request.request_id, 0):  # a loading request has no entry
             return
         if request.request_id in self._admissions.loading:
             self._admissions.finish_load(request, num_computed_tokens)
@@ -261,7 +271,7 @@ class CacheManager:
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Give back what is read no longer behind so many tokens that are settled."""
+        """Free blocks that no layer reads after ``processed_computed_tokens`` settled tokens."""
         del num_prompt_tokens
         mine = self._mirrors.known(request_id)
         if mine is None or mine.row < 0:
@@ -269,13 +279,14 @@ class CacheManager:
         self.cache.engine.synchronise_one(mine, processed_computed_tokens)
         self.cache.engine.drop_skipped(mine)
 
-    # -- the end
+    # -- end of a request
 
     def free(self, request: EngineRequest) -> None:
-        """Its blocks go, the last first.
+        """Free the blocks of a request, the last first.
 
-        Where ends are kept, what it computed can be hit to the last, steps in flight included: workers run steps in
-        their order, so whoever copies from it does so when they have run.
+        Where resume points are kept, all computed tokens can be hit, those of steps in flight included. Workers run
+        steps in
+        order, so a later copy from the blocks reads them after these steps.
         """
         name = request.request_id
         self.ahead.forget(name)
@@ -283,7 +294,7 @@ class CacheManager:
         self._admissions.forget(name)
         mine = self._mirrors.known(name)
         if mine is not None and mine.row >= 0 and self.cache.bounds.keeps_resume_points:
-            self.cache.engine.withdraw(mine)  # by priority who is preempted may have had its slots
+            self.cache.engine.withdraw(mine)  # a request preempted by priority may hold slots of this step
             self.cache.keep_resume_point(self._mirrors.of(request))
         self.cache.free(name)
         held = self._held.pop(name, None)
@@ -292,13 +303,13 @@ class CacheManager:
         self._mirrors.forget(name)
 
     def hold(self, request: EngineRequest) -> None:
-        """A transfer reads its blocks: until ``free`` they stay where they are."""
+        """Lock the blocks of a request in place until ``free``, because a transfer reads them."""
         mine = self._mirrors.known(request.request_id)
         if mine is not None and mine.row >= 0:
             self._held[request.request_id] = self.cache.engine.lock(mine)
 
     def pop_blocks_for_free(self, request: EngineRequest) -> list[BlockLock]:
-        """What it held, still held until ``block_pool.free_blocks`` has it."""
+        """Free the request, and return locks on its blocks for ``block_pool.free_blocks`` to release."""
         mine = self._mirrors.known(request.request_id)
         held = [] if mine is None or mine.row < 0 else [self.cache.engine.lock(mine)]
         self.free(request)
@@ -312,7 +323,7 @@ class CacheManager:
         return done
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """They can be hit no longer."""
+        """Remove the keys of the blocks, so that they cannot be hit."""
         self.cache.evict_blocks(0, sorted(block_ids))
 
     # -- answers
@@ -323,15 +334,15 @@ class CacheManager:
         return self.cache.usage
 
     def get_blocks(self, request_id: str) -> Blocks:
-        """What a request holds."""
+        """Return the blocks of a request."""
         return Blocks(self.cache.get_blocks(request_id))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Their ids."""
+        """Return the block ids of a request by group."""
         return self.cache.get_block_ids(request_id)
 
     def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
-        """Ids of the blocks that hold its first ``num_computed_tokens`` tokens; of states all."""
+        """Return the ids of blocks that hold the first ``num_computed_tokens`` tokens; for windows and states, all."""
         found = list(self.get_block_ids(request_id))
         for number, size in enumerate(self._sizes):
             if self.cache.config.groups[number].spec.keeps is Keeps.TOKENS:
@@ -339,12 +350,12 @@ class CacheManager:
         return tuple(found)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """0 for each group, as vLLM's own."""
+        """Return 0 for each group: blocks common to all running requests are not counted here."""
         del running_request_id
         return [0] * self.num_kv_cache_groups
 
     def estimate_cached_tokens(self, request: EngineRequest) -> int:
-        """How many tokens of ``request`` can be hit, by the group that has least of them."""
+        """Return how many tokens of ``request`` can be hit, by the group with the fewest."""
         if not self.enable_caching:
             return 0
         blocks = Blocks(self.cache.get_blocks(request.request_id)).blocks
@@ -357,60 +368,60 @@ class CacheManager:
         return min(counts, default=0)
 
     def take_events(self) -> list[Any]:
-        """Events since the last call, as vLLM's."""
-        return self._told(self.cache.take_events())
+        """Return the events since the last call in vLLM's classes."""
+        return self._to_engine_events(self.cache.take_events())
 
-    # -- what workers are to do
+    # -- work for the workers
 
     def take_new_block_ids(self) -> list[int]:
-        """Attention blocks handed out since the last call, which workers may have to clear."""
+        """Return attention blocks allocated since the last call, which workers may have to clear."""
         found, self._new_ids = self._new_ids, []
         return found
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
-        """Blocks from ``start_token`` on are to be cleared, too."""
+        """Add the blocks from ``start_token`` on to the blocks to clear."""
         for number, ids in enumerate(self.get_block_ids(request_id)):
             if number in self._attention:
                 self._new_ids += ids[start_token // self._sizes[number] :]
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """None: hits end at block edges."""
+        """Return no copies: hits end at block boundaries here, so no partial block is copied."""
         return [], []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
-        """None: a connector that gathers states while a prompt is computed is refused."""
+        """Return no offloads: connectors that gather states during a prompt are rejected at start."""
         return {}
 
     def finalize_partial_tail_offloads(self, request: EngineRequest) -> list[tuple[int, int, int]]:
-        """None, as above."""
+        """Return no offloads, as in ``take_boundary_state_offloads``."""
         del request
         return []
 
 
 class Pool:
-    """What connectors and schedulers ask of ``block_pool``."""
+    """The part of ``block_pool`` that connectors and schedulers use."""
 
     def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self.num_gpu_blocks = cache.config.num_blocks
 
     def free_blocks(self, held: Iterable[BlockLock]) -> None:
-        """Those of ``pop_blocks_for_free`` go."""
+        """Release the locks that ``pop_blocks_for_free`` returned."""
         for one in held:
             self._cache.engine.unlock(one)
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Return the number of blocks that no request holds."""
         return self._cache.block_pool.get_num_free_blocks()
 
     def get_usage(self) -> float:
-        """Share of the blocks that are in use."""
+        """Return the share of the blocks that are in use."""
         return self._cache.usage
 
 
 @dataclass(frozen=True, slots=True)
 class GroupManager:
-    """What is asked of one of ``coordinator.single_type_managers``."""
+    """The attributes that are read from one of ``coordinator.single_type_managers``."""
 
     block_size: int
     kv_cache_spec: Any
@@ -418,7 +429,12 @@ class GroupManager:
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """What schedulers, engines and routers ask of ``coordinator``. blocks_to_come: of a request, by its tokens."""
+    """The part of ``coordinator`` that schedulers, engines and routers use.
+
+    Attributes:
+        single_type_managers: one per group.
+        blocks_to_come: returns the further blocks of a request, given its id, tokens and encoder tokens.
+    """
 
     single_type_managers: tuple[GroupManager, ...]
     blocks_to_come: Callable[[str, int, int], int]
@@ -435,14 +451,14 @@ class Coordinator:
         apply_admission_cap: bool = False,
         prefill_end: int | None = None,
     ) -> int:
-        """Blocks that a request, which runs or is loaded, takes yet up to ``num_tokens``."""
+        """Return the blocks that a running or loading request still needs for ``num_tokens`` tokens."""
         del new_computed_blocks, total_computed_tokens, num_local_computed_tokens
         del num_tokens_main_model, apply_admission_cap, prefill_end
         return self.blocks_to_come(request_id, num_tokens, num_encoder_tokens)
 
 
 class Block(NamedTuple):
-    """A block as connectors look at it. block_hash: its key, None for one that cannot be hit."""
+    """A block for connectors. ``block_hash`` is its key, or ``None`` if it cannot be hit."""
 
     block_id: int
     block_hash: bytes | None
@@ -450,7 +466,7 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """What vLLM calls KVCacheBlocks. held: ours, which a hit is adopted from."""
+    """Our blocks under the names of vLLM's KVCacheBlocks. ``held`` are the blocks in this library's class."""
 
     __slots__ = ("held",)
 
@@ -459,14 +475,14 @@ class Blocks:
 
     @property
     def blocks(self) -> tuple[list[Block], ...]:
-        """Each block of each group."""
+        """The blocks of each group."""
         key_of = _no_key if self.held.pool is None else self.held.pool.keys.key_of
         return tuple([Block(one, key_of(one), one == 0) for one in ids.tolist()] for ids in self.held.ids)
 
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
     ) -> tuple[list[int], ...] | None:
-        """Ids by group, of ``group_ids`` where they are given; None for none at all with ``allow_none``."""
+        """Return the ids by group, optionally of ``group_ids`` only. ``allow_none``: ``None`` for no blocks."""
         if allow_none and group_ids is None and not any(map(len, self.held.ids)):
             return None
         every = self.held.blocks
@@ -474,19 +490,19 @@ class Blocks:
         return None if allow_none and not any(ids) else ids
 
     def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
-        """Ids by group of the blocks that cannot be hit yet."""
+        """Return the ids by group of the blocks that cannot be hit yet."""
         return [[one.block_id for one in group if one.block_hash is None and not one.is_null] for group in self.blocks]
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """The same of the only group."""
+        """Return the ids of blocks that cannot be hit yet, in the only group."""
         (ids,) = self.get_unhashed_block_ids_all_groups()
         return ids
 
     def new_empty(self) -> Blocks:
-        """No block in every group."""
+        """Return no blocks in every group."""
         return Blocks(KVCacheBlocks(tuple(ids[:0] for ids in self.held.ids), self.held.pool))
 
 
 def _no_key(block: int) -> None:
-    """Of a block that is nowhere."""
+    """Return ``None``, the key of a block outside any pool."""
     del block

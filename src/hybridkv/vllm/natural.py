@@ -1,13 +1,13 @@
-"""The natural layout for a model of vLLM's: its plan, and what a step does beside vLLM's own.
+"""The natural layout for a model of vLLM: its plan, and the block operations of a step.
 
 vLLM's KVCacheConfig   groups in pages of one size, as many as its memory budget holds
 layers                 the same layers, each in pages of its own size, attention in blocks that the kernel takes
 plan                   slabs in one arena of the same bytes
 
-A ``NaturalStep`` rides on vLLM's SchedulerOutput.
+A ``NaturalStep`` is attached to vLLM's SchedulerOutput.
 
 scheduler   vLLM's schedule()   its output, with ids from before the step's moves
-StepWriter.write    states to keep get their blocks, ids are those behind all moves
+StepWriter.write    allocates blocks for states to keep, and corrects ids for the moves
 worker      moves, zero, copies | vLLM's forward | keep
 """
 
@@ -35,16 +35,18 @@ from hybridkv.vllm.specs import Config, Settings, layer_specs, spec_of
 Int32 = NDArray[np.int32]
 
 OPTIONS: Final = "hybridkv"
-"""The key of ours in vLLM's ``--additional-config``."""
+"""The key of this library in vLLM's ``--additional-config``."""
 LARGEST_BLOCK: Final = 32
-"""Tokens that every kernel of attention takes as they are. vLLM's blocks are larger where they fill a state's page."""
+"""Tokens of a block that every attention kernel supports. vLLM's blocks are larger where they fill a state's page."""
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``--additional-config '{"hybridkv": {...}}'`` says.
+    """The options in ``--additional-config '{"hybridkv": {...}}'``.
 
-    block_size: tokens of a block of attention, which kernels read as one. placement, eviction: by name, None for the
-    default of the natural layout.
+    Attributes:
+        block_size: tokens of an attention block, which kernels read as one.
+        placement: name of the placement; ``None`` for the default of the natural layout.
+        eviction: name of the eviction policy; ``None`` for the default.
     """
 
     block_size: Annotated[int, msgspec.Meta(ge=1)]
@@ -53,7 +55,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, given: Mapping[str, Any], block_size: int) -> Self:
-        """Those of vLLM's additional config. block_size: where it says none. ConfigError for what is none of them."""
+        """Return the options in vLLM's additional config. Raises ConfigError for invalid ones.
+
+        ``block_size`` is the default.
+        """
         asked = given.get(OPTIONS, {})
         try:
             made = msgspec.convert({"block_size": block_size, **asked} if isinstance(asked, dict) else asked, cls)
@@ -67,16 +72,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_block_size(config: Config) -> int:
-    """Tokens of a block of attention: as few as vLLM's own blocks have, at most LARGEST_BLOCK."""
+    """Return the tokens of an attention block: the smallest of vLLM's blocks, at most LARGEST_BLOCK."""
     sizes: list[int] = [spec.block_size for _, spec in layer_specs(config) if not hasattr(spec, "shapes")]
     return min([LARGEST_BLOCK, *sizes])
 
 
 def natural_plan(config: Config, options: Options, *, name: str, max_model_len: int, max_in_flight_tokens: int) -> Plan:
-    """The plan of vLLM's layers in vLLM's memory. name: the model's.
+    """Return the plan of vLLM's layers in vLLM's memory, under the model's ``name``.
 
-    ConfigError for a kind of layer, or a form of its pages, that is not supported, CapacityError where one request does
-    not fit.
+    Raises ConfigError for a kind of layer or page that is not supported, and CapacityError if one request does not fit.
     """
     layers = tuple(Layer(layer, spec, i) for i, (layer, spec) in enumerate(_layers(config, options.block_size)))
     model = Model(
@@ -102,7 +106,7 @@ def natural_plan(config: Config, options: Options, *, name: str, max_model_len: 
 
 
 def natural_cache(made: Plan, options: Options, settings: Settings) -> KVCacheManager:
-    """A cache of ``made``, which hashes what it caches itself."""
+    """Return a cache of the plan ``made``. It hashes blocks itself."""
     return KVCacheManager(
         made,
         enable_caching=settings.enable_caching,
@@ -112,7 +116,7 @@ def natural_cache(made: Plan, options: Options, settings: Settings) -> KVCacheMa
 
 
 def memory_bytes(config: Any) -> int:  # noqa: ANN401 - vLLM's KVCacheConfig
-    """Of the one allocation that all of vLLM's tensors lie in. ConfigError where there are several."""
+    """Return the bytes of the allocation that holds all of vLLM's tensors. ConfigError for several allocations."""
     sizes: list[int] = sorted({tensor.size for tensor in config.kv_cache_tensors})
     if len(sizes) != 1:
         raise ConfigError(f"vLLM lays this model out in allocations of {sizes} bytes: one is supported")
@@ -120,14 +124,14 @@ def memory_bytes(config: Any) -> int:  # noqa: ANN401 - vLLM's KVCacheConfig
 
 
 def natural_spec(spec: Any, block_size: int) -> Any:  # noqa: ANN401 - vLLM is not typed here
-    """One of vLLM's specs as the natural layout has it: its page of its own size, attention in its own blocks."""
+    """Return vLLM's spec with its page in its own size, and attention in blocks of ``block_size`` tokens."""
     if hasattr(spec, "shapes"):
         return replace(spec, page_size_padded=None, num_prefill_checkpoint_blocks=0)
     return replace(spec, page_size_padded=None, block_size=block_size)
 
 
 def _layers(config: Config, block_size: int) -> Iterator[tuple[str, KVCacheSpec]]:
-    """Ours. ConfigError for pages that are not ours to the byte, such as those of quantized keys with their scales."""
+    """Yield our specs. Raises ConfigError if page bytes differ, as for quantized keys with scales in the page."""
     for layer, theirs in layer_specs(config):
         spec = spec_of(natural_spec(theirs, block_size))
         if theirs.real_page_size_bytes * spec.block_size != spec.content_bytes * theirs.block_size:
@@ -139,11 +143,11 @@ def _layers(config: Config, block_size: int) -> Iterator[tuple[str, KVCacheSpec]
 
 
 ATTRIBUTE: Final = "hybridkv_step"
-"""Of a SchedulerOutput."""
+"""The attribute of a SchedulerOutput that holds the NaturalStep."""
 
 
 class Cell(NamedTuple):
-    """A cell of a block table that is another block now: column ``column`` of ``group`` of a request."""
+    """A changed cell of a block table: column ``column`` in ``group`` of a request holds another block."""
 
     request_id: str
     group: int
@@ -152,11 +156,15 @@ class Cell(NamedTuple):
 
 
 class NaturalStep(NamedTuple):
-    """Ids are those within each class of blocks, behind the step's moves.
+    """The block operations of a step. Block ids are within their class, after the step's moves.
 
-    moves, copies, keep: int32[n, 3], (class, source, target), in order: before the forward, then behind ``zero``, then
-    behind the forward. zero: int32[n, 2], (class, block). cells: of requests that the worker knows already.
-    config: of the cache, with the first step; it is laid out then.
+    Attributes:
+        moves: int32[n, 3] of (class, source, target), in order, before everything else.
+        zero: int32[n, 2] of (class, block) to clear, after ``moves``.
+        copies: int32[n, 3] of (class, source, target), after ``zero`` and before the forward pass.
+        keep: int32[n, 3] of (class, source, target), after the forward pass.
+        cells: changed cells of requests that the worker knows.
+        config: config of the cache in the first step, when the worker allocates it; else ``None``.
     """
 
     moves: Int32
@@ -168,16 +176,16 @@ class NaturalStep(NamedTuple):
 
 
 class StepWriter:
-    """Of one manager. Every step is written, in order."""
+    """Writes the steps of one manager, in order."""
 
     def __init__(self, manager: CacheManager) -> None:
         self._manager, self._cache = manager, manager.cache
         slabs = self._cache.config.slabs
         if slabs is None:
-            raise CacheError("steps of the natural layout need a cache in slabs")
+            raise CacheError("the cache has no slabs: steps of the natural layout need a cache in that layout")
         self._class_of = [slabs.classes.index(slabs.class_of(group)) for group in range(len(self._cache.groups))]
         specs = [group.spec for group in self._cache.config.groups]
-        # what lies in a block behind its tokens is read and masked: harmless, unless it was written as something else
+        # kernels read and mask the bytes after a block's tokens: bytes written as another dtype may be no numbers there, so clear them
         written_as = {spec.dtype if isinstance(spec, AttentionSpec) else None for spec in specs}
         mixed = written_as == {None} or len(written_as) > 1
         self._cleared = [
@@ -188,10 +196,10 @@ class StepWriter:
         self._config: KVCacheConfig | None = self._cache.config
 
     def write(self, output: Any) -> NaturalStep:  # noqa: ANN401 - vLLM's
-        """What goes with ``output``, whose ids are put right; inside the manager's step. O(scheduled requests)."""
+        """Return the operations of ``output`` and correct its ids, inside the manager's step. O(scheduled requests)."""
         ends = self._store(output)
         transfers = self._cache.fields.take_transfers()
-        zero = list(self._put_right(output))
+        zero = list(self._correct_ids(output))
         config, self._config = self._config, None
         moved = [one for one in transfers.copies if one.kind == "move"]
         copied = [one for one in transfers.copies if one.kind != "move"]
@@ -205,9 +213,9 @@ class StepWriter:
         )
 
     def _store(self, output: Any) -> Mapping[int, tuple[Request, int]]:  # noqa: ANN401 - vLLM's
-        """Give blocks to the states that the step passes; return, by row, requests that may pass one and their ends.
+        """Allocate blocks for states that the step passes; return, by row, requests that may pass one and their ends.
 
-        Drafts are left out of the ends.
+        The ends exclude drafts.
         """
         if self._cache.checkpoints.idle:
             return {}
@@ -224,7 +232,7 @@ class StepWriter:
         return ends
 
     def _kept(self, transfers: Transfers, ends: Mapping[int, tuple[Request, int]]) -> Iterator[tuple[int, int, int]]:
-        """From each row's running state, as the forward leaves it. CacheError for one inside the chunk: it is gone."""
+        """Yield copies of each row's running state after the forward pass. CacheError for a position inside a chunk."""
         for one in transfers.checkpoints:
             request, end = ends[one.row]
             if end != one.tokens:
@@ -233,7 +241,7 @@ class StepWriter:
             yield self._class_of[one.group], source, one.block
 
     def _moved_cells(self, transfers: Transfers) -> Iterator[Cell]:
-        """Every cell that holds a block which moved."""
+        """Yield every cell that holds a moved block."""
         if not transfers.moved.size:
             return
         cells = self._cache.fields.cells(np.empty(0, np.int64), (), transfers.moved)
@@ -243,8 +251,8 @@ class StepWriter:
             if row in names:
                 yield Cell(names[row], group, column, block)
 
-    def _put_right(self, output: Any) -> Iterator[tuple[int, int]]:  # noqa: ANN401 - vLLM's
-        """Ids of ``output`` as they are by now; (class, block) of those of attention that begin with this step."""
+    def _correct_ids(self, output: Any) -> Iterator[tuple[int, int]]:  # noqa: ANN401 - vLLM's
+        """Correct the ids in ``output``; yield (class, block) of attention blocks that start in this step."""
         for one in output.scheduled_new_reqs:
             one.block_ids = self._cache.get_block_ids(one.req_id)
             yield from self._begun(one.req_id, one.block_ids, one.num_computed_tokens)
@@ -264,11 +272,13 @@ class StepWriter:
                 yield from ((self._class_of[group], block) for block in new[group] if block)
 
     def _begun(self, name: str, table: tuple[list[int], ...], computed: int) -> Iterator[tuple[int, int]]:
-        """Those of a row that begins: all behind the full blocks of its hit, or all that a connector wrote nothing to.
+        """Yield blocks to clear for a request that starts: those after the full blocks of its hit.
 
-        What is copied into the block that a hit ends in comes behind the clearing, what was loaded came before.
+        After a load, the block that the load wrote in part is kept too. Copies into the last block of a hit run after
+        the
+        clearing, and a load has run before it.
         """
-        loaded = self._manager.goes_on_behind_load(name)
+        loaded = self._manager.resumes_after_load(name)
         for group, size in self._cleared:
             first = -(-computed // size) if loaded else computed // size
             yield from ((self._class_of[group], block) for block in table[group][first:] if block)

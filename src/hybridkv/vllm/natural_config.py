@@ -1,4 +1,4 @@
-"""A cache in slabs in vLLM's own words, for its workers and for what looks at its groups."""
+"""A cache in slabs as vLLM's config, for its workers and for code that inspects its groups."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class NaturalConfig(KVCacheConfig):  # type: ignore[misc] # vLLM is not typed here
-    """vLLM's own words for slabs. num_blocks: slabs. blocks_of_layer: ids that its blocks have, by layer."""
+    """vLLM's config for slabs. ``num_blocks``: slabs. ``blocks_of_layer``: number of block ids by layer."""
 
     blocks_of_layer: dict[str, int] = field(default_factory=dict)
 
     def num_blocks_of(self, tensor: Any) -> int:  # noqa: ANN401 - vLLM's KVCacheTensor
-        """Of the only layer of ``tensor``."""
+        """Return the blocks of the only layer in ``tensor``. vLLM's layouts have one number for all layers."""
         return self.blocks_of_layer[tensor.layers[0]]
 
     @property
     def needs_kv_cache_zeroing(self) -> bool:
-        """No: what is to be cleared comes with each step, class by class."""
+        """False: each NaturalStep lists the blocks to clear, by class."""
         return False
 
 
 def natural_config(theirs: Config, ours: OurConfig) -> NaturalConfig:
-    """``ours`` for vLLM's workers. theirs: vLLM's config of the same layers."""
+    """Return ``ours`` for vLLM's workers. ``theirs`` is vLLM's config of the same layers."""
     specs = dict(layer_specs(theirs))
     groups = []
     for group in ours.groups:

@@ -1,10 +1,10 @@
-"""vLLM's workers in the natural layout: ``--worker-cls hybridkv.vllm.NaturalWorker``, whatever the platform.
+"""vLLM's workers in the natural layout: ``--worker-cls hybridkv.vllm.NaturalWorker``, on any platform.
 
-One arena in slabs lies under a worker: layers are bound into it, and a step says what it does to its blocks.
+A worker has one arena of slabs. Its layers are views of the arena, and each step lists its block operations.
 
-What vLLM has computed of the layout, which gives all layers pages of one size, says how many bytes there are, and is
-left; the layout is the scheduler's, and comes with its first step. Kernels are warmed up, and graphs of them captured,
-behind that: over the views that they will read.
+vLLM computes a layout with pages of one size for all layers. The worker takes only the number of bytes from it. The
+scheduler sends the real layout with its first step. The worker then allocates the arena, warms up kernels and captures
+graphs over the final views.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class Arena:
-    """The bytes of a cache, block by block of each class.
+    """The bytes of a cache, by class and block.
 
-    storage: uint8[slabs.arena_bytes], which the views of all layers lie in.
+    ``storage`` is uint8[slabs.arena_bytes] with the views of all layers.
     """
 
     def __init__(self, storage: torch.Tensor, slabs: SlabLayout) -> None:
@@ -45,28 +45,28 @@ class Arena:
         ]
 
     def copy(self, copies: Int32) -> None:
-        """Copy (class, source, target), int32[n, 3], one after the other: a target may be the source of the next."""
+        """Copy blocks, int32[n, 3] of (class, source, target), in order: a target may be the source of the next."""
         for of, source, target in copies.tolist():
             self._blocks[of][target] = self._blocks[of][source]
 
     def zero(self, blocks: Int32) -> None:
-        """Clear (class, block), int32[n, 2]."""
+        """Clear blocks, int32[n, 2] of (class, block)."""
         for of in set(blocks[:, 0].tolist()):
             rows = self._blocks[of]
             rows.index_fill_(0, torch.from_numpy(blocks[blocks[:, 0] == of, 1].astype("int64")).to(rows.device), 0)
 
 
 class NaturalLayout:
-    """A worker of vLLM's first model runner, in the natural layout: to stand before one of vLLM's workers."""
+    """A mixin before one of vLLM's workers that adds the natural layout. Needs vLLM's first model runner."""
 
     @staticmethod
     def packs(layout: KVCacheLayout) -> bool:
-        """Whether kernels that name ``layout`` read a layer's blocks with pages of other layers between them."""
+        """Return whether kernels of ``layout`` can read a layer's blocks with other layers' pages between them."""
         return bool(layout.is_block_compact and layout.is_block_outermost)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Those of vLLM's that pack, by name. ConfigError where some kernel has none."""
-        names: Sequence[str] = super().get_supported_kv_cache_layouts()  # type: ignore[misc] # of the worker behind it
+        """Return the names of vLLM's layouts that pack. ConfigError where some kernel supports no such layout."""
+        names: Sequence[str] = super().get_supported_kv_cache_layouts()  # type: ignore[misc] # the worker that this class precedes
         packed = [name for name in names if self.packs(KVCacheLayout[name])]
         if not packed:
             raise ConfigError(
@@ -76,7 +76,10 @@ class NaturalLayout:
         return packed
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 - vLLM's
-        """Wait for the layout. ConfigError for blocks of attention that some kernel would cut, or not take at all."""
+        """Store vLLM's config and wait for the layout; vLLM allocates here.
+
+        Raises ConfigError for attention blocks that some kernel would split or not support.
+        """
         self._theirs = kv_cache_config
         self._arena: Arena | None = None
         config = self.vllm_config  # type: ignore[attr-defined] # as above
@@ -90,12 +93,12 @@ class NaturalLayout:
                 )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Later: there is nothing yet that kernels could read. What profiling compiled is told."""
+        """Return the times of profiling only: nothing is allocated yet, so the warm-up runs in the first step."""
         times = self.vllm_config.compilation_config  # type: ignore[attr-defined] # as above
         return CompilationTimes(times.compilation_time, times.encoder_compilation_time)
 
     def execute_model(self, scheduler_output: Any) -> Any:  # noqa: ANN401 - vLLM's
-        """As vLLM's, between what the step does to blocks."""
+        """Run vLLM's step, with the step's block operations before and after it."""
         step: NaturalStep | None = getattr(scheduler_output, ATTRIBUTE, None)
         if step is None:
             raise ConfigError("NaturalWorker takes its steps from --scheduler-cls hybridkv.vllm.NaturalScheduler")
@@ -103,7 +106,7 @@ class NaturalLayout:
             self._arena = self._lay_out(step.config)
         arena = self._arena
         if arena is None:
-            raise ConfigError("the first step was lost: it says how the cache is laid out")
+            raise ConfigError("the first step, which has the cache's layout, did not arrive: restart the engine")
         arena.copy(step.moves)
         arena.zero(step.zero)
         arena.copy(step.copies)
@@ -113,7 +116,7 @@ class NaturalLayout:
         return output
 
     def _lay_out(self, config: OurConfig) -> Arena:
-        """Allocate, bind every layer to its view, and do what ``compile_or_warm_up_model`` put off."""
+        """Allocate the arena, bind every layer to its view, and run the postponed ``compile_or_warm_up_model``."""
         if config.slabs is None:
             raise ConfigError("the scheduler's layout has no slabs")
         made = natural_config(self._theirs, config)
@@ -127,10 +130,10 @@ class NaturalLayout:
         return Arena(storage, config.slabs)
 
     def _rewrite(self, cells: Sequence[Cell]) -> None:
-        """Tables say where those blocks are now; nothing for a cell that the worker is yet to hear of."""
+        """Write moved blocks into the block tables, except in cells that the worker does not have yet."""
         runner = self.model_runner  # type: ignore[attr-defined] # as above
         if cells and runner.prepare_inputs_event is not None:
-            runner.prepare_inputs_event.synchronize()  # the step before may still be on its way to the device
+            runner.prepare_inputs_event.synchronize()  # the last step's tables may still be copied to the device
         for cell in cells:
             known = runner.requests.get(cell.request_id)
             if known is None or cell.column >= len(known.block_ids[cell.group]):
@@ -142,7 +145,7 @@ class NaturalLayout:
 
 
 def _takes(backend: Any, spec: Any) -> bool:  # noqa: ANN401 - vLLM's
-    """Whether its kernels read blocks of ``spec`` as they are, where they are that far apart."""
+    """Return whether the backend's kernels read whole blocks of ``spec``."""
     try:
         return bool(select_common_block_size(spec.block_size, [backend], [spec]) == spec.block_size)
     except ValueError:

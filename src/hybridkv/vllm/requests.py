@@ -1,27 +1,27 @@
-"""Of each request of vLLM one of ours, slots for those that decode, and admissions of those that begin.
+"""Mirror vLLM's requests in this library, allocate slots for requests that decode, and admit new requests.
 
-Ours borrows tokens and hashes; counts are taken over when it is needed.
+Our request borrows tokens and hashes from vLLM's request. It copies counts when they are needed.
 
 vLLM's    [ prompt | outputs ]  block_hashes  num_tokens  num_computed_tokens  num_in_flight_tokens
-            ^ read where they lie             ^ taken over, of one or of all at once
+            ^ read in place                   ^ copied, for one request or for all at once
 
-What a request says to the cache is in ``SamplingParams.extra_args``, over HTTP ``vllm_xargs``:
+Options of a request for the cache are in ``SamplingParams.extra_args``, over HTTP ``vllm_xargs``:
 
     {"hybridkv_marks": [1200], "hybridkv_tenant": "blue", "hybridkv_hints": {"within_s": 30}}
 
-A scheduler may refuse no request: a wish that cannot be is named in the log and left out.
+A scheduler cannot reject a request: invalid options are logged and ignored.
 
-Slots of rows that decode are given before vLLM asks for them, and kept until it has heard of them.
+Slots of requests that decode are allocated before vLLM asks for them, and kept until vLLM asks.
 
-give     in one batch, for what leads the running requests, before vLLM's own loop
-decode   for a step in which all of them decode one token: those alone are looked at that need something
-take     whether vLLM has to ask at all: no, where it was given so much in this step, or needs nothing
-serve    what a call of its own gives
+give     in one batch, for the first running requests, before vLLM's own loop
+decode   for a step in which all requests decode one token; looks only at requests that need something
+take     whether vLLM's call needs no blocks: the request got its slots in this step, or needs none
+serve    the blocks of a call on its own
 
-A request begins, or goes on behind what a connector brought: hits, loads, and what must stay free besides.
+A request is admitted new, or after a connector loaded tokens: hits, loads, and blocks that must stay free.
 
-load in the step      admitted with new tokens; the worker writes the blocks before its forward
-load beside the steps admitted without; waits, its blocks are nobody's hit; finish_load: published, and due to be let in
+synchronous load    admitted with new tokens; the worker writes the blocks before its forward pass
+asynchronous load   admitted without new tokens; waits, and its blocks cannot be hit until finish_load publishes them
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from hybridkv.specs import Keeps, RequestLimits
 from hybridkv.vllm.specs import Settings
 
 MARKS: Final = "hybridkv_marks"
-"""Token counts, as Request has them."""
+"""Token counts, as in Request."""
 TENANT: Final = "hybridkv_tenant"
-"""As Request has it."""
+"""A name, as in Request."""
 HINTS: Final = "hybridkv_hints"
-"""An object as Hints has it, or its JSON: over HTTP there are numbers, strings and lists alone."""
+"""An object as in Hints, or its JSON: vLLM accepts only numbers, strings and lists over HTTP."""
 
 logger = logging.getLogger(__name__)
 
 
 class EngineRequest(Protocol):
-    """What is read of vLLM's Request."""
+    """The fields that are read from vLLM's Request."""
 
     request_id: str
     num_prompt_tokens: int
@@ -73,24 +73,24 @@ class EngineRequest(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and outputs."""
+        """Prompt and output tokens."""
         ...
 
     @property
     def num_tokens_with_spec(self) -> int:
-        """And drafts."""
+        """Prompt, output and draft tokens."""
         ...
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Theirs."""
+        """The prompt and output tokens."""
         ...
 
 
 class Mirrors:
-    """Ours, by the id of vLLM's, whose tokens and hashes are borrowed. cache: where they hold blocks.
+    """Our requests by the id of vLLM's request. They borrow its tokens and hashes.
 
-    A cache without EngineHashes hashes what it borrows itself.
+    ``cache`` is where the requests hold blocks. A cache without EngineHashes hashes the borrowed tokens itself.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
@@ -99,29 +99,29 @@ class Mirrors:
         self._requests: dict[str, Request] = {}
 
     def of(self, request: EngineRequest) -> Request:
-        """Ours, up to date with ``request``. ConfigError for one whose tokens were cut."""
+        """Return our request, up to date with ``request``. Raises ConfigError for a request with tokens removed."""
         mine = self._requests.get(request.request_id)
         if mine is None:
             mine = self._requests[request.request_id] = self._begin(request)
         computed = request.num_computed_tokens
-        # what was preempted may still have tokens in flight that are computed no longer
+        # a preempted request may have more tokens in flight than it has computed tokens
         self._cache.engine.synchronise_one(mine, computed, min(request.num_in_flight_tokens, computed))
         return mine
 
     def known(self, request_id: str) -> Request | None:
-        """Ours as it was brought up to date last."""
+        """Return our request as of its last update."""
         return self._requests.get(request_id)
 
     def forget(self, request_id: str) -> None:
-        """It holds nothing any longer; begun anew when it comes back."""
+        """Drop a request that holds nothing any longer; it starts again if it comes back."""
         self._requests.pop(request_id, None)
 
     def _begin(self, request: EngineRequest) -> Request:
-        """Outputs are told apart from its prompt where windows and states are kept for reuse."""
+        """Return our request. It knows the length of the prompt: windows and states treat outputs differently."""
         lora = request.lora_request
-        # its tokens are all the same: the engine's hashes tell its embeddings apart, ours would not
+        # a prompt of embeddings has placeholder tokens: the engine's hashes cover the embeddings, ours would not
         unseen = not self._keyed and request.prompt_embeds is not None
-        # of no use without keys; and those of an encoder lie in no prompt
+        # only hashes need the items; an encoder's items are not in the prompt, so without keys they are left out
         features = [] if self._hasher is None else request.mm_features
         return Request(
             request.request_id,
@@ -134,12 +134,12 @@ class Mirrors:
             ],
             skip_reading_prefix_cache=request.skip_reading_prefix_cache or unseen,
             skip_writing_prefix_cache=unseen,
-            **_wishes_of(request),
+            **_options_of(request),
         )
 
 
-def _wishes_of(request: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's Request
-    """``marks``, ``tenant`` and ``hints`` for our Request, as far as ``request`` gives them, and they can be."""
+def _options_of(request: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's Request
+    """Return the valid ``marks``, ``tenant`` and ``hints`` of ``request`` for our Request."""
     given: Mapping[str, Any] = getattr(request.sampling_params, "extra_args", None) or {}
     found: dict[str, Any] = {}
     for name, (field, read) in _READ.items() if given else ():
@@ -149,7 +149,7 @@ def _wishes_of(request: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's Request
         try:
             found[field] = read(asked)
         except (ValueError, RecursionError) as error:
-            logger.warning("request %s has %s that cannot be, and goes without: %s", request.request_id, name, error)
+            logger.warning("request %s has an invalid %s, which is ignored: %s", request.request_id, name, error)
     return found
 
 
@@ -165,15 +165,21 @@ _READ: Final[Mapping[str, tuple[str, Callable[[Any], object]]]] = {
 
 
 Ids = tuple[list[int], ...]
-"""Of blocks, by group."""
+"""Block ids by group."""
 _Asked = tuple[EngineRequest, Request, int]
-"""Whose, ours of it, and how many tokens."""
+"""A request, ours of it, and the number of tokens it needs slots for."""
 _FEW: Final = 8
-"""So many calls take less time than one for all."""
+"""Up to this many requests, single calls take less time than one batch."""
 
 
 class Decoded(NamedTuple):
-    """A step of one token each. num_computed_tokens: before it. new_blocks: None where none came."""
+    """A step of one token for each request.
+
+    Attributes:
+        requests: vLLM's requests.
+        num_computed_tokens: computed tokens of each before the step.
+        new_blocks: new blocks of each; ``None`` without any.
+    """
 
     requests: list[EngineRequest]
     num_computed_tokens: list[int]
@@ -181,9 +187,10 @@ class Decoded(NamedTuple):
 
 
 class SlotsAhead:
-    """Of the requests of ``mirrors``. longest: tokens that a model takes.
+    """Slots allocated ahead for the requests of ``mirrors``.
 
-    served: ours of each that was looked at in this step; all others need no block in it, and pass no stop.
+    ``longest`` is the most tokens that the model takes. ``served`` holds our requests that this step looked at. All
+    others need no block in this step and pass no checkpoint position.
     """
 
     def __init__(self, cache: KVCacheManager, mirrors: Mirrors, longest: int) -> None:
@@ -191,15 +198,15 @@ class SlotsAhead:
         self._num_groups = len(cache.groups)
         states = any(group.spec.keeps is Keeps.STATE for group in cache.config.groups)
         self._all_at_once = cache.placement is None and not states
-        # by request: tokens and look-ahead that it has slots for in this step; blocks that vLLM was not told of yet;
-        # tokens below which a row needs nothing
+        # by request: tokens and lookahead with slots in this step; blocks not reported to vLLM yet; the token count
+        # below which a request needs nothing
         self._ready = dict[str, tuple[int, int]]()
         self._owed = dict[str, Ids]()
         self._enough = dict[str, int]()
         self.served = dict[str, Request]()
 
     def end_step(self) -> None:
-        """What was not asked for waits for the request's next step: no worker has heard of it."""
+        """End the step. Slots that vLLM did not take wait for the request's next step: no worker knows them."""
         self._ready.clear()
         served, self.served = self.served, {}
         if served:
@@ -209,40 +216,42 @@ class SlotsAhead:
             self._enough.update(one for one in enough if one[0] not in self._owed)
 
     def forget(self, name: str) -> None:
-        """It holds nothing any longer."""
+        """Drop a request that holds nothing any longer."""
         self.served.pop(name, None)
         for table in (self._ready, self._owed, self._enough):
             table.pop(name, None)
 
     def serve(self, request: EngineRequest, mine: Request, new_tokens: int, lookahead: int) -> KVCacheBlocks | None:
-        """What a call of its own gives one that holds blocks. mine: ours of ``request``."""
+        """Return the blocks of one call for a request that holds blocks. ``mine`` is ours of ``request``."""
         self.served[request.request_id] = mine
         return self._cache.allocate_slots(mine, new_tokens, num_lookahead_tokens=lookahead)
 
     def take(self, request: EngineRequest, new_tokens: int, lookahead: int) -> bool:
-        """Whether it has slots for so many tokens and so much look-ahead behind those computed, or needs none."""
+        """Return whether the request has slots for exactly these tokens and lookahead, or needs none."""
         name = request.request_id
         if request.num_computed_tokens + new_tokens + lookahead < self._enough.get(name, 0):
             return True
         return self._ready.pop(name, None) == (new_tokens, lookahead)
 
     def owed(self, name: str) -> Ids | None:
-        """Blocks that it has and vLLM was not told of, which it now is."""
+        """Return blocks that the request has and vLLM does not know, and mark them as reported."""
         return self._owed.pop(name, None)
 
     def give(self, running: Sequence[EngineRequest], most_tokens: int, lookahead: int) -> None:
-        """Slots for what ``running`` decode next, in one batch, of those that need some.
+        """Allocate slots in one batch for the requests among ``running`` that need some. O(running).
 
-        most_tokens: of a request that decodes, drafts included; those behind the first that runs more are left out, so
-        that blocks go round as they would one by one. Nothing with states, whose columns move, and in the natural
-        layout, whose blocks are copied, nor for a few, which sooner ask for themselves. O(running).
+        ``most_tokens`` is the most that a decoding request runs, drafts included. The batch ends before the first
+        request that
+        runs more, so that blocks are allocated in the same order as one by one. Does nothing for models with states
+        (their
+        columns move), in the natural layout (its blocks are copied), and for few requests (single calls are faster).
         """
         if not self._all_at_once:
             return
         some, enough, longest = list[_Asked](), self._enough, self._longest - 1
         for request in running:
             name, computed, ahead = request.request_id, request.num_computed_tokens, request.num_output_placeholders
-            if ahead > 0 and _last_on_the_way(request):
+            if ahead > 0 and _last_in_flight(request):
                 continue
             more = min(request.num_tokens_with_spec + ahead, longest) - computed
             if more > most_tokens:
@@ -257,9 +266,9 @@ class SlotsAhead:
             self._allocate(some, lookahead)
 
     def _allocate(self, some: Sequence[_Asked], lookahead: int) -> bool:
-        """Slots for ``some`` in one batch; whether all of them got theirs."""
+        """Allocate slots for ``some`` in one batch; return whether all got theirs."""
         counts = [
-            # what was preempted may still have tokens in flight that are computed no longer
+            # a preempted request may have more tokens in flight than it has computed tokens
             (mine.row, one.num_tokens, one.num_computed_tokens, min(one.num_in_flight_tokens, one.num_computed_tokens))
             for one, mine, _ in some
         ]
@@ -280,16 +289,17 @@ class SlotsAhead:
     # -- steps of one token each
 
     def decode(self, running: Iterable[EngineRequest]) -> Decoded | None:
-        """Slots for a token of each of ``running`` whose last one is not on the way.
+        """Allocate slots for a token of each of ``running``, except those with their last token in flight.
 
-        None where one of them does something else, or has no slot: those before it are ready then. O(running), a call
-        for those that need something.
+        Returns ``None`` if a request does something else or gets no slot; the requests before it then have slots.
+        O(running),
+        with one call for each request that needs something.
         """
         requests, computed_tokens, due = list[EngineRequest](), list[int](), list[int]()
         enough, longest = self._enough, self._longest - 1
         for request in running:
             computed, ahead = request.num_computed_tokens, request.num_output_placeholders
-            if ahead > 0 and _last_on_the_way(request):
+            if ahead > 0 and _last_in_flight(request):
                 continue
             new = request.num_tokens + ahead - computed
             if new != 1 or computed >= longest or request.is_prefill_chunk or request.mm_features:
@@ -308,7 +318,7 @@ class SlotsAhead:
         return Decoded(requests, computed_tokens, new_blocks)
 
     def _decode_due(self, due: Sequence[EngineRequest]) -> bool:
-        """Whether all of ``due`` got their slots, in their order."""
+        """Return whether all of ``due`` got their slots, in their order."""
         some = [(one, mine, 1) for one in due if (mine := self._mirrors.known(one.request_id)) is not None]
         if len(some) < len(due) or any(mine.row < 0 for _, mine, _ in some):
             return False
@@ -325,24 +335,30 @@ class SlotsAhead:
         return True
 
 
-def _last_on_the_way(request: EngineRequest) -> bool:
-    """Whether the last token that it may have comes of a step in flight, of which it has some: it runs no more."""
-    sure = request.num_computed_tokens + 1 - (request.num_output_placeholders - 1)  # whatever becomes of drafts
+def _last_in_flight(request: EngineRequest) -> bool:
+    """Return whether the request's last permitted token comes from a step in flight, so that it does not run again."""
+    sure = request.num_computed_tokens + 1 - (request.num_output_placeholders - 1)  # even if all drafts are rejected
     return sure >= request.num_prompt_tokens + request.max_tokens
 
 
 class _Load(NamedTuple):
-    """tokens: that are there once it is over. goes_on: whether a state behind all but the last of them is among it."""
+    """A running transfer.
+
+    Attributes:
+        tokens: tokens that exist after it.
+        resumes: whether it brings a state from which the request can resume.
+    """
 
     tokens: int
-    goes_on: bool
+    resumes: bool
 
 
 class Admissions:
-    """To the blocks of ``cache``. mirrors: of those who ask.
+    """Admissions to the blocks of ``cache`` of requests in ``mirrors``.
 
-    loading: whose blocks a transfer writes. loaded: whose transfer is over, and who was not let in yet. let_in: who
-    went on behind a load since it was cleared last.
+    ``loading``: requests with blocks that a transfer writes. ``loaded``: requests with a finished transfer that were
+    not
+    admitted yet. ``resumed``: requests that resumed after a load since it was last cleared.
     """
 
     def __init__(self, cache: KVCacheManager, mirrors: Mirrors, settings: Settings) -> None:
@@ -352,14 +368,14 @@ class Admissions:
         self._states = tuple(group.states for group in cache.groups if group.states is not None)
         self.loading = dict[str, _Load]()
         self.loaded = set[str]()
-        self.let_in = set[str]()
-        self._anew = set[str]()  # who came with a state that nothing goes on from
+        self.resumed = set[str]()
+        self._restarted = set[str]()  # requests that came with a state from which nothing can resume
 
     def forget(self, request_id: str) -> None:
-        """It holds nothing any longer."""
+        """Drop a request that holds nothing any longer."""
         self.loading.pop(request_id, None)
         self.loaded.discard(request_id)
-        self._anew.discard(request_id)
+        self._restarted.discard(request_id)
 
     def admit(
         self,
@@ -375,13 +391,23 @@ class Admissions:
         delayed: bool,
         whole: bool,
         reserved: int,
-        beside_others: bool,
+        has_running: bool,
     ) -> KVCacheBlocks | None:
-        """Return its new columns; None when they do not fit. Names as allocate_slots of vLLM's manager has them.
+        """Return the new columns of a request, or ``None`` if they do not fit. Names follow vLLM's allocate_slots.
 
-        mine: ours of ``request``. hit: None where no token of it was found. external: tokens that a connector brings.
-        delayed: nothing is published yet. whole: all its tokens must fit. reserved: blocks that others need yet.
-        beside_others: whether any request runs.
+        Args:
+            request: vLLM's request.
+            mine: ours of ``request``.
+            hit: blocks of its hit; ``None`` without one.
+            hit_tokens: tokens of the hit.
+            new_tokens: tokens that the step computes.
+            external: tokens that a connector brings. Negative if it has fewer than ``hit_tokens``.
+            lookahead: tokens for drafts.
+            encoder_tokens: tokens that cross attention reads.
+            delayed: whether nothing is published yet.
+            whole: whether all tokens of the request must fit.
+            reserved: blocks that other requests still need.
+            has_running: whether any request runs; if so, the watermark stays free.
         """
         name, loaded, loads = request.request_id, hit_tokens + external, external > 0
         comes_whole = not new_tokens and loaded == request.num_tokens
@@ -393,12 +419,12 @@ class Admissions:
         if loads and self._states:
             self._check_states(name, loaded, new_tokens, comes_whole=comes_whole)
         if comes_whole:
-            # vLLM computes the last token again: its block is taken all the same, since the transfer writes it
+            # vLLM computes the last token again, but the transfer writes its block too, so it is allocated
             external, lookahead = external - 1, 1
         if external < 0 and hit is not None:
-            # a connector that has less than is here says so in the negative, and vLLM computes the difference again
+            # negative: the connector has fewer tokens than the hit, and vLLM computes the difference again
             hit, hit_tokens, external = self._cut(hit, loaded), loaded, 0
-        watermark = self._watermark if beside_others else 0
+        watermark = self._watermark if has_running else 0
         plan = self._cache.plan_slots(
             mine,
             new_tokens,
@@ -410,7 +436,7 @@ class Admissions:
             num_external_computed_tokens=external,
             admission=Admission(
                 self._limits(request.num_tokens if whole else 1, encoder_tokens),
-                steps=0,  # as vLLM counts: of states that which the chunk leaves, not that which the next one reads
+                steps=0,  # as vLLM counts: the state that the chunk writes, not the one that the next chunk reads
                 reserve_blocks=watermark,
                 chunk_reserve=reserved + watermark,
             ),
@@ -420,19 +446,21 @@ class Admissions:
         new = self._cache.commit(plan)
         if name in self.loaded:
             self.loaded.remove(name)
-            self.let_in.add(name)
+            self.resumed.add(name)
         if not new_tokens:
-            self.loading[name] = _Load(loaded, goes_on=not (comes_whole and self._states))
+            self.loading[name] = _Load(loaded, resumes=not (comes_whole and self._states))
         elif loaded:
             self._cache.engine.synchronise_one(mine, loaded)
         return new
 
     def _check_states(self, name: str, loaded: int, new_tokens: int, *, comes_whole: bool) -> None:
-        """ConfigError for a state that would not be there when it is read.
+        """Raise ConfigError for a state that would not exist when it is read.
 
-        Of what is loaded in the step itself: vLLM's worker copies the state into the block where the step leaves its
-        own before the connector writes it. Of a whole prompt: the state behind its last token is no use to who
-        computes that token again; so it is computed, once.
+        In a synchronous load, vLLM's worker copies the state to the step's last block before the connector writes the
+        state.
+        After a load of a whole prompt, the state follows the last token, and the step that computes the last token
+        again
+        cannot use it. Such a prompt is computed once; a second attempt is rejected.
         """
         end = loaded + new_tokens
         if new_tokens and any(one.state_column(loaded) != one.state_column(end) for one in self._states):
@@ -440,14 +468,14 @@ class Admissions:
                 f"the connector loads a state behind {loaded} tokens of {name!r} in the step that goes on from it, and "
                 "vLLM's worker copies it before it is there: let it load beside the steps (asynchronously)"
             )
-        if comes_whole and name in self._anew:
+        if comes_whole and name in self._restarted:
             raise ConfigError(
                 f"the connector brings the whole prompt of {name!r} once more, and so no state that its last token "
                 "could be computed from: let it bring all tokens but the last"
             )
 
     def _cut(self, hit: KVCacheBlocks, num_tokens: int) -> KVCacheBlocks:
-        """The first ``num_tokens`` tokens of a hit. ConfigError where others than its last ones are not kept."""
+        """Return the first ``num_tokens`` tokens of a hit. ConfigError if a window or state has no block there."""
         sizes = [num_tokens // group.policy.block_size for group in self._cache.groups]
         kept = tuple(ids[:size] for ids, size in zip(hit.ids, sizes, strict=True))
         if not all(ids.all() for ids in kept):
@@ -457,25 +485,25 @@ class Admissions:
         return KVCacheBlocks(kept, hit.pool, hit.evictions)
 
     def finish_load(self, request: EngineRequest, num_computed_tokens: int) -> None:
-        """The transfer for ``request`` is over, and so many of its tokens are there.
+        """End the transfer for ``request`` with ``num_computed_tokens`` tokens.
 
-        Where it cannot go on behind those, it begins anew.
+        The request starts again from 0 if it cannot resume after them.
         """
         name = request.request_id
         mine, load = self._mirrors.known(name), self.loading.pop(name)
         if mine is None:
             raise ConfigError(f"request {name!r} is loaded, and nobody knows it")
-        came = num_computed_tokens if load.goes_on else 0
+        came = num_computed_tokens if load.resumes else 0
         if self._cache.engine.finish_load(mine, None if came >= load.tokens else came):
             self.loaded.add(name)
             return
-        if not load.goes_on:
-            self._anew.add(name)
+        if not load.resumes:
+            self._restarted.add(name)
         self._mirrors.forget(name)
         request.num_computed_tokens = 0
 
     def blocks_to_come(self, request_id: str, num_tokens: int, encoder_tokens: int) -> int:
-        """Blocks that a request, which runs or is loaded, takes yet up to ``num_tokens``."""
+        """Return the blocks that a running or loading request still needs for ``num_tokens`` tokens."""
         mine = self._mirrors.known(request_id)
         return 0 if mine is None else self._cache.engine.blocks_to_come(mine, self._limits(num_tokens, encoder_tokens))
 

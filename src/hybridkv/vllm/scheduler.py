@@ -25,13 +25,18 @@ from hybridkv.vllm.natural_config import natural_config
 from hybridkv.vllm.specs import Settings, refuse, refuse_natural
 
 SUPPORTED: Final = "0.32."
-"""Versions that begin so."""
+"""The prefix of supported versions."""
 
 
 class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
-    """vLLM's scheduler; this library's cache manager answers it, in the reference layout.
+    """vLLM's scheduler with this library's cache manager, in the reference layout.
 
-    Raises ConfigError for a version, a group or an option that is not supported.
+    Args:
+        *args: as in vLLM's scheduler.
+        **kwargs: as in vLLM's scheduler.
+
+    Raises:
+        ConfigError: the version, a group or an option is not supported.
     """
 
     connector: Any  # vLLM's; None without one
@@ -43,7 +48,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         self.replace_manager()
 
     def replace_manager(self) -> None:
-        """Put this library's manager in the place of vLLM's."""
+        """Replace vLLM's cache manager with this library's."""
         refuse(self)
         manager, config = self.kv_cache_manager, self.kv_cache_config
         settings = _settings(
@@ -54,21 +59,31 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
             dcp_world_size=self.dcp_world_size,
             retention=config.prefix_cache_retention_interval,
         )
-        # chunks end where states are kept: no block is there for one inside a chunk
+        # chunks end where states are saved, so no block is allocated for a state inside a chunk
         self.mamba_has_prefill_checkpoint_blocks = False
-        self.kv_cache_manager = CacheManager(reference_cache(config, settings), config, settings, Teller(config))
+        self.kv_cache_manager = CacheManager(
+            reference_cache(config, settings), config, settings, EventConverter(config)
+        )
         if self.connector is not None:
             self.connector.bind_kv_cache_manager(self.kv_cache_manager)
 
     def prepare_loop(self) -> None:
-        """Take slots before vLLM's loop asks for them one by one."""
+        """Allocate slots before vLLM's loop asks for them one by one."""
         self.kv_cache_manager.prepare(self.running, 1 + self.num_spec_tokens, self.num_lookahead_tokens)
 
     def complete(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
-        """Add to the ``output`` of a step, inside the step."""
+        """Add to the output of a step, inside the step. The reference layout adds nothing.
+
+        Args:
+            output: vLLM's SchedulerOutput.
+        """
 
     def schedule(self, throttle_prefills: bool = False) -> Any:  # noqa: ANN401 - vLLM's
-        """As vLLM's."""
+        """Schedule as vLLM does, inside a step of the cache. Steps that only decode skip vLLM's loop.
+
+        Args:
+            throttle_prefills: as in vLLM's scheduler.
+        """
         with self.kv_cache_manager.step():
             output = decode_step(self)
             if output is None:
@@ -79,23 +94,28 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:  # noqa: ANN401 - vLLM's
-        """As vLLM's."""
+        """Settle the step in the cache, then update as vLLM does.
+
+        Args:
+            scheduler_output: as in vLLM's scheduler.
+            model_runner_output: as in vLLM's scheduler.
+        """
         self.kv_cache_manager.executed(scheduler_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
 class AsyncScheduler(Scheduler, TheirAsyncScheduler):  # type: ignore[misc] # as above
-    """The same beside forwards that are still running (vLLM's default)."""
+    """The Scheduler that schedules a step while earlier forward passes still run (vLLM's default)."""
 
 
 class NaturalScheduler(Scheduler):
-    """vLLM's scheduler; blocks of every layer in pages of their own size, states kept where the placement says.
+    """vLLM's scheduler with pages in each layer's own size, and states saved where the placement says.
 
-    vLLM's own prefix caching is off: then a row has one running state, which is what this layout has.
+    vLLM's own prefix caching must be off. Then each request has one running state, as this layout requires.
     """
 
     def replace_manager(self) -> None:
-        """Put this library's manager in the place of vLLM's."""
+        """Replace vLLM's cache manager with this library's, and the connector with one for this layout."""
         refuse_natural(self.vllm_config, self.kv_cache_config, self.connector)
         config = self.kv_cache_config
         options = Options.of(self.vllm_config.additional_config, default_block_size(config))
@@ -108,29 +128,33 @@ class NaturalScheduler(Scheduler):
             max_in_flight_tokens=settings.max_in_flight_tokens,
         )
         laid_out = natural_config(config, made.config)
-        manager = CacheManager(natural_cache(made, options, settings), laid_out, settings, Teller(laid_out))
+        manager = CacheManager(natural_cache(made, options, settings), laid_out, settings, EventConverter(laid_out))
         self.kv_cache_manager = manager
         self.need_mamba_block_aligned_split = manager.cache.bounds.keeps_checkpoints
         self.needs_kv_cache_zeroing = False  # StepWriter names the blocks, class by class
         self._writer = StepWriter(manager)
         if self.connector is not None:
-            # made anew: that of vLLM's constructor was told of vLLM's own layout
+            # created again: vLLM's constructor created it for vLLM's own layout
             self.connector.shutdown()
             self.connector = KVConnectorFactory.create_connector(
                 config=self.vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=laid_out
             )
             self.connector.bind_kv_cache_manager(manager)
-            self.block_size = 1  # hits end at any token, and none is cut for a connector that has more
+            self.block_size = 1  # hits end at any token, so none is cut to a block for a connector that has more
 
     def prepare_loop(self) -> None:
-        """Take nothing: blocks of this layout are copied."""
+        """Do nothing: blocks of this layout are copied, so slots cannot be allocated ahead."""
 
     def complete(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
-        """Add what the worker has to do besides."""
+        """Add the worker's block operations.
+
+        Args:
+            output: vLLM's SchedulerOutput.
+        """
         setattr(output, ATTRIBUTE, self._writer.write(output))
 
     def _connector_finished(self, request: Any) -> Any:  # noqa: ANN401 - vLLM's
-        """As vLLM's; blocks that a transfer reads from now on stay where they are."""
+        """Finish as vLLM does, and lock blocks in place that a transfer still reads."""
         delayed, params = super()._connector_finished(request)
         if delayed:
             self.kv_cache_manager.hold(request)
@@ -143,17 +167,17 @@ class NaturalScheduler(Scheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Where chunks end so that a state can be kept: by the placement."""
+        """Return the tokens of a chunk that ends where the placement saves a state. vLLM ends chunks at blocks."""
         before = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         return int(self.kv_cache_manager.share(request, before, num_new_tokens))
 
 
 class AsyncNaturalScheduler(NaturalScheduler, TheirAsyncScheduler):  # type: ignore[misc] # as above
-    """The same beside forwards that are still running (vLLM's default on GPUs)."""
+    """The NaturalScheduler that schedules while earlier forward passes still run (vLLM's default on GPUs)."""
 
 
 def _settings(scheduler: Any, **more: Any) -> Settings:  # noqa: ANN401 - vLLM's
-    """Settings of both layouts, and ``more``; vLLM's own manager still in ``scheduler``."""
+    """Return the settings of both layouts, and ``more``. Call before vLLM's manager in ``scheduler`` is replaced."""
     manager = scheduler.kv_cache_manager
     return Settings(
         max_model_len=scheduler.max_model_len,
@@ -166,7 +190,7 @@ def _settings(scheduler: Any, **more: Any) -> Settings:  # noqa: ANN401 - vLLM's
 
 
 def require_version(version: str) -> None:
-    """Raise ConfigError for a version that was not tried."""
+    """Raise ConfigError for a version that was not tested."""
     if not version.startswith(SUPPORTED):
         raise ConfigError(
             f"hybridkv.vllm supports vLLM {SUPPORTED}x, this is {version}: leave --scheduler-cls out, or install "
@@ -175,11 +199,12 @@ def require_version(version: str) -> None:
 
 
 def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLLM's
-    """Make the output of a step in which all that runs decodes one token. None if vLLM's loop has to make it.
+    """Return the output of a step in which all running requests decode one token, or ``None`` for other steps.
 
-    Most steps of a busy server are such. vLLM's loop asks of each request what none of them has then: drafts, encoder
-    inputs, chunks, stages, whom to preempt. What follows a step is vLLM's own (``_update_after_schedule``).
-    O(requests that run).
+    Most steps of a busy server are like this. vLLM's loop checks each request for features that no request of this step
+    uses: drafts, encoder inputs, chunks and preemption. vLLM's ``_update_after_schedule`` then handles the output as
+    usual.
+    O(running requests).
     """
     most = min(scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens)
     if not 0 < len(scheduler.running) <= most or not _nothing_else(scheduler):
@@ -190,9 +215,9 @@ def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLL
         return None
     running = decoded.requests
     scheduler.current_step += 1
-    scheduler.prefill_capacity_bound = False  # nobody waits
+    scheduler.prefill_capacity_bound = False  # no request waits
     names = [request.request_id for request in running]
-    told = CachedRequestData(
+    cached = CachedRequestData(
         req_ids=names,
         resumed_req_ids=set(),
         new_token_ids=[],
@@ -206,7 +231,7 @@ def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLL
     )
     output = SchedulerOutput(
         scheduled_new_reqs=[],
-        scheduled_cached_reqs=told,
+        scheduled_cached_reqs=cached,
         num_scheduled_tokens=dict.fromkeys(names, 1),
         total_num_scheduled_tokens=len(names),
         scheduled_spec_decode_tokens={},
@@ -223,7 +248,7 @@ def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLL
 
 
 def _not_in_the_last_step(scheduler: Any, running: Sequence[Any]) -> dict[str, list[int]]:  # noqa: ANN401 - vLLM's
-    """Tokens of requests that the last step left out, for vLLM's first model runner; this step is the last now."""
+    """Return tokens of requests that the last step left out, for vLLM's first model runner; update its record."""
     if scheduler.use_v2_model_runner:
         return {}
     last = scheduler.prev_step_scheduled_req_ids
@@ -234,7 +259,7 @@ def _not_in_the_last_step(scheduler: Any, running: Sequence[Any]) -> dict[str, l
 
 
 def _nothing_else(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
-    """Whether no request waits, and nothing beside the cache has a say in a step."""
+    """Return whether no request waits and only the cache influences the step."""
     return not (
         scheduler.waiting
         or scheduler.kv_holding_waiting
@@ -251,18 +276,18 @@ def _nothing_else(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
     )
 
 
-class Teller:
-    """Makes vLLM's events of ours, for the groups of one engine. config: vLLM's KVCacheConfig."""
+class EventConverter:
+    """Converts our events to vLLM's, for the groups of one engine. ``config`` is vLLM's KVCacheConfig."""
 
     def __init__(self, config: Any) -> None:  # noqa: ANN401 - vLLM is not typed here
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         self._groups = [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
 
     def __call__(self, events: Sequence[KVCacheEvent]) -> list[Any]:
-        """Return vLLM's events, in this order. A loss of events is told as a clearing: all is to be forgotten."""
-        return [self._told(event) for event in events]
+        """Return vLLM's events in the same order. Lost events become a clearing of all blocks, which clients handle."""
+        return [self._convert(event) for event in events]
 
-    def _told(self, event: KVCacheEvent) -> Any:  # noqa: ANN401 - as above
+    def _convert(self, event: KVCacheEvent) -> Any:  # noqa: ANN401 - as above
         if isinstance(event, BlockRemoved):
             hashes = [maybe_convert_block_hash(one) for one in event.block_hashes]
             return theirs.BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=event.group_idx)
@@ -278,7 +303,7 @@ class Teller:
             lora_id=event.lora_id,
             medium=event.medium,
             lora_name=event.lora_name,
-            # stock has a list always
+            # vLLM's events always have a list
             extra_keys=[None] * len(event.block_hashes) if event.extra_keys is None else list(event.extra_keys),
             group_idx=event.group_idx,
             kv_cache_spec_kind=kind,

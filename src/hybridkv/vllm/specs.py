@@ -1,9 +1,9 @@
-"""What vLLM was started with: settings of its cache, and its groups as ours.
+"""Convert vLLM's settings and cache groups to this library's, and reject options that it does not support.
 
-Kinds of groups are told by the names of vLLM's classes. An unknown kind, or one that asks for a feature that this
-library lacks, is refused at start.
+Kinds of groups are recognized by the names of vLLM's classes. An unknown kind, or a kind with a feature that this
+library lacks, is rejected at start.
 
-``refuse`` and ``refuse_natural`` name what vLLM may be started with and a layout does not support, by vLLM's options.
+``refuse`` and ``refuse_natural`` reject options of vLLM that a layout does not support, with the names of the options.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hybridkv.specs import (
 _STATES: Final = "MambaSpec"
 _HEADS: Final = ("block_size", "num_kv_heads", "head_size")
 _ATTENTION: Final[Mapping[str, tuple[Callable[..., KVCacheSpec], tuple[str, ...]]]] = {
-    "FullAttentionSpec": (FullAttentionSpec, ()),  # also windows and chunks that are managed as full ones
+    "FullAttentionSpec": (FullAttentionSpec, ()),  # also windows and chunks managed as full attention
     "MLAAttentionSpec": (MLAAttentionSpec, ()),
     "SlidingWindowSpec": (SlidingWindowSpec, ("sliding_window",)),
     "ChunkedLocalAttentionSpec": (ChunkedLocalAttentionSpec, ("attention_chunk_size",)),
     "CrossAttentionSpec": (CrossAttentionSpec, ()),
 }
-"""Of each of vLLM's kinds of attention: ours, and fields that it has beside its heads."""
+"""Our class for each kind of attention in vLLM, and its fields besides those of the heads."""
 _REFUSED: Final[Mapping[str, str]] = {
     "extra_retained_tokens": "a window that multi-token prediction extends",
     "prefix_replay_tokens": "bounded replay of windows",
@@ -42,10 +42,19 @@ _REFUSED: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What vLLM was started with, as far as its cache minds.
+    """The options that vLLM was started with and that concern the cache.
 
-    max_in_flight_tokens: of all steps that may be scheduled and not settled. watermark: share of all blocks that stays
-    free at an admission beside others. new_stats: makes an empty PrefixCacheStats of vLLM; None without statistics.
+    Attributes:
+        max_model_len: most tokens of a request.
+        max_in_flight_tokens: most tokens of all steps that are scheduled and not settled.
+        hash_block_size: tokens per hashed block.
+        enable_caching: whether prefixes are cached.
+        use_eagle: whether a draft head reads the cache.
+        enable_events: whether the cache records events.
+        dcp_world_size: decode context parallel ranks.
+        retention: vLLM's prefix_cache_retention_interval.
+        watermark: share of all blocks that stays free when a request is admitted while others run.
+        new_stats: returns an empty PrefixCacheStats of vLLM; ``None`` without statistics.
     """
 
     max_model_len: int
@@ -61,7 +70,7 @@ class Settings:
 
 
 class Group(Protocol):
-    """What is read of vLLM's KVCacheGroupSpec."""
+    """The fields that are read from vLLM's KVCacheGroupSpec."""
 
     layer_names: Sequence[str]
     kv_cache_spec: Any
@@ -69,14 +78,14 @@ class Group(Protocol):
 
 
 class Config(Protocol):
-    """What is read of vLLM's KVCacheConfig."""
+    """The fields that are read from vLLM's KVCacheConfig."""
 
     num_blocks: int
     kv_cache_groups: Sequence[Group]
 
 
 def cache_config(config: Config) -> KVCacheConfig:
-    """Groups and number of blocks; no tensors, which are vLLM's. ConfigError for a group that is not supported."""
+    """Return groups and number of blocks, without tensors, which vLLM owns. Raises ConfigError as ``spec_of``."""
     groups = tuple(
         KVCacheGroupSpec(tuple(group.layer_names), spec_of(group.kv_cache_spec), is_eagle_group=group.is_eagle_group)
         for group in config.kv_cache_groups
@@ -85,7 +94,7 @@ def cache_config(config: Config) -> KVCacheConfig:
 
 
 def layer_specs(config: Config) -> Iterator[tuple[str, Any]]:
-    """Each layer's name and vLLM's spec of it, group after group."""
+    """Yield each layer's name and vLLM's spec of it, group by group."""
     for group in config.kv_cache_groups:
         several = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for layer in group.layer_names:
@@ -93,9 +102,11 @@ def layer_specs(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def spec_of(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - vLLM is not typed here
-    """Ours of one of vLLM's. ConfigError for a kind that is not known, and for what it asks beyond its kind."""
+    """Return our spec for vLLM's. Raises ConfigError for an unknown kind or an unsupported feature."""
     name = type(spec).__name__
-    if name == "UniformTypeKVCacheSpecs":  # one table for layers whose pages differ in bytes, which are vLLM's
+    if (
+        name == "UniformTypeKVCacheSpecs"
+    ):  # one block table for layers with pages of different bytes, which only vLLM uses
         return spec_of(next(iter(spec.kv_cache_specs.values())))
     if name not in (*_ATTENTION, _STATES):
         known = ", ".join(sorted((*_ATTENTION, _STATES)))
@@ -120,7 +131,7 @@ def _states(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
         raise ConfigError(
             f"--mamba-cache-mode {spec.mamba_cache_mode} is not supported by hybridkv.vllm: use align, or none"
         )
-    # as vLLM counts their bytes: what has no other of the pair is none
+    # as vLLM counts bytes: a shape without a dtype, or a dtype without a shape, is ignored
     states = tuple(zip(spec.shapes, spec.dtypes, strict=False))
     return MambaSpec(
         block_size=spec.block_size,
@@ -132,22 +143,22 @@ def _states(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
 
 
 _GATHERS_STATES: Final = {"OffloadingConnector"}
-"""Classes of connectors that hear of each state kept at a block's edge; Mooncake's store works in the pool."""
+"""Classes of connectors that read each state saved at a block boundary. Mooncake's store uses vLLM's pool instead."""
 
 
 WORKER: Final = "hybridkv.vllm.NaturalWorker"
 TAKES: Final = "supports_natural_layout"
-"""What a connector's class says that goes by the natural layout (docs/vllm.md)."""
+"""Attribute with which a connector's class declares that it supports the natural layout (docs/vllm.md)."""
 
 
 def refuse(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's Scheduler, its own manager still in it
-    """ConfigError for the first of them."""
+    """Raise ConfigError for the first unsupported option of the reference layout."""
     for why in _unsupported(scheduler):
         raise ConfigError(f"hybridkv.vllm does not support {why}, or leave --scheduler-cls out")
 
 
 def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
-    """What it is, and what to do about it."""
+    """Yield each unsupported option with its fix."""
     transfer, theirs = scheduler.vllm_config.kv_transfer_config, scheduler.kv_cache_manager
     if transfer is not None and _works_in_pool(scheduler.connector):
         yield f"the connector {transfer.kv_connector}, which works in vLLM's own pool: take one that is handed ids"
@@ -179,7 +190,7 @@ def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
 
 
 def _works_in_pool(connector: Any) -> bool:  # noqa: ANN401 - as above
-    """Whether its class says what it does with vLLM's manager or pool, which the base of all connectors passes on."""
+    """Return whether the connector's class itself handles vLLM's manager or pool; all base classes pass them on."""
     return any(
         name in vars(kind)
         for kind in type(connector).__mro__
@@ -189,13 +200,16 @@ def _works_in_pool(connector: Any) -> bool:  # noqa: ANN401 - as above
 
 
 def refuse_natural(started: Any, config: Config, connector: Any) -> None:  # noqa: ANN401 - vLLM's VllmConfig
-    """ConfigError for the first of them. config: vLLM's KVCacheConfig. connector: None without one."""
+    """Raise ConfigError for the first unsupported option of the natural layout.
+
+    ``config`` is vLLM's KVCacheConfig. ``connector`` is ``None`` without one.
+    """
     for why in (*_switches(started), *_features(started, config, connector)):
         raise ConfigError(f"NaturalScheduler {why}")
 
 
 def _switches(started: Any) -> Iterator[str]:  # noqa: ANN401 - as above
-    """What has to be set otherwise."""
+    """Yield options that need another value."""
     if started.parallel_config.worker_cls != WORKER:
         yield f"needs --worker-cls {WORKER}, this is {started.parallel_config.worker_cls}"
     if started.cache_config.enable_prefix_caching:
@@ -205,7 +219,7 @@ def _switches(started: Any) -> Iterator[str]:  # noqa: ANN401 - as above
 
 
 def _features(started: Any, config: Config, connector: Any) -> Iterator[str]:  # noqa: ANN401 - as above
-    """What has to be left out."""
+    """Yield options that must be left out."""
     for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
         size = getattr(started.parallel_config, name)
         if size > 1:
@@ -218,7 +232,7 @@ def _features(started: Any, config: Config, connector: Any) -> Iterator[str]:  #
         ),
         "ec_transfer_config, connectors of encoders": started.ec_transfer_config,
         "models with an encoder and a decoder": started.model_config.is_encoder_decoder,
-        # stock answers otherwise with drafts than without (docs/vllm.md): nothing can be compared
+        # vLLM itself answers differently with drafts than without (docs/vllm.md), so results cannot be compared
         "speculative_config for models with recurrent states": drafts is not None and states,
         "speculative_config of another method than ngram": drafts is not None and drafts.method != "ngram",
     }

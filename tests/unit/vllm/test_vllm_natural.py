@@ -269,7 +269,7 @@ def test_a_state_is_kept_where_a_request_says_so() -> None:
     [
         ({"marks": 19}, "hybridkv_marks must be a list"),
         ({"tenant": 7}, "hybridkv_tenant must be text"),
-        ({"hints": "{"}, "hybridkv_hints that cannot be"),
+        ({"hints": "{"}, "an invalid hybridkv_hints"),
     ],
 )
 def test_wishes_that_cannot_be_are_told_and_left_out(
