@@ -185,7 +185,7 @@ class StepWriter:
             raise CacheError("the cache has no slabs: steps of the natural layout need a cache in that layout")
         self._class_of = [slabs.classes.index(slabs.class_of(group)) for group in range(len(self._cache.groups))]
         specs = [group.spec for group in self._cache.config.groups]
-        # kernels read and mask the bytes after a block's tokens: bytes written as another dtype may be no numbers there, so clear them
+        # kernels read and mask the bytes after a block's tokens: bytes of another dtype may be NaN, so clear them
         written_as = {spec.dtype if isinstance(spec, AttentionSpec) else None for spec in specs}
         mixed = written_as == {None} or len(written_as) > 1
         self._cleared = [

@@ -267,7 +267,7 @@ def test_steps_of_another_scheduler_are_refused(mixed: type[Any]) -> None:
     worker = begun(mixed)
     with pytest.raises(ConfigError, match="NaturalWorker takes its steps from --scheduler-cls"):
         worker.execute_model(output(None))
-    with pytest.raises(ConfigError, match="first step was lost"):
+    with pytest.raises(ConfigError, match="first step, which has the cache's layout, did not arrive"):
         worker.execute_model(output(STEP))
 
 
