@@ -170,7 +170,7 @@ def test_what_is_cached_is_counted(llama: Served) -> None:
         ({"prompt": "a", "temperature": "hot"}, "valid number", "temperature"),
         ({"prompt": "a", "max_tokens": -1}, "max_tokens must be at least 1", None),
         ({"prompt": "a", "logprobs": 21}, "less than or equal to 20", "logprobs"),
-        ({"prompt": "a", "stream_options": {}}, "stream_options are for streams", None),
+        ({"prompt": "a", "stream_options": {}}, "stream_options need stream", None),
         ({"prompt": "a", "stream_options": {"x": 1}, "stream": True}, "not offered", "stream_options.x"),
         ({"prompt": ""}, "empty", None),
         ({"prompt": []}, "empty", None),
@@ -296,7 +296,7 @@ def test_what_a_template_is_given() -> None:
         answered = {"role": "tool", "tool_call_id": "1", "content": "blue"}
         assert rendered(user, called, answered) == "user: a; assistant: sea; tool: blue; "
         call["function"] = {"name": "look", "arguments": "{"}
-        assert "no JSON" in served.refused(CHAT, 400, messages=[user, called])["message"]
+        assert "not valid JSON" in served.refused(CHAT, 400, messages=[user, called])["message"]
 
 
 def test_an_answer_is_as_long_as_there_is_room(llama: Served) -> None:

@@ -317,7 +317,7 @@ def test_values_cannot_hide_in_another_encoding(llama: Served, encoding: str) ->
     answer = llama.client.post(PATH, content=raw, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["message"]) == (
         400,
-        "the body is no JSON: it must be UTF-8 text",
+        "the body is not JSON: send it as UTF-8 text",
     )
 
 

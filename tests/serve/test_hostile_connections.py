@@ -302,7 +302,7 @@ def test_a_body_that_never_ends_is_refused(strict: Served) -> None:
         one.sendall(head_of_body(1000) + b'{"prompt"')
         answer = read(one)
     assert status(answer) == 408
-    assert error(answer)["message"] == "the body took too long to arrive"
+    assert error(answer)["message"].startswith("the body of the request did not arrive in")
 
 
 def test_a_connection_that_is_kept_has_its_time_again(strict: Served) -> None:
@@ -368,7 +368,7 @@ def test_half_sent_requests_keep_no_server_from_its_end() -> None:
         stopping.join(WAIT)
         assert time.monotonic() - begun < 5
     assert [status(one) if one else None for one in answers] == [503, 503, None, None]
-    assert error(answers[0])["message"].startswith("the server drains")
+    assert error(answers[0])["message"].startswith("the server is shutting down")
 
 
 def test_what_outlasts_the_grace_is_cut_off() -> None:

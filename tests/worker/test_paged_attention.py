@@ -228,8 +228,8 @@ def test_a_block_is_dealt_to_all_ranks(interleave: int, size: int, turns: int) -
         (lambda: KVPages(torch.zeros(2, 4, 8), torch.zeros(2, 4, 8)), "pages of keys"),
         (lambda: KVPages(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8), 0.0), "key_scale must be a positive"),
         (lambda: KVPages(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8), 1.0, math.nan), "value_scale must be a pos"),
-        (lambda: KVPages.of_views((torch.zeros(2, 4, 8),)), "no keys and values"),
-        (lambda: KVPages.of_latent(torch.zeros(2, 4, 8), 9), "no latents of 9"),
+        (lambda: KVPages.of_views((torch.zeros(2, 4, 8),)), "not keys and values"),
+        (lambda: KVPages.of_latent(torch.zeros(2, 4, 8), 9), "not hold latents of rank 9"),
     ],
 )
 def test_values_that_cannot_work(wrong: Callable[[], object], message: str) -> None:
@@ -269,8 +269,8 @@ def test_calls_that_do_not_fit() -> None:
         ((query[1:], pages, batch), {}, "10 tokens"),
         ((query[:, :3], pages, batch), {}, "a multiple of 2 heads"),
         ((query[..., :4], pages, batch), {}, "a width of 8"),
-        ((query, KVPages(pages.keys[1:], pages.values[1:]), batch), {}, "blocks of 4 tokens, the pages are"),
-        ((query, pages, replace(batch, block_size=2)), {}, "blocks of 2 tokens, the pages are"),
+        ((query, KVPages(pages.keys[1:], pages.values[1:]), batch), {}, "blocks of 4 tokens, the pages have"),
+        ((query, pages, replace(batch, block_size=2)), {}, "blocks of 2 tokens, the pages have"),
         ((query, pages, replace(batch, seq_lens=(3, 5, 21))), {}, "request 0 has 4 queries but 3 tokens"),
         ((query, pages, batch), {"softcap": 0.0}, "softcap must be positive"),
         ((query, pages, batch), {"sink_logits": torch.zeros(3)}, "one sink logit for each head"),

@@ -155,7 +155,7 @@ def test_parts_of_every_kind() -> None:
         assert parts_of(spec) == (PagePart((24,), torch.bfloat16),)
         assert PagedStorage(one_layer(spec), order=PageOrder.HND).views["a"][0].shape == (3, 4, 24)
     assert len(parts_of(EncoderOnlyAttentionSpec(block_size=4, num_kv_heads=2, head_size=8, dtype="float16"))) == 2
-    with pytest.raises(ConfigError, match="UniformTypeKVCacheSpecs does not say"):
+    with pytest.raises(ConfigError, match="UniformTypeKVCacheSpecs does not define"):
         parts_of(UniformTypeKVCacheSpecs(block_size=4, layers=(("a", full),)))
 
 

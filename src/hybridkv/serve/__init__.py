@@ -1,9 +1,10 @@
-"""An engine over HTTP, in OpenAI's forms.
+"""An engine over HTTP, with OpenAI's request and answer formats.
 
     body -> bodies (checked) -> forms: Asked -> generation: places in the queue, AsyncEngine -> a form: JSON, or events
 
-What is not offered is refused by name. A client that goes away ends its requests. Connections have limits of time and
-memory (server), texts are tokenized in turns (tokens), and keys, pages and bodies are checked first (gates).
+A field that is not offered is rejected with an error that names it. If a client disconnects, its requests end.
+Connections have limits of time and memory (server). Texts are tokenized in turns (front). Keys, origins and body sizes
+are checked first (gates).
 """
 
 from hybridkv.serve.app import create_app

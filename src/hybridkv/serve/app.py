@@ -1,8 +1,8 @@
 """All routes of a server as one ASGI application.
 
-Generation and rendering are for clients; operations for whoever runs the server: health, models, counts, the cache.
-The page at ``/`` is one document, its style and script, and uPlot, which draws its charts. Nothing in it tells of
-requests: figures come from ``/live``, for clients that may have them.
+Generation and rendering routes are for clients. Operations are for the operator of the server: health, models, metrics,
+the cache. The page at ``/`` is one document with its style and script, and uPlot, which draws its charts. These files
+hold no data of requests. The figures come from ``/live``, which needs a key if the server has keys.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from hybridkv.serve.metrics import Snapshot, SnapshotCollector
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": ErrorBody, "description": said}
     for status, said in (
-        (400, "What the body says cannot be."),
-        (401, "No known API key."),
-        (403, "Not for this API key, this Host or this Origin."),
+        (400, "The body is invalid."),
+        (401, "The API key is missing or unknown."),
+        (403, "Not allowed for this API key, this Host or this Origin."),
         (404, "No such model."),
         (413, "The body is too long, or has too many values."),
-        (429, "The queue is full: ask again after Retry-After seconds."),
-        (503, "The engine has ended, or the server drains."),
+        (429, "The queue is full: try again after Retry-After seconds."),
+        (503, "The engine has ended, or the server is shutting down."),
     )
 }
 _STREAM: Final[dict[int | str, dict[str, Any]]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
-_PIECE: Final = 1 << 10  # tokens whose texts are made at once: some 20 ms
+_PIECE: Final = 1 << 10  # tokens that are converted to text at once: some 20 ms
 _PAGE: Final = {
     "page.html": "text/html",
     "page.css": "text/css",
@@ -60,7 +60,7 @@ _PAGE: Final = {
     "uplot.js": "text/javascript",
     "uplot.LICENSE": "text/plain",
 }
-"""Of each file of the page, in the folder ``page``: its type."""
+"""The files of the page, in the folder ``page``, with their types."""
 _PAGE_ROUTES: Final = {name: "/" if name == "page.html" else f"/page/{name}" for name in _PAGE}
 _PAGE_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -70,7 +70,7 @@ _PAGE_HEADERS: Final = {
     "Cache-Control": "no-cache",
 }
 _OPEN_ROUTES: Final = frozenset({"/health", "/ready", *_PAGE_ROUTES.values()})
-"""Asked by programs that start and stop servers; the page, which has no figures before it gives a key."""
+"""Routes that need no key: health checks, and the files of the page, which have no figures."""
 
 
 def create_app(
@@ -80,15 +80,16 @@ def create_app(
     events: EventSink | None = None,
     tracer: Tracer | None = None,
 ) -> FastAPI:
-    """Make an application that serves ``engine``; its lifespan closes it.
+    """Make an application that serves ``engine``; its lifespan closes the engine.
 
     Args:
-        engine: has not run yet, and is used by nothing else from here on.
-        options: how it is served.
-        events: as AsyncEngine has them.
-        tracer: of OpenTelemetry, begins a span for each body that is answered.
+        engine: has not run yet; nothing else may use it from here on.
+        options: how the engine is served.
+        events: receives the cache's events, as in AsyncEngine.
+        tracer: an OpenTelemetry tracer, which begins a span for each answered body.
 
-    Its ``state.front`` is what its routes share.
+    Returns:
+        The application; its ``state.front`` is the state that its routes share.
     """
     front = Front(instance("engine", engine, Engine), options or ServeOptions(), events, tracer)
 
@@ -101,7 +102,7 @@ def create_app(
         title="hybridkv",
         version=version("hybridkv"),
         lifespan=lifespan,
-        docs_url=None,  # pages that fetch scripts from elsewhere
+        docs_url=None,  # this page would fetch scripts from another site
         redoc_url=None,
         responses=_ERRORS,
         middleware=_gates(front),
@@ -118,7 +119,7 @@ def create_app(
 
 
 def _gates(front: Front) -> list[Middleware]:
-    """Return what a request passes before the routes: checks of what browsers send, of keys, of bodies."""
+    """Return the checks that a request passes before the routes: origins, keys, bodies."""
     options, gates = front.options, list[Middleware]()
     if options.keys is None:
         hosts = {*options.allow_hosts, socket.gethostname().lower()}
@@ -140,19 +141,19 @@ def _gates(front: Front) -> list[Middleware]:
 def _add_generation(app: FastAPI, front: Front) -> None:
     @app.post("/v1/completions", response_model=forms.CompletionAnswer, responses=_STREAM)
     async def complete(body: CompletionBody, request: Request) -> Response:
-        """Text behind prompts."""
+        """Continue prompts."""
         asked = await forms.ask_completion(front, body, request)
         return Answer(front, request, asked, forms.CompletionForm(front, body, asked), stream=bool(body.stream))
 
     @app.post("/v1/chat/completions", response_model=forms.ChatAnswer, responses=_STREAM)
     async def chat(body: ChatBody, request: Request) -> Response:
-        """The next turn of a conversation."""
+        """Answer a conversation."""
         asked = await forms.ask_chat(front, body, request)
         return Answer(front, request, asked, forms.ChatForm(front, body, asked), stream=bool(body.stream))
 
     @app.post("/v1/responses", response_model=forms.ResponseAnswer, responses=_STREAM)
     async def respond(body: ResponseBody, request: Request) -> Response:
-        """The next turn of a conversation, which is not kept."""
+        """Answer a conversation, which is not stored."""
         asked = await forms.ask_response(front, body, request)
         return Answer(front, request, asked, forms.ResponseForm(front, body, asked), stream=bool(body.stream))
 
@@ -161,7 +162,14 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 
 
 class Tokenized(TypedDict):
-    """Of a prompt. token_strs: where return_token_strs asks."""
+    """The tokens of a prompt.
+
+    Attributes:
+        count: tokens.
+        max_model_len: tokens of prompt and output together.
+        tokens: token ids.
+        token_strs: the text of each token, if return_token_strs is set.
+    """
 
     count: int
     max_model_len: int
@@ -170,13 +178,13 @@ class Tokenized(TypedDict):
 
 
 class Detokenized(TypedDict):
-    """Text of tokens, special ones among it."""
+    """The text of tokens, special tokens included."""
 
     prompt: str
 
 
 class Rendered(TypedDict):
-    """A prompt as the engine would be asked. max_tokens: of its output."""
+    """A prompt as the engine would receive it; ``max_tokens`` bounds its output."""
 
     request_id: str
     model: str
@@ -188,17 +196,17 @@ class Rendered(TypedDict):
 def _add_rendering(app: FastAPI, front: Front) -> None:
     @app.post("/v1/completions/render")
     async def render(body: CompletionBody, request: Request) -> list[Rendered]:
-        """What such a completion would ask of the engine; nothing runs."""
+        """Return the requests that a completion would send to the engine, without running them."""
         return _rendered(front, await forms.ask_completion(front, body, request))
 
     @app.post("/v1/chat/completions/render")
     async def render_chat(body: ChatBody, request: Request) -> Rendered:
-        """What such a chat would ask of the engine; nothing runs."""
+        """Return the request that a chat would send to the engine, without running it."""
         return _rendered(front, await forms.ask_chat(front, body, request))[0]
 
     @app.post("/tokenize", response_model_exclude_unset=True)
     async def tokenize(body: TokenizeBody, request: Request) -> Tokenized:
-        """The tokens of a prompt or a conversation."""
+        """Tokenize a prompt or a conversation."""
         front.require_model(body.model)
         front.require_text()
         if body.messages is not None:
@@ -213,7 +221,7 @@ def _add_rendering(app: FastAPI, front: Front) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
-        """The text of tokens."""
+        """Return the text of tokens."""
         front.require_model(body.model)
         front.require_text()
         front.tokens.require_room(body.tokens)
@@ -222,7 +230,7 @@ def _add_rendering(app: FastAPI, front: Front) -> None:
 
 
 def _texts(front: Front, ids: list[int], begin: int) -> list[str]:
-    """The texts of _PIECE of ``ids``, from ``begin`` on."""
+    """Return the texts of _PIECE of ``ids``, from place ``begin`` on."""
     texts, befores = TokenTexts(front.loaded.tokenizer), [None, *ids]
     return [texts.text(ids[at], befores[at]) for at in range(begin, min(begin + _PIECE, len(ids)))]
 
@@ -233,7 +241,7 @@ def _decoded(front: Front, ids: list[int]) -> str:
 
 
 def _rendered(front: Front, asked: Asked) -> list[Rendered]:
-    """Each prompt of ``asked``."""
+    """Return each prompt of ``asked``."""
     return [
         {
             "request_id": asked.request_id(number),
@@ -250,19 +258,27 @@ def _rendered(front: Front, asked: Asked) -> list[Rendered]:
 
 
 class Status(TypedDict):
-    """Of a server that answers."""
+    """The status of a server."""
 
     status: str
 
 
 class Version(TypedDict):
-    """Of hybridkv."""
+    """The version of hybridkv."""
 
     version: str
 
 
 class Model(TypedDict):
-    """One that is served. max_model_len: tokens of prompt and output together."""
+    """A served model.
+
+    Attributes:
+        id: its name.
+        object: "model".
+        created: seconds since 1970.
+        owned_by: "hybridkv".
+        max_model_len: tokens of prompt and output together.
+    """
 
     id: str
     object: str
@@ -272,7 +288,7 @@ class Model(TypedDict):
 
 
 class Models(TypedDict):
-    """All that are served."""
+    """All served models."""
 
     object: str
     data: list[Model]
@@ -281,16 +297,16 @@ class Models(TypedDict):
 def _add_health(app: FastAPI, front: Front) -> None:
     @app.get("/health")
     async def health() -> Status:
-        """Whether the engine lives; 503 where it has ended."""
+        """Answer 200 while the engine lives, 503 once it has ended."""
         if front.engine.ended:
-            raise ApiError(503, "the engine has ended")
+            raise ApiError(503, "the engine has ended: restart the server; its log says why")
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> Status:
-        """Whether requests should be sent here; 503 while the server drains."""
+        """Answer 200 if this server takes requests, 503 while it drains."""
         if front.draining:
-            raise ApiError(503, "the server drains: it takes no more requests")
+            raise ApiError(503, "the server is shutting down and takes no more requests: send them to another server")
         return await health()
 
 
@@ -306,31 +322,31 @@ def _add_operations(app: FastAPI, front: Front) -> None:
 
     @app.get("/v1/models")
     async def models() -> Models:
-        """What is served."""
+        """List the served model."""
         return {"object": "list", "data": [model()]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Model:
-        """The model of that name; 404 for others."""
+        """Return the model of that name; 404 for other names."""
         front.require_model(name)
         return model()
 
     @app.get("/version")
     async def hybridkv_version() -> Version:
-        """Of hybridkv."""
+        """Return the version of hybridkv."""
         return {"version": version("hybridkv")}
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Counts, as Prometheus reads them."""
+        """Return the metrics in Prometheus' text format."""
         snapshot = await front.engine.between_steps(Snapshot.of)
         return Response(generate_latest(SnapshotCollector(snapshot, front.metrics)), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> JSONResponse:
-        """Forget all that is cached; 409 while requests hold blocks."""
+        """Empty the prefix cache; 409 while requests hold blocks."""
         if not await front.engine.between_steps(lambda engine: engine.cache.reset_prefix_cache()):
-            raise ApiError(409, "requests hold blocks: ask again when none runs")
+            raise ApiError(409, "running requests hold blocks: try again when no request runs")
         return JSONResponse({"reset": True})
 
 
@@ -350,12 +366,12 @@ def _add_page(app: FastAPI, front: Front) -> None:
 
     @app.get("/live", include_in_schema=False)
     async def live() -> Response:
-        """A sample of the engine a second, as server-sent events."""
+        """Stream a sample of the engine every second, as server-sent events."""
         return _LiveStream(front)
 
 
 class _LiveStream(StreamingResponse):
-    """Samples until the client goes, or the server drains."""
+    """Samples until the client disconnects or the server drains."""
 
     def __init__(self, front: Front) -> None:
         self._events = front.live.events(lambda: front.draining)

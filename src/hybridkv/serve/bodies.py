@@ -1,6 +1,6 @@
-"""What clients may ask for, field by field. A field that is not here is refused by its name.
+"""The fields of request bodies. A field that is not here is rejected with an error that names it.
 
-Some fields of OpenAI's ask for nothing at some value, and clients send them: those are taken at that value alone.
+Some fields of OpenAI's are not supported, but clients send them at a neutral value: that value alone is accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_SEED: Final = 1 << 62
 StopString = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
 Text = Annotated[str, Field(min_length=1)]
 _FIRST: Final = Field(fail_fast=True)
-"""Of a list: one wrong value is enough. To collect an error for each of 262,144 takes seconds."""
+"""Stop at the first invalid value of a list: collecting an error for each of 262,144 values takes seconds."""
 _SOME: Final = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
 _MOST_BIASED: Final = 1 << 12
 
@@ -32,19 +32,19 @@ Ids = Annotated[list[int], _FIRST]
 
 
 def _few_biases(given: Any) -> Any:  # noqa: ANN401  # whatever JSON says
-    """Refuse many before each is looked at."""
+    """Refuse too many biases before each is checked."""
     if isinstance(given, dict) and len(given) > _MOST_BIASED:
-        raise ValueError(f"at most {_MOST_BIASED} tokens may have a bias")
+        raise ValueError(f"{len(given)} tokens have a bias: give at most {_MOST_BIASED}")
     return given
 
 
 class Body(BaseModel):
-    """A body of named fields, each of its own type: no number is taken for text, or text for a number."""
+    """A body of named fields with strict types: a number is not accepted as text, nor text as a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     says_nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Of a field that is not offered: the values at which it asks for nothing."""
+    """For each unsupported field, the neutral values that are accepted and ignored."""
 
     @model_validator(mode="before")
     @classmethod
@@ -66,7 +66,12 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """include_usage: a last chunk with the counts. continuous_usage_stats: counts so far with every chunk."""
+    """Options of a stream.
+
+    Attributes:
+        include_usage: end with a chunk that has the token counts.
+        continuous_usage_stats: add the token counts so far to every chunk.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -74,11 +79,15 @@ class StreamOptions(Body):
 
 
 class HintsBody(Body):
-    """When a prompt is wanted again, as far as the client knows: what is kept may depend on it, no answer does.
+    """When a prompt is expected to be used again. Hints change which blocks stay cached, never an answer.
 
-    over: nobody goes on from here. goes_on: its session does. within_s: so many seconds from now, which says that it
-    goes on. shared_tokens: with so many of the prompt's first tokens many prompts begin. scratch: nothing of it, but
-    for those, is worth keeping. secret: nothing of it is kept for reuse.
+    Attributes:
+        over: the session ends; the prompt will not be continued.
+        goes_on: the session will continue.
+        within_s: the session will continue within this many seconds.
+        shared_tokens: many prompts begin with this many of the prompt's first tokens.
+        scratch: tokens after ``shared_tokens`` are not worth keeping.
+        secret: no block of the prompt is kept for reuse.
     """
 
     over: bool = False
@@ -89,7 +98,7 @@ class HintsBody(Body):
     secret: bool = False
 
     def said(self) -> Hints:
-        """As a request has them. ConfigError for values that cannot be, and hints that contradict each other."""
+        """Return the hints as a request has them. ConfigError for invalid or contradictory values."""
         return Hints(**self.model_dump())
 
     @model_validator(mode="after")
@@ -99,9 +108,9 @@ class HintsBody(Body):
 
 
 class SamplingBody(Body):
-    """What all bodies that generate share: how tokens are drawn, and what is said of the prompt's future.
+    """The fields of all bodies that generate: sampling, and hints about the prompt's future.
 
-    top_k: 0 and -1 are off. cache_salt: requests of other salts share nothing with this one.
+    ``top_k`` 0 and -1 are off. Requests share cached blocks only with requests of the same ``cache_salt``.
     """
 
     model: str | None = None
@@ -124,11 +133,11 @@ class SamplingBody(Body):
 
     @property
     def said_hints(self) -> Hints:
-        """Of the prompt, or of each."""
+        """The hints for each prompt."""
         return NO_HINTS if self.hints is None else self.hints.said()
 
     def sampling(self, max_tokens: int, **more: int | None) -> SamplingParams:
-        """Return what the engine is asked; without a seed, a random one. ConfigError for values that cannot be."""
+        """Return the sampling for the engine; without a seed, a random one. ConfigError for invalid values."""
         said = {name: getattr(self, name) for name in _SAMPLING} | more | {"max_tokens": max_tokens}
         if self.temperature is None:
             said["temperature"] = 1.0
@@ -144,10 +153,11 @@ _SAMPLING: Final = [name for name in SamplingBody.model_fields if name in Sampli
 
 
 class ChoicesBody(SamplingBody):
-    """Of bodies that are answered with choices.
+    """The fields of bodies that are answered with choices.
 
-    return_token_ids: the ids of prompt and output beside their text. return_tokens_as_token_ids: tokens of log
-    probabilities are named by their ids.
+    Attributes:
+        return_token_ids: add the token ids of prompt and output to the answer.
+        return_tokens_as_token_ids: name the tokens of log probabilities by their ids.
     """
 
     n: int | None = None
@@ -159,15 +169,17 @@ class ChoicesBody(SamplingBody):
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> ChoicesBody:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options are for streams: leave them out, or ask for stream")
+            raise ValueError("stream_options need stream: remove them, or set stream to true")
         return self
 
 
 class CompletionBody(ChoicesBody):
-    """Of /v1/completions. prompt: a text, token ids, or a list of either.
+    """The body of /v1/completions.
 
-    logprobs: so many of the most probable tokens, with each token's own. echo: the prompt in front of the output;
-    with max_tokens 0 the prompt alone.
+    Attributes:
+        prompt: a text, token ids, or a list of either.
+        logprobs: how many of the most probable tokens to return, with each output token's own.
+        echo: begin the output with the prompt; with max_tokens 0, return the prompt alone.
     """
 
     says_nothing = {
@@ -185,7 +197,7 @@ class CompletionBody(ChoicesBody):
 
     @property
     def prompts(self) -> list[str | Ids]:
-        """One by one. ConfigError for none."""
+        """The prompts as a list. ConfigError if there are none."""
         given = self.prompt
         if not given:
             raise ConfigError("prompt is empty: give it at least one token")
@@ -204,14 +216,14 @@ class TextPart(Body):
 
 
 class FunctionCall(Body):
-    """arguments: JSON, as text."""
+    """A call of a function; ``arguments`` is JSON, as text."""
 
     name: Text
     arguments: str
 
 
 class ToolCall(Body):
-    """What an assistant called."""
+    """A call in an assistant's message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -219,7 +231,7 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """One turn. content: text, or pieces of it; none where an assistant only called tools."""
+    """One message. ``content`` is text or a list of parts, and may be missing if an assistant only called tools."""
 
     says_nothing = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
 
@@ -232,14 +244,14 @@ class ChatMessage(Body):
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
         if self.content is None and not self.tool_calls:
-            raise ValueError("a message without tool_calls needs content")
+            raise ValueError("a message without tool_calls needs content: add content")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are an assistant's")
+            raise ValueError(f"role {self.role!r} cannot have tool_calls: only assistant can")
         return self
 
 
 class FunctionTool(Body):
-    """A function that may be called. parameters: a JSON schema; all of it is for the chat template."""
+    """A function that may be called; ``parameters`` is a JSON schema. The chat template receives all of it."""
 
     name: Text
     description: str | None = None
@@ -248,17 +260,18 @@ class FunctionTool(Body):
 
 
 class Tool(Body):
-    """What may be called."""
+    """A tool that may be called."""
 
     type: Literal["function"]
     function: FunctionTool
 
 
 class TemplateBody(Body):
-    """What the tokenizer's chat template reads beside messages.
+    """The inputs of the tokenizer's chat template besides messages.
 
-    tools: handed to the template, unless tool_choice is "none"; a call in the answer is text of the answer.
-    chat_template_kwargs: names of the template's own, such as enable_thinking.
+    Attributes:
+        tools: passed to the template, unless tool_choice is "none"; a call in the answer is part of its text.
+        chat_template_kwargs: variables of the template, such as enable_thinking.
     """
 
     tools: Annotated[list[Tool], _FIRST] | None = None
@@ -267,7 +280,12 @@ class TemplateBody(Body):
 
 
 class ChatBody(ChoicesBody, TemplateBody):
-    """Of /v1/chat/completions. logprobs: with each token its own; top_logprobs: and so many of the most probable."""
+    """The body of /v1/chat/completions.
+
+    Attributes:
+        logprobs: return the log probability of each output token.
+        top_logprobs: how many of the most probable tokens to return with it.
+    """
 
     says_nothing = {
         "response_format": ({"type": "text"},),
@@ -289,7 +307,7 @@ class ChatBody(ChoicesBody, TemplateBody):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of the output. ConfigError where the two names of it say different things."""
+        """The most output tokens. ConfigError if the two fields for it differ."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise ConfigError(f"max_tokens {old} and max_completion_tokens {new} differ: give one of them")
@@ -298,12 +316,12 @@ class ChatBody(ChoicesBody, TemplateBody):
     @model_validator(mode="after")
     def _top_logprobs_with_logprobs(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs need logprobs: true")
+            raise ValueError(f"top_logprobs {self.top_logprobs} need logprobs: set logprobs to true")
         return self
 
 
 class TokenizeBody(TemplateBody):
-    """Of /tokenize: a prompt, or messages. return_token_strs: the text of each token, too."""
+    """The body of /tokenize: a prompt or messages. ``return_token_strs`` adds the text of each token."""
 
     says_nothing = {"add_special_tokens": (True,), "add_generation_prompt": (True,)}
 
@@ -320,14 +338,14 @@ class TokenizeBody(TemplateBody):
 
 
 class DetokenizeBody(Body):
-    """Of /detokenize."""
+    """The body of /detokenize."""
 
     model: str | None = None
     tokens: Ids
 
 
 class InputMessage(Body):
-    """One turn of /v1/responses: a client's, or one that came out of it before, whose id nobody knows any more."""
+    """One message of /v1/responses: from a client, or copied from an earlier answer. Its id is ignored."""
 
     says_nothing = {"status": ("completed", "incomplete"), "phase": ()}
 
@@ -338,7 +356,7 @@ class InputMessage(Body):
 
 
 class ResponseBody(SamplingBody):
-    """Of /v1/responses, in its plain text form. instructions: a system's turn in front of ``input``."""
+    """The body of /v1/responses with text input and output. ``instructions`` is a system message before ``input``."""
 
     says_nothing = {
         "background": (False,),

@@ -1,7 +1,7 @@
-"""Error answers in OpenAI's form ``{"error": {"message", "type", "param", "code"}}``, and clients that leave.
+"""Error answers in OpenAI's format ``{"error": {"message", "type", "param", "code"}}``, and clients that disconnect.
 
-400 the body is wrong       401, 403 the key, the Host or the Origin    404 no such model or route    408 too slow
-413, 414, 431 too long      429 the queue is full    500 the forward failed    503 the engine has ended, or no memory
+400 the body is wrong       401, 403 the key, the Host or the Origin    404 no such model or route    408 too slow 413,
+414, 431 too long      429 the queue is full    500 the forward failed    503 the engine has ended, or no memory
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 INVALID: Final = "invalid_request_error"
 CLIENT_GONE: Final = 499
-"""The status of an answer that nobody reads."""
+"""The status of an answer to a client that has disconnected."""
 _KINDS: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -36,7 +36,14 @@ _MOST_CHARACTERS: Final = 1000
 
 
 class ErrorFields(TypedDict):
-    """Of an error: what it says, its kind, the field of the body that it is about, and a name for programs."""
+    """The fields of an error.
+
+    Attributes:
+        message: the error, and how to fix it.
+        type: its kind.
+        param: the field of the body that it is about.
+        code: a name for programs.
+    """
 
     message: str
     type: str
@@ -45,23 +52,23 @@ class ErrorFields(TypedDict):
 
 
 class ErrorBody(TypedDict):
-    """What an error is answered with."""
+    """The body of an error answer."""
 
     error: ErrorFields
 
 
 class ClientGoneError(Exception):
-    """The client left; nobody reads the answer."""
+    """The client disconnected, so the answer has no reader."""
 
 
 async def leaves(receive: Receive) -> None:
-    """Return once the client has gone. The body must have been read."""
+    """Return once the client has disconnected. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class ApiError(Exception):
-    """An answer other than 200. param: the field it is about; code: a name for programs."""
+    """An error answer. ``param`` is the field that it is about, ``code`` a name for programs."""
 
     def __init__(
         self,
@@ -77,8 +84,8 @@ class ApiError(Exception):
 
     @property
     def body(self) -> ErrorBody:
-        """The error in OpenAI's form."""
-        # the text of a client may hold lone surrogates, which JSON in UTF-8 cannot
+        """The error in OpenAI's format."""
+        # the text of a client may hold lone surrogates, which JSON in UTF-8 cannot encode
         message = str(self).encode("utf-8", "backslashreplace").decode()
         if len(message) > _MOST_CHARACTERS:
             message = f"{message[:_MOST_CHARACTERS]} ..."
@@ -91,7 +98,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return the answer for an engine's ``error``: its own words if a client can mend it. Others are logged."""
+    """Return the answer for an error of the engine: its own text if a client can fix it. Other errors are logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ConfigError):
@@ -103,7 +110,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Answer each error that ``app`` raises in this form."""
+    """Register a handler for each error that the routes of ``app`` raise."""
     for kind in (ApiError, ConfigError, CacheError, Exception):
         app.add_exception_handler(kind, _of_engine)
     app.add_exception_handler(ClientGoneError, _of_nobody)
@@ -120,7 +127,7 @@ async def _of_nobody(_: Request, __: Exception) -> Response:
 
 
 async def _of_route(request: Request, error: Exception) -> JSONResponse:
-    """No such route, no such method, a body that is too long or broken off."""
+    """Answer an unknown route or method, or a body that is too long or incomplete."""
     status, detail, headers = 500, "", None
     if isinstance(error, HTTPException):
         status, detail, headers = error.status_code, error.detail, error.headers
@@ -128,13 +135,13 @@ async def _of_route(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _of_body(_: Request, error: Exception) -> JSONResponse:
-    """The first thing that is wrong with a body, by the name of its field."""
+    """Answer with the first invalid field of a body."""
     first = error.errors()[0] if isinstance(error, RequestValidationError) else {}
     name = ".".join(str(one) for one in first.get("loc", ()) if one != "body")
     kind, said = first.get("type", ""), first.get("msg", "").removeprefix("Value error, ")
     code = None
     if kind == "json_invalid":
-        message, name = f"the body is no JSON: {first['ctx']['error']}", ""
+        message, name = f"the body is not valid JSON: {first['ctx']['error']}", ""
     elif kind == "extra_forbidden":
         message, code = f"{name} is not offered: leave it out", "not_offered"
     elif not name:

@@ -1,12 +1,12 @@
-"""What all routes share: the engine behind asyncio, its tokenizer's threads, its places, its tenants.
+"""The state that all routes share: the engine in asyncio, its tokenizer's threads, its places, its tenants.
 
-Texts are tokenized in threads beside the event loop:
+Texts are tokenized in threads, alongside the event loop:
 
     piece of work -> lane, by its size -> queue of its client -> the next free thread of the lane, clients in turn
 
 Short texts never wait for long ones, and clients take turns. A tokenizer releases the interpreter while it works, so a
-long text costs others a core and no time. A call into a tokenizer cannot be stopped: work that may take long comes in
-pieces, and a client that waits for the next one can leave.
+long text occupies a core without delaying others. A call into a tokenizer cannot be stopped. Work that may take long is
+divided into pieces, and a client that disconnects is noticed between two of them.
 """
 
 from __future__ import annotations
@@ -47,18 +47,24 @@ _LANES: Final = (SHORT, 1 << 16, None)
 _THREADS: Final = 2
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 RETRY_AFTER: Final = 1
-"""Seconds until a client that was turned away should ask again."""
+"""Seconds after which a rejected client should try again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How an engine is served. name: of the model, for clients; None for the engine's.
+    """How an engine is served.
 
-    max_waiting: outputs that may wait beside those that run; further ones are answered 429.
-    keys: of clients; None lets every client ask. metrics_prefix: what names of metrics begin with.
-    allow_hosts: names in Host that a server without keys answers to, beside private ones; "*" for any.
-    allow_origins: of pages that may use the server from a browser, such as https://app.example.
-    Raises ConfigError for values that cannot be.
+    Attributes:
+        name: of the model, for clients; None for the engine's name.
+        max_waiting: outputs that may wait in addition to running ones; further ones are answered with 429.
+        keys: API keys of clients; None lets every client ask.
+        metrics_prefix: the first part of the names of metrics.
+        allow_hosts: names in Host that a server without keys answers to, in addition to private names; "*" for any
+            name.
+        allow_origins: origins of pages that may use the server from a browser, such as https://app.example.
+
+    Raises:
+        ConfigError: a value is invalid.
     """
 
     name: str | None = None
@@ -78,7 +84,7 @@ class ServeOptions:
 
 
 class Places:
-    """``most`` outputs at once, whether they run or wait; of one event loop."""
+    """Counts the outputs that run or wait, at most ``most``. One event loop uses it."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -87,16 +93,20 @@ class Places:
     def require(self, count: int) -> None:
         """Raise ApiError 400 for more outputs than there are places."""
         if count > self._most:
-            raise ApiError(400, f"{count} outputs asked for at once: at most {self._most} are in hand at a time")
+            raise ApiError(
+                400,
+                f"n times the prompts asks for {count} outputs, at most {self._most} may run or wait: ask for fewer",
+            )
 
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
-        """Hold ``count`` places in the context. ApiError 429 while too few are left, 400 where there never are."""
+        """Hold ``count`` places in the context. ApiError 429 while too few are free, 400 if there are fewer in all."""
         self.require(count)
         if self.taken + count > self._most:
             raise ApiError(
                 429,
-                f"{self.taken} outputs are in hand, {self._most} at most: ask again later",
+                f"{self.taken} of at most {self._most} outputs run or wait, and {count} more do not fit: try again "
+                f"after {RETRY_AFTER} s",
                 code="queue_full",
                 headers={"Retry-After": str(RETRY_AFTER)},
             )
@@ -135,31 +145,31 @@ class Front:
         await self._closing.aclose()
 
     def require_model(self, asked: str | None) -> None:
-        """Raise ApiError 404 for another model than the one that is served."""
+        """Raise ApiError 404 for a model that is not served."""
         if asked not in (None, self.name):
             raise ApiError(
                 404, f"model {asked!r} is not served here: ask for {self.name!r}", param="model", code="model_not_found"
             )
 
     def salt(self, request: Request, body: SamplingBody) -> str | None:
-        """Return the salt for ``body``, sent by ``request``.
+        """Return the cache salt for ``body``, sent by ``request``.
 
-        Raises ApiError 404 for another model than the one that is served, 403 for another tenant's salt.
+        Raises ApiError 404 for a model that is not served, 403 for the salt of another tenant.
         """
         self.require_model(body.model)
         tenant, asked, keys = tenant_of(request), body.cache_salt, self.options.keys
         if asked is not None:
             text("cache_salt", asked)
         if tenant is not None and asked not in (None, tenant):
-            raise ApiError(403, "cache_salt: this API key has a salt of its own, leave it out", param="cache_salt")
+            raise ApiError(403, "cache_salt: this API key has its own salt, leave the field out", param="cache_salt")
         if tenant is None and keys is not None and asked in keys.bound:
-            raise ApiError(403, "cache_salt: that one belongs to another API key", param="cache_salt")
+            raise ApiError(403, "cache_salt: this salt belongs to another API key, choose another", param="cache_salt")
         return tenant or asked
 
     def most_tokens(self, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
-        """Return the most output tokens after each of ``prompts``: those ``asked`` for.
+        """Return the most output tokens after each of ``prompts``: ``asked``, else ``default``, else all that fit.
 
-        If nothing is asked: ``default``, or all that there is room for. ApiError 400 if they do not fit.
+        Raises ApiError 400 if they do not fit the model.
         """
         longest = max(len(one) for one in prompts)
         room, least = self.max_model_len - longest, max(asked or 1, 1)
@@ -167,7 +177,7 @@ class Front:
             raise ApiError(
                 400,
                 f"a prompt of {longest} tokens and {least} more do not fit: {self.name} has {self.max_model_len} "
-                "tokens for prompt and output together",
+                "tokens for prompt and output together; shorten the prompt, or ask for fewer tokens",
                 param="max_tokens" if room > 0 else None,
                 code="context_length_exceeded",
             )
@@ -186,7 +196,7 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class Piece(Generic[T]):
-    """Work that is done at once. size: characters or tokens of it."""
+    """Work that runs without interruption; ``size`` is its number of characters or tokens."""
 
     size: int
     work: Callable[[], T]
@@ -196,7 +206,7 @@ class Turns:
     """Lanes of threads, each for work of at most some size.
 
     Args:
-        parallel: whether several threads may use the tokenizer at a time; else all work goes through one.
+        parallel: whether several threads may use the tokenizer at a time; otherwise one thread does all work.
     """
 
     def __init__(self, *, parallel: bool) -> None:
@@ -204,14 +214,14 @@ class Turns:
         self._lanes = [(most, Lane(_THREADS if parallel else 1)) for most in sizes]
 
     async def run(self, client: Hashable, pieces: Iterable[Piece[T]]) -> list[T]:
-        """Return what each of ``pieces`` gives, one after the other, each in a turn of ``client``.
+        """Run ``pieces`` one after another, each in a turn of ``client``, and return their results.
 
-        Raises what a piece raises. If the task is cancelled, no further piece is begun.
+        Raises an error of a piece. If the task is cancelled, no further piece begins.
         """
         return [await self._lane(one.size).run(client, one.work) for one in pieces]
 
     def close(self) -> None:
-        """Begin nothing more. Threads end after the work in hand; a process that ends does not wait for them."""
+        """Begin nothing more. Threads end after their current work; a process that ends does not wait for them."""
         for _, lane in self._lanes:
             lane.close()
 
@@ -220,9 +230,9 @@ class Turns:
 
 
 class Lane:
-    """Threads that share a queue; they begin with the first work.
+    """Threads that share a queue; they start with the first work.
 
-    A client has one thread fewer than there are, so that one is left for the others.
+    A client may use all threads but one, so that one is left for other clients.
     """
 
     def __init__(self, threads: int) -> None:
@@ -234,7 +244,7 @@ class Lane:
         self._closed = False
 
     async def run(self, client: Hashable, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, in a turn of ``client``. Cancelled before it begins, it never does."""
+        """Return the result of ``work``, in a turn of ``client``. Work cancelled before it begins never runs."""
         future: Future[T] = Future()
         queued = (future, work)
         with self._changed:
@@ -249,7 +259,7 @@ class Lane:
             raise
 
     def close(self) -> None:
-        """Cancel what waits, and let the threads end."""
+        """Cancel waiting work, and let the threads end."""
         with self._changed:
             self._closed = True
             for queue in self._waiting.values():
@@ -265,7 +275,7 @@ class Lane:
         self._threads.append(thread)
 
     def _forget(self, client: Hashable, queued: tuple[Future[Any], Callable[[], Any]]) -> None:
-        """Drop what nobody waits for, and the text in it."""
+        """Drop work that was cancelled, and the text in it."""
         with self._changed:
             queue = self._waiting.get(client, deque())
             if queued in queue:
@@ -285,7 +295,7 @@ class Lane:
                 self._changed.notify()
 
     def _take(self) -> tuple[Hashable, Future[Any], Callable[[], Any]] | None:
-        """Wait for the next work: the oldest of the first client that may have a thread. None once closed."""
+        """Wait for the next work: the oldest of the first client that may have a thread. ``None`` once closed."""
         with self._changed:
             while not self._closed:
                 client = next((one for one in self._waiting if self._running[one] < self._most_of_client), None)
@@ -304,7 +314,7 @@ class Lane:
 def _settle(future: Future[T], work: Callable[[], T]) -> None:
     try:
         future.set_result(work())
-    except BaseException as error:  # noqa: BLE001  # whoever waits hears of it
+    except BaseException as error:  # noqa: BLE001  # the waiting task raises it
         future.set_exception(error)
 
 
@@ -322,7 +332,7 @@ class Tokens:
         self._turns = Turns(parallel=bool(getattr(loaded.tokenizer, "is_fast", False)))
 
     async def run(self, request: Request, pieces: Iterable[Piece[T]]) -> list[T]:
-        """Return what ``pieces`` give, in turns with other clients. ClientGoneError if that of ``request`` leaves."""
+        """Run ``pieces`` in turns with other clients. ClientGoneError if the client of ``request`` disconnects."""
         client = tenant_of(request), request.client and request.client.host
         working = asyncio.ensure_future(self._turns.run(client, pieces))
         leaving = asyncio.ensure_future(leaves(request.receive))
@@ -338,12 +348,13 @@ class Tokens:
     async def ids(self, request: Request, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Return the token ids of each of ``prompts``.
 
-        Raises ApiError 400 for a prompt that cannot fit the model, ConfigError as encode, ClientGoneError as run.
+        Raises ApiError 400 for a prompt that cannot fit the model, ConfigError as ``encode``, ClientGoneError as
+        ``run``.
         """
         for one in prompts:
             if not isinstance(one, str):
                 self.require_room(one)
-            elif self._bound is not None and self._bound.spaces_count:  # which is told by the length
+            elif self._bound is not None and self._bound.spaces_count:  # the length alone is then enough to refuse
                 self._require_room_for_text(one)
         if sum(SHORT if isinstance(one, str) else len(one) for one in prompts) < SHORT:
             return self._encoded(prompts)
@@ -353,8 +364,8 @@ class Tokens:
     async def conversation(self, request: Request, messages: Sequence[ChatMessage], reads: TemplateBody) -> list[int]:
         """Return the token ids of a conversation.
 
-        Raises ApiError 400 for one that cannot fit the model, ConfigError as chat_ids and for tool calls whose
-        arguments are no JSON object, ClientGoneError as run.
+        Raises ApiError 400 for one that cannot fit the model, ConfigError as ``chat_ids`` and for tool calls with
+        arguments that are not a JSON object, ClientGoneError as ``run``.
         """
         offered = None if reads.tool_choice == "none" else reads.tools
         tools = None if offered is None else [one.model_dump() for one in offered]
@@ -381,8 +392,11 @@ class Tokens:
             raise self._too_long(f"a text of {len(given)} characters does")
 
     def _too_long(self, what: str) -> ApiError:
-        """The error for ``what`` ("9 tokens do") that there is no room for."""
-        message = f"{what} not fit: {self._loaded.name} has {self._most} tokens for prompt and output together"
+        """Return the error for a prompt that does not fit; ``what`` describes its size ("9 tokens do")."""
+        message = (
+            f"{what} not fit: {self._loaded.name} has {self._most} tokens for prompt and output together; shorten the "
+            "prompt"
+        )
         return ApiError(400, message, code="context_length_exceeded")
 
     def _encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
@@ -393,7 +407,7 @@ class Tokens:
 
 
 def _grouped(prompts: Iterable[str | list[int]]) -> Iterator[list[str | list[int]]]:
-    """Neighbours that are short together; long ones alone."""
+    """Yield short neighbours together, and each long prompt alone."""
     group: list[str | list[int]] = []
     size = 0
     for one in prompts:
@@ -406,7 +420,7 @@ def _grouped(prompts: Iterable[str | list[int]]) -> Iterator[list[str | list[int
 
 
 def _message(given: ChatMessage) -> dict[str, Any]:
-    """A message for chat templates: content as one text, a developer as the system, arguments of calls as objects."""
+    """Return a message for chat templates: content as one text, developer as system, call arguments as objects."""
     made, content = given.model_dump(exclude_none=True), given.content
     if given.role == "developer":
         made["role"] = "system"
@@ -422,20 +436,25 @@ def _arguments(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"arguments of a tool call are no JSON: {error}") from None
+        raise ConfigError(f"arguments of a tool call are not valid JSON, but {text[:40]!r}: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError("arguments of a tool call must be a JSON object")
+        raise ConfigError(f"arguments of a tool call must be a JSON object, got {text[:40]!r}")
     return found
 
 
 class TokenTexts:
-    """The texts of single tokens. tokenizer: None for ids alone; as_ids: ``token_id:7``, whatever there is."""
+    """Converts single tokens to text.
+
+    Args:
+        tokenizer: None to return ids.
+        as_ids: return ``token_id:7`` even if there is a tokenizer.
+    """
 
     def __init__(self, tokenizer: Any, *, as_ids: bool = False) -> None:  # noqa: ANN401  # transformers' tokenizers share no typed base
         self._tokenizer: Any = None if as_ids else tokenizer
 
     def text(self, token: int, before: int | None) -> str:
-        """``token`` as text after the token ``before``: a space in front of a word is the word's."""
+        """Return ``token`` as text after the token ``before``: the space before a word belongs to the word."""
         if self._tokenizer is None:
             return f"token_id:{token}"
         if before is not None:
@@ -447,7 +466,7 @@ class TokenTexts:
 
     @staticmethod
     def utf8(text: str) -> list[int] | None:
-        """The bytes of a token's text; None for one that is a part of a character."""
+        """Return the bytes of a token's text; ``None`` if it is a part of a character."""
         return None if _REPLACEMENT in text else list(text.encode())
 
     def _decode(self, tokens: list[int]) -> str:

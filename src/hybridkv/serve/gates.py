@@ -1,19 +1,19 @@
-"""Gates before the routes: API keys and tenants, pages of other sites, bodies of bounded length and work.
+"""Checks before the routes: API keys and tenants, requests from pages of other sites, bodies of bounded work.
 
-API keys     a file has a key a line:   KEY        no salt of its own: bodies may name one, all routes may be asked
-                                        KEY SALT   a tenant: its requests have this salt
-             A tenant's cached prompts are found by its own requests only, so nobody tells by the clock what another
-             asked. Routes that tell of all tenants at once, such as the metrics, are not for a tenant.
+API keys     a file has one key on each line:   KEY        no salt: bodies may name one, all routes are allowed
+                                                KEY SALT   a tenant: its requests have this salt
+             Only requests of a tenant find its cached prompts, so response times reveal nothing about other tenants.
+             Routes that report on all tenants at once, such as the metrics, are not for a tenant.
 
 Pages        A page in a browser can send requests to any server that the browser reaches. Two checks refuse them:
-             Origin    names the page that asks. It must be the server's own, or allowed.
-             Host      names the server as the page sees it. A page whose own name was pointed at this server (DNS
-                       rebinding) has its name there. Names that nobody can register, and IP addresses, are safe;
-                       others must be allowed.
-             A key cannot be known to such a page. A server with keys checks neither.
+             Origin    names the site of the page. It must be the server's own, or allowed.
+             Host      names the server as the page sees it. If an attacker points the page's own name at this server
+                       (DNS rebinding), Host has that name. IP addresses and names that cannot be registered in
+                       public DNS are safe; other names must be allowed.
+             A page of another site does not know a key, so a server with keys checks neither.
 
-Bodies       Parsing JSON holds the interpreter, and everybody waits. 30 MB are parsed in 20 ms if they are one text,
-             and in seconds if they are a million small values.
+Bodies       Parsing JSON blocks the interpreter, and all clients wait. Parsing 30 MB takes 20 ms if they are one text,
+             and seconds if they are a million small values.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from hybridkv.regular_files import open_regular
 from hybridkv.serve.errors import ApiError
 
 TENANT_ROUTES: Final = ("/v1/", "/tokenize", "/detokenize", "/version", "/openapi.json")
-"""What a tenant may ask for; the rest concerns all tenants."""
+"""Routes for tenants; the others concern all tenants."""
 ANY_HOST: Final = "*"
 _PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
-"""Endings of names that no public DNS answers for."""
+"""Endings of names that public DNS never resolves."""
 _PORTS: Final = {"http": 80, "https": 443}
 MOST_BODY_BYTES: Final = 32 << 20
 MOST_VALUES: Final = 1 << 18
-"""Values in a body of JSON (numbers, texts, objects), where the model's length asks for no more."""
+"""JSON values of a body (numbers, texts, objects), unless the length of the model needs more."""
 BYTES_PER_SECOND: Final = 32 << 20
-"""Of all long bodies together: 30 MB hold the interpreter, which all share, for a quarter of a second."""
+"""The pace of all long bodies together: reading 30 MB blocks the interpreter for a quarter of a second."""
 _LONGEST_WAIT: Final = 0.5
-"""Seconds that a piece of a body may wait for its turn. Only a flood of them waits longer."""
+"""Seconds that a piece of a body may wait for its turn; chosen by hand."""
 _SHORT: Final = 64 << 10
-"""Bytes at the beginning of a body that are read at once."""
+"""Bytes at the beginning of a body that are read without a pace."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|(?P<open>\\?)\Z)', re.DOTALL)
 
 
 class HeadGate:
-    """An ASGI application before another: requests that ``check`` raises an ApiError for do not reach it."""
+    """An ASGI application before another: a request for which ``check`` raises an ApiError does not reach it."""
 
     def __init__(self, app: ASGIApp, check: Callable[[Scope, Headers], None]) -> None:
         self._app, self._check = app, check
@@ -77,10 +77,13 @@ class HeadGate:
 
 
 class ApiKeys:
-    """Known keys, by their digests: looking one up takes as long whatever it begins with.
+    """The known keys, by their digests: a look-up takes the same time whatever the key begins with.
 
     Args:
-        salts: of each key its salt, or None for a key without one.
+        salts: the salt of each key, or None for a key without one.
+
+    Attributes:
+        bound: the salts that belong to keys.
     """
 
     def __init__(self, salts: Mapping[str, str | None]) -> None:
@@ -90,10 +93,13 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: str | Path) -> ApiKeys:
-        """Read a file of keys: a key a line, maybe a blank and its salt; # begins a comment line.
+        """Read a file of keys: on each line a key, or a key, a blank and its salt; # begins a comment line.
 
-        Raises ConfigError for a file that cannot be read, a line of more than two words, a key that comes twice, and a
-        file without keys.
+        Args:
+            path: the file.
+
+        Raises:
+            ConfigError: the file cannot be read, a line has more than two words, a key comes twice, or there is no key.
         """
         try:
             with open_regular(path) as file:
@@ -106,19 +112,23 @@ class ApiKeys:
             if not words or words[0].startswith("#"):
                 continue
             if len(words) > 2:
-                raise ConfigError(f"{path}, line {number}: a line is a key, or a key and its salt")
+                raise ConfigError(f"{path}, line {number}: {len(words)} words: a line is a key, or a key and its salt")
             if words[0] in salts:
-                raise ConfigError(f"{path}, line {number}: the key was there before")
+                raise ConfigError(f"{path}, line {number}: this key is on an earlier line too: remove one of them")
             salts[words[0]] = words[1] if len(words) == 2 else None
         if not salts:
-            raise ConfigError(f"{path} holds no API key")
+            raise ConfigError(f"{path} holds no API key: give one key on each line")
         return cls(salts)
 
     def __contains__(self, key: str) -> bool:
         return _digest(key) in self._salts
 
     def salt(self, key: str) -> str | None:
-        """Return the salt of a known key."""
+        """Return the salt of a known key, or ``None`` if it has none.
+
+        Args:
+            key: a key of the file.
+        """
         return self._salts[_digest(key)]
 
 
@@ -127,10 +137,10 @@ def _digest(key: str) -> bytes:
 
 
 def check_key(keys: ApiKeys | None, open_routes: Collection[str], scope: Scope, headers: Headers) -> None:
-    """Let requests with one of ``keys`` pass, before anything of a body is read; ``tenant_of`` then tells their salt.
+    """Accept requests with one of ``keys``, before the body is read. ``tenant_of`` then returns their salt.
 
-    keys: None lets all pass. open_routes: need no key.
-    Raises ApiError 401 for an unknown key, 403 for a tenant's where a route concerns all tenants.
+    ``keys`` None accepts all requests; ``open_routes`` need no key. Raises ApiError 401 for an unknown key, and 403 for
+    the key of a tenant on a route that concerns all tenants.
     """
     scope.setdefault("state", {})["tenant"] = None
     path = scope["path"]
@@ -151,7 +161,7 @@ def check_key(keys: ApiKeys | None, open_routes: Collection[str], scope: Scope, 
 
 
 def tenant_of(request: Request) -> str | None:
-    """Return the salt of all that this client asks for; None for a client that may choose."""
+    """Return the salt of all requests of this client; ``None`` if the client may choose."""
     tenant: str | None = request.state.tenant
     return tenant
 
@@ -160,7 +170,7 @@ def tenant_of(request: Request) -> str | None:
 
 
 def host_name(name: str, value: object) -> str:
-    """Check the name of a host, without a port, or ANY_HOST; return it in lower case. ConfigError for others."""
+    """Check the name of a host without a port, or ANY_HOST, and return it in lower case. ConfigError for others."""
     given = text(name, value).lower().rstrip(".")
     if given != ANY_HOST and _split(given) != (given, None):
         raise ConfigError(f"{name} must be the name of a host, without scheme and port, or *, got {value!r}")
@@ -168,7 +178,7 @@ def host_name(name: str, value: object) -> str:
 
 
 def origin(name: str, value: object) -> str:
-    """Check an origin, such as https://app.example; return it in lower case. ConfigError for others."""
+    """Check an origin, such as https://app.example, and return it in lower case. ConfigError for other values."""
     given = text(name, value).lower()
     scheme, _, netloc = given.partition("://")
     host, port = _split(netloc)
@@ -180,31 +190,35 @@ def origin(name: str, value: object) -> str:
 
 
 def check_origin(allowed_hosts: Collection[str], allowed_origins: Collection[str], _: Scope, headers: Headers) -> None:
-    """Refuse requests that pages of others send: ApiError 403 for a Host or an Origin that is not allowed.
+    """Refuse requests of other sites' pages: ApiError 403 for a Host or an Origin that is not allowed.
 
-    allowed_hosts: beside IP addresses, names without a dot, and names of private networks.
-    allowed_origins: beside that of Host.
+    IP addresses, names without a dot and names of private networks are allowed in addition to ``allowed_hosts``. The
+    origin of Host is allowed in addition to ``allowed_origins``.
     """
     hosts = [one.lower() for one in headers.getlist("host")]
     for one in hosts:
         if one and not _is_safe(one, allowed_hosts):
             raise ApiError(
                 403,
-                f"Host {one!r} is not known here: start the server with --allow-host NAME, or with keys",
+                f"Host {one!r} is not allowed: start the server with --allow-host NAME, or with keys",
                 code="host_not_allowed",
             )
     origins = headers.getlist("origin")
     if (
-        headers.get("sec-fetch-site") == "cross-site"  # a picture or a script of another page: no Origin is sent
+        headers.get("sec-fetch-site") == "cross-site"  # an image or script of another site: no Origin is sent
         and headers.get("sec-fetch-mode") != "navigate"
         and not origins
     ):
-        raise ApiError(403, "pages of other sites may not ask this server", code="origin_not_allowed")
+        raise ApiError(
+            403,
+            "Sec-Fetch-Site is cross-site: pages of other sites may not use this server; start it with keys",
+            code="origin_not_allowed",
+        )
     for one in origins:
         if one.lower() not in allowed_origins and not any(_is_of(one.lower(), host) for host in hosts):
             raise ApiError(
                 403,
-                f"pages of {one!r} may not ask this server: start it with --allow-origin ORIGIN, or with keys",
+                f"Origin {one!r} is not allowed: start the server with --allow-origin ORIGIN, or with keys",
                 code="origin_not_allowed",
             )
 
@@ -217,7 +231,7 @@ def _is_safe(host: str, allowed: Collection[str]) -> bool:
 
 
 def _split(host: str) -> tuple[str, int | None]:
-    """Name and port; an empty name if it is no host."""
+    """Return name and port; the name is empty if ``host`` is not a host."""
     with suppress(ValueError):
         parts = urlsplit(f"//{host}")
         if parts.netloc == host and "@" not in host and parts.hostname is not None:
@@ -235,7 +249,7 @@ def is_address(name: str) -> bool:
 
 
 def _is_of(origin: str, host: str) -> bool:
-    """Whether ``origin`` is that of a page from ``host``. A proxy may have taken TLS off, so any scheme is one."""
+    """Return whether ``origin`` is that of a page from ``host``, with any scheme: a proxy may have removed TLS."""
     scheme, _, netloc = origin.partition("://")
     default = _PORTS.get(scheme)
     if default is None:
@@ -248,10 +262,10 @@ def _is_of(origin: str, host: str) -> bool:
 
 
 class Pace:
-    """Lets so many bytes pass in a second, whoever sends them, so that others get their share of the interpreter.
+    """Limits the bytes per second of all clients together, so that other work gets its share of the interpreter.
 
     Args:
-        bytes_per_second: of all callers together.
+        bytes_per_second: for all callers together.
     """
 
     def __init__(self, bytes_per_second: float) -> None:
@@ -259,29 +273,30 @@ class Pace:
         self._free_at = 0.0
 
     async def take(self, size: int) -> None:
-        """Wait until ``size`` bytes more may pass. Callers wait in the order in which they came.
+        """Wait until ``size`` more bytes may pass. Callers wait in the order in which they came.
 
-        Raises ApiError (503) if that takes more than half a second: a client that waits holds its bytes, and may leave.
+        Raises ApiError 503 if that takes more than half a second, because a waiting client occupies memory and may
+        disconnect.
         """
         now = asyncio.get_running_loop().time()
         begins = max(self._free_at, now)
         if begins - now > _LONGEST_WAIT:
             again = {"Retry-After": "1"}
-            raise ApiError(503, "the server reads too many long bodies: ask again later", headers=again)
+            raise ApiError(503, "the server reads too many long bodies at once: try again after 1 s", headers=again)
         self._free_at = begins + size * self._seconds_per_byte
         await asyncio.sleep(self._free_at - now)
 
 
 class BodyGate:
-    """Reads the body before the application is asked. Refuses one that is too long, with status 413.
+    """Reads the body before the application runs. Refuses a body that is too long, with status 413.
 
-    A client that leaves on the way is dropped here with all it sent. FastAPI would raise, and hold the body until the
-    next garbage collection.
+    If a client disconnects before the end, its input is dropped at once. FastAPI would raise, and keep the body until
+    the next garbage collection.
 
     Args:
-        app: is asked with the whole body.
-        most_values: values in the body.
-        pace: at which bodies are read, after the first 64 KiB of each.
+        app: receives the whole body.
+        most_values: most JSON values in the body.
+        pace: the pace at which bodies are read, after the first 64 KiB of each.
     """
 
     def __init__(self, app: ASGIApp, most_values: int, pace: Pace) -> None:
@@ -307,7 +322,7 @@ class BodyGate:
         await self._app(scope, receive_whole, send)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
-        """All of it; None if the client leaves before."""
+        """Return the whole body; ``None`` if the client disconnects before its end."""
         said = headers.get("content-length", "")
         _require_length(int(said) if said.isdecimal() else 0)
         pieces, values, read, more = list[bytes](), ValueCounter(), 0, True
@@ -319,37 +334,41 @@ class BodyGate:
             pieces.append(piece)
             read += len(piece)
             if len(pieces) == 1 and json.detect_encoding(piece) not in {"utf-8", "utf-8-sig"}:
-                raise ApiError(400, "the body is no JSON: it must be UTF-8 text")  # values are counted in UTF-8
+                raise ApiError(400, "the body is not JSON: send it as UTF-8 text")  # values are counted in UTF-8
             more = message.get("more_body", False)
             _require_length(read)
             count = values.add(piece)
             if read > _SHORT:  # a refused body costs as much
                 await self._pace.take(len(piece))
             if count > self._most_values:
-                raise ApiError(413, f"the body has too many values: at most {self._most_values} are read")
+                raise ApiError(
+                    413, f"the body has {count} JSON values or more, at most {self._most_values} are read: send fewer"
+                )
         return b"".join(pieces)
 
 
 def _require_length(size: int) -> None:
     if size > MOST_BODY_BYTES:
-        raise ApiError(413, f"the body is too long: at most {MOST_BODY_BYTES} bytes are read")
+        raise ApiError(
+            413, f"the body has {size} bytes or more, at most {MOST_BODY_BYTES} are read: send a shorter one"
+        )
 
 
 class ValueCounter:
-    """Counts values of JSON that comes in pieces: commas outside of strings. O(bytes), whatever they are."""
+    """Counts the values of JSON that arrives in pieces: commas outside of strings. O(bytes)."""
 
     def __init__(self) -> None:
         self._count = 1
         self._open = b""  # a string that the last piece did not end, as if it began with the next one
 
     def add(self, piece: bytes) -> int:
-        """Read the next piece; return how many values there are so far, at most."""
+        """Read the next piece. Return an upper bound of the number of values so far."""
         text, self._open = self._open + piece, b""
         self._count += (_STRING.sub(self._without, text) if b'"' in text else text).count(b",")
         return self._count
 
     def _without(self, string: re.Match[bytes]) -> bytes:
-        """Nothing in the place of a string."""
+        """Replace a string by nothing, and remember one that is still open."""
         ends_in = string["open"]
         if ends_in is not None:
             self._open = b'"' + ends_in

@@ -1,15 +1,15 @@
-"""A server process: one event loop, one engine, until a signal ends it; and its connections, with their limits.
+"""A server process: one event loop and one engine, until a signal ends it; and its connections, with their limits.
 
-first SIGTERM or SIGINT: no new connections, requests in hand are answered within the grace, then the process ends
-second: what the handlers before it did, which is to end at once
+first SIGTERM or SIGINT: accept no connections, answer current requests within the grace, then end the process second:
+call the handlers that were installed before, which end at once
 
-Limits of connections hold before a route, or a key, is looked at:
+The limits of connections apply before a route, or a key, is looked at:
 
     head (URL and headers): bytes, seconds -> 414, 431, 408       body: seconds -> 408; bytes of all bodies -> 503
 
-uvicorn parses HTTP, by httptools. It bounds none of these, and takes a client that has sent all it has for one that
-has gone: here such a client is answered. A connection has one request in hand at a time: input after it is dropped,
-and the connection closes after the answer.
+uvicorn parses HTTP, by httptools. It has none of these limits, and it treats a client that has closed its sending side
+as disconnected; this server answers it. A connection handles one request at a time. Input that arrives during a request
+is dropped, and the connection closes after the answer.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from hybridkv.serve.front import Front
 
 MOST_URL_BYTES: Final = 8 << 10
 MOST_HEAD_BYTES: Final = 32 << 10
-"""Of the URL and all headers; a head that comes in pieces may have one piece more."""
+"""Bytes of the URL and all headers; a head that arrives in pieces may have one piece more."""
 _SMALL_BODY: Final = 64 << 10
-_LINGER_S: Final = 2.0  # a socket closed with unread bytes in it loses the answer, too
+_LINGER_S: Final = 2.0  # a socket that is closed with unread bytes also loses the answer
 _MOST_DROPPED: Final = 64 << 20  # more than a request with the longest body
 _FIRST_PROBE_S: Final = 0.05
 _PROBE_S: Final = 1.0
@@ -56,16 +56,17 @@ UNWIND_S: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How long clients may take, and how much of bodies is held.
+    """How long clients may take, and how much memory bodies may take.
 
-    Args:
+    Attributes:
         header_timeout: seconds in which the URL and headers of a request must arrive.
         body_timeout: seconds in which its body must arrive.
-        body_memory: bytes of all bodies together, from their arrival until they are answered; bodies of at most
-            64 KiB are not counted.
-        grace: seconds for answers in hand after SIGTERM; then they are cut off.
+        body_memory: bytes of all bodies together, from their arrival until they are answered; bodies of at most 64 KiB
+            are not counted.
+        grace: seconds for current answers after SIGTERM; then they are cut off.
 
-    Raises ConfigError for values that are not positive.
+    Raises:
+        ConfigError: a value is not positive.
     """
 
     header_timeout: float = 10.0
@@ -86,7 +87,7 @@ def _positive(name: str, value: object) -> float:
 
 
 class Bodies:
-    """Bytes of all bodies that are held. O(connections with large bodies) where there are too many."""
+    """Counts the bytes of all bodies in memory. O(connections with large bodies) when there are too many."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -94,7 +95,7 @@ class Bodies:
         self.total = 0
 
     def hold(self, owner: Connection, size: int) -> None:
-        """Count ``size`` bytes as those of ``owner``. While all are too many, refuse the largest that still arrives."""
+        """Count ``size`` bytes for ``owner``. While the total is too large, refuse the largest arriving body."""
         self.total += size - self._held.get(owner, 0)
         self._held[owner] = size
         while self.total > self._most:
@@ -103,24 +104,29 @@ class Bodies:
                 return
             largest = max(arriving, key=self._held.__getitem__)
             self.release(largest)
-            largest.refuse(503, "the server holds too many bodies: ask again later", retry=True)
+            largest.refuse(
+                503, f"the bodies of all requests exceed {self._most} bytes: try again after 1 s", retry=True
+            )
 
     def release(self, owner: Connection) -> None:
-        """Count nothing of ``owner`` any more."""
+        """Count nothing for ``owner`` any more."""
         self.total -= self._held.pop(owner, 0)
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with limits.
+    """uvicorn's connection, with limits.
 
     Args:
         limits: of all connections.
-        bodies: those of all connections.
-        config, server_state, app_state, _loop: uvicorn's.
+        bodies: the bodies of all connections.
+        config: uvicorn's.
+        server_state: uvicorn's.
+        app_state: uvicorn's.
+        _loop: uvicorn's.
 
     Attributes:
-        body_arrives: whether the body of a request is not whole.
-        refused: whether an error was the answer to a request that was not whole.
+        body_arrives: whether the body of a request is incomplete.
+        refused: whether an incomplete request was answered with an error.
     """
 
     def __init__(
@@ -144,7 +150,7 @@ class Connection(HttpToolsProtocol):
         self._refusal: tuple[int, str] | None = None
         self.refused = self._drops = self._half_closed = False
 
-    # what the transport tells
+    # called by the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Begin to wait for a head."""
@@ -158,7 +164,7 @@ class Connection(HttpToolsProtocol):
         self._bodies.release(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse ``data``, and refuse what is too long or no HTTP."""
+        """Parse ``data``, and refuse input that is too long or not HTTP."""
         if self.refused or self._drops:
             self._dropped += len(data)
             if self._dropped > _MOST_DROPPED:
@@ -174,7 +180,7 @@ class Connection(HttpToolsProtocol):
                 self._drop_rest()
         except httptools.HttpParserError:
             if not self._drops:
-                self.refuse(*(self._refusal or (400, "this is no HTTP/1.1 request")))
+                self.refuse(*(self._refusal or (400, "this is not a valid HTTP/1.1 request: check the client's URL")))
             return
         if waited and not self._gets_on:
             self._unparsed += len(data)
@@ -187,7 +193,7 @@ class Connection(HttpToolsProtocol):
             self._time("head" if self._in_head or self._idle else None)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's may say that it goes on
-        """Go on if a request is whole: its client may still read. Return whether the transport stays open."""
+        """Keep the transport open if a request is complete: its client may still read. Return whether it stays open."""
         if self.refused or self._idle or self._in_head or self.body_arrives:
             return False
         if self.cycle.response_started and self.cycle.scope["method"] == "GET":
@@ -196,10 +202,10 @@ class Connection(HttpToolsProtocol):
         self._probe()
         return True
 
-    # what the parser tells
+    # called by the parser
 
     def on_message_begin(self) -> None:
-        """A head begins. If a request is in hand, drop the input instead: HTTP lets clients send it again."""
+        """Begin a head. During a request, drop the input instead: HTTP lets clients send it again."""
         if not self._idle:
             self._drop_rest()
             raise ValueError("a request is in hand")  # to the parser, which stops
@@ -208,13 +214,16 @@ class Connection(HttpToolsProtocol):
         self._unparsed = 0
 
     def on_headers_complete(self) -> None:
-        """A body begins; it may be empty."""
+        """Begin a body, which may be empty."""
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if len(self.url) > MOST_URL_BYTES or size > MOST_HEAD_BYTES:
             self._refusal = self._too_long()
         elif self.parser.should_upgrade() and any(_announces_body(*header) for header in self.headers):
             # the parser would take this body for the next request
-            self._refusal = 400, "this server offers no upgrade: leave out Upgrade from a request with a body"
+            self._refusal = (
+                400,
+                "this server supports no upgrade: leave the header Upgrade out of a request with a body",
+            )
         if self._refusal is not None:
             raise ValueError(self._refusal)  # to the parser, which stops
         super().on_headers_complete()  # raises for a target without a path
@@ -223,7 +232,7 @@ class Connection(HttpToolsProtocol):
         self._unparsed = self._held = 0
 
     def on_body(self, body: bytes) -> None:
-        """Hold more of a body."""
+        """Add a piece of a body."""
         super().on_body(body)
         self._gets_on = True
         self._unparsed = 0
@@ -234,7 +243,7 @@ class Connection(HttpToolsProtocol):
                 raise ValueError("refused")  # to the parser, which stops
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """End a body."""
         super().on_message_complete()
         self.body_arrives = False
 
@@ -245,17 +254,17 @@ class Connection(HttpToolsProtocol):
         if self._half_closed:
             self.transport.close()
 
-    # what the server tells
+    # called by the server
 
     def shutdown(self) -> None:
-        """Close, or answer what is in hand first; a request that is not whole is refused."""
+        """Close after the current answer; refuse an incomplete request."""
         if (self._in_head or self.body_arrives) and self._answerable:
-            self.refuse(503, "the server drains: it takes no more requests")
+            self.refuse(503, "the server is shutting down and takes no more requests: send them to another server")
         else:
             super().shutdown()
 
     def refuse(self, status: int, message: str, *, retry: bool = False) -> None:
-        """Answer the request that is not whole with an error, and close. If its answer has begun, close alone."""
+        """Answer an incomplete request with an error, and close. If its answer has begun, close only."""
         if self.refused or self.transport.is_closing():
             return
         self.refused = True
@@ -274,33 +283,33 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         self.loop.call_later(_LINGER_S, self.transport.close)
 
-    # within
+    # private
 
     @property
     def _idle(self) -> bool:
-        """Whether no request is in hand."""
+        """Whether there is no current request."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def _answerable(self) -> bool:
-        """Whether an error would be the answer to the request that is not whole, and to no other."""
+        """Whether an error would be the answer to the incomplete request, and to no other."""
         if self.body_arrives:
             return not self.cycle.response_started
         return self._idle
 
     def _drop_rest(self) -> None:
-        """Parse no more input, and close after the answer in hand."""
+        """Parse no more input, and close after the current answer."""
         self._drops = True
         self.cycle.keep_alive = False
         self._time(None)
 
     def _too_long(self) -> tuple[int, str]:
         if len(self.url) > MOST_URL_BYTES:
-            return 414, f"the URL has more than {MOST_URL_BYTES} bytes"
-        return 431, f"the headers have more than {MOST_HEAD_BYTES} bytes"
+            return 414, f"the URL has more than {MOST_URL_BYTES} bytes: shorten it"
+        return 431, f"the URL and headers have more than {MOST_HEAD_BYTES} bytes: send fewer headers"
 
     def _time(self, waited_for: str | None) -> None:
-        """Give a head or a body its time, from when it is first waited for."""
+        """Start the timer of a head or a body when the connection begins to wait for it."""
         if waited_for == self._timed:
             return
         self._timed = waited_for
@@ -313,14 +322,15 @@ class Connection(HttpToolsProtocol):
 
     def _late(self) -> None:
         if self._in_head or (self.body_arrives and not self.cycle.response_complete):
-            self.refuse(408, f"the {self._timed} took too long to arrive")
+            seconds = self._limits.header_timeout if self._timed == "head" else self._limits.body_timeout
+            self.refuse(408, f"the {self._timed} of the request did not arrive in {seconds:g} s: send it faster")
         else:
             self.transport.close()
 
     def _probe(self, again: float = _FIRST_PROBE_S) -> None:
-        """Notice that a client that had sent all has gone: after its end, only a write tells.
+        """Detect that a client that has sent everything has disconnected: only a write shows it.
 
-        A line that any client skips has a closed socket answer with a reset, on which the next line fails.
+        A line that every client skips makes a closed socket answer with a reset, and then the next line fails.
         """
         if self.transport.is_closing() or self._idle:
             return
@@ -334,7 +344,7 @@ def _announces_body(name: bytes, value: bytes) -> bool:
 
 
 def _error(status: int, message: str, *, retry: bool) -> bytes:
-    """An answer, as routes give it."""
+    """Return an error answer like that of a route."""
     body = json.dumps(ApiError(status, message).body).encode()
     phrase, again = HTTPStatus(status).phrase, "retry-after: 1\r\n" if retry else ""
     head = (
@@ -345,7 +355,15 @@ def _error(status: int, message: str, *, retry: bool) -> bytes:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there; port 0 is any free one. ConfigError if it cannot."""
+    """Open a listening socket.
+
+    Args:
+        host: a name or address of this machine.
+        port: a TCP port; 0 takes any free one.
+
+    Raises:
+        ConfigError: the address is unknown, taken or not allowed.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -357,17 +375,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """``app`` of create_app, served until a signal.
+    """Serves an application until a signal arrives.
 
     ``run(sockets=[listening])`` closes the socket, and the engine, before it returns.
 
     Args:
-        app: of create_app.
-        ready: is called once it answers.
+        app: made by ``create_app``.
+        ready: called once the server answers.
         limits: of connections.
 
     Attributes:
-        cut_off: connections closed because the grace had passed, with answers in hand.
+        cut_off: connections that were closed with unfinished answers when the grace had passed.
     """
 
     def __init__(
@@ -393,12 +411,20 @@ class Server(uvicorn.Server):
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; then it answers."""
+        """Start as uvicorn does, then call ``ready``.
+
+        Args:
+            sockets: listening sockets.
+        """
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; streams without an end are let go, and what is not answered within the grace is cut off."""
+        """Stop as uvicorn does: end the live streams, and cut off answers that take longer than the grace.
+
+        Args:
+            sockets: listening sockets.
+        """
         self._front.draining = True
         cutting = asyncio.get_running_loop().call_later(self._grace, self._cut_off)
         await super().shutdown(sockets)
@@ -412,7 +438,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """While it serves, the first signal drains."""
+        """Shut down gracefully at the first signal, within the context."""
         if threading.current_thread() is threading.main_thread():
             self._before = {one: signal.signal(one, self.handle_exit) for one in _SIGNALS}
         try:
@@ -421,7 +447,12 @@ class Server(uvicorn.Server):
             self._restore()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # uvicorn's
-        """Drain. The next signal is not caught here."""
+        """Shut down gracefully. The next signal goes to the handlers that were installed before.
+
+        Args:
+            sig: the signal's number.
+            frame: unused.
+        """
         self._front.draining = True
         self.should_exit = True
         self._restore()

@@ -82,7 +82,7 @@ class ContextShare:
         """
         for name, rank, size in (("dcp", dcp_rank, dcp_size), ("pcp", pcp_rank, pcp_size)):
             if not 0 <= rank < size:
-                raise ConfigError(f"{name} rank {rank} does not exist: ranks are 0 .. {size - 1}")
+                raise ConfigError(f"{name} rank {rank} of {size} does not exist: ranks are 0 .. {size - 1}")
         return cls(dcp_size * pcp_size, pcp_rank * dcp_size + dcp_rank, interleave)
 
     def tokens_of_block(self, block_size: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -180,8 +180,8 @@ def test_a_fault_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("slots", "given", "message"),
     [
-        (torch.tensor([1], dtype=torch.int32), torch.float32, "must be int64"),
-        (torch.tensor([[1]]), torch.float32, "must be int64"),
+        (torch.tensor([1], dtype=torch.int32), torch.float32, "contiguous int64"),
+        (torch.tensor([[1]]), torch.float32, "contiguous int64"),
         (torch.tensor([1, 2]), torch.float32, "keys of shape"),
         (torch.tensor([1]), torch.bfloat16, "keys of shape"),
     ],
