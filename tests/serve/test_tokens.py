@@ -73,9 +73,7 @@ def test_more_ids_than_fit_are_refused(llama: Served) -> None:
 
 def test_more_prompts_than_places_are_refused_untokenized(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.front.tokens, "run", None)
-    assert llama.refused(PATH, 400, prompt=["a"] * 321)["message"].startswith(
-        "n times the prompts asks for 321 outputs"
-    )
+    assert llama.refused(PATH, 400, prompt=["a"] * 321)["message"].startswith("321 outputs asked for at once")
     assert llama.refused(PATH, 400, prompt=["a"] * 161, n=2)["message"].startswith("322 outputs")
 
 

@@ -316,7 +316,9 @@ class ChatBody(ChoicesBody, TemplateBody):
     @model_validator(mode="after")
     def _top_logprobs_with_logprobs(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError(f"top_logprobs {self.top_logprobs} need logprobs: set logprobs to true")
+            raise ValueError(
+                f"top_logprobs need logprobs: set it to true, or leave out top_logprobs {self.top_logprobs}"
+            )
         return self
 
 

@@ -1,6 +1,6 @@
-"""What bodies ask of the engine, and how its outputs are told: /v1/completions, /v1/chat/completions, /v1/responses.
+"""The formats of /v1/completions, /v1/chat/completions and /v1/responses: bodies to requests, outputs to answers.
 
-Responses are offered in their plain text form: one turn of a conversation that is not kept. Their streams are
+Responses have text input and output: one turn of a conversation, which is not stored. Their streams are
 
     response.created, .in_progress, output_item.added, content_part.added
     output_text.delta ...
@@ -27,14 +27,15 @@ from hybridkv.serve.generation import Asked, event
 
 DEFAULT_MAX_TOKENS: Final = 16
 LEAST: Final = -9999.0
-"""What is said of a token that cannot come: JSON knows no infinity."""
+"""The log probability of an impossible token: JSON has no infinity."""
 DONE: Final = event("[DONE]")
 
 
 async def ask_completion(front: Front, body: CompletionBody, request: Request) -> Asked:
-    """Return what ``body`` asks an engine for.
+    """Return the requests for ``body``.
 
-    Raises ApiError and ConfigError if it cannot be served, and ClientGoneError if the client of ``request`` leaves.
+    Raises ApiError and ConfigError if it cannot be served, and ClientGoneError if the client of ``request``
+    disconnects.
     """
     salt = front.salt(request, body)
     if not body.return_token_ids:
@@ -44,8 +45,8 @@ async def ask_completion(front: Front, body: CompletionBody, request: Request) -
     asked = body.max_tokens
     if asked == 0:
         if not body.echo:
-            raise ConfigError("max_tokens 0 asks for nothing: give echo, or max_tokens of at least 1")
-        asked = 1  # is what the engine wants; no client hears of it
+            raise ConfigError("max_tokens 0 asks for nothing: set echo, or max_tokens of at least 1")
+        asked = 1  # the engine needs at least one; it is not sent to the client
     sampling = body.sampling(
         front.most_tokens(prompts, asked, DEFAULT_MAX_TOKENS),
         n=body.n,
@@ -56,7 +57,7 @@ async def ask_completion(front: Front, body: CompletionBody, request: Request) -
 
 
 async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
-    """Return what ``body`` asks an engine for. Raises as ask_completion."""
+    """Return the request for ``body``. Raises as ``ask_completion``."""
     salt = front.salt(request, body)
     prompts = [await front.tokens.conversation(request, body.messages, body)]
     sampling = body.sampling(
@@ -68,7 +69,7 @@ async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
 
 
 async def ask_response(front: Front, body: ResponseBody, request: Request) -> Asked:
-    """Return what ``body`` asks an engine for. Raises as ask_completion."""
+    """Return the request for ``body``. Raises as ``ask_completion``."""
     salt = front.salt(request, body)
     prompts = [await front.tokens.conversation(request, body.messages, TemplateBody())]
     sampling = body.sampling(front.most_tokens(prompts, body.max_output_tokens))
@@ -79,7 +80,7 @@ async def ask_response(front: Front, body: ResponseBody, request: Request) -> As
 
 
 class Columns(TypedDict):
-    """Of completions: of each token its text, its log probability, those of the most probable, where its text begins.
+    """Log probabilities of a completion: for each token its text, its own, the most probable tokens', its text offset.
 
     The first token of a prompt has none.
     """
@@ -91,7 +92,7 @@ class Columns(TypedDict):
 
 
 class Named(TypedDict):
-    """A token: its text, its log probability, its bytes where they are whole characters."""
+    """A token: its text, its log probability, and the bytes of its text if they are whole characters."""
 
     token: str
     logprob: float
@@ -99,26 +100,26 @@ class Named(TypedDict):
 
 
 class Record(Named):
-    """Of chats: an output token, and the most probable ones in its place."""
+    """An output token of a chat, and the most probable tokens in its place."""
 
     top_logprobs: list[Named]
 
 
 class ChatLogprobs(TypedDict):
-    """Of an output of a chat."""
+    """The log probabilities of an output of a chat."""
 
     content: list[Record]
     refusal: None
 
 
 class ColumnWriter:
-    """Log probabilities of one output of a completion, as it grows. before: the last token of the prompt."""
+    """Writes the log probabilities of one output of a completion as it grows; ``before``: the prompt's last token."""
 
     def __init__(self, texts: TokenTexts, before: int | None) -> None:
         self._texts, self._before, self._offset = texts, before, 0
 
     def prompt(self, ids: Sequence[int], values: Sequence[TokenLogprob], output: Sequence[TokenLogprob]) -> Columns:
-        """Return the columns of an echoed prompt, ``values`` being of all tokens but its first, and of its output."""
+        """Return the columns of an echoed prompt and its output; ``values`` are of all prompt tokens but the first."""
         first = self._texts.text(ids[0], None)
         self._before, self._offset = ids[0], len(first)
         made: Columns = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
@@ -144,7 +145,7 @@ class ColumnWriter:
 
 
 class RecordWriter:
-    """Log probabilities of one output of a chat, as it grows. before: the last token of the prompt."""
+    """Writes the log probabilities of one output of a chat as it grows; ``before`` is the last token of the prompt."""
 
     def __init__(self, texts: TokenTexts, before: int | None) -> None:
         self._texts, self._before = texts, before
@@ -167,13 +168,13 @@ class RecordWriter:
 
 
 class CachedTokens(TypedDict):
-    """Of the prompt tokens: those found in the cache."""
+    """The prompt tokens that were read from the cache."""
 
     cached_tokens: int
 
 
 class Usage(TypedDict):
-    """Tokens of all prompts and all outputs of an answer. Details: once every prompt has been computed."""
+    """Token counts of all prompts and outputs of an answer. The details are there once every prompt is computed."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -182,7 +183,7 @@ class Usage(TypedDict):
 
 
 class Choice(TypedDict):
-    """An output, or what is new of it. token_ids: where return_token_ids asks."""
+    """An output, or its new part; ``token_ids`` if return_token_ids is set."""
 
     index: int
     finish_reason: str | None
@@ -199,7 +200,7 @@ class Choices(TypedDict):
 
 
 class CompletionChoice(Choice):
-    """One of a completion."""
+    """An output of a completion."""
 
     text: str
     logprobs: Columns | None
@@ -207,14 +208,14 @@ class CompletionChoice(Choice):
 
 
 class CompletionAnswer(Choices):
-    """Of /v1/completions."""
+    """The answer of /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
 class Message(TypedDict):
-    """The assistant's turn; calls of tools are text of it."""
+    """The assistant's message; calls of tools are part of its text."""
 
     role: Literal["assistant"]
     content: str
@@ -222,14 +223,14 @@ class Message(TypedDict):
 
 
 class Delta(TypedDict, total=False):
-    """What is new of a turn."""
+    """The new part of a message."""
 
     role: Literal["assistant"]
     content: str
 
 
 class ChatChoice(Choice):
-    """One of a chat."""
+    """An output of a chat."""
 
     message: NotRequired[Message]
     delta: NotRequired[Delta]
@@ -237,7 +238,7 @@ class ChatChoice(Choice):
 
 
 class ChatAnswer(Choices):
-    """Of /v1/chat/completions."""
+    """The answer of /v1/chat/completions."""
 
     object: Literal["chat.completion", "chat.completion.chunk"]
     choices: list[ChatChoice]
@@ -245,10 +246,10 @@ class ChatAnswer(Choices):
 
 
 class ChoicesForm:
-    """The form of one answer with choices: what completions and chats share."""
+    """The common format of completions and chats, for one answer."""
 
     kinds: tuple[str, str]
-    """What an answer and a chunk of a stream are called."""
+    """The object names of an answer and of a chunk of a stream."""
 
     def __init__(self, front: Front, body: ChoicesBody, asked: Asked) -> None:
         self._front, self._asked = front, asked
@@ -260,32 +261,32 @@ class ChoicesForm:
         self._cached: int | None = None
 
     def begin(self) -> Iterable[bytes]:
-        """Nothing comes first."""
+        """Return nothing: there is no first event."""
         return ()
 
     def part(self, choice: int, new: Increment) -> Iterable[bytes]:
-        """Tell what is new of an output, unless it is nothing, as for a part of a character."""
+        """Yield the new part of an output, unless it is empty, such as a part of a character."""
         told = self._choice(choice, new)
         if new.text or any(told.get(name) for name in ("text", "finish_reason", "logprobs")) or "token_ids" in told:
             yield event(self._chunk(told))
 
     def end(self) -> Iterable[bytes]:
-        """Tell the counts, where they are asked for; then that it is over."""
+        """Yield the token counts if they are asked for, then the end of the stream."""
         if self._stream.include_usage:
             yield event(self._answer(self.kinds[1], []) | {"usage": self._usage()})
         yield DONE
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        """Tell all outputs at once."""
+        """Return the answer with all outputs."""
         choices = [self._choice(number, one) for number, one in enumerate(done)]
         return self._answer(self.kinds[0], choices) | {"usage": self._usage()}
 
     def _choice(self, number: int, new: Increment | Completion) -> dict[str, Any]:
-        """What ``new`` says of an output."""
+        """Return the fields of an output."""
         raise NotImplementedError
 
     def _ended(self, number: int, new: Increment | Completion) -> str | None:
-        """Return why an output has ended, None while it goes on. The first of each prompt says what was cached."""
+        """Return why an output has ended, or ``None``. The first output of each prompt adds its cached tokens."""
         done = new if isinstance(new, Completion) else new.completion
         if done is None:
             return None
@@ -321,7 +322,7 @@ class ChoicesForm:
 
 
 class CompletionForm(ChoicesForm):
-    """The form of one answer of /v1/completions."""
+    """The format of one answer of /v1/completions."""
 
     kinds = ("text_completion", "text_completion")
 
@@ -332,7 +333,7 @@ class CompletionForm(ChoicesForm):
         self._prompt_alone = body.max_tokens == 0
 
     def _choice(self, number: int, new: Increment | Completion) -> dict[str, Any]:
-        """What ``new`` says of an output; the first time with its prompt, where that is wanted."""
+        """Return the fields of an output; the first time with its prompt, if that is asked for."""
         place = number // self._asked.sampling.n
         prompt, first = self._asked.prompts[place], number not in self._writers
         tokens = () if self._prompt_alone else new.token_ids
@@ -363,7 +364,7 @@ class CompletionForm(ChoicesForm):
         return writer.prompt(prompt, new.prompt_logprobs, values)
 
     def _prompt_text(self, place: int) -> str:
-        """A prompt as it was given, or the text of its ids."""
+        """Return a prompt as it was given, or the text of its ids."""
         given = self._body.prompts[place]
         if isinstance(given, str):
             return given
@@ -372,7 +373,7 @@ class CompletionForm(ChoicesForm):
 
 
 class ChatForm(ChoicesForm):
-    """The form of one answer of /v1/chat/completions."""
+    """The format of one answer of /v1/chat/completions."""
 
     kinds = ("chat.completion", "chat.completion.chunk")
 
@@ -382,14 +383,14 @@ class ChatForm(ChoicesForm):
         self._writers = [RecordWriter(self._texts, last) for _ in range(asked.sampling.n)]
 
     def begin(self) -> Iterable[bytes]:
-        """Tell whose turn it is, of every output."""
+        """Yield the role of every output."""
         for number in range(self._asked.sampling.n):
             delta: Delta = {"role": "assistant", "content": ""}
             chunk = self._chunk({"index": number, "delta": delta, "logprobs": None, "finish_reason": None})
             yield event(self._with_prompt(chunk))
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        """Tell all outputs at once."""
+        """Return the answer with all outputs."""
         return self._with_prompt(super().whole(done))
 
     def _with_prompt(self, answer: dict[str, Any]) -> dict[str, Any]:
@@ -417,7 +418,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(TypedDict):
-    """The text of a turn."""
+    """The text of a message."""
 
     type: Literal["output_text"]
     text: str
@@ -425,7 +426,7 @@ class OutputText(TypedDict):
 
 
 class OutputMessage(TypedDict):
-    """The assistant's turn."""
+    """The assistant's message."""
 
     id: str
     type: Literal["message"]
@@ -435,7 +436,7 @@ class OutputMessage(TypedDict):
 
 
 class ResponseAnswer(TypedDict):
-    """A response. usage: once it has ended; incomplete_details: why it ended too soon."""
+    """A response. ``usage`` is there once it has ended; ``incomplete_details`` says why it ended early."""
 
     id: str
     object: Literal["response"]
@@ -461,7 +462,7 @@ class ResponseAnswer(TypedDict):
 
 
 class ResponseForm:
-    """The form of one answer of /v1/responses."""
+    """The format of one answer of /v1/responses."""
 
     def __init__(self, front: Front, body: ResponseBody, asked: Asked) -> None:
         self._front, self._body, self._asked = front, body, asked
@@ -471,20 +472,20 @@ class ResponseForm:
         self._done: Completion | None = None
 
     def begin(self) -> Iterable[bytes]:
-        """Tell of a response, a message in it, a text in that: all empty."""
+        """Yield a response, a message in it, and a text in the message, all empty."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress", None))
         yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None))
         yield self._at_text("response.content_part.added", part=_text(""))
 
     def part(self, choice: int, new: Increment) -> Iterable[bytes]:  # noqa: ARG002  # there is one output
-        """Tell what is new of the text."""
+        """Yield the new part of the text."""
         self._done = new.completion
         if new.text:
             yield self._at_text("response.output_text.delta", delta=new.text, logprobs=[])
 
     def end(self) -> Iterable[bytes]:
-        """Tell all of it once more."""
+        """Yield the whole text, message and response."""
         done = self._done
         text, status = ("" if done is None else done.text or ""), _status(done)
         yield self._at_text("response.output_text.done", text=text, logprobs=[])
@@ -493,7 +494,7 @@ class ResponseForm:
         yield self._event(f"response.{status}", response=self._response(status, done))
 
     def whole(self, done: Sequence[Completion]) -> ResponseAnswer:
-        """Tell the output at once."""
+        """Return the whole response."""
         return self._response(_status(done[0]), done[0])
 
     def _event(self, kind: str, **fields: object) -> bytes:
@@ -549,7 +550,7 @@ def _text(text: str) -> OutputText:
 
 
 def _response_usage(done: Completion) -> dict[str, Any]:
-    """In the names that responses have."""
+    """Return the token counts with the names of responses."""
     read, written = len(done.prompt_token_ids), len(done.token_ids)
     return {
         "input_tokens": read,

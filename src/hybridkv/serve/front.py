@@ -94,8 +94,7 @@ class Places:
         """Raise ApiError 400 for more outputs than there are places."""
         if count > self._most:
             raise ApiError(
-                400,
-                f"n times the prompts asks for {count} outputs, at most {self._most} may run or wait: ask for fewer",
+                400, f"{count} outputs asked for at once (prompts times n), at most {self._most} fit: ask for fewer"
             )
 
     @contextmanager

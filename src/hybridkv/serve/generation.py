@@ -1,13 +1,13 @@
-"""Requests of one body through the engine, and back as one answer or as events while they run.
+"""Running the requests of one body in the engine, and sending the outputs as one answer or as a stream of events.
 
     Asked -> places -> AsyncEngine.read -> Parts of a step -> Form -> JSON, or events, in one message of the step
 
-A client that goes away ends what it asked for: within a step its rows are free. All tokens of a server pass here, in
-the interpreter that the engine's thread needs as well: a step of a stream costs one task's turn and one ``send``.
+If a client disconnects, its requests end: their rows are free within a step. All tokens of a server pass here, in the
+interpreter that the engine's thread also needs. One step of a stream costs one turn of a task and one ``send``.
 
-A body that is answered may have a span of OpenTelemetry, by its conventions for generative models: from the question
-to the last token, or to what went wrong, as a child of the client's traceparent. Spans tell of counts, times and how it
-was sampled, never of prompts, outputs or salts.
+An answered body may have a span of OpenTelemetry, by its conventions for generative models. The span lasts from the
+request to the last token or the error, and is a child of the client's traceparent. Spans hold counts, times and
+sampling settings, never prompts, outputs or salts.
 """
 
 from __future__ import annotations
@@ -37,18 +37,23 @@ from hybridkv.serve.front import Front, Piece
 from hybridkv.serve.metrics import Watch
 
 CLIENT_LEFT: Final = "client_left"
-"""The kind of error of a span whose client went away."""
+"""The error type of a span with a disconnected client."""
 _SERVICE: Final = "hybridkv"
 _SAMPLED: Final = ("max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
-"""What a span tells of how a body was sampled."""
+"""The sampling settings that a span records."""
 _STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks an engine for. id: of the answer; the ids of its requests begin with it.
+    """The requests that a body asks an engine for.
 
-    salt, hints: as Request's, of every prompt.
+    Attributes:
+        id: of the answer; the ids of its requests begin with it.
+        prompts: the token ids of each prompt.
+        sampling: for every prompt.
+        salt: the cache salt of every prompt.
+        hints: for every prompt.
     """
 
     id: str
@@ -63,11 +68,11 @@ class Asked:
         return len(self.prompts) * self.sampling.n
 
     def request_id(self, prompt: int) -> str:
-        """Return the id of the engine's request of a prompt, by its number."""
+        """Return the id of the engine's request for the prompt with this number."""
         return self.id if len(self.prompts) == 1 else f"{self.id}-{prompt}"
 
     def requests(self) -> list[Callable[[Engine], Stream]]:
-        """Return, for each prompt, a function that queues its request."""
+        """Return a function for each prompt that queues its request."""
 
         def queued(number: int, engine: Engine) -> Stream:
             name = self.request_id(number)
@@ -79,38 +84,38 @@ class Asked:
 
 
 Part = tuple[int, Increment]
-"""The number of an output among all outputs of the body, and what is new of it."""
+"""The number of an output among all outputs of the body, and its new part."""
 
 
 def event(data: object, name: str | None = None) -> bytes:
-    """Return one event of a stream as it is sent. name: as server-sent events have it, None for none."""
+    """Return one server-sent event as bytes, with an event name unless ``name`` is ``None``."""
     said = data.encode() if isinstance(data, str) else to_json(data)
     named = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (named, said)
 
 
 class Form(Protocol):
-    """How the outputs of one answer are told."""
+    """The format of one answer."""
 
     def begin(self) -> Iterable[bytes]:
-        """Return the events before everything."""
+        """Return the events before all others."""
         ...
 
     def part(self, choice: int, new: Increment) -> Iterable[bytes]:
-        """Return the events of what is new of an output."""
+        """Return the events for the new part of an output."""
         ...
 
     def end(self) -> Iterable[bytes]:
-        """Return the events after everything."""
+        """Return the events after all others."""
         ...
 
     def whole(self, done: Sequence[Completion]) -> object:
-        """Return the answer of all outputs, in their order."""
+        """Return the answer with all outputs, in their order."""
         ...
 
 
 class RequestSpan:
-    """A span of one body: ``asked``, by ``request``, of ``model``. Leaving its context ends it, and tells the error."""
+    """The span of one body. Leaving its context ends the span, and records an error."""
 
     def __init__(self, tracer: Tracer, model: str, request: Request, asked: Asked) -> None:
         self._asked, self._begun = asked, time.monotonic()
@@ -135,7 +140,7 @@ class RequestSpan:
         )
 
     def came(self, choice: int, new: Increment) -> None:
-        """Tell what is new of an output."""
+        """Record the new part of an output."""
         tokens, done = len(new.token_ids), new.completion
         if tokens and not self._outputs:
             self._span.set_attribute("gen_ai.response.time_to_first_chunk", time.monotonic() - self._begun)
@@ -143,7 +148,7 @@ class RequestSpan:
         if done is None:
             return
         self._finished[choice] = str(done.finish_reason)
-        if choice % self._asked.sampling.n == 0:  # its others found the same prompt
+        if choice % self._asked.sampling.n == 0:  # the outputs of a prompt share one hit: count it once
             self._cached += done.hit_tokens
             self._span.set_attribute("hybridkv.queue_seconds", done.queue_seconds)
 
@@ -165,7 +170,7 @@ class RequestSpan:
 
 
 class Generation:
-    """The outputs of ``asked`` as they come. span: is told of them."""
+    """The outputs of ``asked`` as they arrive; ``span`` records them."""
 
     def __init__(self, front: Front, asked: Asked, reading: Reading, span: RequestSpan | None) -> None:
         self._outputs, self._reading, self._span = asked.sampling.n, reading, span
@@ -174,9 +179,9 @@ class Generation:
         self._gone = False
 
     async def next(self) -> list[Part]:
-        """Wait for something new; return all that is new of all outputs. Empty after the last.
+        """Wait for new tokens, and return the new parts of all outputs. Empty after the last.
 
-        Raises what went wrong, and ClientGoneError.
+        Raises the error of a request, and ClientGoneError.
         """
         found = [(prompt * self._outputs + one.output, one) for prompt, one in await self._reading.next()]
         if self._gone:
@@ -189,19 +194,19 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come, and the client is there."""
+        """Whether nothing more will come, and the client is connected."""
         return self._reading.ended and not self._gone
 
     def leave(self, _: object = None) -> None:
-        """End it, since its client has gone."""
+        """End the generation, because its client has disconnected."""
         self._gone = True
         self._reading.leave()
 
 
 class Answer(Response):
-    """The outputs of ``asked`` in ``form``: whole, or as a stream of events, an error on the way its last one.
+    """The outputs of ``asked`` in ``form``: whole, or as a stream of events. An error in a stream is its last event.
 
-    It begins with the first token. A failure before that, or a full queue, is raised as an ApiError.
+    The answer begins with the first token. An earlier failure, or a full queue, is raised as an ApiError.
     """
 
     def __init__(self, front: Front, request: Request, asked: Asked, form: Form, *, stream: bool) -> None:
@@ -226,7 +231,7 @@ class Answer(Response):
             refused = api_error(error)
             if not self._begun:
                 raise refused from error
-            # whatever it is, the client must hear of it: the status is sent
+            # the status is already sent, so the error goes to the client as the last event
             await _send(send, [event(refused.body)], more=False)
 
     @contextmanager
@@ -266,14 +271,14 @@ class Answer(Response):
 
 
 async def _send(send: Send, events: Iterable[bytes], *, more: bool) -> None:
-    """``events`` in one message, if there are any. more: some may follow."""
+    """Send ``events`` in one message, if there are any; ``more`` says whether others may follow."""
     body = b"".join(events)
     if body or not more:
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def _completions(generation: Generation) -> list[Completion]:
-    """All outputs, whole, in their order."""
+    """Return all outputs, whole, in their order."""
     done: dict[int, Completion] = {}
     while parts := await generation.next():
         done.update((choice, new.completion) for choice, new in parts if new.completion is not None)
@@ -282,9 +287,9 @@ async def _completions(generation: Generation) -> list[Completion]:
 
 @contextmanager
 def exporting() -> Iterator[Tracer]:
-    """Give a tracer that sends spans to OTEL_EXPORTER_OTLP_ENDPOINT; the last ones when its context ends.
+    """Yield a tracer that sends spans to OTEL_EXPORTER_OTLP_ENDPOINT; the last ones when its context ends.
 
-    ConfigError if OpenTelemetry's SDK is not installed.
+    Raises ConfigError if OpenTelemetry's SDK is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415  # an extra

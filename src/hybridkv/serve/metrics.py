@@ -1,15 +1,15 @@
-"""What is told of an engine: counts for Prometheus, by the names that dashboards of vLLM know; the page's samples.
+"""Metrics of an engine: counts for Prometheus, with the names that vLLM's dashboards use; and samples of the page.
 
-    statistics(), asked for when a client looks -> Snapshot -> families        nothing of it is on a step's path
-    answers, as the event loop sees them come   -> RequestMetrics -> tallies -> families
+    statistics(), read when a client asks       -> Snapshot -> families        not on the path of a step
+    answers, as they pass the event loop        -> RequestMetrics -> tallies -> families
 
-Names begin with a prefix of ours; with ``vllm`` for one, they are those of vLLM where both count the same.
+Names begin with a prefix of this library. With the prefix ``vllm`` they are vLLM's where both count the same.
 
-Samples for the page are made only while a client listens. Neither prompts nor salts are in one, and its length has a
+Samples for the page are made only while a client listens. They contain no prompts and no salts, and their length has a
 bound, however many requests there are.
 
     listener --- latest(), once a second ---> Live ---> between two steps: Look ---> JSON
-    listener --- latest() ------------------>  '--- the same one, where it is fresh
+    listener --- latest() ------------------>  '--- the same sample, while it is fresh
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ EVERY_S: Final = 1.0
 MOST_CELLS: Final = 2048
 """Cells of the map of memory."""
 MOST_REQUESTS: Final = 40
-"""Requests that run, and as many that wait, that are told one by one."""
+"""Running requests in a sample, and as many waiting ones."""
 MOST_ENDED: Final = 20
-"""Of requests that ended a moment ago: those that took longest."""
+"""Requests in a sample that ended within _ENDED_FOR_S seconds and took longest."""
 _FRESH: Final = 0.8
 _ENDED_FOR_S: Final = 5.0  # a listener that skips a sample sees them in the next
 _REMEMBERED: Final = 2000
@@ -56,12 +56,12 @@ _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 _MODEL: Final = "model_name"
 _SECONDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Values of labels, and the number."""
+"""Pairs of label values and a number."""
 _TOKENS: Final = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 def metrics_prefix(name: str, value: object) -> str:
-    """Check ``value`` as the beginning of names. ConfigError if Prometheus takes no such name."""
+    """Check ``value`` as the prefix of names. ConfigError if Prometheus does not allow it."""
     if not isinstance(value, str) or not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", value):
         raise ConfigError(f"{name} must be letters, digits and underscores, got {shown(value)}")
     return value
@@ -71,8 +71,14 @@ def metrics_prefix(name: str, value: object) -> str:
 class Snapshot:
     """The state of an engine at one moment.
 
-    kinds: what each of the plan's groups keeps; sizes: bytes of its blocks. explains: whether misses have reasons.
-    waits: how many requests wait, by reason.
+    Attributes:
+        scheduler: the scheduler's counts.
+        cache: the cache's counts.
+        usage: the share of the cache that requests hold, 0 to 1.
+        kinds: for each group, what it keeps.
+        sizes: for each group, bytes of a block.
+        explains: whether misses have reasons.
+        waits: how many requests wait, by reason.
     """
 
     scheduler: SchedulerStatistics
@@ -85,7 +91,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, engine: Engine) -> Snapshot:
-        """Look at ``engine``, in its own thread. O(blocks + waiting * log waiting)."""
+        """Read ``engine``, in its own thread. O(blocks + waiting * log waiting)."""
         config, cache = engine.plan.config, engine.cache
         kinds = tuple(str(one.spec.keeps) for one in config.groups)
         sizes = tuple(config.block_bytes_of(number) for number in range(len(kinds)))
@@ -94,9 +100,9 @@ class Snapshot:
 
 
 class Families:
-    """Makes families of one server: their names have its prefix, their samples its model's name.
+    """Makes metric families with the server's prefix, whose samples have its model's name.
 
-    samples: a number, or values of ``labels`` and the number, one by one.
+    ``samples`` is a number, or pairs of label values and a number.
     """
 
     def __init__(self, prefix: str, model_name: str) -> None:
@@ -111,7 +117,11 @@ class Families:
         return self._filled(CounterMetricFamily, name, said, samples, labels)
 
     def histogram(self, name: str, said: str, edges: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-        """Return a histogram. counts: of each bucket, which an edge ends; the last has no end. total: of all values."""
+        """Return a histogram.
+
+        ``counts`` has one number for each bucket. Bucket i ends at ``edges[i]``, the last one is unbounded. ``total``
+        is the sum of all values.
+        """
         made = HistogramMetricFamily(f"{self.prefix}:{name}", said, labels=[_MODEL])
         ends = [*map(floatToGoString, edges), "+Inf"]
         made.add_metric([self.model_name], list(zip(ends, map(float, accumulate(counts)), strict=True)), total)
@@ -132,9 +142,9 @@ class Families:
 
 
 class Tally:
-    """A histogram of one thread. Prometheus's client has one for several, whose locks cost more than a bin does.
+    """A histogram for one thread. Prometheus' client has one with locks, which cost more than counting.
 
-    edges: end a bucket each, and are in it; one more has all above.
+    Bucket i includes ``edges[i]``, and one more bucket has all larger values.
     """
 
     def __init__(self, name: str, said: str, edges: Sequence[float]) -> None:
@@ -143,38 +153,39 @@ class Tally:
         self._sum = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count ``value`` so many times. O(log edges)."""
+        """Count ``value``, ``times`` times. O(log edges)."""
         self._counts[bisect_left(self._edges, value)] += times
         self._sum += value * times
 
     def family(self, families: Families) -> Metric:
-        """Return the histogram as Prometheus reads it."""
+        """Return the histogram as a Prometheus family."""
         return families.histogram(self._name, self._said, self._edges, self._counts, self._sum)
 
 
 class RequestMetrics:
-    """Counts of the requests of one server, as the event loop saw them.
+    """Counts of the requests of one server, as the event loop sees them.
 
-    heard: told of each that ends, when it was asked for, when its output began, and when it ended (monotonic clock).
+    Attributes:
+        heard: called for each output that ends, with the times of its request, first token and end (monotonic clock).
     """
 
     def __init__(self, prefix: str, model_name: str) -> None:
         self.families = Families(prefix, model_name)
         self.heard: Callable[[Completion, float, float, float], object] | None = None
         self.output_tokens = 0
-        self.first_token = Tally("time_to_first_token_seconds", "Until the first token.", _SECONDS)
-        self.next_token = Tally("inter_token_latency_seconds", "Between an output's tokens.", _SECONDS)
+        self.first_token = Tally("time_to_first_token_seconds", "Time to first token.", _SECONDS)
+        self.next_token = Tally("inter_token_latency_seconds", "Time between two tokens of an output.", _SECONDS)
         self._per_token = Tally(
-            "request_time_per_output_token_seconds", "Of a request: behind its first token, a token.", _SECONDS
+            "request_time_per_output_token_seconds", "Time per output token after the first.", _SECONDS
         )
-        self._queued = Tally("request_queue_time_seconds", "Until it first ran.", _SECONDS)
-        self._whole = Tally("e2e_request_latency_seconds", "Until its end.", _SECONDS)
-        self._prompt = Tally("request_prompt_tokens", "Of its prompt.", _TOKENS)
-        self._output = Tally("request_generation_tokens", "Of its output.", _TOKENS)
+        self._queued = Tally("request_queue_time_seconds", "Time until a request first ran.", _SECONDS)
+        self._whole = Tally("e2e_request_latency_seconds", "Time until the end of an output.", _SECONDS)
+        self._prompt = Tally("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._output = Tally("request_generation_tokens", "Output tokens of a request.", _TOKENS)
         self._ended = Counts[str]()
 
     def ended(self, done: Completion, begun: float, first: float) -> None:
-        """Count an output that ended. begun, first: when it was asked for and began to come, on the monotonic clock."""
+        """Count an output that ended. ``begun``, ``first``: times of its request and first token (monotonic clock)."""
         now, tokens = time.monotonic(), len(done.token_ids)
         self._whole.add(now - begun)
         self._queued.add(done.queue_seconds)
@@ -187,7 +198,7 @@ class RequestMetrics:
             self.heard(done, begun, first, now)
 
     def collect(self) -> Iterator[Metric]:
-        """Give all families."""
+        """Yield all families."""
         times = self.first_token, self.next_token, self._per_token, self._queued, self._whole
         for one in (*times, self._prompt, self._output):
             yield one.family(self.families)
@@ -197,20 +208,20 @@ class RequestMetrics:
 
 
 class Watch:
-    """Times of one output as it comes. begun: when it was asked for, on the monotonic clock."""
+    """Measures one output as it arrives; ``begun`` is the time of its request on the monotonic clock."""
 
     def __init__(self, metrics: RequestMetrics, begun: float) -> None:
         self._metrics, self._begun = metrics, begun
         self._first = self._last = 0.0
 
     def came(self, tokens: int, done: Completion | None) -> None:
-        """Count so many tokens, and maybe the end."""
+        """Count new tokens, and the end if ``done`` is given."""
         now = time.monotonic()
         if tokens and not self._first:
             self._first = now
             self._metrics.first_token.add(now - self._begun)
         elif tokens:
-            # those that came at once, as accepted drafts do, share the time
+            # tokens that arrive together, such as accepted drafts, share the time
             self._metrics.next_token.add((now - self._last) / tokens, tokens)
         self._last = now
         self._metrics.output_tokens += tokens
@@ -219,92 +230,100 @@ class Watch:
 
 
 class SnapshotCollector:
-    """The families of ``snapshot``, and of ``requests``."""
+    """The families of ``snapshot`` and of ``requests``."""
 
     def __init__(self, snapshot: Snapshot, requests: RequestMetrics) -> None:
         self._now, self._requests, self._made = snapshot, requests, requests.families
 
     def collect(self) -> Iterator[Metric]:
-        """Give all families."""
+        """Yield all families."""
         yield from self._requests.collect()
         yield from self._scheduler(self._now.scheduler)
         yield from self._cache(self._now.cache)
 
     def _scheduler(self, now: SchedulerStatistics) -> Iterator[Metric]:
         made = self._made
-        yield made.gauge("num_requests_running", "Requests that run.", now.running)
-        yield made.gauge("num_requests_waiting", "Requests that wait.", now.waiting)
+        yield made.gauge("num_requests_running", "Running requests.", now.running)
+        yield made.gauge("num_requests_waiting", "Waiting requests.", now.waiting)
         waits = (((reason,), self._now.waits.get(reason, 0)) for reason in WaitReason)
-        yield made.gauge("num_requests_waiting_by_reason", "Requests that wait, by what for.", waits, "reason")
+        yield made.gauge("num_requests_waiting_by_reason", "Waiting requests, by reason.", waits, "reason")
         for name, said, value in (
-            ("prompt_tokens", "Prompt tokens of requests that came in.", now.prompt_tokens),
-            ("prompt_tokens_cached", "Those of them found in the cache.", now.hit_tokens),
+            ("prompt_tokens", "Prompt tokens of admitted requests.", now.prompt_tokens),
+            ("prompt_tokens_cached", "Prompt tokens of admitted requests that hit the cache.", now.hit_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prompt_tokens),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.hit_tokens),
-            ("requests_finished", "Requests that ended, aborted ones among them.", now.requests_finished),
-            ("num_preemptions", "Requests that gave their blocks back and wait again.", now.preemptions),
+            ("prefix_cache_hits", "Prompt tokens that hit the prefix cache.", now.hit_tokens),
+            ("requests_finished", "Requests that ended, aborted ones included.", now.requests_finished),
+            ("num_preemptions", "Preemptions: requests that lost their blocks and wait again.", now.preemptions),
             ("spec_decode_num_draft_tokens", "Drafts that the model verified.", now.drafted_tokens),
-            ("spec_decode_num_accepted_tokens", "Drafts that it accepted.", now.accepted_tokens),
-            ("computed_tokens", "Tokens that ran, those computed again included.", now.computed_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts that the model accepted.", now.accepted_tokens),
+            ("computed_tokens", "Computed tokens, recomputed ones included.", now.computed_tokens),
             ("engine_steps", "Steps scheduled.", now.steps),
-            ("engine_failed_steps", "Steps that brought no result.", now.failed_steps),
+            ("engine_failed_steps", "Steps that failed.", now.failed_steps),
         ):
             yield made.counter(name, said, value)
         sources = [(("local_compute",), now.prompt_tokens - now.hit_tokens), (("local_cache_hit",), now.hit_tokens)]
         accepted = (((str(place),), value) for place, value in enumerate(now.accepted_by_position))
         refused = (((reason,), value) for reason, value in now.refusals.items())
         for name, said, samples, label in (
-            ("spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by place.", accepted, "position"),
-            ("admission_refusals", "Looks at a waiting request that did not come in.", refused, "reason"),
-            ("prompt_tokens_by_source", "Prompt tokens, computed here or found.", sources, "source"),
+            ("spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by position.", accepted, "position"),
+            ("admission_refusals", "Attempts to admit a waiting request that failed, by reason.", refused, "reason"),
+            ("prompt_tokens_by_source", "Prompt tokens, by source: computed here or a cache hit.", sources, "source"),
         ):
             yield made.counter(name, said, samples, label)
         if self._now.explains:
             missed = (((reason,), now.misses.get(reason, 0)) for reason in MissReason)
-            yield made.counter("prompt_tokens_missed", "Prompt tokens not found, by reason.", missed, "reason")
+            yield made.counter(
+                "prompt_tokens_missed", "Prompt tokens that missed the cache, by reason.", missed, "reason"
+            )
 
     def _cache(self, now: CacheStatistics) -> Iterator[Metric]:
         made, kinds = self._made, self._now.kinds
         yield made.gauge("kv_cache_usage_perc", "Share of the cache that requests hold, 0 to 1.", self._now.usage)
-        yield made.gauge("kv_cache_peak_usage_perc", "The most of it so far.", self._now.scheduler.peak_usage)
-        yield made.gauge("kv_cache_pinned_blocks", "Blocks held by pins.", now.pinned_blocks)
+        yield made.gauge(
+            "kv_cache_peak_usage_perc",
+            "The largest share of the cache that requests held.",
+            self._now.scheduler.peak_usage,
+        )
+        yield made.gauge("kv_cache_pinned_blocks", "Pinned blocks.", now.pinned_blocks)
         groups = [((str(number), kind), now.groups[number]) for number, kind in enumerate(kinds)]
         blocks = [
             ((*group, state), getattr(one, f"{state}_blocks"))
             for group, one in groups
             for state in ("held", "cached", "evictable")
         ]
-        yield made.gauge("kv_group_blocks", "Blocks of a group: see docs.", blocks, "group", "kind", "state")
+        yield made.gauge(
+            "kv_group_blocks", "Blocks of a group, by state (docs/metrics.md).", blocks, "group", "kind", "state"
+        )
         sizes = [(group, size) for (group, _), size in zip(groups, self._now.sizes, strict=True)]
-        yield made.gauge("kv_group_block_bytes", "Of one block of a group.", sizes, "group", "kind")
+        yield made.gauge("kv_group_block_bytes", "Bytes of a block of a group.", sizes, "group", "kind")
         for name, said in (
-            ("published", "Keys given to blocks of a group."),
-            ("evictions", "Keys that a group's blocks lost."),
+            ("published", "Keys published for blocks of a group."),
+            ("evictions", "Evictions: keys that blocks of a group lost."),
         ):
             counts = [(group, getattr(one, name)) for group, one in groups]
             yield made.counter(f"kv_group_{name}", said, counts, "group", "kind")
-        yield made.counter("kv_moved_blocks", "Blocks that passed from slab to slab.", now.moved_blocks)
-        if now.ends:  # some eviction ranks them
+        yield made.counter("kv_moved_blocks", "Blocks that moved from slab to slab.", now.moved_blocks)
+        if now.ends:  # only some eviction policies count them
             yield from self._kept_ends(now)
         if now.times is not None:
             for name, said, times in (
-                ("lifetime", "From a block's first key until it lost its keys.", now.times.lifetime),
-                ("idle_before_evict", "From its last hit, or first key, until then.", now.times.idle),
-                ("reuse_gap", "Between two hits of a block.", now.times.gap),
+                ("lifetime", "Time from a block's first key to its eviction.", now.times.lifetime),
+                ("idle_before_evict", "Time from a block's last hit, or first key, to its eviction.", now.times.idle),
+                ("reuse_gap", "Time between two hits of a block.", now.times.gap),
             ):
                 yield made.histogram(f"kv_block_{name}_seconds", said, EDGES_S, times.counts, times.sum_s)
 
     def _kept_ends(self, now: CacheStatistics) -> Iterator[Metric]:
-        """Where prompts can be resumed, by kind."""
+        """Yield the counts of resume points, by kind."""
         kept = (((one.kind,), one.kept) for one in now.ends)
-        yield self._made.gauge("kv_ends", "Ends kept now: where prompts can be resumed.", kept, "kind")
+        yield self._made.gauge("kv_ends", "Resume points that are kept now.", kept, "kind")
         for name, said, field in (
-            ("kv_ends_stored", "Ends that were kept.", "made"),
-            ("kv_end_hits", "Hits of kept ends.", "hits"),
-            ("kv_end_misses", "Prompts that ends given up would have been hit by.", "missed"),
-            ("kv_ends_declined", "Ends not kept for want of worth.", "declined"),
-            ("kv_ends_evicted", "Ends given up.", "given_up"),
-            ("kv_ends_evicted_unused", "Those never hit.", "unused"),
+            ("kv_ends_stored", "Resume points that were stored.", "made"),
+            ("kv_end_hits", "Hits of resume points.", "hits"),
+            ("kv_end_misses", "Prompts that an evicted resume point would have served.", "missed"),
+            ("kv_ends_declined", "Resume points that were not stored, for their low value.", "declined"),
+            ("kv_ends_evicted", "Evicted resume points.", "given_up"),
+            ("kv_ends_evicted_unused", "Evicted resume points that were never hit.", "unused"),
         ):
             counts = (((one.kind,), getattr(one, field)) for one in now.ends)
             yield self._made.counter(name, said, counts, "kind")
@@ -314,9 +333,14 @@ class SnapshotCollector:
 
 
 class Look(NamedTuple):
-    """At an engine, in its own thread: values alone, as requests go on while they are told.
+    """A look at an engine, in its own thread. It holds values only, because requests continue while it is reported.
 
-    told: what the page reads of them. cell_bytes: of the smallest block.
+    Attributes:
+        told: the fields of a sample.
+        blocks: the map of memory.
+        num_blocks: of the pool.
+        arena_bytes: of the memory.
+        cell_bytes: of the smallest block.
     """
 
     told: dict[str, Any]
@@ -327,7 +351,7 @@ class Look(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A request that ended at ``at``. told: what the page reads of it, but for its id and how long ago that is."""
+    """A request that ended at ``at``; ``told`` has the fields of its sample after the id and the time since then."""
 
     id: str
     at: float
@@ -336,14 +360,14 @@ class _Ended(NamedTuple):
 
 
 class Ages:
-    """Since when each block has been in its state, as far as anybody looked; 9 bytes a block once somebody did."""
+    """How long each block has been in its state, as far as it was observed; 9 bytes a block once a client listens."""
 
     def __init__(self) -> None:
         self._states = np.zeros(0, np.uint8)
         self._since = np.zeros(0)
 
     def of(self, blocks: BlockMap, num_blocks: int, now: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Seconds of each of ``blocks``, float64[n]. O(num_blocks)."""
+        """Return the seconds of each of ``blocks``, float64[n]. O(num_blocks)."""
         if len(self._states) != num_blocks:
             self._states, self._since = np.zeros(num_blocks, np.uint8), np.full(num_blocks, now)
         states = np.zeros_like(self._states)
@@ -355,7 +379,12 @@ class Ages:
 
 
 class Live:
-    """Samples of ``engine`` for those who listen. samples: made so far; listeners: now."""
+    """Samples of ``engine`` for listeners.
+
+    Attributes:
+        samples: how many were made.
+        listeners: clients that listen.
+    """
 
     def __init__(self, engine: AsyncEngine, metrics: RequestMetrics) -> None:
         self._engine, self._metrics = engine, metrics
@@ -373,7 +402,7 @@ class Live:
             self._ended.append(_Ended(done.request_id, now, now - begun, [*times, *counts]))
 
     async def events(self, over: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
-        """A sample a second, for one listener, until it is ``over`` or the engine ends."""
+        """Yield a sample every second, for one listener, until ``over`` returns true or the engine ends."""
         self.listeners += 1
         try:
             while not over():
@@ -388,7 +417,7 @@ class Live:
                 self._ages = Ages()
 
     async def latest(self) -> bytes:
-        """The newest sample, made anew unless it is fresh: JSON in at most some ten thousand bytes."""
+        """Return the newest sample, at most about ten thousand bytes of JSON. Make a new one unless it is fresh."""
         async with self._lock:
             if not self._latest or time.monotonic() - self._made_at > _FRESH * EVERY_S:
                 look = await self._engine.between_steps(_look)
@@ -398,7 +427,7 @@ class Live:
             return self._latest
 
     def _told(self, look: Look) -> dict[str, Any]:
-        """``look`` as the page reads it."""
+        """Return ``look`` with the fields that the page reads."""
         ended = [one for one in self._ended if self._made_at - one.at < _ENDED_FOR_S]
         slowest = sorted(ended, key=lambda one: -one.whole_s)[:MOST_ENDED]
         return {
@@ -411,7 +440,10 @@ class Live:
         }
 
     def _map(self, look: Look) -> dict[str, str]:
-        """A letter a cell of equal bytes, for the block in its middle: state, group, and age, twice as much a digit."""
+        """Return state, group and age of the block in the middle of each cell, one character a cell.
+
+        Cells have equal bytes. Age digit d stands for 2 ** d - 1 seconds or more.
+        """
         blocks, cells = look.blocks, min(MOST_CELLS, max(look.arena_bytes // max(look.cell_bytes, 1), 1))
         middles = ((np.arange(cells) + 0.5) * (look.arena_bytes / cells)).astype(np.int64)
         there = blocks.at(middles)
@@ -430,7 +462,7 @@ class Live:
 
 
 def _look(engine: Engine) -> Look:
-    """In the engine's thread. O(num_blocks)."""
+    """Look at the engine, in its thread. O(num_blocks)."""
     cache, scheduler, snapshot = engine.cache, engine.scheduler, Snapshot.of(engine)
     now, arena_bytes = snapshot.scheduler, cache.config.arena_bytes
     told = {

@@ -220,10 +220,7 @@ class Connection(HttpToolsProtocol):
             self._refusal = self._too_long()
         elif self.parser.should_upgrade() and any(_announces_body(*header) for header in self.headers):
             # the parser would take this body for the next request
-            self._refusal = (
-                400,
-                "this server supports no upgrade: leave the header Upgrade out of a request with a body",
-            )
+            self._refusal = (400, "this server offers no upgrade: leave out Upgrade from a request with a body")
         if self._refusal is not None:
             raise ValueError(self._refusal)  # to the parser, which stops
         super().on_headers_complete()  # raises for a target without a path

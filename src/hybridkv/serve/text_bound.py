@@ -1,9 +1,9 @@
-"""How many characters a token can cover, so that a text too long for a model is refused before it is tokenized.
+"""The most characters that a token can cover, to refuse a text that is too long for a model before it is tokenized.
 
-    least tokens of a text  =  characters that must come to tokens  /  most characters of a token
+    least tokens of a text  =  characters that must become tokens  /  most characters of a token
 
-The bound holds for a tokenizer only if each part of it is known to keep every character: a normalizer or a
-pre-tokenizer may drop characters, and an unknown word of any length may become one token. Others have no bound.
+The bound holds only if every part of a tokenizer is known to keep all characters. A normalizer or a pre-tokenizer may
+drop characters, and an unknown word of any length may become one token. Other tokenizers have no bound.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _SPLITS: Final = frozenset({"Split", "Punctuation"})
 class TextBound:
     """The most characters that a token covers.
 
-    Args:
-        per_token: characters of a text that one token covers at most.
-        spaces_count: whether whitespace always comes to tokens; special tokens may swallow what is beside them.
+    Attributes:
+        per_token: the most characters of a text that one token covers.
+        spaces_count: whether whitespace always becomes tokens; special tokens may absorb the whitespace next to them.
     """
 
     per_token: int
@@ -36,7 +36,7 @@ class TextBound:
 
     @classmethod
     def of(cls, tokenizer: Any) -> TextBound | None:  # noqa: ANN401  # transformers' tokenizers share no typed base
-        """Derive the bound of ``tokenizer``; None if it is not of a known kind. O(vocabulary)."""
+        """Derive the bound of ``tokenizer``; ``None`` if it is not of a known kind. O(vocabulary)."""
         if not isinstance(tokenizer, PreTrainedTokenizerFast) or not _is_plain(type(tokenizer)):
             return None
         backend = tokenizer.backend_tokenizer
@@ -51,7 +51,7 @@ class TextBound:
         return cls(longest * shrinks, not any(one.lstrip or one.rstrip for one in added))
 
     def exceeded(self, text: str, tokens: int) -> bool:
-        """Return whether ``text`` certainly comes to more than ``tokens`` tokens. O(characters) at most."""
+        """Return whether ``text`` certainly has more than ``tokens`` tokens. O(characters) at most."""
         most = tokens * self.per_token
         if len(text) <= most or self.spaces_count:
             return len(text) > most
@@ -64,7 +64,7 @@ class TextBound:
 
 
 def _is_plain(kind: type[PreTrainedTokenizerFast]) -> bool:
-    """Whether texts go to the backend as they are."""
+    """Return whether texts reach the backend unchanged."""
     return all(
         getattr(kind, name) is getattr(PreTrainedTokenizerFast, name)
         for name in ("__call__", "encode", "_encode_plus", "apply_chat_template")
@@ -72,7 +72,7 @@ def _is_plain(kind: type[PreTrainedTokenizerFast]) -> bool:
 
 
 def _described(part: Any) -> dict[str, Any] | None:  # noqa: ANN401  # tokenizers has no types
-    """A part of a tokenizer as its file describes it; None if it is Python code."""
+    """Return a part of a tokenizer as its file describes it; ``None`` if it is Python code."""
     try:
         described: dict[str, Any] = json.loads(part.__getstate__())
     except Exception:  # noqa: BLE001  # the library raises plain Exceptions here
@@ -81,7 +81,7 @@ def _described(part: Any) -> dict[str, Any] | None:  # noqa: ANN401  # tokenizer
 
 
 def _shrinks(normalizer: Any) -> int | None:  # noqa: ANN401  # same
-    """How many characters may become one; None if any number may vanish."""
+    """Return how many characters may become one; ``None`` if any number may be dropped."""
     if normalizer is None:
         return 1
     described = _described(normalizer)
@@ -105,7 +105,7 @@ def _factor(described: dict[str, Any]) -> int | None:
 
 
 def _keeps(pre_tokenizer: Any) -> bool:  # noqa: ANN401  # same
-    """Whether every character reaches the model."""
+    """Return whether every character reaches the model."""
     if pre_tokenizer is None:
         return True
     described = _described(pre_tokenizer)
@@ -120,7 +120,7 @@ def _all_kept(described: dict[str, Any]) -> bool:
 
 
 def _knows_all(backend: Any) -> bool:  # noqa: ANN401  # same
-    """Whether each character comes to a token of its own or a part of one, known or not."""
+    """Return whether each character, known or not, becomes a token or a part of one."""
     model = backend.model
     if not isinstance(model, models.BPE):
         return False

@@ -1,15 +1,15 @@
-"""Steps between processes: one message a Step, one reply each, as bytes without pickle.
+"""Steps between processes: one message for each Step and one for each reply, as bytes without pickle.
 
     Scheduler --Step--> RemoteWorker.send ~~~bytes~~~> serve --Step--> worker.execute
-        ^---- reply --- RemoteWorker.receive <~~bytes~~ serve <--StepResult, or what it raised
+        ^---- reply --- RemoteWorker.receive <~~bytes~~ serve <--StepResult, or the error that it raised
 
-A worker runs every Step that its connection brings. A pipe connects parent and child. A Unix socket is open to
-everybody who may write to its file. On TCP both ends must show one key (``Listener``, ``connect``); other TCP
-connections are refused. Messages are bounded all the same: one of another kind, of any size up to ``MOST_BYTES``,
-costs time and memory in proportion to its bytes, and raises a named error.
+A worker runs every Step that arrives on its connection. A pipe connects parent and child. A Unix socket is open to
+every process that may write to its file. On TCP both ends must show the same key (``Listener``, ``connect``); other TCP
+connections are refused. Messages are limited in any case. An invalid message of at most ``MOST_BYTES`` costs time and
+memory in proportion to its bytes, and raises a named error.
 
-Needs numpy and msgspec only. Both ends check each message against itself. The worker and the scheduler check the rest,
-as in process: numbers that depend on sizes (rows, blocks, token ids), and the order of Steps.
+This package needs numpy and msgspec only. Both ends check each message for consistency. The worker and the scheduler
+check the rest, as in one process: numbers that depend on sizes (rows, blocks, token ids), and the order of Steps.
 """
 
 from hybridkv.wire.connection import (

@@ -1,22 +1,22 @@
-"""Connections: which peers may connect, how many bytes a message may have, and both ends.
+"""Connections: the peers that may connect, the size of messages, and both ends.
 
-    pipe            parent and child: nobody else has it, no key
-    Unix socket     everybody who may write to its file: no key, unless one is given
-    TCP             everybody who reaches the port: both ends show one key before anything else is sent
+    pipe            parent and child: no other process has it, no key
+    Unix socket     every process that may write to its file: no key, unless one is given
+    TCP             every process that reaches the port: both ends show one key before anything else is sent
 
 The handshake is that of multiprocessing: each end answers a random challenge with its HMAC (MD5 before Python 3.12,
 SHA-256 since), in messages of at most 256 bytes. Nothing is unpickled. The key does not encrypt, and it does not
-protect later messages against changes on their way: over a foreign network, use a tunnel.
+protect later messages against changes on their way: over an untrusted network, use a tunnel.
 
-``serve`` runs at the worker, ``RemoteWorker`` stands for the worker at the scheduler.
+``serve`` runs at the worker. ``RemoteWorker`` represents the worker at the scheduler.
 
     Steps, in order            0   1   2   3                4
     sent                      [0] [1] [2] [3]              [4]     after: 1, 2 and 3 have failed by then
     the worker                 ok  ok  raises  refused: builds on 2   ok
-    replies, one a message     R0  R1  F2      F3 is passed over      R4
+    replies, one a message     R0  R1  F2      F3 is skipped          R4
 
-Replies come in the order of the Steps. A worker that raised goes on: Scheduler.fail undoes its Step, and ``after`` of
-the next Step says which Steps count. A connection carries whole byte strings.
+Replies come in the order of the Steps. A worker continues after an error: Scheduler.fail undoes its Step, and ``after``
+of the next Step says which Steps count. A connection carries whole byte strings.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from hybridkv.wire.messages import Reply, StepFailure, Unreadable, decode_reply,
 logger = logging.getLogger(__name__)
 
 MOST_BYTES: Final = 1 << 28
-"""Of a message, unless said otherwise: 67 million token ids, such as 512 rows that begin with 128k tokens each."""
+"""Default for the most bytes of a message: 67 million token ids, or 512 new rows of 128k tokens each."""
 HANDSHAKE_S: Final = 10.0
-"""Seconds for both ends to show their key: hours of computing, for who has it."""
+"""Default seconds for both ends to show their key; an end that has it needs milliseconds."""
 _MOST_HANDSHAKES: Final = 32
-"""At a time, by one Listener."""
+"""Unfinished handshakes of one Listener."""
 _LEAST_KEY: Final = 16
 _TCP: Final = (socket.AF_INET, socket.AF_INET6)
 
@@ -57,31 +57,50 @@ Address = tuple[str, int] | str
 class Channel(Protocol):
     """Byte strings in order. A multiprocessing.connection.Connection is one, over a pipe, a socket or TCP.
 
-    A TimeoutError of either method is the caller's, and passes through.
+    A TimeoutError of either method passes through to the caller.
     """
 
     def send_bytes(self, buf: bytes, /) -> None:
-        """Send one. OSError once the other end is closed."""
+        """Send a byte string.
+
+        Args:
+            buf: the bytes.
+
+        Raises:
+            OSError: the other end is closed.
+        """
         ...
 
     def recv_bytes(self, maxlength: int, /) -> bytes:
-        """Wait for the next. EOFError or ConnectionError once the other end is closed, OSError for a longer one."""
+        """Wait for the next byte string.
+
+        Args:
+            maxlength: the most bytes to accept.
+
+        Raises:
+            EOFError: the other end is closed; also ConnectionError.
+            OSError: the byte string is longer.
+        """
         ...
 
 
 class Link(Connection):
-    """A connection to a peer that has shown the key, or needs none; from ``connect`` and ``Listener.accept``."""
+    """A connection to a peer that has shown the key, or needs none; made by ``connect`` and ``Listener.accept``."""
 
 
 class Listener:
-    """Wait at ``address`` for peers that have ``authkey``. Port 0 takes any free one.
+    """Waits for peers.
 
-    authkey: the same 16 bytes or more at both ends, such as secrets.token_bytes(32). Hand it over where nobody else
-    can read it, say in the environment of a child process.
-    trusted: on TCP, accept any peer without a key. handshake_s: seconds that a peer has to show the key.
+    Args:
+        address: (host, port) for TCP, where port 0 takes any free one; or the path of a Unix socket.
+        authkey: the same 16 bytes or more at both ends, such as secrets.token_bytes(32). Pass it where other users
+            cannot read it, for example in the environment of a child process.
+        trusted: on TCP, accept any peer without a key.
+        handshake_s: seconds that a peer has to show the key.
 
-    Raises ConfigError for TCP with neither a key nor ``trusted``, or for a key that is too short. Raises OSError if the
-    address is taken.
+    Raises:
+        ConfigError: TCP has neither a key nor ``trusted``, or the key is too short.
+        OSError: the address is taken.
     """
 
     def __init__(
@@ -110,18 +129,22 @@ class Listener:
 
     @property
     def address(self) -> Address:
-        """Where it listens: for port 0, the port that was free."""
+        """The address where it listens; for port 0, with the port that was free."""
         name = self._socket.getsockname()
         return name if isinstance(name, str) else (name[0], name[1])
 
     def accept(self, timeout_s: float | None = None) -> Link:
-        """Return the next peer that has shown the key. None waits for ever.
+        """Return the next peer that has shown the key.
 
-        Each handshake has a thread, so that silent peers delay nobody. A peer that fails is logged and disconnected. So
-        is the oldest of more than 32 unfinished handshakes. A peer whose handshake ends after this call returned is
-        there for the next call.
+        Each handshake has its own thread, so silent peers delay no other peer. A peer that fails is logged and
+        disconnected, and so is the oldest of more than 32 unfinished handshakes. If a handshake ends after this call
+        has returned, the next call returns its peer.
 
-        Raises TimeoutError if no peer has shown the key in ``timeout_s`` seconds.
+        Args:
+            timeout_s: seconds to wait; None waits for ever.
+
+        Raises:
+            TimeoutError: no peer has shown the key in time.
         """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -154,12 +177,12 @@ class Listener:
         return None
 
     def _shake_hands(self, accepted: socket.socket, own: socket.socket, peer: object) -> None:
-        """Make ``accepted`` a link, in its thread. own: the same socket, by which others end this."""
+        """Make ``accepted`` a link, in its thread. Other threads end the handshake through ``own``, the same socket."""
         with own:
             try:
                 link = _linked(accepted, self._authkey, self._handshake_s, listening=True)
             except WireError as error:
-                if self._handshakes.pop(own, None) is not None:  # else somebody else has ended it, and said why
+                if self._handshakes.pop(own, None) is not None:  # else another thread has ended it, and logged why
                     logger.warning("a peer was sent away (%s): %s", peer, error)
                 return
             with self._lock:
@@ -170,7 +193,7 @@ class Listener:
                 self._tell_link.send(b"\0")
 
     def _send_away(self, own: socket.socket, why: str) -> None:
-        """End the handshake of ``own``, if it still goes on, and wait for its thread."""
+        """End the handshake of ``own`` if it is unfinished, and wait for its thread."""
         with self._lock:
             thread = self._handshakes.pop(own, None)
         if thread is not None:
@@ -180,7 +203,7 @@ class Listener:
             thread.join()
 
     def close(self) -> None:
-        """Accept no more peers, and end handshakes that go on. Links that ``accept`` returned stay open."""
+        """Accept no more peers, and end unfinished handshakes. Links that ``accept`` returned stay open."""
         self._socket.close()
         for own in list(self._handshakes):
             self._send_away(own, "the listener was closed")
@@ -201,10 +224,18 @@ class Listener:
 def connect(
     address: Address, *, authkey: bytes | None = None, trusted: bool = False, timeout_s: float = HANDSHAKE_S
 ) -> Link:
-    """Connect to the Listener at ``address``; ``authkey`` and ``trusted`` as there.
+    """Connect to a Listener.
 
-    Raises ConfigError as ``Listener``. Raises OSError, such as TimeoutError, where nothing listens. Raises WireError
-    for another key at the other end, or none, or no answer in ``timeout_s`` seconds.
+    Args:
+        address: of the Listener.
+        authkey: as in Listener.
+        trusted: as in Listener.
+        timeout_s: seconds for the TCP connection, and for the handshake.
+
+    Raises:
+        ConfigError: as in Listener.
+        OSError: no process listens there; for example, TimeoutError.
+        WireError: the other end has another key or none, or does not answer in time.
     """
     _check_key(address, authkey, trusted=trusted)
     if isinstance(address, str):
@@ -220,7 +251,7 @@ def connect(
 
 
 def require_trust(channel: Channel, *, trusted: bool) -> None:
-    """Raise ConfigError for a TCP connection whose peer was not asked for a key. Callers answer for other channels."""
+    """Raise ConfigError for a TCP connection that did not ask its peer for a key. Callers vouch for other channels."""
     if trusted or isinstance(channel, Link) or not isinstance(channel, Connection):
         return
     try:
@@ -231,15 +262,15 @@ def require_trust(channel: Channel, *, trusted: bool) -> None:
     seen.detach()
     if family in _TCP:
         raise ConfigError(
-            "this is a TCP connection, and nobody has checked who is at its other end: make it with "
-            "hybridkv.wire.Listener and connect, with an authkey, or say trusted=True if that was done elsewhere"
+            "the peer of this TCP connection was not asked for a key: make the connection with hybridkv.wire.Listener "
+            "and connect, with an authkey, or give trusted=True if the peer was checked elsewhere"
         )
 
 
 def next_message(channel: Channel, most_bytes: int) -> bytes:
     """Return the next message. Raises EOFError or ConnectionError once the other end is closed.
 
-    Raises WireError for a message that is cut, or longer than ``most_bytes``: before memory is asked for.
+    Raises WireError for a message that is cut or longer than ``most_bytes``, before memory is allocated for it.
     """
     try:
         return channel.recv_bytes(most_bytes)
@@ -247,8 +278,8 @@ def next_message(channel: Channel, most_bytes: int) -> bytes:
         raise
     except (OSError, MemoryError) as error:
         raise WireError(
-            f"no whole message of at most {most_bytes:,} bytes came ({type(error).__name__}: {error}): nothing behind "
-            "it can be read; where messages are larger, raise most_bytes at both ends"
+            f"no whole message of at most {most_bytes:,} bytes came ({type(error).__name__}: {error}), and nothing "
+            "after it can be read: raise most_bytes at both ends if messages are larger"
         ) from error
 
 
@@ -256,7 +287,7 @@ def check_size(what: str, data: bytes, most_bytes: int) -> None:
     """Raise WireError for a message that the other end would refuse as too long."""
     if len(data) > most_bytes:
         raise WireError(
-            f"{what} has {len(data):,} bytes, and a message may have {most_bytes:,}: let fewer rows begin at once, or "
+            f"{what} has {len(data):,} bytes, and a message may have {most_bytes:,}: start fewer rows at once, or "
             "raise most_bytes at both ends"
         )
 
@@ -265,11 +296,12 @@ def _check_key(address: Address, authkey: bytes | None, *, trusted: bool) -> Non
     if authkey is None:
         if not isinstance(address, str) and not trusted:
             raise ConfigError(
-                f"whoever reaches port {address[1]} can connect: give both ends one authkey, such as "
-                "secrets.token_bytes(32), or say trusted=True where nobody else can reach it"
+                f"every process that reaches port {address[1]} can connect: give both ends one authkey, such as "
+                "secrets.token_bytes(32), or give trusted=True if other processes cannot reach it"
             )
     elif not isinstance(authkey, bytes) or len(authkey) < _LEAST_KEY:
-        raise ConfigError(f"authkey must be {_LEAST_KEY} bytes or more, such as secrets.token_bytes(32)")
+        given = f"{len(authkey)} bytes" if isinstance(authkey, bytes) else type(authkey).__name__
+        raise ConfigError(f"authkey must be {_LEAST_KEY} bytes or more, got {given}: use secrets.token_bytes(32)")
 
 
 def _linked(made: socket.socket, authkey: bytes | None, seconds: float, *, listening: bool) -> Link:
@@ -290,7 +322,7 @@ def _linked(made: socket.socket, authkey: bytes | None, seconds: float, *, liste
 
 
 def _handshake(link: Link, second: socket.socket, authkey: bytes, seconds: float, *, listening: bool) -> None:
-    """Raise WireError unless the other end shows ``authkey`` in time. second: the same socket."""
+    """Raise WireError unless the other end shows ``authkey`` in time. ``second`` is the same socket."""
     late = threading.Event()
 
     def give_up() -> None:
@@ -303,7 +335,7 @@ def _handshake(link: Link, second: socket.socket, authkey: bytes, seconds: float
     timer.start()
     failed: Exception | None = None
     try:
-        # who listens answers nothing before it has seen the key
+        # the listening end answers nothing before it has seen the key
         for part in (deliver_challenge, answer_challenge) if listening else (answer_challenge, deliver_challenge):
             part(link, authkey)
     except (AuthenticationError, AssertionError, EOFError, OSError, ValueError) as error:
@@ -320,10 +352,14 @@ def _handshake(link: Link, second: socket.socket, authkey: bytes, seconds: float
 
 
 class Executor(Protocol):
-    """Runs Steps; hybridkv.runner.ModelRunner is one."""
+    """Runs Steps, such as hybridkv.runner.ModelRunner."""
 
     def execute(self, step: Step) -> StepResult:
-        """One forward."""
+        """Run the forward of a Step, and return its result.
+
+        Args:
+            step: the Step.
+        """
         ...
 
 
@@ -331,15 +367,25 @@ class Executor(Protocol):
 
 
 def serve(channel: Channel, worker: Executor, *, trusted: bool = False, most_bytes: int = MOST_BYTES) -> int:
-    """Run the Steps that come in, one reply each, until the other end is closed. Return how many brought a result.
+    """Run the Steps that arrive and send one reply each, until the other end is closed.
 
-    channel: a pipe, or what ``connect`` and ``Listener.accept`` give; another TCP connection is a ConfigError, unless
-    ``trusted`` says that its other end was asked for a key elsewhere. most_bytes: of a message, either way.
+    If ``worker`` refuses a Step, or its forward raises, the reply is a StepFailure. Later Steps that build on it get a
+    StepFailure too, and ``worker`` never receives them. An unreadable message is answered with Unreadable. Then this
+    function raises, because nothing after such a message can be trusted. A TimeoutError of ``channel`` passes through.
 
-    A Step that ``worker`` refuses, or whose forward raises, is answered with a StepFailure, and so is every Step that
-    builds on it, which ``worker`` never sees. Bytes that are no Step of this schema, and messages that are longer than
-    ``most_bytes`` or end in the middle, are answered with Unreadable, and then raise WireError or SchemaError here:
-    nothing behind them can be trusted. Beside that raises what ``channel`` raises as TimeoutError.
+    Args:
+        channel: a pipe, or a Link of ``connect`` or ``Listener.accept``.
+        worker: runs the Steps.
+        trusted: accept another TCP connection; its peer was asked for a key elsewhere.
+        most_bytes: the most bytes of a message, in both directions.
+
+    Returns:
+        How many Steps had a result.
+
+    Raises:
+        ConfigError: ``channel`` is another TCP connection, and ``trusted`` is not set.
+        WireError: a message is not a Step, is longer than ``most_bytes``, or is cut.
+        SchemaError: a message has another schema version.
     """
     require_trust(channel, trusted=trusted)
     served = 0
@@ -369,7 +415,7 @@ def _run(worker: Executor, step: Step, most_bytes: int) -> tuple[bytes, bool]:
         reply = encode_reply(worker.execute(step))
         check_size("the result", reply, most_bytes)
     except Exception as error:  # whatever a forward raises costs its Step, not the worker
-        # the message of a named error says all there is to know
+        # the message of a named error is enough, without a traceback
         trace = None if isinstance(error, HybridKVError) else error
         logger.warning("step %d failed: %s", step.id, error, exc_info=trace)
         return encode_reply(StepFailure.of(step.id, error)), False
@@ -390,7 +436,14 @@ def _answer(channel: Channel, reply: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteStatistics:
-    """Counts so far. steps: sent. failures: how often the Steps in flight failed."""
+    """Counts so far.
+
+    Attributes:
+        steps: Steps that were sent.
+        failures: how often the Steps in flight failed.
+        sent_bytes: bytes of all Steps.
+        received_bytes: bytes of all replies.
+    """
 
     steps: int
     failures: int
@@ -399,7 +452,7 @@ class RemoteStatistics:
 
 
 class RemoteWorker:
-    """A worker at the other end of ``channel``: Steps go out, and one reply to each comes back, in order.
+    """A worker at the other end of a channel: Steps go out, and one reply to each comes back, in order.
 
         reply = worker.receive()
         if isinstance(reply, StepFailure):
@@ -407,8 +460,16 @@ class RemoteWorker:
         else:
             scheduler.update(reply)
 
-    One thread. ``send`` waits while the channel is full: unread replies to all Steps in flight must fit in it, 12 bytes
-    a row each. channel, trusted, most_bytes: as in ``serve``.
+    Use it in one thread. ``send`` waits while the channel is full: unread replies to all Steps in flight must fit in
+    it, with 12 bytes a row each.
+
+    Args:
+        channel: as in ``serve``.
+        trusted: as in ``serve``.
+        most_bytes: as in ``serve``.
+
+    Raises:
+        ConfigError: as in ``serve``.
     """
 
     def __init__(self, channel: Channel, *, trusted: bool = False, most_bytes: int = MOST_BYTES) -> None:
@@ -420,13 +481,19 @@ class RemoteWorker:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps whose replies are not in."""
+        """Steps without a reply."""
         return len(self._in_flight)
 
     def send(self, step: Step) -> None:
-        """Send ``step``.
+        """Send a Step.
 
-        Raises as ``encode_step``, WireError for more than ``most_bytes``, and WorkerError when the worker is gone.
+        Args:
+            step: the Step.
+
+        Raises:
+            WireError: the Step cannot be encoded, or has more than ``most_bytes``.
+            SchemaError: the Step has another schema version.
+            WorkerError: the worker has closed the connection.
         """
         data = encode_step(step)
         check_size(f"Step {step.id}", data, self._most_bytes)
@@ -443,10 +510,13 @@ class RemoteWorker:
     def receive(self) -> StepResult | StepFailure:
         """Wait for the reply to the oldest Step in flight.
 
-        A failure carries the id of that Step, whatever the worker could not go on with (it may have missed this
-        one, and refused the next): hand it to ``Scheduler.fail``, which fails all Steps in flight, as they are here.
-        Raises WorkerError when nothing is in flight or the worker is gone, SchemaError or WireError as
-        ``decode_reply``, and WireError for a reply that is longer than ``most_bytes`` or ends in the middle.
+        A failure has the id of that Step, even if a later Step failed first at the worker. Give it to
+        ``Scheduler.fail``, which fails all Steps in flight, as this object does.
+
+        Raises:
+            WorkerError: no Step is in flight, or the worker has closed the connection.
+            WireError: the reply is invalid, longer than ``most_bytes`` or cut.
+            SchemaError: the reply has another schema version.
         """
         self._require_one()
         reply = self._next_reply()
@@ -456,9 +526,16 @@ class RemoteWorker:
         return reply
 
     def give_up(self, error: BaseException) -> StepFailure:
-        """Fail all Steps in flight for ``error``, say a time-out. Later replies to them are passed over.
+        """Fail all Steps in flight, for example after a time-out. Later replies to them are skipped.
 
-        Returns the failure of the oldest, as ``receive`` does. Raises WorkerError when nothing is in flight.
+        Args:
+            error: the reason.
+
+        Returns:
+            The failure of the oldest Step, as ``receive`` does.
+
+        Raises:
+            WorkerError: no Step is in flight.
         """
         self._require_one()
         return self._failed(type(error).__name__, str(error))
@@ -479,7 +556,7 @@ class RemoteWorker:
         return StepFailure(oldest, error, message)
 
     def _next_reply(self) -> Reply:
-        """Return the next reply to a Step that was not given up."""
+        """Return the next reply to a Step that was not failed here."""
         while True:
             try:
                 data = next_message(self._channel, self._most_bytes)

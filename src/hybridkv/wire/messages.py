@@ -1,16 +1,16 @@
-"""Steps and the replies to them as bytes: MessagePack of messages, whose fields, types and bounds stand here.
+"""Steps and their replies as bytes: MessagePack messages, with their fields, types and bounds.
 
     message      a map: "kind", and the fields of the dataclass by name
     array        [dtype, dimensions, bytes]: little-endian, row after row
-    seed         bytes: a little-endian integer in two's complement, since MessagePack's integers have 64 bits
+    seed         bytes: a little-endian integer in two's complement, because MessagePack's integers have 64 bits
 
-msgspec reads nothing that these classes do not name. ``__post_init__`` checks that the fields fit each other.
-Whether a row, a group, a column, a block or a token id exists depends on sizes that only the worker has. Whether a
-Step is next depends on the Steps before it.
+msgspec decodes only the fields of these classes. ``__post_init__`` checks that the fields are consistent. Only the
+worker knows the sizes that decide whether a row, a group, a column, a block or a token id exists. Whether a Step is
+next depends on the Steps before it.
 
-A message has one encoding. Whatever is decoded is encoded again and compared, so bytes after a message, a field twice
-or out of order, and numbers in a longer form are refused. ``encode_step`` and ``encode_reply`` read what they wrote by
-the rules of the reader: both ends refuse the same Steps.
+A message has exactly one encoding. A decoded message is encoded again and compared. So bytes after a message, duplicate
+or reordered fields, and numbers in a longer form are refused. ``encode_step`` and ``encode_reply`` decode their own
+output with the same rules, so both ends refuse the same Steps.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprob
 from hybridkv.units import shown
 
 MOST_LISTED: Final = 1 << 19
-"""Items of all lists of a Step together: rows that begin, and the lists of their sampling. An item of a list costs its
-reader a hundred times as much as an item of an array. A thousand rows may begin with 500 stop ids each."""
+"""Items of all lists of a Step together: new rows, and the lists of their sampling. Decoding an item of a list takes a
+hundred times as long as an item of an array. The limit allows a thousand new rows with 500 stop ids each."""
 MOST_SAID: Final = 10_000
-"""Characters of an exception's text that a reply holds: the text may print a whole tensor."""
+"""Characters of an exception's text in a reply: the text may print a whole tensor."""
 MOST_REFUSED: Final = 400
-"""Characters of a refusal that an error repeats: it may name all of a huge value."""
+"""Characters of a decoder's error that a WireError repeats: it may print a huge value."""
 
 # -- arrays
 
@@ -88,7 +88,7 @@ Int32Table = Array[Literal["int32"], tuple[Count, Count]]
 
 
 class _Part(Struct, forbid_unknown_fields=True):
-    """A part of a message. made: the class of the value that it describes; it has the same fields in the same order."""
+    """A part of a message; ``made`` is the class of its value, with the same fields in the same order."""
 
     made: ClassVar[type[Any]]
 
@@ -161,7 +161,7 @@ class CopyMessage(_Part):
 
 
 class EncoderMessage(_Part):
-    """What cross attention reads of a row."""
+    """The encoder output that cross attention reads for a row."""
 
     digest: Annotated[bytes, Meta(min_length=1)]
     num_tokens: Annotated[int, Meta(ge=1)]
@@ -178,7 +178,7 @@ class EncoderMessage(_Part):
 
 
 class SamplingMessage(_Part):
-    """How tokens are drawn. SamplingParams checks the values."""
+    """Sampling parameters. SamplingParams checks the values."""
 
     temperature: float
     top_k: int
@@ -282,7 +282,7 @@ class StepMessage(_Part, tag_field="kind", tag="step"):
         if not np.array_equal(counts, self.num_scheduled.view):
             raise WireError("token_ids must hold as many tokens of each row as num_scheduled says")
         if len(self.drafts.values) and (np.diff(self.drafts.indptr.view) > counts).any():
-            raise WireError("drafts must be a tail of token_ids: some row has more of them than tokens")
+            raise WireError("drafts must be the last of token_ids: some row has more drafts than tokens")
         if len(self.state_read) not in (0, rows):
             raise WireError(f"state_read is for {len(self.state_read)} rows, but there are {rows}")
         writers = self.state_writes.view[:, 0]
@@ -346,9 +346,13 @@ class ResultMessage(_Part, tag_field="kind", tag="result"):
 
 
 class StepFailure(Struct, frozen=True, tag_field="kind", tag="failure", forbid_unknown_fields=True):
-    """A Step brought no result. id: that of the Step. error: the name of the exception's class. message: its text.
+    """The reply to a Step that has no result.
 
-    ``of`` keeps the first MOST_SAID characters of the text.
+    Attributes:
+        id: of the Step.
+        error: the name of the exception's class.
+        message: its text, at most MOST_SAID characters.
+        schema_version: of the message.
     """
 
     id: StepId
@@ -358,7 +362,12 @@ class StepFailure(Struct, frozen=True, tag_field="kind", tag="failure", forbid_u
 
     @classmethod
     def of(cls, step_id: int, error: BaseException) -> StepFailure:
-        """Return the failure of Step ``step_id`` by ``error``."""
+        """Return the failure of a Step.
+
+        Args:
+            step_id: of the Step.
+            error: the exception.
+        """
         return cls(step_id, *_described(error))
 
     def __str__(self) -> str:
@@ -366,7 +375,13 @@ class StepFailure(Struct, frozen=True, tag_field="kind", tag="failure", forbid_u
 
 
 class Unreadable(Struct, frozen=True, tag_field="kind", tag="unreadable", forbid_unknown_fields=True):
-    """Bytes came that are no Step of this schema, so the Step is unknown. error, message: as in StepFailure."""
+    """The reply to bytes that are not a Step of this schema, so that the Step's id is unknown.
+
+    Attributes:
+        error: as in StepFailure.
+        message: as in StepFailure.
+        schema_version: of the message.
+    """
 
     error: str
     message: str
@@ -374,7 +389,11 @@ class Unreadable(Struct, frozen=True, tag_field="kind", tag="unreadable", forbid
 
     @classmethod
     def of(cls, error: BaseException) -> Unreadable:
-        """Return the reply to bytes that raised ``error``."""
+        """Return the reply to bytes that raised an error.
+
+        Args:
+            error: the exception.
+        """
         return cls(*_described(error))
 
 
@@ -403,25 +422,42 @@ class _Head(msgspec.Struct):
 
 
 def encode_step(step: Step) -> bytes:
-    """Return the message of ``step``; equal Steps give equal bytes. O(bytes).
+    """Encode a Step; equal Steps give equal bytes. O(bytes).
 
-    Raises WireError for a field of another dtype, shape or type than Step says, SchemaError for a Step of another
-    schema than this hybridkv has.
+    Args:
+        step: the Step.
+
+    Raises:
+        WireError: a field has another dtype, shape or type than Step says.
+        SchemaError: the Step has another schema version than this hybridkv.
     """
     return _encode("step", step, _STEPS)
 
 
 def decode_step(data: bytes) -> Step:
-    """Return the Step of a message. O(bytes).
+    """Decode a Step. O(bytes).
 
-    Raises SchemaError for another schema version, WireError for anything else that ``encode_step`` never writes: bytes
-    missing or left over, fields missing, unknown or of another type, and arrays that do not fit each other.
+    Args:
+        data: the message.
+
+    Raises:
+        SchemaError: the message has another schema version.
+        WireError: the message is not an output of ``encode_step``: bytes are missing or left over, fields are missing,
+            unknown or of another type, or arrays are inconsistent.
     """
     return _decode("step", data, _STEPS).value()
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """Return the message of a reply. Raises as ``encode_step``, and WireError for anything that is no reply."""
+    """Encode a reply. O(bytes).
+
+    Args:
+        reply: a result, a failure, or Unreadable.
+
+    Raises:
+        WireError: as ``encode_step``, or ``reply`` is not a reply.
+        SchemaError: the reply has another schema version.
+    """
     kind = _KINDS.get(type(reply))
     if kind is None:
         raise WireError(
@@ -431,7 +467,11 @@ def encode_reply(reply: Reply) -> bytes:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Return the reply of a message. Raises as ``decode_step``."""
+    """Decode a reply. Raises as ``decode_step``. O(bytes).
+
+    Args:
+        data: the message.
+    """
     reply: Reply = _value(_decode("reply", data, _REPLIES))
     return reply
 
@@ -475,7 +515,7 @@ def _row(new: NewRow) -> dict[str, Any]:
 
 
 def _portable(value: object) -> object:
-    """Return ``value`` as types that MessagePack has. msgspec asks for types that it does not know."""
+    """Return ``value`` as types that MessagePack has; msgspec calls this for types that it does not know."""
     if isinstance(value, np.ndarray):
         name = _DTYPE_NAMES.get(value.dtype)
         if name is None:
@@ -487,7 +527,7 @@ def _portable(value: object) -> object:
 
 
 def _place(item: object) -> str:
-    """Return the path to the part of ``item`` that no message holds."""
+    """Return the path to the part of ``item`` that cannot be encoded."""
     parts: Iterable[tuple[str, object]] = ()
     if isinstance(item, list | tuple):
         parts = ((f"[{i}]", part) for i, part in enumerate(item))
@@ -511,7 +551,7 @@ def _decode(what: str, data: bytes, decoder: Decoder[Message]) -> Message:
 
 
 def _checked(what: str, data: bytes, decoder: Decoder[Message]) -> Message:
-    """Return the message in ``data``. The errors of msgspec end with the path to what is wrong."""
+    """Return the message in ``data``. Errors of msgspec end with the path to the invalid part."""
     try:
         message = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -245,7 +245,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("samples", ["bool", [1], b"\1"], "samples is for 1 rows"),
     ("token_ids", {"indptr": int64(0, 4), "values": int32(1, 2, 3, 4)}, "token_ids is for 1 rows"),
     ("drafts", {"indptr": int64(0, 0), "values": int32()}, "drafts is for 1 rows"),
-    ("drafts", {"indptr": int64(0, 2, 2), "values": int32(1, 2)}, "drafts must be a tail of token_ids"),
+    ("drafts", {"indptr": int64(0, 2, 2), "values": int32(1, 2)}, "drafts must be the last of token_ids"),
     ("token_ids.indptr", int64(), r"\.token_ids: indptr must rise from 0 to the 4 values"),
     ("token_ids.indptr", int64(1, 1, 4), r"\.token_ids: indptr must rise from 0 to the 4 values"),
     ("token_ids.indptr", int64(0, 1, 3), r"\.token_ids: indptr must rise from 0 to the 4 values"),

@@ -196,16 +196,16 @@ def test_a_tcp_connection_that_nobody_checked_is_refused(trusted: bool) -> None:
             thread.join(20)
             assert came == [1]
         else:
-            with pytest.raises(ConfigError, match="this is a TCP connection, and nobody has checked"):
+            with pytest.raises(ConfigError, match="the peer of this TCP connection was not asked"):
                 serve(there, Echo())
             with pytest.raises(ConfigError, match=r"Listener and connect, with an authkey"):
                 RemoteWorker(here)
 
 
 def test_tcp_without_a_key_has_to_be_said() -> None:
-    with pytest.raises(ConfigError, match=r"whoever reaches port 0 can connect: .*authkey.*trusted=True"):
+    with pytest.raises(ConfigError, match=r"every process that reaches port 0 can connect: .*authkey.*trusted=True"):
         Listener(ANYWHERE)
-    with pytest.raises(ConfigError, match="whoever reaches port 9 can connect"):
+    with pytest.raises(ConfigError, match="every process that reaches port 9 can connect"):
         connect(("127.0.0.1", 9))
     for weak in (b"", b"password", "k" * 32):
         with pytest.raises(ConfigError, match="authkey must be 16 bytes or more"):

@@ -1,14 +1,14 @@
 "use strict";
-// One sample a second comes as a server-sent event (hybridkv.serve.metrics); what was seen in 30 minutes stays here.
+// One sample a second arrives as a server-sent event (hybridkv.serve.metrics). The page keeps 30 minutes of samples.
 const KEPT_S = 1800;
 const NOW_S = 10;
 const SLOWEST = 10;
 const STATES = { c: "cached", p: "pinned", r: "running" };
 const SAID = { c: "cached", p: "pinned", r: "held by requests" };
 const WAITS = {
-  arrived: "just arrived", parent: "the request it branches off", seats: "a seat: as many run as may",
-  in_flight: "steps in flight", turn: "its turn", no_space: "room", fragmented: "room in one piece",
-  admission_limit: "room for all of its tokens", prefix_not_written: "its prefix to be written",
+  arrived: "its first step", parent: "the request it is forked from", seats: "a running request to end (--max-running)",
+  in_flight: "steps in flight", turn: "its turn", no_space: "memory", fragmented: "contiguous memory",
+  admission_limit: "memory for all of its tokens", prefix_not_written: "its prefix to be written",
 };
 const at = (id) => document.getElementById(id);
 const count = new Intl.NumberFormat("en");
@@ -23,7 +23,7 @@ function bytes(value) {
 
 // -- history
 
-const seen = []; // samples: what charts and rates need of them
+const seen = []; // the fields of samples that charts and rates need
 const marks = []; // { time, preempted, evicted }
 const slow = new Map();
 
@@ -31,7 +31,7 @@ function keep(sample) {
   const before = seen.at(-1);
   const gap = before && sample.time - before.time > 5;
   if (gap) seen.push({ time: before.time + 1, gap: true });
-  if (before && sample.queries < before.queries) slow.clear(); // the server was begun anew
+  if (before && sample.queries < before.queries) slow.clear(); // the server was restarted
   if (before && !before.gap) {
     const preempted = sample.preemptions - before.preemptions;
     const evicted = sample.evictions - before.evictions;
@@ -50,7 +50,7 @@ function keep(sample) {
   for (const one of ended) slow.set(one.told[0], one);
 }
 
-/** How much `name` grew in the seconds before the sample at `place`, and in how many seconds; null behind a gap. */
+/** The growth of `name` in the seconds before the sample at `place`, and the number of seconds; null after a gap. */
 function grown(place, name, within = NOW_S) {
   const now = seen[place];
   let first = place;
@@ -110,7 +110,7 @@ let reasons = [];
 
 function makeCharts() {
   const palette = ["running", "cached", "pinned", "preempted", "evicted", "queued", "soft", "focus"];
-  chart("chart-hits", [["last 10 s", "running"], ["so far", "cached"]], { range: [0, 1], format: share });
+  chart("chart-hits", [["last 10 s", "running"], ["total", "cached"]], { range: [0, 1], format: share });
   chart("chart-requests", [["running", "running"], ["waiting", "cached"]], { format: (one) => count.format(one) });
   chart("chart-memory", [["held", "running"], ["held or cached", "cached"]], { format: bytes });
   chart("chart-misses", reasons.map((one, place) => [one.replaceAll("_", " "), palette[place % palette.length]]), {
@@ -126,7 +126,7 @@ function drawCharts() {
     "chart-requests": [column((one) => one.running), column((one) => one.waiting)],
     "chart-memory": [column((one) => one.held), column((one) => one.held + one.cached)],
     "chart-misses": reasons.map((name) => column((_, place) => {
-      const more = grown(place, (one) => one.misses?.[name] ?? 0); // null: kept from before --explain
+      const more = grown(place, (one) => one.misses?.[name] ?? 0); // null: a sample from before --explain
       return more && more.more / more.seconds;
     })),
   };
@@ -186,7 +186,7 @@ function point(place) {
   const where = `${bytes(Math.floor((cursor * latest.arena) / states.length))} in: `;
   const group = parseInt(groups[cursor], 36);
   at("cell").textContent = states[cursor] === " " ? `${where}free`
-    : `${where}${SAID[states[cursor]]}, group ${group} (${latest.groups[group]?.[0]}), for ${2 ** Number(ages[cursor]) - 1} s or more`;
+    : `${where}${SAID[states[cursor]]}, group ${group} (${latest.groups[group]?.[0]}), for at least ${2 ** Number(ages[cursor]) - 1} s`;
   drawMap();
 }
 
@@ -273,8 +273,9 @@ function showSlowest() {
     const item = list.children[place] ?? element("li", list);
     const text = item.children[0] ?? element("span", item);
     const bar = item.children[1] ?? element("div", item, "track");
-    text.textContent = `${id.slice(0, 14)}: ${seconds(whole)}, waited ${seconds(queued)}, first token after ${seconds(first)}; ` +
-      `${count.format(hit)} of ${count.format(prompt)} found, ${count.format(output)} out${preempted ? `, preempted ${preempted}` : ""}`;
+    const perToken = output > 1 ? `, time per output token ${seconds((whole - first) / (output - 1))}` : "";
+    text.textContent = `${id.slice(0, 14)}: ${seconds(whole)}, waited ${seconds(queued)}, time to first token ${seconds(first)}${perToken}; ` +
+      `hit ${count.format(hit)} of ${count.format(prompt)}, output ${count.format(output)}${preempted ? `, preemptions ${preempted}` : ""}`;
     track(bar, [["queued", queued / longest], ["prefill", Math.max(first - queued, 0) / longest], ["decode", (whole - first) / longest]]);
   });
 }
@@ -291,7 +292,7 @@ function show(sample) {
     makeCharts();
   }
   at("model").textContent = sample.model;
-  document.title = `${sample.model}: ${sample.running} run, ${sample.waiting} wait`;
+  document.title = `${sample.model}: ${sample.running} running, ${sample.waiting} waiting`;
   for (const tile of document.querySelectorAll("[data-figure]")) {
     const value = sample[tile.dataset.figure];
     tile.dataset.value = value;
@@ -319,7 +320,7 @@ function show(sample) {
   showSlowest();
 }
 
-// -- the connection: none while nobody looks
+// -- the connection: closed while the page is hidden
 
 let key = "";
 let ending = null;
@@ -334,7 +335,7 @@ async function listen() {
   try {
     const answer = await fetch("live", { headers: key ? { Authorization: `Bearer ${key}` } : {}, signal: mine.signal });
     if (answer.status === 401 || answer.status === 403) {
-      say(key ? "this key may not see it" : "figures are for those with a key");
+      say(key ? "this API key is not allowed here: give a key without a salt" : "an API key is needed");
       at("ask").hidden = false;
       return;
     }
@@ -354,10 +355,10 @@ async function listen() {
         say("live");
       }
     }
-    throw new Error("the server ended");
+    throw new Error("the server closed the connection");
   } catch (error) {
     if (mine.signal.aborted) return;
-    say(`not connected (${error.message}): trying again`);
+    say(`not connected (${error.message}): retrying`);
     setTimeout(() => { if (ending === mine && !document.hidden) listen(); }, 2000);
   }
 }
@@ -370,7 +371,7 @@ at("ask").addEventListener("submit", (event) => {
 });
 document.addEventListener("visibilitychange", () => {
   ending?.abort();
-  if (document.hidden) say("paused: nobody looks");
+  if (document.hidden) say("paused while hidden");
   else listen();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
