@@ -1,8 +1,8 @@
-"""What is wrong with a plan, a trace in a memory, or a running server, and what to change (docs/doctor.md).
+"""Diagnoses of a plan, a trace in a given memory, or a running server: problems, and how to fix them (docs/doctor.md).
 
-Each look gives a figure and, where something is wrong, a finding. A plan is looked at by itself: where hits may end,
-what states weigh and how many fit, whether windows are windows. A trace is replayed, and so is each remedy, which
-proves it. Of a server nothing is asked but its metrics.
+Each check returns a figure and, if something is wrong, a finding. A plan is checked by itself: where hits may end, the
+bytes of states and how many fit, whether windows are kept as windows. A trace is replayed, and so is each remedy, which
+proves it. A server is asked for its metrics only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ FOUND: Final = "found"
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A replay, or a plan, under ``change``. figure: what was compared, ``before`` and ``after``."""
+    """The effect of a remedy, from a replay or a plan.
+
+    Attributes:
+        change: the remedy.
+        figure: the compared quantity.
+        before: its value without the remedy.
+        after: its value with the remedy.
+    """
 
     change: str
     figure: str
@@ -51,7 +58,15 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """name: of what was looked at. said: what is wrong. figure: that shows it. remedy: what to change."""
+    """A problem.
+
+    Attributes:
+        name: of the check.
+        said: the problem in a sentence; empty if nothing is wrong.
+        figure: the figure that shows it.
+        remedy: how to fix it.
+        proof: the effect of the remedy, if it was tried.
+    """
 
     name: str
     said: str
@@ -62,7 +77,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """subject: what was looked at. figures: of all that was, wrong or not, by name; nothing of what cannot be told."""
+    """The results of all checks.
+
+    Attributes:
+        subject: what was checked.
+        findings: the problems.
+        figures: the figure of every check by its name, without checks that could not be done.
+    """
 
     subject: str
     findings: tuple[Finding, ...]
@@ -70,24 +91,24 @@ class Diagnosis:
 
     @classmethod
     def of(cls, subject: str, looks: Iterable[Finding]) -> Diagnosis:
-        """looks: findings, and figures with which nothing is wrong: those say nothing."""
+        """Separate the problems from the figures of checks that found nothing wrong."""
         every = list(looks)
         return cls(subject, tuple(one for one in every if one.said), {one.name: one.figure for one in every})
 
 
 def _fine(name: str, figure: str) -> Finding:
-    """Return a figure with which nothing is wrong."""
+    """Return the figure of a check that found nothing wrong."""
     return Finding(name, "", figure, "")
 
 
 _LONG_EDGE: Final = 256
-"""Tokens between two ends of hits that are more than many a shared beginning has."""
+"""Tokens between two possible ends of hits that exceed many shared prefixes; chosen by hand."""
 _HEAVY: Final = 4
-"""So much more than the tokens between them may states weigh."""
+"""States may take this many times the bytes of the tokens between them; chosen by hand."""
 
 
 def examine_plan(plan: Plan, max_running: int) -> Diagnosis:
-    """max_running: requests at once. O(blocks of a request)."""
+    """Check a plan for ``max_running`` requests at once. O(blocks of a request)."""
     return Diagnosis.of(
         f"plan of {plan.model.name} in {format_bytes(plan.memory_bytes)}", _plan_looks(plan, max_running)
     )
@@ -103,7 +124,7 @@ def _plan_looks(plan: Plan, max_running: int) -> Iterator[Finding]:
 
 
 def edge_tokens(plan: Plan) -> int:
-    """Hits end at multiples of so many tokens; 1: anywhere."""
+    """Return the tokens between two possible ends of hits; 1 if hits end at any token."""
     if plan.layout == NATURAL:
         return 1
     specs = [
@@ -113,7 +134,7 @@ def edge_tokens(plan: Plan) -> int:
 
 
 def planned_again(plan: Plan, **changed: Any) -> Plan:  # noqa: ANN401 - arguments of hybridkv.planner.plan
-    """``plan`` anew, with ``changed`` instead of what it was made with. CapacityError where it does not fit so."""
+    """Return ``plan`` made anew with ``changed`` arguments. CapacityError if that does not fit the memory."""
     same = changed.get("layout", plan.layout) == plan.layout
     asked = {
         "memory": plan.memory_bytes,
@@ -133,23 +154,23 @@ def planned_again(plan: Plan, **changed: Any) -> Plan:  # noqa: ANN401 - argumen
 
 
 def states_that_fit(plan: Plan) -> int:
-    """Requests that have a state, and a block of everything else, at once."""
+    """Return how many requests can have a state, and a block of everything else, at once."""
     needed = blocks_needed(plan.config.groups, replace(plan.limits, max_model_len=1))
     return copies_that_fit(plan.config, plan.limits, needed)[0]
 
 
 def has_windows(plan: Plan) -> bool:
-    """Whether layers of the model read a window, or a chunk, alone."""
+    """Return whether some layers of the model read only a window or a chunk."""
     return any(layer.spec.keeps is Keeps.WINDOW for layer in plan.model.layers)
 
 
 def windows_are_full(plan: Plan) -> bool:
-    """Whether they keep every token all the same."""
+    """Return whether layers with windows keep every token."""
     return has_windows(plan) and not _of_kind(plan, Keeps.WINDOW)
 
 
 def _of_kind(plan: Plan, kind: Keeps) -> list[int]:
-    """Groups that keep such."""
+    """Return the groups that keep ``kind``."""
     return [number for number, group in enumerate(plan.config.groups) if group.spec.keeps is kind]
 
 
@@ -160,12 +181,14 @@ def _edges(plan: Plan) -> Finding:
     figure = f"hits end at multiples of {format_count(edge)} tokens"
     if edge < _LONG_EDGE:
         return _fine(BLOCKS, figure)
-    said = f"Prompts that share less than {format_count(edge)} tokens find nothing, and others up to as many less."
+    said = (
+        f"Prompts that share fewer than {format_count(edge)} tokens get no hit; other hits lose up to as many tokens."
+    )
     return Finding(BLOCKS, said, figure, "plan with --layout natural, where hits end at any token")
 
 
 def _weight(plan: Plan) -> Finding:
-    """A grid of states beside the tokens between them."""
+    """Compare the bytes of states at an interval with the bytes of the tokens between them."""
     states = sum(plan.config.block_bytes_of(number) for number in _of_kind(plan, Keeps.STATE))
     tokens = [(number, plan.config.groups[number].spec.block_size) for number in _of_kind(plan, Keeps.TOKENS)]
     each = sum(plan.config.block_bytes_of(number) / size for number, size in tokens)
@@ -187,8 +210,10 @@ def _plan_room(plan: Plan, max_running: int) -> Finding:
     figure = f"room for the states of {format_count(fit)} requests, {format_count(max_running)} may run"
     if fit >= max_running:
         return _fine(STATES_FIT, figure)
-    said = "Memory holds fewer states than requests may run: they wait for memory, and no state is kept for a hit."
-    remedy = f"more --memory, or --max-running {max(fit // 2, 1)}, which leaves as many states to be kept"
+    said = (
+        "Memory holds states for fewer requests than may run: requests wait for memory, and no state is kept for hits."
+    )
+    remedy = f"more --memory, or --max-running {max(fit // 2, 1)}, which leaves as many states for hits"
     return Finding(STATES_FIT, said, figure, remedy)
 
 
@@ -199,7 +224,7 @@ def _windows(plan: Plan) -> Finding:
     before, after = plan.capacity.concurrency, other.capacity.concurrency
     longest = f"requests of {format_count(plan.max_model_len)} tokens"
     figure = f"{before:.2f} {longest} fit, {after:.2f} with windows"
-    if after <= before:  # none is longer than a window
+    if after <= before:  # no request is longer than a window
         return _fine(WINDOWS, figure)
     said = "Layers that read a window alone keep every token."
     proof = Proof("the plan without --windows-as-full", f"{longest} that fit", round(before, 2), round(after, 2))
@@ -207,7 +232,7 @@ def _windows(plan: Plan) -> Finding:
 
 
 _LITTLE: Final = 0.01
-"""Of the prompt tokens; less is not worth a word."""
+"""A share of the prompt tokens below this is not reported; chosen by hand, as the shares and counts below."""
 _HALF: Final = 0.5
 _MANY: Final = 100
 _UNREAD: Final = 0.05
@@ -222,7 +247,15 @@ def examine_trace(
     summary: TraceSummary | None = None,
     on_replay: Callable[[str], None] = lambda _: None,
 ) -> Diagnosis:
-    """``source`` under ``plan``. on_replay: told which replay comes next. O(replays), one and one for each remedy."""
+    """Check a trace under a plan. O(replays): one for the trace and one for each remedy.
+
+    Args:
+        source: the trace.
+        plan: the plan to replay it with.
+        settings: of the replays.
+        summary: of the trace; None computes it.
+        on_replay: called with the name of each replay before it begins.
+    """
     counted = source.summary() if summary is None else summary
     on_replay("as it is")
     case = _Case(source, plan, settings, counted, on_replay)
@@ -259,7 +292,7 @@ class _Case:
     on_replay: Callable[[str], None]
 
     def looks(self, ran: _Ran) -> Iterator[Finding]:
-        """All that there is to look at; of a trace of lengths alone, what does not depend on hits."""
+        """Yield the result of every check; for a trace of lengths alone, of checks that do not depend on hits."""
         keeps_states = any(group.spec.keeps is Keeps.STATE for group in self.plan.config.groups)
         if not self.summary.tokens_known:
             yield _fine(BLOCKS, "unknown: the trace tells lengths alone")
@@ -281,10 +314,12 @@ class _Case:
         edge, all_ = edge_tokens(self.plan), sum(shared)
         reached = sum(one // edge * edge for one in shared)
         where = f", {reached / prompts:.2%} up to multiples of {format_count(edge)} tokens, where hits end"
-        figure = f"{all_ / prompts:.2%} of the prompt tokens are shared with one before{where if edge > 1 else ''}"
+        figure = (
+            f"{all_ / prompts:.2%} of the prompt tokens are shared with an earlier prompt{where if edge > 1 else ''}"
+        )
         if all_ < _LITTLE * prompts or reached >= _HALF * all_:
             return _fine(BLOCKS, figure)
-        said = "Blocks are larger than most of what prompts share: it cannot be found."
+        said = "Blocks are larger than most shared prefixes, which therefore cannot be hit."
         remedy = "--layout natural, where hits end at any token"
         proof = self._hits("with --layout natural", ran, layout=NATURAL)
         return Finding(BLOCKS, said, figure, remedy, proof)
@@ -293,13 +328,13 @@ class _Case:
         plain = source.without_salts()
         possible = sum(_shared(plain))
         figure = (
-            f"{shared / prompts:.2%} of the prompt tokens are shared with one before of the same salt, "
-            f"{possible / prompts:.2%} with any"
+            f"{shared / prompts:.2%} of the prompt tokens are shared with an earlier prompt of the same salt, "
+            f"{possible / prompts:.2%} with one of any salt"
         )
         if possible < _LITTLE * prompts or shared >= _HALF * possible:
             return _fine(SALTS, figure)
-        said = "Prompts that begin alike have different salts, and share nothing."
-        change = "one salt for all who may share, such as a tenant, instead of one a request"
+        said = "Prompts with a common prefix have different salts, so they share no blocks."
+        change = "one salt for all requests that may share, such as those of a tenant, instead of one for each request"
         self.on_replay("with one salt")
         after = _run(plain, self.plan, self.settings, self.summary).report
         proof = Proof("with one salt", "hit rate", _rate(ran.report), _rate(after))
@@ -322,17 +357,17 @@ class _Case:
                 continue
             proof = self._hits(f"with {remedy}", ran, **changed)
             if proof.after >= proof.before:
-                said = "States are kept that nobody reads again, where tokens and other states could be."
+                said = "States that are never read again take the memory of tokens and other states."
                 return Finding(STATES_READ, said, figure, remedy, proof)
         return _fine(STATES_READ, figure)
 
     def _states_fit(self, ran: _Ran) -> Finding:
         fit, wanted = states_that_fit(self.plan), min(ran.most_at_once, self.settings.max_running)
-        figure = f"room for the states of {format_count(fit)} requests, {format_count(wanted)} wanted to run at once"
+        figure = f"room for the states of {format_count(fit)} requests, {format_count(wanted)} could run at once"
         if fit >= wanted:
             return _fine(STATES_FIT, figure)
         memory = self.plan.memory_bytes * (2 * wanted // max(fit, 1) + 1)
-        said = "Memory holds fewer states than requests want to run: they wait, and no state is kept for a hit."
+        said = "Memory holds states for fewer requests than could run: requests wait, and no state is kept for hits."
         hardware = self.settings.hardware
         room = room_for_cache(self.plan.model, hardware, self.settings.weights) if self.settings.time_scale else None
         if room is not None:
@@ -354,7 +389,7 @@ class _Case:
         figure = f"all layers keep every token; at most {ran.report.peak_usage:.1%} of the memory was held by requests"
         said = "Layers that read a window alone keep every token."
         proof = self._hits("without --windows-as-full", ran, windows_as_full=False)
-        if proof.after <= proof.before:  # memory is not what lacks
+        if proof.after <= proof.before:  # memory is not the bottleneck
             return _fine(WINDOWS, figure)
         return Finding(WINDOWS, said, figure, "plan without --windows-as-full", proof)
 
@@ -362,7 +397,7 @@ class _Case:
         return Proof(change, "hit rate", _rate(ran.report), _rate(self._replay(change, **planned).report))
 
     def _replay(self, change: str, **planned: Any) -> _Ran:  # noqa: ANN401 - as above
-        """With ``planned`` instead of what the plan has."""
+        """Replay the trace with ``planned`` arguments instead of the plan's."""
         self.on_replay(change)
         plan, settings = self.plan, self.settings
         placed = planned.get("layout", plan.layout) == plan.layout and settings.placement is not None
@@ -372,35 +407,35 @@ class _Case:
 
 
 def _rate(report: ReplayReport) -> float:
-    """Its hit rate; asked for where tokens are known alone."""
+    """Return the hit rate of a replay with known tokens."""
     return report.hit_rate or 0.0
 
 
 def _shared(source: RequestSource) -> list[int]:
-    """Of each request, the tokens that it begins with and one before had."""
+    """Return for each request how many of its first tokens an earlier request began with."""
     prefixes = Prefixes()
     return [prefixes.shared_tokens(request) for request in source]
 
 
 _MUCH: Final = 0.1
-"""Of the prompt tokens."""
+"""A share of the prompt tokens; chosen by hand, as the shares and counts below."""
 _NEVER_HIT: Final = 0.9
 _FEW_HITS: Final = 0.05
 _ENOUGH_TOKENS: Final = 10_000
 
 
 class Figures(Protocol):
-    """Metrics of one moment, by their names without a prefix."""
+    """The metrics of one moment, by their names without a prefix."""
 
     def of(self, name: str, **labels: str) -> float | None:
-        """The sum of those with ``labels``; None where there is none."""
+        """Return the sum of the samples with ``labels``; ``None`` if there is no sample."""
 
     def by(self, name: str, label: str) -> Mapping[str, float]:
-        """Such sums for each value of ``label``."""
+        """Return the sum of the samples for each value of ``label``."""
 
 
 def examine_server(subject: str, now: Figures) -> Diagnosis:
-    """subject: where they come from."""
+    """Check the metrics of a server; ``subject`` names it."""
     looks = (_found(now), *_reasons(now), _ends(now), _server_room(now))
     return Diagnosis.of(subject, (one for one in looks if one is not None))
 
@@ -409,19 +444,19 @@ def _found(now: Figures) -> Finding | None:
     asked, found = now.of("prefix_cache_queries_total"), now.of("prefix_cache_hits_total")
     if not asked or found is None:
         return None
-    figure = f"{found / asked:.2%} of {format_count(int(asked))} prompt tokens found"
+    figure = f"hit rate {found / asked:.2%} of {format_count(int(asked))} prompt tokens"
     if found or asked < _ENOUGH_TOKENS:
         return _fine(FOUND, figure)
     why = (
-        "start it with --explain, which says why; hybridkv doctor TRACE says what its traffic could find"
+        "start it with --explain to see the reasons; hybridkv doctor TRACE shows the possible hit rate of its traffic"
         if now.of("prompt_tokens_missed_total") is None
         else "see the reasons below"
     )
-    return Finding(FOUND, "Nothing was ever found in the cache.", figure, why)
+    return Finding(FOUND, "No prompt has ever hit the cache.", figure, why)
 
 
 def _reasons(now: Figures) -> Iterator[Finding]:
-    """Where the server explains misses."""
+    """Yield findings from the reasons of misses, if the server explains them."""
     missed, prompts = now.by("prompt_tokens_missed_total", "reason"), now.of("prefix_cache_queries_total")
     if not missed or not prompts:
         return
@@ -429,14 +464,14 @@ def _reasons(now: Figures) -> Iterator[Finding]:
         (
             BLOCKS,
             MissReason.BLOCK_EDGE,
-            "Hits end where blocks do, and much of what prompts share lies behind the last such end.",
+            "Hits end at block boundaries, and many shared tokens follow the last boundary.",
             "plan with --layout natural, or a smaller --block-size",
         ),
         (
             SALTS,
             MissReason.OTHER_SALT,
-            "Prompts that begin alike have different salts, and share nothing.",
-            "one salt for all who may share, such as a tenant, instead of one a request",
+            "Prompts with a common prefix have different salts, so they share no blocks.",
+            "one salt for all requests that may share, such as those of a tenant, instead of one for each request",
         ),
     ):
         tokens = missed.get(reason, 0.0)
@@ -445,18 +480,18 @@ def _reasons(now: Figures) -> Iterator[Finding]:
 
 
 def _ends(now: Figures) -> Finding | None:
-    """States, and other ends, that are kept for whom comes back."""
+    """Check whether resume points, such as states, are hit again."""
     made, hits = now.of("kv_ends_stored_total"), now.of("kv_end_hits_total")
     gone, unused = now.of("kv_ends_evicted_total"), now.of("kv_ends_evicted_unused_total")
     if made is None or hits is None or gone is None or unused is None:
         return None
-    figure = f"{format_count(int(made))} ends kept, {format_count(int(hits))} hits of them"
+    figure = f"{format_count(int(made))} resume points stored, {format_count(int(hits))} hits of them"
     if gone:
-        figure += f"; {unused / gone:.2%} of those given up were never hit"
+        figure += f"; {unused / gone:.2%} of the evicted ones were never hit"
     if gone < _MANY or unused < _NEVER_HIT * gone or hits >= _FEW_HITS * made:
         return _fine(STATES_READ, figure)
     said = "States and blocks are kept for prompts that never come back."
-    remedy = "--placement ends where an interval is set; else prompts have little in common, or memory is too small"
+    remedy = "--placement ends if an interval is set; otherwise prompts share little, or memory is too small"
     return Finding(STATES_READ, said, figure, remedy)
 
 
@@ -467,10 +502,10 @@ def _server_room(now: Figures) -> Finding | None:
         return None
     waits = now.of("num_requests_waiting_by_reason", reason="no_space") or 0.0
     figure = (
-        f"{format_count(int(held))} blocks of states held by requests, {format_count(int(free))} kept, "
+        f"{format_count(int(held))} blocks of states held by requests, {format_count(int(free))} kept for hits, "
         f"{format_count(int(waits))} requests wait for memory"
     )
     if free or not (waits and held):
         return _fine(STATES_FIT, figure)
-    said = "Memory holds fewer states than requests want to run: no state is kept for a hit."
+    said = "Memory holds states for fewer requests than could run: no state is kept for hits."
     return Finding(STATES_FIT, said, figure, "more memory, or fewer requests at once (--max-running)")

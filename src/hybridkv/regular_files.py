@@ -1,4 +1,4 @@
-"""Files whose paths users give: regular files are read alone, without a wait; files are written whole or not at all."""
+"""Files at paths that users give: only regular files are read, without waiting; files are written as a whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_regular(path: str | Path) -> BufferedReader:
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
-    raise OSError(errno.EINVAL, "not a regular file: save what it gives to a file, and name that", str(path))
+    raise OSError(errno.EINVAL, "not a regular file: save its content to a file, and give that path", str(path))
 
 
 def _open_now(path: str, flags: int) -> int:
@@ -36,7 +36,7 @@ def _open_now(path: str, flags: int) -> int:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file beside ``path`` that takes its place at the end; after an error nothing is left of it."""
+    """Yield a new file next to ``path``, which replaces ``path`` at the end. After an error it is removed."""
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(number, "wb") as file:
@@ -54,6 +54,6 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """``content`` as the file at ``path``. OSError where there is no room, or no right to."""
+    """Write ``content`` to the file at ``path``. OSError without space or permission."""
     with written_whole(path) as file:
         file.write(content)

@@ -335,7 +335,7 @@ async function listen() {
   try {
     const answer = await fetch("live", { headers: key ? { Authorization: `Bearer ${key}` } : {}, signal: mine.signal });
     if (answer.status === 401 || answer.status === 403) {
-      say(key ? "this API key is not allowed here: give a key without a salt" : "an API key is needed");
+      say(key ? "this API key may not see the figures: give an operator's key" : "an API key is needed");
       at("ask").hidden = false;
       return;
     }
