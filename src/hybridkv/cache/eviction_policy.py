@@ -7,10 +7,14 @@
     make_way    blocks are about to be taken: resume points are evicted until there is room
     settle      facts about blocks are read, for callers that take no steps
 
-    a resume point:   new --keep--> kept --make_way--> ghost entry (a record without blocks) --> forgotten
-                       |             ^ |                    |
-                       +-- declined  | +-- hit, expect      +-- seen again: kept once more if its value suffices
-                                     +------ awaited by a waiting request: not evicted first
+The states of a resume point, where the policy compares them:
+
+    new --admits, keep--> kept --make_way--> ghost entry --> forgotten
+     |                    ^  |                    |
+     +--> declined        +--+ hit                +--> kept again, if its tokens come again and its value suffices
+
+    kept          its blocks are published, and a request can resume there; waiting requests (expect) protect it
+    ghost entry   a record without blocks, which shows that a prompt would have hit it
 
 ``LeastRecentlyUsed`` keeps no records of resume points; ``hybridkv.eviction.ranked`` compares them by value.
 """

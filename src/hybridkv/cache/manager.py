@@ -11,10 +11,13 @@ A request passes through these calls:
 A *resume point* is a token count at which a later request with the same tokens can begin. Attention needs the blocks of
 the tokens before it; a recurrent layer needs the state after exactly that many tokens:
 
-    tokens    [ prompt ............................ P-1 | P | output ........... ]
-    blocks    [ b0 | b1 | b2 | b3 | b4 | b5 | b6 | b7 : b7 | b8 | b9 | b10 : .. ]
-    states                 ^ S1 (branch)            ^ S2 (P-1)               ^ S3 (end of the request)
-    resume at             10                       31                       42 tokens
+    tokens    |pppp|pppp|pppp|pppp|pppp|pppp|pppp|pppp|oooo|oooo|oo..|     p: prompt (32 tokens), o: output (10)
+    blocks      b0   b1   b2   b3   b4   b5   b6   b7   b8   b9   b10      attention, 4 tokens a block
+    states                ^                         ^             ^        recurrent, one block a state
+    position              10                        31            42       10: branch, 31: P-1, 42: end
+
+P-1 comes before the last prompt token, which must be computed for its logits. All three end inside a block: a hit copies
+its last block.
 
 ``CacheBounds`` holds the facts of a cache that no step changes: its groups, its layout and its size.
 """
