@@ -9,9 +9,10 @@ The block tables of a group are one flat array with an extent for each row:
                       ^ base            columns base .. count-1 lie in the extent
                           ^ dropped     all columns before it are null
 
-    tokens of a request with a window of 5, blocks of 2, 18 tokens computed:
-            [ 0 .. 11: no longer read | 12 13 | 14 15 | 16 17 | new ... ]
-    columns   0 .. 5: dropped           6       7       8       9: appended by the next step
+    a window of 5 tokens, blocks of 2 tokens, 18 tokens computed (the next token reads the 4 before it):
+
+    tokens    [ 0 .. 13: no longer read | 14 15 | 16 17 | new ... ]
+    columns     0 .. 6:  dropped            7       8       9: appended by the next step
 
 The room of an extent is a power of two. A row that outgrows it moves to an extent of twice the size, and its old extent
 waits in a free list of its size. So a request of 1k tokens takes room for 1k tokens even if another request holds 1M, a

@@ -16,8 +16,8 @@ the tokens before it; a recurrent layer needs the state after exactly that many 
     states                ^                         ^             ^        recurrent, one block a state
     position              10                        31            42       10: branch, 31: P-1, 42: end
 
-P-1 comes before the last prompt token, which must be computed for its logits. All three end inside a block: a hit copies
-its last block.
+P-1 comes before the last prompt token, which must be computed for its logits. All three positions lie inside a block:
+a hit copies its last block.
 
 ``CacheBounds`` holds the facts of a cache that no step changes: its groups, its layout and its size.
 """
