@@ -190,7 +190,7 @@ def crowd() -> tuple[bytes, float]:
         engine.step()
         samples = Live(AsyncEngine(engine), RequestMetrics("hybridkv", "crowd"))  # whose thread would go on stepping
         begun = time.perf_counter()
-        text = json.dumps(samples._told(_look(engine))).encode()
+        text = json.dumps(samples._sample(_look(engine))).encode()
         return text, time.perf_counter() - begun
 
 
@@ -214,12 +214,12 @@ def test_a_look_stays_as_it_was_when_the_engine_goes_on() -> None:
         engine.step()
         samples = Live(AsyncEngine(engine), RequestMetrics("hybridkv", "looked"))
         look = _look(engine)
-        before = samples._told(look)
+        before = samples._sample(look)
         assert [list(one[1:]) for one in before["runs"]] == [[2, 0, 2, 1, 0]] * 2
         assert [list(one[1:]) for one in before["queue"]] == [[2, "seats"]] * 2
         for _ in range(4):  # rows are released, and taken by those that waited
             engine.step()
-        after = samples._told(look)
+        after = samples._sample(look)
         assert (after["runs"], after["queue"]) == (before["runs"], before["queue"])
 
 

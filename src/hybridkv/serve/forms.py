@@ -266,9 +266,13 @@ class ChoicesForm:
 
     def part(self, choice: int, new: Increment) -> Iterable[bytes]:
         """Yield the new part of an output, unless it is empty, such as a part of a character."""
-        told = self._choice(choice, new)
-        if new.text or any(told.get(name) for name in ("text", "finish_reason", "logprobs")) or "token_ids" in told:
-            yield event(self._chunk(told))
+        choice_fields = self._choice(choice, new)
+        if (
+            new.text
+            or any(choice_fields.get(name) for name in ("text", "finish_reason", "logprobs"))
+            or "token_ids" in choice_fields
+        ):
+            yield event(self._chunk(choice_fields))
 
     def end(self) -> Iterable[bytes]:
         """Yield the token counts if they are asked for, then the end of the stream."""

@@ -122,7 +122,7 @@ class RequestSpan:
         self._outputs = self._cached = 0
         self._finished: dict[int, str] = {}
         operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
-        told: dict[str, str | int | float | None] = {
+        attributes: dict[str, str | int | float | None] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": _SERVICE,
             "gen_ai.request.model": model,
@@ -136,7 +136,7 @@ class RequestSpan:
             f"{operation} {model}",
             context=propagate.extract(request.headers),
             kind=SpanKind.SERVER,
-            attributes={name: value for name, value in told.items() if value is not None},
+            attributes={name: value for name, value in attributes.items() if value is not None},
         )
 
     def came(self, choice: int, new: Increment) -> None:

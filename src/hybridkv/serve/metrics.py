@@ -336,14 +336,14 @@ class Look(NamedTuple):
     """A look at an engine, in its own thread. It holds values only, because requests continue while it is reported.
 
     Attributes:
-        told: the fields of a sample.
+        fields: the fields of a sample.
         blocks: the map of memory.
         num_blocks: of the pool.
         arena_bytes: of the memory.
         cell_bytes: of the smallest block.
     """
 
-    told: dict[str, Any]
+    fields: dict[str, Any]
     blocks: BlockMap
     num_blocks: int
     arena_bytes: int
@@ -351,12 +351,12 @@ class Look(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A request that ended at ``at``; ``told`` has the fields of its sample after the id and the time since then."""
+    """A request that ended at ``at``; ``fields`` has the fields of its sample after the id and the time since then."""
 
     id: str
     at: float
     whole_s: float
-    told: list[float]
+    fields: list[float]
 
 
 class Ages:
@@ -423,10 +423,10 @@ class Live:
                 look = await self._engine.between_steps(_look)
                 self._made_at = time.monotonic()
                 self.samples += 1
-                self._latest = json.dumps(self._told(look), separators=(",", ":"), allow_nan=False).encode()
+                self._latest = json.dumps(self._sample(look), separators=(",", ":"), allow_nan=False).encode()
             return self._latest
 
-    def _told(self, look: Look) -> dict[str, Any]:
+    def _sample(self, look: Look) -> dict[str, Any]:
         """Return ``look`` with the fields that the page reads."""
         ended = [one for one in self._ended if self._made_at - one.at < _ENDED_FOR_S]
         slowest = sorted(ended, key=lambda one: -one.whole_s)[:MOST_ENDED]
@@ -434,9 +434,9 @@ class Live:
             "time": round(time.time(), 3),
             "model": self._metrics.families.model_name,
             "output": self._metrics.output_tokens,
-            **look.told,
+            **look.fields,
             "map": self._map(look),
-            "slowest": [[one.id, round(self._made_at - one.at, 4), *one.told] for one in slowest],
+            "slowest": [[one.id, round(self._made_at - one.at, 4), *one.fields] for one in slowest],
         }
 
     def _map(self, look: Look) -> dict[str, str]:
@@ -465,7 +465,7 @@ def _look(engine: Engine) -> Look:
     """Look at the engine, in its thread. O(num_blocks)."""
     cache, scheduler, snapshot = engine.cache, engine.scheduler, Snapshot.of(engine)
     now, arena_bytes = snapshot.scheduler, cache.config.arena_bytes
-    told = {
+    fields = {
         "running": now.running,
         "waiting": now.waiting,
         "waits": {str(reason): count for reason, count in snapshot.waits.items()},
@@ -495,4 +495,4 @@ def _look(engine: Engine) -> Look:
         ],
     }
     blocks = block_map(cache.config, cache.block_pool, cache.groups, cache.pins)
-    return Look(told, blocks, cache.block_pool.num_blocks, arena_bytes, min(snapshot.sizes))
+    return Look(fields, blocks, cache.block_pool.num_blocks, arena_bytes, min(snapshot.sizes))

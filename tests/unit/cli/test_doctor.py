@@ -128,7 +128,7 @@ def test_a_short_trace_whose_requests_come_at_once(tmp_path: Path) -> None:
     trace(tmp_path / "t.jsonl", *([[at, 0, 200]] for at in range(24)), gap_s=0.0, output=8)
     found = wrong(tmp_path / "t.jsonl", *HYBRID, "--memory", "1GiB")
     assert found.keys() == {"states_and_requests"}
-    assert ", 24 wanted to run at once" in found["states_and_requests"]["figure"]
+    assert ", 24 could run at once" in found["states_and_requests"]["figure"]
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])

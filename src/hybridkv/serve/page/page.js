@@ -44,10 +44,10 @@ function keep(sample) {
   const oldest = sample.time - KEPT_S;
   while (seen[0].time < oldest) seen.shift();
   while (marks.length && marks[0].time < oldest) marks.shift();
-  for (const one of sample.slowest) slow.set(one[0], { at: sample.time - one[1], told: one });
-  const ended = [...slow.values()].filter((one) => one.at >= oldest).sort((a, b) => b.told[4] - a.told[4]).slice(0, SLOWEST);
+  for (const one of sample.slowest) slow.set(one[0], { at: sample.time - one[1], fields: one });
+  const ended = [...slow.values()].filter((one) => one.at >= oldest).sort((a, b) => b.fields[4] - a.fields[4]).slice(0, SLOWEST);
   slow.clear();
-  for (const one of ended) slow.set(one.told[0], one);
+  for (const one of ended) slow.set(one.fields[0], one);
 }
 
 /** The growth of `name` in the seconds before the sample at `place`, and the number of seconds; null after a gap. */
@@ -266,10 +266,10 @@ function showGroups() {
 function showSlowest() {
   const list = at("slowest");
   const found = [...slow.values()];
-  const longest = Math.max(...found.map((one) => one.told[4]), 1e-9);
+  const longest = Math.max(...found.map((one) => one.fields[4]), 1e-9);
   while (list.children.length > found.length) list.lastElementChild.remove();
-  found.forEach(({ told }, place) => {
-    const [id, , queued, first, whole, prompt, hit, output, preempted] = told;
+  found.forEach(({ fields }, place) => {
+    const [id, , queued, first, whole, prompt, hit, output, preempted] = fields;
     const item = list.children[place] ?? element("li", list);
     const text = item.children[0] ?? element("span", item);
     const bar = item.children[1] ?? element("div", item, "track");
@@ -314,7 +314,7 @@ function show(sample) {
   showGroups();
   fill("runs", sample.runs.map(([id, ...counts]) => [id, ...counts.map((one) => count.format(one))]));
   fill("queue", sample.queue.map(([id, tokens, why]) => [id, count.format(tokens), WAITS[why] ?? why]));
-  const more = (id, told, all) => { at(id).textContent = all > told.length ? `the first ${told.length} of ${count.format(all)}` : ""; };
+  const more = (id, fields, all) => { at(id).textContent = all > fields.length ? `the first ${fields.length} of ${count.format(all)}` : ""; };
   more("runs-more", sample.runs, sample.running);
   more("queue-more", sample.queue, sample.waiting);
   showSlowest();
