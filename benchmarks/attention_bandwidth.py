@@ -1,7 +1,7 @@
-"""Bytes of cache that paged attention reads a second on a GPU, beside a plain copy: `python attention_bandwidth.py`.
+"""Measure the bytes of cache per second that paged attention reads on a GPU: `python attention_bandwidth.py`.
 
-Decoding reads every key and value once, so its bandwidth says how close to the device it is. Run with a CUDA build of
-torch and `hybridkv[gpu]`; prints one JSON object a line.
+Decoding reads every key and value once, so its bandwidth, compared with a plain copy, shows how close it is to the
+device's limit. Needs a CUDA build of torch and `hybridkv[gpu]`. Prints one JSON object per line.
 """
 
 from __future__ import annotations

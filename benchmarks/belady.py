@@ -1,16 +1,16 @@
-"""An eviction that knows the rest of the stream: how far any could get with this memory, nearly.
+"""An eviction policy that knows the rest of the stream: an estimate of the best hits possible in a given memory.
 
-What is Belady's about it: next goes what brings least until it is wanted again, and that is known. An *end* is what the
-library's evictions give up, a prefix with its states, windows' tails and keys (docs/design/0019); the memory is theirs,
-to the byte, in slabs; one request runs at a time. Time is counted in requests.
+As in Belady's algorithm, it evicts the least valuable entry, and knows the future use. A *resume point* is a prefix
+with its states, windows' tails and keys, which is the unit of the library's evictions (docs/design/0019). The memory
+is the library's, to the byte, in slabs. One request runs at a time, and time is counted in requests.
 
-    value of an end   tokens that it saves a byte (as for hazard) / requests until one goes on from it
-    goes on from it   a prompt begins with it, and with no later end that is kept now; where none will: value 0
+    value of a resume point   tokens that it saves per byte (as for hazard) / requests until one resumes at it
+    resumes at it             a prompt begins with it, and with no later stored resume point; if no prompt will: value 0
 
-A wish for a state is declined where it is worth less than what would have to go. Where to keep states is known, too:
-wherever a later prompt leaves the longest beginning that it shares with any request before it, besides the ends of
-prompts and outputs. It is not the best there is: which of ends of different sizes bring most in all is a knapsack over
-time. With memory for all of it, it finds all that an endless cache does (tests/unit/project/test_belady.py).
+A state is not stored where it is worth less than the entries that it would evict. The policy also knows where to store
+states: after prompts and outputs, and wherever a later prompt leaves its longest prefix shared with an earlier
+request. The result is not optimal: choosing among resume points of different sizes is a knapsack over time. With memory
+for everything, it finds all hits of an endless cache (tests/unit/project/test_belady.py).
 """
 
 from __future__ import annotations

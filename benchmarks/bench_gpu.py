@@ -1,19 +1,19 @@
-"""Models of real shapes on a GPU, beside transformers and vLLM: one command of at most ten minutes, a table and JSON.
+"""Compare models of real shapes on a GPU with transformers and vLLM, in at most ten minutes: a table and JSON.
 
     python bench_gpu.py [--minutes 9] [--json bench_gpu.json] [--models llama-1b,...] [--attention NAMES]
 
-Needs the checkout, a CUDA build of torch and transformers; ``hybridkv[gpu]`` for the Triton kernel. Weights are random,
-made on the spot. Prompts of 512 tokens, 64 new ones, bfloat16; of 90% hits the first 460 tokens of a prompt are one of
-four beginnings that were computed before the clock ran.
+Needs the checkout, a CUDA build of torch and transformers; ``hybridkv[gpu]`` for the Triton kernel. Weights are random
+and made on the spot. Prompts have 512 tokens and 64 new ones, in bfloat16. For hits of 90%, the first 460 tokens of a
+prompt are one of four prefixes that were computed before the measurement.
 
     hybridkv      once for every --attention; triton+decode: steps that only decode as CUDA graphs
-    continuous    transformers' generate_batch; it refuses recurrent models
+    continuous    transformers' generate_batch; it rejects recurrent models
     static        transformers' generate, all prompts in one batch
-    vllm          where VLLM_PYTHON names a Python with it: the same prompts, dummy weights
+    vllm          if VLLM_PYTHON names a Python with it: the same prompts, dummy weights
 
-``outside`` is the share of a decode step that plain forwards of the same batch on transformers' own cache do not take.
-What does not fit the minutes is left out, and said. Then bytes a second of what reads and writes pages, beside a plain
-copy (attention_bandwidth.py).
+``outside`` is the share of a decode step beyond a plain forward pass of the same batch on transformers' own cache.
+Measurements that do not fit the minutes are left out and listed. Then the code that reads and writes pages is measured
+in bytes per second and compared with a plain copy (attention_bandwidth.py).
 """
 
 from __future__ import annotations

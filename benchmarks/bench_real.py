@@ -1,26 +1,20 @@
-"""A real model through the engine, beside its peers: processor seconds of the same chats, on one thread.
+"""Compare a real model in the engine with other engines: processor seconds of the same chats, on one thread.
 
     python bench_real.py MODEL [--chats 32] [--prompt-tokens 330] [--new-tokens 48] [--dtype float32] [--own]
         [--engines hybridkv,static,...] [--json FILE]
 
-MODEL: a folder with a chat model (examples/real_model.py makes one). The chats share a system prompt, which is as long
-as to make prompts of about ``--prompt-tokens``; answers are greedy and all ``--new-tokens`` long. With ``--own`` each
-chat has a system prompt of its own, so that there is nothing to find before it comes again.
+MODEL is a folder with a chat model (examples/real_model.py makes one). The chats share a system prompt. Its length
+makes
+prompts of about ``--prompt-tokens``. Answers are greedy and all ``--new-tokens`` long. With ``--own`` each chat has its
+own system prompt, so a cold run has no hits.
 
     hybridkv     cold, and once more with everything cached (warm)
-    ngram:4      hybridkv with drafts looked up in the text where they pay, cold; an engine without drafts takes its
-                 steps in turn with it (plain), for a machine may be twice as fast a minute later
+    ngram:4      hybridkv with drafts from the text where they save time, cold; an engine without drafts (plain) runs in
+                 alternation with it, because the machine's speed may change by a factor of two within a minute
     static       transformers' generate, all chats in one padded batch
     continuous   transformers' generate_batch
     sequential   transformers' generate, one chat after the other
-    vllm         where VLLM_PYTHON names a Python with it, cold and warm
-
-Each runs in a process of its own, which loads the model and answers one short prompt before the clock runs.
-Of ngram: how many steps either took, and how many drafts were verified and right.
-``same`` counts the chats whose tokens are those of ``sequential``, or of the first engine of the list without it: real
-numbers end in ties that any order of summing breaks its own way. ``peak``: the most memory that the process ever held,
-model, cache and all, in GiB. Of hybridkv also ``cache``, all of its blocks, and ``steps``, the most that the steps of
-the cold run held besides the model and the whole cache (Linux).
+    vllm         if VLLM_PYTHON names a Python with it, cold and warm
 """
 
 # ruff: noqa: PLC0415 - each engine runs in a process, and maybe a Python, that has not what the others need

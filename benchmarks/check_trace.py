@@ -1,13 +1,13 @@
-"""Compare a replay with an endless cache computed apart: ``python benchmarks/check_trace.py TRACE``.
+"""Compare a replay with an independent endless cache: ``python benchmarks/check_trace.py TRACE``.
 
-The endless cache is a dictionary of prefixes: a block of 16 tokens is known by its pieces (which segment or hash
-id, from where to where) and by the block before it. It shares no code with hybridkv: it reads the JSON lines
-itself, makes no token ids and hashes nothing. The replay has memory for everything, so the scheduler must hit
-exactly the tokens that the dictionary knows. A prompt's last token always runs and an answer's last token never
-does. Outputs count as known to requests with a later timestamp: where outputs come back in prompts (token-exact
-traces) the replay's steps take no time, so that this is so.
+The endless cache is a dictionary of prefixes. Its key for a block of 16 tokens is the block's pieces (segment or hash
+id, start and end) and the block before it. It shares no code with hybridkv: it reads the JSON lines itself, makes no
+token ids and hashes nothing. The replay has memory for everything, so the scheduler must hit exactly the tokens that
+the dictionary knows. A prompt's last token always runs, and an answer's last token never does. Outputs count as known
+for requests with a later timestamp. Where outputs return in prompts (token-exact traces), the replay's steps take no
+time, so that this holds.
 
-Exits with 1 when a figure differs or the replay takes three minutes or more.
+Exits with 1 if a figure differs or the replay takes three minutes or more.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What one call for one request costs that crosses an event, beside vLLM's allocate_slots where vLLM is at hand.
+"""Measure one call for one request that crosses an event, compared with vLLM's allocate_slots if vLLM is installed.
 
     python event_calls.py [ROUNDS]      5 by default; in microseconds
 
-Requests decode, each asked for one token more in a call of its own, inside a step. An event is where a block must be
-taken, can be dropped or can be published: of other calls a comparison is all. Evicting: all other blocks are cached, so
-that each block taken drops a key. Both managers are asked in turns, step by step, with the collector of garbage off; of
-each round the mean, of these the median.
+Requests decode. Each gets one more token in a call of its own, inside a step. At an event, a block must be allocated,
+can be freed or can be published; other calls only compare two numbers. Evicting: all other blocks are cached, so each
+allocated block drops a key. Both managers take turns step by step, with garbage collection off. The result is the
+median over the rounds of each round's mean.
 """
 
 from __future__ import annotations

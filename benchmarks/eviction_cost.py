@@ -1,13 +1,14 @@
-"""What an eviction costs: of a step of the scheduler, of a request, and of a ranking alone, by ends that are kept.
+"""Measure the cost of eviction policies in a scheduler step, in a request and in a ranking, by stored resume points.
 
     python eviction_cost.py [--steps 1000 10000 100000] [--ends 1000 10000] [--ranked 1000 10000 100000] [--bytes 2000]
 
-A step: 256 requests run, of some 256 tokens of output each, in a cache that others of few tokens of output have filled;
-three in ten are new, three ask an earlier prompt again, four go on from what was answered. What is timed is
-``schedule`` and ``update``; evictions take turns of 50 steps in one process, and the median of their ratios is told.
-A request: of 48 tokens, 16 of which a fortieth of all share, comes, is computed and goes; two ends are kept of each. A
-ranking alone gives up its lowest end, keeps a new one and sees a hit. Bytes: of Python objects, beside ``lru``, of each
-end that is kept, with ghosts and remembered keys. Nothing given: all of them but the longest.
+A step: 256 requests run, each with about 256 output tokens, in a cache that earlier requests with short outputs have
+filled. Of new requests, three in ten have a new prompt, three repeat an earlier prompt, and four continue an answer.
+``schedule`` and ``update`` are timed. Policies take turns of 50 steps in one process, and the median of their ratios is
+reported. A request: 48 tokens, of which a fortieth of all requests share 16, arrive, are computed and leave, with two
+resume points each. A ranking alone evicts its lowest resume point, stores a new one and sees a hit. Bytes: Python
+objects per stored resume point, compared with ``lru``, with ghost entries and remembered keys. Without options: all
+measurements except the longest.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Hit rates of pieces of one trace, each replayed into an empty cache: what a way's place in a single run is worth.
+"""Replay pieces of one trace into empty caches, to show how much a policy's hit rate varies between runs.
 
     python eviction_pieces.py TRACE [--model llama-3-70b] [--memory 10GiB] [--pieces 10] [--requests 600]
 
-The pieces begin at equally distant requests. A row for each way, a column for each piece, and their mean. *align*, the
-reference layout, and *lru* evict a model without states or windows in the order of last use both: how far these
-two are apart is what other block ids, other steps and who runs beside whom make of it.
+The pieces begin at equally distant requests. The table has a row for each policy, a column for each piece, and the
+mean.
+For a model without states or windows, *align* (the reference layout) and *lru* both evict in order of last use. So the
+difference of these two shows the effect of other block ids, other steps and other requests running together.
 """
 
 from __future__ import annotations

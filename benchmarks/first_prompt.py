@@ -1,8 +1,8 @@
-"""What a prompt costs that was never seen, from its tokens to its blocks: hashed by arrays and compiled, in turn.
+"""Measure a prompt without hits from its tokens to its blocks, hashed with arrays and compiled, in alternation.
 
     python first_prompt.py [TOKENS ...]        131072 and 4096 by default
 
-Requests made, looked up, given blocks, which are published, and freed: microseconds of thread time, medians.
+Requests are made, looked up, given blocks, published and freed. Prints medians of thread time in microseconds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What bounds rows of the control plane that fall short of their aims: the least that numpy and Python do for them.
+"""Measure the least time that numpy and Python need for rows of the control-plane benchmark that miss their aims.
 
     python floors.py
 
-Each is a row's work without checks, errors, statistics and choices: what must be read and written, in as few calls as
-there are. It answers nothing and could not serve; a row cannot come below it without compiled code. Of the requests one
-in sixteen fills a block in a step; a prompt has 8,192 blocks. Nanoseconds of thread time, medians.
+Each function does a row's work without checks, errors, statistics and choices: it reads and writes the same data in the
+fewest calls. It gives no answers and could not serve; a row cannot be faster without compiled code. One in sixteen
+requests fills a block in a step. A prompt has 8,192 blocks. Prints medians of thread time in nanoseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A whole stream as a tree of what its requests begin with: what will be asked again, when, and what could be found."""
+"""A whole stream as a tree of its requests' prefixes, with the time of each later request and its possible hits."""
 
 from __future__ import annotations
 

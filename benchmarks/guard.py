@@ -1,12 +1,12 @@
-"""What each row of the control-plane benchmark costs in counted work, beside what it cost when that was last declared.
+"""Count the work of each row of the control-plane benchmark, and compare it with the last declared counts.
 
-    python guard.py            a table; status 1 when a row grew by more than 5%, or has none to be compared with
-    python guard.py --write    declares: writes work.json anew, which is committed with the change that makes it grow
+    python guard.py            a table; status 1 if a row grew by more than 5%, or has no declared count
+    python guard.py --write    writes work.json anew, to be committed with the change that makes a count grow
 
-Counted are the bytecodes that Python executes and the C functions that it calls in one operation, in hybridkv and in
-whatever it calls, numpy's own Python too. They depend on no machine, and on its load not at all, but on the versions of
-Python and numpy, which work.json names. Scenarios are those of the benchmark (kv_adapter.py), in small, and one of
-named tenants. What an array operation costs inside is not seen, nor is memory.
+Counts are Python bytecodes and calls of C functions in one operation, in hybridkv and in all code that it calls,
+numpy's own Python included. They do not depend on the machine or its load, but on the versions of Python and numpy,
+which work.json names. Scenarios are small versions of the benchmark's (kv_adapter.py), and one of named tenants. The
+cost inside an array operation and the memory are not counted.
 """
 
 from __future__ import annotations

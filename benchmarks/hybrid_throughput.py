@@ -1,11 +1,11 @@
-"""A hybrid model through the engine: beside sequential ``generate``, and how much of a step is not the model.
+"""Compare a hybrid model in the engine with sequential ``generate``, and measure the engine's share of a step.
 
     python hybrid_throughput.py [--rounds 5]
 
-1. tiny:qwen3_next, 16 prompts of 64-128 tokens, 64 new tokens each: `Engine.generate` of all of them beside one
+1. tiny:qwen3_next, 16 prompts of 64-128 tokens, 64 new tokens each: `Engine.generate` of all of them, compared with one
    `model.generate` after the other, same threads, best of the rounds.
-2. A qwen3_next of about 100M parameters, 16 requests that decode: the share of a step that is spent outside of the
-   model's own modules: scheduling, tables, gathering and scattering of keys and states, sampling.
+2. A qwen3_next of about 100M parameters, 16 requests that decode: the share of a step outside of the model's own
+   modules: scheduling, tables, gathering and scattering of keys and states, sampling.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An ideal pool for measurements: memory by the byte, no slabs, no padding, one order of last use over all blocks.
 
-What slabs lose is measured against it (natural_table.py): same manager, same placement, only the space differs. No
-real memory could be cut like this, since blocks of several sizes would leave holes between each other.
+The loss of slabs is measured against it (natural_table.py): the manager and the placement are the same, only the space
+differs. Real memory cannot be divided like this, because blocks of several sizes leave holes between each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a prompt costs that was there before, from its tokens to the blocks of its hit, and what its parts cost alone.
+"""Measure a known prompt from its tokens to the blocks of its hit, and the parts of this work alone.
 
-    python known_prompt.py [OTHER_BLOCKS ...]        beside so many other cached blocks: 0, 10000 and 1000000 by default
+    python known_prompt.py [OTHER_BLOCKS ...]        with this many other cached blocks: 0, 10000 and 1000000 by default
 
-Fresh requests of 131,072 tokens, of which all but the last block are known: thread time, medians and least.
+Requests of 131,072 tokens are made anew, with all but the last block known. Prints thread time, median and minimum.
 """
 
 from __future__ import annotations

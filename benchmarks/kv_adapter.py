@@ -1,7 +1,7 @@
-"""hybridkv behind the interface of the control-plane micro-benchmark (kv_microbench.py, its class Adapter).
+"""hybridkv under the interface of the control-plane micro-benchmark (kv_microbench.py, its class Adapter).
 
-Every method is a thin translation to the public calls of hybridkv. The benchmark only calls methods, so
-nothing is imported from it; what hybridkv does not offer raises NotImplementedError, which it reports.
+Every method is a thin translation to the public calls of hybridkv. The benchmark only calls methods, so nothing is
+imported from it. Features that hybridkv does not have raise NotImplementedError, which the benchmark reports.
 
     manager, request, append, allocate, free   KVCacheManager, Request
     table                                      BlockTable (needs torch)

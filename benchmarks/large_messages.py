@@ -1,9 +1,9 @@
-"""What large messages cost their reader, those of a scheduler and those made to cost much: seconds and megabytes.
+"""Measure the cost of large messages for their reader, both a scheduler's messages and hostile ones.
 
     python benchmarks/large_messages.py [--megabytes 10] [--json]
 
-Of each kind one message of a tenth of the size and one of all of it: CPU seconds of one thread to read or refuse it,
-the growth between the two, and what was said. What takes less than a millisecond has no growth worth a number.
+Of each kind, one message has a tenth of the size and one the full size. Prints the CPU seconds of one thread to read or
+reject each, the growth between the two, and the reader's answer. Below a millisecond no growth is printed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Hit rates, refusals, moves and padding of layouts and placements, cell by cell; resumes where it stopped.
+"""Measure hit rates, refusals, moves and padding of layouts and placements, cell by cell; resumes after a stop.
 
     python natural_table.py run RESULTS.jsonl WORKLOADS_FOLDER [--jobs 2] [--only mix] [--limit N]
     python natural_table.py slabs RESULTS.jsonl WORKLOADS_FOLDER [--limit N]     slabs against an ideal pool, busy
     python natural_table.py show RESULTS.jsonl              rates by placement as CSV: docs/data/placements.csv
     python natural_table.py show-slabs RESULTS.jsonl        slabs against an ideal pool as CSV: docs/data/slabs.csv
 
-What is used longest ago goes first in all of them: evictions that rank have a table of their own (eviction_table.py).
-A cell that stands in RESULTS already, made by whatever commit, is not run again: delete its line to do so.
+All cells evict in order of last use; eviction_table.py compares other policies. A cell with a line in RESULTS is not
+run
+again, whatever commit made the line: delete the line to run the cell again.
 """
 
 from __future__ import annotations

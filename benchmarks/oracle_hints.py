@@ -1,7 +1,7 @@
-"""Hints as a caller would give them who knows the future of the trace: where each session goes on, and when.
+"""Hints of a caller that knows the rest of the trace: where each session continues, and when.
 
-A prefix that many requests of the trace begin with is shared; beyond it the longest one that a later request begins
-with is where the session goes on. A session is over where there is none.
+A prefix of many requests in the trace is shared. A session continues at the longest further prefix that a later request
+begins with. A session without one is over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests beside what a recording of their KV events tells of them, each replayed: a table of docs/traces.md.
+"""Replay requests and the recording of their KV events, and compare them: a table of docs/traces.md.
 
 python benchmarks/recorded_traces.py
 """

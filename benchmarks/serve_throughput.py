@@ -1,11 +1,11 @@
-"""A server beside AsyncEngine alone: output tokens a second of 32 clients, and processor time of its process, in turns.
+"""Compare a server with AsyncEngine alone, in alternation: output tokens per second of 32 clients, and processor time.
 
     python serve_throughput.py [--rounds 5] [--clients 32] [--new-tokens 32] [--model tiny:llama] [--bare]
 
-Clients of the server are in a process of their own, and read streams; those of AsyncEngine alone are tasks beside it.
-Each client asks four times in a row, for outputs of different lengths, so that requests begin and end apart. Prompts
-are new in every round, so that both compute them; the same ones go to both. ``--bare`` serves by the least there can be
-in one process: as many bytes a token, and nothing else that a server does.
+Clients of the server are in a separate process and read streams. Clients of AsyncEngine alone are tasks in its process.
+Each client makes four requests in a row for outputs of different lengths, so that requests begin and end at different
+times. Prompts are new in every round, so that both compute them, and both get the same ones. ``--bare`` replaces the
+server by a minimal one in one process that sends the same bytes per token and does nothing else.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Drafts against none: steps and processor time, with drafters that are always right, that look up, that run a model.
+"""Compare steps and processor time with and without drafts, for an oracle, prompt lookup and a draft model.
 
     python speculation.py [--rounds 3] [--new-tokens 64] [--tiny]
 
 1. A llama and a qwen3_next of about 100M parameters with random weights, then tiny ones, 1 and 8 requests that decode,
-   and a drafter that knows the output: the most that K drafts a step can bring, and what verifying them costs.
-2. The same drafter, but each draft is wrong with probability 0.3: what K is best depends on that.
+   and a drafter that knows the output: the most that K drafts per step can save, and the cost of verifying them.
+2. The same drafter, but each draft is wrong with probability 0.3, because the best K depends on that.
 3. tiny:llama and tiny:qwen3_next on text that repeats itself, prompt lookup.
 4. tiny:qwen3_next with itself as the draft model: everything is accepted, and the draft costs as much as the target.
 """

@@ -1,8 +1,8 @@
-"""What it costs to carry Steps to another process: microseconds and bytes of one Step of 1,024 decoding rows.
+"""Measure how long it takes to send Steps to another process, and the bytes of one Step of 1,024 decoding rows.
 
     python benchmarks/steps_on_the_wire.py
 
-CPU time of one thread, the median over decode steps of a real scheduler. "in process" is what the Step itself took:
+CPU time of one thread, the median over decode steps of a real scheduler. "in process" is the time of the Step itself:
 schedule and update, with a made-up token for every row.
 """
 

@@ -1,4 +1,4 @@
-"""What one request costs that waits among 1,000 or 100,000: microseconds of the scheduler's thread.
+"""Measure the cost of one waiting request among 1,000 or 100,000: microseconds of the scheduler's thread.
 
 python waiting_requests.py
 """

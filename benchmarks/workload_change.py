@@ -1,11 +1,11 @@
-"""What is found while the requests change: one stream, then another, in the same cache.
+"""Measure hit rates while the requests change: one stream, then another, in the same cache.
 
     python workload_change.py FIRST SECOND [--model qwen3.5-35b-a3b] [--memory 20GiB] [--requests 2000] [--windows 20]
 
-FIRST, SECOND: traces as ``hybridkv replay`` reads them; so many requests of each, the second behind the first.
-A row for each way, a column for each of so many windows of equally many requests: the share of prompt tokens found,
-replayed through the scheduler. *align* is the reference layout with its own placement and order, the others are
-evictions of the natural one.
+FIRST and SECOND are traces for ``hybridkv replay``; ``--requests`` of each are replayed, SECOND after FIRST.
+The table has a row for each policy and a column for each of ``--windows`` windows of equally many requests: the share
+of prompt tokens found, replayed through the scheduler. *align* is the reference layout with its own placement and
+order. The others are eviction policies of the natural layout.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python examples/bare_engine.py
 
-docs/build-an-engine.md walks through it. The model has gated delta rule layers, one attention layer with a window and
-one without; its weights are random, but what it says is what a dense forward of the same weights says, which is
-checked. The scheduler decides, the worker does what each Step says and knows nothing else.
+docs/build-an-engine.md explains it. The model has gated delta rule layers, one attention layer with a window and one
+without. Its weights are random, and its output is compared with a dense forward pass of the same weights. The scheduler
+decides; the worker follows each Step and knows nothing else.
 """
 
 from __future__ import annotations

