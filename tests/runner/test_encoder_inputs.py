@@ -175,7 +175,7 @@ def test_an_encoder_decoder_cannot_draft(make_engine: EngineFactory) -> None:
 def test_inputs_that_cannot_be_heard(name: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name)
     engine = listening.engine
-    with pytest.raises(ConfigError, match="is an encoder-decoder: hand over what its encoder reads"):
+    with pytest.raises(ConfigError, match="is an encoder-decoder: give the input of its encoder"):
         engine.add([0])
     wrong: list[tuple[object, str]] = [
         ([], "encoder input is empty"),
@@ -186,7 +186,7 @@ def test_inputs_that_cannot_be_heard(name: str, make_engine: EngineFactory) -> N
     if name == "whisper":
         wrong = [(np.zeros((8, 47), np.float32), r"shape \(8, 48\), floats, got \(8, 47\)"), ([1], "got list")]
         wrong += [(np.zeros((8, 48), np.int64), "floats"), (torch.zeros(1, 8, 48), r"got \(1, 8, 48\)")]
-        wrong += [(np.full((8, 48), value, np.float32), "there are NaN or infinite ones") for value in (np.nan, np.inf)]
+        wrong += [(np.full((8, 48), value, np.float32), "but some are NaN or infinite") for value in (np.nan, np.inf)]
     for given, message in wrong:
         with pytest.raises(ConfigError, match=message):
             engine.add([0], encoder=given)  # type: ignore[arg-type]  # on purpose

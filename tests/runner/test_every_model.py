@@ -90,9 +90,9 @@ def test_at_least_149_model_types_run() -> None:
     [
         ("bigbird_pegasus", "attends in both directions"),
         ("deepseek_v32", "an indexer's keys are kept beside keys and values"),
-        ("moshi", "says something else on pages than alone"),
+        ("moshi", "computes other logits on paged caches than in plain transformers"),
         ("openai-gpt", "layers keep nothing"),
-        ("zaya", "does not run on pages: not supported"),
+        ("zaya", "does not run on paged caches, so it is not supported"),
     ],
 )
 def test_what_cannot_be_right_is_refused(model_type: str, match: str) -> None:

@@ -56,7 +56,7 @@ def averaged(model: LlamaForCausalLM) -> None:
 def test_a_layer_that_does_more_than_attend_is_refused(break_it: Callable[[LlamaForCausalLM], None]) -> None:
     model = tiny_model("llama", 0)
     break_it(model)
-    with pytest.raises(UnsupportedModelError, match=r"something else on pages than alone: .* behind token \d+ .*bound"):
+    with pytest.raises(UnsupportedModelError, match=r"other logits on paged caches .* after token \d+ .*bound"):
         engine(model)
     assert model.config._attn_implementation != "hybridkv_gather"
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()

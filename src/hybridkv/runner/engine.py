@@ -1,15 +1,15 @@
-"""Engine: the loop that glues scheduler and runner, with text on both sides.
+"""Engine: the loop of scheduler and runner, with text at both ends.
 
-add -> drafts, maybe -> scheduler.schedule -> Step -> runner.execute -> StepResult -> scheduler.update
+add -> drafts, if any -> scheduler.schedule -> Step -> runner.execute -> StepResult -> scheduler.update
     -> text, stop strings -> Completion
 
-With a step in flight the forward runs in a thread, and the engine schedules the next Step meanwhile:
+With a step in flight, the forward runs in a thread, and the engine schedules the next Step meanwhile:
 
     engine    [ schedule n + 1 ] [ update n, text ] [ schedule n + 2 ] ..
     thread    [   forward n    ]                    [ forward n + 1  ]
 
-Nothing runs between two calls of an engine: models, requests and observers are then the caller's. What a forward waits
-for, kernels of a CPU or the copy of tokens from another device, leaves Python to the scheduler.
+Nothing runs between two calls of an engine, so that callers may change their models, requests and observers. While a
+forward waits for kernels or for a copy from another device, Python is free for the scheduler.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ if TYPE_CHECKING:  # a draft model is an engine, too
 logger = logging.getLogger(__name__)
 
 _IDLE_STEPS: Final = 8
-"""Empty steps in a row, with nothing in flight, after which a scheduler that is not drained is called stuck."""
+"""Empty steps in a row, with nothing in flight, after which a scheduler with open requests counts as stuck."""
 
 
 def _known_eviction(name: str, value: object) -> str:
@@ -83,21 +83,29 @@ def _known_eviction(name: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How an engine runs. max_running: requests at once. token_budget: tokens of a step.
+    """How an engine runs.
 
-    in_flight: steps scheduled ahead of their results, 1 or 2: then forwards run in a thread of their own, observers and
-    logits_processors with them, while the next step is scheduled. prefix_caching: share blocks of equal prefixes.
-    attention: what attends over the pages (AttentionBackend).
-    compile: "decode" for steps that only decode as CUDA graphs, where the model allows it and attention is "triton";
-    elsewhere they run as they are, and the log says why.
-    self_check: first compare the model on pages with plain forwards, some 15 short ones (hybridkv.runner.self_check).
-    kv_events: the cache tells what it stores and forgets, for AsyncEngine's ``events``; end_events: and where hits can
-    end, for an exact KVEventPublisher.
-    image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.
-    eviction, shares: what the cache gives up next, by name, None for what suits the plan, and shares of tenants of what
-    it keeps (KVCacheManager). remembered_losses, block_times: what statistics tell besides (KVCacheManager).
-    short_share: as SchedulerLimits.
-    Raises ConfigError for counts that are none, and for the name of no eviction.
+    Attributes:
+        max_running: requests that run at the same time.
+        token_budget: tokens of a step, at most.
+        in_flight: steps scheduled before their results, 1 or 2. With 2, forwards, observers and logits_processors run
+            in a thread of their own while the next step is scheduled.
+        prefix_caching: share the blocks of equal prefixes.
+        self_check: first compare the model on pages with about 15 short plain forwards (hybridkv.runner.self_check).
+        image_bytes: bytes of image features kept on the device. Beyond it, those read longest ago are computed again.
+        attention: how attention over pages runs (AttentionBackend).
+        compile: "decode" runs steps that only decode as CUDA graphs. It needs attention="triton" and a model that
+            allows it; else steps run as usual, and the log says why.
+        kv_events: the cache reports stored and removed blocks, for the ``events`` of AsyncEngine.
+        end_events: events also report resume points, for an exact KVEventPublisher.
+        eviction: name of the eviction policy; None for the plan's own.
+        shares: memory shares of tenants.
+        remembered_losses: as in CacheOptions.
+        block_times: as in CacheOptions.
+        short_share: as in SchedulerLimits.
+
+    Raises:
+        ConfigError: a number is out of range, or a name is unknown.
     """
 
     max_running: Positive = 64
@@ -121,16 +129,21 @@ class EngineOptions:
 
 
 class RequestOptions(TypedDict, total=False):
-    """What may be said of a request besides its prompt and its sampling.
+    """Optional fields of a request, besides its prompt and its sampling.
 
-    marks, tenant, hints: as of hybridkv.request.Request.
-    encoder: of an encoder-decoder, what its encoder reads: text, token ids, or features [bins, frames]. The prompt
-    is then the decoder's, its start token included; an empty one is that token alone. encoder_digest: the caller's
-    own name of that content, under this salt and for as long as the engine lives: what was computed for it is found
-    under that name when the request is long gone. Without one the content is hashed.
-    images: of a multimodal model, in the order of their placeholders: pictures, with a prompt of text, for the
-    processor that it was loaded with; or what a processor made of them, by name (``pixel_values``,
-    ``image_grid_thw``), with its token ids. Blocks with images are shared by their content.
+    Attributes:
+        request_id: the caller's id; None for a number.
+        cache_salt: requests share blocks only if their salts are equal.
+        tenant: the tenant to which its cached blocks are charged.
+        marks: token counts where later requests are likely to resume.
+        hints: when its prefix is needed again.
+        encoder: for an encoder-decoder, the encoder input: text, token ids, or features [bins, frames]. The prompt is
+            then the decoder's, with its start token; an empty prompt is that token alone.
+        encoder_digest: the caller's own name of the encoder input, valid for one salt and the life of the engine. Its
+            cached result is found by this name. Without one, the content is hashed.
+        images: for a multimodal model, in the order of their placeholders. Either pictures, with a prompt of text, for
+            the model's processor; or the processor's output by name (``pixel_values``, ``image_grid_thw``), with its
+            token ids. Blocks with images are shared by content.
     """
 
     request_id: str | None
@@ -144,21 +157,30 @@ class RequestOptions(TypedDict, total=False):
 
 
 class Engine:
-    """Generates with ``model``, an unmodified transformers model or a LoadedModel. Not thread safe; see AsyncEngine.
+    """Generates text with an unmodified transformers model. It is not thread safe; AsyncEngine is.
 
-    plan: of this very model; its max_model_len bounds prompt and output together. None: one that fills ``memory``
-    with requests up to ``max_model_len`` tokens, as ``plan_within`` has them.
-    tokenizer: of a transformers model; without one prompts and outputs are token ids.
-    observer: sees the logits of every Step (hybridkv.runner.runner.Observer).
-    speculate: proposes tokens, which the model verifies several at a time; None for none. Outputs are the same. A plan
-    needs room for its drafts in recurrent layers (num_speculative_tokens). A request that decodes then waits for its
-    result before its next step is scheduled, whatever ``in_flight`` is, but for one step where nobody had drafts. When
-    it raises, or proposes what are no tokens of the model, the log says so and the engine goes on without it:
-    ``drafter`` is None then. The engine closes it.
-    From here to ``close`` (or the end of a ``with``) the model attends through the engine's pages, and belongs to it
-    alone; a model in hand does not train meanwhile.
-    Raises ConfigError for a plan of another model, for arguments that contradict each other, and as ``wrap``,
-    ``plan_within`` and ModelRunner do.
+    From construction to ``close`` (or the end of a ``with``), the model attends through the engine's pages and belongs
+    to the engine alone. It is in evaluation mode meanwhile.
+
+    Args:
+        model: a transformers model, or a LoadedModel.
+        plan: a plan of this model; its ``max_model_len`` limits prompt and output together. None for one made by
+            ``plan_within``.
+        options: how the engine runs.
+        tokenizer: the tokenizer of a transformers model. Without one, prompts and outputs are token ids.
+        memory: bytes, or a size such as "8GiB", for a plan made here.
+        max_model_len: tokens of the longest request, for a plan made here.
+        observer: called with the logits of every Step (hybridkv.runner.runner.Observer).
+        speculate: a Drafter; the model verifies its tokens, and the outputs stay the same. The engine closes it. A plan
+            needs room for drafts in recurrent layers (num_speculative_tokens). A request that decodes waits for its
+            result before its next step is scheduled, even with ``in_flight=2``; except for one step after the drafter
+            had no drafts at all. If it raises or proposes invalid tokens, the log says so, and the engine continues
+            without it (``drafter`` is None).
+
+    Raises:
+        ConfigError: the plan is of another model, or arguments contradict each other.
+        UnsupportedModelError: the model cannot run on pages.
+        CapacityError: no request fits into ``memory``.
     """
 
     def __init__(
@@ -207,7 +229,7 @@ class Engine:
         self._found_none = False
 
     def _planned(self, plan: Plan | None, memory: int | str | None, max_model_len: int | None, drafts: int) -> Plan:
-        """``plan``, or one within ``memory``. drafts: most of a row in a step. Raises ConfigError for both at once."""
+        """Return ``plan``, or one within ``memory``. Raises ConfigError if both are given."""
         if plan is None:
             return plan_within(
                 self.loaded,
@@ -218,11 +240,11 @@ class Engine:
                 num_speculative_tokens=drafts,
             )
         if memory is not None or max_model_len is not None:
-            raise ConfigError("the plan has a memory and a max_model_len: leave these out, or leave the plan out")
+            raise ConfigError("a plan has its own memory and max_model_len: leave these out, or leave the plan out")
         return plan
 
     def _assemble(self, drafts: int, observer: Observer | None) -> None:
-        """Make cache, scheduler and runner of the plan; from here on the model runs on pages."""
+        """Make cache, scheduler and runner for the plan; from here on the model runs on pages."""
         loaded, plan, options = self.loaded, self.plan, self.options
         planned = planner_model(loaded.model, block_size=plan.model.block_size, name=loaded.name)
         require_fit(planned, plan.config)
@@ -264,7 +286,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Give the model back as it was, and close the drafter: nothing runs here any more. Again: nothing."""
+        """Give the model back as it was, and close the drafter. A second call does nothing."""
         self._closed = True
         self._closing.close()
 
@@ -281,35 +303,56 @@ class Engine:
     # -- requests
 
     def add(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]) -> str:
-        """Queue a prompt, text or token ids; its request id. Branches have the ids of ``output_ids``.
+        """Queue a prompt. Branches of a request with ``n`` outputs have the ids of ``output_ids``.
 
-        options: see RequestOptions.
-        Raises ConfigError for what is no prompt or no sampling, text without tokenizer, an empty prompt, images that do
-        not fit it or the model, ids outside the vocabulary, stop strings without tokenizer, more log probabilities than
-        there are tokens, marks that are no token counts and an id in use; CapacityError when it could never fit;
-        CacheError once the engine is closed.
+        Args:
+            prompt: text or token ids.
+            sampling: how tokens are drawn; None for SamplingParams().
+            options: see RequestOptions.
+
+        Returns:
+            The request id.
+
+        Raises:
+            ConfigError: an argument is invalid; text or stop strings lack a tokenizer; token ids are outside the
+                vocabulary; images do not fit the prompt or the model; or the id is in use.
+            CapacityError: the request can never fit.
+            CacheError: the engine is closed.
         """
         return self._add(prompt, sampling, **options)[0].request.request_id
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Stream:
-        """Queue a prompt as ``add`` does, to be read as it grows; see Stream."""
+        """Queue a prompt as ``add`` does; return a Stream that reads its output while it grows.
+
+        Args:
+            prompt: text or token ids.
+            sampling: how tokens are drawn; None for SamplingParams().
+            options: see RequestOptions.
+        """
         added = self._add(prompt, sampling, **options)
         for number, one in enumerate(added):
             one.streamed_as = number
         return Stream(added, self._run, self._leave)
 
     def abort(self, request_id: str) -> bool:
-        """End a request; it comes out of a later ``step`` with reason "abort". False for an unknown id.
+        """End a request; a later ``step`` returns it with the reason "abort".
 
-        CacheError once the engine is closed.
+        Args:
+            request_id: its id.
+
+        Returns:
+            Whether such a request was running or waiting.
+
+        Raises:
+            CacheError: the engine is closed.
         """
         self._require_open()
         return self.scheduler.abort(instance("request_id", request_id, str))
 
     def _leave(self, request_id: str) -> bool:
-        """Nobody reads the stream of a request any longer: it ends, where closing has not ended all."""
+        """Abort a request that no Stream reads any more, unless the engine is closed."""
         return not self._closed and self.scheduler.abort(request_id)
 
     def generate(
@@ -320,13 +363,23 @@ class Engine:
         encoders: Sequence[Given] | None = None,
         images: Sequence[Images | None] | None = None,
     ) -> list[Completion]:
-        """Run ``prompts`` to their ends, in their order, all ``n`` outputs of one in a row.
+        """Run ``prompts`` to their ends. Requests that were added before run as well; ``step`` returns these.
 
-        sampling: one for all, or one each. encoders: of an encoder-decoder, what its encoder reads, one each.
-        images: as ``add`` has them, for each prompt; None for one without.
-        Requests added before run beside them; ``step`` hands those out.
-        When a prompt is refused, as by ``add``, none of them runs. Whatever else is raised, by a forward or by the
-        tokenizer, ends all of them, and nothing of them is handed out later.
+        If one prompt is rejected, none of them runs. Any later error ends all of them, and none is returned later.
+
+        Args:
+            prompts: text or token ids each.
+            sampling: one for all prompts, or one for each.
+            encoders: for encoder-decoders, the encoder input of each prompt.
+            images: the images of each prompt, as in RequestOptions; None for a prompt without.
+
+        Returns:
+            The completions in the order of the prompts; the ``n`` outputs of one prompt follow each other.
+
+        Raises:
+            ConfigError: a prompt is invalid, as in ``add``.
+            CapacityError: a prompt can never fit.
+            CacheError: the engine is closed.
         """
         self._require_open()
         added: list[Progress] = []
@@ -342,7 +395,7 @@ class Engine:
         return [one.completion for one in added if one.completion is not None]
 
     def _drop(self, added: Sequence[Progress]) -> None:
-        """Nothing of ``added`` is handed out by ``step``; what of them still runs ends."""
+        """End the requests ``added`` that still run, and keep ``step`` from returning any of them."""
         mine = set(added)
         for one in added:
             request_id = one.request.request_id
@@ -365,7 +418,7 @@ class Engine:
         encoder_digest: bytes | str | None = None,
         images: Images | None = None,
     ) -> list[Progress]:
-        """A request and its branches, queued."""
+        """Queue a request and its branches."""
         self._require_open()
         feed = self._feed(encoder, encoder_digest, cache_salt)
         params = checked_sampling(sampling) or SamplingParams()
@@ -402,22 +455,22 @@ class Engine:
         return added
 
     def _ids(self, prompt: Prompt, images: Images | None, *, starts: bool) -> tuple[list[int], PromptImages | None]:
-        """A prompt's tokens, and its images. starts: whether an empty one is the decoder's start."""
+        """Return a prompt's tokens and its images. ``starts``: an empty prompt means the decoder's start token."""
         if images is None or (isinstance(images, Sequence) and not images):
             return encode(self.loaded, self.loaded.decoder_start if starts and is_empty(prompt) else prompt), None
         return self.runner.take_images(self.options.image_bytes).of_prompt(self.loaded, prompt, images)
 
     def _feed(self, given: Given | None, digest: bytes | str | None, cache_salt: str | None) -> EncoderFeed | None:
-        """What an encoder reads. ConfigError where it is missing, and where there is no encoder."""
+        """Return the encoder input. Raises ConfigError if it is missing, or if the model has no encoder."""
         if given is None and self.runner.cross is None:
             return None
         if given is None:
-            raise ConfigError(f"{self.loaded.name} is an encoder-decoder: hand over what its encoder reads")
+            raise ConfigError(f"{self.loaded.name} is an encoder-decoder: give the input of its encoder")
         most = self.plan.limits.max_encoder_tokens
         return encoder_feed(self.loaded, given, most, digest=digest, cache_salt=cache_salt)
 
     def _forget(self, live: Progress) -> None:
-        """``live`` runs no longer, and what its encoder reads may go."""
+        """Remove ``live`` from the running requests, and release its encoder input and its images."""
         del self._live[live.request.request_id]
         if live.request.encoder is not None and self.runner.cross is not None:
             self.runner.cross.inputs.release(live.request.encoder.digest)
@@ -428,19 +481,23 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing is in flight and every request has been handed out."""
+        """Whether nothing is in flight and every request has been returned."""
         return not self._in_flight and not self._live and not self._ended
 
     def statistics(self) -> SchedulerStatistics:
-        """The scheduler's counts so far."""
+        """Return the scheduler's counts so far."""
         return self.scheduler.statistics()
 
     def step(self) -> list[Completion]:
-        """Schedule as far ahead as allowed, run the oldest Step, and hand out who finished, but for streams.
+        """Schedule as far ahead as allowed, run the oldest Step, and return the finished requests that no Stream reads.
 
-        An error of the forward passes through; the steps in flight have then failed, their requests wait again, and
-        the next call goes on with them. An error of one request, of its tokenizer or its hashes, ends that one alone;
-        it passes through, too, and the next call hands out what this one did not. CacheError once the engine is closed.
+        After an error of the forward, the steps in flight have failed and their requests wait; the next call runs them
+        again. An error of one request, in its tokenizer or its hashes, ends that one alone. It is raised, and the next
+        call returns the other requests.
+
+        Raises:
+            CacheError: the engine is closed, or its scheduler is stuck.
+            Exception: an error of the forward or of one request.
         """
         self._run()
         failed = next((one for one in self._ended if one.error is not None), None)
@@ -451,7 +508,7 @@ class Engine:
         return [one.completion for one in ended if one.completion is not None]
 
     def _run(self) -> None:
-        """As ``step``, with nothing handed out."""
+        """Do the work of ``step`` without returning requests."""
         self._require_open()
         # a forward runs beside the scheduler, but not where what it reads is held for the next Step, too
         if self._in_flight and self._running is None and self.runner.cross is None and self.runner.images is None:
@@ -480,7 +537,7 @@ class Engine:
         self._take_in(step, result, self.scheduler.update(result))
 
     def _execute_aside(self, step: Step, inference: bool) -> StepResult:  # handed on by submit
-        """In the thread, which has a device and an inference mode of its own."""
+        """Run ``step`` in the thread, which has a current device and an inference mode of its own."""
         device = self.loaded.model.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode(inference):
             return self._execute(step)
@@ -492,7 +549,7 @@ class Engine:
         return result
 
     def _launch(self, step: Step) -> None:
-        """``step`` is in flight, and holds what its encoders read: its requests may end before it runs."""
+        """Put ``step`` in flight. It holds its encoder inputs and images: its requests may end before it runs."""
         self._in_flight.append(step)
         for new in step.new_rows:
             if (live := self._live.get(new.request_id)) is not None:
@@ -503,7 +560,7 @@ class Engine:
             self.runner.images.launched(step)
 
     def _land(self) -> None:
-        """The oldest Step has run or failed."""
+        """Remove the oldest Step from those in flight: it has run or failed."""
         step = self._in_flight.popleft()
         if self.runner.cross is not None:
             self.runner.cross.release_inputs(step)
@@ -524,10 +581,10 @@ class Engine:
                 return
 
     def _may_run_ahead(self) -> bool:
-        """Whether a step is to be scheduled behind those in flight.
+        """Return whether another step may be scheduled before the results of those in flight.
 
-        With a drafter not behind one that samples without drafts, for there could be none for the next token either;
-        but once where it had none for anybody: it is asked again behind the token after that.
+        With a drafter, a step that samples without drafts must be awaited: its next token could get no drafts. The
+        exception is one step after the drafter had none for any request; it is asked again after that step.
         """
         if self.drafter is None:
             return True
@@ -537,7 +594,10 @@ class Engine:
         return found_none or not any(map(_would_run_ahead, self._in_flight))
 
     def _propose(self) -> None:
-        """Drafts for the requests of which one token is left to run: what the others will have is not known yet."""
+        """Ask the drafter about the requests with one token left to run.
+
+        The newest tokens of others are not known yet.
+        """
         if self.drafter is None:
             return
         ready = [one.request for one in self._live.values() if one.decodes]
@@ -556,7 +616,7 @@ class Engine:
         self.scheduler.propose(drafts)
 
     def _watch(self) -> None:
-        """Raise CacheError when nothing runs though somebody waits: an endless loop otherwise."""
+        """Raise CacheError if nothing runs although requests wait: the loop would never end."""
         empty = len(self._in_flight) == 1 and not len(self._in_flight[0])
         self._idle = self._idle + 1 if empty else 0
         if self._idle > _IDLE_STEPS:
@@ -567,7 +627,7 @@ class Engine:
             )
 
     def _take_in(self, step: Step, result: StepResult, outcome: Outcome) -> None:
-        """Counts and log probabilities of all rows; then their text, which may end them; then completions."""
+        """Record counts and log probabilities of all rows, then their text, which may end them, then completions."""
         ended = {one.request: one for one in outcome.finished}
         grown = count_step(self._live, step, result, outcome)
         undrawn = {request_id: self._undrawn.pop(request_id) for request_id in [*self._undrawn]}
@@ -584,7 +644,7 @@ class Engine:
                 self._end(one)
 
     def _end(self, finished: Finished) -> None:
-        """It is to be handed out, if it was not dropped meanwhile."""
+        """Record that a request ended, unless it was dropped meanwhile."""
         request = finished.request
         live = self._live.get(request.request_id)
         if live is None or live.request is not request:
@@ -596,10 +656,13 @@ class Engine:
 
 
 def _would_run_ahead(step: Step) -> bool:
-    """Whether the step behind ``step`` could have a token whose input is not known: drafts behind it could not be."""
+    """Return whether the step after ``step`` could have a token whose input is not known yet.
+
+    It could have no drafts.
+    """
     return bool((step.samples & (np.diff(step.drafts.indptr) == 0)).any())
 
 
 def engine_closed() -> CacheError:
-    """What is raised by an engine that was closed."""
+    """Return the error that a closed engine raises."""
     return CacheError("the engine was closed: make another one")

@@ -1,14 +1,14 @@
-"""Images in prompts: what callers hand over, the features that a model makes of it, and which rows read them.
+"""Images in prompts: the callers' input, the features that a model computes of it, and the rows that read them.
 
-    a processor's output     {"pixel_values": ..., "image_grid_thw": ...} of all images of a prompt whose placeholders
-                             are expanded already (its input_ids)
-    pictures                 whatever the processor of the LoadedModel takes, with a prompt of text
+    a processor's output     {"pixel_values": ..., "image_grid_thw": ...} of all images of a prompt, whose placeholders
+                             are already expanded (its input_ids)
+    pictures                 the input of the LoadedModel's processor, with a prompt of text
 
-    get_image_features(pixels) -> features [tokens, width], and for some layers more of them (deepstack)
+    get_image_features(pixels) -> features [tokens, width], and more of them for some layers (deepstack)
     forward(ids, mm_encoder_outputs={"image": features of all placeholders in ids})
 
-A forward of a Step is handed features for every placeholder that it runs: those that stand in no image, such as a
-sampled one, get what the model has for the token itself.
+A Step's forward gets features for every placeholder that it runs. A placeholder outside of any image, such as a sampled
+one, gets the model's embedding of the token itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from hybridkv.units import shown
 
 Int64 = NDArray[np.int64]
 Images = Mapping[str, Any] | Sequence[Any]
-"""Of one prompt: what a processor made of all of them, by name; or the pictures themselves, for the model's own."""
+"""The images of one prompt: a processor's output for all of them, by name.
+
+Or pictures for the model's own processor.
+"""
 
 COMPARED: Final = (
     "aya_vision",
@@ -97,7 +100,10 @@ class ImageCall:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ImageCall:
-        """Raises ConfigError for a model that takes no images, or whose images were not compared."""
+        """Return the image side of ``model``.
+
+        Raises ConfigError if it takes no images, or if its type was not compared.
+        """
         kind = str(getattr(model.config, "model_type", ""))
         features = getattr(model, "get_image_features", None)
         token = getattr(model.config, "image_token_id", None)
@@ -135,7 +141,7 @@ def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def attends_both_ways(model: PreTrainedModel) -> bool:
-    """Whether an image's tokens see each other in both directions: they must run in one forward."""
+    """Return whether an image's tokens see each other in both directions; they must then run in one forward."""
     return getattr(model.config, "model_type", "") in _BOTH_WAYS
 
 
@@ -254,7 +260,7 @@ def _require_apart(items: Sequence[MultimodalItem], counts: Sequence[int]) -> No
 
 
 def require_processor(loaded: LoadedModel) -> None:
-    """Raise ConfigError where ``loaded`` has none, saying why where that is known."""
+    """Raise ConfigError if ``loaded`` has no processor, with the reason if it is known."""
     if loaded.processor is None:
         because = f" ({loaded.no_processor})" if loaded.no_processor else ""
         raise ConfigError(
@@ -348,10 +354,10 @@ def _positions(call: ImageCall, ids: Sequence[int], pictures: Sequence[Picture])
 
 
 class ImageStore:
-    """Features of pictures by digest, each as long as some request holds the digest.
+    """Features of pictures by digest. Each stays while a request holds its digest.
 
-    max_bytes: of features. Beyond it those that were read longest ago go, and are made anew when they are read again;
-    the ones read last stay, whatever they take. encoded: how often features were made.
+    Beyond ``max_bytes``, features read longest ago are dropped, and computed again when they are read. Those read last
+    stay, whatever their size. ``encoded`` counts computations.
     """
 
     def __init__(self, call: ImageCall, max_bytes: int) -> None:

@@ -1,9 +1,13 @@
-"""ModelRunner: Steps into tokens, on an unmodified transformers model.
+"""ModelRunner: executes Steps on an unmodified transformers model and returns the tokens.
 
 Step -> tables.apply -> moves, zeroing, copies -> slots
-     -> [1, tokens] forward, or one a row (forwards): StepCache writes pages, the gather backend attends, PagedMixers go
-        on from states
-     -> logits of the rows that sample -> tokens, drafts verified -> StepResult
+     -> [1, tokens] forward, or one for each row (Forwards): StepCache writes pages, the attention backend reads them,
+        and PagedMixers resume at stored states
+     -> logits of the rows that sample -> tokens, verified drafts -> StepResult
+
+Large float32 layers on a CPU get rows of zeros where 16 rows run faster than fewer. MKL's float32 product changes its
+algorithm at 16 rows: 15 rows take up to twice as long (design record 0028). The limit is measured once for each process
+and number of threads.
 """
 
 from __future__ import annotations
@@ -72,39 +76,50 @@ logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 Observer = Callable[[Step, torch.Tensor], None]
-"""Called before sampling with the Step and float32[n, vocabulary], what ``Draws.of(step)`` are drawn from."""
+"""Called before sampling with the Step, and with float32[n, vocabulary], the logits that ``Draws.of(step)`` use."""
 Undrawn = Callable[[str, Exception], object]
-"""Called with a request's id, and why no token of it could be drawn: the one that its row gets means nothing."""
+"""Called with a request's id and the error because of which its token could not be drawn. That token is arbitrary."""
 
 _ROWS: Final = 16
-"""What is filled up to."""
+"""Rows to fill up to."""
 _LEAST_WEIGHTS: Final = 1 << 19
-"""Of a layer: smaller ones stay in a processor's cache, where what is added costs more than it brings."""
+"""Least weights of a padded layer.
+
+Smaller ones stay in the processor's cache, so added rows cost more than they save.
+"""
 _FEWEST: Final = 7
-"""Fewer rows are faster than 16, whatever the library."""
+"""Least rows to pad: fewer are faster than 16 with any library."""
 _PROBED: Final = (4096, 2048)
-"""Of the layer that is measured: too large for caches, as the weights of all layers together are."""
+"""Shape of the layer that is measured: larger than a processor's cache, like the weights of all layers together."""
 _REPEATS: Final = 3
 _WORTH: Final = 0.9
-"""Of the time without: what is hardly faster is left as it is."""
+"""Largest ratio of the padded time to the unpadded one: smaller gains are left alone."""
 
 
 class ModelRunner:
-    """Owns the worker's side of ``config``: arena, block tables, row state; executes Steps in order.
+    """Owns the worker's side of ``config``: arena, block tables and row state. It executes Steps in order.
 
-    model: a transformers causal language model. From here on it attends through the pages; ``detach``
-    gives it its own attention back. planned: the model that ``config`` was planned for. max_running: rows.
-    max_model_len: tokens of the longest request. max_batched_tokens: tokens of the largest Step.
-    max_encoder_tokens: that cross attention reads of a request; ``cross`` is its side, None for a model without.
-    images: its side of the images in prompts, None before the first (``take_images``).
-    observer: sees the logits of every Step (see Observer); None for nobody.
-    forwards: how its Steps are run; None for what a forward shows it can do.
-    attention: what attends, in layers that it can run (hybridkv.runner.attention.formulas); the others' contexts are
-    gathered.
-    compiled: "decode" for CUDA graphs of steps that only decode, where the model allows it (runner.decode_graphs).
-    undrawn: is told where the edits of a request's logits fail (runner.sampling.sampler); None: the Step fails.
-    Raises ConfigError when a forward caches other bytes than planned, and for a model that another runner holds;
-    UnsupportedModelError for a model that cannot run on pages, or whose mixers were patched.
+    From construction on, the model attends through the pages; ``detach`` gives it its own attention back. ``cross`` is
+    the side of cross attention, None for a model without it. ``images`` is the side of images in prompts, None before
+    ``take_images``. ``decode_graphs`` are the CUDA graphs of decoding steps; None if they run as usual.
+
+    Args:
+        model: a transformers model.
+        config: the planned layout of its cache.
+        planned: the planner's model of which ``config`` was made.
+        max_running: rows.
+        max_model_len: tokens of the longest request.
+        max_batched_tokens: tokens of the largest Step.
+        max_encoder_tokens: encoder tokens of a request, for cross attention.
+        observer: called with the logits of every Step; None for no observer.
+        undrawn: called if a request's logits cannot be edited; None to fail the Step.
+        forwards: how Steps run; None for the best that a test forward allows.
+        attention: how attention over pages runs. Layers that it cannot serve gather their contexts.
+        compiled: "decode" for CUDA graphs of steps that only decode, if the model allows them.
+
+    Raises:
+        ConfigError: a forward caches other bytes than planned, or another runner holds the model.
+        UnsupportedModelError: the model cannot run on pages, or its recurrent mixers were patched.
     """
 
     def __init__(
@@ -165,7 +180,7 @@ class ModelRunner:
         self.decode_graphs = None if compiled is None else self._captured_decoding(max_model_len)
 
     def _give_pages(self, planned: Model, mixers: Mapping[str, RecurrentMixer]) -> None:
-        """Every layer knows its group and its views of the pages. mixers: of the layers that keep states, by name."""
+        """Give every layer its group and its views of the pages. ``mixers``: those that keep states, by layer name."""
         group_of = {name: number for number, group in enumerate(self.config.groups) for name in group.layer_names}
         crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
         attending = [layer for layer in planned.layers if layer.name not in mixers and layer not in crossing]
@@ -195,7 +210,7 @@ class ModelRunner:
         self._stand_ins = [*self._mixers, *padded_linears(self.model), *biases]
 
     def _attach(self) -> None:
-        """From here on the model runs on pages."""
+        """Make the model run on pages from here on."""
         gather.register()
         self._own_attention: str = self.model.config._attn_implementation
         with kept_attention(towers_of(self.model)):
@@ -215,9 +230,13 @@ class ModelRunner:
             raise
 
     def take_images(self, max_bytes: int) -> StepImages:
-        """Its side of images, made with the first call. max_bytes: of features kept.
+        """Return the runner's side of images; the first call makes it.
 
-        ConfigError as ImageCall.of, and where images attend in both directions, which only gathered contexts do.
+        Args:
+            max_bytes: bytes of image features to keep.
+
+        Raises:
+            ConfigError: as ``ImageCall.of``; or images attend in both directions, which only gathered contexts can do.
         """
         if attends_both_ways(self.model) and (self._prepare is not None or self.forwards is not Forwards.TOGETHER):
             raise ConfigError(
@@ -228,7 +247,7 @@ class ModelRunner:
         return self.images
 
     def _read_by(self, notes: FormNotes) -> None:
-        """Layers whose attention is known read parts of contexts, or pages where there is a kernel for it."""
+        """Let layers with a known form of attention read parts of contexts, or their pages if a kernel can."""
         self._context.forms = notes.forms
         layers = notes.layers
         self._reads |= {layer: replace(self._reads[layer], whole=False) for layer in layers}
@@ -244,7 +263,7 @@ class ModelRunner:
             logger.info("%s: contexts of %d layers are gathered all the same", type(self.model).__name__, gathered)
 
     def _captured_decoding(self, max_model_len: int) -> DecodeGraphs | None:
-        """None, and a line in the log, where the model does not allow it."""
+        """Return graphs of decoding steps; None, with a line in the log, if the model does not allow them."""
         others = {
             "each row runs in a forward of its own": self.forwards is Forwards.BY_ROW,
             "recurrent layers read states from blocks that the host looks up": self._mixers,
@@ -260,7 +279,7 @@ class ModelRunner:
         )
 
     def detach(self) -> None:
-        """Give the model its own attention and recurrent mixers back; nothing runs here any more. Again: nothing."""
+        """Give the model its own attention and recurrent mixers back. A second call does nothing."""
         if not self._attached:
             return
         self._attached = False
@@ -270,11 +289,19 @@ class ModelRunner:
         set_attention(self.model, self._own_attention)
 
     def execute(self, step: Step) -> StepResult:
-        """Run ``step``: one forward over all its tokens, then accepted drafts and a token for every row that samples.
+        """Run ``step``.
 
-        Raises WorkerError, with nothing changed, for a Step that does not fit. When the forward raises, the
-        error passes through; tables and row state have followed the Step, so that after ``Scheduler.fail(step.id)``
-        the next Step can run. O(tokens) beside the model.
+        One forward over all its tokens, then a token and the accepted drafts for every row that samples.
+
+        If the forward raises, tables and row state have already followed the Step. After ``Scheduler.fail(step.id)``
+        the next Step can run. O(tokens), in addition to the model.
+
+        Args:
+            step: the next Step of the scheduler.
+
+        Raises:
+            WorkerError: the Step does not fit; nothing is changed.
+            Exception: an error of the forward.
         """
         self._check(instance("step", step, Step))
         states = self._state_batches(step)
@@ -297,7 +324,7 @@ class ModelRunner:
             self.observer(step, logits)
         drawn, wrong = self._drawn(step, draws, logits)
         kept = draws.kept(drawn)
-        self._tell(step, draws, {draw: error for draw, error in wrong.items() if kept[draw]})
+        self._report_undrawn(step, draws, {draw: error for draw, error in wrong.items() if kept[draw]})
         sampled = draws.appended(drawn, kept, len(step))
         self._rows.drawn(step.rows, sampled)
         prompts = prompts._replace(source=np.arange(len(prompts.source)))
@@ -308,7 +335,7 @@ class ModelRunner:
     # -- before the forward
 
     def _check(self, step: Step) -> None:
-        """Refuse what this runner cannot do, or what would read a token or a block that is not there."""
+        """Raise WorkerError for a Step that this runner cannot run, or that would read a missing token or block."""
         if not self._attached:
             raise WorkerError(f"Step {step.id} comes to a runner that gave its model back: make another one")
         if len(step) and step.num_scheduled.min() < 1:
@@ -331,11 +358,11 @@ class ModelRunner:
 
     @staticmethod
     def _owner_rows(step: Step) -> Int64:
-        """The row of every token of the step."""
+        """Return the row of every token of the step."""
         return np.repeat(step.rows.astype(np.int64), step.num_scheduled)
 
     def _resolved(self, step: Step) -> Int64:
-        """The step's tokens, int64[tokens], -1 replaced by what its row sampled last."""
+        """Return the step's tokens, int64[tokens]; -1 becomes the token that its row sampled last."""
         tokens = step.token_ids.values.astype(np.int64)
         unknown = np.flatnonzero(tokens == NONE_DRAWN)
         if len(unknown):
@@ -345,7 +372,7 @@ class ModelRunner:
     # -- the forward
 
     def _forward(self, step: Step, tokens: Int64, wanted: Int64, states: Mapping[int, StateBatch]) -> torch.Tensor:
-        """Logits behind each of the tokens at ``wanted``: [n, vocabulary]."""
+        """Return the logits after each of the tokens at the indices ``wanted``: [n, vocabulary]."""
         if self.forwards is Forwards.TOGETHER:
             return self._run(step, tokens, wanted, states)
         parts, places, first = [], [], 0
@@ -358,7 +385,7 @@ class ModelRunner:
         return torch.cat(parts)[self._tensor(np.argsort(np.concatenate(places)))]
 
     def _run(self, step: Step, tokens: Int64, wanted: Int64, states: Mapping[int, StateBatch]) -> torch.Tensor:
-        """One forward over all of ``step``: as ``_forward``."""
+        """Run one forward over all of ``step``; return the logits as ``_forward`` does."""
         scheduled = step.num_scheduled.astype(np.int64)
         inside = np.arange(len(tokens)) - np.repeat(np.cumsum(scheduled) - scheduled, scheduled)
         positions = np.repeat(step.num_computed.astype(np.int64), scheduled) + inside
@@ -385,7 +412,7 @@ class ModelRunner:
     def _decoded(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Mapping[int, PagedStep]
     ) -> torch.Tensor:
-        """A Forward of DecodeGraphs."""
+        """Run a decoding step inside DecodeGraphs."""
         self._context.begin(attention, {}, None, positions)
         try:
             with torch.inference_mode():
@@ -396,7 +423,7 @@ class ModelRunner:
     def _call(
         self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, images: ImageRead | None
     ) -> torch.Tensor:
-        """The model over a flattened step: logits behind the tokens ``keep``, [n, vocabulary]."""
+        """Run the model over a flattened step; return the logits after the tokens ``keep``, [n, vocabulary]."""
         more = {} if images is None else images.arguments
         if self.forwards is Forwards.BY_ROW:
             row = RowCache(
@@ -409,12 +436,12 @@ class ModelRunner:
         return self._model_call.logits_after(tokens, keep, cache, positions, more)
 
     def _state_batches(self, step: Step) -> dict[int, StateBatch]:
-        """By group of states."""
+        """Return the StateBatch of each group of states."""
         groups = self._state_groups if step.num_tokens else []
         return {group: state_batch(step, group, self._device, alike=group in self._drafts_at_once) for group in groups}
 
     def _attention_of(self, step: Step, last_seen: Int64 | None) -> dict[int, GatherBatch | PagedStep]:
-        """By layer index; layers that read alike share one. last_seen: as gather_batch has it."""
+        """Return how each layer attends, by layer index. Layers that read alike share one object."""
         groups = {read.group for read in self._reads.values() if read.heads is not None}
         reads = {group: group_reads(step, group, self.tables[group]) for group in groups}
         writes = {group: write_of(self.attention, self.tables[group], step.num_tokens) for group in groups}
@@ -436,22 +463,25 @@ class ModelRunner:
     # -- behind it
 
     def _drawn(self, step: Step, draws: Draws, logits: torch.Tensor) -> tuple[Int64, dict[int, Exception]]:
-        """The token of each of ``draws``, int64[n], and whose edits failed. WorkerError for logits that are NaN."""
+        """Return the token of each draw, int64[n], and the draws whose edits failed.
+
+        Raises WorkerError for NaN logits.
+        """
         if not len(draws):
             return np.empty(0, np.int64), {}
         wrong = torch.nonzero(logits.amax(dim=-1).isnan()).flatten().tolist()  # the largest of a row with NaN is NaN
         if wrong:
             raise WorkerError(
-                f"Step {step.id}: the logits of row {step.rows[draws.row[wrong[0]]]} are no numbers (NaN) behind token "
-                f"{draws.position[wrong[0]] - 1}: look at the model's weights and dtype"
+                f"Step {step.id}: the logits of row {step.rows[draws.row[wrong[0]]]} are NaN after token "
+                f"{draws.position[wrong[0]] - 1}: check the model's weights and dtype"
             )
         batch = self._rows.batch(step.rows[draws.row], draws.position, draws.before)
         with torch.inference_mode():
             drawn, failed = sample(logits, batch)
         return drawn.cpu().numpy(), failed
 
-    def _tell(self, step: Step, draws: Draws, wrong: Mapping[int, Exception]) -> None:
-        """Whose draws could not be: those behind a draft that was refused count for nothing, and are not in it."""
+    def _report_undrawn(self, step: Step, draws: Draws, wrong: Mapping[int, Exception]) -> None:
+        """Report draws that failed. Draws after a rejected draft do not count and are not in ``wrong``."""
         for draw, error in wrong.items():
             if self._undrawn is None:
                 raise error
@@ -459,9 +489,9 @@ class ModelRunner:
 
 
 def require_fit(planned: Model, config: KVCacheConfig) -> None:
-    """Raise ConfigError unless ``config`` has exactly the layers of ``planned``, each keeping as many bytes a token.
+    """Raise ConfigError unless ``config`` has exactly the layers of ``planned``, each with as many bytes a token.
 
-    Blocks may be longer than those of ``planned``: the reference layout makes them so.
+    Blocks may be longer than those of ``planned``: the reference layout aligns them.
     """
     wanted = {layer.name: _kept(layer.spec) for layer in planned.layers}
     given = {
@@ -474,18 +504,18 @@ def require_fit(planned: Model, config: KVCacheConfig) -> None:
     missing = sorted(set(wanted) - set(given)) + sorted(set(given) - set(wanted))
     if missing:
         raise ConfigError(
-            f"the plan is not of {planned.name}: {len(given)} layers planned, {len(wanted)} in the model; first that "
-            f"differs: {missing[0]}. Plan this very model"
+            f"the plan is not of {planned.name}: it has {len(given)} layers, the model has {len(wanted)}; the first "
+            f"that differs is {missing[0]}: make a plan of this model"
         )
     name = next(name for name in wanted if wanted[name] != given[name])
     raise ConfigError(
         f"the plan is not of {planned.name}: layer {name} keeps {given[name]} bytes in the plan, {wanted[name]} in the "
-        "model. Plan this very model, with its dtype"
+        "model: make a plan of this model, with its dtype"
     )
 
 
 def _kept(spec: KVCacheSpec) -> str:
-    """How many bytes a layer keeps, of a token or of a state."""
+    """Describe how many bytes a layer keeps, for a token or for a state."""
     if spec.keeps is Keeps.STATE:
         return f"{spec.content_bytes} a state"
     return f"{spec.content_bytes // spec.block_size} a token"
@@ -496,9 +526,9 @@ def _kept(spec: KVCacheSpec) -> str:
 
 @lru_cache(maxsize=8)
 def first_padded(threads: int) -> int:
-    """From how many rows on, at most 16, 16 are multiplied faster than they. Measures for some 0.3 seconds.
+    """Return the fewest rows, at most 16, that run slower than 16 rows. It measures for about 0.3 seconds.
 
-    threads: of torch, as it is now.
+    ``threads``: torch's current number of threads.
     """
     del threads  # of the key alone
     weight, hidden = torch.zeros(_PROBED), torch.zeros(_ROWS, _PROBED[1])
@@ -512,7 +542,10 @@ def first_padded(threads: int) -> int:
 
 
 def first_slower(took: Sequence[float]) -> int:
-    """From how many rows on all up to the last take longer than it. took: seconds of 1, 2, .. rows."""
+    """Return the first number of rows from which on all take longer than the last. ``took``: seconds of 1, 2, ..
+
+    rows.
+    """
     rows = len(took)
     while rows > 1 and _WORTH * took[rows - 2] > took[-1]:
         rows -= 1
@@ -520,14 +553,14 @@ def first_slower(took: Sequence[float]) -> int:
 
 
 class PaddedLinear(StandIn):
-    """Takes the place of a linear layer's forward: of ``first`` rows or more, but fewer than 16, it makes 16."""
+    """Replaces a linear layer's forward: it pads ``first`` rows or more, but fewer than 16, to 16."""
 
     def __init__(self, module: torch.nn.Linear, first: int) -> None:
         super().__init__(module)
         self._linear, self._first = module, first
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # as torch names it
-        """[.., width] -> [.., width out]."""
+        """Map [.., width] to [.., output width]."""
         module, rows = self._linear, input.numel() // input.shape[-1]
         if not self._first <= rows < _ROWS:
             return functional.linear(input, module.weight, module.bias)
@@ -537,7 +570,7 @@ class PaddedLinear(StandIn):
 
 
 def padded_linears(model: torch.nn.Module) -> list[PaddedLinear]:
-    """One for every large linear layer of float32 on a processor whose forward nobody has changed; maybe none."""
+    """Make one for every large, unpatched float32 linear layer on a CPU; perhaps none."""
     found = [
         one
         for one in model.modules()

@@ -1,11 +1,11 @@
-"""Self-check at load: the model on pages says what it says alone.
+"""Self-check at load: the model on pages must compute the logits that it computes alone.
 
-Any model whose attention goes through transformers' interface can be run; whether it is run rightly cannot be read in
-its config. So a few prompts run on pages of their own, and the logits behind them are compared with plain forwards':
+Any model whose attention goes through transformers' interface can run on pages, but its config does not show whether it
+runs correctly. So a few prompts run on pages of their own, and their logits are compared with those of plain forwards:
 
-    cold      two prompts in one step, so that neither may see the other
+    cold      two prompts in one step: neither may see the other
     chunked   the same in chunks that end inside blocks, while others run
-    warm      prompts that begin as earlier ones: full blocks are shared, and one that is hit in part is copied
+    warm      prompts with a known beginning: full blocks are shared, and one that is hit in part is copied
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TOLERANCE: Final = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 5e
 
 _TOKENS: Final = 41
 _LONGEST: Final = 320
-"""Prompts reach past a window, if it ends before so many tokens."""
+"""Prompts reach past a window or chunk that ends before so many tokens."""
 _CHUNK: Final = 29
 _ROWS: Final = 2
 _SEED: Final = 11
@@ -50,13 +50,16 @@ _FEWEST: Final = 8
 
 _Kind = tuple[type, str, torch.dtype, str, str | None, int, AttentionBackend]
 _COMPARED: Final[dict[_Kind, Forwards]] = {}
-"""Those that said the same, and how they did; the oldest goes first."""
+"""Kinds of models that passed, and how their Steps run. The oldest entry is dropped first."""
 _MOST_KINDS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The first ``tokens`` of a prompt, in a regime. wave: those of one run together, the next behind them."""
+    """The first ``tokens`` of a prompt, in a regime.
+
+    Prompts of a ``wave`` run together, and the next wave after them.
+    """
 
     regime: str
     wave: int
@@ -66,10 +69,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alone:
-    """What the model says without pages. logits: float32[tokens, vocabulary] behind every token of each of ``prompts``.
+    """The model's results without pages. ``logits``: float32[tokens, vocabulary] after every token of each prompt.
 
-    bound: differences up to it are rounding. context: by how much the last logits differ where other tokens come before
-    the last few: what is not above ``bound`` would hide a wrong context.
+    Differences up to ``bound`` are rounding. ``context`` is the change of the last logits when other tokens come before
+    the last few. If it is not above ``bound``, a wrong context would not be noticed.
     """
 
     prompts: tuple[list[int], ...]
@@ -80,9 +83,9 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """worst: by regime, the largest difference, as a share of the largest logit, and behind how many tokens.
+    """``worst``: by regime, the largest difference as a share of the largest logit, and the number of tokens before it.
 
-    bound: differences up to it are rounding. failed: what the model raised, "" for nothing.
+    Differences up to ``bound`` are rounding. ``failed`` is the model's error, or "".
     """
 
     worst: Mapping[str, tuple[float, int]]
@@ -91,26 +94,25 @@ class Report:
 
     @property
     def wrong(self) -> str:
-        """What differs, "" for nothing."""
+        """What differs; "" if nothing does."""
         worst = self.worst.items()
-        said = (f"{regime} {most:.2g} behind token {at}" for regime, (most, at) in worst if not most <= self.bound)
+        said = (f"{regime} {most:.2g} after token {at}" for regime, (most, at) in worst if not most <= self.bound)
         return ", ".join(said) or self.failed
 
     def require_right(self, name: str) -> None:
-        """Raise UnsupportedModelError for what is wrong with the model ``name``."""
+        """Raise UnsupportedModelError if the model ``name`` is wrong on pages."""
         if self.failed:
-            raise UnsupportedModelError(f"{name} does not run on pages: not supported ({self.failed})")
+            raise UnsupportedModelError(f"{name} does not run on paged caches, so it is not supported: {self.failed}")
         if self.wrong:
             raise UnsupportedModelError(
-                f"{name} says something else on pages than alone: largest difference of two logits, as a share of the "
-                f"largest one: {self.wrong} (bound {self.bound:.2g}); some layer does more than attend over what it "
-                "keeps"
+                f"{name} computes other logits on paged caches than in plain transformers, so it is not supported: "
+                f"largest difference, as a share of the largest logit: {self.wrong} (bound {self.bound:.2g})"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a model is run on pages: laid out as ``plan`` has them, and by what."""
+    """How a model runs on pages: the layout of ``plan``, the kind of forwards, and the attention."""
 
     plan: Plan
     forwards: Forwards
@@ -119,9 +121,9 @@ class Trial:
 
 @contextmanager
 def plain_transformers(model: PreTrainedModel) -> Iterator[None]:
-    """Run ``model`` inside as transformers alone runs it. Raises UnsupportedModelError, in one line, if it fails.
+    """Run ``model`` as transformers alone runs it. Raises UnsupportedModelError, in one line, if it fails.
 
-    Passes on named errors of this library, and torch.OutOfMemoryError.
+    Named errors of this library and torch.OutOfMemoryError pass through.
     """
     try:
         yield
@@ -130,24 +132,25 @@ def plain_transformers(model: PreTrainedModel) -> Iterator[None]:
     except Exception as error:  # a model's code raises anything
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnsupportedModelError(
-            f"{type(model).__name__} fails in plain transformers, without pages: {said}: mend the model or its config, "
-            "or install the version of transformers that it was written for"
+            f"{type(model).__name__} fails in plain transformers, without pages: {said}: correct the model or its "
+            "config, or install the version of transformers that it was written for"
         ) from error
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far rounding may move logits, as a share of the largest. In half precision tokens find other experts."""
+    """Return the rounding of logits, as a share of the largest. In half precision, tokens may choose other experts."""
     return _TOLERANCE.get(dtype, 2e-1)
 
 
 def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> Forwards | None:
-    """How ``loaded`` says the same on pages as alone: rows together, else row by row. None where nothing was compared.
+    """Return the kind of forwards with which ``loaded`` computes the same on pages as alone.
 
-    attention: what attends. Some ten short forwards each way, once in a process for models that are alike but for
-    their weights.
-    Encoder-decoders, and plans for requests of a few tokens, are not compared. A line in the log where the weights are
-    such that a wrong context would not show, and for rows that run one by one.
-    Raises UnsupportedModelError, with what differs, for a model that says something else either way.
+    None if it was not compared.
+
+    Rows run together if that agrees, otherwise one by one. It takes about ten short forwards for each kind, once in a
+    process for models that differ in their weights alone. Encoder-decoders, and plans for requests of a few tokens, are
+    not compared. The log says so if a wrong context would not show, or if rows run one by one. Raises
+    UnsupportedModelError, with the differences, if neither agrees.
     """
     length = min(_length(plan), plan.max_model_len - 1)
     if is_encoder_decoder(loaded.model) or length < _FEWEST:
@@ -179,7 +182,7 @@ def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -
 
 
 def _kind_of(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> _Kind | None:
-    """What decides how a model runs, its weights left out; None for one with code of its own on some module."""
+    """Return all that decides how a model runs, except its weights; None if a module has code of its own."""
     model = loaded.model
     if any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in model.modules()):
         return None
@@ -188,16 +191,16 @@ def _kind_of(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> _K
 
 
 def _length(plan: Plan) -> int:
-    """Tokens of a prompt: past the longest window or chunk that is not long."""
+    """Return the tokens of a prompt: past the longest window or chunk of moderate length."""
     masks = (spec.mask for group in plan.config.groups for spec in group.layer_specs)
     ends = [span + _TOKENS // 3 for mask in masks for span in mask if span is not None]
     return max([_TOKENS, *(end for end in ends if end <= _LONGEST)])
 
 
 def said_alone(loaded: LoadedModel, length: int) -> Alone:
-    """What ``loaded`` says to prompts of up to ``length`` tokens, at least 8.
+    """Compute the logits of ``loaded`` for prompts of up to ``length`` tokens, at least 8, without pages.
 
-    Raises UnsupportedModelError if ``loaded`` fails without pages.
+    Raises UnsupportedModelError if that fails.
     """
     draw = np.random.default_rng(_SEED)
     first, second, other = (draw.integers(0, loaded.vocab_size, length).tolist() for _ in range(3))
@@ -212,7 +215,7 @@ def said_alone(loaded: LoadedModel, length: int) -> Alone:
 
 
 def compare(loaded: LoadedModel, alone: Alone, trial: Trial) -> Report:
-    """Compare the prompts of ``alone`` on pages; what the model raises is in the Report."""
+    """Compare the prompts of ``alone`` on pages. The Report has the model's error, if it raises one."""
     length = len(alone.prompts[0])
     ends = sorted({length // 3, length // 3 + 1, length - 1, length})
     asked = [Asked("cold", 0, 0, length // 3), Asked("cold", 0, 1, length // 3 // 2)]
@@ -242,7 +245,7 @@ def _plain(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
 def _on_pages(
     loaded: LoadedModel, prompts: Sequence[Sequence[int]], asked: Sequence[Asked], trial: Trial
 ) -> dict[Asked, torch.Tensor]:
-    """The logits behind each, float32[vocabulary], from a runner of its own."""
+    """Return the logits of each prompt, float32[vocabulary], from a runner made for this."""
     plan, lengths = trial.plan, [len(prompt) + 1 for prompt in prompts] * 3
     small = plan_for(loaded, lengths, block_size=plan.model.block_size, layout=plan.layout, placement=plan.placement)
     by_request, rows, said = dict[str, Asked](), dict[int, str](), dict[Asked, torch.Tensor]()

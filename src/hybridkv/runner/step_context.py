@@ -1,6 +1,6 @@
-"""What stands between a model and its pages: a StepContext that all modules know, stand-ins for methods, caches.
+"""Parts between a model and its pages: a StepContext that all modules have, and replacements of methods and caches.
 
-The StepContext says what the modules must know of the Step that runs: one value, changed before a forward.
+The StepContext holds all that modules must know of the running Step. It changes before each forward.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ if TYPE_CHECKING:
 
 Int64 = NDArray[np.int64]
 Noting = Callable[[torch.nn.Module, "Attended", Mapping[str, Any]], torch.Tensor]
-"""(module, what it attends with, what else it hands to its attention) -> what it attends to."""
+"""(module, its attention's inputs, further arguments) -> the attention's output."""
 
 CONTEXT: Final = "hybridkv_context"
-"""The attribute under which the modules of a model that runs on pages have their StepContext."""
+"""The attribute that holds the StepContext in each module of a model that runs on pages."""
 
 
 @dataclass(slots=True, eq=False)
 class StepContext:
-    """attention: how every layer index that caches tokens attends. layer: whose keys were written last.
+    """The running Step, for the modules of the model. It is empty while no Step runs.
 
-    states: a StateBatch for every group of states; none while no Step runs.
-    cross: what the cross attention of every layer index reads; crossing: which layer's is about to attend.
-    positions: int64[tokens] of the Step's tokens, None while none runs.
-    forms: of the modules whose attention is known; the others run their own. noting: runs in place of any attention,
-    while a runner looks at the model.
+    Attributes:
+        attention: how each layer attends, by index; only layers that cache tokens.
+        states: the StateBatch of every group of states.
+        cross: what the cross attention of each layer reads, by index.
+        positions: int64[tokens], of the Step's tokens.
+        layer: the layer whose keys were written last.
+        crossing: the layer whose cross attention is about to run.
+        forms: the form of attention by module; other modules run their own attention.
+        noting: replaces all attention while a runner inspects the model.
     """
 
     attention: Mapping[int, GatherBatch | PagedStep] = field(default_factory=dict)
@@ -56,25 +60,25 @@ class StepContext:
         cross: Mapping[int, CrossRead] | None = None,
         positions: torch.Tensor | None = None,
     ) -> None:
-        """A forward begins."""
+        """Begin a forward."""
         self.attention, self.states, self.cross, self.positions = attention, states, cross or {}, positions
         self.layer = self.crossing = None
 
     def end(self) -> None:
-        """It is over: nothing of it is kept alive."""
+        """End a forward, and release all that it used."""
         self.begin({}, {})
 
     def take_cross(self) -> CrossRead | None:
-        """What is read by the cross attention that asked for its keys last; None where self attention runs."""
+        """Return the input of the cross attention that asked for its keys last; None if self attention runs."""
         layer, self.crossing = self.crossing, None
         return None if layer is None else self.cross[layer]
 
     def __reduce__(self) -> NoReturn:
-        """A copy of a model that runs on pages would never run again: ConfigError instead."""
+        """Raise ConfigError: a copy of a model that runs on pages could never run again."""
         raise ConfigError("an engine holds this model: close the engine before the model is copied or pickled")
 
     def attention_batch(self) -> GatherBatch | PagedStep:
-        """Of the layer whose keys were written last. WorkerError before any, and while no Step runs."""
+        """Return how the layer whose keys were written last attends. Raises WorkerError outside of a Step."""
         return self.attention[self.updated_layer]
 
     @property
@@ -91,52 +95,52 @@ class StepContext:
 
 
 def require_free(model: torch.nn.Module) -> None:
-    """Raise ConfigError when some module of ``model`` knows a StepContext: two runners would undo each other's work."""
+    """Raise ConfigError if another runner holds ``model``: each would undo the other's changes."""
     if any(CONTEXT in vars(module) for module in model.modules()):
         raise ConfigError(f"another engine holds this {type(model).__name__}: close it first, or load the model again")
 
 
 def attach(model: torch.nn.Module, context: StepContext) -> None:
-    """Every module of ``model`` knows ``context``."""
+    """Give every module of ``model`` the ``context``."""
     for module in model.modules():
         setattr(module, CONTEXT, context)
 
 
 def detach(model: torch.nn.Module, context: StepContext) -> None:
-    """No module of ``model`` knows ``context`` any longer."""
+    """Take ``context`` from every module of ``model``."""
     for module in model.modules():
         if vars(module).get(CONTEXT) is context:
             delattr(module, CONTEXT)
 
 
 class StandIn:
-    """Takes the place of ``method`` of a module's instance, which has none of its own: ``install`` to ``remove``."""
+    """Replaces a method of one module, from ``install`` to ``remove``; the module must have no replacement yet."""
 
     def __init__(self, module: torch.nn.Module, method: str = "forward") -> None:
         self._module, self._method = module, method
 
     def install(self) -> None:
-        """Let the module call this instead of its class's method."""
+        """Make the module call this instead of its class's method."""
         vars(self._module)[self._method] = self
 
     def remove(self) -> None:
-        """Let it call its own again, or what was put in the place of this one meanwhile."""
+        """Restore the class's method, unless something else has replaced this one meanwhile."""
         if vars(self._module).get(self._method) is self:
             del vars(self._module)[self._method]
 
 
 class EmptyCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """A transformers Cache that says, unless a subclass knows better, that nothing is cached before the call."""
+    """A transformers Cache that reports an empty past, unless a subclass says otherwise."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
 
     def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
-        """Whether there is a state, or padding that masks must hide."""
+        """Return whether there is a state, or padding that masks must hide."""
         return False
 
     def is_recording_past(self, *_args: object, **_kwargs: object) -> bool:
-        """Whether states can be rolled back: they cannot."""
+        """Return False: states cannot be rolled back."""
         return False
 
     def get_seq_length(self, *_args: object, **_kwargs: object) -> torch.Tensor | int:
@@ -144,7 +148,7 @@ class EmptyCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return how many keys there are, and where they begin: masks are as long as the query."""
+        """Return the number of keys and the index of the first: masks are as long as the query."""
         del layer_idx
         return query_length, 0
 

@@ -401,5 +401,5 @@ def test_a_model_that_fails_in_plain_transformers_is_one_line(method: str, monke
     said = done.stderr.splitlines()[-1]
     assert done.stdout == ""
     assert said.startswith("error: LlamaForCausalLM fails in plain transformers, without pages: RuntimeError: shapes ")
-    assert "shapes cannot be multiplied: mend the model" in said
+    assert "shapes cannot be multiplied: correct the model" in said
     assert "Traceback" not in done.stderr

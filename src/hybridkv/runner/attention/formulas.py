@@ -76,7 +76,7 @@ class Attended(NamedTuple):
 
 
 def eager_function(module: torch.nn.Module) -> Eager:
-    """The eager attention of the modelling module that ``module`` comes from; UnsupportedModelError without one."""
+    """Return the eager attention of the modelling file of ``module``. Raises UnsupportedModelError if it has none."""
     found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if found is None:
         raise UnsupportedModelError(
@@ -87,7 +87,7 @@ def eager_function(module: torch.nn.Module) -> Eager:
 
 
 def attention_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Those of ``model`` that attend, layer by layer, as transformers marks them."""
+    """Return the modules of ``model`` that attend, layer by layer, as transformers marks them."""
     return (module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal"))
 
 
@@ -155,7 +155,10 @@ def _products(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
-    """scale: of the scores. softcap: of what is scaled, None for none. sinks: a logit for each head, None for none."""
+    """``scale`` of the scores, ``softcap`` of the scaled scores, and one logit a head as ``sinks``.
+
+    None for no cap or sink.
+    """
 
     scale: float
     softcap: float | None = None
@@ -213,11 +216,12 @@ def _same(form: AttentionForm, noise: Attended, mask: torch.Tensor, wanted: torc
 
 
 class AttentionBackend(StrEnum):
-    """What runs the attention of a model on pages.
+    """How attention over pages runs.
 
-    gather: contexts are copied out of their pages, dense kernels run on them. eager: the same, by the function of the
-    model's own modelling file. triton: a kernel of this library reads the pages (a GPU, or Triton's interpreter).
-    torch: the plain formula reads them, request by request. It is slow, and the reference for the kernel.
+    - gather: contexts are copied out of their pages, and dense kernels run on them.
+    - eager: the same, with the function of the model's own modelling file.
+    - triton: a kernel of this library reads the pages (a GPU, or Triton's interpreter).
+    - torch: a plain formula reads them, request by request. It is slow, and the reference for the kernel.
     """
 
     GATHER = "gather"
@@ -227,7 +231,7 @@ class AttentionBackend(StrEnum):
 
 
 def attention_backend(name: str, value: object) -> AttentionBackend:
-    """``value`` as one of them; ConfigError, which names them, for any other."""
+    """Return ``value`` as an AttentionBackend. Raises ConfigError, with all names, for any other value."""
     try:
         return AttentionBackend(value)  # type: ignore[arg-type]  # whatever it is, the enumeration judges it
     except ValueError as error:
@@ -244,9 +248,9 @@ Write = Callable[[KVPages, torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class LayerRead:
-    """How a layer reads: through which group, under which mask, and whether its context must come in one piece.
+    """How a layer reads: its group, its mask, and whether its context must be in one piece (``whole``).
 
-    heads: of a layer that a kernel reads from pages, None of one whose contexts are gathered.
+    ``heads`` is set for a layer that a kernel reads from pages, None for one with gathered contexts.
     """
 
     group: int
@@ -273,7 +277,7 @@ class PagedStep:
 
 
 def attending(attention: Callable[..., tuple[torch.Tensor, torch.Tensor]], batch: PagedBatch | TritonBatch) -> Attend:
-    """Make what reads ``batch`` with a kernel of the worker."""
+    """Return a function that reads ``batch`` with a kernel of the worker."""
 
     def attend(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
         return attention(query, pages, batch, form.scale, softcap=form.softcap, sink_logits=form.sinks)[0]
@@ -291,7 +295,7 @@ def _triton(reads: PagedBatch, mask: AttentionMask, heads: LayerShape, pages: KV
 
 
 def kernel_of(backend: AttentionBackend, device: torch.device) -> Prepare | None:
-    """Of ``backend`` on ``device``; None for what gathers. ConfigError where it cannot run there."""
+    """Return the kernel of ``backend`` on ``device``; None if it gathers. Raises ConfigError if it cannot run there."""
     if backend is AttentionBackend.TORCH:
         return _torch
     if backend is not AttentionBackend.TRITON:

@@ -115,11 +115,15 @@ def check_drafts(step: Step) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How probable a token was where it stands, by log_softmax of the model's logits as they are.
+    """How probable a token was at its position, by log_softmax of the model's logits before any edit.
 
-    Temperature, penalties and filters do not show in it.
-    rank: 1 for the most probable; as many tokens are strictly more probable as rank - 1.
-    best: (token id, log probability) of the most probable tokens, best first, as many as were asked for.
+    Temperature, penalties and filters do not change it.
+
+    Attributes:
+        token_id: the token.
+        logprob: its natural log probability.
+        rank: 1 for the most probable token; rank - 1 tokens are strictly more probable.
+        best: (token id, log probability) of the most probable tokens, best first, as many as were requested.
     """
 
     token_id: int
