@@ -30,6 +30,7 @@ from hybridkv.models.layers import (
     FamilyFacts,
     Heads,
     ReadOptions,
+    mla_spec,
     ranges,
     refuse_layer_types,
 )
@@ -304,14 +305,9 @@ def _layers_of(reading: Reading, index: int, kind: str, shapes: _Shapes, options
     else:
         if kind in {SLIDING, CHUNKED}:
             refuse_layer_types([kind], reading.name, (FULL, *INDEXED))
-        width = reading.required("latent", ("kv_lora_rank",)) + reading.required(
-            "its rotary part", ("qk_rope_head_dim",)
-        )
-        # the latent is not split, but the heads that read it are
-        shapes.heads.full(reading.fields, options)
-        layers = [
-            Layer(name, MLAAttentionSpec(block_size=options.block_size, head_size=width, dtype=options.dtype), index)
-        ]
+        for what, key in (("latent", "kv_lora_rank"), ("its rotary part", "qk_rope_head_dim")):
+            reading.required(what, (key,))  # notes where mla_spec's fields come from
+        layers = [Layer(name, mla_spec(reading.fields, options, shapes.heads.heads), index)]
     if kind in INDEXED and _has_indexer(reading, index):
         layers.append(Layer(f"{name}.indexer", _indexer(reading, options), index))
     return layers
@@ -354,14 +350,11 @@ _INDEXERS: Final = {"index_topk_freq": 1, "index_skip_topk_offset": 2}
 
 def _indexer(reading: Reading, options: ReadOptions) -> KVCacheSpec:
     """Return the spec of an indexer's keys, one per token. vLLM stores 8 bits and a float32 scale per 128 of them."""
-    width = reading.required("key of the indexer", ("index_head_dim",))
-    scaled = options.backend == "vllm" and reading.key(("kv_lora_rank",)) is not None
-    if scaled:
-        reading.derive(
-            "keys of the indexer", f"{width + width // 128 * 4} bytes", "8-bit floats with scales, as vLLM keeps them"
-        )
-        return MLAAttentionSpec(block_size=options.block_size, head_size=width + width // 128 * 4, dtype="uint8")
-    return MLAAttentionSpec(block_size=options.block_size, head_size=width, dtype=options.dtype)
+    width, dtype = reading.required("key of the indexer", ("index_head_dim",)), options.dtype
+    if options.backend == "vllm" and reading.key(("kv_lora_rank",)) is not None:
+        width, dtype = width + width // 128 * 4, "uint8"
+        reading.derive("keys of the indexer", f"{width} bytes", "8-bit floats with scales, as vLLM keeps them")
+    return MLAAttentionSpec(block_size=options.block_size, head_size=width, dtype=dtype)
 
 
 def _cross(layer: Layer, shapes: _Shapes, reading: Reading, options: ReadOptions) -> Layer:

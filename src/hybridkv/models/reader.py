@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -113,7 +113,7 @@ def read_model(
     if asked is None:
         why = "the config names no dtype: say dtype= (--dtype) where it is another"
         read_from = (*read_from, ReadFact("dtype of keys and values", ASSUMED_DTYPE, why, ASSUMED))
-    depth = (facts.num_layers or _said_layers(described)) + mtp_layers
+    depth = (facts.num_layers or _first_count(described, LAYERS)) + mtp_layers
     return Model(
         name=name,
         model_type=model_type,
@@ -130,7 +130,7 @@ def read_model(
         max_encoder_tokens=facts.max_encoder_tokens,
         num_speculative_tokens=num_speculative_tokens,
         hidden_size=described.optional("hidden_size", minimum=0) or 0,
-        query_heads=_query_heads(described),
+        query_heads=_first_count(described, HEADS),
         weight_bytes=weight_bytes(
             weights, _quantization(config, name), dtype_bytes(config_dtype(part) or ASSUMED_DTYPE)
         ),
@@ -163,14 +163,9 @@ def _quantization(config: Mapping[str, object], name: str) -> Fields:
     return Fields(said if isinstance(said, Mapping) else {QUANTIZED[0]: said}, name)
 
 
-def _said_layers(described: Fields) -> int:
-    """Return the decoder layers; 0 where the config does not give them."""
-    return next((count for key in LAYERS if (count := described.optional(key, minimum=0))), 0)
-
-
-def _query_heads(described: Fields) -> int:
-    """Return the query heads of an attention layer; 0 where no field gives them."""
-    return next((heads for key in HEADS if (heads := described.optional(key, minimum=0))), 0)
+def _first_count(described: Fields, keys: Sequence[str]) -> int:
+    """Return the value of the first field of ``keys`` that is above 0; 0 if no field is."""
+    return next((count for key in keys if (count := described.optional(key, minimum=0))), 0)
 
 
 def _given(fields: Mapping[str, object] | None) -> dict[str, object]:
