@@ -113,7 +113,7 @@ def answer_errors(app: FastAPI) -> None:
     """Register a handler for each error that the routes of ``app`` raise."""
     for kind in (ApiError, ConfigError, CacheError, Exception):
         app.add_exception_handler(kind, _of_engine)
-    app.add_exception_handler(ClientGoneError, _of_nobody)
+    app.add_exception_handler(ClientGoneError, _of_gone_client)
     app.add_exception_handler(RequestValidationError, _of_body)
     app.add_exception_handler(HTTPException, _of_route)
 
@@ -122,7 +122,7 @@ async def _of_engine(_: Request, error: Exception) -> JSONResponse:
     return api_error(error).response()
 
 
-async def _of_nobody(_: Request, __: Exception) -> Response:
+async def _of_gone_client(_: Request, __: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)
 
 

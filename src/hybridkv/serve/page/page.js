@@ -349,7 +349,7 @@ async function listen() {
       text += value;
       const parts = text.split("\n\n");
       text = parts.pop();
-      const last = parts.at(-1); // a page that fell behind shows the newest
+      const last = parts.at(-1); // a slow page skips to the newest sample
       if (last) {
         show(JSON.parse(last.slice("data: ".length)));
         say("live");
