@@ -115,7 +115,7 @@ class SamplingParams:
 
     @property
     def named_tokens(self) -> set[int]:
-        """Token ids in ``logit_bias`` and ``bad_words``, to be checked against a vocabulary. O(those)."""
+        """Token ids in ``logit_bias`` and ``bad_words``, to be checked against a vocabulary. O(number of ids)."""
         words = (word for word in self.bad_words if not isinstance(word, str))
         return {token for token, _ in self.biases}.union(*words)
 
@@ -131,7 +131,7 @@ class SamplingParams:
 def _listed(
     name: str, value: object, single: type | tuple[type, ...], holds: Callable[[Any], object], wanted: str
 ) -> tuple[Any, ...]:
-    """Return ``value`` as a tuple whose items satisfy ``holds``; a ``single`` one becomes a tuple of one.
+    """Return ``value`` as a tuple of items that satisfy ``holds``; a ``single`` one becomes a tuple of one.
 
     Else ConfigError.
     """
