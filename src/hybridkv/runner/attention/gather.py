@@ -75,7 +75,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Past:
-    """``length`` gathered keys from ``start`` on, all of which every one of ``tokens`` sees; tokens as in Segment."""
+    """``length`` gathered keys from ``start`` on; every one of ``tokens`` sees all of them.
+
+    ``tokens`` are as in Segment.
+    """
 
     tokens: slice | torch.Tensor
     start: int
@@ -99,7 +102,10 @@ class GatherBatch:
 
 
 def gathered(pages: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
-    """The contexts of ``batch`` copied out of ``pages``, zeros where nobody sees them: [1, heads, tokens, width]."""
+    """Copy the contexts of ``batch`` out of ``pages``, with zeros for tokens that no query sees.
+
+    [1, heads, tokens, width].
+    """
     copied = pages.index_select(0, batch.read_blocks).flatten(0, 1)
     copied.index_fill_(0, batch.stale, 0)
     return copied.transpose(0, 1).unsqueeze(0)
@@ -211,7 +217,7 @@ class _Builder:
         self._gather(members, width, np.logical_and.reduce(hidden, axis=1))
 
     def _chunk(self, member: int) -> None:
-        """What a chunk goes on from, which all of it sees, and its own tokens."""
+        """Add a chunk: the context that all its tokens see, and its own tokens."""
         members = np.array([member])
         queries, begin = int(self.scheduled[member]), int(self.first_block[member]) * self.size
         tokens, past, width = self._places(members), int(self.computed[member]) - begin, int(self.blocks[member])
@@ -221,21 +227,21 @@ class _Builder:
         self._gather(members, width, begin + np.arange(width * self.size) >= self.context[member])
 
     def _is_causal(self, member: int) -> bool:
-        """Whether no token of a chunk sees one behind it."""
+        """Return whether no token of a chunk sees a later one."""
         if self.last_seen is None:
             return True
         first, count = int(self.first[member]), int(self.scheduled[member])
         return bool((self.last_seen[first : first + count] == self.computed[member] + np.arange(count)).all())
 
     def _places(self, members: Int64) -> slice | torch.Tensor:
-        """Of the tokens of ``members`` in the step."""
+        """Return the indices of the tokens of ``members`` in the step."""
         counts = self.scheduled[members]
         ends = np.cumsum(counts)
         places = np.repeat(self.first[members] - (ends - counts), counts) + np.arange(ends[-1])
         return places_of(places, self.device)
 
     def _hidden(self, members: Int64, key: Int64, queries: int) -> NDArray[np.bool_]:
-        """bool[rows, queries, keys] for keys at int64[rows, keys]: which of them no query sees."""
+        """Return which keys at int64[rows, keys] each query does not see: bool[rows, queries, keys]."""
         key = key[:, None]
         query = (self.computed[members][:, None] + np.arange(queries))[:, :, None]
         last = query
@@ -325,7 +331,7 @@ def attend(
 
 
 def _eager(module: torch.nn.Module, states: Attended, batch: GatherBatch, kwargs: dict[str, Any]) -> torch.Tensor:
-    """By the function of the module's own, segment by segment: [1, tokens, heads, width]."""
+    """Attend with the module's own function, segment by segment: [1, tokens, heads, width]."""
     eager = eager_function(module)
     biases = kwargs.pop("position_bias", None)
     parts: list[torch.Tensor] = []
@@ -338,7 +344,7 @@ def _eager(module: torch.nn.Module, states: Attended, batch: GatherBatch, kwargs
 
 
 def _by_parts(states: Attended, batch: GatherBatch, form: AttentionForm) -> torch.Tensor:
-    """By dense_attention: [1, tokens, heads, width]."""
+    """Attend with dense_attention: [1, tokens, heads, width]."""
     outs, sums = list[torch.Tensor](), list[torch.Tensor]()
     for segment in batch.segments:
         mine = _of_segment(states, segment)
@@ -430,6 +436,6 @@ def segment_biases(decoder: torch.nn.Module, context: StepContext) -> list[Segme
 
 
 def register() -> None:
-    """Make the backend known to transformers under NAME."""
+    """Register the backend with transformers under NAME."""
     if NAME not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(NAME, attend)

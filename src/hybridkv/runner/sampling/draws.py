@@ -37,12 +37,11 @@ _ROWS_AT_ONCE: Final = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draws:
-    """The tokens that a Step has drawn, int64[n] each.
+    """The tokens that a Step draws, int64[n] each.
 
-    For each row that samples, in order: one behind its last certain token, and one behind each draft.
-    row: index into the Step's rows. place: within the row, from 0. position: of the token in its request.
-    source: index into the Step's tokens of the one whose logits it is drawn from.
-    draft: what was proposed in its place, NO_DRAFT behind the last draft.
+    Each row that samples has, in order, one draw after its last certain token and one after each draft. ``row``: index
+    into the Step's rows. ``place``: number of the draw in its row, from 0. ``position``: of the token in its request.
+    ``source``: index of the step's token that has its logits. ``draft``: the draft proposed in its place, or NO_DRAFT.
     """
 
     row: Int64
@@ -53,7 +52,7 @@ class Draws:
 
     @classmethod
     def of(cls, step: Step) -> Draws:
-        """Those of ``step``. O(rows + drafts)."""
+        """Return the draws of ``step``. O(rows + drafts)."""
         drafts = np.diff(step.drafts.indptr)
         count = np.where(step.samples, drafts + 1, 0)
         row = np.repeat(np.arange(len(step)), count)
@@ -71,11 +70,14 @@ class Draws:
 
     @property
     def before(self) -> Int64:
-        """Of each draw, the draft that it assumes to be accepted last; NO_DRAFT where it assumes none."""
+        """The draft that each draw assumes to be the last accepted one; NO_DRAFT if it assumes none."""
         return np.concatenate(([NO_DRAFT], self.draft[:-1]))[: len(self)]
 
     def kept(self, drawn: Int64) -> Bool:
-        """Which of the tokens ``drawn`` are appended: in every row those up to its first that is not the draft."""
+        """Return which of the tokens ``drawn`` are appended.
+
+        In every row, those up to the first that differs from its draft.
+        """
         if not (self.draft != NO_DRAFT).any():
             return np.ones(len(self), np.bool_)
         starts = np.flatnonzero(self.place == 0)
@@ -85,7 +87,7 @@ class Draws:
         return kept
 
     def appended(self, drawn: Int64, kept: Bool, rows: int) -> Csr:
-        """The ``kept`` ones of the tokens ``drawn``, CSR over the Step's ``rows``."""
+        """Return the ``kept`` tokens of ``drawn``, CSR over the Step's ``rows``."""
         indptr = np.zeros(rows + 1, np.int64)
         np.cumsum(np.bincount(self.row[kept], minlength=rows), out=indptr[1:])
         return Csr(indptr, drawn[kept].astype(np.int32))
@@ -165,7 +167,7 @@ class LogprobRows:
             self._prompts[new.row] = new.token_ids[: new.num_prompt_tokens].astype(np.int64), of_prompt
 
     def end(self, rows: Int32) -> None:
-        """Rows without a request."""
+        """Clear rows without a request."""
         self._sampled[rows] = _OFF
         for row in rows.tolist():
             self._prompts.pop(row, None)
@@ -235,7 +237,7 @@ def _values(logits: torch.Tensor, targets: Targets) -> tuple[NDArray[Any], ...]:
 
 
 def tokens_of(logprobs: Logprobs | None, rows: int) -> list[list[tuple[int, TokenLogprob]]]:
-    """For each of a Step's ``rows``: (position, value), in order. O(values)."""
+    """Return (position, value) pairs, in order, for each of a Step's ``rows``. O(values)."""
     found: list[list[tuple[int, TokenLogprob]]] = [[] for _ in range(rows)]
     if logprobs is None:
         return found

@@ -1,15 +1,15 @@
-"""Self-check at load: how a recurrent mixer goes on from a state over several tokens.
+"""Self-check at load: whether a recurrent mixer can resume at a state and run several tokens.
 
-A mixer may take a state and silently start from zero. So one mixer of every class runs on noise, in float32:
+A mixer may accept a state and silently start from zero. So one mixer of every class runs on noise, in float32:
 
-    prompt     from the state at a cut, in the way that is checked, over the rest; against one call over all tokens
-    disturbed  from a state that no token led to, large enough to matter to any output; against token by token
+    prompt     the rest of a prompt from the state at a cut; compared with one call over all tokens
+    disturbed  from a state that no tokens lead to, large enough to change any output; compared with token by token
 
-The first of native, superposition and token by token that agrees in both is taken.
+The first of native, superposition and token by token that agrees in both is used.
 
-Drafts run in one call where that leaves, behind each of a few tokens of two rows, the states that token by token does:
+Drafts run in one call if that gives the same states as token by token, after each of a few tokens of two rows:
 
-    drafts     from the cut and from the disturbed state
+    drafts     from the state at the cut, and from the disturbed state
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Result = tuple[torch.Tensor, States]
 
 
 def of_each_kind(mixers: Mapping[Key, RecurrentMixer], ask: Callable[[RecurrentMixer], Answer]) -> dict[Key, Answer]:
-    """Return what ``ask`` finds of each of ``mixers``, asked once for every class and state layout."""
+    """Return the answer of ``ask`` for each mixer; it is called once for every class and state layout."""
     found: dict[tuple[type, tuple[MixerState, ...]], Answer] = {}
     for mixer in mixers.values():
         kind = type(mixer.module), mixer.parts
@@ -112,7 +112,10 @@ def recurrence(mixer: RecurrentMixer) -> Recurrence | None:
 
 
 def depends_on_calls(mixers: Sequence[RecurrentMixer]) -> bool:
-    """Whether a prompt in one call and token by token differ for one of ``mixers``, without any cache of ours."""
+    """Return whether one of ``mixers`` computes a prompt differently in one call and token by token.
+
+    The mixers run without any cache of this library.
+    """
 
     def depends(mixer: RecurrentMixer) -> bool:
         check = _Check(mixer)
@@ -166,12 +169,12 @@ class _Check:
 
 
 def difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest difference of two values, as a share of the largest of ``reference``; NaN is infinitely far off."""
+    """Return the largest difference of two values, as a share of the largest of ``reference``; NaN gives infinity."""
     largest = reference.abs().max().clamp_min(torch.finfo(reference.dtype).tiny)
     share = float((ours - reference).abs().max() / largest)
     return float("inf") if math.isnan(share) else share
 
 
 def _difference(ours: Result, reference: Result) -> float:
-    """The largest ``difference`` of outputs and states."""
+    """Return the largest ``difference`` of outputs and states."""
     return max(map(difference, (ours[0], *ours[1]), (reference[0], *reference[1])))

@@ -1,13 +1,13 @@
-"""What a step reads and writes of recurrent states in one group, and running a mixer over it.
+"""The recurrent states that a step reads and writes in one group, and the run of a mixer over the step.
 
     a step's tokens   [ d0 | d1 x1 x1 | d2 x2 | p p p p p p ]       d: rows that decode, x: their drafts, p: a chunk
     calls             [d0]  [d1 x1 x1]  [d2 x2]  [p p p p]  [p p]
-                                                          ^ a state is kept here
+                                                          ^ a state is saved here
     token by token    [d0 d1 d2]  [x1 x2]  [x1]  [p p p p]  [p p]
 
-Rows that decode are true batches: those that run equally many tokens in one call, which leaves the states behind each
-token (``run_every``), else token by token. Every other row is cut where its state is written. A
-state is read from its block once, goes on from call to call, and is only ever written to blocks that the Step names.
+Rows that decode are batched. Rows with equally many tokens run in one call, which returns the states after each token
+(``run_every``); otherwise they run token by token. Every other row is cut where its state is written. A state is read
+from its block once, passed from call to call, and written only to blocks that the Step names.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _ALL: Final = slice(None)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wave:
-    """One token of each of several rows. tokens: their places in the step's flattened row, a slice or int64[rows].
+    """One token of each of several rows. ``tokens``: their indices in the flattened step, a slice or int64[rows].
 
-    goes_on: which rows of the wave before run another token, a slice of all of them or int64[rows].
-    blocks: int64[w], where the states behind rows ``written`` go, a slice of all in their order or int64[w].
+    ``goes_on``: the rows of the wave before that run another token. ``written``: the rows whose states after this token
+    are saved, and ``blocks`` the block of each, int64[w].
     """
 
     tokens: slice | torch.Tensor
@@ -56,10 +56,10 @@ class Wave:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows:
-    """Rows that run one certain token and their drafts. read: int64[rows], the blocks of their states.
+    """Rows that run one certain token and their drafts. ``read``: int64[rows], the blocks of their states.
 
-    begins: int64[b], which of them begin, from zeros. waves: the first token of all, the next of those with drafts, ..
-    tokens: places of all tokens, row by row, where every row has one in each wave; else None.
+    ``begins``: int64[b], the rows that start from zeros. ``waves``: the first token of all rows, then the next of those
+    with drafts, and so on. ``tokens``: indices of all tokens, row by row, if every row has one in each wave.
     """
 
     read: torch.Tensor
@@ -70,9 +70,9 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """A row that runs several certain tokens. read: the block of its state, None where it begins.
+    """A row that runs several certain tokens. ``read``: the block of its state, None if it starts from zeros.
 
-    segments: places of each in the step's flattened row, and int64[n], the blocks that the state behind it goes to.
+    ``segments``: the indices of each in the flattened step, and int64[n], the blocks for the state after it.
     """
 
     read: int | None
@@ -81,18 +81,18 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateBatch:
-    """One step in one group of states, used by every mixer of it."""
+    """One step in one group of states, for all mixers of the group."""
 
     decode: tuple[DecodeRows, ...]
     chains: tuple[Chain, ...]
 
 
 def state_batch(step: Step, group: int, device: torch.device, *, alike: bool = False) -> StateBatch:
-    """What ``step`` does to the states of ``group``. O(rows + writes), each for as many lengths as there are.
+    """Return the reads and writes of ``step`` in ``group``. O(rows + writes) for each distinct length.
 
-    alike: rows that run equally many tokens are together, for mixers that run all of them in one call.
-    Raises WorkerError for a row without a state to read, for states written where their row does not get, and where
-    the state behind a row's last certain token, or behind one of its drafts, is not written.
+    ``alike`` puts rows with equally many tokens together, for mixers that run them in one call. Raises WorkerError for
+    a row without a state, for a state written outside its row's tokens, and if the state after a row's last certain
+    token, or after a draft, is not written.
     """
     states, decodes = _GroupStates(step, group, device), step.decodes
     single = np.flatnonzero(decodes)
@@ -105,9 +105,9 @@ def state_batch(step: Step, group: int, device: torch.device, *, alike: bool = F
 
 
 class _GroupStates:
-    """What a Step says of one group. first: of each row in the flattened step.
+    """The states of one group in a Step. ``first``: the first token of each row in the flattened step.
 
-    writes: int64[w, 3], which row, after how many of its tokens in this step, block.
+    ``writes``: int64[w, 3]: row, number of its tokens in this step before the write, block.
     """
 
     def __init__(self, step: Step, group: int, device: torch.device) -> None:
@@ -140,7 +140,7 @@ class _GroupStates:
             )
 
     def decode(self, single: Int64) -> DecodeRows:
-        """The rows ``single``, which run one certain token and their drafts."""
+        """Return the rows ``single``, which run one certain token and their drafts."""
         lengths = self.scheduled[single]
         waves = [self._wave(single[lengths > at], single[lengths >= at], at) for at in range(int(lengths.max()))]
         begins = np.flatnonzero(self.step.num_computed[single] == 0)
@@ -152,7 +152,7 @@ class _GroupStates:
         )
 
     def _wave(self, rows: Int64, before: Int64, at: int) -> Wave:
-        """The ``at``-th token of each of ``rows``. before: the rows of the wave before it."""
+        """Return the token number ``at`` of each of ``rows``. ``before``: the rows of the previous wave."""
         place = np.full(len(self.step), -1, np.int64)
         place[rows] = np.arange(len(rows))
         mine = self.writes[(self.writes[:, 1] == at + 1) & (place[self.writes[:, 0]] >= 0)]
@@ -166,7 +166,7 @@ class _GroupStates:
         )
 
     def chain(self, row: int) -> Chain:
-        """A row that runs several certain tokens."""
+        """Return a row that runs several certain tokens."""
         first = int(self.first[row])
         mine = self.writes[self.writes[:, 0] == row]
         counts = np.unique(mine[:, 1])  # ascending; the last is the end of the row
@@ -179,7 +179,7 @@ class _GroupStates:
 
 
 def require_class_forwards(mixers: Iterable[RecurrentMixer]) -> None:
-    """Raise UnsupportedModelError for a mixer whose instance has a forward of its own: it would be left out."""
+    """Raise UnsupportedModelError for a mixer instance with a forward of its own: the runner would not call it."""
     for mixer in mixers:
         if "forward" in vars(mixer.module):
             raise UnsupportedModelError(
@@ -189,10 +189,10 @@ def require_class_forwards(mixers: Iterable[RecurrentMixer]) -> None:
 
 
 class PagedMixer(StandIn):
-    """Stands in for the forward of a recurrent mixer: runs it over a flattened step, from blocks to blocks.
+    """Replaces the forward of a recurrent mixer: runs it over a flattened step, from blocks to blocks.
 
-    how: the mixer continues. views: its states, [blocks, *shape] each. context: has the StateBatch of ``group``.
-    recurrence: of one that runs drafts in one call; None: token by token.
+    ``how``: how the mixer continues. ``views``: its states, [blocks, *shape] each. ``context`` has the StateBatch of
+    ``group``. ``recurrence``: runs drafts in one call; None for token by token.
     """
 
     def __init__(
@@ -210,9 +210,9 @@ class PagedMixer(StandIn):
         self._context, self._group = context, group
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401  # whatever the model hands to its mixers
-        """[1, tokens, width] of the step -> [1, tokens, width]. Masks and the model's cache are of no use here.
+        """Map [1, tokens, width] of the step to [1, tokens, width]. Masks and the model's cache are not used.
 
-        While no Step runs, whoever calls the model gets what the mixer itself does.
+        While no Step runs, the mixer's own forward runs.
         """
         batch = self._context.states.get(self._group)
         if batch is None:
