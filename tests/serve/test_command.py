@@ -98,7 +98,7 @@ def test_openais_clients_events_spans_and_then_a_drain(alone: Engine, monkeypatc
                 first = json.loads(next(lines).removeprefix("data: "))
                 process.send_signal(signal.SIGTERM)
                 assert [one for one in lines if one][-1] == "data: [DONE]"
-            assert ended(process) == (0, "drained: all that was asked has been answered\n", "")
+            assert ended(process) == (0, "drained: all requests were answered\n", "")
     sent = b"".join(Collector.got)
     assert b"text_completion small" in sent
     assert first["id"].encode() in sent
@@ -189,7 +189,7 @@ def test_the_readmes_line_and_what_outlasts_the_grace() -> None:
             process.send_signal(signal.SIGTERM)
             with pytest.raises(httpx2.TransportError):
                 list(lines)
-        assert ended(process)[:2] == (1, "ended: answers that took longer than the 0.3 s of --grace were cut off: 1\n")
+        assert ended(process)[:2] == (1, "stopped: 1 answers took longer than the 0.3 s of --grace and were cut off\n")
 
 
 @pytest.mark.thorough
@@ -215,7 +215,7 @@ def test_a_second_signal_ends_at_once() -> None:
         (("--speculate", "luck"), "--speculate"),
         (("--grace", "0"), "grace must be positive"),
         (("--allow-origin", "app.example"), "allow_origins must be an origin"),
-        (("--kv-events-form", "exact"), "name that endpoint, too"),
+        (("--kv-events-form", "exact"), "give --kv-events ENDPOINT too"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(

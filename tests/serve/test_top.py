@@ -67,13 +67,13 @@ def test_a_recorded_exposition() -> None:
     assert lines[0] == r"m\x1b[31m at http://there/metrics"
     assert "running 3" in lines
     assert "waiting 7 5 no space, 2 seats" in lines
-    assert any(line.startswith("memory held 25.0% █") for line in lines)
-    assert "found in the cache - 25.0%" in lines
-    assert "first token 0.1 0.18 0.198" in lines
+    assert any(line.startswith("memory in use 25.0% █") for line in lines)
+    assert "hit rate - 25.0%" in lines
+    assert "TTFT 0.1 0.18 0.198" in lines
     view.add(Exposition.parse(LATER, 12.0))
     lines = drawn(view)
-    assert "found in the cache 90.0% 30.9% █" in lines
-    assert "output, a second 10.0 120" in lines
+    assert "hit rate 90.0% 30.9% █" in lines
+    assert "output tokens/s 10.0 120" in lines
 
 
 def test_a_server_that_was_begun_anew_counts_from_nothing() -> None:
@@ -105,10 +105,10 @@ def test_a_server_beside_its_own_counts(llama: Served, capsys: pytest.CaptureFix
     now = llama.statistics
     groups = llama.front.engine._engine.cache.statistics().groups
     assert f"tiny:llama at {llama.url}/metrics" in lines
-    assert f"found in the cache - {now.hit_tokens / now.prompt_tokens:.1%}" in lines
-    assert f"prompt, a second - {now.prompt_tokens}" in lines
+    assert f"hit rate - {now.hit_tokens / now.prompt_tokens:.1%}" in lines
+    assert f"prompt tokens/s - {now.prompt_tokens}" in lines
     assert any(line.startswith(f"0 tokens {groups[0].held_blocks} {groups[0].cached_blocks} ") for line in lines)
-    assert f"ended {now.requests_finished} 0 since this began" in lines
+    assert f"finished {now.requests_finished} 0 since top started" in lines
 
 
 def test_it_goes_on_in_a_terminal(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,14 +127,14 @@ def test_it_goes_on_in_a_terminal(llama: Served, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(EnoughError):
         look(url=llama.url, every=0.1, once=False)
-    assert out.getvalue().count("found in the cache") >= 3
+    assert out.getvalue().count("hit rate") >= 3
 
 
 def test_keys(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ApiKeys({"sk-all": None, "sk-one": "salt"})
     with serving(engine_of("llama"), ServeOptions(keys=keys, metrics_prefix="vllm")) as served:
         for key, status in ((None, "401 Unauthorized"), ("sk-one", "403 Forbidden")):
-            with pytest.raises(ConfigError, match=f"answers {status}: name a key without a salt in HYBRIDKV_API_KEY"):
+            with pytest.raises(ConfigError, match=f"answers {status}: set HYBRIDKV_API_KEY to a key without a salt"):
                 look(url=served.url, api_key=key)
         assert look(url=f"{served.url}/metrics", api_key="sk-all") == 0
     assert "running" in capsys.readouterr().out
@@ -151,7 +151,7 @@ class Other(Quiet, BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("path", "said"), [("/page", "no metrics"), ("/other", "not those of hybridkv or vLLM"), ("/bytes", "cannot read")]
+    ("path", "said"), [("/page", "not metrics"), ("/other", "no metric is named"), ("/bytes", "cannot read")]
 )
 def test_what_is_no_such_server(path: str, said: str) -> None:
     with answering(Other) as there, pytest.raises(ConfigError, match=said):
@@ -179,7 +179,7 @@ def asked(to: str | None = None) -> Iterator[tuple[str, list[str | None]]]:
 
 def test_a_key_goes_to_no_other_server(capsys: pytest.CaptureFixture[str]) -> None:
     with asked() as (other, keys), asked(other) as (url, _):
-        with pytest.raises(ConfigError, match=f"sends on to '{other}', which does not get the key"):
+        with pytest.raises(ConfigError, match=f"redirects to '{other}', which must not get the key"):
             look(url=url, api_key="sk-all")
         assert keys == []
         assert look(url=url) == 0
@@ -193,14 +193,16 @@ def test_a_key_goes_to_no_other_server(capsys: pytest.CaptureFixture[str]) -> No
     "url", ["", "file:///etc/passwd", "http://", "ftp://a", "http://a b", "http://[", "a:0", "a:x"]
 )
 def test_what_is_no_address(url: str) -> None:
-    with pytest.raises(ConfigError, match="is no address of a server"):
+    with pytest.raises(ConfigError, match="is not the address of a server"):
         look(url=url)
 
 
 def test_nobody_there() -> None:
     with answering(Other) as there:
         pass
-    with pytest.raises(ConfigError, match=r"cannot read http://127.0.0.1:\d+/metrics: .* is a server there\?"):
+    with pytest.raises(
+        ConfigError, match=r"cannot read http://127.0.0.1:\d+/metrics: .* check that a server listens there"
+    ):
         look(url=there)
 
 

@@ -1,6 +1,6 @@
 """The command line: one file per command; commands print, the library computes.
 
-``main`` is cheap to import, and answers signals before anything that is not; ``outcome`` runs a command to its end.
+``main`` installs signal handlers before it imports slow modules; ``outcome`` runs the command and sets the exit code.
 """
 
 import os
@@ -9,17 +9,17 @@ import sys
 
 
 def main() -> None:
-    """Run the command line and exit, with the code of hybridkv.cli.outcome.run; 130 and 143 for SIGINT and SIGTERM."""
+    """Run the command line and exit with its code (hybridkv.cli.outcome); 130 after SIGINT, 143 after SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as behind nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores signals
             signal.signal(number, _stop)
-    from hybridkv.cli.outcome import run  # noqa: PLC0415  # the signals come first
+    from hybridkv.cli.outcome import run  # noqa: PLC0415  # the handlers must be installed first
 
     sys.exit(run())
 
 
 def _stop(number: int, _frame: object) -> None:
-    """End at once: nothing is half done on disk, and an exception could be lost, as in an import or a callback."""
+    """Exit at once. Files are written in one piece, and an exception could be lost in an import or a callback."""
     if os.isatty(2):
-        os.write(2, b"\x1b[?25h\n")  # a progress bar had hidden the cursor
+        os.write(2, b"\x1b[?25h\n")  # show the cursor, which a progress bar may have hidden
     os._exit(128 + number)

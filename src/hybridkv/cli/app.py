@@ -1,4 +1,4 @@
-"""All commands as one typer app."""
+"""The typer app with all commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 _traces = typer.Typer(
-    help="What a trace holds, any format as the token-exact one, and KV events as a trace.", no_args_is_help=True
+    help="Describe a trace, convert it to the token-exact format, or record KV events as a trace.", no_args_is_help=True
 )
 _DEMO: Final = (
     ("plan", "llama-3-8b", "--memory", "40GiB"),
@@ -41,21 +41,21 @@ def _top(
         print(f"hybridkv {version('hybridkv')}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        print(context.get_help())  # panels are printed by it, and nothing is returned
+        print(context.get_help())
     if sys.stderr is None or not sys.stderr.isatty():
-        # bars of what takes long, a file fetched or dequantized, are no part of other output
+        # progress bars of libraries (downloads, dequantization) would mix with error lines in a file
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when torch is imported
 
 
-@cache  # options are read from signatures and hints: some milliseconds
+@cache  # reading the options from type hints takes some milliseconds
 def command() -> Callable[..., Any]:
-    """What runs a command line."""
+    """Return the function that runs a command line."""
     return typer.main.get_command(app)
 
 
 def demo_command() -> None:
-    """Plan a real model, replay a workload, and generate cold and warm, compared with plain transformers."""
-    for name in ("torch", "transformers"):  # of the last command: those before take half a minute
+    """Run three example commands: plan a model, replay a workload, and check generated text against transformers."""
+    for name in ("torch", "transformers"):  # the last command needs them; the first two take half a minute
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     for words in _DEMO:
@@ -77,7 +77,7 @@ app.command("doctor")(gathered(doctor.doctor_command))
 app.command("sweep")(gathered(sweep.sweep_command))
 app.command("tune")(gathered(sweep.tune_command))
 app.add_typer(_traces, name="trace")
-_traces.command("describe")(gathered(trace.describe_command, without=["marks"]))  # which change no token
+_traces.command("describe")(gathered(trace.describe_command, without=["marks"]))  # marks do not change a description
 _traces.command("convert")(gathered(trace.convert_command))
 _traces.command("record")(trace.record_command)
 app.command("hardware")(gathered(models.hardware_command))

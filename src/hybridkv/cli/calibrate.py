@@ -1,4 +1,4 @@
-"""`hybridkv calibrate`: how fast this machine runs a model, as a file that replays take for their hardware."""
+"""`hybridkv calibrate`: measure how fast this machine runs a model, as a hardware file for replays."""
 
 from __future__ import annotations
 
@@ -41,18 +41,20 @@ _LONGEST: Final = 2048
 def calibrate_command(
     *,
     model: ModelOptions,
-    out: Path = output_option("Where the machine is written, TOML.", metavar="FILE", default=Path("machine.toml")),
-    memory: str = cache_option("For the cache: 8GiB, or bytes.", default="2GiB"),
-    repeat: int = run_option("Runs of each shape; the fastest counts.", min=1, max=MOST_COUNT, default=3),
-    scale: int = run_option("Multiplies the prompts: a GPU needs long ones to be busy.", min=1, max=1024, default=1),
+    out: Path = output_option("Hardware file to write, in TOML.", metavar="FILE", default=Path("machine.toml")),
+    memory: str = cache_option("Cache memory: 8GiB, or a number of bytes.", default="2GiB"),
+    repeat: int = run_option("Runs of each request shape; the fastest counts.", min=1, max=MOST_COUNT, default=3),
+    scale: int = run_option(
+        "Factor that multiplies prompt lengths; a GPU needs long prompts to be busy.", min=1, max=1024, default=1
+    ),
     attention: str = attention_option(),
 ) -> None:
-    """Measure this machine through the engine: a few prompts and decodes, and what was held back.
+    """Measure how fast this machine runs a model.
 
-    Writes a file for `replay --hardware FILE`, and prints by how much replays with it are off.
+    The command writes a file for `replay --hardware FILE`, and prints the error of replays on shapes it did not fit.
     """
     if out.suffix != ".toml":
-        raise ConfigError(f"--out must end in .toml, got {out}: that is how --hardware knows a file")
+        raise ConfigError(f"--out {out} must end in .toml: --hardware recognises files by that suffix")
     loaded = model.load()
     from hybridkv.runner.engine import Engine, EngineOptions  # noqa: PLC0415  # see ModelOptions.load
 
@@ -71,30 +73,30 @@ def calibrate_command(
     machine = replace(cost, hardware=fitted(seen, cost, name=f"measured with {loaded.name}"))
     off = relative_errors(held_back, machine)
     median, worst = f"{np.median(np.abs(off)):.1%}", f"{np.abs(off).max():.1%}"
-    said = f"{len(seen)} shapes; {len(held_back)} others are {median} off (median), {worst} at worst"
+    said = f"{len(seen)} shapes; relative error of {len(held_back)} others: median {median}, worst {worst}"
     out.write_text(toml_of(machine.hardware, [f"hybridkv calibrate: {said}", f"weights: {weights}"]), "utf-8")
     _print(held_back, machine, off.tolist())
-    console().print(f"\noff by {median} (median), {worst} at worst; written to {out}:\n", soft_wrap=True)
+    console().print(f"\nrelative error: median {median}, worst {worst}; written to {out}:\n", soft_wrap=True)
     console().print(f"  hybridkv replay TRACE --model ... --hardware {out} --weights {weights}", soft_wrap=True)
 
 
 def _longest(loaded: LoadedModel, scale: int) -> int:
-    """Tokens of the longest request that shapes may have."""
+    """Return the tokens of the longest request that shapes may have."""
     most = getattr(loaded.model.config, "max_position_embeddings", None)
     return min(_LONGEST * scale, most) if isinstance(most, int) and most > 0 else _LONGEST * scale
 
 
 def _weights(loaded: LoadedModel) -> str:
-    """What they are kept in, as cost models name it."""
+    """Return the format of the model's weights, as the cost model names it."""
     import torch  # noqa: PLC0415  # see ModelOptions.load
 
     return FP32 if next(loaded.model.parameters()).dtype == torch.float32 else BF16
 
 
 def _spent(engine: Engine, shapes: Sequence[Shape], repeat: int, advance: Callable[[], None]) -> dict[Shape, float]:
-    """Seconds of each: the least of ``repeat`` runs, for what else a machine does makes one longer, never shorter.
+    """Return the seconds of each shape: the minimum of ``repeat`` runs, because other load only makes a run longer.
 
-    All once, then all again: a slow minute is one run of many shapes, not all runs of one.
+    Each round runs every shape once. A slow minute then affects one run of many shapes, not all runs of one shape.
     """
     draw = np.random.default_rng(0)
     spent: dict[Shape, float] = {}
@@ -110,7 +112,7 @@ def _spent(engine: Engine, shapes: Sequence[Shape], repeat: int, advance: Callab
 
 
 def _print(measured: Sequence[Measured], cost: StepCost, off: Sequence[float]) -> None:
-    rows = table("requests x prompt + output", "steps", "measured", "replayed", "off")
+    rows = table("requests x prompt + output", "steps", "measured", "replayed", "error")
     for one, by in zip(measured, off, strict=True):
         seconds = f"{one.seconds:.3f} s", f"{predicted(one, cost):.3f} s"
         rows.add_row(str(one.shape), format_count(len(one.steps)), *seconds, f"{by:+.1%}")

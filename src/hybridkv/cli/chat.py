@@ -1,7 +1,7 @@
-"""`hybridkv chat`: a conversation with a model, whose cache keeps what was said.
+"""`hybridkv chat`: a conversation with a model that finds earlier turns in the cache.
 
-A turn is a request of all that was said so far, by the chat template. What the turns before it computed is found in the
-cache; how much that was is said behind each answer. Pictures are read once, when they are shown to the model.
+A turn is a request with the whole conversation so far, formatted by the chat template. Tokens of earlier turns are
+cache hits; their number is printed after each answer. A picture is read once, when it is shown to the model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ EXIT: Final = "/exit"
 FORGET: Final = "/new"
 SHOW: Final = "/image"
 HELP: Final = (
-    f"{EXIT}, an end of file or Ctrl-C ends the conversation, {FORGET} begins another, {SHOW} FILE adds a picture to "
-    "what is said next."
+    f"{EXIT}, end of file or Ctrl-C ends the conversation, {FORGET} starts a new one, {SHOW} FILE adds a picture to "
+    "your next message."
 )
 
 
@@ -40,10 +40,10 @@ def chat_command(
     *,
     model: ModelOptions,
     system: str | None = system_option(),
-    sampling: SamplingOptions = SamplingOptions(max_new_tokens=256),  # its fields' defaults
-    memory: str | None = cache_option("For the cache: 64MiB, or bytes.", show_default="1GiB"),
+    sampling: SamplingOptions = SamplingOptions(max_new_tokens=256),
+    memory: str | None = cache_option("Cache memory: 64MiB, or a number of bytes.", show_default="1GiB"),
 ) -> int:
-    """Talk with a model: its answers as they come, and how much of each turn was in the cache."""
+    """Chat with a model: answers are streamed, each followed by the number of prompt tokens found in the cache."""
     params = sampling.params()
     loaded = model.load()
     from hybridkv.runner.chat import require_chat  # noqa: PLC0415  # torch takes seconds: only this command pays
@@ -61,7 +61,7 @@ def chat_command(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, which leaves a terminal as it was, instead of ending the process at once."""
+    """Make Ctrl-C raise KeyboardInterrupt, so that the terminal is restored, instead of exiting at once."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,7 +72,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _talk(engine: Engine, sampling: SamplingParams, system: str | None) -> None:
-    """Turns, until nothing more is said."""
+    """Run turns until the user ends the conversation."""
     said: list[Message] = []
     pictures: list[dict[str, Any]] = []
     for line in _lines():
@@ -88,12 +88,12 @@ def _talk(engine: Engine, sampling: SamplingParams, system: str | None) -> None:
             pictures = []
             try:
                 said = _turn(engine, sampling, [*said, {"role": "user", "content": content}], system)
-            except ConfigError as error:  # such as a conversation that has grown too long: it stays as it was
-                _complain(error, f" ({FORGET} begins another conversation)")
+            except ConfigError as error:  # for example a conversation that is too long; it is left unchanged
+                _complain(error, f" ({FORGET} starts a new conversation)")
 
 
 def _shown(engine: Engine, name: str) -> list[dict[str, Any]]:
-    """The picture in the file ``name`` as a part of a message; none, and why not is said, where it cannot be one."""
+    """Return the picture in the file ``name`` as parts of a message; print an error and return none if it cannot be."""
     from hybridkv.runner.chat import require_pictures  # noqa: PLC0415  # see chat_command
     from hybridkv.runner.picture_files import open_picture  # noqa: PLC0415  # same
 
@@ -103,7 +103,7 @@ def _shown(engine: Engine, name: str) -> list[dict[str, Any]]:
     except ConfigError as error:
         _complain(error)
         return []
-    print(f"[{printable(name)}, {picture.width} x {picture.height}, goes with what you say next]", flush=True)
+    print(f"[{printable(name)}, {picture.width} x {picture.height}, is added to your next message]", flush=True)
     return [{"type": "image", "image": picture}]
 
 
@@ -112,13 +112,13 @@ def _complain(error: ConfigError, hint: str = "") -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What the user says, a line at a time; from a terminal with a prompt and, where there is one, a line editor."""
+    """Yield the lines that the user enters; a terminal gets a prompt and, if available, a line editor."""
     if sys.stdin is None:
         return
     asks = sys.stdin.isatty() and sys.stdout.isatty()
     if asks:
         with suppress(ImportError):
-            import readline  # noqa: F401, PLC0415  # input() edits lines from then on
+            import readline  # noqa: F401, PLC0415  # importing it gives input() a line editor
     elif isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     while True:
@@ -134,7 +134,11 @@ def _lines() -> Iterator[str]:
 
 
 def _turn(engine: Engine, sampling: SamplingParams, said: list[Message], system: str | None) -> list[Message]:
-    """Print an answer as it comes; what was said with it. ConfigError, and nothing run, for what cannot be asked."""
+    """Stream an answer, and return the conversation with it.
+
+    Raises:
+        ConfigError: before anything runs, for a message that the model cannot take.
+    """
     from hybridkv.runner.chat import ASSISTANT, chat_prompt, checked_messages  # noqa: PLC0415  # see chat_command
 
     ids, images = chat_prompt(engine.loaded, checked_messages(said, system))
@@ -154,15 +158,15 @@ def _turn(engine: Engine, sampling: SamplingParams, said: list[Message], system:
 
 
 def _encoded(engine: Engine) -> int:
-    """How often the model's vision part ran so far."""
+    """Return how often the model's vision encoder ran so far."""
     return 0 if engine.runner.images is None else engine.runner.images.store.encoded
 
 
 def _summary(done: Completion, seconds: float, seen: str) -> str:
-    """What a turn found and made. seen: of its pictures."""
+    """Return the summary of a turn. seen: text about its pictures."""
     hit, prompt, made = done.hit_tokens, len(done.prompt_token_ids), len(done.token_ids)
     cut = "" if done.finish_reason == "stop" else f", ended by {done.finish_reason}"
     return (
         f"[{format_count(hit)} of {format_count(prompt)} prompt tokens were in the cache; {seen}"
-        f"{format_count(made)} new in {seconds:.1f} s{cut}]"
+        f"{format_count(made)} new tokens in {seconds:.1f} s{cut}]"
     )

@@ -1,4 +1,4 @@
-"""`hybridkv doctor`: what is wrong with a plan, a trace or a running server, in sentences, and what to change."""
+"""`hybridkv doctor`: find problems of a plan, a trace or a running server, and what to change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from hybridkv.cli.options import output_option, request_option
 from hybridkv.cli.output import say
 from hybridkv.cli.running import WORKLOAD, RunOptions
-from hybridkv.cli.top import EVERYBODY_HAS, MOST_BYTES, Exposition, metrics_url, read_metrics
+from hybridkv.cli.top import MOST_BYTES, RUNNING_SUFFIX, Exposition, metrics_url, read_metrics
 from hybridkv.doctor import Diagnosis, Finding, examine_plan, examine_server, examine_trace
 from hybridkv.errors import ConfigError
 from hybridkv.models.json_text import DocumentError, parse_json
@@ -29,19 +29,19 @@ def doctor_command(
         str,
         typer.Argument(
             metavar="PLAN|TRACE|URL|METRICS",
-            help="A plan as `hybridkv plan --json` writes it; a trace, or workload:NAME; http://HOST:PORT of a server, "
-            "or what its /metrics answered, in a file.",
+            help="Plan file of `hybridkv plan --json`; trace or workload:NAME; http://HOST:PORT of a server; or a file "
+            "with the text of its /metrics.",
         ),
     ],
     options: RunOptions,
     api_key: str | None = request_option(
-        "For a server with keys: one without a salt; better named in the environment.",
+        "API key of the server, one without a salt; prefer the environment variable.",
         envvar="HYBRIDKV_API_KEY",
         show_default="none",
     ),
-    as_json: bool = output_option("Print it as JSON.", "--json", default=False),
+    as_json: bool = output_option("Print the findings as JSON.", "--json", default=False),
 ) -> None:
-    """Say what is wrong, the figure that shows it, and what to change; of a trace, with the replay that proves it."""
+    """Report problems, the figure that shows each, and what to change; for a trace, a replay proves each change."""
     diagnosis = _diagnosis(subject, options, api_key)
     if as_json:
         print(json.dumps(asdict(diagnosis), indent=2))
@@ -51,7 +51,7 @@ def doctor_command(
         for line in _in_words(finding):
             say(line)
     if not diagnosis.findings:
-        say("nothing wrong was found")
+        say("no problems found")
     wrong = {finding.name for finding in diagnosis.findings}
     for name, figure in diagnosis.figures.items():
         if name not in wrong:
@@ -65,10 +65,10 @@ def _diagnosis(subject: str, options: RunOptions, api_key: str | None) -> Diagno
     beginning = "" if subject.startswith(WORKLOAD) else _read(subject, _LOOKED_AT)
     if beginning.lstrip().startswith("{") and f'"{SCHEMA}"' in beginning:
         return examine_plan(read_plan(subject), options.max_running)
-    if EVERYBODY_HAS in beginning:
+    if RUNNING_SUFFIX in beginning:
         return _server(subject, _read(subject, MOST_BYTES))
     if not options.plan_file and (options.model is None or options.planned.memory is None) and _is_document(beginning):
-        raise ConfigError(f"{subject} is no plan (schema {SCHEMA}), no trace and no metrics: name one of these")
+        raise ConfigError(f"{subject} is not a plan (schema {SCHEMA}), a trace or metrics: name one of these")
     run = options.prepare(subject, options.settings())
     return examine_trace(
         run.source,
@@ -87,7 +87,7 @@ def _server(subject: str, text: str) -> Diagnosis:
 
 
 def _read(subject: str, most_bytes: int) -> str:
-    """Read the beginning of a file. Raises ConfigError if it cannot be read."""
+    """Return the first ``most_bytes`` of a file as text. Raises ConfigError if it cannot be read."""
     try:
         with open_regular(subject) as file:
             return file.read(most_bytes).decode(errors="replace")
@@ -96,7 +96,7 @@ def _read(subject: str, most_bytes: int) -> str:
 
 
 def _is_document(beginning: str) -> bool:
-    """Whether all of it is one JSON object over several lines, as no trace is."""
+    """Whether the text is one JSON object over several lines, which no trace is."""
     try:
         return isinstance(parse_json(beginning), dict) and beginning.count("\n") > 1
     except DocumentError:

@@ -1,6 +1,6 @@
-"""What commands that run a model read: the model, how tokens are drawn, how an engine steps, and who drafts.
+"""Options of the commands that run a model: the model, sampling, the engine's steps and speculation.
 
-Torch takes seconds to import: only commands that run a model pay.
+Torch takes seconds to import, so this module imports it only inside the functions of commands that run a model.
 """
 
 from __future__ import annotations
@@ -33,24 +33,37 @@ if TYPE_CHECKING:
 
 _DRAFTS: Final = 4
 _MOST_RUNNING: Final = 1 << 16
-"""Requests at once: rows are columns of memory."""
+"""Most requests that run at once: the worker's tables hold a row for each of them."""
 
-attention_option: Final = partial(run_option, "gather, eager, triton or torch.", metavar="NAME", default="gather")
-system_option: Final = partial(request_option, "A conversation's first message, where it has none such.")
+attention_option: Final = partial(
+    run_option, "Attention backend: gather, eager, triton or torch.", metavar="NAME", default="gather"
+)
+system_option: Final = partial(request_option, "System message of conversations that have no system message.")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """The model that a command runs."""
+    """The model that a command runs.
 
-    model: str = model_option("A folder or .gguf file, ORG/NAME on the hub, or tiny:NAME (tiny:? lists).", default=...)
+    Attributes:
+        model: folder, file or name of the model, as ``load`` takes it.
+        trust_remote_code: whether Python code of the model's folder may run.
+    """
+
+    model: str = model_option(
+        "Model to run: a folder, a .gguf file, ORG/NAME on the hub, or tiny:NAME (tiny:? lists these).", default=...
+    )
     trust_remote_code: bool = model_option(
-        "Run Python code that model folders hold; else none ever runs.", "--trust-remote-code", default=False
+        "Allow Python code from the model's folder to run.", "--trust-remote-code", default=False
     )
 
     def load(self) -> LoadedModel:
-        """As hybridkv.runner.load has it, with no chatter on standard error: what matters there is an exception."""
-        import torch  # noqa: PLC0415  # see above
+        """Load the model, with the log messages and progress bars of transformers turned off.
+
+        Raises:
+            ConfigError: as ``hybridkv.runner.load``.
+        """
+        import torch  # noqa: PLC0415  # takes seconds
         from transformers.utils import logging as chatter  # noqa: PLC0415  # same
 
         from hybridkv.runner.load import TINY, load  # noqa: PLC0415  # same
@@ -59,24 +72,34 @@ class ModelOptions:
         chatter.disable_progress_bar()
         warnings.filterwarnings("ignore", module=r"transformers\..*")
         if self.model.startswith(TINY):
-            torch.set_num_threads(1)  # such a model is done before threads have met
+            torch.set_num_threads(1)  # a tiny model finishes before several threads could start
         return load(self.model, trust_remote_code=self.trust_remote_code)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How tokens are drawn."""
+    """How tokens are sampled.
+
+    Attributes:
+        max_new_tokens: limit of output tokens of a request.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: probability mass of nucleus sampling, above 0, at most 1.
+        seed: seed of the random numbers.
+        stop: texts that end an output.
+    """
 
     max_new_tokens: int = request_option(
-        "Of each request, unless its sampling says max_tokens.", max=MOST_COUNT, metavar="N", default=32
+        "Limit of output tokens of each request that sets no max_tokens.", max=MOST_COUNT, metavar="N", default=32
     )
-    temperature: float = request_option("0 draws the most probable token.", default=0.0)
-    top_p: float = request_option("Draw from the most probable tokens of this share.", default=1.0)
-    seed: int = request_option("Of the draws: equal seeds, equal outputs.", default=0)
-    stop: list[str] | None = request_option("Text that ends an output; may be given several times.")
+    temperature: float = request_option("Sampling temperature; 0 takes the most probable token.", default=0.0)
+    top_p: float = request_option(
+        "Sample from the most probable tokens whose probabilities add up to this share, 0 to 1.", default=1.0
+    )
+    seed: int = request_option("Seed of the sampling; equal seeds give equal outputs.", default=0)
+    stop: list[str] | None = request_option("Text that ends an output. May be repeated.")
 
     def params(self) -> SamplingParams:
-        """What the options say. ConfigError for values that cannot be."""
+        """Return the sampling parameters. Raises ConfigError for values out of range."""
         return SamplingParams(
             max_tokens=self.max_new_tokens,
             temperature=self.temperature,
@@ -88,10 +111,20 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How an engine schedules, keeps and computes."""
+    """How an engine schedules, caches and computes.
 
-    max_running: int = run_option("Requests at once.", max=_MOST_RUNNING, metavar="N", default=64)
-    token_budget: int = run_option("Tokens of a step.", max=MOST_COUNT, metavar="N", default=2048)
+    Attributes:
+        max_running: limit of requests that run at once.
+        token_budget: limit of tokens in a step.
+        short_share: share of a step's tokens for short prompts; None: that of the layout.
+        no_prefix_caching: whether prefix caching is off.
+        eviction: name of the eviction policy; None: that of the layout.
+        shares: shares of tenants, as texts.
+        attention: name of the attention backend.
+    """
+
+    max_running: int = run_option("Limit of requests that run at once.", max=_MOST_RUNNING, metavar="N", default=64)
+    token_budget: int = run_option("Limit of tokens in a step.", max=MOST_COUNT, metavar="N", default=2048)
     short_share: float | None = short_share_option()
     no_prefix_caching: bool = no_prefix_caching_option()
     eviction: str | None = eviction_option()
@@ -99,8 +132,15 @@ class StepOptions:
     attention: str = attention_option()
 
     def engine_options(self, **others: Any) -> EngineOptions:  # noqa: ANN401  # as EngineOptions has them
-        """The options of an engine. others: those that only one command asks for."""
-        from hybridkv.runner.engine import EngineOptions  # noqa: PLC0415  # see above
+        """Return the options of an engine.
+
+        Args:
+            others: more fields of EngineOptions, from options of a single command.
+
+        Raises:
+            ConfigError: for values out of range.
+        """
+        from hybridkv.runner.engine import EngineOptions  # noqa: PLC0415  # takes seconds
 
         return EngineOptions(
             self.max_running,
@@ -116,22 +156,27 @@ class StepOptions:
 
 speculate_option: Final = partial(
     run_option,
-    "Draft K tokens a step, verified together: ngram[:K] by the request's own text, draft:DIR[:K] by a "
-    f"smaller model. K: {_DRAFTS}.",
+    "Draft K tokens in a step and verify them together: ngram[:K] drafts from the request's own text, draft:DIR[:K] "
+    f"with a smaller model. K is {_DRAFTS} if not given.",
     metavar="DRAFTS",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Speculate:
-    """source: of the draft model, a folder or tiny:NAME; None for prompt lookup. drafts: of a request in a step."""
+    """Speculative decoding as `--speculate` names it.
+
+    Attributes:
+        source: draft model, as ``load`` takes it; None for prompt lookup.
+        drafts: drafted tokens of a request in a step.
+    """
 
     source: str | None
     drafts: int = _DRAFTS
 
     @classmethod
     def parse(cls, text: str | None) -> Speculate | None:
-        """From ``ngram[:K]`` or ``draft:DIR[:K]``, None from nothing. ConfigError for anything else."""
+        """Read ``ngram[:K]`` or ``draft:DIR[:K]``; None stays None. Raises ConfigError for any other text."""
         if text is None:
             return None
         kind, _, rest = text.partition(":")
@@ -141,19 +186,24 @@ class Speculate:
         else:
             drafts = _DRAFTS
         if (kind, bool(rest)) not in {("ngram", False), ("draft", True)}:
-            raise ConfigError(f"--speculate is ngram[:K] or draft:DIR[:K], got {shown(text)}")
+            raise ConfigError(f"--speculate must be ngram[:K] or draft:DIR[:K], got {shown(text)}")
         return cls(rest or None, drafts)
 
     def drafter(
         self, options: EngineOptions, lengths: Sequence[int] | None = None, *, trust_remote_code: bool = False
     ) -> Drafter:
-        """The drafter. A draft model runs with ``options``, but for its prefix cache, which it lives on.
+        """Return the drafter. A draft model runs with ``options``, always with a prefix cache, which it depends on.
 
-        lengths: tokens of each request, prompt and output together, that there has to be room for. None: nobody knows
-        who will come, and a draft model has plan_within's own memory. trust_remote_code: as ``load`` has it.
-        Raises ConfigError for a number of drafts that cannot be, and as ``load`` and ``plan_for`` do.
+        Args:
+            options: options of the engine that verifies the drafts.
+            lengths: tokens of each request, prompt and output together, which the draft model's cache must hold. None:
+                requests are not known in advance, and ``plan_within`` chooses the memory.
+            trust_remote_code: whether Python code of the draft model's folder may run.
+
+        Raises:
+            ConfigError: for a number of drafts out of range, and as ``load`` and ``plan_for``.
         """
-        from hybridkv.runner import Engine, load, plan_for, plan_within  # noqa: PLC0415  # see above
+        from hybridkv.runner import Engine, load, plan_for, plan_within  # noqa: PLC0415  # takes seconds
         from hybridkv.runner.drafters import AdaptiveDrafter, DraftModel, NgramDrafter  # noqa: PLC0415  # same
 
         if self.source is None:

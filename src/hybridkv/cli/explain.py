@@ -1,4 +1,4 @@
-"""`hybridkv explain`: why tokens of one request were not found, in sentences beside a picture of its prompt."""
+"""`hybridkv explain`: why tokens of one request were not found, as sentences next to a picture of its prompt."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ WHY: Final = {
     "other_salt": "seen under another salt only",
     "unpublished": "seen, not published",
     "evicted": "evicted",
-    "no_state": "no state kept behind them",
-    "no_window": "no window kept behind them",
-    "block_edge": "in a block's last part",
-    "no_room": "no room to copy them",
+    "no_state": "no recurrent state saved after them",
+    "no_window": "window before them not cached",
+    "block_edge": "in a partial block",
+    "no_room": "no memory to copy them",
     "caching_off": "caching off",
-    "last_token": "last of a prompt",
+    "last_token": "last token of the prompt",
 }
-"""By the name that documents have."""
-_MORE: Final = {
-    MissReason.NEVER_SEEN: "never seen: no prompt before began so",
-    MissReason.OTHER_SALT: "seen under another salt or adapter only",
-    MissReason.UNPUBLISHED: "seen, but not there yet: who has them computes them still, or never published them",
-    MissReason.NO_WINDOW: "keys and values are there, but what layers with windows or chunks read before them is gone",
-    MissReason.BLOCK_EDGE: "in a block's last part: in this layout hits end where blocks do",
-    MissReason.NO_ROOM: "found and given up: what is copied was in the copy's way",
+"""Reasons of misses in words, by their name in documents."""
+_SENTENCES: Final = {
+    MissReason.NEVER_SEEN: "never seen: no earlier prompt starts this way",
+    MissReason.OTHER_SALT: "seen only under another salt or adapter",
+    MissReason.UNPUBLISHED: "seen, but not published: the request that has them still computes them, or never did",
+    MissReason.NO_WINDOW: "keys and values are cached, but the window or chunk before them is not",
+    MissReason.BLOCK_EDGE: "in a partial block: in this layout a hit ends at a block boundary",
+    MissReason.NO_ROOM: "found, but there was no memory to copy their partial block or state",
     MissReason.CACHING_OFF: "not looked up: caching is off for this request",
-    MissReason.LAST_TOKEN: "last of the prompt: it runs for its logits",
+    MissReason.LAST_TOKEN: "last token of the prompt: it always runs, for its logits",
 }
 
 
 remember_option: Final = partial(
     output_option,
-    "Keys of evicted blocks that are remembered to explain misses, some 200 bytes each.",
+    "Number of evicted keys to remember for explaining misses; each takes some 200 bytes.",
     min=1,
     show_default=f"{REMEMBERED:,}",
 )
@@ -60,22 +60,32 @@ remember_option: Final = partial(
 
 @dataclass(frozen=True, slots=True)
 class WhyOptions:
-    """What is said of misses."""
+    """How misses are explained.
+
+    Attributes:
+        explain: whether the report counts misses by reason.
+        explain_to: file for the misses of each request.
+        remember: number of evicted keys to remember; None: REMEMBERED.
+    """
 
     explain: bool = explain_option()
     explain_to: Path | None = output_option(
-        "Write why, by request: a line of JSON each, or Parquet where FILE ends in .parquet.", metavar="FILE"
+        "Write the misses of each request as JSON lines, or as Parquet if FILE ends in .parquet.", metavar="FILE"
     )
     remember: int | None = remember_option()
 
     @property
     def remembered_losses(self) -> int:
-        """For ReplaySettings; 0 where nothing is asked. ConfigError for so many of what nobody asks for."""
+        """Number of evicted keys to remember, 0 if misses are not explained.
+
+        Raises:
+            ConfigError: for a number although misses are not explained.
+        """
         if self.explain or self.explain_to is not None:
             return self.remember or REMEMBERED
         if self.remember is not None:
             raise ConfigError(
-                "--remember is of misses explained, and none is: give --explain or --explain-to FILE, too"
+                "--remember has no effect without --explain or --explain-to FILE: give one of them, or leave it out"
             )
         return 0
 
@@ -83,17 +93,19 @@ class WhyOptions:
 def explain_command(
     *,
     trace: TraceArgument,
-    request: Annotated[int, typer.Argument(help="Its number in the trace; the first is 0.", metavar="REQUEST", min=0)],
+    request: Annotated[
+        int, typer.Argument(help="Number of the request in the trace; the first is 0.", metavar="REQUEST", min=0)
+    ],
     options: RunOptions,
     remember: int | None = remember_option(),
-    as_json: bool = output_option("Print it as JSON.", "--json", default=False),
+    as_json: bool = output_option("Print the explanation as JSON.", "--json", default=False),
 ) -> None:
-    """Replay requests until one begins, and say of each part of its prompt why it was found, or not."""
+    """Replay a trace up to one request, and explain for each part of its prompt why it was a hit or a miss."""
     run = options.prepare(trace, options.settings(remembered_losses=remember or REMEMBERED, block_times=True))
     if request >= run.summary.requests:
         raise ConfigError(
-            f"{run.source.name} holds {format_count(run.summary.requests)} requests, numbered from 0: there is no "
-            f"request {request}"
+            f"there is no request {request}: {run.source.name} holds {format_count(run.summary.requests)} requests, "
+            "numbered from 0"
         )
     found: list[Explained] = []
     source = _UntilFound(run.source, found)
@@ -102,14 +114,14 @@ def explain_command(
     )
     (explained,) = found
     if as_json:
-        told = explained.to_dict(in_order=run.simulation.scheduler.cache.bounds.evicts_in_order)
-        print(json.dumps({"machine": run.simulation.machine, **told}, indent=2))
+        document = explained.to_dict(in_order=run.simulation.scheduler.cache.bounds.evicts_in_order)
+        print(json.dumps({"machine": run.simulation.machine, **document}, indent=2))
         return
     _show(explained, run)
 
 
 class _UntilFound:
-    """The requests of ``source`` as long as nothing was found: no later one comes to be asked for."""
+    """The requests of ``source`` up to the first one that is explained; later requests are not replayed."""
 
     def __init__(self, source: RequestSource, found: list[Explained]) -> None:
         self.name = source.name
@@ -131,9 +143,9 @@ def _show(explained: Explained, run: Prepared) -> None:
         {
             "machine": run.simulation.machine,
             f"request {explained.number}": f"{trace.origin}, at {trace.timestamp_s:,.3f} s; "
-            f"it began {waited:,.3f} s later",
-            "its prompt": f"{format_count(tokens)} tokens, {format_count(explained.hit_tokens)} of them "
-            f"({share(explained.hit_tokens / tokens)}) found",
+            f"began {waited:,.3f} s later",
+            "prompt": f"{format_count(tokens)} tokens, {format_count(explained.hit_tokens)} of them "
+            f"({share(explained.hit_tokens / tokens)}) found in the cache",
         }
     )
     rows = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
@@ -150,44 +162,44 @@ def _show(explained: Explained, run: Prepared) -> None:
 
 
 def _span(first: int, end: int) -> str:
-    """The tokens before ``end``, from ``first`` on."""
+    """Return the range of tokens from ``first`` to before ``end`` as text."""
     return f"{format_count(first)} .. {format_count(end - 1)}" if end - first > 1 else format_count(first)
 
 
 def _drawn(first: int, end: int, tokens: int, mark: str) -> str:
-    """Where they lie in a prompt of so many ``tokens``; anything is seen."""
+    """Draw the range of tokens within a prompt of ``tokens`` tokens; a range is at least one character wide."""
     begin = min(first * _WIDTH // tokens, _WIDTH - 1)
     stop = max(math.ceil(end * _WIDTH / tokens), begin + 1)
     return (" " * begin + mark * (stop - begin)).ljust(_WIDTH)
 
 
 def _sentence(miss: Miss, run: Prepared) -> str:
-    """Why the tokens of ``miss`` were not found in ``run``."""
+    """Explain why the tokens of ``miss`` were not found in ``run``."""
     if miss.reason is MissReason.EVICTED:
         return _evicted(miss, run)
     if miss.reason is not MissReason.NO_STATE:
-        return _MORE[miss.reason]
-    nearest = f"the nearest is at {format_count(miss.nearest_state)}" if miss.nearest_state else "none before them"
-    said = f"keys and values are there, but no state was kept: {nearest}"
+        return _SENTENCES[miss.reason]
+    nearest = f"the nearest is at {format_count(miss.nearest_state)}" if miss.nearest_state else "there is none"
+    said = f"keys and values are cached, but no recurrent state was saved here: {nearest}"
     if miss.interval_state is None:
         return said
     at = format_count(miss.interval_state)
     layout = "" if run.plan.config.slabs is not None else "--layout natural "
-    return f"{said}; {layout}--placement interval:{miss.interval} would have kept one at {at}, where there is room"
+    return f"{said}; {layout}--placement interval:{miss.interval} would have saved one at {at} if memory allows"
 
 
 def _evicted(miss: Miss, run: Prepared) -> str:
     cache, group = run.simulation.scheduler.cache, miss.group or 0
     kind = in_words(type(run.plan.config.groups[group].spec).__name__)
-    of = f"the {'state behind them' if kind == 'recurrent state' else 'blocks'} of group {group} ({kind})"
+    evicted = f"the {'state after them' if kind == 'recurrent state' else 'blocks'} of group {group} ({kind})"
     if miss.ago_s is None or miss.more_bytes is None:
-        return f"evicted: {of}, so long ago that nobody remembers when"
-    whom = f"for request {miss.by}" if miss.by is not None else "for requests that went on"
-    idle = "" if miss.idle_s is None else f", {miss.idle_s:,.1f} s after anybody last came for them"
+        return f"evicted: {evicted}, too long ago to be remembered (--remember)"
+    reason = f"for request {miss.by}" if miss.by is not None else "for running requests"
+    idle = "" if miss.idle_s is None else f", {miss.idle_s:,.1f} s after their last use"
     more = format_bytes(miss.more_bytes)
     kept = (
-        f"{more} more memory would have kept them, if not less"
+        f"at most {more} more memory would have kept them"
         if cache.bounds.evicts_in_order
-        else f"some {more} more memory would have kept them, by estimate"
+        else f"an estimated {more} more memory would have kept them"
     )
-    return f"evicted {miss.ago_s:,.1f} s before, {whom}, by {cache.eviction.name}: {of}{idle}; {kept}"
+    return f"evicted {miss.ago_s:,.1f} s before, {reason}, by {cache.eviction.name}: {evicted}{idle}; {kept}"

@@ -1,9 +1,10 @@
-"""`hybridkv generate`: a real model through the paged cache, printed as one JSON document, or as tables for people.
+"""`hybridkv generate`: run a real model on the paged cache; print one JSON document, or tables.
 
-The document is ``hybridkv.generate``, version 2. Of each request it has ``logprobs``, one for each output token, and
-``prompt_logprobs``, one for each prompt token but the first; null where they were not asked for. One is an object:
-``token_id``, ``logprob``, ``rank`` (1: the most probable token) and ``best``, pairs of a token id and its log
-probability, as many as were asked for. Version 1 had neither. ``tenants`` is what each of ``shares`` found and has.
+The document has the schema ``hybridkv.generate``, version 2. Each request has ``logprobs``, one for each output token,
+and ``prompt_logprobs``, one for each prompt token but the first; they are null unless requested. A log probability is
+an object with ``token_id``, ``logprob``, ``rank`` (1: the most probable token) and ``best``: pairs of a token id and
+its log probability, as many as requested. Version 1 had neither field. ``tenants`` holds the hits and the cached bytes
+of each tenant in ``shares``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
 
 _CHECK_FAILED: Final = 1
 _MOST_ROUNDS: Final = 1 << 16
-"""All outputs are kept to the end."""
+"""Limit of rounds, because all outputs are held in memory until the end."""
 _SHOWN_CHARACTERS: Final = 40
 
 
@@ -66,43 +67,53 @@ def generate_command(
     *,
     model: ModelOptions,
     prompts: Path | None = request_option(
-        "JSON lines with prompt, encoder, sampling, marks, tenant and hints, or text.",
-        show_default="a few built-in ones",
+        "File of prompts: JSON lines with prompt, encoder, sampling, marks, tenant and hints, or lines of text.",
+        show_default="built-in prompts",
     ),
-    messages: Path | None = request_option("JSON lines of conversations, pictures among them, by the chat template."),
+    messages: Path | None = request_option(
+        "File of conversations as JSON lines, with pictures if the model reads them; the chat template formats them."
+    ),
     system: str | None = system_option(),
     sampling: SamplingOptions,
     block_size: int | None = block_size_option(),
-    memory: str | None = cache_option("For the cache: 64MiB, or bytes.", show_default="enough for all prompts"),
+    memory: str | None = cache_option(
+        "Cache memory: 64MiB, or a number of bytes.", show_default="enough for all prompts"
+    ),
     layout: Layout | None = layout_option(),
     placement: str | None = placement_option(),
-    plan_file: Path | None = cache_option("A plan of this model from --json.", "--plan"),
+    plan_file: Path | None = cache_option("Plan file of this model, written by `hybridkv plan --json`.", "--plan"),
     stepping: StepOptions,
-    compiled: str | None = run_option("decode: steps that only decode as CUDA graphs.", "--compile", metavar="WHAT"),
-    repeat: int = run_option(
-        "Rounds over the prompts: the second finds a warm cache.", max=_MOST_ROUNDS, metavar="N", default=1
+    compiled: str | None = run_option(
+        "Parts to compile: decode runs steps that only decode as CUDA graphs.", "--compile", metavar="WHAT"
     ),
-    in_flight: int = run_option("Steps scheduled ahead of their results, 1 or 2.", metavar="N", default=1),
+    repeat: int = run_option(
+        "Number of rounds over the prompts; later rounds find a warm cache.", max=_MOST_ROUNDS, metavar="N", default=1
+    ),
+    in_flight: int = run_option(
+        "Steps that are scheduled before their results are known, 1 or 2.", metavar="N", default=1
+    ),
     speculate: str | None = speculate_option(),
-    check: bool = output_option("Compare with plain transformers; exit 1 if it differs.", "--check", default=False),
+    check: bool = output_option(
+        "Compare the outputs with plain transformers; exit with status 1 if they differ.", "--check", default=False
+    ),
     skip_bad_lines: bool = skip_bad_lines_option(),
-    output: Path | None = output_option("Write all requests there, outputs whole, as JSON lines."),
-    whole: bool = output_option("Print whole outputs, not their beginnings.", "--whole", default=False),
-    as_json: bool = output_option("Print one JSON document.", "--json", default=False),
+    output: Path | None = output_option("File for all requests with their full outputs, as JSON lines."),
+    whole: bool = output_option("Print full outputs instead of their first characters.", "--whole", default=False),
+    as_json: bool = output_option("Print the results as one JSON document.", "--json", default=False),
 ) -> int:
-    """Generate with an unmodified Hugging Face model: continuous batching on the paged cache."""
+    """Generate text with an unmodified Hugging Face model: continuous batching on the paged cache."""
     rules = _rules(plan_file, block_size=block_size, memory=memory, layout=layout, placement=placement)
     if repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {repeat}")
     drafts = Speculate.parse(speculate)
     if prompts is not None and messages is not None:
-        raise ConfigError("--prompts and --messages name what is run, each by itself: drop one of them")
+        raise ConfigError("--prompts and --messages cannot be used together: drop one of them")
     if system is not None and messages is None:
-        raise ConfigError("--system begins conversations: name a file of them with --messages")
+        raise ConfigError("--system has no effect without conversations: give --messages FILE too")
     if output is not None and (output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK)):
-        raise ConfigError(f"cannot write to {output}: name a file in a folder that is there and may be written")
+        raise ConfigError(f"--output {output} cannot be written: name a file in an existing, writable folder")
     defaults = sampling.params()
-    from hybridkv.runner.planning import plan_for  # noqa: PLC0415  # torch takes seconds: only this command pays
+    from hybridkv.runner.planning import plan_for  # noqa: PLC0415  # torch takes seconds to import
 
     options = stepping.engine_options(in_flight=in_flight, compile=compiled)
     loaded = model.load()
@@ -117,24 +128,23 @@ def generate_command(
     if output is not None:
         _write_lines(output, run)
     if as_json:
-        print(json.dumps(_document(run), indent=2))  # equal runs give equal documents, so it holds no times
+        print(json.dumps(_document(run), indent=2))  # without times: equal runs give equal documents
     else:
         _print_tables(run, whole=whole)
     return 0 if run.report is None or run.report.ok else _CHECK_FAILED
 
 
 def _rules(plan_file: Path | None, *, layout: Layout | None, placement: str | None, **others: object) -> dict[str, Any]:
-    """Those of the rules to plan by that were given.
+    """Return the given arguments of ``plan_for``.
 
-    ConfigError where a plan file has them, and for a placement that the layout does not know.
+    Raises:
+        ConfigError: if a plan file sets them already, and for a placement that the layout does not have.
     """
     rules = {**others, "layout": layout, "placement": placement}
     given = {name: value for name, value in rules.items() if value is not None}
     if plan_file is not None and given:
         named = " and ".join(map(as_option, given))
-        raise ConfigError(
-            f"--plan holds memory, block size, layout and placement already: drop {named}, or drop --plan"
-        )
+        raise ConfigError(f"--plan sets memory, block size, layout and placement already: drop {named}, or drop --plan")
     require_placement(placement, layout or DEFAULT_LAYOUT)
     return given
 
@@ -148,15 +158,17 @@ def _prompts(
     system: str | None,
     skip_bad_lines: bool,
 ) -> Prompts:
-    """What is asked: the lines of one of the files, or built-in prompts."""
-    from hybridkv.runner.inputs import encode, read_encoder_input  # noqa: PLC0415  # same
-    from hybridkv.runner.model_call import is_encoder_decoder  # noqa: PLC0415  # see generate_command
+    """Return the requests of one of the files, or the built-in prompts."""
+    from hybridkv.runner.inputs import encode, read_encoder_input  # noqa: PLC0415  # takes seconds
+    from hybridkv.runner.model_call import is_encoder_decoder  # noqa: PLC0415  # same
     from hybridkv.runner.prompts import built_in_prompts, read_conversations, read_prompts  # noqa: PLC0415  # same
 
     hears = is_encoder_decoder(loaded.model)
     if messages is not None:
         if hears:
-            raise ConfigError(f"{loaded.name} is an encoder-decoder: give --prompts with what its encoder reads")
+            raise ConfigError(
+                f"{loaded.name} is an encoder-decoder and has no chat: give --prompts with encoder inputs"
+            )
         return read_conversations(messages, loaded, defaults, system=system, skip_bad_lines=skip_bad_lines)
     folder = Path() if prompts is None else prompts.parent
     read_encoder: ReadEncoder | None = (lambda given: read_encoder_input(loaded, given, folder)) if hears else None
@@ -166,8 +178,8 @@ def _prompts(
 
     if prompts is None and loaded.model.main_input_name != "input_ids":
         raise ConfigError(
-            f"the encoder of {loaded.name} reads features, the built-in prompts are text: name a file with --prompts, "
-            'of lines such as {"encoder": "sound.npy"}'
+            f"the encoder of {loaded.name} reads features, but the built-in prompts are text: give --prompts FILE with "
+            'lines such as {"encoder": "sound.npy"}'
         )
     if prompts is None:
         return built_in_prompts(checked, defaults, read_encoder)
@@ -187,7 +199,8 @@ def _run(
     check: bool,
     drafter: Drafter | None,
 ) -> _Run:
-    from hybridkv.runner.check import LogitRecorder, check_completions  # noqa: PLC0415  # see generate_command
+    """Run every round, and compare the outputs with plain transformers if ``check``."""
+    from hybridkv.runner.check import LogitRecorder, check_completions  # noqa: PLC0415  # takes seconds
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     recorder = LogitRecorder() if check else None
@@ -215,7 +228,7 @@ def _run(
 
 
 def _round(engine: Engine, found: Prompts, advance: Callable[[], None]) -> list[Completion]:
-    """All prompts to their ends, in their order."""
+    """Run all prompts once, and return their completions in order."""
     ids = []
     for one in found.prompts:
         given, digest = (None, None) if one.encoder is None else (one.encoder.values[0], one.encoder.read.digest)
@@ -240,7 +253,7 @@ def _round(engine: Engine, found: Prompts, advance: Callable[[], None]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A finished run. rounds: its completions, one list a round; seconds: of each."""
+    """A finished run. rounds: a list of completions for each round. seconds: duration of each round."""
 
     loaded: LoadedModel
     plan: Plan
@@ -251,7 +264,7 @@ class _Run:
     seconds: list[float]
 
 
-# -- what is printed
+# -- output
 
 
 def _document(run: _Run) -> dict[str, object]:
@@ -287,7 +300,7 @@ def _document(run: _Run) -> dict[str, object]:
 
 
 def _request_document(one: Completion, number: int) -> dict[str, object]:
-    """A request of the ``number``-th round."""
+    """Return the document of a request in round ``number``, counted from 0."""
     return {
         "id": one.request_id,
         "round": number,
@@ -306,9 +319,9 @@ def _request_document(one: Completion, number: int) -> dict[str, object]:
 
 
 def _write_lines(path: Path, run: _Run) -> None:
-    """Make or replace the file at ``path``, all of it or nothing: a JSON line for each request, as the document has it.
+    """Write a JSON line for each request to ``path``, in one piece; it holds the fields of the document.
 
-    That of a conversation has its messages, answer included. ConfigError where there can be no such file.
+    A line of a conversation also holds its messages with the answer. Raises ConfigError if the file cannot be written.
     """
     asked = [one for one in run.prompts.prompts for _ in range(one.sampling.n)]
     lines = []
@@ -321,15 +334,15 @@ def _write_lines(path: Path, run: _Run) -> None:
     try:
         write_whole(path, "".join(lines).encode())
     except OSError as error:
-        raise ConfigError(f"cannot write to {path}: {error.strerror or error}") from error
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror or error}") from error
 
 
 def _print_tables(run: _Run, *, whole: bool = False) -> None:
-    """Print a run for people: its requests, round by round, then what the cache did. whole: all of each output, too."""
+    """Print the requests round by round, then counts of the cache. whole: also print each output in full."""
     out, plan = console(), run.plan
     for number in range(len(run.rounds)):
         which = f", round {number + 1} of {len(run.rounds)}" if len(run.rounds) > 1 else ""
-        states = "" if plan.placement is None else f", states kept at {plan.placement}"
+        states = "" if plan.placement is None else f", placement {plan.placement}"
         title = f"{run.loaded.name}: {plan.model.model_type}, {plan.layout} layout{states}{which}"
         out.print(Text(printable(title), style="bold"))
         out.print(_round_table(run.rounds[number]))
@@ -341,31 +354,31 @@ def _print_tables(run: _Run, *, whole: bool = False) -> None:
     stats = run.engine.statistics()
     made = sum(len(one.token_ids) for done in run.rounds for one in done)
     lines = {
-        "memory": f"{format_bytes(plan.config.arena_bytes)}, {share(stats.peak_usage)} of it in use at most",
+        "memory": f"{format_bytes(plan.config.arena_bytes)}, peak use {share(stats.peak_usage)}",
         "computed tokens": f"{format_count(stats.computed_tokens)} in {format_count(stats.steps)} steps",
         "preemptions": format_count(stats.preemptions),
     }
     for number, done in enumerate(run.rounds, start=1):
         which = f" {number}" if len(run.rounds) > 1 else ""
         hits, asked = sum(one.hit_tokens for one in done), sum(len(one.prompt_token_ids) for one in done)
-        lines[f"hit tokens{which}"] = f"{format_count(hits)} of {format_count(asked)} prompt tokens were not recomputed"
+        lines[f"hit tokens{which}"] = f"{format_count(hits)} of {format_count(asked)} prompt tokens were in the cache"
     if (cross := run.engine.runner.cross) is not None:
         heard = len(run.prompts.prompts) * len(run.rounds)
         lines["encoder runs"] = f"{format_count(cross.encoded)} for {format_count(heard)} inputs"
     seconds = sum(run.seconds)
-    lines["output tokens"] = f"{format_count(made)}, {format_count(round(made / max(seconds, 1e-9)))} a second"
+    lines["output tokens"] = f"{format_count(made)}, {format_count(round(made / max(seconds, 1e-9)))} per second"
     lines["took"] = ", then ".join(f"{one:.2f} s" for one in run.seconds)
     if stats.drafted_tokens:
         lines["drafts"] = _drafts(stats)
     if run.prompts.bad_lines:
-        lines["bad lines"] = f"{run.prompts.bad_lines} left out; the first: {run.prompts.first_bad}"
+        lines["bad lines"] = f"{run.prompts.bad_lines} skipped; the first: {run.prompts.first_bad}"
     if run.report is not None:
         lines["check"] = _verdict(run.report)
     print_facts(lines)
 
 
 def _drafts(stats: SchedulerStatistics) -> str:
-    """How many were accepted, in all and by position: a draft counts at its own position, whatever came before it."""
+    """Return the share of accepted drafts, in total and by position; each draft counts only at its own position."""
     pairs = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
     shares = " ".join(f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted)
     return (
@@ -375,7 +388,7 @@ def _drafts(stats: SchedulerStatistics) -> str:
 
 
 def _round_table(done: list[Completion]) -> Table:
-    """Text goes in as Text: rich would read markup and emoji codes in a string."""
+    """Return a table of requests. Outputs are added as Text, because rich reads markup and emoji codes in a string."""
     rows = table(*("request", "output", "end", "prompt", "hit", "ran"), numbers_from=3)
     for one in done:
         shown = repr(one.text if one.text is not None else list(one.token_ids))

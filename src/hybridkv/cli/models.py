@@ -1,4 +1,4 @@
-"""`hybridkv models` and `hybridkv hardware`: what is known by name, with facts and where these come from."""
+"""`hybridkv models` and `hybridkv hardware`: models and machines known by name, with facts and their sources."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hybridkv.units import format_bytes
 
 def models_command(
     text: Annotated[
-        str, typer.Argument(help="Only models with this in their names, each with its source.", metavar="TEXT")
+        str, typer.Argument(help="List only the models with this text in their names.", metavar="TEXT")
     ] = "",
-    as_json: bool = output_option("Print everything that is known as JSON.", "--json", default=False),
+    as_json: bool = output_option("Print all facts as JSON.", "--json", default=False),
 ) -> None:
     """List the models known by name, with their facts and sources."""
     read = [(known, read_model(known.name)) for known in known_models() if text.lower() in known.name]
     if not read:
-        known_model(text)  # says what is spelled alike
+        known_model(text)  # raises an error that suggests similar names
     if as_json:
         document = {"schema": "hybridkv.models", "version": 1, "models": [_facts(*pair) for pair in read]}
         print(json.dumps(document, indent=2))
@@ -42,8 +42,8 @@ def models_command(
             f"{model.active_parameters / 1e9:.1f}" if model.parameters else "",
         )
     out.print(listing)
-    out.print("a token: while its request lives; in windows: besides, while a window reads it")
-    out.print("a state: of one request. weights, active: 1,000,000,000 parameters\n")
+    out.print("a token: cache bytes while its request runs; in windows: more bytes while a window covers it")
+    out.print("a state: bytes of one request; weights, active: parameters in billions\n")
     for known, _ in read:
         out.print(f"{known.name}: {known.source}", soft_wrap=True)
         out.print(f"  {'read' if known.verified else 'read in part'} in {known.read_in}", soft_wrap=True)
@@ -69,8 +69,8 @@ def _facts(known: KnownModel, model: Model) -> dict[str, object]:
     }
 
 
-def hardware_command(*, as_json: bool = output_option("Print it as JSON.", "--json", default=False)) -> None:
-    """Machines that the cost model knows by name, with peaks and where they stand."""
+def hardware_command(*, as_json: bool = output_option("Print all fields as JSON.", "--json", default=False)) -> None:
+    """List the machines that the cost model knows by name, with peak rates and data sheets."""
     if as_json:
         print(json.dumps({name: asdict(one) for name, one in HARDWARE.items()}, indent=2))
         return

@@ -1,4 +1,4 @@
-"""Options: declared once, as fields of frozen dataclasses that commands take whole."""
+"""Command line options, declared once as fields of frozen dataclasses that commands take as a whole."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ from hybridkv.schedule.limits import SHORT_SHARE
 def gathered(
     command: Callable[..., Any], *, without: Collection[str] = (), first: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """``command`` for typer: parameters that are dataclasses become one for each of their fields, theirs as well.
+    """Return ``command`` for typer: each parameter that is a dataclass becomes one parameter for each of its fields.
 
-    A value as the default of such a parameter holds theirs. without: fields that this command does not ask for.
-    Those without a default come first, then those named in ``first``; else they keep their order.
+    Fields that are dataclasses are replaced in the same way. Parameters without a default come first, then the
+    parameters in ``first``; the rest keep their order.
+
+    Args:
+        command: a function with type hints. A default of a dataclass parameter holds the defaults of its fields.
+        without: fields that this command does not have.
+        first: parameters to list first in the help.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters.values()
@@ -35,7 +40,7 @@ def gathered(
     flat.sort(key=lambda one: (one.default is not Parameter.empty, ranks.get(one.name, 0)))
 
     @wraps(command)
-    def run(**given: Any) -> Any:  # noqa: ANN401 - whatever typer made of it
+    def run(**given: Any) -> Any:  # noqa: ANN401 - values of any option
         return command(**{of.name: _made(of.name, hints[of.name], given, without) for of in parameters})
 
     run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]  # as inspect wants it
@@ -67,18 +72,18 @@ def _made(name: str, kind: Any, given: dict[str, Any], without: Collection[str])
 
 
 def as_option(name: str) -> str:
-    """The option of the parameter ``name``."""
+    """Return the option of the parameter ``name``."""
     return "--" + name.replace("_", "-")
 
 
-# -- panels of `--help`: options of every command stand under the same headings
+# -- panels of `--help`: every command lists its options under the same headings
 
 
 def _panel(title: str) -> Callable[..., Any]:
-    """Return a function that declares a setting whose option stands under ``title``.
+    """Return a function that declares a field whose option is listed under ``title``.
 
-    It takes the option's help, its names where it has others than the setting, the default, ... for none, and what
-    typer.Option takes.
+    The function takes the help text, option names that differ from the field's name, the default (``...`` for a
+    required option), and the arguments of typer.Option.
     """
 
     def setting(text: str, *names: str, default: object = None, **others: Any) -> Any:  # noqa: ANN401 - typer's
@@ -88,61 +93,69 @@ def _panel(title: str) -> Callable[..., Any]:
     return setting
 
 
-model_option: Final = _panel("The model")
-cache_option: Final = _panel("Its cache")
-request_option: Final = _panel("What is asked")
-run_option: Final = _panel("How it runs")
-output_option: Final = _panel("What is shown")
+model_option: Final = _panel("Model")
+cache_option: Final = _panel("Cache")
+request_option: Final = _panel("Requests")
+run_option: Final = _panel("Execution")
+output_option: Final = _panel("Output")
 
 
 # -- options of several commands
 
 eviction_option: Final = partial(
     cache_option,
-    f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.",
+    f"Eviction policy of the natural layout: {', '.join(EVICTIONS)}.",
     show_default=DEFAULT_EVICTIONS[NATURAL].name,
 )
 shares_option: Final = partial(
     cache_option,
-    "Of what is kept, promised to a tenant or salt: team-a=30%..60%; * is all not named. Repeat it.",
+    "Share of the cache that a tenant or salt is guaranteed, and its limit, such as team-a=30%..60%; * stands for all "
+    "other tenants. May be repeated.",
     "--share",
     metavar="TENANT=SHARE[..GREATEST]",
-    show_default="all are one tenant",
+    show_default="one tenant",
 )
 short_share_option: Final = partial(
     run_option,
-    "Of a step, what short prompts and decoding requests take before long prompts: 0 or more, below 1.",
+    "Share of a step's tokens that short prompts and decoding requests get before long prompts: at least 0, below 1.",
     metavar="SHARE",
-    show_default=f"{SHORT_SHARE}; of the reference layout 0",
+    show_default=f"{SHORT_SHARE}; 0 in the reference layout",
 )
-no_prefix_caching_option: Final = partial(run_option, "Share nothing.", "--no-prefix-caching", default=False)
+no_prefix_caching_option: Final = partial(run_option, "Turn prefix caching off.", "--no-prefix-caching", default=False)
 skip_bad_lines_option: Final = partial(
-    request_option, "Count malformed lines, go on.", "--skip-bad-lines", default=False
+    request_option,
+    "Skip and count malformed lines, where otherwise the first one is an error.",
+    "--skip-bad-lines",
+    default=False,
 )
 explain_option: Final = partial(
-    output_option, "Say why tokens were not found in the cache.", "--explain", default=False
+    output_option, "Report why prompt tokens were not found in the cache.", "--explain", default=False
 )
 REMEMBERED: Final = 1 << 20
-"""Keys of evicted blocks, where misses are explained: some 200 bytes each."""
+"""Default number of evicted keys that are remembered to explain misses; each takes some 200 bytes."""
 page_option: Final = partial(
-    output_option, "Write a page with pictures, which needs no network.", "--report", metavar="FILE.html"
+    output_option, "Write an HTML report with charts that needs no network.", "--report", metavar="FILE.html"
 )
 
 
 def checked_page(path: Path | None) -> Path | None:
-    """``path`` of `--report`, said early: ConfigError where it cannot be written, or nothing draws."""
+    """Check ``path`` of `--report` before the command runs, and return it.
+
+    Raises:
+        ConfigError: if the file cannot be written, and if plotly is not installed.
+    """
     if path is None:
         return None
     if importlib.util.find_spec("plotly") is None:
         raise ConfigError("--report needs plotly: pip install 'hybridkv[report]'")
     if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--report: no file can be written at {path}: name one in a folder that is there")
+        raise ConfigError(f"--report {path} cannot be written: name a file in an existing folder")
     return path
 
 
 def write_page(path: Path, page: str) -> None:
-    """``page`` as ``path``, whole or not at all. ConfigError where there is no room or no right to."""
+    """Write ``page`` to ``path`` in one piece. Raises ConfigError if the file cannot be written."""
     try:
         write_whole(path, page.encode())
     except OSError as error:
-        raise ConfigError(f"--report: {path} could not be written: {error.strerror or error}") from error
+        raise ConfigError(f"--report {path} cannot be written: {error.strerror or error}") from error

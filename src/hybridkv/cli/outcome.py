@@ -1,9 +1,9 @@
-"""How a command ends: the only place that decides exit codes and the one line of an error.
+"""Exit codes and error lines of all commands.
 
-    0    done                                  1    a check failed (the command says so), or the reader of a pipe left
-    2    what a user can mend, in one line     130, 143    SIGINT, SIGTERM (hybridkv.cli)
+    0    success                                  1    a check failed (the command reports it), or a pipe was closed
+    2    an error that the user can correct       130, 143    SIGINT, SIGTERM (hybridkv.cli)
 
-A bug keeps its traceback.
+An error of exit code 2 is printed as one line. A bug keeps its traceback.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _EXTRAS: Final = {
     "uvicorn": ("serving a model", "uvicorn", "cli,runner,serve"),
     "prometheus_client": ("reading metrics", "prometheus_client", "cli"),
 }
-"""Of a module of an extra: what needs it, what that needs, and the extras to install."""
+"""For a module of an extra: the feature that needs it, the library, and the extras to install."""
 
 
 def run() -> int:
-    """The exit code of the command in ``sys.argv``; what went wrong is on standard error."""
+    """Run the command in ``sys.argv`` and return its exit code; an error is printed on standard error."""
     try:
         _open_streams()
         from hybridkv.cli.app import command  # noqa: PLC0415  # typer may be missing
@@ -55,21 +55,21 @@ def run() -> int:
         code = PIPE_CLOSED
     except Exception as error:
         if type(error).__name__ == "Abort" and isinstance(error.__cause__, KeyboardInterrupt):
-            return INTERRUPTED  # called without main's handlers
-        message = _mendable(error)
+            return INTERRUPTED  # main's signal handlers were not installed
+        message = _user_message(error)
         if message is None:
             raise
         code = USER_ERROR
         _say(f"error: {message}")
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            _let_go(stream)
+            _flush_or_discard(stream)
     return code if isinstance(code, int) else 0
 
 
 @contextmanager
 def _assumptions_in_one_line() -> Iterator[None]:
-    """Print each AssumptionWarning once, as a line of its own; leave other warnings as they are."""
+    """Print each AssumptionWarning once, as one line; leave other warnings unchanged."""
     with warnings.catch_warnings():
         warnings.simplefilter("default", AssumptionWarning)
         others = warnings.showwarning
@@ -78,41 +78,41 @@ def _assumptions_in_one_line() -> Iterator[None]:
             if issubclass(category, AssumptionWarning):
                 _say(f"warning: {message}")
             else:
-                others(message, category, *where)  # type: ignore[arg-type]  # handed on as it came
+                others(message, category, *where)  # type: ignore[arg-type]  # passed on unchanged
 
-        warnings.showwarning = show  # type: ignore[assignment]  # the rest of the arguments is handed on
+        warnings.showwarning = show  # type: ignore[assignment]  # the other arguments are passed on unchanged
         yield
 
 
 def _open_streams() -> None:
-    """Streams that write any text, in any encoding. ConfigError where there is no standard output."""
+    """Make the standard streams accept any text. Raises ConfigError if standard output is closed."""
     if sys.stderr is None:
-        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # as long as the process
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # open until the process exits
     if sys.stdout is None:
-        raise ConfigError("standard output is closed: there is nowhere to print to")
+        raise ConfigError("standard output is closed: open it, for example with > FILE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _mendable(error: Exception) -> str | None:
-    """What to say of an error that a user can mend; None for a bug."""
+def _user_message(error: Exception) -> str | None:
+    """Return the message of an error that the user can correct, None for a bug."""
     if isinstance(error, HybridKVError | OSError):
         return str(error)
     if isinstance(error, MemoryError):
-        return "out of memory: ask for less, or run this where there is more"
+        return "out of memory: lower the limits, or use a machine with more memory"
     if isinstance(error, ImportError):
         return _missing(error)
-    if isinstance(error.__cause__, EOFError):  # typer makes an Abort of it
-        return f"a file ends too soon: {error.__cause__}"
+    if isinstance(error.__cause__, EOFError):  # typer converts it to an Abort
+        return f"a file is truncated: {error.__cause__}"
     if any(one.__name__ == "ClickException" for one in type(error).__mro__):
-        # typer exports only subclasses of this class of click's
+        # typer exports only subclasses of click's class
         return str(error.format_message())  # type: ignore[attr-defined]
     return None
 
 
 def _missing(error: ImportError) -> str | None:
-    """What to install; None for a module that is in no extra."""
+    """Return a message that names the extra to install, None for a module that is in no extra."""
     name = (error.name or "").partition(".")[0]
     if name not in _EXTRAS:
         return None
@@ -122,7 +122,7 @@ def _missing(error: ImportError) -> str | None:
 
 
 def _say(message: str) -> None:
-    """One line on standard error."""
+    """Print one line on standard error, cut in the middle if it is long."""
     line = printable(" ".join(message.split()))
     if len(line) > _MOST_CHARACTERS:
         line = f"{line[: _MOST_CHARACTERS // 2]} ... {line[-_MOST_CHARACTERS // 2 :]}"
@@ -130,8 +130,8 @@ def _say(message: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _let_go(stream: TextIO) -> None:
-    """Where nothing can be written any more, let the interpreter's last flush go nowhere."""
+def _flush_or_discard(stream: TextIO) -> None:
+    """Flush ``stream``. If that fails, redirect it to nothing, so that the interpreter's last flush cannot fail."""
     try:
         stream.flush()
     except OSError:
@@ -139,10 +139,10 @@ def _let_go(stream: TextIO) -> None:
 
 
 def printable(text: str) -> str:
-    """``text`` with every character that does not print (controls, escapes, lone surrogates) as Python writes it."""
+    """Return ``text`` with each unprintable character (controls, escapes, lone surrogates) as a Python escape."""
     return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def printable_lines(text: str) -> str:
-    """As ``printable``, but lines stay lines."""
+    """Return ``text`` as ``printable``, but keep its line breaks."""
     return "\n".join(map(printable, text.split("\n")))

@@ -1,4 +1,4 @@
-"""How commands write: tables for people, plain text in a pipe."""
+"""Output of commands: tables on a terminal, plain text in a pipe, sparklines and bars."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hybridkv.units import format_bytes, format_count
 
 PIPE_COLUMNS: Final = 400
 UNKNOWN: Final = "unknown"
-"""A figure that nobody can tell, such as hits of a trace of lengths alone."""
+"""Text of an unknown figure, such as the hits of a trace that holds only lengths."""
 NAME_COLUMNS: Final = 17
-"""Of a fact."""
+"""Width of a fact's name, in characters."""
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 _PARTS: Final = " ▏▎▍▌▋▊▉█"
 _KINDS: Final = {
@@ -39,13 +39,19 @@ _KINDS: Final = {
 
 
 def console() -> Console:
-    """Standard output; in a pipe without colours and so wide that no column is cut or wrapped."""
+    """Return standard output; in a pipe it has no colours and is wide enough for every column."""
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    return Console(width=width, highlight=False, markup=False, emoji=False)  # names hold what they hold
+    return Console(width=width, highlight=False, markup=False, emoji=False)  # a name may contain markup
 
 
 def table(*columns: str, numbers_from: int = 1, title: str | None = None) -> Table:
-    """A table whose columns from ``numbers_from`` on hold numbers. Keep it within 80 columns."""
+    """Return a table without rows. Keep it within 80 characters.
+
+    Args:
+        columns: names of the columns.
+        numbers_from: first column that is aligned to the right.
+        title: text above the table.
+    """
     made = Table(
         title=None if title is None else printable(title),
         title_justify="left",
@@ -60,36 +66,36 @@ def table(*columns: str, numbers_from: int = 1, title: str | None = None) -> Tab
 
 
 def floor(number: float) -> str:
-    """Two decimals, never rounded up: 15.998 requests are not 16."""
+    """Return ``number`` with two decimals, rounded down: 15.998 requests are not 16."""
     return f"{math.floor(number * 100) / 100:.2f}"
 
 
 def share(part: float) -> str:
-    """Of a whole, in percent."""
+    """Return a share as a percentage with two decimals."""
     return f"{part:.2%}"
 
 
 def in_words(kind: str) -> str:
-    """A kind of layer for people. kind: the name of its spec's class, as documents have it."""
+    """Return the name of a layer kind in words. kind: name of its spec's class, as in documents."""
     return _KINDS.get(kind, kind)
 
 
 def say(text: str) -> None:
-    """A line on standard output, as long as it is."""
+    """Print one line on standard output without wrapping it."""
     console().print(printable(text), soft_wrap=True)
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
-    """One a line: what it is, then what there is to say of it."""
+    """Print a line for each fact: its name, then its value."""
     for name, value in facts.items():
         say(f"{name:<{NAME_COLUMNS}} {value}")
 
 
 def show_tenants(tenants: Sequence[TenantStatistics]) -> None:
-    """What each found, and has at the end; nothing without any."""
+    """Print a table of each tenant's hits and cached bytes, if there are tenants."""
     if not tenants:
         return
-    rows = table("tenant", "requests", "prompt tokens", "hit tokens", "hit rate", "kept", numbers_from=1)
+    rows = table("tenant", "requests", "prompt tokens", "hit tokens", "hit rate", "cached", numbers_from=1)
     for one in tenants:
         counts = map(format_count, (one.requests, one.prompt_tokens, one.hit_tokens))
         rate = share(one.hit_tokens / one.prompt_tokens if one.prompt_tokens else 0.0)
@@ -99,7 +105,14 @@ def show_tenants(tenants: Sequence[TenantStatistics]) -> None:
 
 @contextmanager
 def progress_bar(doing: str, total: int, what: str, *, left: bool = False) -> Iterator[Callable[[], None]]:
-    """A bar on standard error, and what moves it on by one. left: with the time that is left."""
+    """Show a progress bar on standard error, and yield a function that advances it by one.
+
+    Args:
+        doing: text before the bar.
+        total: number of items.
+        what: name of the items, after their count.
+        left: whether to show the remaining time.
+    """
     columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn(what), TimeElapsedColumn())
     more = (TextColumn("left"), TimeRemainingColumn()) if left else ()
     with Progress(*columns, *more, console=Console(stderr=True)) as bar:
@@ -107,17 +120,22 @@ def progress_bar(doing: str, total: int, what: str, *, left: bool = False) -> It
         yield lambda: bar.advance(task)
 
 
-# -- small pictures of numbers, in characters
+# -- numbers drawn as characters
 
 
 def sparkline(numbers: Sequence[float], most: float | None = None) -> str:
-    """A character a number, its height that over ``most``, by default the greatest; anything above zero is seen."""
+    """Return a character for each number, as high as its share of ``most``; a number above zero is never blank.
+
+    Args:
+        numbers: numbers of at least 0.
+        most: the number of full height; None: the largest of ``numbers``.
+    """
     most = max(numbers, default=0) if most is None else most
     return "".join(_STEPS[min(math.ceil(one / most * 8), 8) if most else 0] for one in numbers)
 
 
 def bar(part: float, width: int = 24) -> str:
-    """``part`` of ``width`` characters, 0 .. 1; anything above zero is seen."""
+    """Return a bar of ``part``, 0 to 1, of ``width`` characters; a part above zero is never blank."""
     eighths = min(max(math.ceil(part * width * 8), 0), width * 8)
     whole, rest = divmod(eighths, 8)
     return "█" * whole + (_PARTS[rest] if rest else "")

@@ -1,4 +1,4 @@
-"""`hybridkv plan`: what a model's cache holds in a given memory."""
+"""`hybridkv plan`: the requests that a model's cache holds in a given memory."""
 
 from __future__ import annotations
 
@@ -41,23 +41,27 @@ def plan_command(
     config: Annotated[
         str | None,
         typer.Argument(
-            help="A config.json, a folder with one, or a known name (see `hybridkv models`).", metavar="CONFIG"
+            help="Model: a config.json, a folder with one, or a name of `hybridkv models`.", metavar="CONFIG"
         ),
     ] = None,
     options: PlanOptions,
-    max_model_len: int | None = request_option("Tokens of the longest request.", show_default="the model's limit"),
+    max_model_len: int | None = request_option(
+        "Tokens of the longest request, prompt and output together.", show_default="the model's limit"
+    ),
     max_batched_tokens: int | None = request_option(
-        "Tokens of the largest step, which windows keep besides.", show_default=format_count(BATCHED_TOKENS)
+        "Limit of tokens in a step; layers with a window hold that many tokens more.",
+        show_default=format_count(BATCHED_TOKENS),
     ),
     prefill_checkpoints: int | None = cache_option(
-        "Reference layout: states that a Mamba-2 layer writes inside a step of a prompt; vLLM's 1.", show_default="0"
+        "States that a Mamba-2 layer writes inside a prefill step, in the reference layout; vLLM writes 1.",
+        show_default="0",
     ),
     kernel_block_size: int | None = cache_option(
-        "Natural layout: tokens that attention kernels read as one block.", show_default="the block"
+        "Tokens that attention kernels read as one block, in the natural layout.", show_default="the block size"
     ),
-    compare: bool = output_option("Show the layouts side by side.", "--compare", default=False),
+    compare: bool = output_option("Compare both layouts in one table.", "--compare", default=False),
     plan_file: Path | None = plan_file_option(),
-    as_json: bool = output_option("Print the plan as a document that --plan reads.", "--json", default=False),
+    as_json: bool = output_option("Print the plan as a JSON document that --plan reads.", "--json", default=False),
     page_file: Path | None = page_option(),
 ) -> None:
     """Plan the KV cache of a model: groups, pages, blocks, and the requests that fit."""
@@ -79,12 +83,12 @@ def plan_command(
         return
     limits = {**bounds, **of_layout}
     if plan_file is not None:
-        options.refuse_beside_plan({"CONFIG": config, **{as_option(name): value for name, value in limits.items()}})
+        options.require_none_with_plan({"CONFIG": config, **{as_option(name): value for name, value in limits.items()}})
         made = load_plan(plan_file)
     else:
         with warnings.catch_warnings():
             if not as_json:
-                warnings.simplefilter("ignore", AssumptionWarning)  # _show_plan says it
+                warnings.simplefilter("ignore", AssumptionWarning)  # _show_plan prints the assumptions
             made = _make(config, options, limits)
     if page_file is not None:
         write_page(page_file, plan_page(made))
@@ -97,18 +101,25 @@ def plan_command(
 def _make(
     config: str | None, options: PlanOptions, limits: Mapping[str, int | None], layout: str | None = None
 ) -> Plan:
-    """The plan of ``options``. limits: other arguments of plan, None for its defaults. layout: instead of theirs."""
+    """Return the plan of ``options``.
+
+    Args:
+        config: the model.
+        options: options of the plan.
+        limits: more arguments of ``plan``; None: its default.
+        layout: layout to use instead of the given one.
+    """
     if config is None:
         raise ConfigError("CONFIG is missing: give a config.json, a folder with one or a known name, or --plan FILE")
     if options.memory is None:
-        raise ConfigError("--memory is missing: say what one rank has for its cache, for example --memory 40GiB")
+        raise ConfigError("--memory is missing: give the cache memory of one rank, for example --memory 40GiB")
     rules = options.rules(layout)
     rules |= {name: value for name, value in limits.items() if value is not None}
     return plan(options.model(config), options.memory, **rules)
 
 
 def _show_plan(plan: Plan) -> None:
-    """Print a plan for people: what fits, what it takes, then the groups that share blocks."""
+    """Print a plan: the requests that fit, the memory that they take, then the groups of layers."""
     model, holds = plan.model, plan.capacity
     out = console()
     title = f"{model.name}: {model.model_type}, {model.depth} layers, {model.dtype} cache, tp {model.tp}"
@@ -119,15 +130,15 @@ def _show_plan(plan: Plan) -> None:
     unit = plan.config.unit
     print_facts(
         {
-            "requests": f"{floor(holds.concurrency)} at once, of {longest} each, sharing nothing",
-            "tokens": f"{fit}, where one request has them all",
+            "requests": f"{floor(holds.concurrency)} at once, of {longest} each, without shared prefixes",
+            "tokens": f"{fit} in one request",
             "longest request": longest,
             "a token takes": _per_token(model),
             **({"a state takes": format_bytes(model.state_bytes)} if model.state_bytes else {}),
             **_rules(plan),
-            "memory": f"{format_bytes(holds.memory_bytes)}; {format_bytes(holds.unused_bytes)} left over",
+            "memory": f"{format_bytes(holds.memory_bytes)}; {format_bytes(holds.unused_bytes)} unused",
             "padding": f"{format_bytes(holds.padding_bytes)} in the {format_count(blocks)} blocks of a longest request",
-            "given out in": f"{format_count(holds.num_blocks)} {unit}s of {format_bytes(holds.block_bytes)}"
+            "allocated in": f"{format_count(holds.num_blocks)} {unit}s of {format_bytes(holds.block_bytes)}"
             ", one of them always empty",
             **({"a slab holds": "as many blocks of one group as fit"} if plan.config.slabs else {}),
             **({} if model.dtype_from is None else {"keys and values": f"{model.dtype}, by {model.dtype_from}"}),
@@ -141,7 +152,7 @@ def _show_plan(plan: Plan) -> None:
 
 
 def _groups(plan: Plan) -> Table:
-    """Of each group its layers and blocks; of layers that share slabs, how many blocks one holds."""
+    """Return a table of each group's layers and blocks, and of the blocks in a slab if the plan has slabs."""
     slabs = plan.config.slabs
     columns = ("group", "layers", "tokens", "a layer", "a block", "padding")
     shown = table(*columns, *(("in a slab",) if slabs else ()), numbers_from=2)
@@ -158,7 +169,7 @@ def _groups(plan: Plan) -> Table:
 
 
 def _read(model: Model) -> dict[str, list[str]]:
-    """What was read from where and what was assumed, for people; nothing where a family has a reader of its own."""
+    """Return the facts that were read from config fields or assumed; empty if the model's family has its own reader."""
     said: dict[str, list[str]] = {}
     for fact in model.read_from:
         if fact.source == ASSUMED:
@@ -169,35 +180,35 @@ def _read(model: Model) -> dict[str, list[str]]:
 
 
 def _rules(plan: Plan) -> dict[str, str]:
-    """What a request holds of windows and states, where there are any, and by which rule."""
+    """Return the facts about windows and states that a request holds, if the model has any."""
     said = {}
     if any(group.spec.keeps is Keeps.WINDOW for group in plan.config.groups):
-        said["windows"] = f"with {format_count(plan.limits.max_in_flight_tokens)} tokens in flight"
+        said["windows"] = f"plus {format_count(plan.limits.max_in_flight_tokens)} tokens in flight"
     states = list(zip(plan.config.groups, plan.capacity.groups, strict=True))
     held = {one.blocks_per_request for group, one in states if group.spec.keeps is Keeps.STATE}
     if held:
-        rule = "the one that is rewritten" if plan.placement == NO_STATES else "one read and one written"
+        rule = "one that is overwritten" if plan.placement == NO_STATES else "one read and one written"
         drafts, inside = plan.limits.num_speculative_tokens, plan.limits.prefill_checkpoints
-        more = [f"{drafts} of drafts"] * bool(drafts) + [f"{inside} inside a step of a prompt"] * bool(inside)
+        more = [f"{drafts} for drafts"] * bool(drafts) + [f"{inside} inside a prefill step"] * bool(inside)
         said["states a request"] = f"{max(held)}: {', '.join((rule, *more))}"
     return said
 
 
 def _per_token(model: Model) -> str:
-    """What a token takes, and for whom it is taken only while it is in reach."""
+    """Return the bytes of a token: in layers that keep every token, in windows, and in cross attention."""
     parts = {
         "": int(model.kv_bytes_per_token),
         "in windows": int(model.window_bytes_per_token),
-        "of an encoder's": int(model.encoder_bytes_per_token),
+        "for an encoder token": int(model.encoder_bytes_per_token),
     }
     return ", ".join(f"{format_bytes(size)} {what}".rstrip() for what, size in parts.items() if size) or "0 B"
 
 
-# -- the layouts of one model side by side
+# -- comparison of the layouts of one model
 
 
 def _show_comparison(make: Callable[[str], Plan]) -> None:
-    """Print what each layout makes of one memory. make: the plan in the layout of that name."""
+    """Print a table that compares the layouts. make: returns the plan in the layout of a name."""
     made: list[Plan] = []
 
     def remembered(layout: str) -> Plan:
@@ -216,13 +227,14 @@ def _show_comparison(make: Callable[[str], Plan]) -> None:
         shown.add_row(name, *("does not fit" if one is None else show(one) for one in facts))
     out = console()
     out.print(shown)
-    out.print(f"requests of at most {format_count(plan.max_model_len)} tokens, sharing nothing", soft_wrap=True)
-    out.print("units: blocks, or slabs that blocks of several requests share", soft_wrap=True)
-    out.print("padding: of the group that loses most, over what its layers keep", soft_wrap=True)
+    limit = format_count(plan.max_model_len)
+    out.print(f"requests of at most {limit} tokens, without shared prefixes", soft_wrap=True)
+    out.print("units: blocks, or slabs that hold blocks of several requests", soft_wrap=True)
+    out.print("padding: of the group with most padding, relative to its content", soft_wrap=True)
 
 
 def _counted(numbers: Sequence[int]) -> str:
-    """``1 x6, 5`` for six times 1 and once 5."""
+    """Return distinct numbers with their counts: ``1 x6, 5`` for six times 1 and once 5."""
     counts = Counter(numbers)
     return ", ".join(format_count(n) + (f" x{times}" if times > 1 else "") for n, times in sorted(counts.items()))
 
@@ -233,7 +245,7 @@ def _count(number: int | None) -> str:
 
 _ROWS: Final[dict[str, Callable[[LayoutFacts], str]]] = {
     "longest request, tokens": lambda f: format_count(f.longest_context),
-    "such requests at once": lambda f: floor(f.concurrency),
+    "longest requests at once": lambda f: floor(f.concurrency),
     f"requests of {format_count(SHORT_TOKENS)} tokens": lambda f: floor(f.short_requests),
     "one of these takes": lambda f: format_bytes(f.short_request_bytes),
     "one alone, in whole units": lambda f: format_bytes(f.short_request_alone_bytes),
@@ -242,7 +254,7 @@ _ROWS: Final[dict[str, Callable[[LayoutFacts], str]]] = {
     "attention block, tokens": lambda f: ", ".join(map(format_count, f.attention_block_tokens)) or _NOT_THERE,
     "groups": lambda f: format_count(f.groups),
     "padding": lambda f: share(f.padding),
-    "left over": lambda f: format_bytes(f.unused_bytes),
-    "memory is given out in": lambda f: f"{format_count(f.units)} x {format_bytes(f.unit_bytes)}",
-    "blocks in one, by group": lambda f: _counted(f.blocks_per_slab),
+    "unused memory": lambda f: format_bytes(f.unused_bytes),
+    "allocation units": lambda f: f"{format_count(f.units)} x {format_bytes(f.unit_bytes)}",
+    "blocks in a unit, by group": lambda f: _counted(f.blocks_per_slab),
 }

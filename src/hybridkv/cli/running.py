@@ -1,4 +1,4 @@
-"""What `plan`, `replay` and others read: where requests come from, how a cache is planned, and how a replay runs."""
+"""Options that several commands share: the source of requests, the plan of the cache, and how a replay runs."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ WORKLOAD: Final = "workload:"
 _UNIFORM: Final = "uniform"
 _STANDARD_INPUT: Final = Path("-")
 _DEFAULT: Final = ReplaySettings()
-_NOT_TOLD: Final = {"placement", "step_by_step", "shares", "block_times"}
-"""Settings that say nothing, or stand elsewhere in documents."""
+_NOT_WRITTEN: Final = {"placement", "step_by_step", "shares", "block_times"}
+"""Settings that a document leaves out because they do not change the result, or that it holds in another form."""
 
 
 # -- where requests come from
@@ -66,7 +66,7 @@ _NOT_TOLD: Final = {"placement", "step_by_step", "shares", "block_times"}
 TraceArgument = Annotated[
     str,
     typer.Argument(
-        help=f"A trace, plain or gzip, or workload:NAME of {', '.join(WORKLOADS)}, {_UNIFORM}.",
+        help=f"A trace file, plain or gzip, or a generated workload: {', '.join(WORKLOADS)}, {_UNIFORM}.",
         metavar="TRACE|workload:NAME",
     ),
 ]
@@ -74,27 +74,44 @@ TraceArgument = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """What was given; None for what was not."""
+    """The options of a trace file or a workload. An option that is not given is None or False.
+
+    Attributes:
+        format: name of the trace's format.
+        trace_block_size: tokens that one Mooncake hash id stands for.
+        tokenizer: tokenizer of a trace that holds text.
+        arrivals: requests per second for traces that have no timestamps.
+        seed: seed of a workload.
+        hours: hours of arrivals of a workload.
+        rate: factor of a workload's arrival rate.
+        marks: whether a workload marks the shared prefix of each prompt.
+        limit: limit of requests.
+        skip_bad_lines: whether malformed lines are skipped.
+    """
 
     format: str | None = request_option(
-        f"Of the trace: {', '.join(FORMATS)}.", metavar="NAME", show_default="known by its content"
+        f"Format of the trace: {', '.join(FORMATS)}.", metavar="NAME", show_default="detected from its content"
     )
-    trace_block_size: int | None = request_option("Tokens of a Mooncake hash id.", show_default="512")
+    trace_block_size: int | None = request_option(
+        "Tokens that one hash id of a Mooncake trace stands for.", show_default="512"
+    )
     tokenizer: str | None = request_option(
-        "Of a trace that holds text: a tokenizer.json, its folder, or bytes:N, N bytes a token."
+        "Tokenizer of a trace that holds text: a tokenizer.json, its folder, or bytes:N for N bytes per token."
     )
-    arrivals: float | None = request_option("A second, of a trace without times.", show_default=f"{ARRIVALS_PER_S:g}")
-    seed: int | None = request_option("Of a workload.", show_default="0")
-    hours: float | None = request_option("Of arrivals of a workload.", show_default="1")
-    rate: float | None = request_option("Multiplies the arrivals of a workload.", show_default="1")
+    arrivals: float | None = request_option(
+        "Requests per second for traces that have no timestamps.", show_default=f"{ARRIVALS_PER_S:g}"
+    )
+    seed: int | None = request_option("Seed of a workload; equal seeds give equal requests.", show_default="0")
+    hours: float | None = request_option("Hours of arrivals of a workload.", show_default="1")
+    rate: float | None = request_option("Factor that multiplies the arrival rate of a workload.", show_default="1")
     marks: bool = request_option(
-        "Of a workload: mark where the shared beginning of each prompt ends.", "--marks", default=False
+        "Mark the end of the shared prefix in each prompt of a workload.", "--marks", default=False
     )
-    limit: int | None = request_option("The first N requests only.", show_default="all")
+    limit: int | None = request_option("Read only the first N requests.", show_default="all")
     skip_bad_lines: bool = skip_bad_lines_option()
 
     def read(self, trace: str) -> RequestSource:
-        """The trace file or workload. ConfigError for options of the other kind."""
+        """Return the trace file or workload named ``trace``. Raises ConfigError for options of the other kind."""
         generated, kind = trace.startswith(WORKLOAD), trace.removeprefix(WORKLOAD)
         of_files = self._given("format", "trace_block_size", "tokenizer", "arrivals", "skip_bad_lines")
         of_workloads, of_both = self._given("seed", "hours", "rate", "marks"), self._given("limit")
@@ -102,7 +119,7 @@ class SourceOptions:
         if generated and kind == _UNIFORM:
             foreign |= of_workloads | of_both
         if foreign:
-            raise ConfigError(f"{', '.join(map(as_option, foreign))} means nothing for {trace}: leave it out")
+            raise ConfigError(f"{', '.join(map(as_option, foreign))} has no effect on {trace}: leave it out")
         if not generated:
             renamed = {"format": "format_name", "arrivals": "arrivals_per_s"}
             return TraceFile(trace, **of_both, **{renamed.get(name, name): value for name, value in of_files.items()})
@@ -113,28 +130,33 @@ class SourceOptions:
         return Workload(kind, **of_both, **of_workloads)
 
     def _given(self, *names: str) -> dict[str, Any]:
-        """Those of ``names`` that were given."""
+        """Return the options among ``names`` that were given."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
-def untold(source: RequestSource, *, tokens_known: bool) -> dict[str, str]:
-    """What the format of ``source`` cannot tell, as a fact by its name; nothing of most.
+def unknown_facts(source: RequestSource, *, tokens_known: bool) -> dict[str, str]:
+    """Return a fact that says which information the format of ``source`` lacks; empty for most formats.
 
-    tokens_known: as TraceSummary has it.
+    Args:
+        source: a trace file or a workload.
+        tokens_known: whether equal tokens of its requests are known, as in TraceSummary.
     """
     if not tokens_known:
-        return {"lengths alone": "which tokens are equal is unknown, and so are hits; times are those without any"}
+        return {"lengths only": "the trace does not say which tokens are equal: hits are unknown, times assume no hits"}
     if not isinstance(source, TraceFile) or source.format_name != KV_EVENTS.name:
         return {}
-    return {source.format_name: "requests as blocks tell of them, without those that stored none, and what fills none"}
+    return {
+        source.format_name: "requests are inferred from stored blocks; requests and tokens that filled no block are "
+        "missing"
+    }
 
 
 # -- how a cache is planned
 
 
 class CacheDtype(StrEnum):
-    """What the cache holds; auto: what the config says."""
+    """Dtype of the cache; auto: that of the model's config."""
 
     AUTO = "auto"
     BF16 = "bf16"
@@ -144,73 +166,99 @@ class CacheDtype(StrEnum):
 
 
 class Layout(StrEnum):
-    """How pages are sized and placed; reference: one page size. natural: their own sizes, in slabs."""
+    """Layout of the cache; reference: one page size for all layers. natural: a page size for each layer kind."""
 
     REFERENCE = "reference"
     NATURAL = "natural"
 
 
-block_size_option: Final = partial(cache_option, "Tokens of a block.", show_default="16")
+block_size_option: Final = partial(cache_option, "Tokens in a block.", show_default="16")
 layout_option: Final = partial(
     cache_option,
-    "natural: blocks keep their own sizes. reference: vLLM's, all of one size.",
+    "Cache layout: natural gives each layer kind its own block size, reference is vLLM's with one size for all.",
     show_default=DEFAULT_LAYOUT,
 )
 placement_option: Final = partial(
     cache_option,
-    "Where recurrent states are kept. Natural layout: none, ends, interval:N, align, align:N. Reference "
-    "layout: align, none.",
-    show_default="ends; of the reference layout align",
+    "Positions where recurrent states are saved: none, ends, interval:N, align or align:N in the natural layout; align "
+    "or none in the reference layout.",
+    show_default="ends; align in the reference layout",
     metavar="PLACEMENT",
 )
 plan_file_option: Final = partial(
-    model_option, "A plan written by `hybridkv plan --json`; - is standard input.", "--plan"
+    model_option, "Plan file written by `hybridkv plan --json`; - reads standard input.", "--plan"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What was given; None for what was not."""
+    """The options of a plan. An option that is not given is None.
 
-    memory: str | None = cache_option("For the cache of one rank: 40GiB, 512MiB, or bytes.")
+    Attributes:
+        memory: cache memory of one rank.
+        block_size: tokens of a block.
+        dtype: dtype of keys and values.
+        state_dtype: dtype of recurrent states.
+        mtp_layers: multi-token prediction layers that draft.
+        fields: fields of the model's config to replace, as FIELD=VALUE.
+        layout: layout of the cache.
+        placement: positions where recurrent states are saved.
+        windows_as_full: whether layers with a window keep every token.
+        tp: tensor parallel ranks.
+    """
+
+    memory: str | None = cache_option("Cache memory of one rank: 40GiB, 512MiB, or a number of bytes.")
     block_size: int | None = block_size_option()
     dtype: CacheDtype | None = cache_option(
-        "Of keys and values: auto, bf16, fp16, fp32, fp8.",
+        "Dtype of keys and values: auto, bf16, fp16, fp32, fp8.",
         "--dtype",
         "--kv-dtype",
         metavar="DTYPE",
-        show_default="that of the config",
+        show_default="the model's",
     )
     state_dtype: CacheDtype | None = cache_option(
-        "Of recurrent states, as --dtype.", metavar="DTYPE", show_default="that of the config"
+        "Dtype of recurrent states: auto, bf16, fp16, fp32, fp8.", metavar="DTYPE", show_default="the model's"
     )
     mtp_layers: int | None = cache_option(
-        "Multi-token prediction layers that draft, with caches of their own.", metavar="N", show_default="0"
+        "Number of multi-token prediction layers that draft; each has its own cache.", metavar="N", show_default="0"
     )
     fields: list[str] | None = model_option(
-        "A field of the language model's config, instead of what it says; may be given more than once.",
-        "--set",
-        metavar="FIELD=VALUE",
+        "Replace a field of the language model's config. May be repeated.", "--set", metavar="FIELD=VALUE"
     )
     layout: Layout | None = layout_option()
     placement: str | None = placement_option()
-    windows_as_full: bool | None = cache_option("Manage windowed layers as full attention.", "--windows-as-full")
-    tp: int | None = model_option("Tensor parallel ranks.", show_default="1")
+    windows_as_full: bool | None = cache_option(
+        "Keep every token of layers with a sliding window, as for full attention.", "--windows-as-full"
+    )
+    tp: int | None = model_option("Number of tensor parallel ranks.", show_default="1")
 
-    def refuse_beside_plan(self, own: Mapping[str, object], *, placed: bool = True) -> None:
-        """ConfigError when anything was given that a plan file holds. own: the command's names of such options.
+    def require_none_with_plan(self, own: Mapping[str, object], *, placed: bool = True) -> None:
+        """Check that no option was given that a plan file already sets.
 
-        placed: --placement is among them; the natural layout leaves it open.
+        Args:
+            own: more such options of the command, by option name; None: not given.
+            placed: whether the plan sets the placement. A plan of the natural layout does not.
+
+        Raises:
+            ConfigError: if such an option was given; it names all of them.
         """
         shared = ["memory", "tp", "block_size", "dtype", "state_dtype", "mtp_layers", "layout", "windows_as_full"]
         shared[-1:-1] = ["placement"] if placed else []
         values = {**own, **{as_option(name): getattr(self, name) for name in shared}, "--set": self.fields or None}
         given = [name for name, value in values.items() if value is not None]
         if given:
-            raise ConfigError(f"--plan holds everything already: drop {', '.join(given)}, or drop --plan")
+            raise ConfigError(f"--plan sets these options already: drop {', '.join(given)}, or drop --plan")
 
     def model(self, config: str, *, drafts: int = 0) -> Model:
-        """The model described in ``config``, with room for so many drafts in recurrent layers."""
+        """Read a model.
+
+        Args:
+            config: model, as ``read_model`` takes it.
+            drafts: drafted tokens of a step; recurrent layers need a state for each of them.
+
+        Raises:
+            ConfigError: as ``read_model``.
+        """
         return read_model(
             config,
             block_size=16 if self.block_size is None else self.block_size,
@@ -223,9 +271,13 @@ class PlanOptions:
         )
 
     def rules(self, layout: str | None = None) -> dict[str, Any]:
-        """Arguments of plan and plan_for_trace that say how layers are managed. layout: instead of that given.
+        """Return the arguments of ``plan`` and ``plan_for_trace`` that set layout and placement.
 
-        ConfigError for a placement that the layout does not know.
+        Args:
+            layout: layout to use instead of the given one.
+
+        Raises:
+            ConfigError: for a placement that the layout does not have.
         """
         layout = layout or self.layout or DEFAULT_LAYOUT
         require_placement(self.placement, layout)
@@ -233,10 +285,10 @@ class PlanOptions:
 
 
 def _field(given: str) -> tuple[str, object]:
-    """The name and the value of FIELD=VALUE: JSON, or else text."""
+    """Split FIELD=VALUE into the name and the value, which is JSON or else text."""
     name, mark, value = given.partition("=")
     if not name or not mark:
-        raise ConfigError(f"--set {shown(given)} is no FIELD=VALUE: for example --set num_key_value_heads=8")
+        raise ConfigError(f"--set {shown(given)} must be FIELD=VALUE, for example --set num_key_value_heads=8")
     try:
         return name, parse_json(value)
     except DocumentError:
@@ -244,11 +296,11 @@ def _field(given: str) -> tuple[str, object]:
 
 
 def load_plan(path: Path) -> Plan:
-    """The plan in a file, or on standard input for ``-``. Raises ConfigError and SchemaError as read_plan."""
+    """Read a plan file, or standard input for ``-``. Raises ConfigError and SchemaError as ``read_plan``."""
     if path != _STANDARD_INPUT:
         return read_plan(path)
     if sys.stdin is None:
-        raise ConfigError("standard input is closed: there is no plan to read")
+        raise ConfigError("standard input is closed, so --plan - has nothing to read: name a plan file")
     try:
         return read_plan_from(sys.stdin.buffer)
     except SchemaError as error:
@@ -258,45 +310,65 @@ def load_plan(path: Path) -> Plan:
 # -- how a replay runs
 
 
-weights_option: Final = partial(run_option, f"What weights are kept in: {', '.join(WEIGHT_BYTES)}.", default=BF16)
-_NOTHING_SAID: Final = SourceOptions()
-_NOTHING_PLANNED: Final = PlanOptions()
+weights_option: Final = partial(run_option, f"Format of the model's weights: {', '.join(WEIGHT_BYTES)}.", default=BF16)
+_NO_SOURCE_OPTIONS: Final = SourceOptions()
+_NO_PLAN_OPTIONS: Final = PlanOptions()
 
 
 def require_drafts(drafts: object, acceptance: object) -> None:
-    """ConfigError where ``acceptance`` was given, and there are no drafts to accept."""
+    """Raise ConfigError if ``acceptance`` was given without ``drafts``, where it has no effect."""
     if acceptance is not None and not drafts:
-        raise ConfigError("--acceptance is of drafts, and there are none: give --drafts N, too")
+        raise ConfigError("--acceptance has no effect without drafts: give --drafts N too, or leave it out")
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What was given; None for what was not."""
+    """The options of a replay. An option that is not given is None, or has the default of ReplaySettings.
 
-    model: str | None = model_option("A config.json, a folder with one, or a known name.")
+    Attributes:
+        model: model, as ``read_model`` takes it.
+        plan_file: plan file, instead of a model and memory.
+        planned: options of the plan.
+        max_model_len: tokens of the longest request that the plan must serve.
+        source: options of the trace or workload.
+        no_prefix_caching: whether prefix caching is off.
+        drafts: drafted tokens of each decoding request in a step.
+        acceptance: probability that a draft is accepted.
+        max_running, token_budget, short_share, time_scale, hardware, weights, eviction, shares, step_by_step: as in
+            ReplaySettings; hardware and shares are texts.
+    """
+
+    model: str | None = model_option("Model: a config.json, a folder with one, or a name of `hybridkv models`.")
     plan_file: Path | None = plan_file_option()
-    planned: PlanOptions = _NOTHING_PLANNED
-    max_model_len: int | None = request_option("Tokens of the longest request.", show_default="that of the trace")
-    max_running: int = run_option("Requests at once.", default=_DEFAULT.max_running)
-    token_budget: int = run_option("Tokens of a step.", default=_DEFAULT.token_budget)
+    planned: PlanOptions = _NO_PLAN_OPTIONS
+    max_model_len: int | None = request_option(
+        "Tokens of the longest request, prompt and output together.", show_default="that of the trace"
+    )
+    max_running: int = run_option("Limit of requests that run at once.", default=_DEFAULT.max_running)
+    token_budget: int = run_option("Limit of tokens in a step.", default=_DEFAULT.token_budget)
     short_share: float | None = short_share_option()
     time_scale: float = run_option(
-        "Multiplies the modelled durations; 0: steps take no time.", default=_DEFAULT.time_scale
+        "Factor that multiplies the modelled duration of steps; 0 makes steps take no time.",
+        default=_DEFAULT.time_scale,
     )
-    source: SourceOptions = _NOTHING_SAID
+    source: SourceOptions = _NO_SOURCE_OPTIONS
     hardware: str = run_option(
-        "A name of `hybridkv hardware`, or a TOML file.", metavar="NAME|FILE", default=DEFAULT_HARDWARE
+        "Machine of one rank: a name of `hybridkv hardware`, or a TOML file.",
+        metavar="NAME|FILE",
+        default=DEFAULT_HARDWARE,
     )
     weights: str = weights_option()
     eviction: str | None = eviction_option()
     shares: list[str] | None = shares_option()
-    drafts: int = run_option("Drafts of each row that decodes, in a step.", metavar="N", default=0)
+    drafts: int = run_option("Drafted tokens of each decoding request in a step.", metavar="N", default=0)
     acceptance: float | None = run_option(
-        "Of a draft, if those before it were accepted: 0 .. 1.", show_default=str(ACCEPTANCE)
+        "Probability that a draft is accepted if the drafts before it were, 0 to 1.", show_default=str(ACCEPTANCE)
     )
     no_prefix_caching: bool = no_prefix_caching_option()
     step_by_step: bool = run_option(
-        "Never take several steps as one; slower, the report is the same.", "--step-by-step", default=False
+        "Simulate every step by itself, without fast-forward; slower, with the same report.",
+        "--step-by-step",
+        default=False,
     )
 
     def settings(self, *, remembered_losses: int = 0, block_times: bool = False) -> ReplaySettings:
@@ -326,30 +398,38 @@ class RunOptions:
         )
 
     def prepare(self, trace: str, settings: ReplaySettings) -> Prepared:
-        """All that is needed to begin. What cannot work is said here."""
+        """Read the trace and the model, plan the cache, and return a replay that is ready to run.
+
+        Args:
+            trace: file of the trace, or ``workload:NAME``.
+            settings: how the replay runs.
+
+        Raises:
+            ConfigError: for options that cannot work together.
+        """
         source = self.source.read(trace)
         summary = source.summary()
         if settings.remembered_losses and not summary.tokens_known:
             raise ConfigError(
-                f"{source.name} tells lengths alone: which tokens are equal is unknown, and so is why they are missed; "
-                "replay it without explaining misses"
+                f"{source.name} holds only lengths: misses cannot be explained because equal tokens are unknown; "
+                "replay it without --explain and --explain-to"
             )
         plan, own_length = self._plan(summary)
         length_from = "longest request" if self.max_model_len is None else "--max-model-len"
         return Prepared(source, summary, plan, settings, simulation_of(plan, settings), length_from, own_length)
 
     def _plan(self, summary: TraceSummary) -> tuple[Plan, int | None]:
-        """The plan, and the length that its model is made for, if known."""
+        """Return the plan, and the maximum length of its model if that is known."""
         options, length, budget = self.planned, self.max_model_len, self.token_budget
         if self.plan_file is not None:
-            options.refuse_beside_plan({"--model": self.model}, placed=False)
+            options.require_none_with_plan({"--model": self.model}, placed=False)
             read = load_plan(self.plan_file)
-            options.refuse_beside_plan({}, placed=read.config.slabs is None)
+            options.require_none_with_plan({}, placed=read.config.slabs is None)
             return plan_with_length(summary, read, length, token_budget=budget), read.model.max_model_len
         needed = {"--model": self.model, "--memory": options.memory}
         missing = " and ".join(name for name, value in needed.items() if value is None)
         if self.model is None or options.memory is None:
-            raise ConfigError(f"{missing} missing: for example --model llama-3-8b --memory 40GiB, or --plan FILE")
+            raise ConfigError(f"{missing} missing: give for example --model llama-3-8b --memory 40GiB, or --plan FILE")
         model = options.model(self.model, drafts=self.drafts)
         plan = plan_for_trace(summary, model, options.memory, length, token_budget=budget, **options.rules())
         return plan, model.max_model_len
@@ -357,7 +437,17 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A replay about to begin. length_from: what set the plan's maximum length. own_length: the model's own."""
+    """A replay that is ready to run.
+
+    Attributes:
+        source: the requests.
+        summary: the summary of ``source``.
+        plan: the plan of the cache.
+        settings: how the replay runs.
+        simulation: scheduler and cache, unused so far.
+        length_from: origin of the plan's maximum length, in words.
+        own_length: maximum length of the model in tokens, None if unknown.
+    """
 
     source: RequestSource
     summary: TraceSummary
@@ -369,12 +459,12 @@ class Prepared:
 
     @property
     def placement(self) -> str | None:
-        """Where recurrent states are kept, None without any."""
+        """Name of the placement of recurrent states, None for a model without any."""
         placement = placement_of(self.plan, self.settings.placement)
         return self.plan.placement if placement is None or self.plan.placement is None else placement.name
 
-    def told(self) -> dict[str, object]:
-        """What the numbers were made under, for the JSON document."""
+    def conditions(self) -> dict[str, object]:
+        """Return the model, the plan and the settings for the ``settings`` of the JSON document."""
         plan, settings, source = self.plan, self.settings, self.source
         names = ("seed", "hours", "rate", "marks") if isinstance(source, Workload) else ()
         return {
@@ -393,7 +483,7 @@ class Prepared:
             "unit_bytes": plan.config.unit_bytes,
             "max_model_len": plan.max_model_len,
             "max_model_len_from": self.length_from,
-            **{name: value for name, value in asdict(settings).items() if name not in _NOT_TOLD},
+            **{name: value for name, value in asdict(settings).items() if name not in _NOT_WRITTEN},
             "eviction": eviction_of(plan, settings.eviction).name,
             "shares": [asdict(one) for one in settings.shares.of],
             **{name: getattr(source, name) for name in names},

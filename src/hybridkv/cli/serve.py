@@ -1,4 +1,4 @@
-"""`hybridkv serve`: a model over HTTP, in OpenAI's forms."""
+"""`hybridkv serve`: serve a model over HTTP with the OpenAI API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_PORT: Final = (1 << 16) - 1
 
 
 class KVEventsForm(StrEnum):
-    """Which events are published; see docs/events.md."""
+    """The form of the published events (docs/events.md)."""
 
     RAW = "raw"
     EXACT = "exact"
@@ -30,51 +30,74 @@ class KVEventsForm(StrEnum):
 def serve_command(
     *,
     model: ModelOptions,
-    memory: str | None = cache_option("For the cache: 8GiB, or bytes.", show_default="1GiB"),
+    memory: str | None = cache_option("Cache memory: 8GiB, or a number of bytes.", show_default="1GiB"),
     max_model_len: int | None = cache_option(
-        "Tokens of prompt and output together.", max=MOST_COUNT, metavar="N", show_default="the model's, or what fits"
+        "Tokens of the longest request, prompt and output together.",
+        max=MOST_COUNT,
+        metavar="N",
+        show_default="the model's limit, or less if memory is short",
     ),
-    host: str = run_option("Where to listen.", default="127.0.0.1"),
-    port: int = run_option("0 is any free one.", min=0, max=_MOST_PORT, default=8000),
-    served_model_name: str | None = request_option("What clients call it.", show_default="that of --model"),
-    api_key_file: Path | None = request_option("Lines of KEY, or KEY SALT for a tenant.", show_default="no keys"),
+    host: str = run_option("Address or name to listen on.", default="127.0.0.1"),
+    port: int = run_option("Port to listen on; 0 takes any free port.", min=0, max=_MOST_PORT, default=8000),
+    served_model_name: str | None = request_option("Name of the model for clients.", show_default="that of --model"),
+    api_key_file: Path | None = request_option(
+        "File of API keys: a line is KEY, or KEY SALT for a tenant.", show_default="no keys"
+    ),
     allow_host: list[str] | None = request_option(
-        "Without keys: answer to this name in Host, beside private names and addresses. * for any.",
+        "Host name that requests without keys may use besides private names and addresses; * allows any. May be "
+        "repeated.",
         metavar="NAME",
         show_default=False,
     ),
     allow_origin: list[str] | None = request_option(
-        "Let pages of https://HOST use the server from a browser.", metavar="ORIGIN", show_default=False
+        "Web origin, such as https://HOST, whose pages may use the server from a browser. May be repeated.",
+        metavar="ORIGIN",
+        show_default=False,
     ),
-    header_timeout: float = request_option("For the headers of a request to arrive.", metavar="SECONDS", default=10.0),
-    body_timeout: float = request_option("For its body to arrive.", metavar="SECONDS", default=60.0),
-    body_memory: str = request_option("For all bodies over 64 KiB together.", metavar="SIZE", default="128MiB"),
+    header_timeout: float = request_option(
+        "Time for the headers of a request to arrive, in seconds.", metavar="SECONDS", default=10.0
+    ),
+    body_timeout: float = request_option(
+        "Time for the body of a request to arrive, in seconds.", metavar="SECONDS", default=60.0
+    ),
+    body_memory: str = request_option(
+        "Memory for all request bodies over 64 KiB together.", metavar="SIZE", default="128MiB"
+    ),
     grace: float = run_option(
-        "After SIGTERM, for answers in hand; then they are cut off.", metavar="SECONDS", default=30.0
+        "Time after SIGTERM for running answers, in seconds; then they are cut off.", metavar="SECONDS", default=30.0
     ),
-    metrics_prefix: str = output_option("Of metrics' names: vllm for vLLM's own.", metavar="NAME", default="hybridkv"),
-    kv_events: str | None = output_option("Publish cache events there: tcp://HOST:PORT.", metavar="ENDPOINT"),
-    kv_events_replay: str | None = output_option("Answer who missed some, or comes late.", metavar="ENDPOINT"),
+    metrics_prefix: str = output_option(
+        "Prefix of the metrics' names; vllm gives the names of vLLM.", metavar="NAME", default="hybridkv"
+    ),
+    kv_events: str | None = output_option(
+        "Endpoint on which cache events are published, such as tcp://HOST:PORT.", metavar="ENDPOINT"
+    ),
+    kv_events_replay: str | None = output_option(
+        "Endpoint on which subscribers ask for events that they missed.", metavar="ENDPOINT"
+    ),
     kv_events_form: KVEventsForm = output_option(
-        "raw: all that is cached. exact: what can be hit, where layers keep states or windows.",
+        "Form of the events: raw reports every cached block, exact only the tokens that a request can hit.",
         default=KVEventsForm.RAW,
     ),
     spans: bool = output_option(
-        "Send a span of OpenTelemetry a request to OTEL_EXPORTER_OTLP_ENDPOINT.", "--spans", default=False
+        "Send an OpenTelemetry span for each request to OTEL_EXPORTER_OTLP_ENDPOINT.", "--spans", default=False
     ),
     max_waiting: int = request_option(
-        "Outputs that may wait; more are answered 429.", max=MOST_COUNT, metavar="N", default=256
+        "Limit of outputs that wait; more requests are answered with status 429.",
+        max=MOST_COUNT,
+        metavar="N",
+        default=256,
     ),
     stepping: StepOptions,
     explain: bool = explain_option(),
     block_times: bool = output_option(
-        "Tell how long blocks are kept, idle, and between hits.", "--block-times", default=False
+        "Measure how long blocks stay cached, idle, and between hits.", "--block-times", default=False
     ),
     speculate: str | None = speculate_option(),
 ) -> int:
-    """Serve a model over HTTP in OpenAI's forms, until SIGTERM or Ctrl-C: the first drains, the second ends at once."""
+    """Serve a model over HTTP with the OpenAI API. SIGTERM or Ctrl-C finishes running answers; a second one exits."""
     drafts = Speculate.parse(speculate)
-    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
+    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # takes seconds
     from hybridkv.serve import (  # noqa: PLC0415  # same
         ApiKeys,
         ConnectionLimits,
@@ -97,10 +120,10 @@ def serve_command(
         block_times=block_times,
     )
     if kv_events_replay is not None and kv_events is None:
-        raise ConfigError("--kv-events-replay repeats what --kv-events publishes: name that endpoint, too")
+        raise ConfigError("--kv-events-replay has no effect without --kv-events: give --kv-events ENDPOINT too")
     if exact and kv_events is None:
-        raise ConfigError("--kv-events-form exact says what --kv-events publishes: name that endpoint, too")
-    listening = listen(host, port)  # what cannot be should show before a model is loaded
+        raise ConfigError("--kv-events-form exact has no effect without --kv-events: give --kv-events ENDPOINT too")
+    listening = listen(host, port)  # a port that is in use should be reported before a model is loaded
     loaded = model.load()
     drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts else None
     engine = Engine(loaded, options=options, memory=memory, max_model_len=max_model_len, speculate=drafter)
@@ -120,22 +143,22 @@ def serve_command(
             tracer = ending.enter_context(exporting())
         app = create_app(engine, served, events=events, tracer=tracer)
         gc.collect()
-        gc.freeze()  # what was loaded stays: looking for garbage in it would stop all streams for some 0.2 s
-        ending.callback(gc.unfreeze)  # else the interpreter keeps it at its end, and libraries report it as leaked
+        gc.freeze()  # the loaded model stays: scanning it for garbage would pause all streams for some 0.2 s
+        ending.callback(gc.unfreeze)  # otherwise it is never freed, and libraries report it as leaked at exit
         server = Server(app, lambda: print(_ready(engine, served, at), flush=True), limits)
         server.run(sockets=[listening])
     if server.cut_off:
         print(
-            f"ended: answers that took longer than the {grace:g} s of --grace were cut off: {server.cut_off}",
+            f"stopped: {server.cut_off} answers took longer than the {grace:g} s of --grace and were cut off",
             flush=True,
         )
         return 1
-    print("drained: all that was asked has been answered", flush=True)
+    print("drained: all requests were answered", flush=True)
     return 0
 
 
 def _ready(engine: Engine, served: ServeOptions, at: str) -> str:
-    """One line: what is served, where, and with which room."""
+    """Return one line with the model's name, the address and the cache memory."""
     plan = engine.plan
     return (
         f"serving {served.name or engine.loaded.name} at {at}: {format_bytes(plan.memory_bytes)} for "

@@ -1,4 +1,4 @@
-"""`hybridkv sweep` and `hybridkv tune`: one trace under many settings, all of them or those of a search."""
+"""`hybridkv sweep` and `hybridkv tune`: replay one trace under many settings, all of them or those of a search."""
 
 from __future__ import annotations
 
@@ -44,41 +44,51 @@ from hybridkv.units import GiB, MiB, format_count, parse_bytes, shown
 _MOST_CELLS: Final = 100_000
 _DEFAULTS: Final = ReplaySettings()
 _SHOWN: Final = 10
-"""Settings in the table of what was tried."""
-jobs_option: Final = partial(run_option, "Processes at once.", show_default="one a core")
+"""Settings in the table of a search, so that it fits on a screen. Chosen by hand."""
+jobs_option: Final = partial(run_option, "Number of processes that run replays.", show_default="one per core")
 
 
 @dataclass(frozen=True, slots=True)
 class AxesOptions:
-    """Settings that vary: lists as they were given."""
+    """The options that vary, each a list of values separated by commas.
 
-    model: str = model_option("Models: config.json files, folders with one, or known names.", default=...)
-    memory: str = cache_option(
-        "For the cache of one rank: 20GiB,40GiB, or from:to:step, as 20GiB:80GiB:20GiB.", default=...
+    Attributes: each is the option of Cell.of with the same name.
+    """
+
+    model: str = model_option(
+        "Models: config.json files, folders with one, or names of `hybridkv models`.", default=...
     )
-    tp: str = model_option("Tensor parallel ranks.", default="1")
-    layout: str = cache_option("natural, reference.", default=DEFAULT_LAYOUT)
-    placement: str | None = cache_option("Where recurrent states are kept.", show_default="that of the layout")
-    eviction: str | None = cache_option("What is given up next, in the natural layout.", show_default="what suits")
-    block_size: str = cache_option("Tokens of a block.", default="16")
-    dtype: str | None = cache_option("Of keys and values: bf16, fp8.", "--kv-dtype", show_default="the config's")
-    max_running: str = run_option("Requests at once.", default=str(_DEFAULTS.max_running))
-    token_budget: str = run_option("Tokens of a step.", default=str(_DEFAULTS.token_budget))
+    memory: str = cache_option(
+        "Cache memory of one rank: a list such as 20GiB,40GiB, or a range from:to:step such as 20GiB:80GiB:20GiB.",
+        default=...,
+    )
+    tp: str = model_option("Numbers of tensor parallel ranks.", default="1")
+    layout: str = cache_option("Cache layouts: natural, reference.", default=DEFAULT_LAYOUT)
+    placement: str | None = cache_option(
+        "Positions where recurrent states are saved.", show_default="that of the layout"
+    )
+    eviction: str | None = cache_option("Eviction policies of the natural layout.", show_default="that of the layout")
+    block_size: str = cache_option("Tokens in a block.", default="16")
+    dtype: str | None = cache_option("Dtypes of keys and values: bf16, fp8.", "--kv-dtype", show_default="the model's")
+    max_running: str = run_option("Limits of requests that run at once.", default=str(_DEFAULTS.max_running))
+    token_budget: str = run_option("Limits of tokens in a step.", default=str(_DEFAULTS.token_budget))
     hardware: str = run_option(
-        "Names of `hybridkv hardware`, or TOML files.", metavar="NAMES", default=DEFAULT_HARDWARE
+        "Machines of one rank: names of `hybridkv hardware`, or TOML files.", metavar="NAMES", default=DEFAULT_HARDWARE
     )
     weights: str = weights_option()
-    replicas: str = run_option("Engines behind a router.", default="1")
-    router: str = run_option(f"{', '.join(ROUTERS)}.", default=ROUND_ROBIN)
-    drafts: str = run_option("Drafts of each row that decodes, in a step.", default="0")
+    replicas: str = run_option("Numbers of replicas (engines) that share the requests.", default="1")
+    router: str = run_option(
+        f"Policies that choose a replica for each request: {', '.join(ROUTERS)}.", default=ROUND_ROBIN
+    )
+    drafts: str = run_option("Drafted tokens of each decoding request in a step.", default="0")
     acceptance: str | None = run_option(
-        "Of a draft, if those before it were accepted: 0 .. 1.", show_default=str(ACCEPTANCE)
+        "Probabilities that a draft is accepted if the drafts before it were, 0 to 1.", show_default=str(ACCEPTANCE)
     )
 
     def values(self) -> dict[str, Sequence[object]]:
         """Return the values of each option of Cell.of. Raises ConfigError for a list that cannot be read."""
         kinds = {"drafts": int, "acceptance": float, **get_type_hints(ReplaySettings), **get_type_hints(Cell)}
-        readers = {int: _numbers, float: _decimals}
+        readers: dict[Any, Callable[[str, str], Sequence[object]]] = {int: _numbers, float: _decimals}
         found: dict[str, Sequence[object]] = {}
         for field in fields(self):
             name, given = field.name, getattr(self, field.name)
@@ -91,30 +101,35 @@ class AxesOptions:
 
 
 def _cells_of(axes: Mapping[str, Sequence[object]]) -> list[Cell]:
-    """Every combination. ConfigError for more than anybody waits for."""
+    """Return a cell for every combination. Raises ConfigError for more than _MOST_CELLS."""
     count = 1
     for values in axes.values():
         count *= len(values)
     if count > _MOST_CELLS:
-        raise ConfigError(f"{format_count(count)} cells are more than a sweep takes ({format_count(_MOST_CELLS)})")
+        raise ConfigError(
+            f"these lists combine to {format_count(count)} cells, but a sweep takes at most "
+            f"{format_count(_MOST_CELLS)}: shorten a list"
+        )
     chosen: Iterator[tuple[Any, ...]] = itertools.product(*axes.values())
     return list(dict.fromkeys(Cell.of(**dict(zip(axes, values, strict=True))) for values in chosen))
 
 
 def _words(option: str, given: str) -> list[str]:
-    """A list separated by commas, each once."""
+    """Split a list at its commas, without repeated values."""
     found = list(dict.fromkeys(one.strip() for one in given.split(",")))
     if not all(found):
-        raise ConfigError(f"{option} {shown(given)} has an empty entry")
+        raise ConfigError(f"{option} {shown(given)} has an empty entry: drop a comma")
     return found
 
 
 def _numbers(option: str, given: str) -> list[int]:
-    """Whole numbers, separated by commas."""
+    """Read whole numbers that are separated by commas."""
     found = _words(option, given)
     for one in found:
         if not (one.isascii() and one.isdigit() and len(one) < 10):
-            raise ConfigError(f"{option} {shown(one)} is no number: say {option} 1,2")
+            raise ConfigError(
+                f"{option} {shown(one)} is not a whole number of at most 9 digits: for example {option} 1,2"
+            )
     return list(map(int, found))
 
 
@@ -128,7 +143,7 @@ def _decimals(option: str, given: str) -> list[float]:
 
 
 def _sizes(option: str, given: str) -> list[str]:
-    """Memories: each by itself, or from:to:step with both ends."""
+    """Read sizes that are separated by commas; from:to:step is a range that includes both bounds."""
     found: list[str] = []
     for one in _words(option, given):
         first, *more = one.split(":")
@@ -137,16 +152,18 @@ def _sizes(option: str, given: str) -> list[str]:
             found.append(first)
             continue
         if len(more) != 2:
-            raise ConfigError(f"{option} {shown(one)}: a range is from:to:step, as 20GiB:80GiB:20GiB")
+            raise ConfigError(f"{option} {shown(one)} must be from:to:step, for example 20GiB:80GiB:20GiB")
         least, most, step = map(parse_bytes, (first, *more))
         if least > most or (most - least) // step >= _MOST_CELLS:
-            raise ConfigError(f"{option} {shown(one)}: the range must ascend, in fewer than {_MOST_CELLS} steps")
+            raise ConfigError(
+                f"{option} {shown(one)} must ascend in fewer than {format_count(_MOST_CELLS)} steps: correct the range"
+            )
         found += map(_exact, range(least, most + 1, step))
     return list(dict.fromkeys(found))
 
 
 def _exact(size_bytes: int) -> str:
-    """As short as it can be said exactly."""
+    """Return the shortest text that ``parse_bytes`` reads as exactly this size."""
     for unit, name in ((GiB, "GiB"), (MiB, "MiB")):
         if size_bytes % unit == 0:
             return f"{size_bytes // unit}{name}"
@@ -157,13 +174,16 @@ def sweep_command(
     *,
     trace: TraceArgument,
     axes: AxesOptions,
-    out: Path = output_option("The folder of the cells.", metavar="DIR", default=...),
+    out: Path = output_option("Folder for the files of the cells.", metavar="DIR", default=...),
     jobs: int | None = jobs_option(),
     options: SourceOptions,
-    as_json: bool = output_option("Print all cells as JSON.", "--json", default=False),
+    as_json: bool = output_option("Print the documents of all cells as JSON.", "--json", default=False),
     page_file: Path | None = page_option(),
 ) -> None:
-    """Replay one trace under all combinations of settings, lists with commas; what is there is not run again."""
+    """Replay one trace under all combinations of settings.
+
+    An option may be a list with commas. A combination whose file exists is not run again.
+    """
     page_file = checked_page(page_file)
     source = options.read(trace)
     cells = _cells_of(axes.values())
@@ -179,13 +199,13 @@ def sweep_command(
         return
     _show_swept(done)
     again = sum(one.again for one in done)
-    kept = f", {format_count(again)} of them from before" if again else ""
+    kept = f", {format_count(again)} of them from an earlier run" if again else ""
     machines = machines_of([one.cell for one in done])
     say(f"{format_count(len(done))} cells in {out}{kept}; times are those of {machines}")
 
 
 def _show_swept(done: Sequence[Swept]) -> None:
-    """A row a cell: what differs between them, and what came of each."""
+    """Print a table with a row for each cell: the options that differ, then its results."""
     differ, settings = _settings([one.cell for one in done])
     figures = ("hit rate", "TTFT p99", "TPOT p99", "tokens/s", "preempted")
     rows = _table(differ, figures)
@@ -210,39 +230,47 @@ def _show_swept(done: Sequence[Swept]) -> None:
 
 
 def _settings(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """The names of what differs between ``cells``, and what it is in each."""
+    """Return the names of the options that differ between ``cells``, and their values in each cell."""
     differ = differing(cells) or ["model", "memory"]
     options = [cell.options() for cell in cells]
     return differ, [[printable("-" if of[name] is None else str(of[name])) for name in differ] for of in options]
 
 
 def _table(differ: Sequence[str], figures: Iterable[str]) -> Table:
-    """Columns of what differs, then of figures."""
+    """Return a table with columns for the options that differ, then for the figures."""
     return table(*(name.replace("_", " ") for name in differ), *figures, numbers_from=len(differ))
 
 
 def tune_command(
     *,
     trace: TraceArgument,
-    trials: int = run_option("Settings tried at most.", default=50),
+    trials: int = run_option("Limit of settings to try, with those of earlier runs.", default=50),
     axes: AxesOptions,
-    slo: str = request_option("Aims: ttft-p99=1s,tpot-p99=50ms; also mean, p50, p90.", default=...),
-    price: str = request_option("Of one machine by hardware: h100=2.5/h,l4=0.8/h; /d and /mo, too.", default=...),
-    out: Path = output_option("The folder of the study and its cells.", metavar="DIR", default=...),
+    slo: str = request_option(
+        "Latency aims, such as ttft-p99=1s,tpot-p99=50ms; mean, p50, p90 or p99 of TTFT or TPOT.", default=...
+    ),
+    price: str = request_option(
+        "Price of one machine of each hardware, such as h100=2.5/h,l4=0.8/h, per hour (/h), day (/d) or month (/mo).",
+        default=...,
+    ),
+    out: Path = output_option("Folder for the files of the search and its cells.", metavar="DIR", default=...),
     jobs: int | None = jobs_option(),
     options: SourceOptions,
-    as_json: bool = output_option("Print what was tried as JSON.", "--json", default=False),
+    as_json: bool = output_option("Print every tried setting as JSON.", "--json", default=False),
     page_file: Path | None = page_option(),
 ) -> None:
-    """Find the cheapest of many settings that keeps latency aims for a trace; started again, the search goes on."""
+    """Find the cheapest setting that meets latency aims for a trace.
+
+    An option may be a list with commas. If you run the same command again, the search resumes.
+    """
     page_file = checked_page(page_file)
     source = options.read(trace)
     aims, prices = parse_aims(slo), parse_prices(price)
     at_once = (os.cpu_count() or 1) if jobs is None else jobs
 
     def line(one: Tried) -> str:
-        came_of = "keeps" if one.keeps_aims else "misses"
-        return f"{one.cell.name}: {came_of if one.refused is None else 'refused'}"
+        outcome = "meets the aims" if one.keeps_aims else "misses the aims"
+        return f"{one.cell.name}: {outcome if one.refused is None else 'refused'}"
 
     with processes(at_once) as executor, _progress("tune", trials, "settings,", line) as on_done:
         tried = tune(
@@ -258,10 +286,10 @@ def tune_command(
 
 
 def _show_tried(tried: Sequence[Tried]) -> None:
-    """The best ones, then in words: which, and how far the next is."""
+    """Print a table of the best settings, then sentences about the best one and the runner-up."""
     differ, settings = _settings([one.cell for one in tried])
     aims = list(next((one.reached for one in tried if one.reached), {}))
-    rows = _table(differ, (*aims, "price/h", "goodput/s", "tokens/1", "keeps"))
+    rows = _table(differ, (*aims, "price/h", "goodput/s", "tokens/1", "meets aims"))
     for one, setting in list(zip(tried, settings, strict=True))[:_SHOWN]:
         if one.reached is None:
             rows.add_row(*setting, *["" for _ in aims], f"{one.price_per_h:,.2f}", "", "", "refused")
@@ -271,12 +299,12 @@ def _show_tried(tried: Sequence[Tried]) -> None:
         rows.add_row(*setting, *times, *worth, "yes" if one.keeps_aims else "no")
     console().print(rows)
     if len(tried) > _SHOWN:
-        say(f"{format_count(len(tried) - _SHOWN)} more were tried, told with --json")
+        say(f"{format_count(len(tried) - _SHOWN)} more settings were tried; --json prints them")
     refused = list(dict.fromkeys(one.refused for one in tried if one.refused is not None))
     for why in refused[:_SHOWN]:
         say(f"refused: {why}")
     if len(refused) > _SHOWN:
-        say(f"{format_count(len(refused) - _SHOWN)} more reasons are told with --json")
+        say(f"{format_count(len(refused) - _SHOWN)} more reasons; --json prints them")
     for line in _in_words(tried, differ):
         say(line)
 
@@ -287,14 +315,14 @@ def _in_words(tried: Sequence[Tried], differ: Sequence[str]) -> Iterator[str]:
 
     best, *others = tried
     kept = sum(one.keeps_aims for one in tried)
-    yield f"{format_count(len(tried))} settings tried, {format_count(kept)} keep the aims"
+    yield f"{format_count(len(tried))} settings tried, {format_count(kept)} meet the aims"
     yield f"times are those of {machines_of([one.cell for one in tried])}"
     if best.refused is not None:
-        yield "none can serve this trace"
+        yield "no setting can serve this trace"
         return
     price, (aim, taken) = f"{best.price_per_h:,.2f} an hour", best.worst
     if not kept:
-        yield f"none keeps the aims; the nearest: {setting(best)}, {price}, whose {aim} is {taken:.2f} times the aim"
+        yield f"no setting meets the aims; nearest: {setting(best)}, {price}; {aim} is {taken:.2f} times the aim"
         return
     yield f"cheapest: {setting(best)}, {price}; {aim} is {share(taken)} of the aim"
     for one in [one for one in others if one.refused is None][:1]:
@@ -303,12 +331,12 @@ def _in_words(tried: Sequence[Tried], differ: Sequence[str]) -> Iterator[str]:
             more = share(one.price_per_h / best.price_per_h - 1)
             yield f"runner-up: {setting(one)}, {more} dearer; {aim} is {share(taken)} of the aim"
         else:
-            yield f"no other keeps them; the nearest: {setting(one)}, whose {aim} is {taken:.2f} times the aim"
+            yield f"no other setting meets the aims; nearest: {setting(one)}; {aim} is {taken:.2f} times the aim"
 
 
 @contextmanager
 def _progress(command: str, total: int, what: str, line: Callable[[Any], str]) -> Iterator[Callable[[Any], None]]:
-    """What to call for each that is done: a bar on a terminal, else its ``line``, on standard error."""
+    """Yield a function to call for each finished item: it moves a bar, or prints its ``line``, on standard error."""
     if sys.stderr.isatty():
         with progress_bar(command, total, what, left=True) as advance:
             yield lambda _: advance()

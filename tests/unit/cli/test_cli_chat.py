@@ -108,9 +108,9 @@ def test_a_conversation_that_is_none_is_one_line(line: Any, message: str, tmp_pa
     ("arguments", "message"),
     [
         (("--messages", "a", "--prompts", "b"), "drop one of them"),
-        (("--system", "a"), "name a file of them with --messages"),
+        (("--system", "a"), "give --messages FILE too"),
         (("--messages", "no/such/file"), "cannot read the prompts in no/such/file"),
-        (("--output", "no/such/folder/file"), "cannot write to no/such/folder/file"),
+        (("--output", "no/such/folder/file"), "--output no/such/folder/file cannot be written"),
         (("--temperature", "-1"), "temperature must be 0 (greedy) or more"),
         (("--top-p", "1.5"), "top_p must be above 0"),
         (("--stop", ""), "stop must be a list of strings that are not empty"),
@@ -146,13 +146,13 @@ def test_a_conversation_is_remembered_and_hit() -> None:
     # all of the turn before, but for the last token of its answer, which nobody computed
     hits = [0, tokens[0] + 11, tokens[0] - 1]
     for hit, prompt, summary in zip(hits, [*tokens, tokens[0]], summaries, strict=True):
-        assert summary.startswith(f"[{hit} of {prompt} prompt tokens were in the cache; 12 new in ")
+        assert summary.startswith(f"[{hit} of {prompt} prompt tokens were in the cache; 12 new tokens in ")
 
 
 def test_what_is_too_long_is_said_and_the_conversation_goes_on() -> None:
     done = run(*CHAT, stdin=f"{'x' * 5000}\nhello\n")
     assert done.stderr.startswith("error: ")
-    assert "/new begins another conversation" in done.stderr
+    assert "/new starts a new conversation" in done.stderr
     assert "[0 of 23 prompt tokens" in done.stdout
 
 

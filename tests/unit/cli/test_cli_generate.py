@@ -174,7 +174,7 @@ def test_bad_lines_are_counted_on_demand(tmp_path: Path) -> None:
     file = prompts(tmp_path, '{"prompt": "good"}', "bad", '{"prompt": [900]}')
     assert "prompts.jsonl, line 2: not JSON" in error(*MODEL, "--prompts", file)
     out = run(*MODEL, "--prompts", file, "--skip-bad-lines", "--max-new-tokens", "3").stdout
-    assert ("bad lines" in out, "2 left out" in out) == (True, True)
+    assert ("bad lines" in out, "2 skipped" in out) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -199,12 +199,12 @@ def test_bad_lines_are_counted_on_demand(tmp_path: Path) -> None:
         (("--plan", "no/such/plan"), "cannot read the plan"),
         (("--plan", "p", "--memory", "1GiB"), "drop --memory"),
         (("--speculate", "ngram:0"), "num_speculative_tokens must be in 1 .. 8"),
-        (("--speculate", "draft"), "--speculate is ngram[:K] or draft:DIR[:K]"),
-        (("--speculate", "ngram:x"), "--speculate is ngram[:K] or draft:DIR[:K]"),
-        (("--speculate", "ngram:²"), "--speculate is ngram[:K] or draft:DIR[:K]"),
-        (("--speculate", "ngram:--5"), "--speculate is ngram[:K] or draft:DIR[:K]"),
+        (("--speculate", "draft"), "--speculate must be ngram[:K] or draft:DIR[:K]"),
+        (("--speculate", "ngram:x"), "--speculate must be ngram[:K] or draft:DIR[:K]"),
+        (("--speculate", "ngram:²"), "--speculate must be ngram[:K] or draft:DIR[:K]"),
+        (("--speculate", "ngram:--5"), "--speculate must be ngram[:K] or draft:DIR[:K]"),
         (("--speculate", "draft:no/such:3"), "'no/such' is neither a folder nor tiny:NAME"),
-        (("--model", "tiny:whisper"), "reads features, the built-in prompts are text: name a file with --prompts"),
+        (("--model", "tiny:whisper"), "reads features, but the built-in prompts are text: give --prompts FILE"),
         (("--speculate", "ngram:" + "9" * 5000), "ngram[:K] or draft:DIR[:K], got"),
         (("--memory", "130TiB", "--block-size", "65536"), "cannot allocate 130 TiB"),  # no process addresses so much
         (("--memory", "9" * 400), "not a size"),

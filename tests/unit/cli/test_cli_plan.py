@@ -20,12 +20,12 @@ def test_a_plan_for_people() -> None:
     for said in (
         "llama-3-70b: llama, 80 layers, bfloat16 cache, tp 1",
         # 8191 blocks for requests of 512: not 16
-        "requests          15.99 at once, of 8,192 tokens each, sharing nothing\n",
-        "tokens            131,056, where one request has them all\n",
+        "requests          15.99 at once, of 8,192 tokens each, without shared prefixes\n",
+        "tokens            131,056 in one request\n",
         "a token takes     320 KiB\n",
-        "memory            40 GiB; 0 B left over\n",
+        "memory            40 GiB; 0 B unused\n",
         "padding           0 B in the 512 blocks of a longest request\n",
-        "given out in      8,192 slabs of 5 MiB, one of them always empty\n",
+        "allocated in      8,192 slabs of 5 MiB, one of them always empty\n",
         "a slab holds      as many blocks of one group as fit\n",
     ):
         assert said in text
@@ -56,9 +56,9 @@ def test_help_has_panels_and_defaults(command: str) -> None:
     assert "╭─" in text
     assert [word for word in INSIDE if word in text] == []
     if command in {"plan", "replay", "generate"}:
-        for panel in ("The model", "Its cache", "What is asked", "What is shown"):
+        for panel in ("Model", "Cache", "Requests", "Output"):
             assert f"─ {panel} ─" in text
-        assert re.search(r"Tokens of a block\.[^─]*?\[default: \(16\)\]", text)
+        assert re.search(r"Tokens in a block\.[^─]*?\[default: \(16\)\]", text)
         # a default stands in its brackets alone
         assert re.search(r"; \d+\.", text) is None
 
@@ -83,7 +83,7 @@ def test_a_hybrid_plan_for_people() -> None:
     assert re.search(r"3 +10 x full attention +1,056 +2\.06 MiB +20\.62 MiB +0 B *\n", text)
     assert "a token takes     20 KiB\n" in text
     assert "a state takes     61.41 MiB\n" in text
-    assert re.search(r"given out in +1,985 blocks of 20\.62 MiB, one of them always empty\n", text)
+    assert re.search(r"allocated in +1,985 blocks of 20\.62 MiB, one of them always empty\n", text)
     options = ("--layout", "reference", "--placement", "none", "--kv-dtype", "fp8", "--json")
     found = plan_from_json(run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", *options).stdout)
     assert found == plan(read_model("qwen3.5-35b-a3b", dtype="fp8"), "40GiB", placement="none", layout="reference")
@@ -96,7 +96,7 @@ def test_a_natural_plan_for_people_and_programs(tmp_path: Path) -> None:
     text = run("plan", *options).stdout
     assert re.search(r"0 +10 x window +16 +128 KiB +1\.25 MiB +0 B +1 *\n", text)
     assert re.search(r"5 +2 x window +16 +128 KiB +256 KiB +0 B +5 *\n", text)
-    assert "given out in      32,768 slabs of 1.25 MiB, one of them always empty\n" in text
+    assert "allocated in      32,768 slabs of 1.25 MiB, one of them always empty\n" in text
     path = tmp_path / "plan.json"
     path.write_text(run("plan", *options, "--json").stdout, "utf-8")
     assert run("plan", "--plan", path).stdout == text
@@ -117,7 +117,7 @@ def test_a_natural_plan_keeps_its_placement() -> None:
 def test_layouts_side_by_side() -> None:
     text = run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", "--compare").stdout
     assert re.search(r"attention block, tokens +1,056 +16 *\n", text)
-    assert re.search(r"blocks in one, by group +1 x4 +1, 196 *\n", text)
+    assert re.search(r"blocks in a unit, by group +1 x4 +1, 196 *\n", text)
     assert re.search(r"padding +0\.76% +0\.31% *\n", text)
     assert re.search(r"states that fit +661 +665 *\n", text)
     assert re.search(r"requests of 1,024 tokens +283\.42 +285\.50 *\n", text)
@@ -132,14 +132,14 @@ def test_layouts_side_by_side() -> None:
 
 def test_windows_count_the_tokens_in_flight_and_states_their_rule() -> None:
     text = run("plan", "gemma-3-27b", "--memory", "40GiB", "--layout", "reference").stdout
-    assert "windows           with 8,192 tokens in flight\n" in text
+    assert "windows           plus 8,192 tokens in flight\n" in text
     assert "requests          2.81 at once" in text
     options = ("--memory", "40GiB", "--layout", "reference", "--max-batched-tokens", "2048")
     assert "requests          3.50 at once" in run("plan", "gemma-3-27b", *options).stdout
     text = run("plan", "nemotron-h-8b", "--memory", "40GiB", "--layout", "reference").stdout
     assert "states a request  2: one read and one written\n" in text
     text = run("plan", "nemotron-h-8b", *options, "--prefill-checkpoints", "1").stdout
-    assert "states a request  3: one read and one written, 1 inside a step of a prompt\n" in text
+    assert "states a request  3: one read and one written, 1 inside a prefill step\n" in text
     assert "requests          145.97 at once" in text
     assert "--prefill-checkpoints" in error(
         "plan", "llama-3-8b", *options[:2], "--compare", "--prefill-checkpoints", "1"
@@ -152,7 +152,7 @@ def test_windows_managed_as_full_attention() -> None:
     assert re.search(r"0 +36 x full attention +16 +32 KiB", text)
     assert "36 KiB, 36 KiB in windows" in text
     text = run("plan", "whisper-large-v3", "--memory", "4GiB").stdout
-    assert "160 KiB, 160 KiB of an encoder's" in text
+    assert "160 KiB, 160 KiB for an encoder token" in text
 
 
 def test_a_folder_is_planned(tmp_path: Path) -> None:

@@ -58,9 +58,9 @@ def test_a_report_for_people() -> None:
             r"layout natural, no recurrent states, bfloat16 cache\n"
             r"up to 256 requests and 8,192 tokens a step\n"
             r"on 1 x H100 SXM: 14\.96 GiB of bf16 weights \+ 4 GiB of cache in 74\.51 GiB\n"
-            r"longest request   382 tokens, that of request 30\n"
+            r"longest request   382 tokens, from request 30\n"
         ),
-        r"group +layers +tokens +published +evicted +cached +copied ",
+        r"group +layers +block +published +evictions +cached +copied ",
         r"0 +32 x full attention +16 +[\d,]+ +0 +[\d,]+ +30 ",
         r"requests +40 ",
         r"prompt tokens +10,960 ",
@@ -69,10 +69,10 @@ def test_a_report_for_people() -> None:
         r"preemptions +0 ",
         r"blocks moved +0, 0 B ",
         r"computed tokens",
-        r"memory in use, at most +\d+\.\d\d% ",
+        r"peak memory use +\d+\.\d\d% ",
         r"steps +\d+",
-        r"time to first token, mean",
-        r"took +\d+\.\d s here for 39\d\.\d s simulated",
+        r"time to first token \(TTFT\), mean",
+        r"took +\d+\.\d s for 39\d\.\d s of simulated time",
     ):
         assert re.search(pattern, text), pattern
     assert "\x1b" not in text
@@ -199,9 +199,9 @@ def test_memory_that_is_short_preempts(tmp_path: Path) -> None:
     assert min(short["refusals"].values()) > 0
     assert (short["moves"], short["moved_bytes"]) == (0, 0)
     shown = run("replay", path, "--model", "llama-3-8b", "--memory", "64MiB").stdout
-    words = {"no_space": "memory full", "admission_limit": "no room to grow"}
+    words = {"no_space": "memory full", "admission_limit": "no memory to grow"}
     for reason, count in short["refusals"].items():
-        assert re.search(rf"put off, {words[reason]} +{count:,} ", shown)
+        assert re.search(rf"not admitted: {words[reason]} +{count:,} ", shown)
         assert reason not in shown
     # what was given up ran again
     assert ample["computed_tokens"] == 20 * (40 + 59)
@@ -212,7 +212,7 @@ def test_a_plan_file_is_used(trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(run("plan", "llama-3-8b", "--memory", "4GiB", "--tp", "2", "--json").stdout, "utf-8")
     assert document("replay", trace, "--plan", path) == document("replay", trace, *BASE, "--tp", "2")
-    assert "--plan holds everything already: drop --memory, --tp" in error(
+    assert "--plan sets these options already: drop --memory, --tp" in error(
         "replay", trace, "--plan", path, "--memory", "4GiB", "--tp", "2"
     )
     newer = tmp_path / "newer.json"
@@ -313,7 +313,7 @@ def test_a_natural_plan_keeps_its_placement(tmp_path: Path) -> None:
     assert other == document("replay", *NATURAL, "--placement", "align")
     assert other["settings"]["placement"] == "align:80"
     reference.write_text(run(*options, "--layout", "reference").stdout, "utf-8")
-    assert "--plan holds everything already: drop --placement, or drop --plan" in error(
+    assert "--plan sets these options already: drop --placement, or drop --plan" in error(
         "replay", "workload:uniform", "--plan", reference, "--placement", "align"
     )
 
@@ -373,7 +373,7 @@ def test_the_maximum_length(trace: Path, tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
     long.write_text('{"timestamp": 0, "prompt": [[1, 0, 9000]], "output": [[2, 0, 2]]}', "utf-8")
     shown = run("replay", long, *BASE).stdout
-    said = "longest request   9,002 tokens, that of line 1; llama-3-8b is made for 8,192\n"
+    said = "longest request   9,002 tokens, from line 1; the limit of llama-3-8b is 8,192\n"
     assert -1 < shown.find(said) < shown.find("prompt tokens")  # at the start
 
 
@@ -385,7 +385,7 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
     made = document("replay", path, *BASE, "--skip-bad-lines")
     assert (made["bad_lines"], made["requests"]) == (2, 40)
     shown = run("replay", path, *BASE, "--skip-bad-lines").stdout
-    assert re.search(r"bad lines left out +2 ", shown)
+    assert re.search(r"bad lines skipped +2 ", shown)
     assert f"first bad line    {path}, line 4: Object missing required field `prompt`\n" in shown
 
 
@@ -394,7 +394,7 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
     [
         (("nowhere.jsonl", *BASE), "cannot read nowhere.jsonl: No such file or directory"),
         (("workload:chats", *BASE), "unknown workload 'chats': use one of agent, api, chat, documents, mix, think"),
-        (("workload:chat",), "--model and --memory missing: for example --model llama-3-8b --memory 40GiB"),
+        (("workload:chat",), "--model and --memory missing: give for example --model llama-3-8b --memory 40GiB"),
         (("workload:chat", "--model", "llama-3-8b"), "--memory missing"),
         (("workload:chat", "--model", "llama-3-8", "--memory", "4GiB"), "llama-3-8b"),
         (("workload:chat", "--model", "llama-3-8b", "--memory", "4 Gigs"), "not a size"),
@@ -431,11 +431,11 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (("workload:chat", *BASE, "--seed", "-1"), "seed must be 0 or more"),
         (("workload:chat", *BASE, "--hours", "0"), "hours must be above 0"),
         (("workload:chat", *BASE, "--limit", "0"), "limit must be at least 1 request"),
-        (("workload:chat", *BASE, "--trace-block-size", "16"), "--trace-block-size means nothing for workload:chat"),
-        (("workload:chat", *BASE, "--skip-bad-lines"), "--skip-bad-lines means nothing for workload:chat"),
-        (("workload:uniform", *BASE, "--seed", "1"), "--seed means nothing for workload:uniform"),
-        (("workload:uniform", *BASE, "--marks"), "--marks means nothing for workload:uniform"),
-        (("pyproject.toml", *BASE, "--seed", "1", "--rate", "2"), "--seed, --rate means nothing for pyproject.toml"),
+        (("workload:chat", *BASE, "--trace-block-size", "16"), "--trace-block-size has no effect on workload:chat"),
+        (("workload:chat", *BASE, "--skip-bad-lines"), "--skip-bad-lines has no effect on workload:chat"),
+        (("workload:uniform", *BASE, "--seed", "1"), "--seed has no effect on workload:uniform"),
+        (("workload:uniform", *BASE, "--marks"), "--marks has no effect on workload:uniform"),
+        (("pyproject.toml", *BASE, "--seed", "1", "--rate", "2"), "--seed, --rate has no effect on pyproject.toml"),
         (("pyproject.toml", *BASE), "pyproject.toml, line 1: not JSON"),
         (("tests", *BASE), "cannot read tests: Is a directory"),
         (("workload:chat", *BASE, "--seed", "x"), "--seed"),

@@ -46,7 +46,7 @@ def plan(tmp_path: Path, *asked: str) -> Path:
 def test_a_healthy_plan(tmp_path: Path) -> None:
     assert wrong(plan(tmp_path, "qwen3.5-35b-a3b", "--memory", "40GiB")) == {}
     shown = run("doctor", tmp_path / "plan.json").stdout
-    assert "nothing wrong was found" in shown
+    assert "no problems found" in shown
     assert "fine: blocks and prefixes: hits end at any token" in shown
     assert wrong(plan(tmp_path, "gemma-3-27b", "--memory", "40GiB", "--layout", "reference")) == {}
 
@@ -291,11 +291,11 @@ def test_a_server_is_asked(server: str) -> None:
 
 def test_bad_input_gets_one_line(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps({"a": 1, "b": [2]}, indent=2), "utf-8")
-    assert "no plan" in error("doctor", tmp_path / "other.json")
+    assert "is not a plan" in error("doctor", tmp_path / "other.json")
     (tmp_path / "broken.json").write_text('{"schema": "hybridkv.plan", "version": 1}', "utf-8")
     error("doctor", tmp_path / "broken.json")
     (tmp_path / "half.txt").write_text("hybridkv:num_requests_running{", "utf-8")
     assert "half.txt" in error("doctor", tmp_path / "half.txt")
     assert "cannot read" in error("doctor", tmp_path / "nowhere.jsonl", *HYBRID, "--memory", "8GiB")
     assert "--model and --memory missing" in error("doctor", "workload:chat")
-    assert "is a server there?" in error("doctor", "http://127.0.0.1:1")
+    assert "check that a server listens there" in error("doctor", "http://127.0.0.1:1")

@@ -160,11 +160,11 @@ def test_one_request_in_sentences(tmp_path: Path) -> None:
     asked = ("--memory", "640MiB", "--layout", "reference", *LLAMA)
     shown = run("explain", tmp_path / "t.jsonl", "2", *asked).stdout
     assert "evicted 100.0 s before, for request 1, by lru: the blocks of group 0 (full attention)" in shown
-    assert "more memory would have kept them, if not less" in shown
+    assert "more memory would have kept them" in shown
     assert "1,088 .. 3,983  " + " " * 6 + "▒" * 18 in shown
     shown = run("explain", tmp_path / "t.jsonl", "3", *asked).stdout
     assert "3,984 of them (99.60%) found" in shown
-    assert "in a block's last part" in shown
+    assert "in a partial block" in shown
     assert "there is no request 4" in error("explain", tmp_path / "t.jsonl", "4", *asked)
     for command in (
         ("explain", tmp_path / "t.jsonl", "3"),
@@ -172,14 +172,17 @@ def test_one_request_in_sentences(tmp_path: Path) -> None:
     ):
         assert "--remember" in error(*command, *asked, "--remember", "0")
     plain = error("replay", tmp_path / "t.jsonl", *asked, "--remember", "64")
-    assert "give --explain or --explain-to FILE, too" in plain
+    assert "--remember has no effect without --explain" in plain
 
 
 def test_a_state_in_sentences(tmp_path: Path) -> None:
     trace(tmp_path / "t.jsonl", [[1, 0, 3000]], [[1, 0, 2000], [2, 0, 50]])
     asked = ("explain", tmp_path / "t.jsonl", "1", "--model", "qwen3.5-35b-a3b", "--memory", "8GiB")
     shown = run(*asked).stdout
-    assert "no state was kept: none before them; --placement interval:1024 would have kept one at 1,024" in shown
+    assert (
+        "no recurrent state was saved here: there is none; --placement interval:1024 would have saved one at 1,024"
+        in shown
+    )
 
 
 def test_equal_misses_in_a_row_keep_what_is_known() -> None:

@@ -162,7 +162,7 @@ def test_a_report_says_why() -> None:
     assert sum(found["misses"].values()) == found["prompt_tokens"] - found["hit_tokens"]
     assert found["settings"]["remembered_losses"] > 0
     shown = run(*asked, "--explain").stdout
-    for said in ("prompt tokens missed", "never seen", "last of a prompt"):
+    for said in ("prompt tokens missed", "never seen", "last token of the prompt"):
         assert said in shown
     assert "prompt tokens missed" not in run(*asked).stdout
     assert json.loads(run(*asked, "--json").stdout)["misses"] == {}

@@ -33,7 +33,7 @@ def looks(count: int, seconds: float) -> list[Progress]:
 def test_each_part_of_the_time_has_its_character(count: int) -> None:
     pictures = OverTime()
     for one in looks(count, 480.0):
-        pictures.see(one)
+        pictures.add(one)
     time, *drawn = pictures.lines()
     assert time.endswith("0 .. 480.0 s")
     named = {line[:17].strip(): line[18:64] for line in drawn}
@@ -45,7 +45,7 @@ def test_each_part_of_the_time_has_its_character(count: int) -> None:
     assert named["memory in use"] == "▄" * 46
     said = {line[:17].strip(): line[64:].strip() for line in drawn}
     assert said == {
-        "hit rate": "50.00% of all",
+        "hit rate": "50.00% overall",
         "running": "█ is 4",
         "waiting": "█ is 3",
         "memory in use": "█ is all of it",
@@ -57,19 +57,19 @@ def test_the_end_is_told_however_the_looks_are_thinned(count: int) -> None:
     pictures = OverTime()
     seen = looks(count, 480.0)
     for one in seen:
-        pictures.see(one)
+        pictures.add(one)
     time, rate, *_ = pictures.lines()
     assert time.endswith("0 .. 480.0 s")
-    assert rate.endswith(f"{seen[-1].hit_tokens / seen[-1].prompt_tokens:.2%} of all")
+    assert rate.endswith(f"{seen[-1].hit_tokens / seen[-1].prompt_tokens:.2%} overall")
     end = replace(seen[-1], time_s=1000.0)
-    pictures.see(end)
+    pictures.add(end)
     assert next(pictures.lines()).endswith("0 .. 1,000.0 s")
 
 
 def test_a_part_without_a_look_is_as_the_one_before() -> None:
     pictures = OverTime()
     for one in looks(12, 480.0):
-        pictures.see(one)
+        pictures.add(one)
     running = next(line for line in pictures.lines() if line.startswith("running"))[18:64]
     assert running.lstrip(" ") == "█" * running.count("█") + "▄" * running.count("▄")
     assert running.count(" ") <= 4
@@ -80,10 +80,10 @@ def test_a_replay_is_drawn_where_it_took_a_while(capsys: pytest.CaptureFixture[s
     lines = run(*asked).stdout.splitlines()
     rate = next(line.split()[-1] for line in lines if line.startswith(" hit rate"))
     (drawn,) = (line for line in lines if line.startswith("hit rate"))
-    assert drawn.endswith(f"{rate} of all")
+    assert drawn.endswith(f"{rate} overall")
     assert not any(line.startswith("hit rate") for line in run(*asked, "--limit", "2").stdout.splitlines())
     pictures = OverTime()
     for one in looks(7, 10.0):
-        pictures.see(one)
+        pictures.add(one)
     pictures.show()
     assert capsys.readouterr().out == ""

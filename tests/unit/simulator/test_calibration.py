@@ -123,7 +123,7 @@ def test_the_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.Mon
     assert "--weights fp32" in told.stdout.replace("\n", " ")
     machine = hardware_named(str(out))
     assert machine.name.startswith("measured with")
-    assert out.read_text("utf-8").startswith("# hybridkv calibrate: 6 shapes; 2 others are ")
+    assert out.read_text("utf-8").startswith("# hybridkv calibrate: 6 shapes; relative error of 2 others: ")
     run("replay", "workload:chat", "--limit", "3", "--model", "llama-3-8b", "--memory", "4GiB", "--hardware", out)
 
 

@@ -33,13 +33,13 @@ def written(tmp_path: Path, *lines: dict[str, Any]) -> Path:
 
 def test_a_replay_says_that_hits_are_unknown(azure: Path) -> None:
     text = run("replay", azure, *BASE).stdout
-    said = "lengths alone     which tokens are equal is unknown, and so are hits; times are those without any\n"
+    said = "lengths only      the trace does not say which tokens are equal: hits are unknown, times assume no hits\n"
     assert said in text
     for name in ("hit tokens", "hit rate"):
         assert re.search(rf"{name} +unknown ", text)
     for claim in ("0.00%", "ends at", "tokens missed", "of all\n"):
         assert claim not in text
-    assert "time to first token, mean" in text
+    assert "time to first token (TTFT), mean" in text
     made = json.loads(run("replay", azure, *BASE, "--json").stdout)
     assert [made[name] for name in ("hit_tokens", "hit_rate", "missed_tokens", "missed_a_gib_more")] == [None] * 4
     assert (made["ends"], made["tenants"], made["misses"]) == ([], [], {})
@@ -75,7 +75,7 @@ def test_libraries_are_told_so_too(azure: Path) -> None:
 
 def test_a_trace_described(azure: Path) -> None:
     text = run("trace", "describe", azure).stdout
-    assert re.search(r"shared with one before +unknown ", text)
+    assert re.search(r"shared prefixes +unknown ", text)
     assert "endless cache" not in text
     assert json.loads(run("trace", "describe", azure, "--json").stdout)["shared_tokens"] is None
 
@@ -103,7 +103,7 @@ def test_nothing_is_explained(azure: Path, tmp_path: Path) -> None:
         ("replay", azure, "--explain"),
         ("replay", azure, "--explain-to", tmp_path / "why.jsonl"),
     ):
-        assert "azure.csv tells lengths alone" in error(*asked, *BASE)
+        assert "azure.csv holds only lengths" in error(*asked, *BASE)
 
 
 def test_a_sweep_names_no_winner_by_hits(azure: Path, tmp_path: Path) -> None:

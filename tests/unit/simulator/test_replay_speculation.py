@@ -104,7 +104,7 @@ def test_the_command() -> None:
     assert "drafts accepted" in told.stdout
     assert "drafts accepted" not in run(*given).stdout
     assert "acceptance" in error(*given, "--drafts", "3", "--acceptance", "2")
-    assert "give --drafts N, too" in error(*given, "--acceptance", "0.8")
+    assert "give --drafts N too" in error(*given, "--acceptance", "0.8")
     assert (
         run(*given, "--drafts", "3", "--json").stdout
         == run(*given, "--drafts", "3", "--acceptance", "0.7", "--json").stdout

@@ -322,21 +322,21 @@ def test_a_sweep_as_a_command(tmp_path: Path) -> None:
     drafted = run(*base, "--memory", "2GiB", "--drafts", "0,2", "--acceptance", "0.6,0.9", "--json")
     cells = [one["cell"] for one in json.loads(drafted.stdout) if one["cell"]["model"] == "llama-3-8b"]
     assert [(one["drafts"], one["acceptance"]) for one in cells] == [(0, 0.7), (2, 0.6), (2, 0.9)]
-    assert "2 of them from before" in run(*base, "--memory", "2GiB").stdout
+    assert "2 of them from an earlier run" in run(*base, "--memory", "2GiB").stdout
     for wrong, what in (
-        (("--memory", "1GiB:3GiB"), "a range is from:to:step"),
-        (("--memory", "3GiB:1GiB:1GiB"), "the range must ascend"),
+        (("--memory", "1GiB:3GiB"), "must be from:to:step"),
+        (("--memory", "3GiB:1GiB:1GiB"), "must ascend"),
         (("--memory", "1GiB:1TiB:1"), "in fewer than"),
         (("--memory", "1GiB,"), "has an empty entry"),
         (("--memory", "x"), "not a size"),
-        (("--memory", "1GiB", "--tp", "x"), "--tp 'x' is no number"),
+        (("--memory", "1GiB", "--tp", "x"), "--tp 'x' is not a whole number"),
         (("--memory", "1GiB", "--placement", "x"), "placement"),
         (("--memory", "1GiB", "--jobs", "0"), "--jobs"),
-        (("--memory", "1GiB", "--acceptance", "0.5"), "give --drafts N, too"),
+        (("--memory", "1GiB", "--acceptance", "0.5"), "give --drafts N too"),
         (("--memory", "1GiB", "--drafts", "2", "--acceptance", "much"), "--acceptance 0.6,0.8"),
         (("--memory", "1GiB", "--drafts", "2", "--acceptance", "2"), "acceptance"),
         (("--memory", "1GiB", "--drafts", "99"), "drafts"),
-        (("--memory", "1GiB", "--rate", "2"), "--rate means nothing for workload:uniform|holds cells"),
+        (("--memory", "1GiB", "--rate", "2"), "--rate has no effect on workload:uniform|holds cells"),
     ):
         assert any(part in error(*base, *wrong) for part in what.split("|")), wrong
 

@@ -125,18 +125,12 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 def test_describe_for_people(tmp_path: Path) -> None:
     text = run("trace", "describe", "workload:uniform").stdout
-    for part in (
-        "generated, 40 requests",
-        "390.0 s, 0.10 requests a second",
-        "shared with one before",
-        "16 .. 31",
-        "█",
-    ):
+    for part in ("generated, 40 requests", "390.0 s, 0.10 requests/s", "shared prefixes", "16 .. 31", "█"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 80
     path = tmp_path / "a.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\nx,1,1\n", "utf-8")
-    assert "azure, 1 requests, 1 bad lines left out" in run("trace", "describe", path, "--skip-bad-lines").stdout
+    assert "azure, 1 requests, 1 bad lines skipped" in run("trace", "describe", path, "--skip-bad-lines").stdout
     assert f"{path}, line 3: not a date and time: 'x'" in error("trace", "describe", path)
 
 
@@ -147,7 +141,7 @@ def test_describe_as_json() -> None:
         1,
         [16, 32],
     )
-    assert "--block-sizes 'x': say numbers" in error("trace", "describe", "workload:uniform", "--block-sizes", "x")
+    assert "--block-sizes 'x' must be numbers" in error("trace", "describe", "workload:uniform", "--block-sizes", "x")
 
 
 def test_convert(tmp_path: Path) -> None:

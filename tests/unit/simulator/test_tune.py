@@ -154,7 +154,7 @@ def test_tuning_as_a_command(tmp_path: Path) -> None:
     priced = (*base, "--hardware", "l40s,h100", "--price", "l40s=1.2/h,h100=60/d")
     text = run(*priced, "--slo", "ttft-p99=1s,tpot-p99=40ms").stdout
     for part in (
-        "2 settings tried, 2 keep the aims",
+        "2 settings tried, 2 meet the aims",
         "cheapest: hardware l40s, 1.20 an hour; tpot-p99 is ",
         "runner-up: hardware h100, 108.33% dearer; ",
         "goodput/s",
@@ -162,9 +162,9 @@ def test_tuning_as_a_command(tmp_path: Path) -> None:
         assert part in text
     text = run(*priced, "--slo", "tpot-p99=10ms").stdout
     assert "cheapest: hardware h100, 2.50 an hour" in text
-    assert "no other keeps them; the nearest: hardware l40s, whose tpot-p99 is " in text
+    assert "no other setting meets the aims; nearest: hardware l40s; tpot-p99 is " in text
     text = run(*priced, "--slo", "tpot-p99=1ms").stdout
-    assert "none keeps the aims; the nearest: hardware h100, 2.50 an hour, whose tpot-p99 is " in text
+    assert "no setting meets the aims; nearest: hardware h100, 2.50 an hour; tpot-p99 is " in text
     made = json.loads(run(*priced, "--slo", "tpot-p99=10ms", "--json").stdout)
     assert [one["keeps_aims"] for one in made] == [True, False]
     assert "no unit of time" in error(*base, "--slo", "ttft-p99=1s", "--price", "h100=2.5")
