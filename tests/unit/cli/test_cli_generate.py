@@ -214,7 +214,7 @@ def test_bad_lines_are_counted_on_demand(tmp_path: Path) -> None:
         (("--repeat", str(10**30)), "'--repeat'"),
         (("--prompts", "/"), "cannot read the prompts"),
         (("--eviction", "lruu"), "did you mean lru?"),
-        (("--share", "a=30%", "--eviction", "lru"), "eviction lru gives up"),
+        (("--share", "a=30%", "--eviction", "lru"), "eviction lru evicts the blocks"),
         (("--share", "a=much"), "a=much"),
     ],
 )
