@@ -36,5 +36,5 @@ def test_what_is_no_eviction_or_share_is_refused(wrong: dict[str, object]) -> No
 
 def test_shares_with_lru_are_refused() -> None:
     options = EngineOptions(eviction="lru", shares=SHARES)
-    with pytest.raises(ConfigError, match="eviction lru gives up"):
+    with pytest.raises(ConfigError, match="eviction lru evicts the blocks"):
         Engine(loaded_model("llama"), memory="2MiB", max_model_len=256, options=options)
