@@ -58,7 +58,7 @@ def found(cache: KVCacheManager, prompt: Sequence[int]) -> tuple[KVCacheBlocks, 
     ids=lambda one: one if isinstance(one, int) else f"{len(one.groups)} groups",
 )
 @pytest.mark.parametrize("shared", [0, 4, 8])
-def test_the_hit_of_another_request_is_not_adopted(config: KVCacheConfig, tokens: int, shared: int) -> None:
+def test_hit_of_another_request_is_rejected(config: KVCacheConfig, tokens: int, shared: int) -> None:
     """Whole blocks, a last block in part, or a state: whatever of it is of other tokens."""
     cache = KVCacheManager(config, 100)
     ran(cache, ONE[:tokens], "one")
@@ -77,7 +77,7 @@ def test_the_hit_of_another_request_is_not_adopted(config: KVCacheConfig, tokens
     cache.check()
 
 
-def test_a_hit_without_what_it_must_be_copied_from_is_not_adopted() -> None:
+def test_hit_without_its_copy_sources_is_rejected() -> None:
     cache = KVCacheManager(STATES, 100)
     ran(cache, ONE[:10], "one")
     blocks, hit = found(cache, ONE)
@@ -89,7 +89,7 @@ def test_a_hit_without_what_it_must_be_copied_from_is_not_adopted() -> None:
         cache.check()
 
 
-def test_another_block_of_the_same_tokens_is_as_good() -> None:
+def test_hit_on_a_duplicate_block_is_adopted() -> None:
     """A look-up names one block of several; whoever kept an earlier answer may go on with it."""
     cache = KVCacheManager(FULL, 100)
     ran(cache, ONE[:3], "short")
@@ -104,7 +104,7 @@ def test_another_block_of_the_same_tokens_is_as_good() -> None:
     cache.check()
 
 
-def test_the_blocks_of_a_parent_are_for_its_branches_alone() -> None:
+def test_parent_blocks_are_adopted_by_its_branches_only() -> None:
     cache = KVCacheManager(STATES, 100)
     parent = Request("parent", ONE, hasher=cache.hasher)
     assert cache.allocate_slots(parent, 29) is not None
@@ -134,14 +134,14 @@ def items(*known: tuple[str, int, int]) -> list[MultimodalItem]:
     return [MultimodalItem(*one) for one in known]
 
 
-def test_an_id_has_one_length_within_a_request() -> None:
+def test_item_id_with_two_lengths_in_a_request_is_rejected() -> None:
     with pytest.raises(ConfigError, match="multimodal item 'cat' has 3 tokens here and 2 elsewhere"):
         Request("a", range(20), multimodal=items(("cat", 0, 2), ("cat", 5, 3)))
     Request("a", range(20), multimodal=items(("cat", 0, 2), ("cat", 5, 2)))
 
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
-def test_an_id_has_one_length_while_anything_is_kept_under_it(layout: str) -> None:
+def test_item_id_with_another_length_is_rejected_while_cached(layout: str) -> None:
     cache = KVCacheManager(FULL if layout == "natural" else model_config(40, (full_spec(B),)), 100)
     sched = Scheduler(cache)
 
@@ -167,7 +167,7 @@ def test_an_id_has_one_length_while_anything_is_kept_under_it(layout: str) -> No
     sched.add(request("d", 9))
 
 
-def test_a_digest_has_one_length() -> None:
+def test_encoder_digest_with_another_length_is_rejected() -> None:
     cache = KVCacheManager(natural_model_config(40, (full_spec(B), cross_spec(B)), [2, 2]), 100)
 
     def request(name: str, tokens: int) -> Request:
@@ -181,7 +181,7 @@ def test_a_digest_has_one_length() -> None:
     cache.check()
 
 
-def test_names_are_forgotten_beyond_a_bound() -> None:
+def test_content_names_beyond_the_limit_are_forgotten() -> None:
     names = ContentNames()
     for i in range(MOST_NAMES + 1):
         names.know(Request("a", [1], encoder=EncoderInput(str(i), 3)))

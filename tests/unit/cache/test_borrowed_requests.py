@@ -31,7 +31,9 @@ def run(example: dict[str, Any], engine: Any, asked: list[tuple[Any, list[int]]]
         assert request.all_token_ids[len(prompt) :] == example["plain"](prompt)
 
 
-def test_it_says_what_no_cache_says(example: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_borrowed_requests_example_gives_outputs_of_no_cache(
+    example: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     example["main"]()
     told = capsys.readouterr().out
     assert "12 outputs as without a cache, 0% of the memory in use" in told
@@ -46,7 +48,7 @@ def test_it_says_what_no_cache_says(example: dict[str, Any], capsys: pytest.Capt
         assert f"{happened}: " in told
 
 
-def test_who_comes_before_a_transfer_is_over_computes(example: dict[str, Any]) -> None:
+def test_request_during_a_transfer_computes_its_prompt(example: dict[str, Any]) -> None:
     engine, asked = engine_of(example)
     run(example, engine, asked)
     assert engine.counts["loads"] == 1

@@ -16,14 +16,14 @@ from kinds_support import cache_of, chunked, config, cross, full, mla, sink, sta
 PROMPT = list(range(200))
 
 
-def test_encoder_outputs_and_sinks() -> None:
+def test_context_parallel_encoder_and_sink_blocks_are_counted() -> None:
     cache = cache_of(full(4), cross(4), dcp_world_size=2)
     cache.allocate_slots(Request("a", PROMPT[:9], hasher=cache.hasher), 9, num_encoder_tokens=9)
     assert [len(table(cache, g)) for g in (0, 1)] == [2, 3]
     assert [len(ids) for ids in cache_of(sink(4, 9), dcp_world_size=2).sink_blocks] == [2]
 
 
-def test_sizes_below_one() -> None:
+def test_context_parallel_size_below_one_is_rejected() -> None:
     with pytest.raises(ConfigError, match="dcp_world_size must be at least 1"):
         cache_of(full(4), dcp_world_size=0)
 
@@ -39,7 +39,7 @@ SPECS = st.sampled_from((full(2), full(4), mla(4), window(5, 2), window(12, 4), 
     st.integers(1, 60),
     st.integers(1, 20),
 )
-def test_what_was_promised_can_be_allocated(  # noqa: PLR0917 - one strategy each
+def test_accepted_request_in_the_smallest_pool_finishes(  # noqa: PLR0917 - one strategy each
     specs: list[KVCacheSpec], ranks: tuple[int, int], in_flight: int, budget: int, prompt: int, outputs: int
 ) -> None:
     """The smallest pool that a scheduler takes a request into is large enough to finish it, alone."""
@@ -74,7 +74,7 @@ def test_what_was_promised_can_be_allocated(  # noqa: PLR0917 - one strategy eac
     num_blocks=st.integers(1, 150),
     caching=st.booleans(),
 )
-def test_what_the_plan_reports_can_be_allocated(
+def test_reported_plan_capacity_can_be_allocated(
     specs: list[KVCacheSpec], ranks: tuple[int, int], chunk: int, num_blocks: int, *, caching: bool
 ) -> None:
     """So many requests of the longest context, side by side, in chunks of what may be in flight."""

@@ -44,7 +44,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     compiled_module.cache_clear()
 
 
-def test_the_compiled_ones_where_they_are_installed(installed: pytest.MonkeyPatch) -> None:
+def test_hasher_with_native_package_uses_compiled_digests(installed: pytest.MonkeyPatch) -> None:
     module = Module()
     installed.setitem(sys.modules, "hybridkv_native", module)
     hasher = BlockHasher(4, root=ROOT)
@@ -56,18 +56,18 @@ def test_the_compiled_ones_where_they_are_installed(installed: pytest.MonkeyPatc
     assert module.handed == [f"{way} uint32 4 [b'\\x81\\x82jcache_saltaa', None]" for way in ("chain", "rows")]
 
 
-def test_arrays_where_they_are_not(installed: pytest.MonkeyPatch) -> None:
+def test_hasher_without_native_package_uses_array_digests(installed: pytest.MonkeyPatch) -> None:
     installed.setitem(sys.modules, "hybridkv_native", None)
     assert isinstance(BlockHasher(4)._digests, ArrayDigests)
 
 
-def test_another_version_is_not_used_and_that_is_said(installed: pytest.MonkeyPatch) -> None:
+def test_hasher_with_other_native_interface_warns_and_ignores_it(installed: pytest.MonkeyPatch) -> None:
     installed.setitem(sys.modules, "hybridkv_native", Module(INTERFACE + 1))
     with pytest.warns(RuntimeWarning, match=f"its interface is {INTERFACE + 1}, hybridkv calls {INTERFACE}"):
         assert isinstance(BlockHasher(4)._digests, ArrayDigests)
 
 
-def test_another_hash_is_never_compiled(installed: pytest.MonkeyPatch) -> None:
+def test_hasher_with_xxhash_uses_array_digests(installed: pytest.MonkeyPatch) -> None:
     installed.setitem(sys.modules, "hybridkv_native", Module())
     assert isinstance(BlockHasher(4, "xxhash_cbor", root=bytes(16))._digests, ArrayDigests)
     assert isinstance(BlockHasher(4)._digests, CompiledDigests)

@@ -76,7 +76,7 @@ def encodes(rows: list[NewRow] | tuple[NewRow, ...]) -> dict[str, bool]:
     return {row.request_id: row.encoder is not None and row.encoder.encodes for row in rows}
 
 
-def test_one_input_is_encoded_once_whatever_the_prompts() -> None:
+def test_encoder_input_shared_by_prompts_is_encoded_once() -> None:
     loop = Loop()
     loop.add("first")
     loop.add("same step", prompt=[1])
@@ -97,7 +97,7 @@ def test_one_input_is_encoded_once_whatever_the_prompts() -> None:
     "changed", [{"cache_salt": "tenant"}, {"lora": LoraAdapter("sql", "/sql")}, {"encoder": EncoderInput(b"audio", 10)},
                 {"encoder": EncoderInput("audio", 9), "cache_salt": "tenant"}]
 )  # fmt: skip
-def test_what_else_the_output_depends_on_tells_blocks_apart(changed: dict[str, object]) -> None:
+def test_encoder_input_with_other_extras_is_encoded_again(changed: dict[str, object]) -> None:
     loop = Loop()
     loop.add("a")
     loop.run()
@@ -105,7 +105,7 @@ def test_what_else_the_output_depends_on_tells_blocks_apart(changed: dict[str, o
     assert encodes(loop.run()) == {"b": True}
 
 
-def test_encoder_keys_hold_no_tokens_of_the_request() -> None:
+def test_encoder_keys_do_not_block_truncation_of_outputs() -> None:
     """So its output may be cut back to what it has computed, however long the encoder's is."""
     cache = KVCacheManager(NATURAL, 200, options=CacheOptions(placement=EndsPlacement()))
     request = Request("a", PROMPT[:2], hasher=cache.hasher, encoder=EncoderInput("long", 40))
@@ -122,7 +122,7 @@ def test_encoder_keys_hold_no_tokens_of_the_request() -> None:
         cache.plan_slots(request, 2, num_encoder_tokens=39)
 
 
-def test_the_audit_sees_a_key_of_another_input() -> None:
+def test_check_reports_key_of_another_encoder_input() -> None:
     loop = Loop()
     loop.add("a", max_tokens=4)
     loop.step()

@@ -46,7 +46,7 @@ def keys_of(tokens: range) -> tuple[bytes, ...]:
     return tuple(BlockHasher(4).hash_chain(None, np.array(tokens)))
 
 
-def test_schema() -> None:
+def test_event_schema_has_the_ecosystem_fields() -> None:
     assert [f.name for f in fields(BlockStored)] == [
         "block_hashes",
         "parent_block_hash",
@@ -63,7 +63,7 @@ def test_schema() -> None:
     assert fields(AllBlocksCleared) == ()
 
 
-def test_a_stretch_whose_middle_was_evicted_is_told_in_two_events() -> None:
+def test_stored_run_with_evicted_middle_is_reported_in_two_events() -> None:
     cache = manager()
     log = cache._parts.publisher
     log.begin_step(0)
@@ -81,7 +81,7 @@ def test_a_stretch_whose_middle_was_evicted_is_told_in_two_events() -> None:
 # -- events that nobody takes
 
 
-def test_events_that_nobody_takes_are_dropped_and_counted() -> None:
+def test_events_not_taken_are_dropped_and_counted() -> None:
     cache = manager(block_sizes=(4,), max_event_blocks=6)
     for number in range(4):
         cache.free(started(cache, range(100 * number, 100 * number + 10)))  # two blocks each
@@ -94,7 +94,7 @@ def test_events_that_nobody_takes_are_dropped_and_counted() -> None:
     assert cache.take_events() == [BlockStored(keys_of(range(400, 408)), None, tuple(range(400, 408)), 4)]
 
 
-def test_an_event_of_more_blocks_than_may_wait_is_dropped_itself() -> None:
+def test_event_above_the_block_limit_is_dropped() -> None:
     cache = manager(max_event_blocks=2)
     cache.free(started(cache, range(13)))
     assert cache.take_events() == [EventsDropped(1)]
@@ -103,7 +103,7 @@ def test_an_event_of_more_blocks_than_may_wait_is_dropped_itself() -> None:
 
 
 @pytest.mark.parametrize("most", [3, 12, 40])
-def test_who_forgets_at_a_gap_believes_in_no_block_that_is_not_there(most: int) -> None:
+def test_event_follower_that_resets_at_gaps_has_no_stale_block(most: int) -> None:
     cache, random = manager(num_blocks=12, block_sizes=(4,), max_event_blocks=most), Random(most)
     follower, gaps = EventFollower(cache), 0
     for number in range(300):
@@ -118,7 +118,7 @@ def test_who_forgets_at_a_gap_believes_in_no_block_that_is_not_there(most: int) 
     assert gaps > 3
 
 
-def test_a_follower_knows_that_states_of_several_sizes_have_no_events() -> None:
+def test_event_follower_with_mixed_state_sizes_gets_no_state_events() -> None:
     """In the natural layout, where such layers are one group, too."""
     layers = tuple(
         (f"group1.layer{i}", replace(state_spec(4, 0, "none"), shapes=((size,),))) for i, size in enumerate((5, 3))
@@ -143,6 +143,6 @@ def test_a_follower_knows_that_states_of_several_sizes_have_no_events() -> None:
 
 
 @pytest.mark.parametrize("most", [0, -1, 1.5, None, True])
-def test_a_bound_of_events_is_a_count(most: object) -> None:
+def test_max_event_blocks_that_is_no_count_is_rejected(most: object) -> None:
     with pytest.raises(ConfigError, match=r"max_event_blocks must be (an integer|at least 1)"):
         manager(max_event_blocks=most)

@@ -19,14 +19,16 @@ def example() -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLE))
 
 
-def test_it_says_what_no_cache_says(example: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_engine_example_gives_outputs_of_no_cache(
+    example: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     example["main"]()
     told = capsys.readouterr().out
     assert all(f"blocks copied: {kind}: " in told for kind in ("block", "move", "state"))
     assert "16 outputs as without a cache" in told
 
 
-def test_who_gives_way_says_the_same(example: dict[str, Any]) -> None:
+def test_preempted_request_in_foreign_engine_gives_the_same_outputs(example: dict[str, Any]) -> None:
     planned = plan(read_model("llama-3-8b"), "80MiB", max_model_len=400)  # 39 blocks
     engine = example["Engine"](planned)
     prompts = [[100 * n + i for i in range(90)] for n in range(6)]
@@ -51,7 +53,7 @@ def admit(cache: KVCacheManager, name: str, tokens: int) -> object:
     return cache.plan_slots(request, tokens - hit, hit, blocks)
 
 
-def test_what_a_step_is_still_to_write_is_not_copied_in_it() -> None:
+def test_block_unwritten_in_a_step_is_not_copied_in_it() -> None:
     cache = cache_of_blocks()
     with cache.step(0):
         first = Request("first", list(range(10)), hasher=cache.hasher)
@@ -63,7 +65,7 @@ def test_what_a_step_is_still_to_write_is_not_copied_in_it() -> None:
         assert not isinstance(admit(cache, "second", 10), Refusal)  # steps run in order
 
 
-def test_steps_are_opened_one_by_one_and_in_order() -> None:
+def test_manager_steps_out_of_order_are_rejected() -> None:
     cache = cache_of_blocks()
     with cache.step(3), pytest.raises(CacheError, match="step 4 begins while step 3 is open"), cache.step(4):
         pass

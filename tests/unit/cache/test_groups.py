@@ -27,13 +27,13 @@ from kinds_support import (
 PROMPT = list(range(100))
 
 
-def test_a_flagged_group_drops_alone() -> None:
+def test_eagle_group_with_flag_drops_alone() -> None:
     cache = flagged((full(), False), (window(), True), num_blocks=100)
     start(cache, PROMPT[:24], (24,))
     assert hit(cache, PROMPT[:25]) == (20, ([1, 2, 3, 4, 5], [0, 0, 0, 10, 11]))
 
 
-def test_a_group_drops_anew_when_another_lowered_the_candidate() -> None:
+def test_eagle_group_drops_again_at_a_lowered_candidate() -> None:
     """The second window allows 36 at most; there the first one lacks the block past the edge, so 32 it is."""
     cache = flagged((full(), False), (window(8), True), (window(16), False), num_blocks=100)
     request = start(cache, PROMPT[:64], (64,))
@@ -45,7 +45,7 @@ def test_a_group_drops_anew_when_another_lowered_the_candidate() -> None:
     assert hit_tokens(cache, PROMPT[:65]) == 32
 
 
-def test_a_group_that_has_dropped_is_asked_without_when_another_one_drops() -> None:
+def test_eagle_group_that_dropped_does_not_drop_twice() -> None:
     """The second window, which drops too, allows 32: the first one is not asked for the column behind it, 8."""
     cache = cache_of(window(8), window(16, 8), use_eagle=True)
     request = start(cache, PROMPT[:64], (64,))
@@ -77,7 +77,7 @@ def test_a_group_that_has_dropped_is_asked_without_when_another_one_drops() -> N
         ((full(16), state(), window(20, 16)), (64, 16, 20), {65: (0, 48), 80: 64, 96: 80, 113: 80}),
     ],
 )
-def test_hits_and_branch_points_under_eagle(
+def test_eagle_hits_and_branch_points_match_measurements(
     specs: tuple[KVCacheSpec, ...], chunks: tuple[int, ...], expected: dict[int, int | tuple[int, int]]
 ) -> None:
     """As vLLM 0.32 was measured; it does not floor the branch point of a window beside states (28 for 16)."""
@@ -97,7 +97,9 @@ def test_hits_and_branch_points_under_eagle(
         ),
     ],
 )
-def test_hits_where_one_group_drops(flags: tuple[bool, bool], expected: dict[int, tuple[int, int]]) -> None:
+def test_hits_with_one_eagle_group_match_measurements(
+    flags: tuple[bool, bool], expected: dict[int, tuple[int, int]]
+) -> None:
     cache = flagged((full(16), flags[0]), (window(8), flags[1]))
     start(cache, PROMPT[:72], (72,))
     assert hits(cache, expected) == expected
@@ -106,13 +108,13 @@ def test_hits_where_one_group_drops(flags: tuple[bool, bool], expected: dict[int
 # -- kinds that publish nothing
 
 
-def test_encoder_tokens_need_cross_attention() -> None:
+def test_encoder_tokens_without_cross_attention_are_rejected() -> None:
     cache = cache_of(full())
     with pytest.raises(ConfigError, match="needs a group of cross-attention"):
         cache.allocate_slots(Request("a", PROMPT, hasher=cache.hasher), 4, num_encoder_tokens=3)
 
 
-def test_encoder_only_layers_hold_nothing_and_agree_to_every_hit() -> None:
+def test_encoder_only_group_holds_nothing_and_accepts_every_hit() -> None:
     cache = cache_of(encoder_only(3), full())
     start(cache, PROMPT[:20], (20,))
     assert cache.get_block_ids("a") == ([], [1, 2, 3, 4, 5])
@@ -126,7 +128,7 @@ def test_encoder_only_layers_hold_nothing_and_agree_to_every_hit() -> None:
 # -- kinds that are full attention
 
 
-def test_d3_sinks() -> None:
+def test_sink_blocks_are_reserved_and_not_counted_as_used() -> None:
     """Their blocks belong to the layer: taken for good, in no row, neither used nor usable."""
     cache = cache_of(sink(4, 6), full(), num_blocks=20)
     assert [ids.tolist() for ids in cache.sink_blocks] == [[1, 2], []]
@@ -142,12 +144,12 @@ def test_d3_sinks() -> None:
     cache.check()
 
 
-def test_a_pool_too_small_for_its_sinks() -> None:
+def test_pool_too_small_for_sinks_is_rejected() -> None:
     with pytest.raises(CapacityError, match="3 blocks are needed for sinks, 2 of 3 are left"):
         cache_of(sink(4, 9), num_blocks=3)
 
 
-def test_latents_windows_managed_as_full_and_layers_of_one_type() -> None:
+def test_full_like_specs_hit_as_full_attention() -> None:
     as_full = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=8)
     wide = FullAttentionSpec(block_size=4, num_kv_heads=3, head_size=2, dtype="float32")
     uniform = UniformTypeKVCacheSpecs(block_size=4, layers=(("x", full()), ("y", wide)))
@@ -158,7 +160,7 @@ def test_latents_windows_managed_as_full_and_layers_of_one_type() -> None:
         assert hit(cache, PROMPT[:24]) == (20, ([1, 2, 3, 4, 5],))
 
 
-def test_uniform_windows_drop_like_one() -> None:
+def test_uniform_window_group_drops_skipped_blocks() -> None:
     wide = window(8)
     uniform = UniformTypeKVCacheSpecs(block_size=4, layers=(("x", window(8)), ("y", wide)))
     cache = KVCacheManager(config(40, uniform), 100)

@@ -119,7 +119,7 @@ def ended(outcomes: Sequence[Outcome]) -> dict[str, FinishReason]:
         ({"encoder": 5.0}, "digest of an encoder input"),
     ],
 )
-def test_a_name_that_is_no_text_is_refused_by_name(known: dict[str, Any], named: str) -> None:
+def test_request_with_name_that_is_not_text_is_rejected(known: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named} must be text"):
         request_of(**known)
 
@@ -141,7 +141,7 @@ def request_of(**known: Any) -> Request:  # noqa: ANN401 - by name
 
 @pytest.mark.parametrize("config", LAYOUTS)
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_sampled_token_that_cannot_be_hashed_ends_its_request_alone(config: Config, in_flight: int) -> None:
+def test_unhashable_sampled_token_ends_only_its_request(config: Config, in_flight: int) -> None:
     """All three fill a block in the same update."""
     sched = scheduler(config(), in_flight=in_flight)
     requests = [add(sched, name, range(first, first + 6)) for name, first in (("a", 0), ("b", 20), ("c", 40))]
@@ -171,7 +171,7 @@ def test_a_sampled_token_that_cannot_be_hashed_ends_its_request_alone(config: Co
 
 @pytest.mark.parametrize("config", LAYOUTS)
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3])
-def test_drafts_of_a_request_that_cannot_be_hashed(config: Config, accepted: int) -> None:
+def test_unhashable_draft_keeps_drafts_before_it(config: Config, accepted: int) -> None:
     """The drafts before the token that fills the block stay; the others' are all there."""
     sched = scheduler(config(drafts=3), drafts=3)
     for name, first in (("a", 0), ("b", 20)):
@@ -192,7 +192,7 @@ def test_drafts_of_a_request_that_cannot_be_hashed(config: Config, accepted: int
 
 
 @pytest.mark.parametrize("config", LAYOUTS)
-def test_a_preempted_request_whose_late_token_cannot_be_hashed(config: Config) -> None:
+def test_unhashable_late_token_ends_only_the_preempted_request(config: Config) -> None:
     sched = scheduler(config(), in_flight=2)
     a = add(sched, "a", range(BLOCK - 1))
     b = add(sched, "b", range(20, 20 + BLOCK - 1))
@@ -222,7 +222,7 @@ class Deaf(BlockHasher):
         return super().hash_chain(parent, tokens, extras)
 
 
-def test_an_encoder_input_that_cannot_be_hashed_ends_its_request_alone() -> None:
+def test_unhashable_encoder_input_ends_only_its_request() -> None:
     config = natural_model_config(40, (full_spec(BLOCK), cross_spec(BLOCK)), [2, 2])
     sched = Scheduler(KVCacheManager(config, 100, hasher=Deaf(BLOCK)), SchedulerLimits(8, 64))
     for name, digest in (("a", "sound"), ("b", "broken"), ("c", "voice")):
@@ -238,7 +238,7 @@ def test_an_encoder_input_that_cannot_be_hashed_ends_its_request_alone() -> None
 
 
 @pytest.mark.parametrize("config", LAYOUTS)
-def test_appending_to_many_requests_leaves_the_others_whole(config: Config) -> None:
+def test_append_that_fails_for_one_request_keeps_others_whole(config: Config) -> None:
     cache = KVCacheManager(config(), 100, hasher=Failing(BLOCK))
     requests = [Request(name, range(i, i + 3), hasher=cache.hasher) for i, name in enumerate("abc")]
     for request in requests:
@@ -256,7 +256,7 @@ def test_appending_to_many_requests_leaves_the_others_whole(config: Config) -> N
     cache.check()
 
 
-def test_one_token_blocks_keep_their_last_token() -> None:
+def test_append_with_one_token_blocks_keeps_last_token() -> None:
     cache = KVCacheManager(model_config(20, (full_spec(1),)), 100, hasher=Failing(1))
     request = Request("a", [1, 2], hasher=cache.hasher)
     assert cache.allocate_slots(request, 2) is not None
@@ -267,7 +267,7 @@ def test_one_token_blocks_keep_their_last_token() -> None:
     assert request.token_ids().tolist() == [1, 2, 3]
 
 
-def test_a_request_that_waits_is_as_it_was() -> None:
+def test_failed_hash_leaves_a_waiting_request_unchanged() -> None:
     request = Request("a", [1, 2, 3], hasher=Failing(BLOCK))
     with pytest.raises(HashError, match="'a' could not be hashed: RuntimeError"):
         request.append(BAD)
@@ -282,7 +282,7 @@ def test_a_request_that_waits_is_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("config", LAYOUTS)
-def test_a_waiting_request_that_cannot_be_planned_ends_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unplannable_waiting_request_ends_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     sched = scheduler(config())
     planned = sched.cache.find_hit
 

@@ -30,7 +30,7 @@ def _serve(cache: KVCacheManager) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["reset", "evict"])
-def test_statistics_know_what_was_just_lost(how: str) -> None:
+def test_statistics_after_an_eviction_report_no_resume_point(how: str) -> None:
     cache = _cache()
     ids = _serve(cache)
     assert sum(end.kept for end in cache.statistics().ends) == 1
@@ -41,7 +41,7 @@ def test_statistics_know_what_was_just_lost(how: str) -> None:
     assert sum(end.kept for end in cache.statistics().ends) == 0
 
 
-def test_a_reset_takes_blocks_back_in_the_order_of_a_settled_cache() -> None:
+def test_reset_keeps_the_free_order_of_a_settled_cache() -> None:
     taken = []
     for settled in (False, True):
         cache = _cache(attention=True)
@@ -54,7 +54,7 @@ def test_a_reset_takes_blocks_back_in_the_order_of_a_settled_cache() -> None:
     assert taken[0] == taken[1]
 
 
-def test_pins_alone_leave_no_facts() -> None:
+def test_pin_and_unpin_leave_the_journal_empty() -> None:
     cache = _cache(max_pinned_blocks=8)
     _serve(cache)
     for _ in range(100):

@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return met
 
 
-def test_what_was_found_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_run_found_once_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = BlockKeys(1000)
     index = blocks.indexes[0]
     blocks.publish(0, np.arange(1, 301, dtype=np.int32), KEYS[:300])
@@ -64,7 +64,7 @@ class Compared(bytes):
 
 
 @pytest.mark.parametrize(("parted", "most"), [(400, 6), (399, 16), (250, 16), (65, 16)])
-def test_runs_are_compared_by_their_ends(parted: int, most: int) -> None:
+def test_key_runs_are_compared_by_their_last_keys(parted: int, most: int) -> None:
     """A key says all that lies before it: one comparison where all agree, a handful where prompts part."""
     blocks = BlockKeys(1000)
     index = blocks.indexes[0]
@@ -78,7 +78,9 @@ def test_runs_are_compared_by_their_ends(parted: int, most: int) -> None:
 
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_histories(seed: int, even: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_runs_in_random_histories_match_single_look_ups(
+    seed: int, even: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Duplicates, holes, moves and clearing among prompts that share beginnings; even: of few different lengths."""
     random = Random(seed)
     blocks = BlockKeys(4000)
@@ -130,7 +132,7 @@ def test_random_histories(seed: int, even: bool, monkeypatch: pytest.MonkeyPatch
     assert compared > 10 * LEAST_KEYS
 
 
-def test_stamps_are_looked_at_before_they_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_run_stamps_are_checked_before_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """2**31 losses later a block that was lost would seem to have been kept."""
     monkeypatch.setattr("hybridkv.cache.index._MOST_EVICTIONS", 5)
     blocks = BlockKeys(1000)

@@ -52,7 +52,7 @@ def sync(cache: KVCacheManager, one: Request, theirs: Engines, computed: int, in
 
 @every_layout
 @pytest.mark.parametrize("engine_hashes", [False, True])
-def test_lent_tokens_lead_to_the_same_as_copied_ones(config: KVCacheConfig, *, engine_hashes: bool) -> None:
+def test_lent_tokens_give_the_same_results_as_copied_tokens(config: KVCacheConfig, *, engine_hashes: bool) -> None:
     """Two caches, call for call: one has the tokens, the other reads an engine's."""
     copied = KVCacheManager(config, 200, enable_kv_cache_events=True)
     hasher = EngineHashes(copied.hasher.block_size) if engine_hashes and copied.hasher else None
@@ -95,7 +95,7 @@ def test_lent_tokens_lead_to_the_same_as_copied_ones(config: KVCacheConfig, *, e
     assert told[0] == told[1] != []
 
 
-def test_tokens_that_come_while_it_waits_are_hashed_when_it_is_looked_up() -> None:
+def test_lent_tokens_added_while_waiting_are_hashed_at_look_up() -> None:
     cache = KVCacheManager(REFERENCE, 200)
     first, _ = lent(cache, "first", list(range(13)))
     cache.allocate_slots(first, 13)
@@ -105,7 +105,7 @@ def test_tokens_that_come_while_it_waits_are_hashed_when_it_is_looked_up() -> No
 
 
 @every_layout
-def test_tokens_are_computed_before_they_are_known(config: KVCacheConfig) -> None:
+def test_lent_tokens_computed_ahead_are_published_when_known(config: KVCacheConfig) -> None:
     """A step ahead: 6 tokens have slots, and are computed, before any of them is drawn; known, they are published."""
     cache = KVCacheManager(config, 200, hasher=EngineHashes(BLOCK))
     one, theirs = lent(cache, "r", list(range(9)))
@@ -129,7 +129,7 @@ def test_tokens_are_computed_before_they_are_known(config: KVCacheConfig) -> Non
     assert cache.engine.publish_boundaries(np.array([one.row])).item() == 16
 
 
-def test_what_steps_in_flight_read_is_kept() -> None:
+def test_lent_request_keeps_blocks_that_steps_in_flight_read() -> None:
     cache = KVCacheManager(REFERENCE, 200, hasher=EngineHashes(BLOCK))
     one, theirs = lent(cache, "r", list(range(15)))
     assert cache.allocate_slots(one, 15) is not None
@@ -141,7 +141,7 @@ def test_what_steps_in_flight_read_is_kept() -> None:
     assert dropped == [1, 2]  # of a window of 6: the next token of 9, or of 15, reads from 4, or 10, on
 
 
-def test_the_counts_of_one_are_those_of_all() -> None:
+def test_lent_counts_set_singly_or_by_row_agree() -> None:
     """Each of two requests grows by a token at a time, and by many; one is told by itself, the other as a row."""
     cache = KVCacheManager(REFERENCE, 200)
     (one, mine), (other, theirs) = (lent(cache, name, list(range(5))) for name in ("one", "other"))
@@ -167,7 +167,7 @@ def test_the_counts_of_one_are_those_of_all() -> None:
 
 
 @every_layout
-def test_who_stays_below_its_next_event_needs_no_call(config: KVCacheConfig) -> None:
+def test_lent_request_below_its_next_event_needs_no_call(config: KVCacheConfig) -> None:
     cache = KVCacheManager(config, 200, hasher=EngineHashes(BLOCK))
     known = [lent(cache, f"r{n}", list(range(100 * n, 100 * n + 5 + n))) for n in range(4)]
     for one, _ in known:
@@ -186,7 +186,7 @@ def test_who_stays_below_its_next_event_needs_no_call(config: KVCacheConfig) -> 
         cache.check()
 
 
-def test_without_caching_nothing_has_an_edge_or_a_hash() -> None:
+def test_lent_request_without_caching_has_no_boundary_or_hash() -> None:
     cache = KVCacheManager(REFERENCE, 200, enable_caching=False)
     one, theirs = lent(cache, "r", list(range(9)))
     assert cache.allocate_slots(one, 9) is not None
@@ -200,7 +200,7 @@ def test_without_caching_nothing_has_an_edge_or_a_hash() -> None:
 # -- steps
 
 
-def test_a_step_without_a_with_block() -> None:
+def test_lent_step_without_with_block_is_settled() -> None:
     cache = KVCacheManager(STATES, 200, hasher=EngineHashes(BLOCK))
     for step in range(3):
         cache.engine.begin_step(step)
@@ -222,7 +222,7 @@ def test_a_step_without_a_with_block() -> None:
 # -- refused
 
 
-def test_what_is_the_engines_is_changed_there() -> None:
+def test_lent_tokens_changed_on_the_request_are_rejected() -> None:
     cache = KVCacheManager(REFERENCE, 200, hasher=EngineHashes(BLOCK))
     one, theirs = lent(cache, "r", list(range(9)))
     copied = Request("copied", list(range(9)), hasher=None)
@@ -256,7 +256,7 @@ def test_what_is_the_engines_is_changed_there() -> None:
     cache.check()
 
 
-def test_who_hashes_must_be_said() -> None:
+def test_lent_request_with_invalid_hash_source_is_rejected() -> None:
     with pytest.raises(HashError, match="lend theirs with their hashes"):
         Request("r", list(range(9)), hasher=EngineHashes(BLOCK))
     assert EngineHashes(BLOCK).hash_chain(None, np.arange(3, dtype=np.int32)) == []
@@ -268,7 +268,7 @@ def test_who_hashes_must_be_said() -> None:
             Lent(*wrong)
 
 
-def test_a_scheduler_of_ours_takes_tokens_of_its_own() -> None:
+def test_lent_request_in_our_scheduler_is_rejected() -> None:
     cache = KVCacheManager(REFERENCE, 200)
     one, _ = lent(cache, "r", list(range(9)))
     with pytest.raises(ConfigError, match="another engine's"):

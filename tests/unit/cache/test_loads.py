@@ -53,7 +53,7 @@ def loading(cache: KVCacheManager, tokens: int = 21, external: int = 16) -> Requ
 
 
 @every_layout
-def test_what_is_loaded_is_found_when_it_is_there(config: KVCacheConfig) -> None:
+def test_loaded_blocks_are_hit_after_the_load(config: KVCacheConfig) -> None:
     cache = made(config)
     one = loading(cache)
     cache.check()
@@ -76,7 +76,7 @@ def test_what_is_loaded_is_found_when_it_is_there(config: KVCacheConfig) -> None
 
 
 @every_layout
-def test_nothing_else_is_done_with_it_meanwhile(config: KVCacheConfig) -> None:
+def test_loading_blocks_are_locked_until_the_load_ends(config: KVCacheConfig) -> None:
     cache = made(config)
     one = loading(cache)
     for ask in (
@@ -99,7 +99,7 @@ def test_nothing_else_is_done_with_it_meanwhile(config: KVCacheConfig) -> None:
 
 
 @every_layout
-def test_of_what_came_in_part_the_rest_is_computed(config: KVCacheConfig) -> None:
+def test_partial_load_leaves_the_rest_to_compute(config: KVCacheConfig) -> None:
     cache = made(config)
     one = loading(cache)
     went_on = cache.engine.finish_load(one, 12)
@@ -120,7 +120,7 @@ def test_of_what_came_in_part_the_rest_is_computed(config: KVCacheConfig) -> Non
 
 
 @every_layout
-def test_what_is_here_and_what_is_loaded(config: KVCacheConfig) -> None:
+def test_load_after_a_local_hit_covers_both(config: KVCacheConfig) -> None:
     cache = made(config)
     first = request(cache, "first", 9)
     for tokens in (8, 1):
@@ -140,7 +140,7 @@ def test_what_is_here_and_what_is_loaded(config: KVCacheConfig) -> None:
     cache.check()
 
 
-def test_ends_behind_what_came_are_published() -> None:
+def test_load_publishes_resume_points_within_it() -> None:
     cache = made(NATURAL["full"], eviction=eviction_named("hazard"))
     one = Request("r", list(range(21)), hasher=cache.hasher, marks=(14,))
     assert cache.allocate_slots(one, 0, delay_cache_blocks=True, num_external_computed_tokens=16) is not None
@@ -155,7 +155,7 @@ def test_ends_behind_what_came_are_published() -> None:
     cache.check()
 
 
-def test_written_by_no_step() -> None:
+def test_load_finished_inside_a_step_can_be_hit_in_it() -> None:
     """Told inside a step, it is there all the same: a state can be hit in that very step."""
     cache = made(REFERENCE["state"])
     one = loading(cache)
@@ -170,7 +170,7 @@ def test_written_by_no_step() -> None:
     cache.check()
 
 
-def test_what_is_held_past_free_is_held_in_the_reference_layout_too() -> None:
+def test_loading_blocks_survive_free_in_both_layouts() -> None:
     for config in (REFERENCE["full"], NATURAL["full"]):
         cache = made(config)
         one = loading(cache)
@@ -193,14 +193,14 @@ def test_what_is_held_past_free_is_held_in_the_reference_layout_too() -> None:
         ({"num_new_tokens": 0, "num_external_computed_tokens": 21, "delay_cache_blocks": True}, "nothing to compute"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(asked: dict[str, int], said: str) -> None:
+def test_load_with_invalid_arguments_is_rejected(asked: dict[str, int], said: str) -> None:
     cache = made(REFERENCE["full"])
     with pytest.raises(ConfigError, match=said):
         cache.allocate_slots(request(cache), **asked)  # type: ignore[arg-type]
     cache.check()
 
 
-def test_what_was_not_to_come_is_refused() -> None:
+def test_load_that_was_not_started_is_rejected() -> None:
     cache = made(REFERENCE["full"])
     one = loading(cache)
     with pytest.raises(ConfigError, match="so 17 cannot arrive"):
@@ -215,7 +215,7 @@ def test_what_was_not_to_come_is_refused() -> None:
 # -- admission
 
 
-def test_an_admission_leaves_others_what_they_need_now() -> None:
+def test_admission_leaves_blocks_that_other_prefills_need() -> None:
     """39 blocks: 6 of the chunk fit beside 33, and not beside 34, though the whole fits either way."""
     cache = made(REFERENCE["full"])
     one = request(cache, tokens=40)
@@ -228,7 +228,7 @@ def test_an_admission_leaves_others_what_they_need_now() -> None:
 
 
 @every_layout
-def test_what_was_loaded_is_part_of_what_the_whole_needs(config: KVCacheConfig) -> None:
+def test_admission_counts_loaded_blocks_as_held(config: KVCacheConfig) -> None:
     cache = made(config)
     one = loading(cache)
     cache.engine.finish_load(one)
@@ -242,7 +242,7 @@ def test_what_was_loaded_is_part_of_what_the_whole_needs(config: KVCacheConfig) 
 
 
 @every_layout
-def test_what_is_to_come_is_what_is_not_held(config: KVCacheConfig) -> None:
+def test_blocks_to_come_exclude_held_blocks(config: KVCacheConfig) -> None:
     cache = made(config)
     limits = RequestLimits(21)
     whole = cache.engine.blocks_to_come(request(cache), limits)
@@ -258,7 +258,7 @@ def test_what_is_to_come_is_what_is_not_held(config: KVCacheConfig) -> None:
 
 
 @pytest.mark.parametrize("config", [REFERENCE["window"], NATURAL["window"]], ids=["reference", "natural"])
-def test_a_block_whose_load_failed_is_found_no_longer(config: KVCacheConfig) -> None:
+def test_block_with_failed_load_is_not_hit(config: KVCacheConfig) -> None:
     cache = made(config)
     one = request(cache)
     assert cache.allocate_slots(one, 21) is not None
@@ -278,7 +278,7 @@ def test_a_block_whose_load_failed_is_found_no_longer(config: KVCacheConfig) -> 
 
 @every_layout
 @pytest.mark.parametrize("came", [0, 3, 6])
-def test_what_others_hold_is_never_gone_on_in(config: KVCacheConfig, came: int) -> None:
+def test_partial_load_never_resumes_inside_shared_blocks(config: KVCacheConfig, came: int) -> None:
     """Less came than the hit has: the request goes on behind that, or looks again."""
     cache = made(config)
     first = Request("a", list(range(13)), hasher=cache.hasher)

@@ -48,14 +48,14 @@ def run(cache: KVCacheManager, one: Request) -> int:
 # -- hits
 
 
-def test_requests_with_other_salts_share_nothing() -> None:
+def test_requests_with_different_salts_share_no_blocks() -> None:
     cache = manager()
     run(cache, request(cache, range(14), cache_salt="a"))
     hits = [run(cache, request(cache, range(14), cache_salt=salt)) for salt in ("a", "b")]
     assert [*hits, run(cache, request(cache, range(14)))] == [12, 0, 0]
 
 
-def test_a_request_hashed_by_another_hasher_is_refused() -> None:
+def test_request_of_another_hasher_is_rejected() -> None:
     cache = manager()
     stranger = Request("r", range(14), hasher=BlockHasher(4))
     for one in (stranger, Request("s", range(14))):
@@ -67,7 +67,7 @@ def test_a_request_hashed_by_another_hasher_is_refused() -> None:
     assert cache.block_pool.get_num_free_blocks() == 31
 
 
-def test_the_hash_block_divides_every_block() -> None:
+def test_hash_block_that_divides_every_block_gives_hits() -> None:
     with pytest.raises(ConfigError, match="group 1 has blocks of 6 tokens, no multiple of the hash block 4"):
         KVCacheManager(attention_config(40, (4, 6)), 100, hasher=BlockHasher(4))
     cache = manager(40, (4, 6))
@@ -80,7 +80,7 @@ def test_the_hash_block_divides_every_block() -> None:
 # -- slots
 
 
-def test_nothing_to_allocate_is_an_error() -> None:
+def test_allocation_of_no_tokens_is_rejected() -> None:
     cache = manager()
     one = request(cache, range(14))
     for tokens in (0, -1):
@@ -89,7 +89,7 @@ def test_nothing_to_allocate_is_an_error() -> None:
     assert cache.block_pool.get_num_free_blocks() == 31
 
 
-def test_refusals_say_why() -> None:
+def test_refusal_carries_its_reason() -> None:
     cache = manager(num_blocks=6)
     one = request(cache, range(30))
     assert cache.plan_slots(one, 21) == Refusal(Reason.NO_SPACE, 0, 6, 5)
@@ -102,7 +102,7 @@ def test_refusals_say_why() -> None:
     assert [str(reason) for reason in Reason] == ["no_space", "fragmented", "admission_limit", "prefix_not_written"]
 
 
-def test_a_plan_changes_nothing_until_it_is_committed() -> None:
+def test_plan_changes_nothing_before_commit() -> None:
     cache = manager()
     one = request(cache, range(14))
     plan = cache.plan_slots(one, 14)
@@ -116,7 +116,7 @@ def test_a_plan_changes_nothing_until_it_is_committed() -> None:
 
 
 @pytest.mark.parametrize("what", ["allocate", "free", "publish", "reset"])
-def test_a_stale_plan_raises(what: str) -> None:
+def test_stale_plan_commit_raises(what: str) -> None:
     cache = manager()
     held, other = request(cache, range(9)), request(cache, range(50, 60))
     cache.allocate_slots(held, 9, delay_cache_blocks=True)
@@ -139,7 +139,7 @@ def test_a_stale_plan_raises(what: str) -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_plan_is_stale_after_a_commit_that_takes_no_block(batched: bool) -> None:
+def test_plan_after_a_commit_without_new_blocks_is_stale(batched: bool) -> None:
     cache = manager()
     held, other = request(cache, range(8)), request(cache, range(50, 60))
     cache.allocate_slots(held, 7)
@@ -157,7 +157,7 @@ def test_a_plan_is_stale_after_a_commit_that_takes_no_block(batched: bool) -> No
         cache.commit(plan)
 
 
-def test_delayed_blocks_are_published_when_asked_for() -> None:
+def test_delayed_blocks_are_published_by_cache_blocks() -> None:
     cache = manager()
     one = request(cache, range(14))
     cache.allocate_slots(one, 14, delay_cache_blocks=True)
@@ -171,7 +171,7 @@ def test_delayed_blocks_are_published_when_asked_for() -> None:
     cache.check()
 
 
-def test_only_held_blocks_are_published() -> None:
+def test_cache_blocks_publishes_held_blocks_only() -> None:
     cache = manager()
     one = request(cache, range(14))
     with pytest.raises(CacheError, match="holds no blocks here"):
@@ -187,7 +187,7 @@ def test_only_held_blocks_are_published() -> None:
 # -- free and reset
 
 
-def test_reset_only_when_nothing_is_in_use() -> None:
+def test_reset_with_blocks_in_use_is_rejected() -> None:
     cache = manager(log_stats=True)
     one = request(cache, range(14))
     run(cache, one)
@@ -201,7 +201,7 @@ def test_reset_only_when_nothing_is_in_use() -> None:
     cache.check()
 
 
-def test_two_requests_of_one_name() -> None:
+def test_requests_with_the_same_id_are_rejected() -> None:
     cache = manager()
     run(cache, request(cache, range(5), request_id="same"))
     with pytest.raises(CacheError, match="request ids must be unique"):
@@ -209,7 +209,7 @@ def test_two_requests_of_one_name() -> None:
     cache.check()
 
 
-def test_a_request_of_another_manager_is_refused() -> None:
+def test_request_of_another_manager_is_rejected() -> None:
     here = manager()
     there = KVCacheManager(attention_config(32, (4,)), 1000, hasher=here.hasher)
     one = Request("r", range(9), hasher=here.hasher)
@@ -223,7 +223,7 @@ def test_a_request_of_another_manager_is_refused() -> None:
 # -- answers
 
 
-def test_common_prefix_blocks() -> None:
+def test_common_prefix_blocks_count_blocks_of_all_running_requests() -> None:
     cache = manager(64, (4, 8))
     first, second = request(cache, range(20)), request(cache, [*range(16), 99, 98, 97])
     run(cache, first)
@@ -237,7 +237,7 @@ def test_common_prefix_blocks() -> None:
         cache.get_num_common_prefix_blocks(second, 1)
 
 
-def test_statistics_are_read_once() -> None:
+def test_prefix_cache_statistics_reset_when_read() -> None:
     assert manager().make_prefix_cache_stats() is None
     cache = manager(log_stats=True)
     assert cache.make_prefix_cache_stats() == PrefixCacheStats()
@@ -247,7 +247,7 @@ def test_statistics_are_read_once() -> None:
     assert cache.make_prefix_cache_stats() == PrefixCacheStats()
 
 
-def test_statistics_of_the_cache() -> None:
+def test_cache_statistics_report_requests_and_usage() -> None:
     cache = manager(num_blocks=10)
     first = request(cache, range(14))
     run(cache, first)
@@ -261,7 +261,7 @@ def test_statistics_of_the_cache() -> None:
     assert cache.usage == pytest.approx(4 / 9)
 
 
-def test_blocks_of_a_request() -> None:
+def test_request_blocks_add_and_compare_by_group() -> None:
     blocks = KVCacheBlocks((np.array([1, 2], np.int32), np.array([3], np.int32)))
     more = KVCacheBlocks((np.array([4], np.int32), np.array([], np.int32)))
     assert (blocks + more).blocks == ([1, 2, 4], [3])
@@ -282,12 +282,12 @@ def test_blocks_of_a_request() -> None:
 # -- construction
 
 
-def test_limits_that_cannot_work() -> None:
+def test_manager_with_invalid_limits_is_rejected() -> None:
     with pytest.raises(ConfigError, match="max_model_len must be at least 1, got 0"):
         KVCacheManager(attention_config(8), 0)
 
 
-def test_a_layer_type_without_policy() -> None:
+def test_spec_without_cache_policy_is_rejected() -> None:
     class OtherSpec(AttentionSpec):
         keeps = Keeps.TOKENS
 
@@ -299,7 +299,7 @@ def test_a_layer_type_without_policy() -> None:
         KVCacheManager(KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), spec),)), 100)
 
 
-def test_blocks_put_together_by_hand_name_no_pool() -> None:
+def test_handmade_blocks_without_pool_have_no_views() -> None:
     blocks = KVCacheBlocks((np.array([1], np.int32),))
     for ask in (blocks.views, blocks.get_unhashed_block_ids):
         with pytest.raises(ConfigError, match="name no pool"):
@@ -309,7 +309,7 @@ def test_blocks_put_together_by_hand_name_no_pool() -> None:
 # -- what is handed over wrongly
 
 
-def test_a_hit_whose_blocks_were_evicted_is_not_adopted() -> None:
+def test_hit_with_evicted_blocks_is_rejected() -> None:
     cache = manager(num_blocks=6)
     cache.free(run_and_return(cache, range(9)))
     late = request(cache, range(9))
@@ -330,7 +330,7 @@ def run_and_return(cache: KVCacheManager, tokens: range) -> Request:
     return one
 
 
-def test_blocks_of_nobody_are_not_adopted() -> None:
+def test_hit_on_foreign_blocks_is_rejected() -> None:
     cache = manager(num_blocks=6)
     one = request(cache, range(9))
     for ids in ([1, 99], [-3, 1]):
@@ -351,7 +351,7 @@ def test_blocks_of_nobody_are_not_adopted() -> None:
         {"num_new_computed_tokens": 0.0},
     ],
 )
-def test_nothing_is_overlooked_whether_blocks_are_needed_or_not(known: dict[str, int]) -> None:
+def test_allocation_arguments_are_checked_without_new_blocks(known: dict[str, int]) -> None:
     cache = manager()
     one = request(cache, range(30))
     cache.allocate_slots(one, 3)
@@ -361,7 +361,7 @@ def test_nothing_is_overlooked_whether_blocks_are_needed_or_not(known: dict[str,
             cache.allocate_slots(one, new, **known)  # type: ignore[arg-type]  # by name
 
 
-def test_published_tokens_are_not_forgotten() -> None:
+def test_published_tokens_cannot_be_truncated() -> None:
     cache = manager()
     one = request(cache, range(5))
     for token in range(5, 13):
@@ -373,7 +373,7 @@ def test_published_tokens_are_not_forgotten() -> None:
     cache.check()
 
 
-def test_the_hit_of_another_prompt_is_not_adopted() -> None:
+def test_hit_of_another_prompt_is_rejected() -> None:
     cache = manager()
     run_and_return(cache, range(9))
     blocks, tokens = cache.get_computed_blocks(request(cache, range(9)))
@@ -383,7 +383,7 @@ def test_the_hit_of_another_prompt_is_not_adopted() -> None:
     cache.check()
 
 
-def test_who_ended_and_still_holds_blocks_is_not_taken_for_a_running_request() -> None:
+def test_finished_request_with_held_blocks_is_not_counted_as_running() -> None:
     cache = manager()
     for name, tokens in (("a", range(9)), ("b", range(9)), ("x", range(50, 59))):
         one = Request(name, tokens, hasher=cache.hasher)

@@ -78,7 +78,7 @@ def tokens(n: int, first: int = 100) -> list[int]:
 # -- exact hits
 
 
-def test_without_published_ends_one_class_of_one_block_gives_the_references_ids() -> None:
+def test_natural_layout_with_one_class_gives_reference_ids() -> None:
     """Every cell of every step, over random requests, hits and preemptions."""
     for seed in range(12):
         random, cells = Random(seed), []
@@ -122,7 +122,7 @@ def sparse(max_moved_bytes: int | None = None) -> tuple[KVCacheManager, Request,
     return cache, Request("last", tokens(4), hasher=cache.hasher), requests
 
 
-def test_a_live_block_moves_for_who_needs_its_slab() -> None:
+def test_live_block_moves_when_its_slab_is_needed() -> None:
     cache, last, _ = sparse()
     assert cache.allocate_slots(last, 4) is not None
     transfers = cache.fields.take_transfers()
@@ -132,7 +132,7 @@ def test_a_live_block_moves_for_who_needs_its_slab() -> None:
     cache.check()
 
 
-def test_what_needs_moves_is_fragmented_once_the_step_has_moved_its_bytes() -> None:
+def test_plan_beyond_the_move_limit_is_fragmented() -> None:
     cache = cache_of(config_of((full_spec(B), state_spec(B)), (3, 1), 11), max_moved_bytes=1)
 
     def asked(name: str, length: int = 4) -> Request:
@@ -155,18 +155,18 @@ def test_what_needs_moves_is_fragmented_once_the_step_has_moved_its_bytes() -> N
 
 
 @pytest.mark.parametrize("bound", [0, -1, 1.5, "1", True])
-def test_a_bound_of_bytes_under_which_nothing_ever_moves_is_refused(bound: object) -> None:
+def test_max_moved_bytes_below_one_is_rejected(bound: object) -> None:
     with pytest.raises(ConfigError, match=r"max_moved_bytes must be (an integer|at least 1), got"):
         cache_of(max_moved_bytes=bound)
 
 
 @pytest.mark.parametrize(("option", "value"), [("max_moved_bytes", 1), ("partial_block_hits", False), ("space", "any")])
-def test_what_means_nothing_in_the_reference_layout_is_refused(option: str, value: object) -> None:
+def test_natural_options_in_reference_layout_are_rejected(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match="mean nothing in the reference layout"):
         cache_of(model_config(8, (full_spec(B),)), None, **{option: value})
 
 
-def test_blocks_taken_past_the_manager_never_move_those_of_others() -> None:
+def test_pool_blocks_taken_directly_move_no_others() -> None:
     """Whoever takes them from the pool tells no row: what would need room is refused, and nothing is done."""
     cache = cache_of(natural_model_config(6, (full_spec(16), window_spec(16, 48), state_spec(16)), [8, 8, 1]))
     held = [Request(name, tokens(40, first), hasher=cache.hasher) for name, first in (("a", 100), ("b", 200))]
@@ -181,7 +181,7 @@ def test_blocks_taken_past_the_manager_never_move_those_of_others() -> None:
     cache.check()
 
 
-def test_the_least_bound_of_bytes_lets_every_request_end() -> None:
+def test_least_move_limit_lets_every_request_finish() -> None:
     """Two requests run and neither has its next block without a move: at 0 bytes a step both would wait for ever."""
     loop = Loop(cache_of(config_of((full_spec(B), state_spec(B)), (2, 3), 5), max_moved_bytes=1), max_running=8)
     random = Random(1)
@@ -193,7 +193,7 @@ def test_the_least_bound_of_bytes_lets_every_request_end() -> None:
     assert loop.scheduler.statistics().requests_finished == 5
 
 
-def test_a_prefix_that_the_same_step_computes_is_waited_for_by_that_name() -> None:
+def test_prefix_computed_in_the_same_step_is_prefix_not_written() -> None:
     """A model of attention alone: the copy of its last block would come before what it copies."""
     loop = Loop(cache_of(config_of((full_spec(B),), (3,), 12)))
     loop.add("first", tokens(6))
@@ -203,7 +203,7 @@ def test_a_prefix_that_the_same_step_computes_is_waited_for_by_that_name() -> No
     assert loop.step().num_scheduled.tolist() == [1]
 
 
-def test_what_needs_moves_waits_for_locked_blocks() -> None:
+def test_plan_that_needs_moves_waits_for_locked_blocks() -> None:
     cache, last, (one, other, *_) = sparse()
     locks = [cache.engine.lock(one), cache.engine.lock("r2"), cache.engine.lock("r5")]
     refused = cache.plan_slots(last, 4)
@@ -223,14 +223,14 @@ def test_what_needs_moves_waits_for_locked_blocks() -> None:
     cache.check()
 
 
-def test_placements_belong_to_the_natural_layout() -> None:
+def test_placement_in_reference_layout_is_rejected() -> None:
     with pytest.raises(ConfigError, match="needs the natural layout"):
         KVCacheManager(attention_config(8), 100, options=CacheOptions(placement=EndsPlacement()))
     assert cache_of().placement == EndsPlacement()
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_failed_step_may_have_overwritten_is_not_kept(fails: bool) -> None:
+def test_state_overwritten_by_a_failed_step_is_dropped(fails: bool) -> None:
     """The row of an aborted request is released by a step before the failed one, which rewrote its state in place."""
     cache = cache_of()
     sched = Scheduler(cache, SchedulerLimits(max_in_flight=2, max_batched_tokens=6, segments=False))
@@ -253,7 +253,7 @@ def test_what_a_failed_step_may_have_overwritten_is_not_kept(fails: bool) -> Non
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_cache_runs_over_a_space_that_no_file_of_it_knows(seed: int) -> None:
+def test_cache_over_a_foreign_space_runs(seed: int) -> None:
     """An ideal pool, memory by the byte: where free blocks come from is behind one seam."""
     random = Random(seed)
     config = config_of((full_spec(B), state_spec(B)), (3, 1), 12)
@@ -272,7 +272,7 @@ def test_the_cache_runs_over_a_space_that_no_file_of_it_knows(seed: int) -> None
 
 
 @pytest.mark.parametrize("length", [3, 4, 6])
-def test_a_salt_parts_what_is_cached_inside_a_block_too(length: int) -> None:
+def test_partial_block_with_another_salt_is_not_hit(length: int) -> None:
     loop = Loop(cache_of(config_of((full_spec(B),), (3,), 12)))
     cache = loop.cache
     loop.scheduler.add(

@@ -11,7 +11,7 @@ from kinds_support import cache_of, full, hit_tokens, start, state, window
 PROMPT = list(range(40))
 
 
-def test_a_pinned_prefix_outlives_pressure() -> None:
+def test_pinned_prefix_survives_memory_pressure() -> None:
     cache = cache_of(full(), num_blocks=13, max_pinned_blocks=4)
     cache.free(start(cache, PROMPT[:24], (24,)))
     pin = cache.pin(PROMPT[:16])
@@ -28,14 +28,14 @@ def test_a_pinned_prefix_outlives_pressure() -> None:
     assert hit_tokens(cache, PROMPT) == 0
 
 
-def test_what_is_not_cached_cannot_be_pinned() -> None:
+def test_pin_of_uncached_prefix_is_empty() -> None:
     cache = cache_of(full(), max_pinned_blocks=4)
     pin = cache.pin(PROMPT)
     assert (pin.tokens, pin.num_blocks) == (0, 0)
     cache.unpin(pin)
 
 
-def test_a_salt_has_pins_of_its_own() -> None:
+def test_pin_with_salt_is_separate() -> None:
     cache = cache_of(full(), max_pinned_blocks=9)
     request = Request("a", PROMPT[:16], hasher=cache.hasher, cache_salt="s")
     cache.allocate_slots(request, 16)
@@ -43,7 +43,7 @@ def test_a_salt_has_pins_of_its_own() -> None:
     assert cache.pin(PROMPT[:16], "s").tokens == 16
 
 
-def test_pins_of_windows_and_states_hold_what_a_hit_needs() -> None:
+def test_pin_of_windows_and_states_holds_blocks_of_a_hit() -> None:
     cache = cache_of(full(), window(8), state(8), max_pinned_blocks=20)
     cache.free(start(cache, PROMPT, (16, 16, 8)))
     pin = cache.pin(PROMPT[:32])
@@ -55,14 +55,14 @@ def test_pins_of_windows_and_states_hold_what_a_hit_needs() -> None:
     assert cache.reset_prefix_cache()
 
 
-def test_pins_are_no_running_requests() -> None:
+def test_pin_is_not_counted_as_running_request() -> None:
     cache = cache_of(full(), max_pinned_blocks=9)
     start(cache, PROMPT[:16], (16,))
     cache.pin(PROMPT[:8])
     assert cache.get_num_common_prefix_blocks("a", 1) == [4]
 
 
-def test_what_a_step_in_flight_writes_is_not_pinned() -> None:
+def test_pin_skips_blocks_a_step_in_flight_writes() -> None:
     cache = cache_of(full(), max_pinned_blocks=9)
     sched = Scheduler(cache, SchedulerLimits(max_batched_tokens=8, max_in_flight=2))
     sched.add(Request("a", PROMPT[:16], hasher=cache.hasher))
@@ -78,7 +78,7 @@ def test_what_a_step_in_flight_writes_is_not_pinned() -> None:
     cache.check()
 
 
-def test_the_limit() -> None:
+def test_pin_beyond_the_limit_is_rejected() -> None:
     cache = cache_of(full(), max_pinned_blocks=5)
     start(cache, PROMPT, (40,))
     first = cache.pin(PROMPT[:16])
@@ -97,7 +97,7 @@ def test_the_limit() -> None:
         cache_of(full(), num_blocks=10, max_pinned_blocks=10)
 
 
-def test_a_pin_is_released_once() -> None:
+def test_pin_released_twice_is_rejected() -> None:
     cache, other = cache_of(full(), max_pinned_blocks=9), cache_of(full(), max_pinned_blocks=9)
     start(cache, PROMPT, (40,))
     start(other, PROMPT, (40,))
@@ -110,7 +110,7 @@ def test_a_pin_is_released_once() -> None:
         cache.unpin(pin)
 
 
-def test_requests_are_not_promised_what_may_be_pinned() -> None:
+def test_admission_excludes_blocks_that_may_be_pinned() -> None:
     cache = cache_of(full(), num_blocks=11, max_pinned_blocks=4)
     sched = Scheduler(cache)
     assert cache.bounds.guaranteed_blocks == 6
@@ -119,7 +119,7 @@ def test_requests_are_not_promised_what_may_be_pinned() -> None:
     sched.add(Request("fits", PROMPT[:8], hasher=cache.hasher))
 
 
-def test_statistics_of_each_group() -> None:
+def test_group_statistics_balance_after_unpin() -> None:
     cache = cache_of(full(), window(8), num_blocks=40)
     request = start(cache, PROMPT, (24, 16))
     groups = cache.statistics().groups
@@ -139,7 +139,7 @@ def test_statistics_of_each_group() -> None:
     assert [(g.held_blocks, g.cached_blocks, g.published - g.evictions) for g in groups] == [(0, 0, 0)] * 2
 
 
-def test_pins_with_eagle_hold_the_block_that_look_ups_see_past_the_hit() -> None:
+def test_pin_with_eagle_holds_the_block_after_the_hit() -> None:
     for specs in ((full(),), (full(), window(8))):
         cache = cache_of(*specs, num_blocks=20 * len(specs), max_pinned_blocks=12, use_eagle=True)
         cache.free(start(cache, PROMPT[:24], (24,)))

@@ -70,14 +70,16 @@ def kept(placement: Placement, of: Request, tokens: int, end: int) -> bool:
 
 
 @given(placement=placements, of=requests, start=st.integers(0, 130), length=st.integers(0, 130))
-def test_stops_are_what_each_placement_says(placement: Placement, of: Request, start: int, length: int) -> None:
+def test_placement_checkpoints_match_their_definition(
+    placement: Placement, of: Request, start: int, length: int
+) -> None:
     counts = range(start + 1, start + length + 1)
     end = start + length
     assert placement.checkpoints(of, start, end) == tuple(t for t in counts if kept(placement, of, t, end))
 
 
 @given(placement=placements, of=requests, after=st.integers(0, 130))
-def test_the_next_stop_is_the_first_of_the_stops(placement: Placement, of: Request, after: int) -> None:
+def test_placement_next_checkpoint_is_the_first_of_checkpoints(placement: Placement, of: Request, after: int) -> None:
     found = placement.next_checkpoint(of, after)
     assert found > after
     if found == NEVER:
@@ -89,7 +91,9 @@ def test_the_next_stop_is_the_first_of_the_stops(placement: Placement, of: Reque
 
 
 @given(placement=placements, of=requests, cuts=st.lists(st.integers(0, 130), max_size=6))
-def test_steps_of_any_size_meet_every_stop_once(placement: Placement, of: Request, cuts: list[int]) -> None:
+def test_placement_checkpoints_in_steps_of_any_size_come_once(
+    placement: Placement, of: Request, cuts: list[int]
+) -> None:
     edges = [0, *sorted(cuts), 130]
     parts = [placement.checkpoints(of, start, end) for start, end in pairwise(edges)]
     met, whole = tuple(t for part in parts for t in part), placement.checkpoints(of, 0, 130)
@@ -103,7 +107,7 @@ def test_steps_of_any_size_meet_every_stop_once(placement: Placement, of: Reques
 @pytest.mark.parametrize("placement", [IntervalPlacement(7), EndsPlacement(), NoStates()])
 @pytest.mark.parametrize("corner", [1, 8, 40])
 @given(of=requests, cuts=st.lists(st.integers(0, 130), max_size=6))
-def test_an_eviction_asks_for_the_corner_of_each_prompt(
+def test_checkpoints_with_eviction_corner_add_one_to_each_prompt(
     placement: Placement, corner: int, of: Request, cuts: list[int]
 ) -> None:
     options = CacheOptions(placement=placement, eviction=replace(HAZARD, corner=corner))
@@ -114,13 +118,13 @@ def test_an_eviction_asks_for_the_corner_of_each_prompt(
     assert met == [t for t in range(1, of.num_tokens + 1) if kept(placement, of, t, 130) or t in corners]
 
 
-def test_who_keeps_states_and_who_keeps_the_end() -> None:
+def test_placement_kinds_declare_states_and_final_state() -> None:
     assert [one.keeps_states for one in ALL] == [False, True, True, True]
     assert [one.keeps_final_state for one in ALL] == [False, False, True, True]
 
 
 @given(placement=placements, of=requests, tokens=st.integers(1, 130))
-def test_only_an_end_of_prompt_serves_who_goes_on_alone(placement: Placement, of: Request, tokens: int) -> None:
+def test_placement_supersedes_only_unshared_prompt_ends(placement: Placement, of: Request, tokens: int) -> None:
     own = tokens == of.num_prompt_tokens - 1
     others = tokens in of.marks or tokens == of.branch_tokens
     assert placement.is_supersedable(of, tokens) == (isinstance(placement, EndsPlacement) and own and not others)
@@ -141,12 +145,12 @@ def test_only_an_end_of_prompt_serves_who_goes_on_alone(placement: Placement, of
         (f"interval:{MOST}", IntervalPlacement(MOST)),
     ],
 )
-def test_names_are_read(name: str, placement: Placement) -> None:
+def test_placement_name_is_parsed(name: str, placement: Placement) -> None:
     assert placement_named(name, 528) == placement
     assert placement_named(placement.name, 1) == placement
 
 
-def test_the_default() -> None:
+def test_placement_default_is_ends() -> None:
     assert DEFAULT_PLACEMENT.name == "ends"
     assert [one.name for one in ALL] == ["none", "align:4", "interval:7", "ends"]
 
@@ -159,7 +163,7 @@ def test_the_default() -> None:
         *("align:", "align:0", "align:+4", "align:\u0664", f"align:{2**31}"),
     ],
 )
-def test_a_bad_number_says_what_to_write(name: str) -> None:
+def test_placement_with_bad_number_names_the_fix(name: str) -> None:
     kind = name.partition(":")[0]
     with pytest.raises(ConfigError, match=f"needs a number of tokens, 1 .. {MOST}: write {kind}:528"):
         placement_named(name, 16)
@@ -177,7 +181,7 @@ def test_a_bad_number_says_what_to_write(name: str) -> None:
         ("everywhere", ""),
     ],
 )
-def test_an_unknown_name_says_which_there_are(name: str, hint: str) -> None:
+def test_placement_with_unknown_name_lists_known_names(name: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         placement_named(name, 16)
     assert str(caught.value) == f"unknown placement '{name}': use none, ends, interval:N, align or align:N{hint}"
@@ -185,6 +189,6 @@ def test_an_unknown_name_says_which_there_are(name: str, hint: str) -> None:
 
 @pytest.mark.parametrize("kind", [AlignPlacement, IntervalPlacement])
 @pytest.mark.parametrize("tokens", [0, -1, 2**31])
-def test_a_grid_is_one_of_tokens(kind: Callable[[int], Placement], tokens: int) -> None:
+def test_placement_with_bad_interval_is_rejected(kind: Callable[[int], Placement], tokens: int) -> None:
     with pytest.raises(ConfigError, match=f"needs a number of tokens, 1 .. {MOST}, got {tokens}"):
         kind(tokens)

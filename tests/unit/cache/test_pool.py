@@ -27,7 +27,7 @@ def hashed(pool: BlockPool, *blocks: int) -> None:
     pool.publish(0, blocks, [key(block) for block in blocks])
 
 
-def test_pool_of_eight() -> None:
+def test_block_pool_of_eight_matches_measured_order() -> None:
     pool = BlockPool(8, journal=Journal(events=(events := EventQueue())))
     assert pool.free_order() == [1, 2, 3, 4, 5, 6, 7]
     assert pool.get_new_blocks(4).tolist() == [1, 2, 3, 4]
@@ -44,7 +44,7 @@ def test_pool_of_eight() -> None:
     assert pool.keys.evictions == 1
 
 
-def test_the_null_block_alone() -> None:
+def test_block_pool_with_null_block_only_is_legal() -> None:
     pool = BlockPool(1)
     assert pool.get_num_free_blocks() == 0
     assert pool.get_usage() == 0.0
@@ -54,13 +54,13 @@ def test_the_null_block_alone() -> None:
         pool.get_new_blocks(1)
 
 
-def test_a_pool_needs_the_null_block() -> None:
+def test_block_pool_without_blocks_is_rejected() -> None:
     with pytest.raises(ConfigError, match="at least 1 block"):
         BlockPool(0)
 
 
 @pytest.mark.parametrize("block", [0, -1, 4, 100])
-def test_foreign_ids(block: int) -> None:
+def test_block_pool_with_foreign_id_raises(block: int) -> None:
     pool = BlockPool(4)
     pool.get_new_blocks(3)
     with pytest.raises(BlockError, match=f"block {block} is not one of this pool's blocks 1 .. 3"):
@@ -70,7 +70,7 @@ def test_foreign_ids(block: int) -> None:
     assert pool.ref_counts(ids(1, 2, 3)).tolist() == [1, 1, 1]
 
 
-def test_double_free() -> None:
+def test_block_pool_double_free_raises() -> None:
     pool = BlockPool(4)
     pool.get_new_blocks(2)
     pool.free_blocks(ids(1))
@@ -80,7 +80,7 @@ def test_double_free() -> None:
     assert pool.free_order() == [1, 3]
 
 
-def test_reset_only_when_nothing_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
+def test_block_pool_reset_with_blocks_in_use_fails(caplog: pytest.LogCaptureFixture) -> None:
     pool = BlockPool(6, journal=Journal(events=(events := EventQueue())))
     pool.get_new_blocks(3)
     hashed(pool, 1, 2)
@@ -99,7 +99,7 @@ def test_reset_only_when_nothing_is_in_use(caplog: pytest.LogCaptureFixture) -> 
     assert events.take() == []
 
 
-def test_a_tail_that_has_to_go_frees_its_block_for_the_next() -> None:
+def test_block_pool_with_fifth_partial_block_key_frees_a_block() -> None:
     """A parent has four tails. A block whose last key goes by a fifth is empty again, and counted so."""
     pool = BlockPool(8)
     blocks = pool.get_new_blocks(5).tolist()
@@ -117,7 +117,7 @@ def test_a_tail_that_has_to_go_frees_its_block_for_the_next() -> None:
 # -- the order of free blocks, and rows of blocks
 
 
-def test_positions_start_anew_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_order_positions_restart_before_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions are 32 bits wide: with a small bound the ring is written anew often, and nothing is lost."""
     monkeypatch.setattr("hybridkv.cache.spaces.one_size._FARTHEST", 30)
     random, order, naive = Random(0), FreeOrder(12), list(range(1, 12))
@@ -135,7 +135,7 @@ def test_positions_start_anew_before_they_overflow(monkeypatch: pytest.MonkeyPat
         assert np.abs(order._place[naive]).max() <= 30
 
 
-def test_a_renamed_block_hands_over_its_place() -> None:
+def test_free_order_of_renamed_block_keeps_its_place() -> None:
     random, order, naive = Random(1), FreeOrder(12), list(range(1, 12))
     for _ in range(500):
         out = [block for block in range(1, 12) if block not in naive]
@@ -166,7 +166,7 @@ NOBODYS = 1_000_000
 
 
 @pytest.mark.parametrize("few", [1, 40])
-def test_blocks_are_found_and_renamed_in_all_rows_and_nowhere_else(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_rows_rename_all_live_cells_only(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many at once or one by one; cells of rows that are gone do not count."""
     monkeypatch.setattr("hybridkv.cache.groups._FEW", few)
     rows, plain, random, unused = BlockRows(), dict[int, list[int]](), Random(3), iter(range(1, 9000))

@@ -28,14 +28,14 @@ def columns(
 # -- several groups: what a hit can reach
 
 
-def test_the_columns_of_a_window_before_each_edge() -> None:
+def test_window_publishes_columns_before_each_boundary() -> None:
     specs = (full(16), window(8, 4))
     assert columns(specs, (60,), 0) == [0, 1, 2]
     assert columns(specs, (60,), 1) == [2, 3, 6, 7, 10, 11]
     assert columns(specs, (7, 30, 23), 1)[-4:] == [6, 7, 10, 11]  # whatever the chunks
 
 
-def test_eagle_goes_one_block_past_each_edge() -> None:
+def test_window_with_eagle_publishes_one_block_past_each_boundary() -> None:
     specs = (full(16), window(8, 4))
     assert columns(specs, (60,), 1, use_eagle=True) == [2, 3, 4, 6, 7, 8, 10, 11, 12]
     assert columns(specs, (64,), 1, use_eagle=True) == [2, 3, 4, 6, 7, 8, 10, 11, 12, 14, 15]
@@ -51,7 +51,9 @@ def test_eagle_goes_one_block_past_each_edge() -> None:
     ("retention", "expected"),
     [(None, list(range(15))), (0, [13, 14]), (16, [2, 3, 6, 7, 10, 11, 13, 14]), (4, list(range(15)))],
 )
-def test_windows_kept(chunks: tuple[int, ...], retention: int | None, expected: list[int]) -> None:
+def test_window_columns_with_retention_match_measurements(
+    chunks: tuple[int, ...], retention: int | None, expected: list[int]
+) -> None:
     assert columns((full(4), window(8, 4)), chunks, 1, retention=retention) == expected
     assert columns((full(4), window(8, 4)), chunks, 0, retention=retention) == list(range(15))
 
@@ -72,7 +74,7 @@ def test_windows_kept(chunks: tuple[int, ...], retention: int | None, expected: 
         ((full(16), window(40, 4)), 70, 0, list(range(6, 16))),
     ],
 )
-def test_windows_kept_of_other_sizes(
+def test_window_columns_of_other_sizes_match_measurements(
     specs: tuple[KVCacheSpec, ...], prompt: int, retention: int, expected: list[int]
 ) -> None:
     assert columns(specs, (prompt,), 1, retention=retention) == expected
@@ -96,7 +98,7 @@ def test_windows_kept_of_other_sizes(
         ((*(16,) * 6, 4), 32, [1, 3, 5]),
     ],
 )
-def test_states_kept(
+def test_state_columns_with_retention_match_measurements(
     specs: tuple[KVCacheSpec, ...], chunks: tuple[int, ...], retention: int | None, expected: list[int]
 ) -> None:
     assert columns(specs, chunks, len(specs) - 1, retention=retention) == expected
@@ -123,7 +125,7 @@ def allocate_one(cache: KVCacheManager, request: Request, *, batch: bool) -> Non
         ((full(4), window(8)), 32, [5, 6, 7, 14, 15]),
     ],
 )
-def test_kept_while_decoding(
+def test_published_columns_while_decoding_match_measurements(
     specs: tuple[KVCacheSpec, ...], retention: int | None, expected: list[int], *, batch: bool
 ) -> None:
     """A prompt of 32 tokens and 40 more."""
@@ -135,7 +137,7 @@ def test_kept_while_decoding(
     assert published(cache, request, 1) == expected
 
 
-def test_where_others_branched_off_is_kept() -> None:
+def test_branch_point_state_is_published() -> None:
     cache = cache_of(full(16), state(), retention=0)
     request = start(cache, PROMPT[:100], (48,))
     request.branch_tokens = 50
@@ -149,6 +151,6 @@ def test_where_others_branched_off_is_kept() -> None:
 
 
 @pytest.mark.parametrize("retention", [-16, 8, 24])
-def test_retention_is_a_multiple_of_the_alignment(retention: int) -> None:
+def test_retention_off_the_alignment_is_rejected(retention: int) -> None:
     with pytest.raises(ConfigError, match="a multiple of the common alignment of 16 tokens"):
         cache_of(full(16), window(8, 4), retention=retention)

@@ -46,7 +46,7 @@ def ids(count: int, seed: int = 0) -> NDArray[np.int32]:
     return np.random.default_rng(seed).integers(0, 50_000, count).astype(np.int32)
 
 
-def test_what_comes_again_is_not_hashed() -> None:
+def test_remembered_chain_is_not_hashed_again() -> None:
     hasher, prompt = Counting(SIZE), ids(LONG + 5)
     first = hasher.hash_chain(None, prompt)
     assert hasher.hashed == LEAST_BLOCKS + 2
@@ -57,7 +57,7 @@ def test_what_comes_again_is_not_hashed() -> None:
     assert hasher.hashed == LEAST_BLOCKS + 2 + 4
 
 
-def test_short_prompts_and_chains_behind_a_parent_are_hashed() -> None:
+def test_short_or_continued_chain_is_not_remembered() -> None:
     hasher, prompt = Counting(SIZE), ids(LONG)
     for _ in range(2):
         assert hasher.hash_chain(None, prompt[:-1]) == PLAIN.hash_chain(None, prompt[:-1])
@@ -67,7 +67,7 @@ def test_short_prompts_and_chains_behind_a_parent_are_hashed() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [0, 30_000, 200_000, 1 << 30])
-def test_random_trees_of_prompts(max_bytes: int) -> None:
+def test_remembered_chains_of_random_prompts_match_plain_hashes(max_bytes: int) -> None:
     """They share beginnings, with other extra keys, too; what is remembered stays within its bytes."""
     random = Random(max_bytes)
     hasher = BlockHasher(SIZE, remembered_bytes=max_bytes)
@@ -93,7 +93,7 @@ def hashes_of(count: int) -> list[bytes]:
     return [i.to_bytes(4, "big") * 8 for i in range(count)]
 
 
-def test_who_is_used_least_recently_goes_first() -> None:
+def test_remembered_chain_used_least_recently_is_dropped_first() -> None:
     known = RememberedChains(SIZE, 2 * (LONG * 4 + 80 * LEAST_BLOCKS + 1000))
     hashes = hashes_of(LEAST_BLOCKS)
 
@@ -109,7 +109,7 @@ def test_who_is_used_least_recently_goes_first() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [1 << 20, 40_000])
-def test_another_thread_remembers_while_one_hashes(max_bytes: int) -> None:
+def test_remembered_chains_of_two_threads_stay_correct(max_bytes: int) -> None:
     """The same prompt, a longer one, one that parts from it, and, where there is little room, strangers."""
     base = ids(LONG)
     longer = [np.concatenate((base, ids(80, seed))) for seed in (1, 2)]
@@ -128,7 +128,7 @@ def test_another_thread_remembers_while_one_hashes(max_bytes: int) -> None:
                     assert hasher.remembered.num_bytes == sum(run.size_bytes() for run in hasher.remembered._used)
 
 
-def test_what_is_remembered_are_copies() -> None:
+def test_remembered_chain_is_a_copy() -> None:
     """Neither the caller's array nor a request's own list changes it."""
     hasher, prompt = BlockHasher(SIZE), ids(LONG)
     given = prompt.copy()
@@ -140,6 +140,6 @@ def test_what_is_remembered_are_copies() -> None:
     assert hasher.hash_chain(None, given) == PLAIN.hash_chain(None, given)
 
 
-def test_bytes_that_cannot_be_are_refused() -> None:
+def test_remembered_bytes_below_zero_are_rejected() -> None:
     with pytest.raises(ConfigError, match="remembered_bytes"):
         BlockHasher(SIZE, remembered_bytes=-1)

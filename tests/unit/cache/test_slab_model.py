@@ -198,14 +198,14 @@ class Twins:
 
 
 @given(classes, st.integers(2, 8), histories)
-def test_is_the_model(ks: list[int], num_slabs: int, history: list[Event]) -> None:
+def test_slab_space_matches_the_model(ks: list[int], num_slabs: int, history: list[Event]) -> None:
     twins = Twins(num_slabs, ks)
     for event in history:
         twins.act(event)
 
 
 @pytest.mark.parametrize("ks", [(1,), (1, 2)])
-def test_many_slabs_are_the_model(ks: tuple[int, ...]) -> None:
+def test_slab_space_with_many_slabs_matches_the_model(ks: tuple[int, ...]) -> None:
     """Many slabs at once are counted by arrays, and those of one block without any."""
     met: Counter[str] = Counter()
     for seed in range(3):
@@ -218,7 +218,7 @@ def test_many_slabs_are_the_model(ks: tuple[int, ...]) -> None:
 
 
 @given(classes, st.integers(2, 8), histories, st.integers(0, 2**16), st.booleans())
-def test_what_fits_can_be_taken_and_nothing_else(
+def test_slab_space_takes_exactly_what_fits(
     ks: list[int], num_slabs: int, history: list[Event], seed: int, locks: bool
 ) -> None:
     twins, random = Twins(num_slabs, ks, locks=locks), Random(seed)
@@ -231,7 +231,7 @@ def test_what_fits_can_be_taken_and_nothing_else(
     twins.compare()
 
 
-def test_random_histories_meet_everything() -> None:
+def test_slab_histories_reach_every_block_state() -> None:
     """Blocks in every state, a locked one among them, and free slabs."""
     met: Counter[str] = Counter()
     for seed in range(20):
@@ -268,7 +268,9 @@ def test_random_histories_meet_everything() -> None:
     ],
 )
 @pytest.mark.parametrize("times", [1, 33])
-def test_blocks_in_another_state_are_refused(call: str, blocks: tuple[int, ...], message: str, times: int) -> None:
+def test_slab_space_rejects_blocks_in_another_state(
+    call: str, blocks: tuple[int, ...], message: str, times: int
+) -> None:
     """Before anything changes. With many ids too, which are looked at with arrays."""
     twins = Twins(6, (2,))
     twins.take(5, 0)
@@ -336,7 +338,7 @@ CORRUPTIONS: dict[str, Corruption] = {
 
 
 @pytest.mark.parametrize("message", CORRUPTIONS)
-def test_corruption_is_reported(message: str) -> None:
+def test_slab_space_check_reports_corruption(message: str) -> None:
     twins = rich_twins()
     CORRUPTIONS[message](twins.space, twins.ref)
     assert re.search(message, "\n".join(twins.space.check(twins.ref, twins.keyed())))

@@ -64,7 +64,9 @@ PROMPT = list(range(100))
         ),
     ],
 )
-def test_rows_of_chunks(drafts: int, chunks: tuple[int, ...], expected: list[tuple[list[int], list[int]]]) -> None:
+def test_state_rows_after_chunks_match_measurements(
+    drafts: int, chunks: tuple[int, ...], expected: list[tuple[list[int], list[int]]]
+) -> None:
     """New columns and the row after each chunk, as measured on vLLM 0.32 (P = 300, blocks of 16)."""
     cache = cache_of(state(drafts=drafts))
     request = Request("a", range(300), hasher=cache.hasher)
@@ -75,7 +77,7 @@ def test_rows_of_chunks(drafts: int, chunks: tuple[int, ...], expected: list[tup
     assert rows == expected
 
 
-def test_none_has_its_blocks_once_and_no_hits() -> None:
+def test_state_mode_none_reuses_its_blocks_and_has_no_hits() -> None:
     cache = cache_of(full(16), state(64, 2, "none"))
     assert not cache.enable_caching
     request = Request("a", PROMPT, hasher=cache.hasher)
@@ -90,7 +92,7 @@ def test_none_has_its_blocks_once_and_no_hits() -> None:
 # -- labels: a state is published under its own token count only
 
 
-def test_d1_a_delayed_boundary_inside_a_chunk_is_not_published() -> None:
+def test_delayed_state_inside_a_chunk_is_not_published() -> None:
     """Chunks of 10: the column of tokens 0 .. 15 holds the state at 10."""
     cache = cache_of(state())
     request = Request("a", PROMPT, hasher=cache.hasher)
@@ -102,7 +104,7 @@ def test_d1_a_delayed_boundary_inside_a_chunk_is_not_published() -> None:
     assert published(cache, request) == []
 
 
-def test_delayed_states_are_published_when_the_transfer_is_done() -> None:
+def test_delayed_states_are_published_after_the_transfer() -> None:
     cache = cache_of(full(8), state(8))
     request = Request("a", PROMPT[:41], hasher=cache.hasher)
     for chunk in (16, 8, 8):
@@ -116,7 +118,7 @@ def test_delayed_states_are_published_when_the_transfer_is_done() -> None:
     cache.check()
 
 
-def test_an_external_load_behind_a_hit_does_not_hold_the_state_of_the_hit() -> None:
+def test_external_load_after_a_hit_does_not_hold_the_hit_state() -> None:
     cache = cache_of(state())
     cache.free(start(cache, PROMPT[:40], (16, 16, 8)))
     request = Request("b", PROMPT, hasher=cache.hasher)

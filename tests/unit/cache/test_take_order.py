@@ -120,12 +120,12 @@ def compared(seed: int, *, alike: bool = False) -> str:
 
 
 @pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 6000), marks=pytest.mark.thorough)])
-def test_any_order_is_the_same(seeds: range) -> None:
+def test_takes_in_any_order_leave_the_same_space(seeds: range) -> None:
     met = Counter(map(compared, seeds))
     assert min(met[what] for what in WAYS) > 2, met
 
 
 @pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 6000), marks=pytest.mark.thorough)])
-def test_where_one_class_takes_it_is_the_same_though_blocks_move(seeds: range) -> None:
+def test_takes_of_one_class_with_moves_leave_the_same_space(seeds: range) -> None:
     met = Counter(compared(seed, alike=True) for seed in seeds)
     assert min(met[what] for what in (*WAYS, "moves")) > 2, met

@@ -39,7 +39,7 @@ def nobody(space: SlabSpace) -> Ids:
     return np.zeros(space.num_blocks, np.int32)
 
 
-def test_what_is_given_up_goes_first_and_of_it_what_came_last() -> None:
+def test_unneeded_blocks_are_taken_first_newest_first() -> None:
     space = space_of(2, 4, 4)
     ids = cached(space, 0, 8)
     space.mark_unneeded(ids[2:4])
@@ -53,7 +53,7 @@ def test_what_is_given_up_goes_first_and_of_it_what_came_last() -> None:
     assert space.num_unneeded == [0, 0]
 
 
-def test_what_is_kept_again_is_the_youngest() -> None:
+def test_unneeded_block_kept_again_is_the_newest() -> None:
     space = space_of(2, 4, 4)
     ids = cached(space, 0, 4)
     space.mark_unneeded(ids[:2])
@@ -63,7 +63,7 @@ def test_what_is_kept_again_is_the_youngest() -> None:
     assert space.lru(0).tolist() == ids[[2, 3, 0, 1]].tolist()
 
 
-def test_what_is_referenced_again_is_given_up_no_longer() -> None:
+def test_unneeded_block_referenced_again_is_needed() -> None:
     space = space_of(2, 4, 4)
     ids = cached(space, 0, 4)
     space.mark_unneeded(ids)
@@ -73,7 +73,7 @@ def test_what_is_referenced_again_is_given_up_no_longer() -> None:
     assert not space.unneeded_blocks()[ids[0]]
 
 
-def test_another_class_gives_what_it_gave_up_before_a_class_evicts_its_own() -> None:
+def test_unneeded_blocks_of_another_class_go_before_own_evictions() -> None:
     """Whatever is older: the space's own rule would evict the oldest block of class 1."""
     space = space_of(2, 4, 1)
     state = cached(space, 1, 1)
@@ -85,7 +85,7 @@ def test_another_class_gives_what_it_gave_up_before_a_class_evicts_its_own() -> 
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_spared_can_be_taken_without_evicting_anything_else(seed: int) -> None:
+def test_unneeded_blocks_can_be_taken_without_other_evictions(seed: int) -> None:
     """And what is not cannot: nothing is promised in vain, nothing denied."""
     random = Random(seed)
     ks = tuple(random.choice([(4, 1), (2, 3, 1), (3,), (4, 2)]))
@@ -115,7 +115,7 @@ def test_what_is_spared_can_be_taken_without_evicting_anything_else(seed: int) -
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_oldest_are_taken_at_once_as_one_by_one(seed: int) -> None:
+def test_oldest_blocks_taken_at_once_match_single_takes(seed: int) -> None:
     ks = Random(seed).choice([(4, 1), (2, 3, 1), (3,), (1,)])
     one_by_one, at_once = space_of(6, *ks), space_of(6, *ks)
     for space in (one_by_one, at_once):
@@ -167,7 +167,7 @@ def counted(slabs: int, k: int) -> tuple[SlabSpace, BlockPool, PointBlocks]:
     return space, pool, PointBlocks([], pool, space, [1])
 
 
-def test_released_blocks_that_nobody_needs_are_given_up() -> None:
+def test_released_block_without_need_is_unneeded() -> None:
     space, pool, needs = counted(2, 4)
     ids = pool.get_new_blocks(4)
     pool.publish(0, ids, [bytes([i]) for i in range(4)])
@@ -181,7 +181,7 @@ def test_released_blocks_that_nobody_needs_are_given_up() -> None:
     assert not space.unneeded_blocks()[ids[3]]
 
 
-def test_what_was_released_twice_is_given_up_where_it_was_released_last() -> None:
+def test_unneeded_block_released_twice_takes_its_last_place() -> None:
     found = []
     for at_once in (True, False):
         space, pool, needs = counted(3, 4)
@@ -197,7 +197,7 @@ def test_what_was_released_twice_is_given_up_where_it_was_released_last() -> Non
     assert found[0] == found[1]
 
 
-def test_a_block_that_loses_its_key_is_needed_by_nobody() -> None:
+def test_block_without_key_has_no_need() -> None:
     _, pool, needs = counted(2, 4)
     ids = pool.get_new_blocks(3)
     pool.publish(0, ids, [b"a", b"b", b"c"])

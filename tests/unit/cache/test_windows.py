@@ -17,7 +17,7 @@ TOKENS = list(range(100, 200))
 # -- sliding window, W = 8, blocks of 4
 
 
-def test_a_run_ends_on_the_common_alignment_under_eagle() -> None:
+def test_window_run_with_eagle_ends_on_the_common_alignment() -> None:
     """vLLM 0.32 cuts a leading run twice and loses an alignment for a block: it gives 0, 16 and, at last, 16."""
     cache = cache_of(full(16), window(40), use_eagle=True)
     request = start(cache, range(64), (64,))
@@ -27,7 +27,7 @@ def test_a_run_ends_on_the_common_alignment_under_eagle() -> None:
 
 
 @pytest.mark.parametrize("spec", [window(), chunked()])
-def test_a_refusal_drops_nothing_that_a_step_in_flight_reads(spec: KVCacheSpec) -> None:
+def test_refusal_keeps_blocks_that_a_step_in_flight_reads(spec: KVCacheSpec) -> None:
     cache = cache_of(spec, num_blocks=8)
     request = start(cache, TOKENS[:60], (8, 16))
     cache.rows.in_flight[request.row] = 16
@@ -40,7 +40,7 @@ def test_a_refusal_drops_nothing_that_a_step_in_flight_reads(spec: KVCacheSpec) 
     assert sum(block > 0 for block in table(cache)) == {True: 0, False: 2}[spec == chunked()]
 
 
-def test_what_was_dropped_before_a_transfer_was_done_is_not_published() -> None:
+def test_window_blocks_dropped_during_a_transfer_are_not_published() -> None:
     """The row keeps an extent for its window: what lies before it belongs to others."""
     cache = cache_of(window())
     other = start(cache, range(500, 600), (100,), "other")
@@ -55,7 +55,7 @@ def test_what_was_dropped_before_a_transfer_was_done_is_not_published() -> None:
     cache.check()
 
 
-def test_a_long_row_keeps_room_for_its_window_only() -> None:
+def test_window_row_with_long_context_keeps_its_window_only() -> None:
     cache = KVCacheManager(cache_of(window(64, 4), num_blocks=300).config, 200_000)
     request = Request("a", np.arange(100_000) % 50_000, hasher=cache.hasher)
     for _ in range(0, 100_000, 500):
@@ -69,7 +69,7 @@ def test_a_long_row_keeps_room_for_its_window_only() -> None:
     cache.check()
 
 
-def test_an_external_prefix_takes_live_blocks_only() -> None:
+def test_external_prefix_takes_live_blocks_only() -> None:
     cache = cache_of(window(), full())
     request = Request("a", TOKENS[:34], hasher=cache.hasher)
     assert cache.allocate_slots(request, 2, num_external_computed_tokens=32) is not None
@@ -77,7 +77,7 @@ def test_an_external_prefix_takes_live_blocks_only() -> None:
     assert all(table(cache, 1))
 
 
-def test_hits_that_an_external_load_makes_stale_are_not_adopted() -> None:
+def test_window_hit_made_stale_by_external_load_is_not_adopted() -> None:
     cache = cache_of(full(), window())
     start(cache, TOKENS[:24], (24,))
     request = Request("b", TOKENS[:50], hasher=cache.hasher)
@@ -88,7 +88,7 @@ def test_hits_that_an_external_load_makes_stale_are_not_adopted() -> None:
     assert all(table(cache, 0, "b"))
 
 
-def test_an_external_load_far_behind_a_hit_leaves_null_columns() -> None:
+def test_external_load_far_after_a_hit_leaves_null_columns() -> None:
     cache = cache_of(window())
     start(cache, TOKENS[:24], (24,))
     request = Request("b", TOKENS[:60], hasher=cache.hasher)
@@ -114,7 +114,7 @@ class Counted(PrefixIndex):
         return run
 
 
-def test_a_prompt_never_seen_costs_a_look_up_a_window() -> None:
+def test_window_miss_costs_one_look_up_per_window() -> None:
     """docs/defects.md, F: a failed look-up must not ask for every block, and not anew in every step."""
     cache = KVCacheManager(cache_of(window(1024, 16)).config, 200_000)
     request = Request("a", np.arange(131_072) % 50_000, hasher=cache.hasher)
@@ -128,7 +128,7 @@ def test_a_prompt_never_seen_costs_a_look_up_a_window() -> None:
     assert index.asked == before
 
 
-def test_a_request_that_was_cut_is_looked_up_anew() -> None:
+def test_truncated_request_is_looked_up_again() -> None:
     cache = cache_of(full(), window())
     start(cache, TOKENS[:20], (20,))
     one = Request("one", TOKENS[:4], hasher=cache.hasher)
@@ -141,7 +141,7 @@ def test_a_request_that_was_cut_is_looked_up_anew() -> None:
     assert cache.find_hit(one).tokens == 12
 
 
-def test_no_column_is_looked_up_more_than_twice() -> None:
+def test_window_look_up_asks_each_column_at_most_twice() -> None:
     cache = cache_of(window(80, 4), num_blocks=400)
     request = start(cache, list(range(600)), (600,))
     random = Random(3)
