@@ -1,6 +1,6 @@
-"""Observers of the core: events, explained misses, times of blocks, where blocks lie, and what must hold.
+"""Observe the cache: explained misses, times of blocks, a map of memory, and a check of all invariants.
 
-The core (hybridkv.cache) imports none of them: a manager composes the two.
+A manager composes these observers with the core. In hybridkv.cache, only the manager and its parts import them.
 """
 
-import hybridkv.cache  # noqa: F401 - the manager composes this package: its modules come first
+import hybridkv.cache  # noqa: F401 - the manager imports this package, so its modules must load first

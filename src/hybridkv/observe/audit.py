@@ -1,6 +1,6 @@
-"""What must always hold, rebuilt from the rows and the index alone and compared with the counters.
+"""Check all invariants of a cache: rebuild counts and keys from the rows and the index, and compare them.
 
-Each function yields one line a violation; check_cache raises with all of them.
+Each private function yields one line for each violation; ``check_cache`` raises one error with the first of them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ if TYPE_CHECKING:
     from hybridkv.request import Request
 
 _SHOWN = 8
+"""Violations that the error names; one fault often breaks many invariants."""
 
 
 def check_cache(parts: CacheParts) -> None:
-    """Raise CacheError naming every invariant that does not hold. O(blocks + keys)."""
+    """Check every invariant of a cache. O(blocks + keys).
+
+    Args:
+        parts: the parts of a manager.
+
+    Raises:
+        CacheError: an invariant does not hold. The message names the first violations and counts the others.
+    """
     pool = parts.pool
     pool.journal.settle()
     every = np.arange(pool.num_blocks, dtype=np.int32)
@@ -44,7 +52,7 @@ def check_cache(parts: CacheParts) -> None:
 
 
 def _residents(parts: CacheParts) -> Iterator[str]:
-    """Rows and requests name each other; counts agree with what the rows hold."""
+    """Check that rows and requests name each other, and that hashes and next events match the requests' tokens."""
     residents, hasher = parts.residents, parts.hasher
     rows = residents.request_rows
     bound = {row: request for row, request in enumerate(rows.requests) if request is not None}
@@ -52,7 +60,7 @@ def _residents(parts: CacheParts) -> Iterator[str]:
         yield "the rows and the list of resident requests differ"
     for row, request in bound.items():
         if request.row != row:
-            yield f"row {row} belongs to {request.request_id!r}, which says row {request.row}"
+            yield f"row {row} belongs to {request.request_id!r}, but this request has row {request.row}"
         full = 0 if hasher is None else request.num_tokens // hasher.block_size
         if len(request.hashes) < full or (len(request.hashes) > full and not request.is_lent):
             yield f"{request.request_id!r} has {len(request.hashes)} hashes for {request.num_tokens} tokens"
@@ -66,14 +74,14 @@ def _residents(parts: CacheParts) -> Iterator[str]:
 
 
 def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
-    """Rows that belong to somebody hold enough for what is computed, the others nothing."""
+    """Check that a request's row holds the blocks of its computed tokens, and that other rows are empty."""
     for row in np.flatnonzero(group.rows.count).tolist():
         if row not in bound:
-            yield f"row {row} of group {group.number} holds blocks but belongs to nobody"
+            yield f"row {row} of group {group.number} holds blocks but no request has it"
     for row, request in bound.items():
         held, computed = group.rows.count.item(row), request.num_computed_tokens
         if held < group.policy.columns(computed):
-            yield f"row {row} has {computed} computed tokens in {held} columns of group {group.number}"
+            yield f"row {row} has {computed} computed tokens in only {held} columns of group {group.number}"
             continue
         dropped = group.rows.dropped.item(row)
         if not group.rows.base.item(row) <= dropped <= held or group.rows.ids(row)[:dropped].any():
@@ -88,7 +96,7 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
 
 
 def _ownership(parts: CacheParts) -> Iterator[str]:
-    """Reference counts are the number of rows that hold a block, all in one group, never the null block."""
+    """Check that a block's reference count is the number of its holders, and that all holders are in one group."""
     pool = parts.pool
     total = np.zeros(pool.num_blocks, np.int64)
     owners = np.zeros(pool.num_blocks, np.int64)
@@ -110,25 +118,25 @@ def _ownership(parts: CacheParts) -> Iterator[str]:
         total += counted
         owners += counted > 0
     for block in np.flatnonzero(total != pool.ref_counts(np.arange(pool.num_blocks, dtype=np.int32))).tolist():
-        yield f"block {block} has ref count {pool.ref_count(block)}, {total[block]} rows hold it"
+        yield f"block {block} has reference count {pool.ref_count(block)}, but {total[block]} holders"
     for block in np.flatnonzero(owners > 1).tolist():
         yield f"block {block} is held in {owners[block]} groups"
 
 
 def _free_order(pool: BlockPool) -> Iterator[str]:
-    """Nobody holds what is free, each block is free once, and as many are counted."""
+    """Check that the free order has only unheld blocks, each once, and that the count of free blocks is its length."""
     order = np.asarray(pool.free_order(), np.int64)
     unheld = np.flatnonzero(pool.ref_counts(np.arange(1, pool.num_blocks, dtype=np.int32)) == 0) + 1
     if len(np.unique(order)) != len(order):
-        yield "a block stands twice in the free order"
+        yield "a block is in the free order twice"
     for block in np.setdiff1d(order, unheld).tolist():
-        yield f"block {block} is held or null but stands in the free order"
+        yield f"block {block} is held or null but is in the free order"
     if len(order) != pool.get_num_free_blocks():
-        yield f"{pool.get_num_free_blocks()} blocks are counted as free, {len(order)} stand in the free order"
+        yield f"{pool.get_num_free_blocks()} blocks are counted as free, but {len(order)} are in the free order"
 
 
 def _index(pool: BlockPool, times: BlockTimes | None) -> Iterator[str]:
-    """Every indexed block carries that key in that group, every block with a key is indexed once."""
+    """Check that the index has each block with a key exactly once, under its own key and group."""
     seen: set[int] = set()
     for group, index in enumerate(pool.indexes):
         for key, block in index.entries():
@@ -136,34 +144,34 @@ def _index(pool: BlockPool, times: BlockTimes | None) -> Iterator[str]:
                 yield f"block {block} is indexed twice"
             seen.add(block)
             if not 0 < block < pool.num_blocks or pool.keys.key_of(block) != key:
-                yield f"block {block} is indexed under a key in group {group} that it does not carry"
+                yield f"block {block} is indexed under a key in group {group} that it does not have"
             elif pool.keys.group_of(block) != group:
-                yield f"block {block} is indexed in group {group}, its key is of group {pool.keys.group_of(block)}"
+                yield f"block {block} is indexed in group {group}, but its key is of group {pool.keys.group_of(block)}"
     yield from _partial_entries(pool)
     for block in sorted({*pool.keys.keyed(), *(block for index in pool.indexes for block in index.partial_blocks())}):
         partial = any(index.is_partial(block) for index in pool.indexes)
         if (pool.keys.key_of(block) is None and not partial) != (pool.keys.group_of(block) < 0):
-            yield f"block {block} has a key without group, or a group without key"
+            yield f"block {block} has a key without a group, or a group without a key"
         if pool.keys.key_of(block) is not None and block not in seen:
-            yield f"block {block} carries a key that the index does not know"
+            yield f"block {block} has a key that is not in the index"
     if times is not None and times.kept().tolist() != pool.keys.keyed():
-        yield "blocks whose times are kept are not those with a key"
+        yield "the blocks with recorded times are not the blocks with a key"
 
 
 def _partial_entries(pool: BlockPool) -> Iterator[str]:
-    """A block with partial keys is in the group that has them, and as many are counted as there are."""
+    """Check that a block with partial keys belongs to the group that has them, and that their count is right."""
     for group, index in enumerate(pool.indexes):
         entries = list(index.partial_entries())
         if index.num_partial != len(entries):
-            yield f"group {group} counts {index.num_partial} partial keys, it has {len(entries)}"
+            yield f"group {group} counts {index.num_partial} partial keys, but has {len(entries)}"
         for _, entry in entries:
-            of = pool.keys.group_of(entry.block)
-            if of != group:
-                yield f"block {entry.block} has a partial key in group {group}, its keys are of group {of}"
+            owner = pool.keys.group_of(entry.block)
+            if owner != group:
+                yield f"block {entry.block} has a partial key in group {group}, but its keys are of group {owner}"
 
 
 def _unwritten(parts: CacheParts) -> Iterator[str]:
-    """A block that waits to be written has a key, and its step has it in the log."""
+    """Check that a block that waits to be written has a key, and that its step's log names it."""
     pool, log = parts.pool, parts.publisher
     for block in pool.keys.every_unwritten():
         if pool.keys.group_of(block) < 0:
@@ -173,7 +181,7 @@ def _unwritten(parts: CacheParts) -> Iterator[str]:
 
 
 def _extents(group: CacheGroup) -> Iterator[str]:
-    """The extents of the rows lie side by side."""
+    """Check that the extents of rows do not overlap, and that each row fits into its extent."""
     end = 0
     for start, room in sorted(group.rows.extents()):
         if start < end:
@@ -186,7 +194,7 @@ def _extents(group: CacheGroup) -> Iterator[str]:
 
 
 def _row_keys(parts: CacheParts, group: CacheGroup) -> Iterator[str]:
-    """Published columns carry the request's own keys, the others none."""
+    """Check that published columns have the request's own keys, and that other columns have no key."""
     for request in parts.residents:
         row, pool = request.row, parts.pool
         if not group.kind.by_digest and not group.kind.publishes:
@@ -204,11 +212,11 @@ def _row_keys(parts: CacheParts, group: CacheGroup) -> Iterator[str]:
             and request.writes_prefix_cache
             and published > min(len(keys), group.rows.count.item(row))
         ):
-            yield f"row {row} of group {group.number} has {published} published columns, more than full ones"
+            yield f"row {row} of group {group.number} has {published} published columns, more than it has full blocks"
             continue
         for column, block in enumerate(group.rows.ids(row).tolist()):
             if not 0 < block < pool.num_blocks:
-                continue  # null, or told by _ownership
+                continue  # the null block, or an id that _ownership reports
             key = pool.keys.key_of(block)
             if key is not None and (column >= published or key != keys[column]):
-                yield f"block {block}, column {column} of {request.request_id!r}, carries another key than its {source}"
+                yield f"block {block}, column {column} of {request.request_id!r}, has another key than its {source}"

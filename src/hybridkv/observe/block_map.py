@@ -1,6 +1,9 @@
-"""Where in memory lies what: every block that somebody holds or that has a key, in the order of their addresses.
+"""Map memory addresses to blocks, for every block that is held or has a key.
 
-arena   [ slab or block | ... ]      natural layout: number - base of its class -> slab, and place within the slab
+    arena   [ block of class 0 ][ block of class 0 ] ...     reference layout: one class of blocks
+            [ slab             ][ slab             ] ...     natural layout: each class divides a slab into its blocks
+
+In the map, a block starts at byte (block id - base of its class) x bytes of a block of the class.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ Int64 = NDArray[np.int64]
 
 
 class BlockState(IntEnum):
-    """Of a block that is not free: cached and held by nobody, pinned, or held by requests."""
+    """State of a block that is not free: cached without a holder, pinned, or held by a request."""
 
     CACHED = 1
     PINNED = 2
@@ -30,9 +33,14 @@ class BlockState(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockMap:
-    """Blocks that are not free, by address. blocks: the pool's numbers; starts, ends: bytes in the arena, int64[n].
+    """The blocks that are not free, ordered by address.
 
-    groups: of layers, int16[n], -1 for none (sinks). states: BlockState, uint8[n].
+    Attributes:
+        blocks: block ids, int64[n].
+        starts: byte offset of each block in the arena, int64[n].
+        ends: byte offset after each block, int64[n].
+        groups: group that owns each block, int16[n]; -1 for sinks, which belong to no group.
+        states: BlockState of each block, uint8[n].
     """
 
     blocks: Int64
@@ -42,15 +50,26 @@ class BlockMap:
     states: NDArray[np.uint8]
 
     def at(self, offsets: Int64) -> Int64:
-        """Which of the blocks lies at each of ``offsets``, bytes, int64[m]; -1 for free memory. O(m log n)."""
+        """Return the index of the block at each of ``offsets``, int64[m]; -1 for free memory. O(m log n).
+
+        Args:
+            offsets: byte offsets in the arena, int64[m].
+        """
         found = np.searchsorted(self.starts, offsets, side="right") - 1
         if len(self.starts):
-            found[offsets >= self.ends[found]] = -1  # what lies before the first one is -1 already, or is found to be
+            found[offsets >= self.ends[found]] = -1  # an offset before the first block has index -1
         return np.where(found >= 0, found, -1)
 
 
 def block_map(config: KVCacheConfig, pool: BlockPool, groups: Sequence[CacheGroup], pins: Pins) -> BlockMap:
-    """As memory is now. O(num_blocks + blocks of rows and pins)."""
+    """Return the map of the blocks of a cache at this time. O(num_blocks + blocks of rows and pins).
+
+    Args:
+        config: the config of the cache's plan.
+        pool: the block pool.
+        groups: the cache groups, by number.
+        pins: the pinned prefixes.
+    """
     numbers = np.arange(pool.num_blocks)
     held = pool.ref_counts(numbers) > 0
     owner = np.full(pool.num_blocks, -1, np.int16)
@@ -64,7 +83,7 @@ def block_map(config: KVCacheConfig, pool: BlockPool, groups: Sequence[CacheGrou
         for number, ids in enumerate(pin.blocks):
             owner[ids], states[ids] = number, BlockState.PINNED
     blocks = np.flatnonzero(states)
-    of = np.searchsorted(pool.bases, blocks, side="right") - 1  # blocks of a class fill the arena, whoever owns it
+    of = np.searchsorted(pool.bases, blocks, side="right") - 1  # the class of each block, by its id
     size_of = np.zeros(len(pool.bases), np.int64)
     size_of[list(pool.classes)] = [config.block_bytes_of(group) for group in range(len(pool.classes))]
     starts = (blocks - np.array(pool.bases)[of]) * size_of[of]

@@ -1,9 +1,9 @@
-"""How long blocks keep their keys, how long nobody came before they lost them, and how long between two hits.
+"""Measure how long blocks keep their keys, how long they were unused before eviction, and the time between hits.
 
     first key ---- hit -- gap -- hit ------- idle ------- no key
       '--------------------- lifetime --------------------'
 
-Nobody keeps it unless it is asked for.
+A manager keeps these times only if it was made with ``block_times``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from hybridkv.cache.journal import Cleared, Fact, Ids, Lost, Moved, Named, Used
 Float64 = NDArray[np.float64]
 
 EDGES_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
-"""Seconds that end a bucket, they among them; one more has all above."""
+"""Inclusive upper boundaries of histogram buckets, in seconds; one more bucket has all larger values."""
 _MOST_ADDED: Final = 1024
+"""Arrays that wait before they are binned together, chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeCounts:
-    """counts: of each bucket of EDGES_S and of what is above. sum_s: of all, seconds."""
+    """A histogram of times.
+
+    Attributes:
+        counts: number of values in each bucket of EDGES_S, and last the number of larger values.
+        sum_s: sum of all values, seconds.
+    """
 
     counts: tuple[int, ...]
     sum_s: float
@@ -34,7 +40,13 @@ class TimeCounts:
 
 @dataclass(frozen=True, slots=True)
 class BlockTimeStatistics:
-    """So far. lifetime: of blocks that lost their keys. idle: of them, since a hit or the first key. gap: of hits."""
+    """Times of blocks since the cache was made.
+
+    Attributes:
+        lifetime: from the first key of a block to the loss of its keys.
+        idle: from the last hit of a block, or its first key, to the loss of its keys.
+        gap: between two hits of a block, or its first key and its first hit.
+    """
 
     lifetime: TimeCounts
     idle: TimeCounts
@@ -42,7 +54,7 @@ class BlockTimeStatistics:
 
 
 class _Histogram:
-    """What is added is binned in one go, many at once."""
+    """Counts values in the buckets of EDGES_S; it bins many arrays at once because one at a time is slower."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(len(EDGES_S) + 1, np.int64)
@@ -50,7 +62,7 @@ class _Histogram:
         self._added: list[Float64] = []
 
     def add(self, seconds: Float64) -> None:
-        """O(seconds)."""
+        """Add values, float64[n]. Amortized O(n)."""
         self._added.append(seconds)
         if len(self._added) == _MOST_ADDED:
             self._bin()
@@ -62,24 +74,29 @@ class _Histogram:
         self._sum_s += float(seconds.sum())
 
     def counts(self) -> TimeCounts:
-        """As they are now."""
+        """Return the counts of all values added so far."""
         self._bin()
         return TimeCounts(tuple(self._counts.tolist()), self._sum_s)
 
 
 class BlockTimes:
-    """Of ``num_blocks`` blocks. clock: seconds. 16 bytes a block; all calls O(ids), but for ``clear``."""
+    """The times of the blocks of one pool. Takes 16 bytes a block.
+
+    Args:
+        num_blocks: blocks of the pool.
+        clock: returns the time in seconds.
+    """
 
     def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._begun = np.full(num_blocks, np.nan)  # of blocks that have a key
-        self._hit = np.full(num_blocks, np.nan)  # last, or begun
+        self._begun = np.full(num_blocks, np.nan)  # time of the first key; NaN for blocks without a key
+        self._hit = np.full(num_blocks, np.nan)  # time of the last hit, or of the first key
         self._lifetime, self._idle, self._gap = _Histogram(), _Histogram(), _Histogram()
 
     def read(self, fact: Fact) -> None:
-        """Note what happened to blocks. O(ids), O(blocks) where all lost their keys."""
+        """Record a fact about blocks. O(ids); O(blocks) if all blocks lost their keys."""
         match fact:
-            case Named(ids, now):  # those that had a key before are not new
+            case Named(ids, now):  # a block that already had a key keeps its times
                 new = ids[np.isnan(self._begun[ids])]
                 self._begun[new] = self._hit[new] = now
             case Used(ids, now):  # blocks without a key do not count
@@ -104,11 +121,11 @@ class BlockTimes:
         self._begun[ids] = self._hit[ids] = np.nan
 
     def kept(self) -> NDArray[np.int64]:
-        """Blocks that have a key, int64. O(blocks)."""
+        """Return the ids of the blocks that have a key, int64[n]. O(blocks)."""
         return np.flatnonzero(~np.isnan(self._begun))
 
     def idle(self, ids: Ids) -> tuple[int, ...]:
-        """How many of ``ids``, which have keys, nobody came for how long, by bucket of EDGES_S and above."""
+        """Return a histogram of the idle times of ``ids``, which have keys, by bucket of EDGES_S and above. O(ids)."""
         places = np.searchsorted(EDGES_S, self._clock() - self._hit[ids])
         return tuple(np.bincount(places, minlength=len(EDGES_S) + 1).tolist())
 
@@ -118,5 +135,5 @@ class BlockTimes:
         return found
 
     def statistics(self) -> BlockTimeStatistics:
-        """So far."""
+        """Return the times since the cache was made."""
         return BlockTimeStatistics(self._lifetime.counts(), self._idle.counts(), self._gap.counts())

@@ -1,17 +1,26 @@
-"""Why tokens of a prompt are not found: each has one reason, and with the hit they are all of it (docs/design/0029).
+"""Explain why tokens of a prompt were not found in the cache (docs/design/0029).
 
-    0 ... hit | copies | drops | windows | states lost | states | tokens, hash block by hash block | edge | last
+Each missed token has one reason, and the hit plus all misses is the prompt. In order of position:
 
-Each reason lifts one more condition: a hit could end at ``drops`` if nothing was dropped for EAGLE, at ``windows`` if
-layers also read no window, at ``states`` if they also needed no state, and so on.
+    0 .. hit            found
+      .. no_room        the look-up found more, but the copy had no memory
+      .. block_edge     a hit if no block were dropped for EAGLE
+      .. no_window      a hit if no layer read a window or chunk
+      .. evicted        a hit if evicted states still existed
+      .. no_state       a hit if no layer needed a state
+      .. unpublished, evicted, other_salt, never_seen       one hash block at a time
+      .. block_edge     after the last position where a hit may end
+      .. last_token     always runs, for its logits
 
-Keys that blocks have lost, for as long as that is remembered: what was evicted, when, and how much has been since.
+``Misses`` asks for the longest hit, then lifts one condition after the other; each gap is one reason.
 
-whole     group, key -> number              inside a block     group, parent -> the bytes of its tokens -> number
-number -> LossRecord                              losses are counted: what was lost earlier has a smaller number
+``LostKeys`` remembers evicted keys. It numbers the losses in order of time:
 
-Two generations: when the young one is full, the old one is forgotten. Nobody keeps it unless misses are explained
-(docs/design/0029).
+    whole     group, key -> number              inside a block     group, parent key -> bytes of the tokens -> number
+    number -> LossRecord
+
+It has two generations: when the young one is full, it replaces the old one. A manager has both classes only if it was
+made with ``remembered_losses``.
 """
 
 from __future__ import annotations
@@ -36,19 +45,23 @@ from hybridkv.request import Request
 
 _TOKEN_BYTES: Final = 4
 _LEAST_INTERVAL: Final = 128
-"""Tokens between states: closer ones cost more than they find."""
+"""Least tokens between states that an explanation suggests, chosen by hand: closer states cost more than they find."""
 
 
 class MissReason(StrEnum):
-    """Why a token must run, though a prompt may be there.
+    """Why a prompt token must be computed.
 
-    NEVER_SEEN: no hash block with it, and all before it, was ever published, as far as is remembered. OTHER_SALT: but
-    a prompt of other extra keys began so. UNPUBLISHED: a running request has it, and it is not there yet, or one that
-    began never published it. EVICTED: it was there; for states: the state with which a hit would reach behind it.
-    NO_STATE: its keys and values are there, and behind it no state was kept. NO_WINDOW: states, too, but nowhere behind
-    it what layers with windows or chunks read. BLOCK_EDGE: a hit cannot end behind it, for it stands in a block's last
-    part, or in what EAGLE drops. NO_ROOM: it was found, but what is copied was in the copy's way. CACHING_OFF: nothing
-    is looked up for the request. LAST_TOKEN: it runs for its logits.
+    Attributes:
+        NEVER_SEEN: no earlier prompt starts this way, as far as the cache remembers.
+        OTHER_SALT: an earlier prompt starts this way, but with another salt, adapter or encoder input.
+        UNPUBLISHED: a running request computes it, or a request that began with it never published it.
+        EVICTED: its block was evicted, or the state that would have made a hit reach it.
+        NO_STATE: its keys and values are cached, but no recurrent state was saved at or after it.
+        NO_WINDOW: keys, values and states are cached, but not the window or chunk that a later token reads.
+        BLOCK_EDGE: a hit cannot end after it: it lies in a partial block, or in a block dropped for EAGLE.
+        NO_ROOM: it was found, but there was no memory to copy its partial block or state.
+        CACHING_OFF: the request does not read the prefix cache.
+        LAST_TOKEN: the last token of a prompt always runs, for its logits.
     """
 
     NEVER_SEEN = "never_seen"
@@ -65,16 +78,23 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Tokens first .. first + tokens - 1 of a prompt, which have one reason.
+    """Consecutive tokens of a prompt that were missed for one reason.
 
-    Of EVICTED: group, which lost them; of the first of them to go: ago_s, how long ago; idle_s, for how long nobody had
-    come for it then, None without block_times; by, the request that room was made for, None where it was for requests
-    that went on, or for states to keep; more_bytes, of blocks that lost their keys since, and with it. That much more
-    memory would have them all: at most where blocks of one size go in the order of their last use
-    (``KVCacheManager.evicts_in_order``), an estimate elsewhere. None where it is not remembered of all of them.
-
-    Of NO_STATE: nearest_state, tokens behind which the last state is that could be begun with, 0 for none; interval,
-    the widest that would have kept one behind the first half of them (``interval:N``), None for none.
+    Attributes:
+        first: position of the first of these tokens.
+        tokens: their count.
+        reason: why they were missed.
+        group: of EVICTED, the group that lost them.
+        ago_s: of EVICTED, seconds since the earliest loss among them.
+        more_bytes: of EVICTED, bytes of the blocks that lost their keys since that loss, itself included. This much
+            more memory would have kept all of the tokens: at most this much where ``evicts_in_order`` holds for the
+            manager, an estimate elsewhere. ``None`` if the cache does not remember all of the losses.
+        idle_s: of EVICTED, seconds between the last use and the loss; ``None`` without ``block_times``.
+        by: of EVICTED, the id of the request that got the memory; ``None`` if it went to running requests or to
+            saved states.
+        nearest_state: of NO_STATE, the position of the last saved state from which a hit could resume, or 0.
+        interval: of NO_STATE, the widest N for which ``interval:N`` would have saved a state in the second half of
+            the tokens; ``None`` if N would be below 128.
     """
 
     first: int
@@ -90,25 +110,34 @@ class Miss:
 
     @property
     def end(self) -> int:
-        """Behind the last of them."""
+        """Position after the last of the tokens."""
         return self.first + self.tokens
 
     @property
     def interval_state(self) -> int | None:
-        """Behind how many tokens ``interval`` would have kept the last state in them; None without one."""
+        """Position of the last state that ``interval`` would have saved among the tokens, if any."""
         return None if self.interval is None else self.end // self.interval * self.interval
 
-    def behind(self, other: Miss) -> Miss | None:
-        """Both in one, where ``other``, right before it, has the same reason and neither group lost them."""
-        if (self.reason, self.group) != (other.reason, other.group) or self.reason is MissReason.EVICTED:
+    def joined_with(self, earlier: Miss) -> Miss | None:
+        """Return one miss for both, or ``None`` if their reasons or groups differ or the tokens were evicted.
+
+        Args:
+            earlier: the miss that ends where this one begins.
+        """
+        if (self.reason, self.group) != (earlier.reason, earlier.group) or self.reason is MissReason.EVICTED:
             return None
-        return replace(self, first=other.first, tokens=other.tokens + self.tokens)
+        return replace(self, first=earlier.first, tokens=earlier.tokens + self.tokens)
 
 
 class _Cut(NamedTuple):
-    """Tokens before ``end`` that none before it has: a reason, and which group lost them.
+    """The tokens from the end of the previous cut to before ``end``, and why they were missed.
 
-    lost: the number of the first loss. nearest_state: see Miss.
+    Attributes:
+        end: position after the last token.
+        reason: why they were missed.
+        group: the group that lost them.
+        lost: number of the earliest loss, in ``LostKeys``.
+        nearest_state: position of the last saved state before them.
     """
 
     end: int
@@ -119,7 +148,15 @@ class _Cut(NamedTuple):
 
 
 class Misses:
-    """hash_block: tokens. lost: what was evicted, and began. journal: read before all answers."""
+    """Explains the misses of one cache.
+
+    Args:
+        residents: the requests that hold blocks, and the groups.
+        lookup: the prefix look-up, asked again with weaker conditions.
+        lost: the keys that were evicted, and the prompts that began.
+        journal: facts about blocks; it is settled before each answer so that ``lost`` is up to date.
+        hash_block: tokens of one hash block.
+    """
 
     def __init__(
         self, residents: Residents, lookup: PrefixLookup, *, lost: LostKeys, journal: Journal, hash_block: int
@@ -137,14 +174,16 @@ class Misses:
         self._others = len(self._groups) > len(self._full) + len(self._states)
 
     def forget(self) -> None:
-        """Nothing was seen."""
+        """Forget all evicted keys and all prompts. O(keys)."""
         self._journal.settle()
         self._lost.clear()
 
     def explain(self, request: Request, hit_tokens: int | None) -> tuple[Miss, ...]:
-        """For what reason each token of its prompt behind ``hit_tokens`` is missed, in order.
+        """Return the misses of a prompt in order of position. O(hash blocks of the prompt, and its look-ups).
 
-        hit_tokens: None for what would be found now. O(hash blocks of the prompt, and its look-ups).
+        Args:
+            request: the request that has the prompt.
+            hit_tokens: tokens that were found; with ``None``, the tokens that a look-up would find at this time.
         """
         self._journal.settle()
         now = self._journal.clock()
@@ -156,14 +195,14 @@ class Misses:
             if tokens <= 0:
                 continue
             miss = self._miss(cut, at, tokens, now)
-            joined = miss.behind(misses[-1]) if misses else None
+            joined = miss.joined_with(misses[-1]) if misses else None
             misses[len(misses) - (joined is not None) :] = [joined or miss]
             at += tokens
         return tuple(misses)
 
     @contextmanager
     def evicting_for(self, request: Request) -> Iterator[None]:
-        """Note that what is evicted inside makes room for ``request``."""
+        """Record ``request`` as the cause of all evictions inside the context."""
         self._journal.settle()
         self._lost.by = request.request_id
         try:
@@ -173,7 +212,7 @@ class Misses:
             self._lost.by = None
 
     def _miss(self, cut: _Cut, first: int, tokens: int, now: float) -> Miss:
-        """``cut`` from ``first`` on, told in full."""
+        """Return the miss for ``tokens`` tokens from ``first`` on, with the details of ``cut``."""
         miss = Miss(first, tokens, cut.reason, cut.group)
         if cut.lost is not None:
             lost = self._lost.lost(cut.lost)
@@ -184,18 +223,18 @@ class Misses:
         return miss
 
     def _cuts(self, request: Request, hit: int) -> Iterator[_Cut]:
-        """Behind ``hit`` tokens, in order; the last one is behind the prompt."""
+        """Yield cuts by growing ``end``, from a hit of ``hit`` tokens to the end of the prompt."""
         last = request.num_tokens - 1
         if request.hasher is None or not request.reads_prefix_cache:
             yield _Cut(last, MissReason.CACHING_OFF)
             yield _Cut(last + 1, MissReason.LAST_TOKEN)
             return
-        edge = last // self._alignment * self._alignment
+        limit = last // self._alignment * self._alignment
         seen = self._seen(request)
-        tokens = self._common(request, self._full, edge, last) if self._full else edge
+        tokens = self._common(request, self._full, limit, last) if self._full else limit
         states = self._common(request, [*self._full, *self._states], tokens, last) if self._states else tokens
         windows = self._common(request, self._groups, states, last) if self._others else states
-        if not self._full:  # what was never seen has no state and no window either
+        if not self._full:  # without full attention, tokens count as seen up to the last published hash block
             tokens = max(min(seen * self._hash_block, tokens), windows)
             states = min(states, tokens)
         if hit < windows:
@@ -204,12 +243,12 @@ class Misses:
         yield _Cut(states, MissReason.NO_WINDOW)
         yield from self._lost_states(request, states, tokens)
         yield _Cut(tokens, MissReason.NO_STATE, nearest_state=states)
-        yield from self._tokens(request, tokens, edge, seen)
+        yield from self._tokens(request, tokens, limit, seen)
         yield _Cut(last, MissReason.BLOCK_EDGE)
         yield _Cut(last + 1, MissReason.LAST_TOKEN)
 
     def _common(self, request: Request, groups: Sequence[CacheGroup], limit: int, last: int) -> int:
-        """The longest end up to ``limit`` that all of ``groups`` serve, nothing being dropped."""
+        """Return the longest hit up to ``limit`` that all of ``groups`` have, without dropping blocks for EAGLE."""
         asked = [(group, group.index, group.keys(request)) for group in groups]
         end, before, proven = limit, -1, 0
         while end and end != before:
@@ -221,22 +260,22 @@ class Misses:
                 proven = proven or end
         return end
 
-    # -- tokens that are not there
+    # -- tokens that are not cached
 
     def _seen(self, request: Request) -> int:
-        """Hash blocks up to the last one that is, or was, published in any group. O(hash blocks)."""
+        """Return how many hash blocks end with the last one that any group has or had. O(hash blocks)."""
         hashes, most = request.hashes, 0
         for group in self._groups:
             lost = [table.get for table in self._lost.knows(group.number) if table]
             asked: list[Callable[[bytes], object]] = [group.index.get, *lost]
             for get in asked:
-                behind = len(hashes) - most
+                rest = len(hashes) - most
                 later = enumerate(map(get, reversed(hashes[most:])))
-                most = len(hashes) - next((place for place, found in later if found is not None), behind)
+                most = len(hashes) - next((place for place, found in later if found is not None), rest)
         return most
 
     def _tokens(self, request: Request, first: int, end: int, seen: int) -> Iterator[_Cut]:
-        """Of each hash block between; one that is too short for a key, as what lies before."""
+        """Yield cuts for the hash blocks from ``first`` to ``end``; a partial last block joins the cut before it."""
         size, hashes = self._hash_block, request.hashes
         if first >= end:
             return
@@ -247,16 +286,16 @@ class Misses:
         block = max(begins, running)
         for group, run in groupby(self._lacking(hashes, block, seen)):
             first, block = block, block + sum(1 for _ in run)
-            stop = min(block * size, end)
+            cut_end = min(block * size, end)
             if group is None:
-                cut = cut._replace(end=stop)
+                cut = cut._replace(end=cut_end)
                 continue
             lost = self._first_loss(group, hashes, first, block)
             if cut.group == group.number:
-                cut = cut._replace(end=stop, lost=_earlier(cut.lost, lost))
+                cut = cut._replace(end=cut_end, lost=_earlier(cut.lost, lost))
             else:
                 yield cut
-                cut = _Cut(stop, MissReason.EVICTED, group.number, lost)
+                cut = _Cut(cut_end, MissReason.EVICTED, group.number, lost)
         yield cut
         known = max(running, seen, begins)
         for reason, blocks in (
@@ -270,7 +309,7 @@ class Misses:
         yield cut._replace(end=end)
 
     def _lacking(self, hashes: Sequence[bytes], first: int, end: int) -> list[CacheGroup | None]:
-        """Of hash blocks ``first`` .. ``end`` the first group, of those that read all, that is without it."""
+        """Return for each hash block from ``first`` to before ``end`` the first full attention group that lacks it."""
         lacking: list[CacheGroup | None] = [None] * max(end - first, 0)
         if not lacking:
             return lacking
@@ -285,7 +324,7 @@ class Misses:
         return lacking
 
     def _first_loss(self, group: CacheGroup, hashes: Sequence[bytes], first: int, end: int) -> int | None:
-        """The number of the first loss of hash blocks ``first`` .. ``end``; None where not all are remembered."""
+        """Return the number of the first loss of these hash blocks, or ``None`` if a loss is not remembered."""
         stride = group.hashes_per_block
         keys = hashes[first // stride * stride + stride - 1 : end + stride - 1 : stride]
         young, old = self._lost.knows(group.number)
@@ -296,9 +335,9 @@ class Misses:
         return min(known) if len(known) == len(numbers) else None
 
     def _running(self, request: Request, first: int) -> int:
-        """Leading hash blocks that some running request has, published or not, if more than ``first``.
+        """Return how many leading hash blocks another resident request shares, or 0 if not more than ``first``.
 
-        O(residents), and O(log blocks) of those that have more.
+        The other request may not have published them yet. O(residents), and O(log blocks) for each that shares them.
         """
         most, mine = 0, request.hashes
         if len(mine) <= first:
@@ -309,10 +348,10 @@ class Misses:
                 most = max(most, _alike(mine, theirs))
         return most
 
-    # -- states that were there
+    # -- evicted states
 
     def _lost_states(self, request: Request, first: int, end: int) -> Iterator[_Cut]:
-        """Up to the last end at which every group has, or had, a state. O(hash blocks between)."""
+        """Yield a cut at the last resume point where every group has or had a state. O(hash blocks in between)."""
         ends = {tokens for group in self._states for tokens in self._lost_ends(request, group, first, end)}
         for tokens in sorted(ends, reverse=True):
             lacking = [group for group in self._states if not _has_state(request, group, tokens)]
@@ -322,7 +361,7 @@ class Misses:
                 return
 
     def _lost_ends(self, request: Request, group: CacheGroup, first: int, end: int) -> Iterator[int]:
-        """Token counts in first + 1 .. end after which ``group`` had a state that it lost."""
+        """Yield the positions from ``first`` + 1 to ``end`` at which ``group`` lost a state."""
         size = group.policy.block_size
         for column in range(first // size, end // size + 1):
             begins = column * size
@@ -339,7 +378,7 @@ class Misses:
                     yield ends
 
     def _lost_state(self, request: Request, group: CacheGroup, tokens: int) -> int | None:
-        """The number of the loss of the state after ``tokens`` tokens, if it was lost."""
+        """Return the number of the loss of the state after ``tokens`` tokens, or ``None`` if it was not lost."""
         column, rest = divmod(tokens, group.policy.block_size)
         if not rest:
             return self._lost.whole(group.number, request.hashes[column * group.hashes_per_block - 1])
@@ -349,7 +388,7 @@ class Misses:
 
 
 def _has_state(request: Request, group: CacheGroup, tokens: int) -> bool:
-    """Whether ``group`` has the state after ``tokens`` tokens."""
+    """Return whether ``group`` has the state after ``tokens`` tokens."""
     column, rest = divmod(tokens, group.policy.block_size)
     if rest:
         return group.index.state_at(request, tokens) is not None
@@ -357,11 +396,12 @@ def _has_state(request: Request, group: CacheGroup, tokens: int) -> bool:
 
 
 def _parent(request: Request, group: CacheGroup, column: int) -> bytes:
+    """Return the key of the block before ``column``."""
     return parent_key(request, column * group.hashes_per_block, group.hashes_per_block)
 
 
 def _interval(first: int, end: int) -> int | None:
-    """The greatest power of two that has a multiple in the second half of first + 1 .. end; None where it is small."""
+    """Return the greatest power of two with a multiple in the second half of the tokens, or ``None`` if small."""
     least = first + (end - first + 1) // 2
     interval = 1 << end.bit_length()
     while end // interval * interval < max(least, 1):
@@ -370,12 +410,12 @@ def _interval(first: int, end: int) -> int | None:
 
 
 def _earlier(one: int | None, other: int | None) -> int | None:
-    """What went first; None where that is not known of both."""
+    """Return the earlier of two losses, or ``None`` if one is not remembered."""
     return None if one is None or other is None else min(one, other)
 
 
 def _alike(mine: Sequence[bytes], theirs: Sequence[bytes]) -> int:
-    """How many leading keys are the same: with a key, all before it are."""
+    """Return how many leading keys agree. O(log keys), since equal keys have equal keys before them."""
     low, high = 0, min(len(mine), len(theirs))
     while low < high:
         middle = (low + high) // 2
@@ -387,7 +427,7 @@ def _alike(mine: Sequence[bytes], theirs: Sequence[bytes]) -> int:
 
 
 def _plain_hashes(request: Request) -> Sequence[bytes]:
-    """Keys of the whole blocks of its prompt, as they were without extra keys."""
+    """Return the hashes that the whole blocks of the prompt would have without extra keys."""
     if request.hasher is None:
         return ()
     size = request.hasher.block_size
@@ -398,10 +438,13 @@ def _plain_hashes(request: Request) -> Sequence[bytes]:
 
 
 class LossRecord(NamedTuple):
-    """at_s: on the cache's clock. before_bytes: of all blocks that had lost their keys before.
+    """One block that lost its key.
 
-    by: the request that room was made for, None where it was for requests that went on. idle_s: how long nobody had
-    come for it, None where that is not counted.
+    Attributes:
+        at_s: time of the loss, seconds on the cache's clock.
+        before_bytes: bytes of all blocks that had lost their keys before.
+        by: id of the request that got the memory; ``None`` for running requests and saved states.
+        idle_s: seconds since the last use of the block; ``None`` without ``block_times``.
     """
 
     at_s: float
@@ -411,7 +454,11 @@ class LossRecord(NamedTuple):
 
 
 class _Generation:
-    """first: number of its first loss. noted: of each note, the number of its first. idle_s: of each loss."""
+    """Losses with consecutive numbers from ``first`` on.
+
+    ``lost`` has one record for each batch of losses, and ``noted`` the number of each batch's first loss. ``idle_s``
+    has one value for each loss.
+    """
 
     def __init__(self, groups: int, first: int) -> None:
         self.first = first
@@ -423,10 +470,18 @@ class _Generation:
 
 
 class LostKeys:
-    """Remembers what blocks lost, and which prompts began: of each kind ``most`` keys, at least half of them.
+    """Remembers the keys that blocks lost and the hashes of prompts that began.
 
-    block_bytes: of each group. times: when blocks were used. For reading: lost_bytes, of blocks that lost their keys so
-    far; begun, keys of prompts that began; plain, the keys of their tokens alone. by: who room is made for now.
+    Args:
+        most: keys to remember of each kind; between half of ``most`` and ``most`` are kept.
+        block_bytes: bytes of a block of each group.
+        times: last uses of blocks, for ``LossRecord.idle_s``.
+
+    Attributes:
+        by: id of the request that evictions make room for at this time.
+        lost_bytes: bytes of all blocks that lost their keys so far.
+        begun: hashes of prompts that began.
+        plain: hashes that these prompts would have without extra keys.
     """
 
     def __init__(self, most: int, block_bytes: Sequence[int], times: BlockTimes | None = None) -> None:
@@ -439,12 +494,12 @@ class LostKeys:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget all keys. Numbers of losses and ``lost_bytes`` go on."""
         self.begun, self.plain = KnownTokens(self._most), KnownTokens(self._most)
         self._young, self._old = (_Generation(len(self._block_bytes), self._next) for _ in range(2))
 
     def read(self, fact: Fact) -> None:
-        """Note the keys and partial keys that blocks lost, or that a prompt began. O(keys)."""
+        """Record keys and partial keys that blocks lost, or the hashes of a prompt that began. O(keys)."""
         if isinstance(fact, Begun):
             add_known(self.begun, fact.request.hashes[: fact.num_hashes])
             add_known(self.plain, _plain_hashes(fact.request))
@@ -465,21 +520,21 @@ class LostKeys:
             self._old, self._young = young, _Generation(len(self._block_bytes), self._next)
 
     def whole(self, group: int, key: bytes) -> int | None:
-        """The number of the loss of a block of ``group`` with that key."""
+        """Return the number of the loss of a block of ``group`` with ``key``, if it is remembered."""
         found = self._young.whole[group].get(key)
         return self._old.whole[group].get(key) if found is None else found
 
     def inside(self, group: int, parent: bytes) -> Iterator[tuple[bytes, int]]:
-        """The bytes of the tokens behind ``parent`` that a block of ``group`` began with, the last ones first."""
+        """Yield lost partial keys of ``group`` after ``parent``: bytes of the tokens and the loss's number."""
         for generation in (self._young, self._old):
             yield from generation.inside[group].get(parent, {}).items()
 
     def knows(self, group: int) -> tuple[dict[bytes, int], dict[bytes, int]]:
-        """Keys of ``group``, to look up many."""
+        """Return the lost keys of ``group``, young and old generation, for look-ups of many keys."""
         return self._young.whole[group], self._old.whole[group]
 
     def lost(self, number: int) -> LossRecord:
-        """What is known of a loss that is remembered. O(log notes)."""
-        of = self._young if number >= self._young.first else self._old
-        lost = of.lost[bisect_right(of.noted, number) - 1]
-        return lost._replace(idle_s=of.idle_s[number - of.first]) if of.idle_s else lost
+        """Return the record of the remembered loss ``number``. O(log batches)."""
+        generation = self._young if number >= self._young.first else self._old
+        lost = generation.lost[bisect_right(generation.noted, number) - 1]
+        return lost._replace(idle_s=generation.idle_s[number - generation.first]) if generation.idle_s else lost

@@ -138,24 +138,24 @@ def unwritten_by_another_step(cache: KVCacheManager) -> None:
 
 
 CORRUPTIONS: dict[str, Callable[[KVCacheManager], object]] = {
-    "has ref count 2, 1 rows hold it": lambda cache: put(cache.block_pool._ref, held(cache), 2),
-    "a block stands twice in the free order": twice_in_the_free_order,
+    "has reference count 2, but 1 holders": lambda cache: put(cache.block_pool._ref, held(cache), 2),
+    "a block is in the free order twice": twice_in_the_free_order,
     "has no holder but is not in the free order": lambda cache: cache.block_pool.space.remove(
         ids(free(cache.block_pool, cached=False))
     ),
-    "is held or null but stands in the free order": lambda cache: cache.block_pool.space.append(ids(held(cache))),
+    "is held or null but is in the free order": lambda cache: cache.block_pool.space.append(ids(held(cache))),
     "blocks are counted as free": free_count,
     "a cached block would be taken before an empty one": cached_before_empty,
-    "is indexed under a key in group 0 that it does not carry": lambda cache: put(
+    "is indexed under a key in group 0 that it does not have": lambda cache: put(
         cache.block_pool.indexes[0]._first,
         next(cache.block_pool.indexes[0].entries())[0],
         free(cache.block_pool, cached=False),
     ),
     "is indexed twice": indexed_twice,
-    "carries a key that the index does not know": key_that_is_not_indexed,
-    "is indexed in group 0, its key is of group 1": lambda cache: put(cache.block_pool.keys._group, held(cache), 1),
-    "has a key without group": lambda cache: put(cache.block_pool.keys._group, held(cache), -1),
-    "carries another key than its tokens": lambda cache: in_row(cache, 0, cache.groups[0].rows.ids(rows(cache)[1])[0]),
+    "has a key that is not in the index": key_that_is_not_indexed,
+    "is indexed in group 0, but its key is of group 1": lambda cache: put(cache.block_pool.keys._group, held(cache), 1),
+    "has a key without a group": lambda cache: put(cache.block_pool.keys._group, held(cache), -1),
+    "has another key than its tokens": lambda cache: in_row(cache, 0, cache.groups[0].rows.ids(rows(cache)[1])[0]),
     "is held in 2 groups": lambda cache: in_row(cache, 0, cache.groups[1].rows.ids(rows(cache)[0])[0]),
     "has a null column that it has not dropped": lambda cache: in_row(cache, 0, 0),
     "holds an id outside the pool": lambda cache: in_row(cache, 0, 999),
@@ -163,14 +163,14 @@ CORRUPTIONS: dict[str, Callable[[KVCacheManager], object]] = {
     "two rows of group 0 overlap": extents_that_overlap,
     "outside its": lambda cache: put(cache.groups[0].rows.room, np.argmax(cache.groups[0].rows.start), 1 << 20),
     "holds more than it has room for": lambda cache: put(cache.groups[0].rows.room, rows(cache)[0], 1),
-    "holds blocks but belongs to nobody": blocks_of_nobody,
-    "computed tokens in": too_few_blocks,
-    "published columns, more than full ones": published_too_high,
+    "holds blocks but no request has it": blocks_of_nobody,
+    "computed tokens in only": too_few_blocks,
+    "published columns, more than it has full blocks": published_too_high,
     "expects its next event at": lambda cache: put(cache._residents._next_event, rows(cache)[0], 1 << 20),
     "the rows and the list of resident requests differ": lambda cache: put(
         cache._residents._by_id, "ghost", Request("ghost", [1], hasher=cache.hasher)
     ),
-    "which says row": lambda cache: setattr(cache.engine.resident_requests()[0], "row", 40),
+    "but this request has row": lambda cache: setattr(cache.engine.resident_requests()[0], "row", 40),
     "hashes for": lambda cache: cache.engine.resident_requests()[0].hashes.pop(),
     "which does not write it": unwritten_by_another_step,
     "waits to be written but has no key": lambda cache: put(

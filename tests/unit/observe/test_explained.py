@@ -187,4 +187,4 @@ def test_a_state_in_sentences(tmp_path: Path) -> None:
 
 def test_equal_misses_in_a_row_keep_what_is_known() -> None:
     first = Miss(0, 4, MissReason.NO_STATE)
-    assert Miss(4, 3, MissReason.NO_STATE).behind(first) == Miss(0, 7, MissReason.NO_STATE)
+    assert Miss(4, 3, MissReason.NO_STATE).joined_with(first) == Miss(0, 7, MissReason.NO_STATE)

@@ -133,9 +133,9 @@ def test_losses_are_forgotten_by_generations() -> None:
 
 def test_equal_reasons_in_a_row_are_one() -> None:
     first, lost = Miss(0, 4, MissReason.NO_STATE), Miss(0, 4, MissReason.EVICTED, 1, 2.0, 10)
-    assert Miss(4, 3, MissReason.NO_STATE).behind(first) == Miss(0, 7, MissReason.NO_STATE)
-    assert Miss(4, 3, MissReason.NO_WINDOW).behind(first) is None
-    assert replace(lost, first=4).behind(lost) is None  # they would have said so together
+    assert Miss(4, 3, MissReason.NO_STATE).joined_with(first) == Miss(0, 7, MissReason.NO_STATE)
+    assert Miss(4, 3, MissReason.NO_WINDOW).joined_with(first) is None
+    assert replace(lost, first=4).joined_with(lost) is None  # they would have said so together
 
 
 # -- replays
