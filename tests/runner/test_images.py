@@ -110,7 +110,8 @@ def chunked_two_in_flight(compared: Compared) -> None:
 
 
 def preempted(compared: Compared) -> None:
-    done = compared.run(compared.engine(room_for=2, token_budget=64, block_size=4))
+    room = 1 if compared.name.startswith("qwen3_5") else 2  # its states take the room of a request
+    done = compared.run(compared.engine(room_for=room, token_budget=64, block_size=4))
     assert sum(one.preemptions for one in done) > 0
 
 
