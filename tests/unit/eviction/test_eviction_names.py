@@ -11,18 +11,18 @@ from hybridkv.testing import attention_config
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec
 
 
-def test_names_are_read() -> None:
+def test_eviction_name_is_parsed() -> None:
     assert [eviction_named(name).name for name in EVICTIONS] == list(EVICTIONS)
     assert (eviction_named("lru"), eviction_named("hazard")) == (LRU, HAZARD)
 
 
-def test_the_natural_layout_learns_what_to_keep_and_the_reference_layout_does_not() -> None:
+def test_eviction_default_is_hazard_in_natural_and_lru_in_reference() -> None:
     assert DEFAULT_EVICTIONS == {"natural": HAZARD, "reference": LRU}
 
 
 @pytest.mark.parametrize(("layout", "found"), DEFAULT_EVICTIONS.items())
 @pytest.mark.parametrize("model", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-3-70b"])
-def test_a_plan_says_what_is_given_up_unless_one_is_asked_for(model: str, layout: str, found: Eviction) -> None:
+def test_eviction_of_a_plan_yields_to_the_option(model: str, layout: str, found: Eviction) -> None:
     made = plan(read_model(model), "1GiB", max_model_len=1000, layout=layout)
     assert eviction_of(made) == KVCacheManager(made).eviction == found
     assert eviction_of(made, "lru") == LRU
@@ -31,18 +31,18 @@ def test_a_plan_says_what_is_given_up_unless_one_is_asked_for(model: str, layout
         eviction_of(made, "belady")
 
 
-def test_a_config_alone_is_evicted_by_last_use() -> None:
+def test_eviction_of_a_config_without_plan_is_lru() -> None:
     config = natural_model_config(8, (full_spec(4), state_spec(4)), (4, 1))
     assert KVCacheManager(config, 100).eviction == LRU
 
 
 @pytest.mark.parametrize(("name", "hint"), [("LRU", " (did you mean lru?)"), ("", ""), ("belady", "")])
-def test_an_unknown_name_says_which_there_are(name: str, hint: str) -> None:
+def test_eviction_with_unknown_name_lists_known_names(name: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         eviction_named(name)
     assert str(caught.value) == f"unknown eviction '{name}': use {', '.join(EVICTIONS)}{hint}"
 
 
-def test_what_is_no_eviction_is_refused() -> None:
+def test_eviction_option_of_wrong_type_is_rejected() -> None:
     with pytest.raises(ConfigError, match="eviction must be"):
         KVCacheManager(attention_config(8), 100, options=CacheOptions(eviction="lru"))  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ def end(
 # -- the table
 
 
-def test_buckets_by_hand() -> None:
+def test_hazard_buckets_match_hand_calculation() -> None:
     assert [bucket_of(age) for age in (0.0, 0.99, 1.0, 1.49, 1.5, 2.25, 1e9)] == [0, 0, 1, 1, 2, 3, BUCKETS - 1]
 
 
@@ -53,11 +53,11 @@ def follows_a_change(ranking: HazardRanking) -> bool:
     return is_preferred(ranking, Kind.PROMPT, Kind.OUTPUT, 0.0)
 
 
-def test_a_change_of_what_comes_is_noticed() -> None:
+def test_hazard_ranking_follows_a_workload_change() -> None:
     assert follows_a_change(HazardRanking())
 
 
-def test_ends_in_turns_are_counted_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hazard_sums_of_single_updates_match_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = []
     for most in (8192, 7):
         monkeypatch.setattr("hybridkv.eviction.hazard._MOST_LOOKED_AT", most)
@@ -71,7 +71,7 @@ def test_ends_in_turns_are_counted_as_all_at_once(monkeypatch: pytest.MonkeyPatc
     assert sums[0].sum() == pytest.approx(sum(100.0 - serial for serial in range(40)))
 
 
-def test_check_sees_an_end_in_another_ring() -> None:
+def test_hazard_check_reports_resume_point_in_wrong_ring() -> None:
     ranking = HazardRanking()
     one = end(1)
     ranking.add(one, 0.0)

@@ -29,7 +29,7 @@ from hybridkv.simulator.tokens import NEW_OUTPUT, PROMPT_SEGMENT
 # -- what a hint is
 
 
-def test_what_comes_back_goes_on() -> None:
+def test_hint_with_return_time_continues_the_session() -> None:
     assert Hints(within_s=5).goes_on
     assert Hints() == NO_HINTS
 
@@ -49,19 +49,19 @@ def test_what_comes_back_goes_on() -> None:
         ({"secret": True, "shared_tokens": 8}, "shared, and that it is secret"),
     ],
 )
-def test_hints_that_cannot_be_are_refused(wrong: dict[str, object], message: str) -> None:
+def test_hint_with_invalid_value_is_rejected(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Hints(**wrong)  # type: ignore[arg-type]
 
 
-def test_requests_have_hints() -> None:
+def test_request_with_hints_gets_a_shared_resume_mark() -> None:
     with pytest.raises(ConfigError, match="hints must be a Hints"):
         Request("r", [1], hints={"over": True})  # type: ignore[arg-type]
     request = Request("r", list(range(20)), hints=Hints(shared_tokens=8), marks=[4])
     assert (request.marks, request.branch("b", request.sampling).hints) == ((4, 8), request.hints)
 
 
-def test_what_is_promised_of_each_end() -> None:
+def test_hint_of_each_resume_point_matches_its_position() -> None:
     def promised(hints: Hints, tokens: int, marks: tuple[int, ...] = ()) -> int:
         request = Request("r", list(range(100)), hints=hints, marks=marks)
         request.branch_tokens = 20
@@ -83,7 +83,7 @@ def test_what_is_promised_of_each_end() -> None:
 # -- what it does to what is kept
 
 
-def test_secrets_are_found_by_nobody() -> None:
+def test_hint_secret_prefix_is_never_hit() -> None:
     cache = Cache(EVERYBODY, 30)
     cache.run(chat(1, 1), hints=Hints(secret=True))
     assert cache.run(chat(1, 1)) == 0
@@ -107,18 +107,18 @@ def goes(*hints: Hints) -> list[int]:
 
 
 @pytest.mark.parametrize("gone", [Hints(over=True), Hints(scratch=True)])
-def test_a_session_that_is_over_goes_first(gone: Hints) -> None:
+def test_hint_of_finished_session_evicts_it_first(gone: Hints) -> None:
     assert goes(NO_HINTS, gone) == [1, 1, 0, 0]
     assert goes(NO_HINTS, NO_HINTS) != [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("stays", [Hints(goes_on=True), Hints(within_s=20), Hints(shared_tokens=10)])
-def test_a_session_that_goes_on_goes_last(stays: Hints) -> None:
+def test_hint_of_continued_session_evicts_it_last(stays: Hints) -> None:
     assert goes(stays, NO_HINTS)[-1] == 0
     assert goes(NO_HINTS, NO_HINTS)[-1] == 1
 
 
-def test_what_all_begin_with_is_kept() -> None:
+def test_hint_of_shared_prefix_keeps_it() -> None:
     """Though nobody has hit it yet, and all that came later did not begin so."""
     hit = []
     for hints in (NO_HINTS, Hints(shared_tokens=8)):
@@ -130,7 +130,7 @@ def test_what_all_begin_with_is_kept() -> None:
     assert hit == [0, 8]
 
 
-def test_a_promise_moves_on_with_its_session() -> None:
+def test_hint_moves_with_its_session() -> None:
     cache = Cache(EVERYBODY, 30)
     promised = Hints(within_s=60)
     cache.run(chat(1, 1), hints=promised)
@@ -142,7 +142,7 @@ def test_a_promise_moves_on_with_its_session() -> None:
     cache.cache.check()
 
 
-def test_what_all_promise_and_nobody_keeps_is_believed_no_longer() -> None:
+def test_hint_that_fails_often_is_ignored() -> None:
     ranking = HazardRanking()
 
     def end(serial: int, promise: int, used: float) -> ResumePoint:
@@ -170,7 +170,7 @@ def test_what_all_promise_and_nobody_keeps_is_believed_no_longer() -> None:
     assert not is_believed(700.0)
 
 
-def test_a_liar_harms_its_own_tenant_alone() -> None:
+def test_hint_that_is_false_harms_its_own_tenant_only() -> None:
     """What another tenant's flood promises of its prompts changes nothing of what is found here."""
     shares = TenantShares((Share("a", 0.3), Share("b", 0.3)))
     found = []
@@ -190,7 +190,7 @@ def test_a_liar_harms_its_own_tenant_alone() -> None:
 # -- what it does not do
 
 
-def test_hints_change_no_key() -> None:
+def test_hint_leaves_block_hashes_unchanged() -> None:
     cache = Cache(EVERYBODY, 30)
     prompt = np.arange(12)
     hashes = [Request("r", prompt, hasher=cache.cache.hasher, hints=one).hashes for one in (None, Hints(over=True))]
@@ -200,7 +200,7 @@ def test_hints_change_no_key() -> None:
 # -- hints of one who knows the future
 
 
-def test_the_oracle_says_where_sessions_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hint_oracle_finds_where_sessions_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session of two turns, its answer stripped; others that only begin alike."""
     monkeypatch.setattr(oracle_hints, "MANY", 4)
 

@@ -87,7 +87,7 @@ def chat(person: int, turns: int = 1) -> list[int]:
 
 
 @pytest.mark.parametrize("specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9))])
-def test_where_a_request_leaves_what_others_had_is_an_end(specs: tuple[KVCacheSpec, ...]) -> None:
+def test_branch_from_a_cached_prefix_becomes_a_resume_point(specs: tuple[KVCacheSpec, ...]) -> None:
     """Though nothing is missing there: else nobody would know that a template is hit."""
     cache = Cache(slabs=14, specs=specs)
     template = list(range(100, 113))
@@ -101,7 +101,7 @@ def test_where_a_request_leaves_what_others_had_is_an_end(specs: tuple[KVCacheSp
 # -- what is remembered
 
 
-def test_where_others_branched_off_is_known_when_all_is_gone() -> None:
+def test_branch_point_is_known_after_all_blocks_are_evicted() -> None:
     cache = Cache(slabs=7)
     shared = list(range(100, 120))
     cache.run([*shared, 1, 1, 1])
@@ -112,7 +112,7 @@ def test_where_others_branched_off_is_known_when_all_is_gone() -> None:
     assert (hit.tokens, hit.branch_tokens) == (0, 20)
 
 
-def test_known_prefixes_are_forgotten_by_generations() -> None:
+def test_known_prefixes_are_forgotten_by_generation() -> None:
     known = KnownTokens(8)
     keys = [bytes([i]) for i in range(40)]
     add_known(known, keys[:4])
@@ -125,7 +125,7 @@ def test_known_prefixes_are_forgotten_by_generations() -> None:
     assert leading_known(known, keys[30:]) == 3
 
 
-def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ghost_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(slabs=7)
     monkeypatch.setattr(ranked, "_MOST_GHOSTS", 3)
     for person in range(12):
@@ -134,7 +134,7 @@ def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(cache.eviction_policy._tree.points) <= 3 + len(cache.ends())
 
 
-def test_what_became_of_ends_is_counted_by_kind() -> None:
+def test_resume_point_outcomes_are_counted_by_kind() -> None:
     cache = Cache(slabs=16)
     for prompt in (chat(1), chat(1, 2), chat(1)):  # new; on from the end of the output; the same prompt again
         cache.run(prompt)
@@ -154,7 +154,7 @@ def test_what_became_of_ends_is_counted_by_kind() -> None:
     assert statistics.missed_tokens == statistics.missed_a_gib_more == 10
 
 
-def test_and_by_what_hazard_tells_apart() -> None:
+def test_resume_point_outcomes_are_counted_by_hazard_class() -> None:
     """A class says what an end was when it was hit or given up, not what became of it."""
     cache = Cache(slabs=24)
     cache.run(chat(1))
@@ -181,7 +181,7 @@ def test_and_by_what_hazard_tells_apart() -> None:
 # -- what was lost otherwise
 
 
-def test_what_a_caller_evicts_is_no_end_any_longer() -> None:
+def test_resume_point_evicted_by_a_caller_is_dropped() -> None:
     cache = Cache()
     cache.run(chat(1))
     cache.run(chat(1, 2))

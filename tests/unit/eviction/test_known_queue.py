@@ -26,7 +26,7 @@ def flood(cache: Cache, requests: int, tenant: str | None = None) -> None:
 
 
 @pytest.mark.parametrize("specs", [HYBRID, (full_spec(4),), (full_spec(4), window_spec(4, 9))])
-def test_what_waits_finds_what_it_begins_with(specs: tuple[KVCacheSpec, ...]) -> None:
+def test_waiting_request_finds_its_cached_prefix(specs: tuple[KVCacheSpec, ...]) -> None:
     """Though its session was said to be over, so that nothing would go before it."""
     found = []
     for waits in (False, True):
@@ -44,7 +44,7 @@ def test_what_waits_finds_what_it_begins_with(specs: tuple[KVCacheSpec, ...]) ->
     assert found == [0, 11]
 
 
-def test_the_deepest_that_comes_meanwhile_is_waited_for() -> None:
+def test_waiting_request_protects_the_deepest_new_resume_point() -> None:
     cache = Cache(EVERYBODY, 30)
     waiting = [asked(cache, 1, 3), asked(cache, 1, 2)]
     for request in waiting:
@@ -65,7 +65,7 @@ def test_the_deepest_that_comes_meanwhile_is_waited_for() -> None:
     cache.cache.check()
 
 
-def test_tokens_that_come_while_a_request_waits_are_not_looked_at() -> None:
+def test_waiting_request_ignores_tokens_added_while_it_waits() -> None:
     """Those of steps that were in flight when it was preempted."""
     cache = Cache(EVERYBODY, 30)
     cache.run(chat(1, 1))
@@ -79,7 +79,7 @@ def test_tokens_that_come_while_a_request_waits_are_not_looked_at() -> None:
     assert [node.tokens for node in cache.eviction_policy._tree.kept() if node.awaited] == [10]
 
 
-def test_where_all_is_waited_for_room_is_made_all_the_same() -> None:
+def test_eviction_with_every_prefix_awaited_still_makes_room() -> None:
     cache = Cache(EVERYBODY, 13)
     for person in range(8):
         cache.cache.eviction_policy.expect(asked(cache, person, 2))
@@ -89,7 +89,7 @@ def test_where_all_is_waited_for_room_is_made_all_the_same() -> None:
     assert 0 < sum(one > 0 for one in hits) < 8
 
 
-def test_a_queue_protects_nothing_beyond_a_tenants_share() -> None:
+def test_waiting_requests_protect_their_tenant_share_only() -> None:
     """However many wait of ``b``, which keeps the most: ``a`` keeps its own."""
     cache = Cache(TenantShares((Share("a", 0.4), Share("b"))), 25)
     cache.run(chat(1, 1), "a")
@@ -100,7 +100,7 @@ def test_a_queue_protects_nothing_beyond_a_tenants_share() -> None:
     assert cache.cache.find_hit(asked(cache, 1, 2, "a")).tokens == 11
 
 
-def test_of_a_long_queue_the_first_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_queue_protects_its_first_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume_points, "_MOST_WAITING", 3)
     cache = Cache(EVERYBODY, 13)
     for person in range(9):
@@ -109,7 +109,7 @@ def test_of_a_long_queue_the_first_are_looked_at(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
-def test_a_scheduler_tells_who_waits(eviction: str) -> None:
+def test_scheduler_reports_waiting_requests_to_eviction(eviction: str) -> None:
     """One runs at a time; behind twelve others waits the second turn of a conversation: only lru has forgotten it."""
     config = natural_model_config(13, (full_spec(4), state_spec(4)), (4, 1))
     cache = KVCacheManager(

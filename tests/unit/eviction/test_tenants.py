@@ -94,14 +94,14 @@ def chats(cache: Cache, flood: int, *, people: int = 4, turns: int = 3) -> int:
 # -- what a share is
 
 
-def test_shares_are_read() -> None:
+def test_tenant_shares_are_parsed() -> None:
     shares = TenantShares.parse(["a=30%", "b=0.1..0.5", "team=c=0%..100%", "*=20%..60%"])
     assert shares.of == (Share(None, 0.2, 0.6), Share("a", 0.3), Share("b", 0.1, 0.5), Share("team=c"))
     assert shares.numbers() == {"a": 1, "b": 2, "team=c": 3}
     assert (EVERYBODY.of, EVERYBODY.numbers()) == ((Share(None),), {})
 
 
-def test_no_name_is_compared_with_all_others() -> None:
+def test_tenant_shares_check_names_in_linear_time() -> None:
     compared = count()
 
     class Name(str):
@@ -121,7 +121,7 @@ def test_no_name_is_compared_with_all_others() -> None:
 
 
 @pytest.mark.parametrize("asked", ["a", "=30%", "a=", "a=30%..", "a=x", "a=1..2..3"])
-def test_what_is_no_share_is_refused(asked: str) -> None:
+def test_tenant_share_of_invalid_text_is_rejected(asked: str) -> None:
     with pytest.raises(ConfigError, match="not a share"):
         TenantShares.parse([asked])
 
@@ -138,12 +138,12 @@ def test_what_is_no_share_is_refused(asked: str) -> None:
         (["*=10%", "*=20%"], "more than one share"),
     ],
 )
-def test_shares_that_cannot_be_are_refused(asked: list[str], wrong: str) -> None:
+def test_tenant_shares_with_invalid_values_are_rejected(asked: list[str], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         TenantShares.parse(asked)
 
 
-def test_wrong_types_are_refused() -> None:
+def test_tenant_shares_of_wrong_type_are_rejected() -> None:
     with pytest.raises(ConfigError, match="tenant"):
         Share("")
     with pytest.raises(ConfigError, match="of must be a Share"):
@@ -157,7 +157,7 @@ def test_wrong_types_are_refused() -> None:
 A_THIRD = TenantShares((Share("a", 0.3),))
 
 
-def test_shares_need_an_eviction_that_knows_ends() -> None:
+def test_tenant_shares_without_resume_points_are_rejected() -> None:
     config = natural_model_config(9, HYBRID, (4, 1))
     with pytest.raises(ConfigError, match="hazard: eviction lru evicts"):
         KVCacheManager(config, 100, options=CacheOptions(eviction=eviction_named("lru"), shares=A_THIRD))
@@ -170,7 +170,7 @@ def test_shares_need_an_eviction_that_knows_ends() -> None:
 # -- what is charged
 
 
-def test_what_was_found_is_told_by_tenant() -> None:
+def test_tenant_statistics_report_hits_by_tenant() -> None:
     cache = Cache(TenantShares((Share("a"),)), 30)
     cache.run(chat(1, 1), "a")
     cache.run(chat(1, 2), "a")
@@ -184,21 +184,21 @@ def test_what_was_found_is_told_by_tenant() -> None:
 
 
 @pytest.mark.parametrize("specs", [HYBRID, (full_spec(4),), (full_spec(4), window_spec(4, 9))])
-def test_a_flood_lowers_nobody_below_its_guaranteed_share(specs: tuple[KVCacheSpec, ...]) -> None:
+def test_tenant_flood_keeps_guaranteed_shares_of_others(specs: tuple[KVCacheSpec, ...]) -> None:
     alone = chats(Cache(EVERYBODY, 11, specs), 0, people=3)
     drowned = chats(Cache(EVERYBODY, 33, specs), 10, people=3)
     kept = chats(Cache(A_THIRD, 33, specs), 10, people=3)
     assert drowned < alone <= kept
 
 
-def test_a_flood_within_the_greatest_share_of_others() -> None:
+def test_tenant_above_its_maximum_share_is_evicted_first() -> None:
     """Nothing is guaranteed, but who is above its greatest share gives way first."""
     shares = TenantShares((Share("b", 0.0, 0.4),))
     assert chats(Cache(shares, 33), 10) > chats(Cache(EVERYBODY, 33), 10)
 
 
 @pytest.mark.parametrize("share", [Share("a", 0.3), Share("a", 0.0, 0.1), Share("b", 0.2, 0.5)])
-def test_without_rivals_all_memory_is_used(share: Share) -> None:
+def test_tenant_without_rivals_uses_all_memory(share: Share) -> None:
     """As many as fit into the whole, whatever the share is: neither in the part above it nor beside it is one lost."""
     people, slabs = 9, 33
     caches = [Cache(shares, slabs) for shares in (EVERYBODY, TenantShares((share,)))]
@@ -207,7 +207,7 @@ def test_without_rivals_all_memory_is_used(share: Share) -> None:
     assert caches[0].cache.block_pool.keys.evictions == caches[1].cache.block_pool.keys.evictions > 0
 
 
-def test_a_flood_makes_nobody_forget_where_others_branched_off() -> None:
+def test_tenant_flood_keeps_branch_points_of_others() -> None:
     """What was seen of ``a`` stays known for as long as without ``b``, though all of it is gone."""
     cache = Cache(TenantShares((Share("a"),)), 9)
     cache.eviction_policy._known.default_factory = lambda: KnownTokens(12)
@@ -255,7 +255,7 @@ def hits_beside(shares: TenantShares, flood: int) -> int:
     return sum(request.first_hit_tokens or 0 for request in mine)
 
 
-def test_a_flood_that_runs_beside_lowers_nobody_below_its_share() -> None:
+def test_tenant_flood_of_running_requests_keeps_other_shares() -> None:
     """What runs is charged to nobody, and has room beside what was promised."""
     alone = hits_beside(EVERYBODY, 0)
     assert hits_beside(EVERYBODY, 12) < alone <= hits_beside(A_THIRD, 12)

@@ -53,7 +53,7 @@ def made(name: str, batched: int, checkpoints: int) -> Plan:
 
 
 @pytest.mark.parametrize(("name", "batched", "checkpoints", "blocks", "concurrency"), CASES)
-def test_a_plan_holds_as_many_requests(
+def test_plan_matches_vllm_blocks_and_concurrency(
     name: str, batched: int, checkpoints: int, blocks: int, concurrency: float
 ) -> None:
     found = made(name, batched, checkpoints).capacity
@@ -63,7 +63,7 @@ def test_a_plan_holds_as_many_requests(
     assert found.concurrency == (blocks - 1) / each
 
 
-def test_a_step_is_of_8192_tokens_where_nobody_says_otherwise() -> None:
+def test_plan_without_step_size_assumes_8192_tokens() -> None:
     gemma = plan(read_model("gemma-3-27b"), "40GiB")
     assert BATCHED_TOKENS == 8192
     assert gemma.limits.max_in_flight_tokens == 8192
@@ -72,7 +72,7 @@ def test_a_step_is_of_8192_tokens_where_nobody_says_otherwise() -> None:
     assert two.capacity == gemma.capacity
 
 
-def test_checkpoints_are_of_mamba_2_and_of_states_that_are_kept() -> None:
+def test_plan_prefill_checkpoints_need_mamba2_and_kept_states() -> None:
     limits = RequestLimits(100, prefill_checkpoints=1)
     for mamba_type, mode, blocks in (("mamba2", "align", 3), ("mamba1", "align", 2), ("mamba2", "none", 1)):
         spec = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=("float32",), mamba_type=mamba_type, cache_mode=mode)
@@ -81,7 +81,7 @@ def test_checkpoints_are_of_mamba_2_and_of_states_that_are_kept() -> None:
         plan(read_model("bamba-9b"), "40GiB", prefill_checkpoints=1)
 
 
-def test_a_document_keeps_both() -> None:
+def test_plan_document_keeps_prefill_checkpoints() -> None:
     found = made("bamba-9b", 4096, 1)
     assert plan_from_json(plan_to_json(found)) == found
     assert '"prefill_checkpoints": 1' in plan_to_json(found)

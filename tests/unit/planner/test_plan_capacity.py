@@ -45,7 +45,7 @@ def tiny(**options: int) -> Model:
     return read_model(TINY, **options)  # type: ignore[arg-type]  # sizes only
 
 
-def test_the_least_memory_of_a_request_holds_it_beside_the_sinks() -> None:
+def test_plan_with_least_memory_holds_a_request_and_sinks() -> None:
     spec = SinkFullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="bfloat16", sink_len=9)
     model = Model("m", "m", (Layer("a", spec, 0),), 40, 50, "bfloat16", 1, 1, 4)
     least = (1 + 3 + 10) * 64  # the null block, three of sinks, ten of 40 tokens
@@ -57,7 +57,7 @@ def test_the_least_memory_of_a_request_holds_it_beside_the_sinks() -> None:
     assert cache.allocate_slots(Request("r", range(40), hasher=cache.hasher), 40) is not None
 
 
-def test_numbers_by_hand() -> None:
+def test_plan_capacity_matches_hand_calculation() -> None:
     # 100 tokens are 7 blocks, the null block is an eighth; 5 bytes are left over
     made = plan(tiny(), 20 * BLOCK_BYTES + 5)
     holds = made.capacity
@@ -73,7 +73,7 @@ def test_numbers_by_hand() -> None:
     assert group.blocks_per_request == 7
 
 
-def test_padding_of_a_group_smaller_than_the_others() -> None:
+def test_plan_capacity_with_padded_group_is_counted() -> None:
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float16")
     other = ChunkedLocalAttentionSpec(
         block_size=16, num_kv_heads=4, head_size=4, dtype="float16", attention_chunk_size=4096
@@ -91,7 +91,7 @@ def test_padding_of_a_group_smaller_than_the_others() -> None:
     assert holds.concurrency == 12 / 9
 
 
-def test_too_little_memory_says_what_is_needed_and_what_would_fit() -> None:
+def test_plan_with_too_little_memory_names_need_and_fit() -> None:
     with pytest.raises(CapacityError) as raised:
         plan(read_model("llama-3-8b"), GiB)
     # 512 blocks of 2 MiB and the null block; without it 511 blocks of 16 tokens fit
@@ -105,7 +105,7 @@ def test_too_little_memory_says_what_is_needed_and_what_would_fit() -> None:
         plan(read_model("llama-3-8b"), "1MiB")
 
 
-def test_more_tokens_than_the_model_allows() -> None:
+def test_plan_beyond_the_model_length_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"use at most 100, or raise max_position_embeddings"):
         plan(tiny(), "1MiB", max_model_len=101)
     unlimited = replace(tiny(), max_model_len=None)
@@ -115,13 +115,13 @@ def test_more_tokens_than_the_model_allows() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"max_model_len": 0}, {"max_model_len": -1}, {"max_batched_tokens": -1}])
-def test_limits_that_cannot_work(wrong: dict[str, int]) -> None:
+def test_plan_with_invalid_limits_is_rejected(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         plan(tiny(), "1MiB", **wrong)  # type: ignore[arg-type]  # numbers only
 
 
 @pytest.mark.parametrize("memory", [0, -1, "0GiB", "much"])
-def test_memory_that_cannot_be(memory: int | str) -> None:
+def test_plan_with_invalid_memory_is_rejected(memory: int | str) -> None:
     with pytest.raises(ConfigError, match="size"):
         plan(tiny(), memory)
 
@@ -139,7 +139,7 @@ def model_of(specs: list[KVCacheSpec], max_encoder_tokens: int = 0) -> Model:
     return replace(tiny(), layers=layers, max_encoder_tokens=max_encoder_tokens)
 
 
-def test_without_a_layer_that_keeps_every_token_any_length_fits() -> None:
+def test_plan_without_full_attention_fits_any_length() -> None:
     choices: list[list[KVCacheSpec]] = [[WINDOW, WINDOW], [STATE], [STATE, WINDOW], [CHUNKED, STATE]]
     for specs in choices:
         holds = plan(model_of(specs), "1MiB").capacity
@@ -148,7 +148,7 @@ def test_without_a_layer_that_keeps_every_token_any_length_fits() -> None:
     assert plan(model_of([STATE, FULL]), "1MiB").capacity.tokens_that_fit is not None
 
 
-def test_a_hybrid_by_hand() -> None:
+def test_plan_of_a_hybrid_matches_hand_calculation() -> None:
     # a token takes 16 bytes, a state 148: blocks of 16 tokens, 256 bytes, of which a state leaves 108 unused
     holds = plan(model_of([FULL, STATE, STATE, STATE]), 256 * 30).capacity
     assert [group.kind for group in holds.groups] == ["FullAttentionSpec"] + ["MambaSpec"] * 3
@@ -160,14 +160,14 @@ def test_a_hybrid_by_hand() -> None:
     assert [group.blocks_per_request for group in none.groups] == [7, 1, 1, 1]
 
 
-def test_drafts_need_states() -> None:
+def test_plan_with_drafts_needs_recurrent_states() -> None:
     model = replace(model_of([FULL, replace(STATE, num_speculative_blocks=2)]), num_speculative_tokens=2)
     assert [group.blocks_per_request for group in plan(model, "1MiB").capacity.groups] == [7, 4]
     with pytest.raises(ConfigError, match="3 speculative tokens"):
         plan(replace(model, num_speculative_tokens=3), "1MiB")
 
 
-def test_cross_attention_holds_the_encoder_input() -> None:
+def test_plan_of_cross_attention_holds_the_encoder_input() -> None:
     model = model_of([FULL, CROSS], max_encoder_tokens=50)
     assert [group.blocks_per_request for group in plan(model, "1MiB").capacity.groups] == [25, 13]
     shorter = plan(model, "1MiB", max_encoder_tokens=4)
@@ -178,7 +178,7 @@ def test_cross_attention_holds_the_encoder_input() -> None:
         plan(model, "1MiB", max_encoder_tokens=-1)
 
 
-def test_a_rank_of_a_context_parallel_group_holds_its_share() -> None:
+def test_plan_of_context_parallel_rank_holds_its_share() -> None:
     model = model_of([FULL, WINDOW, STATE])
     blocks = [
         group.blocks_per_request for group in plan(model, "1MiB", max_batched_tokens=0, dcp=2, pcp=2).capacity.groups
@@ -187,7 +187,7 @@ def test_a_rank_of_a_context_parallel_group_holds_its_share() -> None:
     assert blocks == [2, 2, 2]
 
 
-def test_windows_managed_as_full_attention_keep_every_token() -> None:
+def test_plan_with_windows_as_full_keeps_every_token() -> None:
     model = model_of([FULL, WINDOW])
     made = plan(model, "1MiB", max_batched_tokens=0)
     assert [group.blocks_per_request for group in made.capacity.groups] == [25, 3]
@@ -203,7 +203,7 @@ def test_windows_managed_as_full_attention_keep_every_token() -> None:
     in_flight=st.integers(0, 64),
     placement=st.sampled_from(["align", "none"]),
 )
-def test_capacity_is_exact_for_every_kind(
+def test_plan_capacity_is_exact_for_every_spec(
     specs: list[KVCacheSpec], memory: int, in_flight: int, placement: str
 ) -> None:
     model = model_of(specs, max_encoder_tokens=10)

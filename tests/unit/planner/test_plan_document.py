@@ -38,7 +38,7 @@ def document() -> Document:
 
 
 @pytest.mark.parametrize("name", [known.name for known in known_models()])
-def test_a_plan_comes_back_equal(name: str) -> None:
+def test_plan_document_round_trips(name: str) -> None:
     tp = {"smollm2-135m": 3, "smollm2-360m": 5}.get(name, 2)
     made = plan_of(read_model(name, tp=tp), "640GiB", max_model_len=400, max_batched_tokens=8192)
     text = plan_to_json(made)
@@ -63,7 +63,7 @@ SPECS: list[KVCacheSpec] = [
 
 
 @given(specs=st.lists(st.sampled_from(SPECS), min_size=1, max_size=9), placement=st.sampled_from(["align", "none"]))
-def test_plans_of_every_kind_come_back_equal(specs: list[KVCacheSpec], placement: str) -> None:
+def test_plan_document_of_every_spec_round_trips(specs: list[KVCacheSpec], placement: str) -> None:
     layers = tuple(Layer(f"l{i}", spec, i) for i, spec in enumerate(specs))
     model = replace(read_model("llama-3-8b"), layers=layers, max_encoder_tokens=9)
     made = plan(model, "1MiB", max_model_len=100, placement=placement, dcp=2)
@@ -82,14 +82,14 @@ def test_plans_of_every_kind_come_back_equal(specs: list[KVCacheSpec], placement
         ({"page_size_padded": 1}, "page_size_padded 1 is smaller"),
     ],
 )
-def test_a_malformed_state_says_where(spec: dict[str, object], said: str) -> None:
+def test_plan_document_with_malformed_state_names_the_field(spec: dict[str, object], said: str) -> None:
     found = json.loads(plan_to_json(plan(read_model("jamba-1.5-mini"), "40GiB")))
     found["model"]["specs"][0].update(spec)
     with pytest.raises(SchemaError, match=said):
         plan_from_json(json.dumps(found))
 
 
-def test_limits_that_no_layer_of_the_model_takes() -> None:
+def test_plan_document_with_unsupported_limits_is_rejected() -> None:
     found = json.loads(plan_to_json(plan(read_model("jamba-1.5-mini"), "40GiB")))
     found["limits"]["num_speculative_tokens"] = 3
     with pytest.raises(SchemaError, match="impossible values: 3 speculative tokens need"):
@@ -141,19 +141,19 @@ def changed(change: Callable[[Document], object]) -> str:
         (lambda d: d["capacity"].pop("groups"), "capacity does not follow"),
     ],
 )
-def test_a_malformed_document_says_where(change: Callable[[Document], object], said: str) -> None:
+def test_plan_document_with_malformed_field_names_it(change: Callable[[Document], object], said: str) -> None:
     with pytest.raises(SchemaError, match=said):
         plan_from_json(changed(change))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "[" * 100_000])
-def test_what_is_no_document(text: str) -> None:
+def test_plan_document_of_other_text_is_rejected(text: str) -> None:
     with pytest.raises(SchemaError):
         plan_from_json(text)
 
 
 @given(st.data())
-def test_losing_any_field_is_a_named_error(data: st.DataObject) -> None:
+def test_plan_document_without_a_field_is_read_or_rejected(data: st.DataObject) -> None:
     found = document()
     node: Any = found
     while True:
@@ -173,7 +173,7 @@ def test_losing_any_field_is_a_named_error(data: st.DataObject) -> None:
     assert plan_to_json(again)
 
 
-def test_a_file_is_read(tmp_path: Path) -> None:
+def test_plan_document_file_is_read(tmp_path: Path) -> None:
     made = plan(read_model("llama-3-8b"), "40GiB")
     path = tmp_path / "plan.json"
     path.write_text(plan_to_json(made), "utf-8")

@@ -56,40 +56,40 @@ def sizes(layers: Sequence[NamedSpec]) -> list[int]:
     return [len(group.layer_names) for group in group_layers(layers).groups]
 
 
-def test_one_type_is_one_group() -> None:
+def test_grouping_of_one_type_gives_one_group() -> None:
     grouping = group_layers(named("f", FULL, 32))
     assert [len(group.layer_names) for group in grouping.groups] == [32]
     assert len(grouping.page_bytes) == 32
     assert grouping.groups[0].spec == FULL
 
 
-def test_measured_groupings() -> None:
+def test_grouping_matches_measurements() -> None:
     assert names(named("f", FULL, 2) + named("s", WINDOW, 3)) == ["f0 f1", "s0 s2", "s1"]
     assert sizes(named("f", FULL, 2) + named("s", WINDOW, 10)) == [2] * 6
     assert sizes(named("s", WINDOW, 12) + named("f", FULL, 13)) == [12, 13]
     assert sizes(named("f", FULL, 20) + named("s", WINDOW, 30)) == [20, 15, 15]
 
 
-def test_group_size_takes_the_most_when_it_is_less_than_one_and_a_half_times_the_fewest() -> None:
+def test_group_size_takes_the_largest_below_one_and_a_half_times_the_fewest() -> None:
     assert group_size([5]) == 5
     assert group_size([4, 5]) == 5
     assert group_size([4, 6]) == 4
     assert group_size([2, 3, 10]) == 2
 
 
-def test_types_follow_the_order_of_their_first_layer() -> None:
+def test_grouping_orders_types_by_first_layer() -> None:
     mixed = [("a", WINDOW), ("b", FULL), ("c", OTHER), ("d", FULL), ("e", WINDOW), ("f", OTHER)]
     assert names(mixed) == ["a e", "b d", "c f"]
 
 
-def test_layers_that_merge_share_a_group_and_keep_the_window() -> None:
+def test_grouping_of_mergeable_layers_keeps_the_window() -> None:
     remembered = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16", sliding_window=128)
     (group,) = group_layers([("a", FULL), ("b", remembered), ("c", FULL)]).groups
     assert group.layer_names == ("a", "b", "c")
     assert group.spec == remembered
 
 
-def test_two_remembered_windows_are_one_uniform_type() -> None:
+def test_grouping_of_two_remembered_windows_gives_one_uniform_type() -> None:
     # D7: the reference crashes
     one, two = replace(FULL, sliding_window=128), replace(FULL, sliding_window=64)
     (group,) = group_layers([("a", one), ("b", two), ("c", FULL)]).groups
@@ -102,7 +102,7 @@ def test_two_remembered_windows_are_one_uniform_type() -> None:
     assert types == [["a", "c"], ["b"], ["d"], ["e"]]
 
 
-def test_equal_specs_stay_together_in_a_type() -> None:
+def test_grouping_keeps_equal_specs_together() -> None:
     remembered = replace(FULL, sliding_window=128)
     layers = [("a", FULL), ("b", remembered), ("c", FULL), ("d", WINDOW), ("e", remembered), ("f", WINDOW)]
     assert [[name for name, _ in members] for members in layer_types(layers)] == [["a", "c", "b", "e"], ["d", "f"]]
@@ -110,11 +110,11 @@ def test_equal_specs_stay_together_in_a_type() -> None:
     assert names(layers) == ["a b", "c e", "d f"]
 
 
-def test_two_sliding_windows_are_two_types() -> None:
+def test_grouping_of_two_sliding_windows_gives_two_types() -> None:
     assert names(named("s", WINDOW, 2) + named("t", OTHER, 2)) == ["s0 s1", "t0 t1"]
 
 
-def test_layers_of_one_kind_with_different_pages_are_one_group_with_a_tensor_each() -> None:
+def test_grouping_of_different_pages_gives_one_group_with_a_tensor_per_layer() -> None:
     wide = replace(FULL, num_kv_heads=6)
     latent = MLAAttentionSpec(block_size=16, head_size=24, dtype="bfloat16")
     sink = SinkFullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16", sink_len=16)
@@ -131,7 +131,7 @@ def test_layers_of_one_kind_with_different_pages_are_one_group_with_a_tensor_eac
     assert config.arena_bytes == 7 * grouping.block_bytes == 7 * sum(pages)
 
 
-def test_one_page_size_is_reached_by_larger_blocks() -> None:
+def test_page_size_is_unified_by_larger_blocks() -> None:
     # measured: full + sliding with half the page: the sliding block doubles
     half = replace(WINDOW, num_kv_heads=1)
     groups = group_layers([("f", FULL), ("s", half)]).groups
@@ -141,7 +141,7 @@ def test_one_page_size_is_reached_by_larger_blocks() -> None:
     assert [group.spec.block_size for group in group_layers([("f", third), ("s", WINDOW)]).groups] == [16, 48]
 
 
-def test_a_page_that_does_not_divide_the_largest_is_padded() -> None:
+def test_page_that_does_not_divide_the_largest_is_padded() -> None:
     odd = replace(WINDOW, num_kv_heads=3)
     groups = group_layers([("s", odd), ("f", FULL)]).groups
     assert [group.spec for group in groups] == [odd, replace(FULL, page_size_padded=odd.page_size_bytes)]
@@ -163,7 +163,7 @@ def test_a_page_that_does_not_divide_the_largest_is_padded() -> None:
         (1000 * TOKEN_BYTES, 1008),
     ],
 )
-def test_the_attention_block_grows_until_its_page_covers_the_state(state_bytes: int, block_size: int) -> None:
+def test_attention_block_grows_until_its_page_covers_the_state(state_bytes: int, block_size: int) -> None:
     state = replace(STATE, shapes=((state_bytes // 4,),))
     full, mamba = group_layers([("f", FULL), ("m", state)]).groups
     assert full.spec == replace(FULL, block_size=block_size)
@@ -172,7 +172,7 @@ def test_the_attention_block_grows_until_its_page_covers_the_state(state_bytes: 
     assert (mamba.spec.block_size, mamba.content_bytes) == (block_size, state_bytes)
 
 
-def test_larger_blocks_than_16_grow_by_their_own_size() -> None:
+def test_attention_block_above_16_grows_by_its_own_size() -> None:
     state = replace(STATE, shapes=((25 * TOKEN_BYTES,),))
     sizes = {
         given: group_layers([("f", replace(FULL, block_size=given)), ("m", state)]).groups[0].spec.block_size
@@ -181,7 +181,7 @@ def test_larger_blocks_than_16_grow_by_their_own_size() -> None:
     assert sizes == {8: 112, 16: 112, 24: 120, 32: 128, 256: 256}
 
 
-def test_the_largest_state_counts_and_every_attention_layer_grows() -> None:
+def test_attention_blocks_of_all_layers_grow_to_the_largest_state() -> None:
     small, half = replace(STATE, shapes=((7,),)), replace(WINDOW, num_kv_heads=1)
     layers = [("f", FULL), ("m", STATE), ("s", half), ("n", small)]
     specs = dict(unify_pages(layers))
@@ -194,14 +194,14 @@ def test_the_largest_state_counts_and_every_attention_layer_grows() -> None:
     assert names(layers) == ["f", "m", "s", "n"]
 
 
-def test_states_alone_keep_their_block_and_page() -> None:
+def test_states_without_attention_keep_their_block_and_page() -> None:
     (group,) = group_layers(named("m", STATE, 3)).groups
     assert group.spec == STATE
     (mixed,) = group_layers([("m", STATE), ("n", replace(STATE, shapes=((7,),)))]).groups
     assert isinstance(mixed.spec, UniformTypeKVCacheSpecs)
 
 
-def test_where_states_are_kept() -> None:
+def test_placement_sets_the_cache_mode_of_states() -> None:
     layers = with_placement([("f", FULL), ("m", STATE)], "align")
     assert [spec for _, spec in layers] == [FULL, replace(STATE, cache_mode="align")]
     assert with_placement(layers, "none") == [("f", FULL), ("m", STATE)]
@@ -209,7 +209,7 @@ def test_where_states_are_kept() -> None:
         with_placement(layers, "everywhere")
 
 
-def test_windows_managed_as_full_attention() -> None:
+def test_windows_as_full_are_grouped_with_full_attention() -> None:
     latent = SlidingWindowMLASpec(block_size=16, head_size=24, dtype="fp8", sliding_window=8)
     layers = windows_as_full([("f", FULL), ("s", WINDOW), ("c", CHUNKED), ("l", latent), ("m", STATE), ("x", CROSS)])
     assert dict(layers) == {
@@ -224,7 +224,7 @@ def test_windows_managed_as_full_attention() -> None:
     assert (group.layer_names, group.spec) == (("s", "f", "t"), replace(FULL, sliding_window=128))
 
 
-def test_no_layers_are_refused() -> None:
+def test_grouping_without_layers_is_rejected() -> None:
     with pytest.raises(ConfigError, match="at least one layer"):
         group_layers([])
 
@@ -233,7 +233,7 @@ KINDS = st.sampled_from([FULL, WINDOW, OTHER, CHUNKED, CROSS, replace(WINDOW, nu
 
 
 @given(st.lists(KINDS, min_size=1, max_size=60), st.integers(1, 50))
-def test_every_layer_has_one_place(specs: list[KVCacheSpec], num_blocks: int) -> None:
+def test_grouping_gives_every_layer_one_tensor(specs: list[KVCacheSpec], num_blocks: int) -> None:
     layers = [(f"l{i}", spec) for i, spec in enumerate(specs)]
     grouping = group_layers(layers)
     config = reference_layout(grouping, num_blocks)
@@ -268,7 +268,7 @@ STATE_BLOCKS = {
 
 
 @pytest.mark.parametrize("name", STATE_BLOCKS)
-def test_the_block_of_states(name: str) -> None:
+def test_state_block_tokens_match_the_measurements(name: str) -> None:
     layers = [(layer.name, layer.spec) for layer in read_model(name).layers]
     assert state_block_tokens(layers) == STATE_BLOCKS[name]
     # what states are kept for, and how wide windows are, is no part of it
@@ -278,6 +278,6 @@ def test_the_block_of_states(name: str) -> None:
     assert blocks == {STATE_BLOCKS[name]}
 
 
-def test_without_states_there_is_no_block_of_them() -> None:
+def test_state_block_tokens_without_states_are_rejected() -> None:
     with pytest.raises(ConfigError, match="the model has no recurrent layers"):
         state_block_tokens([("f", FULL), ("w", WINDOW)])

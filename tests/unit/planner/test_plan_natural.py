@@ -72,7 +72,7 @@ def pages(config: KVCacheConfig, group: int, block: int) -> Iterator[tuple[int, 
 
 
 @given(specs=layer_lists, kernel=st.sampled_from([None, 8, 4, 2, 1]))
-def test_views_never_meet_and_lie_in_their_slab(specs: list[KVCacheSpec], kernel: int | None) -> None:
+def test_natural_views_are_disjoint_and_within_their_slab(specs: list[KVCacheSpec], kernel: int | None) -> None:
     config = planned(specs, kernel=kernel).config
     slabs = config.slabs
     assert slabs is not None
@@ -95,7 +95,7 @@ def test_views_never_meet_and_lie_in_their_slab(specs: list[KVCacheSpec], kernel
 
 
 @given(specs=layer_lists)
-def test_every_layer_is_in_one_group_of_its_own_kind(specs: list[KVCacheSpec]) -> None:
+def test_natural_plan_groups_each_layer_by_its_kind(specs: list[KVCacheSpec]) -> None:
     made = planned(specs)
     names = [name for group in made.config.groups for name in group.layer_names]
     assert sorted(names) == sorted(layer.name for layer in made.model.layers)
@@ -107,7 +107,7 @@ def test_every_layer_is_in_one_group_of_its_own_kind(specs: list[KVCacheSpec]) -
 
 
 @given(specs=layer_lists, memory=st.integers(2**17, 2**21), kernel=st.sampled_from([None, 4]))
-def test_plans_come_back_equal(specs: list[KVCacheSpec], memory: int, kernel: int | None) -> None:
+def test_natural_plan_document_round_trips(specs: list[KVCacheSpec], memory: int, kernel: int | None) -> None:
     made = planned(specs, memory, 9, kernel=kernel) if fits(specs, memory) else None
     if made is not None:
         text = plan_to_json(made)
@@ -115,7 +115,7 @@ def test_plans_come_back_equal(specs: list[KVCacheSpec], memory: int, kernel: in
         assert plan_to_json(plan_from_json(text)) == text
 
 
-def test_a_plan_carries_the_placement() -> None:
+def test_natural_plan_keeps_the_placement() -> None:
     model = model_of([FULL, STATE, STATE])
     names = ("ends", "align", "align:64", "interval:8")
     by_name = {name: plan(model, "1MiB", max_model_len=20, layout="natural", placement=name) for name in names}
@@ -134,7 +134,7 @@ def test_a_plan_carries_the_placement() -> None:
     assert (plain.placement, plain) == (None, planned([FULL, WINDOW]))
 
 
-def test_a_plan_that_names_no_placement_is_one_of_the_default() -> None:
+def test_natural_plan_without_placement_uses_the_default() -> None:
     made = planned([FULL, STATE])
     document = json.loads(plan_to_json(made))
     del document["placement"]
@@ -147,9 +147,7 @@ def test_a_plan_that_names_no_placement_is_one_of_the_default() -> None:
     ("layout", "specs", "placement"),
     [("reference", [FULL, STATE], "align"), ("natural", [FULL, WINDOW], "ends"), ("natural", [FULL, STATE], "none")],
 )
-def test_a_placement_that_nothing_follows_is_a_contradiction(
-    layout: str, specs: list[KVCacheSpec], placement: str
-) -> None:
+def test_placement_in_a_plan_without_states_is_rejected(layout: str, specs: list[KVCacheSpec], placement: str) -> None:
     made = plan(model_of(specs), "1MiB", max_model_len=20, layout=layout, placement=placement)
     document = json.loads(plan_to_json(made))
     assert "placement" not in document
@@ -193,7 +191,7 @@ class Slabs:
 
 
 @given(specs=layer_lists, memory=st.integers(2**17, 2**19), length=st.integers(1, 60), ranks=st.sampled_from([1, 2]))
-def test_what_is_promised_can_be_allocated_and_one_more_cannot(
+def test_natural_plan_capacity_can_be_allocated_exactly(
     specs: list[KVCacheSpec], memory: int, length: int, ranks: int
 ) -> None:
     try:
@@ -236,7 +234,7 @@ def needed_bytes(message: str) -> int:
 
 
 @given(specs=layer_lists, length=st.integers(1, 60))
-def test_exactly_enough_is_enough_and_a_byte_less_is_not(specs: list[KVCacheSpec], length: int) -> None:
+def test_natural_plan_memory_need_is_exact_to_the_byte(specs: list[KVCacheSpec], length: int) -> None:
     with pytest.raises(CapacityError) as raised:
         planned(specs, 1, length)
     needed = needed_bytes(str(raised.value))
@@ -245,7 +243,7 @@ def test_exactly_enough_is_enough_and_a_byte_less_is_not(specs: list[KVCacheSpec
         planned(specs, needed - 1, length)
 
 
-def test_too_little_memory_says_what_would_fit() -> None:
+def test_natural_plan_with_too_little_memory_names_what_fits() -> None:
     model = read_model("qwen3.5-35b-a3b")
     with pytest.raises(CapacityError) as raised:
         plan(model, GiB, layout="natural")
@@ -270,7 +268,7 @@ def splits(layers: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
         st.builds(LayerKind, st.integers(1, 6), st.sampled_from([256, 512, 768, 1280, 7168])), min_size=2, max_size=2
     )
 )
-def test_no_split_of_the_slab_costs_less(kinds: list[LayerKind]) -> None:
+def test_natural_packing_has_the_least_cost(kinds: list[LayerKind]) -> None:
     found = next(packings(kinds, 1 << 30))
     target = Fraction(1, 100)
     if worst_padding(kinds, found) > target:
@@ -293,7 +291,7 @@ def test_no_split_of_the_slab_costs_less(kinds: list[LayerKind]) -> None:
             )
 
 
-def test_packings_by_hand() -> None:
+def test_natural_packings_match_hand_calculation() -> None:
     # Gemma-3-27B: pages of 128 KiB
     page = 128 * 1024
     best = next(packings([LayerKind(10, page), LayerKind(52, page)], 64 * 2**20))
@@ -311,7 +309,7 @@ def test_packings_by_hand() -> None:
     assert next(packings(kinds, 1)) == tiny
 
 
-def test_a_block_of_kernel_blocks_by_hand() -> None:
+def test_natural_kernel_blocks_match_hand_calculation() -> None:
     # 8 tokens of 64 bytes are 512: a kernel block of 4 tokens has 256 of each of 3 layers
     made = planned([FULL, FULL, FULL], kernel=4)
     config = made.config
@@ -331,7 +329,7 @@ def test_a_block_of_kernel_blocks_by_hand() -> None:
         plan(model_of([FULL]), "1MiB", max_model_len=9, layout="other")
 
 
-def test_layers_of_one_uniform_type_are_one_group() -> None:
+def test_natural_layers_of_one_uniform_type_form_one_group() -> None:
     config = planned([FULL, WIDE, LATENT]).config
     assert [group.layer_names for group in config.groups] == [("l0", "l1", "l2")]
     assert [tensor.offset_bytes for tensor in config.tensors] == [0, 512, 2048]
@@ -339,7 +337,7 @@ def test_layers_of_one_uniform_type_are_one_group() -> None:
     assert padding_of(config) == Fraction(512 + 1536 + 768, 512 + 1536 + 592) - 1
 
 
-def test_a_hybrid_by_hand() -> None:
+def test_natural_plan_of_a_hybrid_matches_hand_calculation() -> None:
     # a token takes 64 bytes a layer, so a block of 2 layers 1024; a state of 4000 is aligned to 4096
     made = planned([FULL, FULL, STATE], 2**20, 100)
     holds, slabs = made.capacity, made.config.slabs
@@ -363,7 +361,7 @@ def test_a_hybrid_by_hand() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-3-8b", "kimi-linear-48b-a3b"])
-def test_requests_times_what_one_takes_are_the_memory(name: str, layout: str) -> None:
+def test_natural_concurrency_times_request_bytes_fills_the_memory(name: str, layout: str) -> None:
     made = plan(read_model(name), "80GiB", layout=layout)
     facts = facts_of(made)
     taken = facts.short_requests * facts.short_request_bytes
@@ -385,7 +383,7 @@ def test_requests_times_what_one_takes_are_the_memory(name: str, layout: str) ->
         ({"kernel_blocks": (0, 1)}, "cannot be cut into 0 kernel blocks"),
     ],
 )
-def test_slabs_that_cannot_be(wrong: dict[str, Any], said: str) -> None:
+def test_natural_slabs_with_invalid_values_are_rejected(wrong: dict[str, Any], said: str) -> None:
     sound = SlabLayout(1024, 9, (SlabClass(512, 2, (0,)), SlabClass(1024, 1, (1,))), (2, 1))
     with pytest.raises(ConfigError, match=said):
         replace(sound, **wrong)
@@ -412,7 +410,7 @@ def test_slabs_that_cannot_be(wrong: dict[str, Any], said: str) -> None:
         (lambda c: c.pop("slabs"), "only the layout 'natural' has slabs"),
     ],
 )
-def test_a_document_that_contradicts_itself(change: Callable[[Any], object], said: str) -> None:
+def test_natural_plan_document_with_contradiction_is_rejected(change: Callable[[Any], object], said: str) -> None:
     found = json.loads(plan_to_json(plan(read_model("qwen3.5-35b-a3b"), "40GiB", layout="natural")))
     change(found["config"])
     with pytest.raises(SchemaError, match=said):

@@ -41,7 +41,7 @@ def kind(spec: KVCacheSpec) -> str:
     return type(spec).__name__
 
 
-def test_page_bytes() -> None:
+def test_spec_page_bytes_match_the_contract() -> None:
     for spec in (FULL, SLIDING, CHUNKED, SINK, CROSS, ENCODER):
         assert spec.page_size_bytes == 2 * 4 * 2 * 8 * 2
     # one latent vector a token
@@ -57,7 +57,7 @@ def test_page_bytes() -> None:
 
 
 @pytest.mark.parametrize("spec", ALL, ids=kind)
-def test_a_page_may_be_padded_but_not_cut(spec: KVCacheSpec) -> None:
+def test_spec_page_padded_below_its_size_is_rejected(spec: KVCacheSpec) -> None:
     padded = replace(spec, page_size_padded=4096)
     assert (padded.page_size_bytes, padded.content_bytes) == (4096, spec.page_size_bytes)
     assert replace(spec, page_size_padded=spec.page_size_bytes).page_size_bytes == spec.page_size_bytes
@@ -102,7 +102,7 @@ def test_a_page_may_be_padded_but_not_cut(spec: KVCacheSpec) -> None:
         ),
     ],
 )
-def test_most_blocks_of_a_request(spec: KVCacheSpec, limits: RequestLimits, blocks: int) -> None:
+def test_spec_max_request_blocks_match_the_contract(spec: KVCacheSpec, limits: RequestLimits, blocks: int) -> None:
     assert spec.max_request_blocks(limits) == blocks
     assert spec.max_memory_usage_bytes(limits) == blocks * spec.page_size_bytes
     padded = replace(spec, page_size_padded=4096)
@@ -110,7 +110,7 @@ def test_most_blocks_of_a_request(spec: KVCacheSpec, limits: RequestLimits, bloc
 
 
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 4), st.integers(1, 4))
-def test_most_bytes_hold_every_token_and_no_page_more(length: int, block_size: int, dcp: int, pcp: int) -> None:
+def test_spec_max_bytes_hold_every_token_without_a_spare_page(length: int, block_size: int, dcp: int, pcp: int) -> None:
     spec = replace(FULL, block_size=block_size)
     limits = RequestLimits(length, dcp=dcp, pcp=pcp)
     pages = spec.max_memory_usage_bytes(limits) // spec.page_size_bytes
@@ -119,7 +119,7 @@ def test_most_bytes_hold_every_token_and_no_page_more(length: int, block_size: i
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 20), st.integers(0, 50), st.integers(1, 3))
-def test_a_window_and_what_is_in_flight_fit_wherever_they_start(
+def test_spec_window_with_tokens_in_flight_fits_at_any_start(
     length: int, window: int, block: int, in_flight: int, dcp: int
 ) -> None:
     spec = replace(SLIDING, block_size=block, sliding_window=window)
@@ -145,11 +145,11 @@ def test_a_window_and_what_is_in_flight_fit_wherever_they_start(
         (replace(MAMBA, num_speculative_blocks=2), RequestLimits(101, dcp=2), 3),
     ],
 )
-def test_columns_of_a_row(spec: KVCacheSpec, limits: RequestLimits, columns: int) -> None:
+def test_spec_row_columns_match_the_contract(spec: KVCacheSpec, limits: RequestLimits, columns: int) -> None:
     assert spec.max_row_blocks(limits) == columns
 
 
-def test_more_drafts_than_a_state_has_blocks_for() -> None:
+def test_spec_with_too_many_drafts_is_rejected() -> None:
     limits = RequestLimits(100, num_speculative_tokens=2)
     for ask in (MAMBA.max_request_blocks, MAMBA.max_memory_usage_bytes, MAMBA.max_row_blocks):
         with pytest.raises(ConfigError, match=r"2 speculative tokens .* the layer has 0"):
@@ -157,7 +157,7 @@ def test_more_drafts_than_a_state_has_blocks_for() -> None:
 
 
 @pytest.mark.parametrize("spec", ALL, ids=kind)
-def test_equal_specs_merge_into_a_copy(spec: KVCacheSpec) -> None:
+def test_spec_merge_of_equal_specs_gives_a_copy(spec: KVCacheSpec) -> None:
     merged = type(spec).merge([spec, replace(spec), spec])
     assert merged == spec
     assert merged is not spec
@@ -186,12 +186,12 @@ def test_equal_specs_merge_into_a_copy(spec: KVCacheSpec) -> None:
         (MLA, replace(MLA, head_size=512)),
     ],
 )
-def test_what_does_not_merge(pair: tuple[KVCacheSpec, KVCacheSpec]) -> None:
+def test_spec_merge_of_different_specs_is_rejected(pair: tuple[KVCacheSpec, KVCacheSpec]) -> None:
     with pytest.raises(ConfigError, match="differ"):
         type(pair[0]).merge(list(pair))
 
 
-def test_full_attention_merges_with_one_window_or_one_chunk() -> None:
+def test_spec_merge_of_full_attention_keeps_one_window_or_chunk() -> None:
     window, chunk = replace(FULL, sliding_window=1024), replace(FULL, attention_chunk_size=512)
     assert FullAttentionSpec.merge([FULL, window, FULL, window]) == window
     assert FullAttentionSpec.merge([chunk, FULL]) == chunk
@@ -206,26 +206,26 @@ def test_full_attention_merges_with_one_window_or_one_chunk() -> None:
         ([], "at least one"),
     ],
 )
-def test_windows_and_chunks_that_do_not_merge(others: list[dict[str, int]], said: str) -> None:
+def test_spec_merge_of_two_windows_or_chunks_is_rejected(others: list[dict[str, int]], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         FullAttentionSpec.merge([replace(FULL, **one) for one in others])  # type: ignore[arg-type]  # integers
 
 
-def test_merge_window_sizes() -> None:
+def test_spec_merge_window_sizes_gives_the_one_size() -> None:
     assert FullAttentionSpec.merge_window_sizes(set()) is None
     assert FullAttentionSpec.merge_window_sizes({7}) == 7
     with pytest.raises(ConfigError):
         FullAttentionSpec.merge_window_sizes({7, 8})
 
 
-def test_specs_are_values() -> None:
+def test_spec_is_an_immutable_value() -> None:
     assert hash(FULL) == hash(replace(FULL))
     assert replace(FULL, dtype="torch.bfloat16") == FULL
     with pytest.raises(FrozenInstanceError):
         FULL.block_size = 32  # type: ignore[misc]  # what is tested
 
 
-def test_sink_attention_is_constructed_and_merges_as_full_attention_does() -> None:
+def test_spec_of_sink_attention_merges_as_full_attention() -> None:
     # D3: the reference cannot build one
     windowed = replace(SINK, sliding_window=32)
     assert SinkFullAttentionSpec.merge([SINK, windowed]) == windowed
@@ -260,7 +260,7 @@ def test_sink_attention_is_constructed_and_merges_as_full_attention_does() -> No
         ([FULL, MAMBA], False),
     ],
 )
-def test_uniform_type(specs: list[KVCacheSpec], uniform: bool) -> None:
+def test_uniform_type_of_matching_specs_is_made(specs: list[KVCacheSpec], uniform: bool) -> None:
     named = {f"layer{i}": spec for i, spec in enumerate(specs)}
     assert UniformTypeKVCacheSpecs.is_uniform_type(named) is uniform
     assert UniformTypeKVCacheSpecs.is_uniform_type(dict(reversed(named.items()))) is uniform
@@ -272,7 +272,7 @@ def test_uniform_type(specs: list[KVCacheSpec], uniform: bool) -> None:
         assert made.keeps == specs[0].keeps
 
 
-def test_a_uniform_type_takes_the_most_pages_of_any_layer_in_all_of_them() -> None:
+def test_uniform_type_takes_the_most_pages_of_any_layer() -> None:
     made = UniformTypeKVCacheSpecs.from_specs({"a": FULL, "b": replace(FULL, num_kv_heads=6), "c": MLA})
     assert made is not None
     page = FULL.page_size_bytes * 4 + MLA.page_size_bytes
@@ -287,7 +287,7 @@ def test_a_uniform_type_takes_the_most_pages_of_any_layer_in_all_of_them() -> No
     assert UniformTypeKVCacheSpecs.merge([made, made]) == made
 
 
-def test_what_cannot_be_a_uniform_type() -> None:
+def test_uniform_type_of_invalid_specs_is_rejected() -> None:
     with pytest.raises(ConfigError, match="not of one type"):
         UniformTypeKVCacheSpecs(block_size=4, layers=(("a", FULL), ("b", SLIDING)))
     with pytest.raises(ConfigError, match="not of one type"):
@@ -304,7 +304,7 @@ class UnknownSpec(AttentionSpec):
         return limits.max_model_len
 
 
-def test_an_unknown_kind_is_refused_by_name() -> None:
+def test_uniform_type_of_unknown_spec_names_it() -> None:
     unknown = UnknownSpec(block_size=4, num_kv_heads=2, head_size=8, dtype="bfloat16")
     with pytest.raises(ConfigError, match="layer b: UnknownSpec is not a known kind"):
         UniformTypeKVCacheSpecs.from_specs({"a": FULL, "b": unknown})
@@ -336,12 +336,12 @@ def test_an_unknown_kind_is_refused_by_name() -> None:
         (lambda: RequestLimits(16, num_speculative_tokens=-1), "num_speculative_tokens must not be negative"),
     ],
 )
-def test_sizes_that_cannot_be(wrong: Callable[[], object], said: str) -> None:
+def test_spec_with_invalid_size_is_rejected(wrong: Callable[[], object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         wrong()
 
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_state_bytes_are_the_sum_over_states(shapes: list[list[int]]) -> None:
+def test_spec_state_bytes_are_the_sum_over_states(shapes: list[list[int]]) -> None:
     spec = MambaSpec(block_size=1, shapes=tuple(map(tuple, shapes)), dtypes=("float32",) * len(shapes))
     assert spec.page_size_bytes == 4 * sum(prod(shape) for shape in shapes)

@@ -35,7 +35,7 @@ def request(hasher: Hasher | None, prompt: Sequence[int] = range(PROMPT), **know
 # -- the keys of a block
 
 
-def test_nothing_is_none() -> None:
+def test_extra_keys_without_extras_are_none() -> None:
     assert extras().of_blocks(0, 5) is None
     assert extras().of_blocks(2, 0) is None
     assert request(BlockHasher(SIZE)).extra_keys(0, 5) is None
@@ -89,13 +89,15 @@ def naive(known: dict[str, Any], start: int, size: int) -> Extra | None:
 
 
 @given(known_extras(), st.integers(1, 9), st.integers(0, 8), st.integers(0, 8))
-def test_blocks_say_what_their_tokens_say(known: dict[str, Any], size: int, first: int, count: int) -> None:
+def test_extra_keys_of_blocks_match_those_of_their_tokens(
+    known: dict[str, Any], size: int, first: int, count: int
+) -> None:
     got = ExtraKeys(PROMPT, size, **known).of_blocks(first, count)
     expected = [naive(known, block * size, size) for block in range(first, first + count)]
     assert got == (expected if any(expected) else None)
 
 
-def test_asking_for_blocks_costs_no_look_at_the_other_items() -> None:
+def test_extra_keys_of_blocks_read_their_own_items_only() -> None:
     """Reads of the list of items, 10,000 of one token each: those of the blocks asked for, and no more."""
 
     class Watched(list[tuple[int, int, str]]):
@@ -114,7 +116,7 @@ def test_asking_for_blocks_costs_no_look_at_the_other_items() -> None:
 # -- embeddings: content, never identity (D6)
 
 
-def test_equal_embeddings_in_other_objects_have_equal_keys() -> None:
+def test_equal_embeddings_in_different_objects_have_equal_keys() -> None:
     keys = extras(prompt_embeds=EMBEDS).of_blocks(0, 3)
     assert keys is not None
     assert [key is None for key in keys] == [False, False, True]
@@ -124,14 +126,14 @@ def test_equal_embeddings_in_other_objects_have_equal_keys() -> None:
         assert extras(prompt_embeds=equal).of_blocks(0, 3) == keys
 
 
-def test_the_same_bytes_of_another_shape_or_type_are_other_content() -> None:
+def test_embeddings_of_another_shape_or_dtype_have_other_keys() -> None:
     zeros = [np.zeros((4, 2), np.float32), np.zeros((4, 1), np.float64), np.zeros((4, 4), np.float16)]
     zeros += [np.zeros((4, 2), np.int32), np.zeros((2, 4), np.float32), np.zeros((4, 2), ">f4")]
     keys = [extras(prompt_embeds=embeds).of_blocks(0, 1) for embeds in zeros]
     assert len({str(key) for key in keys}) == len(zeros)
 
 
-def test_embeddings_changed_afterwards_change_nothing() -> None:
+def test_embeddings_changed_later_keep_their_keys() -> None:
     """A decoder may reuse its buffer: what was hashed stays."""
     buffer = EMBEDS.copy()
     known = extras(prompt_embeds=buffer)
@@ -167,7 +169,7 @@ def test_embeddings_changed_afterwards_change_nothing() -> None:
         (lambda: request(None, multimodal=[MultimodalItem("b", 18, 3)]), "'b' ends at token 21"),
     ],
 )
-def test_what_cannot_be(make: Callable[[], object], message: str) -> None:
+def test_extra_key_input_that_is_invalid_is_rejected(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -175,7 +177,7 @@ def test_what_cannot_be(make: Callable[[], object], message: str) -> None:
 # -- hashes of requests
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_extra_keys_with_numpy_integers_hash_as_plain_integers() -> None:
     """Offsets found with np.flatnonzero are hashed as plain integers."""
     hasher = BlockHasher(SIZE)
     item = MultimodalItem("cat", np.int64(2), np.int64(5))  # type: ignore[arg-type]  # what users hand in
@@ -183,7 +185,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 @given(known_extras(), st.integers(1, 5))
-def test_keys_of_a_block_are_what_is_hashed(known: dict[str, Any], size: int) -> None:
+def test_extra_keys_of_a_block_are_hashed(known: dict[str, Any], size: int) -> None:
     hasher = BlockHasher(size)
     keys = [naive(known, start, size) for start in range(0, PROMPT // size * size, size)]
     assert request(hasher, **known).hashes == hasher.hash_chain(None, np.arange(PROMPT), keys)
@@ -225,7 +227,9 @@ def embeds(rows: int, changed: int | None = None) -> np.ndarray[tuple[int, int],
         ({"encoder": ENCODER}, {"encoder": EncoderInput(b"audio", 30)}, 16),
     ],
 )
-def test_hits_of_requests_that_differ_in_one_extra(one: dict[str, Any], other: dict[str, Any], shared: int) -> None:
+def test_requests_that_differ_in_one_extra_share_no_later_block(
+    one: dict[str, Any], other: dict[str, Any], shared: int
+) -> None:
     for first, second in ((one, other), (other, one)):
         cache = KVCacheManager(attention_config(20, (SIZE,)), 100)
         cache.allocate_slots(request(cache.hasher, **first), PROMPT)
@@ -252,7 +256,7 @@ def events_of(
     return stored(cache), one
 
 
-def test_events_tell_adapters_items_salts_and_digests() -> None:
+def test_events_carry_adapters_items_salts_and_digests() -> None:
     (event,), one = events_of((SIZE,), lora=LORA, multimodal=[IMAGE], cache_salt="s", encoder=ENCODER)
     assert (event.lora_id, event.lora_name) == (3, "sql")
     assert event.extra_keys == (("sql", ("cat", 2), "s", b"audio"), ("sql", ("cat", -2)), *[("sql",)] * 3)
@@ -290,9 +294,7 @@ def hash_block_keys(published: tuple[object, ...] | None, stride: int, *, lora: 
 
 
 @given(known_extras(), st.sampled_from([(4,), (4, 8), (4, 8, 12)]), st.integers(1, 25))
-def test_a_router_computes_the_hashes_from_the_events(
-    known: dict[str, Any], block_sizes: tuple[int, ...], chunk: int
-) -> None:
+def test_router_recomputes_hashes_from_events(known: dict[str, Any], block_sizes: tuple[int, ...], chunk: int) -> None:
     """D8 in every group: the token span matches the hash list, and with the extra keys gives it."""
     events, one = events_of(block_sizes, 25, chunk=chunk, **known)
     assert {event.group_idx for event in events} == set(range(len(block_sizes)))

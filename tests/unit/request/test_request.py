@@ -18,14 +18,14 @@ from hybridkv.request_rows import RequestRows, append_tokens
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 31])
-def test_end_tokens_are_token_ids(token: int) -> None:
+def test_stop_tokens_that_are_not_token_ids_are_rejected(token: int) -> None:
     with pytest.raises(ConfigError, match="stop_token_ids must lie in"):
         SamplingParams(stop_token_ids=(1, token))
     with pytest.raises(ConfigError, match=r"eos_token_ids must (not be negative|be at most 2147483647)"):
         Request("a", [1], eos_token_ids=(token,))
 
 
-def test_counts_of_a_waiting_request() -> None:
+def test_request_that_waits_has_initial_counts() -> None:
     request = Request("r", [1, 2, 3])
     request.append(4)
     assert (request.num_tokens, request.num_prompt_tokens, request.num_output_tokens) == (4, 3, 1)
@@ -41,7 +41,7 @@ _KINDS = ("i1", "u1", "i2", "u2", "<i4", ">i4", "<u4", ">u4", "<i8", ">i8", "<u8
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_token_ids_of_every_kind_of_array(kind: str) -> None:
+def test_request_token_ids_are_read_from_every_array_kind(kind: str) -> None:
     """Its ends, both byte orders, no whole row of memory: what fits is taken, what does not is refused in any place."""
     info = np.iinfo(kind)
     most = min(int(info.max), MAX_TOKEN_ID)
@@ -62,12 +62,12 @@ def test_token_ids_of_every_kind_of_array(kind: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], np.empty(0, np.int32)])
-def test_an_empty_prompt(prompt: Sequence[int]) -> None:
+def test_request_with_empty_prompt_is_rejected(prompt: Sequence[int]) -> None:
     with pytest.raises(ConfigError, match="request 'r' has an empty prompt"):
         Request("r", prompt)
 
 
-def test_the_prompt_is_copied() -> None:
+def test_request_prompt_is_copied() -> None:
     prompt = np.array([1, 2, 3])
     request = Request("r", prompt)
     prompt[0] = 9
@@ -117,12 +117,12 @@ def test_the_prompt_is_copied() -> None:
         ({"stop_token_ids": 2**31}, "stop_token_ids must lie in"),
     ],
 )
-def test_sampling_that_cannot_work(options: dict[str, Any], message: str) -> None:
+def test_sampling_with_invalid_values_is_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         SamplingParams(**options)
 
 
-def test_sampling_takes_what_means_the_same() -> None:
+def test_sampling_accepts_equivalent_values() -> None:
     given: dict[str, Any] = {
         "temperature": 1, "top_k": np.int64(3), "top_p": Fraction(1, 2), "repetition_penalty": np.float32(1.5),
         "stop": "##n", "stop_token_ids": np.array([7, 9]), "logprobs": np.int32(2), "max_tokens": 10**12, "seed": 2**70,
@@ -138,7 +138,7 @@ def test_sampling_takes_what_means_the_same() -> None:
 
 
 @given(st.data())
-def test_tokens_survive_every_move(data: st.DataObject) -> None:
+def test_request_tokens_survive_row_changes(data: st.DataObject) -> None:
     hasher = BlockHasher(data.draw(st.integers(1, 5)))
     rows = RequestRows(hasher.block_size, capacity=1)
     requests = [
@@ -174,7 +174,7 @@ def test_tokens_survive_every_move(data: st.DataObject) -> None:
             assert request.hashes == hasher.hash_chain(None, np.array(tokens))
 
 
-def test_rows_that_are_not_held() -> None:
+def test_request_rows_not_held_are_rejected() -> None:
     rows, other = RequestRows(4), RequestRows(4)
     request = Request("r", [1])
     rows.bind(request)
@@ -194,7 +194,7 @@ def test_rows_that_are_not_held() -> None:
         rows.append(np.array([5]), np.array([1], np.int32))
 
 
-def test_one_token_for_each() -> None:
+def test_append_tokens_needs_one_token_per_request() -> None:
     with pytest.raises(ConfigError, match="1 requests but 2 tokens"):
         append_tokens([Request("r", [1])], [2, 3])
     append_tokens([], [])
@@ -202,12 +202,12 @@ def test_one_token_for_each() -> None:
 
 @pytest.mark.parametrize("field", ["priority", "arrival_time"])
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
-def test_what_requests_are_sorted_by_is_a_number(field: str, value: object) -> None:
+def test_request_sort_key_that_is_not_finite_is_rejected(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{field} of 'a' must be a number, and finite"):
         Request("a", [1], **{field: value})  # type: ignore[arg-type]  # on purpose
 
 
-def test_marks_are_kept_ascending() -> None:
+def test_resume_marks_are_sorted() -> None:
     assert Request("a", [1, 2]).marks == ()
     # 9 lies in the output, the last where nobody will come
     request = Request("a", [1, 2], marks=[9, 1, 2**31 - 1])
@@ -226,12 +226,12 @@ def test_marks_are_kept_ascending() -> None:
         ([4, 1, 4], "distinct, got 4 twice"),
     ],
 )
-def test_marks_are_a_list_of_distinct_token_counts(marks: list[int], message: str) -> None:
+def test_resume_marks_that_are_invalid_are_rejected(marks: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=f"marks of 'a' must be {message}"):
         Request("a", [1], marks=marks)
 
 
-def test_a_branch_begins_anew() -> None:
+def test_request_branch_starts_with_its_own_hashes() -> None:
     parent = Request("a", range(9), hasher=BlockHasher(4))
     rows = RequestRows(4)
     rows.bind(parent)
@@ -269,7 +269,7 @@ def _of_a_life(hasher: BlockHasher) -> list[object]:
     return said
 
 
-def test_frames_that_somebody_holds_keep_no_tokens_from_changing() -> None:
+def test_request_tokens_viewed_by_a_profiler_can_still_grow() -> None:
     """A profiler holds frames that ended, and with them views of a request's tokens: those cannot be resized then."""
     frames: list[FrameType] = []
     before = sys.getprofile()

@@ -81,7 +81,7 @@ def grown(hasher: BlockHasher, tokens: list[int] | range, prompt: int, kind: str
         ([*range(8), *range(50, 70)], 2),
     ],
 )
-def test_what_was_hashed_is_not_hashed_again(kind: str, state: str, tokens: range, alike: int) -> None:
+def test_request_hashes_are_not_computed_twice(kind: str, state: str, tokens: range, alike: int) -> None:
     hasher = Counting(SIZE)
     first = request(hasher, range(18), kind)
     rows = RequestRows(SIZE, capacity=1)
@@ -105,7 +105,7 @@ def test_what_was_hashed_is_not_hashed_again(kind: str, state: str, tokens: rang
     assert first.hashes == kept  # a list of its own
 
 
-def test_a_chain_of_turns_is_hashed_once() -> None:
+def test_request_chain_of_turns_is_hashed_once() -> None:
     hasher = Counting(SIZE)
     turns = [list(range(10 * turn)) for turn in range(1, 20)]
     last = None
@@ -134,7 +134,9 @@ def test_a_chain_of_turns_is_hashed_once() -> None:
         ({"prompt_embeds": np.zeros((9, 2))}, {"prompt_embeds": np.ones((9, 2))}, 0),
     ],
 )
-def test_hashes_are_taken_as_far_as_extras_agree(first: dict[str, Any], second: dict[str, Any], alike: int) -> None:
+def test_continued_request_takes_hashes_up_to_different_extras(
+    first: dict[str, Any], second: dict[str, Any], alike: int
+) -> None:
     hasher = Counting(SIZE)
     for one, other in ((first, second), (second, first)):
         earlier, expected = request(hasher, range(18), **one), request(hasher, range(18), **other).hashes
@@ -143,7 +145,7 @@ def test_hashes_are_taken_as_far_as_extras_agree(first: dict[str, Any], second: 
         assert hasher.blocks == 4 - alike
 
 
-def test_continuing_a_request_that_was_cut() -> None:
+def test_continued_request_after_truncation_rehashes_the_rest() -> None:
     hasher = Counting(SIZE)
     first = grown(hasher, range(20), 5, "nothing", resident=False)
     first.truncate(10)
@@ -152,7 +154,7 @@ def test_continuing_a_request_that_was_cut() -> None:
     assert hasher.blocks == 3
 
 
-def test_continuing_across_hashers() -> None:
+def test_continued_request_with_another_hasher_hashes_anew() -> None:
     for mine, other in ((BlockHasher(SIZE), BlockHasher(SIZE)), (BlockHasher(SIZE), None), (None, BlockHasher(SIZE))):
         with pytest.raises(ConfigError, match=r"'r' continues 'r', .* another hasher: construct both with hasher="):
             request(mine, range(9), continues=request(other, range(9)))
@@ -164,7 +166,7 @@ def test_continuing_across_hashers() -> None:
 
 @settings(max_examples=2 * settings().max_examples)
 @given(st.sampled_from(list(KINDS)), st.data())
-def test_any_row_of_growths_and_cuts(kind: str, data: st.DataObject) -> None:
+def test_request_after_random_growth_and_truncation_hashes_each_block_once(kind: str, data: st.DataObject) -> None:
     """Tokens, counts and hashes of a request that is bound, released, appended to and cut, each block hashed once."""
     hasher = Counting(data.draw(st.integers(1, 5)))
     plain, rows = BlockHasher(hasher.block_size), RequestRows(hasher.block_size, capacity=1)
@@ -193,7 +195,7 @@ def test_any_row_of_growths_and_cuts(kind: str, data: st.DataObject) -> None:
             assert rows.last_tokens(np.array([one.row])).tolist() == naive[-1:]
 
 
-def test_a_resident_request_is_cut_in_its_columns_only_and_the_cache_stays_whole() -> None:
+def test_resident_request_truncation_keeps_the_cache_consistent() -> None:
     cache = KVCacheManager(attention_config(50, (SIZE,)), 100)
     one, other = Request("one", range(5), hasher=cache.hasher), Request("other", range(40, 50), hasher=cache.hasher)
     for each in (one, other):
@@ -210,7 +212,7 @@ def test_a_resident_request_is_cut_in_its_columns_only_and_the_cache_stays_whole
     assert cache.get_computed_blocks(Request("again", range(9), hasher=cache.hasher))[1] == 8
 
 
-def test_what_cannot_be_cut() -> None:
+def test_request_truncation_beyond_limits_is_rejected() -> None:
     one = request(BlockHasher(SIZE), range(5))
     for wrong in (4, 6, -1):
         with pytest.raises(ConfigError, match=f"'r' cannot be cut to {wrong} tokens: keep its 5 .* the 5 known"):
@@ -219,7 +221,7 @@ def test_what_cannot_be_cut() -> None:
     assert one.token_ids().tolist() == list(range(5))
 
 
-def test_blocks_that_may_be_shared_are_not_cut() -> None:
+def test_request_truncation_of_computed_tokens_with_blocks_is_rejected() -> None:
     """Computed tokens stay while blocks are held; a request that holds none has to compute less."""
     one = grown(BlockHasher(SIZE), range(12), 5, "nothing", resident=True)
     rows = one._rows
@@ -239,7 +241,7 @@ def test_blocks_that_may_be_shared_are_not_cut() -> None:
 # -- reading and writing
 
 
-def test_options_of_a_request() -> None:
+def test_request_cache_options_set_reads_and_writes() -> None:
     plain = Request("r", [1])
     assert (plain.priority, plain.reads_prefix_cache, plain.writes_prefix_cache) == (0, True, True)
     assert (plain.sampling.logprobs, plain.sampling.prompt_logprobs, plain.num_encoder_tokens) == (None, None, 0)
@@ -251,12 +253,12 @@ def test_options_of_a_request() -> None:
 
 
 @pytest.mark.parametrize(("asked", "reads"), [(None, True), (0, False), (5, False)])
-def test_prompt_logprobs_need_the_prompt_computed(asked: int | None, reads: bool) -> None:
+def test_request_with_prompt_logprobs_skips_look_up(asked: int | None, reads: bool) -> None:
     assert Request("r", [1], SamplingParams(prompt_logprobs=asked)).reads_prefix_cache is reads
     assert Request("r", [1], SamplingParams(logprobs=asked)).reads_prefix_cache
 
 
-def test_requests_that_do_not_read_or_write() -> None:
+def test_request_that_skips_the_cache_neither_hits_nor_publishes() -> None:
     cache = KVCacheManager(attention_config(50, (SIZE,)), 100, log_stats=True)
     silent = Request("silent", range(18), hasher=cache.hasher, skip_writing_prefix_cache=True)
     cache.allocate_slots(silent, 10)

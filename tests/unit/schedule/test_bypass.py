@@ -48,7 +48,7 @@ def turn(sched: Scheduler) -> list[str]:
     return [new.request_id for new in step.new_rows]
 
 
-def test_an_encoder_input_needs_cross_attention() -> None:
+def test_encoder_input_without_cross_attention_is_rejected_on_add() -> None:
     """Refused when it arrives: no step may break in the middle for it."""
     sched, _ = scheduler(num_blocks=40)
     with pytest.raises(ConfigError, match="the model has no cross attention"):
@@ -60,7 +60,7 @@ def test_an_encoder_input_needs_cross_attention() -> None:
 # -- overtaking
 
 
-def test_at_most_so_many_pass() -> None:
+def test_refused_request_is_overtaken_at_most_the_limit_of_times() -> None:
     sched, _ = scheduler(max_overtaken=3)
     add(sched, "a", range(16), 12)
     add(sched, "large", range(50, 80), 1)
@@ -73,7 +73,7 @@ def test_at_most_so_many_pass() -> None:
     assert sched.num_waiting == 3
 
 
-def test_at_most_for_so_long() -> None:
+def test_refused_request_is_overtaken_at_most_for_the_time_limit() -> None:
     sched, clock = scheduler(max_overtaken_seconds=1.0)
     clock.now = 50.0
     add(sched, "a", range(16), 12)
@@ -88,7 +88,7 @@ def test_at_most_for_so_long() -> None:
     assert turn(sched) == []
 
 
-def test_retrying_costs_no_look_up_while_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_request_retry_costs_no_look_up_without_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     sched, _ = scheduler()
     add(sched, "a", range(16), 8)
     add(sched, "large", range(50, 80), 1)
@@ -107,17 +107,17 @@ def test_retrying_costs_no_look_up_while_nothing_changed(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("field", ["max_overtaken", "max_overtaken_seconds", "num_lookahead_tokens"])
-def test_limits_are_not_negative(field: str) -> None:
+def test_scheduler_limit_below_zero_is_rejected(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} must not be negative"):
         SchedulerLimits(**{field: -1})  # type: ignore[arg-type]  # by name
 
 
 @pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan"), "half", True])
-def test_the_share_of_short_prompts_is_at_least_0_and_below_1(share: object) -> None:
+def test_short_share_outside_zero_to_one_is_rejected(share: object) -> None:
     with pytest.raises(ConfigError, match="short_share"):
         SchedulerLimits(short_share=share)  # type: ignore[arg-type]  # on purpose
 
 
-def test_an_unknown_policy() -> None:
+def test_scheduler_with_unknown_policy_is_rejected() -> None:
     with pytest.raises(ConfigError, match="policy must be fcfs or priority, got 'random'"):
         SchedulerLimits(policy="random")  # type: ignore[arg-type]  # on purpose

@@ -87,14 +87,14 @@ def drafts_of(step: Step) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("wrong", [[-1], [1, 2**31], ["a"]])
-def test_drafts_must_be_token_ids(wrong: list[int]) -> None:
+def test_drafts_that_are_not_token_ids_are_rejected(wrong: list[int]) -> None:
     sched, _ = prefilled(natural(full_spec(4)), 8, 8)
     with pytest.raises(ConfigError, match="drafts of 'b': token ids must"):
         sched.propose({"a": [1], "b": wrong})
     assert drafts_of(sched.schedule()) == [[], []]  # those of a neither
 
 
-def test_only_the_owner_proposes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_from_another_thread_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     sched, _ = prefilled(natural(full_spec(4)), 8)
     monkeypatch.setattr("threading.get_ident", lambda: -1)
     with pytest.raises(OwnershipError):
@@ -109,7 +109,7 @@ def states_of_two_sizes(block_size: int, drafts: int, mode: str) -> UniformTypeK
 
 
 @pytest.mark.parametrize(("natural_layout", "mode"), [(False, "align"), (False, "none"), (True, "none")])
-def test_states_of_several_sizes_need_blocks_for_drafts_too(natural_layout: bool, mode: str) -> None:
+def test_drafts_with_mixed_state_sizes_need_speculative_blocks(natural_layout: bool, mode: str) -> None:
     def config(drafts: int) -> KVCacheConfig:
         specs = full_spec(4), states_of_two_sizes(4, drafts, mode)
         if natural_layout:
@@ -127,7 +127,7 @@ def test_states_of_several_sizes_need_blocks_for_drafts_too(natural_layout: bool
     update(sched, step, _0=2)
 
 
-def test_states_need_blocks_for_drafts() -> None:
+def test_drafts_without_speculative_state_blocks_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"num_speculative_tokens is 3, but group 1 has 2 speculative state blocks"):
         scheduler(natural(full_spec(4), state_spec(4, 2)))
     with pytest.raises(ConfigError, match=r"states kept every 3 tokens \(group 0\) need fewer drafts"):
@@ -157,7 +157,9 @@ def drafted() -> tuple[Scheduler, Step]:
         ([[7], [7, 7]], [1, 2], "must hold 1 .. drafts \\+ 1 tokens"),
     ],
 )
-def test_results_that_do_not_fit(tokens: list[list[int]], accepted: list[int] | None, why: str) -> None:
+def test_draft_result_that_does_not_fit_is_rejected(
+    tokens: list[list[int]], accepted: list[int] | None, why: str
+) -> None:
     sched, step = drafted()
     counts = None if accepted is None else np.array(accepted, np.int32)
     with pytest.raises(WorkerError, match=why):
@@ -166,7 +168,7 @@ def test_results_that_do_not_fit(tokens: list[list[int]], accepted: list[int] | 
     update(sched, step)  # nothing was changed
 
 
-def test_a_step_without_drafts_may_say_num_accepted() -> None:
+def test_step_without_drafts_accepts_num_accepted() -> None:
     sched, _ = prefilled(natural(full_spec(4)), 8)
     step = sched.schedule()
     with pytest.raises(WorkerError, match="num_accepted of the result must be the number"):
@@ -177,7 +179,7 @@ def test_a_step_without_drafts_may_say_num_accepted() -> None:
 # -- states
 
 
-def test_a_rotation_is_told_when_the_row_runs() -> None:
+def test_state_rotation_is_sent_when_the_request_runs() -> None:
     """A step that fails takes back only what it ran: cells of other rows must not be in it."""
     sched, _ = prefilled(natural(full_spec(4), state_spec(4, 3)), 7, 7, max_batched_tokens=40, max_in_flight=2)
     sched.propose({"b": [1, 2]})
@@ -194,7 +196,7 @@ def test_a_rotation_is_told_when_the_row_runs() -> None:
 # -- together with others
 
 
-def test_what_waits_for_drafts_alone_is_known_before_a_step_is_made() -> None:
+def test_scheduler_waiting_only_for_drafts_is_detected_before_a_step() -> None:
     """Not where another row runs ahead, a request waits, or nobody runs at all."""
     sched, _ = prefilled(natural(full_spec(4)), 8, 6, max_in_flight=2)
     sched.propose({"a": [1, 2]})

@@ -84,7 +84,7 @@ def ended(outcome: Outcome) -> list[tuple[str, str]]:
         ({"stop_token_ids": (3,)}, (4,), None),
     ],
 )
-def test_stop_tokens(sampling: dict[str, object], eos: tuple[int, ...], reason: str | None) -> None:
+def test_stop_token_ends_the_request(sampling: dict[str, object], eos: tuple[int, ...], reason: str | None) -> None:
     sched = scheduler()
     request = add(sched, "a", range(3), eos_token_ids=eos, **sampling)
     outcome = update(sched, sched.schedule())
@@ -92,7 +92,7 @@ def test_stop_tokens(sampling: dict[str, object], eos: tuple[int, ...], reason: 
     assert request.output_token_ids == [TOKEN]
 
 
-def test_the_caller_may_end_a_request() -> None:
+def test_caller_finish_ends_the_request_with_stop() -> None:
     sched = scheduler()
     add(sched, "a", range(3))
     turn(sched)
@@ -106,7 +106,7 @@ def test_the_caller_may_end_a_request() -> None:
 # -- what cannot run
 
 
-def test_a_request_that_can_never_fit() -> None:
+def test_request_that_can_never_fit_is_rejected() -> None:
     sched = scheduler(num_blocks=4)
     with pytest.raises(CapacityError, match=r"may reach 13 tokens: 4 blocks, 160 B with the null block; .* has 3"):
         add(sched, "a", range(4), max_tokens=10)
@@ -116,14 +116,14 @@ def test_a_request_that_can_never_fit() -> None:
     assert sched.statistics().preemptions == 0
 
 
-def test_prompts_as_long_as_the_model() -> None:
+def test_prompt_as_long_as_the_model_is_rejected() -> None:
     sched = scheduler(max_model_len=8)
     with pytest.raises(ConfigError, match="has 8 tokens, max_model_len is 8: shorten the prompt"):
         add(sched, "a", range(8))
     add(sched, "a", range(7))
 
 
-def test_requests_of_another_hasher() -> None:
+def test_scheduler_rejects_requests_of_another_hasher() -> None:
     sched = scheduler()
     for hasher in (None, BlockHasher(4)):
         with pytest.raises(ConfigError, match=r"hasher=cache\.hasher"):
@@ -131,7 +131,7 @@ def test_requests_of_another_hasher() -> None:
     assert sched.num_waiting == 0
 
 
-def test_ids_are_unique_while_in_use() -> None:
+def test_request_id_in_use_is_rejected() -> None:
     sched = scheduler(in_flight=2)
     add(sched, "a", range(3))
     with pytest.raises(ConfigError, match="a request 'a' is already here"):
@@ -144,7 +144,7 @@ def test_ids_are_unique_while_in_use() -> None:
     add(sched, "a", range(3))
 
 
-def test_a_request_runs_once() -> None:
+def test_request_that_has_run_is_rejected() -> None:
     sched = scheduler()
     request = add(sched, "a", range(3), max_tokens=2)
     turn(sched)
@@ -159,13 +159,13 @@ def test_a_request_runs_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_running", "max_batched_tokens", "max_in_flight"])
-def test_limits_that_cannot_work(name: str) -> None:
+def test_scheduler_limit_below_one_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
         replace(SchedulerLimits(), **{name: 0})  # type: ignore[arg-type]  # by name
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0])
-def test_a_watermark_is_a_share(watermark: float) -> None:
+def test_watermark_outside_a_share_is_rejected(watermark: float) -> None:
     with pytest.raises(ConfigError, match="watermark is a share"):
         SchedulerLimits(watermark=watermark)
 
@@ -173,7 +173,7 @@ def test_a_watermark_is_a_share(watermark: float) -> None:
 # -- results
 
 
-def test_results_that_do_not_fit_change_nothing() -> None:
+def test_result_that_does_not_fit_changes_nothing() -> None:
     sched = scheduler(in_flight=2)
     add(sched, "a", range(3))
     with pytest.raises(CacheError, match="no step is in flight"):
@@ -198,14 +198,14 @@ def test_results_that_do_not_fit_change_nothing() -> None:
 # -- abort
 
 
-def test_abort_of_the_unknown_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_abort_of_unknown_id_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     sched = scheduler()
     with caplog.at_level(logging.INFO, "hybridkv"):
         assert not sched.abort("nobody")
     assert "'nobody': no such request" in caplog.text
 
 
-def test_an_abort_is_for_the_request_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_of_a_reused_id_spares_the_new_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """It arrives from another thread while that very request ends, and the id is used again."""
     sched = scheduler()
     add(sched, "a", range(3), max_tokens=1)
@@ -229,7 +229,7 @@ def test_an_abort_is_for_the_request_that_was_there(monkeypatch: pytest.MonkeyPa
 # -- failure
 
 
-def test_failing_what_is_not_in_flight() -> None:
+def test_fail_of_step_not_in_flight_is_rejected() -> None:
     sched = scheduler()
     with pytest.raises(CacheError, match="step 0 is not in flight"):
         sched.fail(0, "broken")
@@ -257,7 +257,7 @@ def in_thread(action: Callable[[], object]) -> list[object]:
     return outcome
 
 
-def test_one_thread_owns_a_scheduler() -> None:
+def test_scheduler_call_from_another_thread_is_rejected() -> None:
     sched = scheduler()
     step = sched.schedule()
     for action in (
@@ -273,7 +273,7 @@ def test_one_thread_owns_a_scheduler() -> None:
     update(sched, step)
 
 
-def test_add_abort_and_statistics_come_from_anywhere() -> None:
+def test_scheduler_add_abort_and_statistics_work_from_any_thread() -> None:
     sched = scheduler()
     step = sched.schedule()
     requests = [Request(name, range(3), hasher=sched.cache.hasher) for name in "ab"]
@@ -290,7 +290,7 @@ def test_add_abort_and_statistics_come_from_anywhere() -> None:
     assert turn(sched) == {"b": 3}
 
 
-def test_many_threads_at_once() -> None:
+def test_scheduler_with_many_threads_finishes_every_request() -> None:
     sched = scheduler(num_blocks=200, max_running=16)
 
     def work(first: int) -> None:
@@ -315,7 +315,7 @@ def test_many_threads_at_once() -> None:
 # -- statistics
 
 
-def test_an_abort_behind_the_last_update_is_told_when_asked() -> None:
+def test_abort_after_the_last_update_is_reported_by_take_finished() -> None:
     sched = scheduler()
     add(sched, "a", range(3))
     update(sched, sched.schedule())
@@ -325,7 +325,7 @@ def test_an_abort_behind_the_last_update_is_told_when_asked() -> None:
     assert sched.take_finished() == ()
 
 
-def test_a_result_whose_lists_do_not_add_up_changes_nothing() -> None:
+def test_result_with_inconsistent_lists_changes_nothing() -> None:
     sched = scheduler()
     add(sched, "a", range(3))
     step = sched.schedule()

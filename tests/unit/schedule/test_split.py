@@ -31,7 +31,7 @@ def share(prompt: int, computed: int, asked: int, *, drops: bool = False) -> int
         (10, 0, 10, 10),
     ],
 )
-def test_chunks(prompt: int, computed: int, asked: int, given: int) -> None:
+def test_prefill_chunks_match_measurements(prompt: int, computed: int, asked: int, given: int) -> None:
     assert share(prompt, computed, asked) == given
 
 
@@ -39,7 +39,7 @@ def test_chunks(prompt: int, computed: int, asked: int, given: int) -> None:
     ("prompt", "computed", "asked", "given"),
     [(100, 0, 100, 80), (100, 64, 36, 16), (97, 0, 97, 80), (33, 0, 33, 16), (17, 0, 17, 17)],
 )
-def test_chunks_with_eagle(prompt: int, computed: int, asked: int, given: int) -> None:
+def test_prefill_chunks_with_eagle_match_measurements(prompt: int, computed: int, asked: int, given: int) -> None:
     assert share(prompt, computed, asked, drops=True) == given
 
 
@@ -59,18 +59,18 @@ def test_chunks_with_eagle(prompt: int, computed: int, asked: int, given: int) -
         (60, 1, 1),
     ],
 )
-def test_items_that_run_whole(computed: int, asked: int, given: int) -> None:
+def test_prefill_chunk_keeps_indivisible_items_whole(computed: int, asked: int, given: int) -> None:
     request = Request("a", range(60), multimodal=[MultimodalItem("x", 20, 10), MultimodalItem("y", 40, 10)])
     assert split_at_items(request, computed, asked, other=None) == given
 
 
-def test_items_that_run_whole_are_cut_where_states_are_kept() -> None:
+def test_prefill_chunk_cuts_indivisible_items_at_checkpoints() -> None:
     request = Request("a", range(100), multimodal=[MultimodalItem("x", 50, 20)])
     at_blocks = partial(split_at_blocks, size=16, largest=64, drops=False)
     assert [split_at_items(request, at, 64, other=at_blocks) for at in (0, 64)] == [50, 32]
 
 
-def test_a_block_larger_than_every_chunk() -> None:
+def test_prefill_chunk_smaller_than_a_block_stays() -> None:
     request = Request("a", range(100))
     assert split_at_blocks(request, 0, 32, size=80, largest=32, drops=False) == 32
     assert split_at_blocks(request, 64, 32, size=80, largest=32, drops=False) == 16  # to the end of the block

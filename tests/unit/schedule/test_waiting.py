@@ -136,16 +136,14 @@ class Crowd:
         Crowd.schedule,
     ],
 )
-def test_an_operation_on_one_costs_no_more_than_the_logarithm_of_all(
-    operation: Callable[[Crowd], None], policy: Policy
-) -> None:
+def test_waiting_queue_operation_costs_at_most_a_logarithm(operation: Callable[[Crowd], None], policy: Policy) -> None:
     few, many = Crowd(FEW, policy), Crowd(MANY, policy)
     cost = bytecodes(lambda: operation(few))
     assert bytecodes(lambda: operation(many)) < 1.6 * cost  # log2(4000) / log2(250) = 1.50; 16 if it were linear
     few.scheduler.check()
 
 
-def test_who_comes_while_others_are_looked_at_is_handed_out_in_its_turn() -> None:
+def test_waiting_queue_hands_out_requests_added_during_iteration() -> None:
     """As the branches of a request that ends when its admission fails."""
     queue = WaitingQueue()
     requests = [Request(name, [1]) for name in "abcd"]
@@ -162,7 +160,7 @@ def test_who_comes_while_others_are_looked_at_is_handed_out_in_its_turn() -> Non
         assert [entry.request for entry in entries] == [late, requests[0], *requests[2:]]
 
 
-def test_why_each_waits() -> None:
+def test_waiting_request_reports_its_reason() -> None:
     """For a seat, memory, a turn, or a step that was not made yet."""
     cache = KVCacheManager(attention_config(12, (4,)), 40)
     scheduler = Scheduler(cache, SchedulerLimits(max_running=2, max_batched_tokens=24, max_overtaken=0))
@@ -178,7 +176,7 @@ def test_why_each_waits() -> None:
     assert _waits(scheduler) == {"d": "seats"}
 
 
-def test_branches_wait_for_their_parent() -> None:
+def test_branches_wait_for_their_parent_request() -> None:
     cache = KVCacheManager(plan(read_model("llama-3-8b"), memory="1GiB", max_model_len=512))
     scheduler = Scheduler(cache, SchedulerLimits(max_batched_tokens=64))
     scheduler.add(_asked(cache, "p", 100, n=3))
