@@ -52,7 +52,7 @@ LEAST = {
 """What must happen at least so often, or the histories show nothing about it."""
 
 
-def test_no_history_differs_and_everything_happens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_independent_worker_agrees_and_covers_every_event(capsys: pytest.CaptureFixture[str]) -> None:
     total: Counter[str] = Counter()
     for seed in range(how_many(RUNS)):
         total += play(seed)
@@ -146,7 +146,7 @@ def _caught(tamper: Tamper | None = None, runs: int = 25) -> str | None:
 
 
 @pytest.mark.parametrize("name", TAMPERS)
-def test_a_wrong_step_is_caught(name: str) -> None:
+def test_independent_worker_detects_a_wrong_step(name: str) -> None:
     assert _caught(TAMPERS[name])
 
 
@@ -194,17 +194,17 @@ PATCHES: dict[str, Patch] = {
 
 
 @pytest.mark.parametrize("name", PATCHES)
-def test_a_wrong_library_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_independent_worker_detects_a_wrong_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PATCHES[name](monkeypatch)
     assert _caught()
 
 
-def test_no_history_of_another_eviction_differs() -> None:
+def test_independent_worker_agrees_with_other_evictions() -> None:
     """Whatever is given up next, every read is of what was written."""
     assert sum(play(seed, steps=60, eviction="hazard")["tokens hit"] for seed in (43, 46, 49, 53)) > 100
 
 
 @pytest.mark.thorough
-def test_no_long_history_of_another_eviction_differs() -> None:
+def test_independent_worker_agrees_in_long_hazard_runs() -> None:
     for seed in range(1000, 1060):
         play(seed, eviction="hazard")

@@ -52,7 +52,7 @@ def post(url: str, body: dict[str, Any]) -> Any:  # noqa: ANN401  # what it says
 @pytest.mark.thorough
 @pytest.mark.skipif(PYTHON is None, reason="DYNAMO_PYTHON names no Python")
 @pytest.mark.parametrize("kept", [10_000, 5], ids=["replayed", "from a snapshot"])
-def test_the_indexer_finds_what_the_cache_finds(tmp_path: Path, kept: int) -> None:
+def test_dynamo_indexer_matches_the_cache(tmp_path: Path, kept: int) -> None:
     random = Random(3)
     config, cache = cache_of()
     with indexer(tmp_path / "log") as url, publisher_of(config, kept_batches=kept) as publisher:
@@ -83,7 +83,7 @@ def test_the_indexer_finds_what_the_cache_finds(tmp_path: Path, kept: int) -> No
 @pytest.mark.skipif(PYTHON is None, reason="DYNAMO_PYTHON names no Python")
 @pytest.mark.parametrize("kept", [10_000, 5], ids=["replayed", "from a snapshot"])
 @pytest.mark.parametrize("layers", ["states", "all"])
-def test_the_indexer_of_exact_events_finds_what_can_be_hit(tmp_path: Path, layers: str, kept: int) -> None:
+def test_dynamo_indexer_with_exact_events_matches_hits(tmp_path: Path, layers: str, kept: int) -> None:
     config, cache = cache_of_layers(CACHES[layers], natural=True, size=60)
     run, anywhere, known = Run(cache, Random(4)), "tcp://127.0.0.1:0", 0
     with (

@@ -29,7 +29,7 @@ PLACEMENTS = ("ends", "interval:8", "align:4")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("natural", [True, False])
 @pytest.mark.parametrize("layers", CACHES)
-def test_what_is_told_is_what_can_be_hit(layers: str, natural: bool, seed: int) -> None:
+def test_exact_events_match_what_can_be_hit(layers: str, natural: bool, seed: int) -> None:
     random = Random(seed)
     placement = placement_named(random.choice(PLACEMENTS), BLOCK) if natural else None
     eviction = eviction_named(random.choice(["lru", "hazard"])) if natural else None
@@ -63,7 +63,7 @@ def believed(consumer: Consumer, prompts: set[Prompt]) -> set[Prompt]:
     return found
 
 
-def test_routers_that_lose_messages_or_come_late_believe_what_can_be_hit(context: zmq.Context[Any]) -> None:
+def test_exact_events_with_lost_messages_recover(context: zmq.Context[Any]) -> None:
     random = Random(5)
     config, cache = cache_of_layers(CACHES["states"], natural=True, size=24)
     anywhere, run, count, most = "tcp://127.0.0.1:0", Run(cache, random), 0, 0
@@ -88,7 +88,7 @@ def test_routers_that_lose_messages_or_come_late_believe_what_can_be_hit(context
     assert most > 4
 
 
-def test_of_full_attention_all_is_told() -> None:
+def test_exact_events_of_full_attention_report_every_block() -> None:
     config, cache = cache_of()
     random, exact = Random(1), Exact(config)
     for number in range(40):
@@ -97,7 +97,7 @@ def test_of_full_attention_all_is_told() -> None:
         assert exact.hear(events) == events
 
 
-def test_without_it_no_ends_are_told_and_none_are_ever_on_the_wire(context: zmq.Context[Any]) -> None:
+def test_exact_events_off_report_no_resume_points(context: zmq.Context[Any]) -> None:
     config, plain = cache_of_layers(CACHES["states"], natural=True, size=24)
     events = plain.take_events()
     run = Run(plain, Random(2))
@@ -118,7 +118,7 @@ def test_without_it_no_ends_are_told_and_none_are_ever_on_the_wire(context: zmq.
     assert not any(isinstance(event, ResumePointStored | ResumePointRemoved) for event in silent.take_events())
 
 
-def test_an_end_is_told_once_it_is_written() -> None:
+def test_exact_events_report_a_resume_point_when_written() -> None:
     _, cache = cache_of_layers(CACHES["states"], natural=True, size=24)
     scheduler = Scheduler(cache)
     scheduler.add(Request("one", [1] * 11, SamplingParams(max_tokens=1), hasher=cache.hasher))
@@ -134,7 +134,7 @@ def test_an_end_is_told_once_it_is_written() -> None:
     assert 1 in dict(ends)
 
 
-def test_of_too_many_ends_in_a_block_the_oldest_is_lost() -> None:
+def test_exact_events_with_too_many_resume_points_drop_the_oldest() -> None:
     _, cache = cache_of_layers(CACHES["states"], natural=True, size=40)
     run, kept = Run(cache, Random(0)), set[tuple[int, bytes, bytes]]()
     for last in range(7):
@@ -160,7 +160,7 @@ def test_of_too_many_ends_in_a_block_the_oldest_is_lost() -> None:
         (model_config(9, (full_spec(4), state_spec(8))), "one size"),
     ],
 )
-def test_what_is_not_worked_out_is_refused(config: KVCacheConfig, what: str) -> None:
+def test_exact_events_for_unsupported_config_are_rejected(config: KVCacheConfig, what: str) -> None:
     anywhere = "tcp://127.0.0.1:0"
     with pytest.raises(ConfigError, match=what):
         KVEventPublisher(config, anywhere, exact=True)

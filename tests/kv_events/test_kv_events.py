@@ -55,7 +55,7 @@ def published(cache: KVCacheManager, publisher: KVEventPublisher, random: Random
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_consumers_find_what_the_cache_finds(context: zmq.Context[Any], whole: bool) -> None:
+def test_event_consumers_match_the_cache(context: zmq.Context[Any], whole: bool) -> None:
     random = Random(7)
     config, cache = cache_of()
     with (
@@ -89,9 +89,7 @@ def test_consumers_find_what_the_cache_finds(context: zmq.Context[Any], whole: b
             same_answers(cache, consumer, random, 100)
 
 
-def test_who_asks_for_what_is_not_kept_gets_what_stands_for_it(
-    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_of_dropped_batches_gets_a_snapshot(context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.kv_events.publisher._SNAPSHOT_BLOCKS", 5)
     random = Random(3)
     config, cache = cache_of()
@@ -110,7 +108,7 @@ def test_who_asks_for_what_is_not_kept_gets_what_stands_for_it(
         assert len(asked(context, publisher, 0)) > 2
 
 
-def test_a_queue_that_is_full_drops_and_says_forget(context: zmq.Context[Any]) -> None:
+def test_full_event_queue_drops_and_sends_a_reset(context: zmq.Context[Any]) -> None:
     config, cache = cache_of()
     random = Random(1)
     with publisher_of(config, max_queued=2) as publisher:
@@ -140,7 +138,7 @@ def test_a_queue_that_is_full_drops_and_says_forget(context: zmq.Context[Any]) -
         assert all("AllBlocksCleared" not in one for one in kinds[:-1])
 
 
-def test_fields_of_a_message(context: zmq.Context[Any]) -> None:
+def test_event_message_has_the_documented_fields(context: zmq.Context[Any]) -> None:
     config, _ = cache_of()
     key, other = bytes(range(32)), bytes(range(32, 64))
     stored = BlockStored((key,), other, (1, 2, 3, 4), BLOCK, extra_keys=(("one",),), cache_salt="one")
@@ -181,7 +179,7 @@ def test_fields_of_a_message(context: zmq.Context[Any]) -> None:
     assert (second, third) == (["BlockRemoved", [key], "GPU", 0], ["AllBlocksCleared"])
 
 
-def test_a_snapshot_has_parents_first_and_as_many_copies() -> None:
+def test_snapshot_lists_parents_first_and_every_copy() -> None:
     told = Told()
     a, b, c = (bytes([one]) * 32 for one in range(3))
     told.hear([BlockStored((a, b), None, tuple(range(8)), BLOCK), BlockRemoved((a,))])
@@ -195,14 +193,14 @@ def test_a_snapshot_has_parents_first_and_as_many_copies() -> None:
     assert told.snapshot() == []
 
 
-def test_what_cannot_be_asked_gets_an_end(context: zmq.Context[Any]) -> None:
+def test_invalid_replay_request_gets_an_end_marker(context: zmq.Context[Any]) -> None:
     config, _ = cache_of()
     with publisher_of(config) as publisher:
         for what in (b"", b"nonsense!", (9).to_bytes(8, "big"), SNAPSHOT):
             assert asked(context, publisher, what) == []
 
 
-def test_a_flood_of_replay_requests_does_not_stop_the_stream(context: zmq.Context[Any]) -> None:
+def test_flood_of_replay_requests_keeps_the_stream_running(context: zmq.Context[Any]) -> None:
     random, ended = Random(5), Event()
     config, cache = cache_of()
 
@@ -241,7 +239,7 @@ def test_a_flood_of_replay_requests_does_not_stop_the_stream(context: zmq.Contex
                 thread.join()
 
 
-def test_a_request_that_is_too_long_is_not_read(context: zmq.Context[Any]) -> None:
+def test_replay_request_above_the_limit_is_not_read(context: zmq.Context[Any]) -> None:
     config, _ = cache_of()
     with publisher_of(config) as publisher, context.socket(zmq.DEALER) as socket:
         assert publisher.replay_endpoint is not None
@@ -252,7 +250,7 @@ def test_a_request_that_is_too_long_is_not_read(context: zmq.Context[Any]) -> No
         assert asked(context, publisher, SNAPSHOT) == []
 
 
-def test_endpoints_that_cannot_be() -> None:
+def test_invalid_endpoint_is_rejected() -> None:
     config, _ = cache_of()
     with publisher_of(config) as publisher:
         for endpoint in ("nonsense", "tcp://192.0.2.1:5", publisher.endpoint):

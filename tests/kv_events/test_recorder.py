@@ -21,7 +21,7 @@ from hybridkv.simulator import TraceFile, Workload, describe, plan_for_trace, re
 
 
 @pytest.mark.parametrize(("name", "whole_hashes"), [("llama-3-8b", True), ("qwen3.5-35b-a3b", False)])
-def test_a_recording_replays_like_the_requests(name: str, whole_hashes: bool, tmp_path: Path) -> None:
+def test_recording_replays_like_its_requests(name: str, whole_hashes: bool, tmp_path: Path) -> None:
     source = Workload("agent", hours=0.004)
     plan = plan_for_trace(source.summary(), read_model(name), "4GiB")
     true = recorded(source, plan, tmp_path / "events.jsonl", whole_hashes=whole_hashes, as_arrays=whole_hashes)
@@ -33,7 +33,7 @@ def test_a_recording_replays_like_the_requests(name: str, whole_hashes: bool, tm
     assert (true.hit_rate or 0) > 0.5
 
 
-def test_a_recording_holds_no_tokens(tmp_path: Path) -> None:
+def test_recording_holds_no_tokens(tmp_path: Path) -> None:
     source = Workload("chat", limit=3)
     plan = plan_for_trace(source.summary(), read_model("llama-3-8b"), "4GiB")
     recorded(source, plan, tmp_path / "events.jsonl")
@@ -47,7 +47,7 @@ def test_a_recording_holds_no_tokens(tmp_path: Path) -> None:
             }
 
 
-def test_it_listens_from_the_first_batch_on(context: zmq.Context[Any], tmp_path: Path) -> None:
+def test_recording_starts_at_the_first_batch(context: zmq.Context[Any], tmp_path: Path) -> None:
     random, (config, cache) = Random(7), cache_of()
     told: list[Recorded] = []
     with publisher_of(config) as publisher:
@@ -74,7 +74,7 @@ def test_it_listens_from_the_first_batch_on(context: zmq.Context[Any], tmp_path:
     assert describe(TraceFile(path)).requests > 10
 
 
-def test_what_stands_for_batches_that_are_not_kept_is_no_request(
+def test_recording_of_a_snapshot_adds_no_request(
     context: zmq.Context[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hybridkv.kv_events.publisher._SNAPSHOT_BLOCKS", 5)
@@ -91,7 +91,7 @@ def test_what_stands_for_batches_that_are_not_kept_is_no_request(
     assert all(line["known"] for line in lines)
 
 
-def test_a_gap_is_counted(context: zmq.Context[Any], tmp_path: Path) -> None:
+def test_recording_counts_lost_batches(context: zmq.Context[Any], tmp_path: Path) -> None:
     config, cache = cache_of()
     random = Random(7)
     with publisher_of(config) as publisher:
@@ -106,7 +106,7 @@ def test_a_gap_is_counted(context: zmq.Context[Any], tmp_path: Path) -> None:
     assert (done.batches, done.lost) == (4, 4)
 
 
-def test_what_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_to_existing_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "events.jsonl"
     with pytest.raises(ConfigError, match="cannot listen to nowhere"):
         record("nowhere", path, seconds=0)
@@ -121,7 +121,7 @@ def test_what_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert path.read_text("utf-8") == "mine"
 
 
-def test_the_command(
+def test_record_command_writes_a_trace(
     context: zmq.Context[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, cache = cache_of()
@@ -154,7 +154,7 @@ def test_the_command(
         ),
     ],
 )
-def test_what_is_no_batch_is_refused_by_name_and_leaves_no_file(
+def test_recording_of_invalid_batch_is_rejected_and_leaves_no_file(
     batch: bytes, context: zmq.Context[Any], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="batch 3 is none of vLLM's schema"):
@@ -177,7 +177,7 @@ def test_what_is_no_batch_is_refused_by_name_and_leaves_no_file(
     assert not path.exists()
 
 
-def test_an_interrupted_command_says_what_it_has(
+def test_record_command_interrupted_reports_its_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object, on_batch: Any, **__: object) -> None:  # noqa: ANN401 - what is called

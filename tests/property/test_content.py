@@ -93,7 +93,7 @@ def worker_of(options: RigOptions, kind: type[FakeWorker], config: KVCacheConfig
 
 
 @pytest.mark.parametrize(("options_of", "runs"), [(some_options, EXAMPLES), (hybrid, EXAMPLES), (in_slabs, 4)])
-def test_the_controls_without_their_fault_see_nothing(options_of: OptionsOf, runs: int) -> None:
+def test_content_runs_without_a_fault_pass(options_of: OptionsOf, runs: int) -> None:
     for seed in range(how_many(runs)):
         random = Random(seed)
         options = options_of(random)
@@ -183,7 +183,7 @@ class SkipsBlockCopies(FakeWorker):
         *((kind, in_slabs, MANY) for kind in (SkipsAMove, MovesLate, SkipsBlockCopies)),
     ],
 )
-def test_a_faulty_worker_is_caught(kind: type[FakeWorker], options_of: OptionsOf, most: int) -> None:
+def test_content_runs_detect_a_faulty_worker(kind: type[FakeWorker], options_of: OptionsOf, most: int) -> None:
     def make(random: Random) -> Rig:
         options = options_of(random)
         return Rig(options, worker=worker_of(options, kind))
@@ -227,7 +227,7 @@ def in_slabs_of_two_layers(random: Random) -> RigOptions:
 @pytest.mark.parametrize(
     ("wrong", "options_of", "most"), [(overlapping, of_two_layers, EXAMPLES), (narrower, in_slabs_of_two_layers, MANY)]
 )
-def test_a_wrong_layout_is_caught(
+def test_content_runs_detect_a_wrong_layout(
     wrong: Callable[[KVCacheConfig], KVCacheConfig], options_of: OptionsOf, most: int
 ) -> None:
     def make(random: Random) -> Rig:
@@ -237,7 +237,7 @@ def test_a_wrong_layout_is_caught(
     assert caught(make, most) <= most
 
 
-def test_pages_must_hold_a_digest() -> None:
+def test_content_page_too_small_for_a_digest_is_rejected() -> None:
     config = attention_config(4, (4,))
     group = config.groups[0]
     small = replace(config, groups=(replace(group, spec=replace(group.spec, dtype="float16")),))  # type: ignore[call-arg]  # it has a dtype

@@ -157,7 +157,7 @@ def random_run(name: str, seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_read_what_was_loaded_for_them(name: str) -> None:
+def test_loaded_rows_read_their_own_tokens(name: str) -> None:
     met: Counter[str] = Counter()
     for seed in range(how_many(RUNS)):
         met += random_run(name, seed)
@@ -180,7 +180,9 @@ def all_arrived(loads: Loads, request: Request, _: int | None) -> int:
     "fault", [(Loading, "write", unwritten), (Loads, "arrived", all_arrived)], ids=lambda one: one[1]
 )
 @pytest.mark.parametrize("name", ["full", "windows", "full, reference"])
-def test_a_fault_of_loads_is_seen(name: str, fault: tuple[type, str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_content_fault_is_detected(
+    name: str, fault: tuple[type, str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(*fault)
     for seed in range(25):
         try:

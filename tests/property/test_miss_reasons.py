@@ -95,7 +95,7 @@ MAKERS = {"reference": random_options, "natural": random_natural_options}
 
 
 @pytest.mark.parametrize("layout", MAKERS)
-def test_reasons_are_the_oracles(layout: str) -> None:
+def test_miss_reasons_match_the_oracle(layout: str) -> None:
     make, runs = MAKERS[layout], range(how_many(6))
     made = [make(Random(f"{model} {seed}"), specs) for model, specs in MODELS.items() for seed in runs]
     found = counted([replace(one, caching=True, num_blocks=one.num_blocks + 8) for one in made])
@@ -103,7 +103,7 @@ def test_reasons_are_the_oracles(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", MAKERS)
-def test_reasons_of_any_model_are_the_oracles(layout: str) -> None:
+def test_miss_reasons_of_any_model_match_the_oracle(layout: str) -> None:
     found = counted([MAKERS[layout](Random(seed)) for seed in range(how_many(50))])
     common = set(MissReason) - {MissReason.NO_ROOM, MissReason.BLOCK_EDGE}
     if layout == "reference":

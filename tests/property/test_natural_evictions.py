@@ -53,13 +53,13 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_random_runs(model: str) -> None:
+def test_natural_eviction_random_runs_are_consistent(model: str) -> None:
     for seed in range(how_many(4)):
         random = Random(f"{model} {seed}")
         random_run(Twins(random_natural_options(random, MODELS[model]), PAIR), random)
 
 
-def test_random_runs_of_any_model_hit_and_evict() -> None:
+def test_natural_eviction_random_runs_hit_and_evict() -> None:
     hit = evicted = 0
     for seed in range(how_many(10)):
         random = Random(seed)
@@ -70,7 +70,7 @@ def test_random_runs_of_any_model_hit_and_evict() -> None:
     assert evicted > 0
 
 
-def test_rankings_that_differ_are_seen() -> None:
+def test_natural_eviction_different_rankings_are_detected() -> None:
     """Of two that do not rank alike, runs say so."""
     random = Random(7)
     twins = Twins(random_natural_options(random, MODELS["full and states"]), (HAZARD, beside(Backwards)))
@@ -105,14 +105,14 @@ def watched_runs(model: str, runs: int, actions: int = 60) -> PlainEnds:
 
 
 @pytest.mark.parametrize("model", ["full", "full and states"])
-def test_ends_go_on_from_what_they_begin_with_and_each_hit_counts_once(model: str) -> None:
+def test_resume_points_follow_their_prefix_and_count_each_hit_once(model: str) -> None:
     plain = watched_runs(model, how_many(8))
     assert plain.compared > 100
     assert plain.hits[True] > 0
 
 
 @pytest.mark.parametrize("seed", [14, 17, 44, 70])
-def test_runs_in_which_something_was_wrong_once(seed: int) -> None:
+def test_natural_eviction_past_failures_pass(seed: int) -> None:
     """70: of two blocks with one key the first was lost, and the other one, given up before, is needed in its place."""
     with watched() as plain:
         random = Random(f"full and states {seed}")
@@ -122,7 +122,7 @@ def test_runs_in_which_something_was_wrong_once(seed: int) -> None:
 
 
 @pytest.mark.thorough
-def test_many_watched_runs() -> None:
+def test_natural_eviction_many_watched_runs_match() -> None:
     plain = watched_runs("full and states", how_many(80), 120)
     assert plain.hits[False] > 0
     assert plain.unknown > 0
@@ -143,7 +143,7 @@ HINTS = (
 )
 
 
-def test_random_runs_with_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_natural_eviction_random_runs_with_hints_match(monkeypatch: pytest.MonkeyPatch) -> None:
     promised = set[int]()
 
     def hinted(name: str, *asked: object, **others: object) -> Request:
@@ -191,7 +191,9 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_natural_eviction_faults_are_detected(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     learns_soon(monkeypatch)
     fault(monkeypatch)
     with pytest.raises((DifferenceError, CacheError), match=FAULTS[fault]):
@@ -199,13 +201,13 @@ def test_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatc
 
 
 @pytest.mark.parametrize("model", ["full", "full and states"])
-def test_what_is_learned_soon_fades_soon(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_natural_eviction_fast_learning_runs_match(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     learns_soon(monkeypatch)
     assert watched_runs(model, how_many(8)).compared > 0
 
 
 @pytest.mark.thorough
-def test_many_random_runs() -> None:
+def test_natural_eviction_many_random_runs_are_consistent() -> None:
     for seed in range(10_000, 10_000 + how_many(100)):
         random = Random(seed)
         random_run(Twins(random_natural_options(random), PAIR), random, 120)

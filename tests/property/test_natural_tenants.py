@@ -143,7 +143,7 @@ def twins(random: Random, specs: tuple[KVCacheSpec, ...] | None, shares: TenantS
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_random_runs(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+def test_tenant_random_runs_match_the_oracle(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     for seed in range(how_many(3)):
         random = Random(f"{model} {seed}")
         with monkeypatch.context() as patch:
@@ -151,7 +151,7 @@ def test_random_runs(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
             random_run(twins(random, MODELS[model], SHARES[seed % len(SHARES)]), random)
 
 
-def test_both_tenants_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenant_runs_evict_from_both_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch, SHARES[0])
     random = Random(43)
     random_run(twins(random, MODELS["full, window and states"], SHARES[0]), random)
@@ -163,7 +163,7 @@ def by_number(self: TenantShares, tenant: int, weight: int, memory_bytes: int) -
     return False, 0.0, tenant
 
 
-def test_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenant_eviction_in_another_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TenantShares, "standing", by_number)
     Watch(monkeypatch, SHARES[0])
     random = Random(43)
@@ -173,7 +173,7 @@ def test_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-def test_many_random_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenant_many_random_runs_match_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(20_000, 20_000 + how_many(30)):
         random, shares = Random(seed), SHARES[seed % len(SHARES)]
         with monkeypatch.context() as patch:

@@ -187,7 +187,7 @@ RARE: dict[str, dict[str, dict[str, int]]] = {
 
 @pytest.mark.parametrize("layout", RANDOM)
 @pytest.mark.parametrize("kind", RUNS)
-def test_random_runs(kind: str, layout: str) -> None:
+def test_draft_random_runs_match_the_oracle(kind: str, layout: str) -> None:
     """Together with all else that the scheduler does; the bounds are about half of what these seeds give."""
     met: Counter[str] = Counter()
     runs = RUNS[kind]
@@ -216,7 +216,7 @@ def draft_rig(layout: str, drafts: int, specs: tuple[KVCacheSpec, ...], **other:
 
 
 @pytest.mark.parametrize("layout", RANDOM)
-def test_a_row_is_preempted_with_drafts_in_flight(layout: str) -> None:
+def test_draft_in_flight_of_preempted_request_is_accepted(layout: str) -> None:
     """Those that are accepted come late, all at once, and the row starts anew behind them: random runs miss this."""
     met: Counter[str] = Counter()
     limits = SchedulerLimits(max_batched_tokens=40, max_in_flight=2, num_speculative_tokens=3)

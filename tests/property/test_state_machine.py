@@ -59,7 +59,7 @@ MODELS = {
 
 @pytest.mark.parametrize("layout", RANDOM)
 @pytest.mark.parametrize("model", MODELS)
-def test_random_runs(model: str, layout: str) -> None:
+def test_scheduler_random_runs_match_the_oracle(model: str, layout: str) -> None:
     for seed in range(RUNS[layout]):
         random = Random(f"{model} {seed}")
         random_run(Rig(RANDOM[layout](random, MODELS[model])), random)
@@ -135,7 +135,7 @@ RARE = {
 
 
 @pytest.mark.parametrize(("layout", "seeds"), [("reference", 300), ("natural", 60)])
-def test_random_runs_meet_what_is_rare(layout: str, seeds: int) -> None:
+def test_scheduler_random_runs_reach_rare_events(layout: str, seeds: int) -> None:
     """Such runs are no empty ones: each bound is about half of what so many seeds give."""
     met: Counter[str] = Counter()
     for seed in range(how_many(seeds)):

@@ -293,7 +293,7 @@ def behind(world: World) -> str:
 @pytest.mark.parametrize("part", [pytest.param(n, marks=[pytest.mark.thorough] if n else []) for n in range(PARTS)])
 @pytest.mark.parametrize("layout", list(CONFIGS))
 @pytest.mark.parametrize("surface", [cache_calls, foreign_calls, scheduler_calls])
-def test_what_changes_something_takes_it_or_refuses_it_by_name(surface: Surface, layout: str, part: int) -> None:
+def test_wrong_type_for_a_method_is_accepted_or_rejected_by_name(surface: Surface, layout: str, part: int) -> None:
     """In a world of its own for each value, which must go on behind it. part: of the values, others in each layout."""
     problems = []
     mine = (part + list(CONFIGS).index(layout)) % PARTS
@@ -309,7 +309,7 @@ def test_what_changes_something_takes_it_or_refuses_it_by_name(surface: Surface,
 
 
 @pytest.mark.parametrize("surface", [request_calls, constructions])
-def test_what_makes_something_takes_it_or_refuses_it_by_name(surface: Surface) -> None:
+def test_wrong_type_for_a_constructor_is_accepted_or_rejected_by_name(surface: Surface) -> None:
     world, problems = World("natural"), list[str]()
     for call, valid in surface(world):
         problems += [f"{call.__name__}: {line}" for line in unnamed_errors(call, valid, more_values)]

@@ -117,7 +117,7 @@ def kind_of(value: object) -> str:
 
 
 @pytest.mark.parametrize("value", VALUES, ids=kind_of)
-def test_values_refuse_what_is_of_the_wrong_kind(value: object) -> None:
+def test_wrong_type_for_a_plan_value_is_rejected(value: object) -> None:
     def make(**arguments: object) -> None:
         made = type(value)(**arguments)
         if isinstance(made, KVCacheSpec):
@@ -128,7 +128,7 @@ def test_values_refuse_what_is_of_the_wrong_kind(value: object) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_functions_refuse_what_is_of_the_wrong_kind(name: str) -> None:
+def test_wrong_type_for_a_plan_function_is_rejected(name: str) -> None:
     call, arguments = CALLS[name]
     again = not name.startswith("read_plan")  # else there is no such file, or it has been read
     before = call(**arguments) if again else None
@@ -137,7 +137,7 @@ def test_functions_refuse_what_is_of_the_wrong_kind(name: str) -> None:
         assert call(**arguments) == before
 
 
-def test_every_name_is_covered() -> None:
+def test_wrong_type_tests_cover_every_plan_name() -> None:
     covered = {kind_of(one) for one in VALUES} | {name.partition(",")[0] for name in CALLS} | HANDED_OUT | CONSTANTS
     assert {*specs.__all__, *models.__all__, *planner.__all__} - covered == set()
     assert isinstance(MODEL.layers[0], Layer)

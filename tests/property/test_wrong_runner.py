@@ -117,18 +117,18 @@ def unnamed(call: Callable[..., object], arguments: Mapping[str, Any]) -> list[s
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
-def test_functions(call: Callable[..., object], arguments: dict[str, Any]) -> None:
+def test_wrong_type_for_a_runner_function_is_rejected(call: Callable[..., object], arguments: dict[str, Any]) -> None:
     assert unnamed(call, arguments) == []
 
 
 @pytest.mark.parametrize("value", [LLAMA, EngineOptions(), NgramDrafter()], ids=lambda one: type(one).__name__)
-def test_values(value: object) -> None:
+def test_wrong_type_for_a_runner_value_is_rejected(value: object) -> None:
     assert unnamed(type(value), arguments_of(value)) == []
     if value is not LLAMA:  # whose model and tokenizer are of any class that will do
         assert untyped_fields(value) == []
 
 
-def test_devices_that_hold_nothing() -> None:
+def test_runner_device_that_holds_no_tensors_is_rejected() -> None:
     for device in ("meta", "cuda:99", "nowhere"):
         with pytest.raises(HybridKVError, match="cannot hold tensors"):
             load("tiny:llama", device=device)
@@ -157,7 +157,7 @@ def drain(engine: Engine) -> None:
     assert engine.runner.cross is None or not len(engine.runner.cross.inputs)
 
 
-def test_requests(live: tuple[Engine, dict[str, Any]]) -> None:
+def test_wrong_type_for_an_engine_request_is_rejected(live: tuple[Engine, dict[str, Any]]) -> None:
     engine, arguments = live
     heard = None if arguments["encoder"] is None else [arguments["encoder"]]
     batch = {"prompts": [arguments["prompt"]], "sampling": SAMPLING, "encoders": heard}
@@ -183,7 +183,7 @@ def test_requests(live: tuple[Engine, dict[str, Any]]) -> None:
     assert expected() == before
 
 
-def test_engines_and_what_they_are_made_of() -> None:
+def test_wrong_type_for_an_engine_part_is_rejected() -> None:
     model = tiny_model("llama")
 
     def made(**given: Any) -> None:  # noqa: ANN401  # same
@@ -210,7 +210,7 @@ def test_engines_and_what_they_are_made_of() -> None:
         assert engine.generate([PROMPT], greedy(6)) == other.generate([PROMPT], greedy(6))
 
 
-def test_drafters() -> None:
+def test_wrong_type_for_a_drafter_is_rejected() -> None:
     with Engine(loaded_model("llama", 1), memory="1MiB", max_model_len=64) as engine:
         draft = DraftModel(engine, 2)
         requests = [Request("r", PROMPT)]
@@ -229,7 +229,7 @@ def test_drafters() -> None:
 # -- asyncio
 
 
-def test_a_bad_request_is_its_own_callers_alone() -> None:
+def test_bad_request_fails_its_own_caller_only() -> None:
     """One that is good runs beside all bad ones of each argument."""
     found: list[str] = []
 
@@ -276,7 +276,7 @@ def test_a_bad_request_is_its_own_callers_alone() -> None:
     assert found == []
 
 
-def test_every_name_is_covered() -> None:
+def test_wrong_type_tests_cover_every_runner_name() -> None:
     functions = {"load", "tiny_model", "wrap", "encode", "plan_for", "plan_within"}
     classes = {Engine, AsyncEngine, ModelRunner, EngineOptions, LoadedModel, AdaptiveDrafter, DraftModel, NgramDrafter}
     covered = functions | {one.__name__ for one in classes}

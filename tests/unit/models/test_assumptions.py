@@ -33,7 +33,7 @@ def told(config: dict[str, object] | str, **given: str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
-def test_a_plan_warns_once_of_all_that_it_assumes(layout: str) -> None:
+def test_plan_with_assumptions_warns_once(layout: str) -> None:
     (message,) = told({**STRANGER, "_name_or_path": "mine"}, layout=layout)
     assert message.startswith("the plan of mine assumes: layers an ordinary decoder (no model type 'stranger' is known")
     for said in (
@@ -56,7 +56,7 @@ def test_what_follows_from_the_config_class_is_no_assumption() -> None:
     )
 
 
-def test_the_command_says_it_once(tmp_path: Path) -> None:
+def test_plan_command_prints_assumptions_once(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(STRANGER), "utf-8")
     shown = run("plan", path, "--memory", "1MiB")
@@ -70,7 +70,7 @@ def test_the_command_says_it_once(tmp_path: Path) -> None:
     assert run("plan", "llama-3-8b", "--memory", "40GiB", "--json").stderr == ""
 
 
-def test_a_plan_that_does_not_fit_says_only_that(tmp_path: Path) -> None:
+def test_plan_command_without_room_reports_only_the_error(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(STRANGER), "utf-8")
     (line,) = run("plan", path, "--memory", "4KiB", code=2).stderr.splitlines()

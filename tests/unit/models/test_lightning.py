@@ -24,7 +24,7 @@ Of inclusionAI/Ling-3.0-flash the fields that its cache depends on.
 @pytest.mark.parametrize(
     ("name", "config", "memory"), [("minimax-m1", MINIMAX_M1, 640 * GiB), ("ring-mini-linear-2.0", RING_MINI, 40 * GiB)]
 )
-def test_the_plan_is_the_golden_one(name: str, config: dict[str, object], memory: int) -> None:
+def test_lightning_plan_matches_the_golden_file(name: str, config: dict[str, object], memory: int) -> None:
     made = plan(read_model({**config, "_name_or_path": name}), memory, layout="reference")
     assert plan_to_json(made) == (GOLDEN / f"{name}.plan.json").read_text("utf-8")
 
@@ -42,7 +42,9 @@ def test_the_plan_is_the_golden_one(name: str, config: dict[str, object], memory
         (LING_3_FLASH, 7 * 576 * 2, 35 * (32 * 128 * 128 * 4 + 3 * 3 * 32 * 128 * 2), range(5, 42, 6)),
     ],
 )
-def test_bytes_by_hand(config: dict[str, object], token: int, state: int, full: tuple[int, ...]) -> None:
+def test_lightning_bytes_match_hand_calculation(
+    config: dict[str, object], token: int, state: int, full: tuple[int, ...]
+) -> None:
     model = read_model(config)
     assert model.kv_bytes_per_token == token
     assert model.window_bytes_per_token == 0
@@ -52,7 +54,7 @@ def test_bytes_by_hand(config: dict[str, object], token: int, state: int, full: 
     assert model.depth == config["num_hidden_layers"]
 
 
-def test_both_forms_of_minimax_are_one_model() -> None:
+def test_minimax_config_in_both_forms_gives_one_model() -> None:
     """transformers' form, with layer_types, and that of the checkpoint's own code."""
     known = read_model("minimax-text-01", dtype="bf16")
     own = read_model({**MINIMAX_M1, "model_type": "minimax_text_01"})
@@ -69,7 +71,7 @@ def test_both_forms_of_minimax_are_one_model() -> None:
         read_model(MINIMAX_M1, tp=3)
 
 
-def test_parameters_are_those_of_the_model_cards() -> None:
+def test_lightning_parameters_match_the_model_cards() -> None:
     flash = {"hidden_size": 4096, "num_hidden_layers": 32, "layer_group_size": 8, "num_attention_heads": 32}
     flash |= {"moe_intermediate_size": 1024, "moe_shared_expert_intermediate_size": 1024, "intermediate_size": 9216}
     assert read_model(MINIMAX_M1).parameters == pytest.approx(456e9, rel=0.01)
@@ -77,7 +79,7 @@ def test_parameters_are_those_of_the_model_cards() -> None:
     assert read_model({**RING_MINI, **flash}).parameters == pytest.approx(104e9, rel=0.01)
 
 
-def test_states_as_each_backend_keeps_them() -> None:
+def test_lightning_state_dtype_follows_the_backend() -> None:
     """vLLM's calculator takes the dtype of the model; the checkpoint's own recurrence of Ring runs in float32."""
     for config, wide in ((MINIMAX_M1, "bfloat16"), (RING_MINI, "float32")):
         for backend, dtype in (("vllm", "bfloat16"), ("transformers", wide)):
@@ -88,12 +90,12 @@ def test_states_as_each_backend_keeps_them() -> None:
 
 
 @pytest.mark.parametrize("codes", [[0, 1] * 20, [0, 2] * 40, ["0", "1"] * 40])
-def test_other_codes_are_refused(codes: list[object]) -> None:
+def test_lightning_attention_code_that_is_unknown_is_rejected(codes: list[object]) -> None:
     with pytest.raises(ConfigError, match="attn_type_list"):
         read_model({**MINIMAX_M1, "attn_type_list": codes})
 
 
-def test_the_same_fields_in_other_model_types() -> None:
+def test_lightning_fields_in_other_model_types_are_rejected() -> None:
     known = dict(known_model("minimax-m2").config)
     layers = known["num_hidden_layers"]
     assert isinstance(layers, int)
@@ -107,7 +109,7 @@ def test_the_same_fields_in_other_model_types() -> None:
         read_model({key: value for key, value in RING_MINI.items() if key != "layer_group_size"})
 
 
-def test_experts_of_kimi_k3_work_in_a_narrower_space() -> None:
+def test_kimi_k3_experts_count_their_narrower_width() -> None:
     """896 experts of 3 matrices of 3,584 x 3,072, not of 7,168, and two projections in each layer of experts."""
     base = dict(known_model("kimi-linear-48b-a3b").config)
     wide = {"hidden_size": 7168, "moe_intermediate_size": 3072, "num_experts": 896}
@@ -120,6 +122,6 @@ def test_experts_of_kimi_k3_work_in_a_narrower_space() -> None:
     assert fewer == (layers - 1) * (896 * 3 * 3584 * 3072 - 2 * 7168 * 3584)
 
 
-def test_golden_files_are_of_these_models() -> None:
+def test_lightning_golden_files_name_these_models() -> None:
     for name, tokens in (("minimax-m1", 10_240_000), ("ring-mini-linear-2.0", 131_072)):
         assert json.loads((GOLDEN / f"{name}.plan.json").read_text("utf-8"))["limits"]["max_model_len"] == tokens

@@ -45,7 +45,7 @@ def kv_heads(model: Model) -> int:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "nemotron-3-nano-30b-a3b", "jamba-1.5-mini", "lfm2-1.2b"])
-def test_drafts_widen_the_convolution_and_need_blocks(name: str) -> None:
+def test_state_spec_with_drafts_is_wider_and_needs_blocks(name: str) -> None:
     plain = [x.spec for x in read_model(name).layers if isinstance(x.spec, MambaSpec)]
     drafting = [x.spec for x in read_model(name, num_speculative_tokens=2).layers if isinstance(x.spec, MambaSpec)]
     for one, two in zip(plain, drafting, strict=True):
@@ -66,12 +66,12 @@ def test_drafts_widen_the_convolution_and_need_blocks(name: str) -> None:
         ("bamba-9b", 4, ((3, 128 * 64 // 4 + 2 * 128), (32, 64, 128))),
     ],
 )
-def test_states_of_a_rank(name: str, tp: int, shapes: tuple[tuple[int, ...], ...]) -> None:
+def test_state_shapes_of_a_rank_are_split(name: str, tp: int, shapes: tuple[tuple[int, ...], ...]) -> None:
     specs = {x.spec for x in read_model(name, tp=tp).layers if isinstance(x.spec, MambaSpec)}
     assert [spec.shapes for spec in specs] == [shapes]
 
 
-def test_a_tp_that_does_not_split_the_state() -> None:
+def test_tp_that_does_not_divide_the_state_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"tp=3 does not divide the 16 attention heads"):
         read_model("qwen3-next-80b-a3b", tp=3)
     mixed = {**known_model("qwen3-next-80b-a3b").config, "num_attention_heads": 32}
@@ -81,7 +81,7 @@ def test_a_tp_that_does_not_split_the_state() -> None:
         read_model(mixed, tp=32)
 
 
-def test_active_parameters_leave_out_the_look_up_and_idle_experts() -> None:
+def test_active_parameters_exclude_embedding_and_idle_experts() -> None:
     dense = read_model("llama-3-8b")
     assert dense.active_parameters == dense.parameters - 128256 * 4096
     # the model card says 36.6 billion, the output head included
@@ -91,7 +91,7 @@ def test_active_parameters_leave_out_the_look_up_and_idle_experts() -> None:
 
 
 @pytest.mark.parametrize("source", [str, Path])
-def test_a_file_and_its_folder_are_read(tmp_path: Path, source: type[str] | type[Path]) -> None:
+def test_model_config_of_file_or_folder_is_read(tmp_path: Path, source: type[str] | type[Path]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), "utf-8")
     model = read_model(source(tmp_path))
     assert model == read_model(source(tmp_path / "config.json"))
@@ -99,7 +99,7 @@ def test_a_file_and_its_folder_are_read(tmp_path: Path, source: type[str] | type
     assert model.layers == read_model(LLAMA).layers
 
 
-def test_sizes_come_from_heads_and_options() -> None:
+def test_model_sizes_follow_heads_and_options() -> None:
     model = read_model(LLAMA, block_size=32, dtype="fp32")
     assert [layer.name for layer in model.layers] == [f"model.layers.{i}.self_attn" for i in range(4)]
     assert [layer.index for layer in model.layers] == [0, 1, 2, 3]
@@ -111,28 +111,28 @@ def test_sizes_come_from_heads_and_options() -> None:
     assert read_model(LLAMA, backend="transformers") == read_model(LLAMA)
 
 
-def test_without_kv_heads_every_head_has_its_own() -> None:
+def test_model_without_kv_heads_uses_all_heads() -> None:
     assert kv_heads(read_model({key: value for key, value in LLAMA.items() if key != "num_key_value_heads"})) == 8
     assert kv_heads(read_model({**LLAMA, "num_key_value_heads": None})) == 8
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, 2), (2, 1), (4, 1), (8, 1)])
-def test_kv_heads_clamp_under_tensor_parallelism(tp: int, heads: int) -> None:
+def test_kv_heads_under_tensor_parallelism_are_at_least_one(tp: int, heads: int) -> None:
     assert kv_heads(read_model(LLAMA, tp=tp)) == heads
 
 
-def test_the_latent_is_whole_on_every_rank() -> None:
+def test_latent_under_tensor_parallelism_stays_whole() -> None:
     model = read_model(DEEPSEEK, tp=8)
     assert {layer.spec for layer in model.layers} == {MLAAttentionSpec(block_size=16, head_size=40, dtype="float16")}
 
 
 @pytest.mark.parametrize(("config", "tp"), [(LLAMA, 3), (LLAMA, 16), (DEEPSEEK, 3)])
-def test_a_tp_that_does_not_divide_names_those_that_do(config: dict[str, object], tp: int) -> None:
+def test_tp_that_does_not_divide_lists_valid_sizes(config: dict[str, object], tp: int) -> None:
     with pytest.raises(ConfigError, match=r"use one of 1, 2, 4, 8$"):
         read_model(config, tp=tp)
 
 
-def test_a_tp_that_divides_the_heads_but_not_the_kv_heads() -> None:
+def test_tp_that_does_not_divide_kv_heads_is_rejected() -> None:
     wide = {**LLAMA, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
     assert kv_heads(read_model(wide, tp=12)) == 1
     with pytest.raises(ConfigError, match=r"use one of 1, 2, 4, 12$"):
@@ -151,11 +151,11 @@ def test_a_tp_that_divides_the_heads_but_not_the_kv_heads() -> None:
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, 256),
     ],
 )
-def test_the_longest_context(given: dict[str, object], longest: int | None) -> None:
+def test_model_longest_context_is_read(given: dict[str, object], longest: int | None) -> None:
     assert read_model({**LLAMA, **given}).max_model_len == longest
 
 
-def test_the_text_part_of_a_larger_config() -> None:
+def test_model_text_config_inside_a_larger_config_is_read() -> None:
     inner = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
     outer = {"model_type": "llava", "dtype": "float32", "text_config": inner}
     assert read_model(outer).model_type == "llama"
@@ -163,7 +163,7 @@ def test_the_text_part_of_a_larger_config() -> None:
     assert read_model({**outer, "text_config": LLAMA}).dtype == "float16"
 
 
-def test_a_config_without_dtype_gets_one_and_a_warning() -> None:
+def test_model_config_without_dtype_gets_default_and_warning() -> None:
     bare = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
     model = read_model(bare)
     assert model.dtype == "bfloat16"
@@ -192,14 +192,14 @@ SLIDING = "sliding_attention"
         ({**MISTRAL, "sliding_window": 8, "layer_types": ["full_attention"] * 4}, [8] * 4),
     ],
 )
-def test_windows(config: dict[str, object], windows: list[int | None]) -> None:
+def test_model_window_layers_match_the_config(config: dict[str, object], windows: list[int | None]) -> None:
     layers = read_model(config).layers
     assert [
         layer.spec.sliding_window if isinstance(layer.spec, SlidingWindowSpec) else None for layer in layers
     ] == windows
 
 
-def test_chunks() -> None:
+def test_model_chunk_layers_match_the_config() -> None:
     model = read_model({**LLAMA, "attention_chunk_size": 8})
     assert {layer.spec for layer in model.layers} == {
         ChunkedLocalAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float16", attention_chunk_size=8)
@@ -221,7 +221,7 @@ def test_chunks() -> None:
         ({}, "model_type is missing"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_by_name(config: dict[str, object], named: str) -> None:
+def test_model_that_cannot_be_planned_is_rejected(config: dict[str, object], named: str) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
         read_model(config)
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_planned_is_refused_by_name(config: dict[str, object], na
         ({"model_type": 3}, "model_type must be a str"),
     ],
 )
-def test_a_malformed_config_names_the_field(given: dict[str, object], said: str) -> None:
+def test_model_config_with_malformed_field_names_it(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_model({**LLAMA, **given})
 
@@ -263,13 +263,13 @@ def test_a_malformed_config_names_the_field(given: dict[str, object], said: str)
         ("nowhere/config.json", "neither a file, a folder nor a known model"),
     ],
 )
-def test_an_unknown_name_lists_close_ones(name: str, said: str) -> None:
+def test_model_with_unknown_name_lists_similar_names(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_model(name)
 
 
 @pytest.mark.parametrize(("text", "said"), [("{", "not JSON"), ("[]", "no JSON object"), (b"\xff", "cannot read")])
-def test_a_file_that_is_no_config(tmp_path: Path, text: str | bytes, said: str) -> None:
+def test_model_file_without_config_is_rejected(tmp_path: Path, text: str | bytes, said: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=said):
@@ -282,6 +282,6 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str | bytes, said: str) 
 @pytest.mark.parametrize(
     "wrong", [{"block_size": 0}, {"block_size": -16}, {"tp": 0}, {"backend": "tensorrt"}, {"dtype": "int4"}]
 )
-def test_options_that_cannot_work(wrong: dict[str, object]) -> None:
+def test_model_option_that_is_invalid_is_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         read_model(LLAMA, **wrong)  # type: ignore[arg-type]  # wrong on purpose

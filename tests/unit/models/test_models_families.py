@@ -26,7 +26,7 @@ def ids(case: tuple[str, dict[str, object]] | object) -> str | None:
 
 
 @pytest.mark.parametrize(("model_type", "given"), CASES, ids=ids)
-def test_weights_and_modules(model_type: str, given: dict[str, object]) -> None:
+def test_model_family_matches_transformers_weights_and_modules(model_type: str, given: dict[str, object]) -> None:
     config = AutoConfig.for_model(model_type, **given, **SPECIAL)
     with torch.device("meta"):
         weights = AUTO.get(model_type, AutoModelForCausalLM).from_config(config)
@@ -41,7 +41,7 @@ def test_weights_and_modules(model_type: str, given: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "given"), [case for case in CASES if case[0] in AUTO], ids=ids)
-def test_cross_attention_keeps_the_encoder_output(model_type: str, given: dict[str, object]) -> None:
+def test_model_family_cross_attention_keeps_the_encoder_output(model_type: str, given: dict[str, object]) -> None:
     config = AutoConfig.for_model(model_type, **given, **SPECIAL, decoder_start_token_id=1)
     weights = AUTO[model_type].from_config(config).eval()
     model = read_model({"model_type": model_type, **given}, dtype="fp32")
@@ -66,7 +66,7 @@ def test_cross_attention_keeps_the_encoder_output(model_type: str, given: dict[s
 @pytest.mark.parametrize("switch", [None, False, True])
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_windows_are_seen_where_transformers_sees_them(
+def test_model_family_windows_match_transformers(
     model_type: str, switch: bool | None, window: int | None, first: int
 ) -> None:
     given = {**DENSE, "num_hidden_layers": 2, "sliding_window": window, "max_window_layers": first}

@@ -34,7 +34,7 @@ def without(config: dict[str, object], *keys: str) -> dict[str, object]:
     return {key: value for key, value in config.items() if key not in keys}
 
 
-def test_a_model_type_that_nobody_described_is_read_by_its_fields() -> None:
+def test_general_reader_reads_unknown_model_type_by_fields() -> None:
     model = read_model(STRANGER)
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float16")
     assert [layer.spec for layer in model.layers] == [spec] * 4
@@ -50,7 +50,7 @@ def test_a_model_type_that_nobody_described_is_read_by_its_fields() -> None:
         (("d_model", "n_layers", "n_heads", "num_kv_heads", "max_seq_len"), (64, 4, 8, 2, 256)),
     ],
 )
-def test_fields_of_other_names(names: tuple[str, ...], values: tuple[int, ...]) -> None:
+def test_general_reader_accepts_alternative_field_names(names: tuple[str, ...], values: tuple[int, ...]) -> None:
     model = read_model(
         {"model_type": "stranger", "vocab_size": 9, "dtype": "float16", **dict(zip(names, values, strict=True))}
     )
@@ -72,13 +72,13 @@ def test_fields_of_other_names(names: tuple[str, ...], values: tuple[int, ...]) 
         (without(LATENT, "qk_rope_head_dim", "model_type") | {"model_type": "stranger"}, "--set qk_rope_head_dim=N"),
     ],
 )
-def test_what_cannot_be_read_is_asked_for_by_its_option(config: dict[str, object], option: str) -> None:
+def test_general_reader_with_missing_field_names_the_option(config: dict[str, object], option: str) -> None:
     with pytest.raises(ConfigError, match=r"bytes|say the width") as caught:
         read_model(config)
     assert option in str(caught.value)
 
 
-def test_what_the_caller_says_counts() -> None:
+def test_general_reader_prefers_the_callers_fields() -> None:
     config = without(STRANGER, "num_key_value_heads")
     model = read_model(config, fields={"num_key_value_heads": 4, "head_dim": 16})
     assert {layer.spec for layer in model.layers} == {
@@ -94,7 +94,7 @@ def test_what_the_caller_says_counts() -> None:
         read_model(config, fields=["num_key_value_heads"])  # type: ignore[arg-type]  # on purpose
 
 
-def test_a_default_of_the_class_is_named_as_one() -> None:
+def test_general_reader_reports_class_defaults() -> None:
     model = read_model(without(MIXTRAL, "num_key_value_heads", "hidden_size") | {"num_attention_heads": 32})
     assert ReadFact("KV heads", "8", "num_key_value_heads", DEFAULT) in model.read_from
     assert model.layers[0].spec == FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype="float16")
@@ -117,7 +117,7 @@ def test_a_default_of_the_class_is_named_as_one() -> None:
         {"sliding_window_pattern": 2},
     ],
 )
-def test_fields_that_look_like_another_mechanism_are_refused_by_name(odd: dict[str, object]) -> None:
+def test_general_reader_rejects_fields_of_other_mechanisms(odd: dict[str, object]) -> None:
     with pytest.raises(UnsupportedModelError, match=next(iter(odd))):
         read_model({**STRANGER, **odd})
     if "pattern" in next(iter(odd)):
@@ -126,7 +126,7 @@ def test_fields_that_look_like_another_mechanism_are_refused_by_name(odd: dict[s
     read_model({**STRANGER, **dict.fromkeys(odd)})
 
 
-def test_fields_of_experts_and_positions_are_none_of_these() -> None:
+def test_general_reader_accepts_expert_and_position_fields() -> None:
     read_model(
         {**STRANGER, "num_shared_experts": 2, "moe_layer_freq": 1, "rope_local_base_freq": 1e4, "max_window_layers": 9}
     )
@@ -142,12 +142,12 @@ def test_fields_of_experts_and_positions_are_none_of_these() -> None:
         (["mystery"] * 4, r"layers 0-3 \(mystery\)"),
     ],
 )
-def test_layers_of_other_types_are_refused_by_name(types: list[str], named: str) -> None:
+def test_general_reader_rejects_unknown_layer_types(types: list[str], named: str) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
         read_model({**STRANGER, "layer_types": types})
 
 
-def test_layers_that_read_other_layers_keys_keep_none() -> None:
+def test_general_reader_gives_shared_kv_layers_no_cache() -> None:
     types = ["sliding_attention", "full_attention"] * 2
     model = read_model({**STRANGER, "layer_types": types, "sliding_window": 32, "num_kv_shared_layers": 1})
     assert [(layer.index, type(layer.spec)) for layer in model.layers] == [
@@ -159,14 +159,14 @@ def test_layers_that_read_other_layers_keys_keep_none() -> None:
         read_model({**STRANGER, "num_kv_shared_layers": 4})
 
 
-def test_layers_that_draft_are_left_out_and_said() -> None:
+def test_general_reader_leaves_out_draft_layers_and_reports_them() -> None:
     model = read_model({**STRANGER, "num_nextn_predict_layers": 2})
     assert model.layers == read_model(STRANGER).layers
     (said,) = [fact for fact in model.read_from if "prediction" in fact.what]
     assert (said.value, said.source) == ("2 left out", ASSUMED)
 
 
-def test_an_indexer_keeps_keys_beside_the_latent() -> None:
+def test_general_reader_counts_indexer_keys_with_the_latent() -> None:
     """As vLLM keeps them: 8-bit floats and a float32 for every 128 of them; transformers keeps the model's dtype."""
     model = read_model(LATENT)
     latent, keys = (layer.spec for layer in model.layers[:2])
@@ -176,7 +176,7 @@ def test_an_indexer_keeps_keys_beside_the_latent() -> None:
     assert read_model(LATENT, backend="transformers").kv_bytes_per_token == 4 * (40 * 2 + 128 * 2)
 
 
-def test_states_are_as_wide_as_is_asked() -> None:
+def test_general_reader_state_dtype_follows_the_option() -> None:
     wide = read_model("nemotron-h-8b", state_dtype="fp32")
     assert wide.state_bytes == 2 * read_model("nemotron-h-8b").state_bytes
     assert {spec.dtypes for spec in (x.spec for x in wide.layers) if isinstance(spec, MambaSpec)} == {("float32",) * 2}
@@ -187,7 +187,7 @@ def test_states_are_as_wide_as_is_asked() -> None:
         read_model("nemotron-h-8b", state_dtype="int3")
 
 
-def test_a_plan_keeps_what_was_read_from_where() -> None:
+def test_plan_keeps_the_sources_of_read_fields() -> None:
     made = plan(read_model(MIXTRAL), "1MiB")
     document = json.loads(plan_to_json(made))
     assert {"what": "KV heads", "value": "2", "field": "num_key_value_heads", "source": CONFIG} in (
@@ -198,7 +198,7 @@ def test_a_plan_keeps_what_was_read_from_where() -> None:
     assert "read_from" not in json.loads(plan_to_json(plan(read_model("llama-3-8b"), "40GiB")))["model"]
 
 
-def test_on_the_command_line(tmp_path: Path) -> None:
+def test_general_reader_options_work_on_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(without(STRANGER, "num_key_value_heads")), "utf-8")
     assert "--set num_key_value_heads=N" in error("plan", path, "--memory", "1MiB")
@@ -219,7 +219,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert "  multi-token prediction layers 1, each as layer 91: num_nextn_predict_layers\n" in drafting
 
 
-def test_time_needs_weights_that_somebody_counted() -> None:
+def test_step_time_without_parameter_count_is_rejected() -> None:
     made = plan_of(read_model(STRANGER), "1MiB")
     assert made.model.parameters == 0
     with pytest.raises(ConfigError, match="--set parameters=N"):

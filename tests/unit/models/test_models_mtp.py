@@ -26,7 +26,7 @@ INDEXER = 132
         ("nemotron-3-super-120b-a12b", 1, 2 * 2 * 128 * 2),
     ],
 )
-def test_each_keeps_tokens_of_its_own(name: str, asked: int, each: int) -> None:
+def test_mtp_layer_keeps_its_own_tokens(name: str, asked: int, each: int) -> None:
     plain, drafting = read_model(name), read_model(name, mtp_layers=asked)
     assert drafting.kv_bytes_per_token - plain.kv_bytes_per_token == asked * each
     assert drafting.layers[: len(plain.layers)] == plain.layers
@@ -42,14 +42,14 @@ def test_each_keeps_tokens_of_its_own(name: str, asked: int, each: int) -> None:
         read_model(name, mtp_layers=asked + 1)
 
 
-def test_windowed_where_the_model_has_them_so() -> None:
+def test_mtp_layer_has_the_window_of_its_model() -> None:
     model = read_model("mimo-v2-flash", mtp_layers=1, fields={"num_nextn_predict_layers": 3})
     spec = model.layers[-1].spec
     assert isinstance(spec, SlidingWindowSpec)
     assert (spec.sliding_window, spec.num_kv_heads) == (128, 8)
 
 
-def test_a_model_without_them_is_refused() -> None:
+def test_mtp_layers_of_model_without_them_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"no field says that it has any .*--set num_nextn_predict_layers=N"):
         read_model("llama-3-8b", mtp_layers=1)
     with pytest.raises(ConfigError, match="num_nextn_predict_layers says 0"):
@@ -64,7 +64,7 @@ def test_a_model_without_them_is_refused() -> None:
 
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
-def test_a_plan_has_them_and_comes_back_equal(layout: str) -> None:
+def test_mtp_layers_in_a_plan_round_trip(layout: str) -> None:
     with_them = plan_of(read_model("qwen3.5-27b", mtp_layers=1), "80GiB", layout=layout)
     without = plan(read_model("qwen3.5-27b"), "80GiB", layout=layout)
     assert plan_from_json(plan_to_json(with_them)) == with_them
@@ -73,6 +73,6 @@ def test_a_plan_has_them_and_comes_back_equal(layout: str) -> None:
     assert "mtp.layers.0.self_attn" in {name for one in with_them.config.groups for name in one.layer_names}
 
 
-def test_they_are_left_out_and_said_to_be() -> None:
+def test_mtp_layers_left_out_are_reported() -> None:
     said = {one.what: one.value for one in read_model("glm-4.5").read_from}
     assert said["multi-token prediction layers"] == "1 left out"

@@ -68,7 +68,7 @@ def sidecar(algorithm: object) -> dict[str, object]:
         ({"quant_method": "modelopt", **sidecar("FP8")}, "quantization_config.quantization.kv_cache_quant_algo"),
     ],
 )
-def test_keys_and_values_in_eight_bit_floats(quantization: dict[str, object], said: str) -> None:
+def test_kv_scheme_of_fp8_halves_the_bytes(quantization: dict[str, object], said: str) -> None:
     plain, made = read_model(LLAMA), read_model({**LLAMA, "quantization_config": quantization})
     assert (plain.dtype, plain.dtype_from) == ("bfloat16", None)
     assert (made.dtype, made.dtype_from) == ("fp8", said)
@@ -76,7 +76,7 @@ def test_keys_and_values_in_eight_bit_floats(quantization: dict[str, object], sa
     assert made.layers == read_model(LLAMA, dtype="fp8").layers
 
 
-def test_what_is_asked_for_wins() -> None:
+def test_kv_dtype_option_overrides_the_scheme() -> None:
     for scheme in (SCHEME, {**SCHEME, "type": "int"}, "nonsense"):
         config = {**LLAMA, "quantization_config": compressed(scheme)}
         for dtype, name in (("bf16", "bfloat16"), ("fp8", "fp8"), ("float32", "float32")):
@@ -100,7 +100,7 @@ def test_what_is_asked_for_wins() -> None:
         {"quant_method": "quark", "export": {"kv_cache_group": [], "pack_method": "reorder"}, "kv_cache_post_rope": 0},
     ],
 )
-def test_quantized_weights_leave_keys_and_values_alone(quantization: dict[str, object] | None) -> None:
+def test_kv_dtype_with_quantized_weights_only_is_unchanged(quantization: dict[str, object] | None) -> None:
     made = read_model({**LLAMA, "quantization_config": quantization})
     assert (made.dtype, made.dtype_from) == ("bfloat16", None)
 
@@ -129,19 +129,19 @@ def test_quantized_weights_leave_keys_and_values_alone(quantization: dict[str, o
         ({"quantization": [1]}, "quantization must be a dict"),
     ],
 )
-def test_other_schemes_are_refused_by_name(quantization: object, message: str) -> None:
+def test_kv_scheme_that_is_unknown_is_rejected(quantization: object, message: str) -> None:
     config = {**LLAMA, "quantization_config": quantization}
     with pytest.raises(ConfigError, match=rf"llama-3-8b.*{message}|config of .*{message}"):
         read_model({**config, "_name_or_path": "llama-3-8b"})
     assert read_model(config, dtype="fp8").dtype == "fp8"
 
 
-def test_the_option_that_supplies_it_is_named() -> None:
+def test_kv_scheme_error_names_the_option() -> None:
     with pytest.raises(UnsupportedModelError, match=r"--kv-dtype"):
         read_model({**LLAMA, "quantization_config": compressed({**SCHEME, "type": "int"})})
 
 
-def test_two_that_disagree_are_refused(tmp_path: Path) -> None:
+def test_kv_schemes_that_disagree_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": compressed(SCHEME)}), "utf-8")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(sidecar("INT8")), "utf-8")
     with pytest.raises(UnsupportedModelError, match=r"hf_quant_config\.json.*'INT8'"):
@@ -150,7 +150,7 @@ def test_two_that_disagree_are_refused(tmp_path: Path) -> None:
     assert read_model(tmp_path).dtype == "fp8"
 
 
-def test_a_file_beside_the_config(tmp_path: Path) -> None:
+def test_kv_scheme_in_a_separate_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), "utf-8")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(sidecar("FP8")), "utf-8")
     for source in (tmp_path, tmp_path / "config.json", str(tmp_path)):
@@ -163,7 +163,7 @@ def test_a_file_beside_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "nemotron-3-super-120b-a12b", "deepseek-v3", "whisper-large-v3"])
-def test_states_keep_their_dtype(name: str) -> None:
+def test_kv_scheme_leaves_state_dtype_unchanged(name: str) -> None:
     config: dict[str, Any] = dict(known_model(name).config)
     made = read_model({**config, "quantization_config": compressed(SCHEME)})
     plain = read_model(config)
@@ -173,7 +173,7 @@ def test_states_keep_their_dtype(name: str) -> None:
     assert made.kv_bytes_per_token * 2 == plain.kv_bytes_per_token
 
 
-def test_a_scheme_inside_the_text_config() -> None:
+def test_kv_scheme_with_nested_text_config_is_read() -> None:
     inner = {**LLAMA, "quantization_config": compressed(SCHEME)}
     made = read_model({"model_type": "some_vision_model", "text_config": inner})
     assert (made.dtype, made.dtype_from) == ("fp8", "text_config.quantization_config.kv_cache_scheme")
@@ -181,7 +181,7 @@ def test_a_scheme_inside_the_text_config() -> None:
     assert read_model(outer).dtype_from == "quantization_config.kv_cache_scheme"
 
 
-def test_a_plan_says_where_its_dtype_is_from() -> None:
+def test_plan_document_keeps_the_kv_dtype_source() -> None:
     model = read_model({**LLAMA, "quantization_config": compressed(SCHEME)})
     made = plan(model, "4GiB")
     document = plan_to_json(made)
@@ -190,7 +190,7 @@ def test_a_plan_says_where_its_dtype_is_from() -> None:
     assert "dtype_from" not in plan_to_json(plan(read_model(LLAMA), "4GiB"))
 
 
-def test_the_command_says_where_its_dtype_is_from(tmp_path: Path) -> None:
+def test_plan_command_prints_the_kv_dtype_source(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": compressed(SCHEME)}), "utf-8")
     said = run("plan", tmp_path, "--memory", "4GiB").stdout
     assert "keys and values   fp8, by quantization_config.kv_cache_scheme\n" in said

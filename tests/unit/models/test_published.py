@@ -17,7 +17,7 @@ KNOWN = known_models()
 NAMES = [one.name for one in KNOWN]
 
 
-def test_todays_models_are_here() -> None:
+def test_published_models_include_current_families() -> None:
     assert len(NAMES) >= 60
     families = (
         *("qwen2.5-7b", "qwen2.5-vl", "qwen3-8b", "qwen3-30b-a3b", "qwen3-vl", "qwen3-next", "qwen3-coder", "qwen3.5"),
@@ -30,7 +30,7 @@ def test_todays_models_are_here() -> None:
 
 
 @pytest.mark.parametrize("known", KNOWN, ids=NAMES)
-def test_each_says_where_it_is_and_where_it_was_read(known: object) -> None:
+def test_published_model_names_its_source(known: object) -> None:
     one = known_model(str(getattr(known, "name", "")))
     assert re.fullmatch(r"https://huggingface\.co/[\w.-]+/[\w.-]+/blob/main/config\.json", one.source)
     assert one.read_in
@@ -41,7 +41,7 @@ def test_each_says_where_it_is_and_where_it_was_read(known: object) -> None:
     assert {"model_type", "architectures"} <= one.config.keys()
 
 
-def test_names_are_those_of_the_hub_too_in_any_case() -> None:
+def test_published_model_is_found_by_hub_name_in_any_case() -> None:
     for one in KNOWN:
         organisation, _, model = one.hub.partition("/")
         for name in (one.name, one.name.upper(), one.hub, one.hub.lower(), model):
@@ -53,7 +53,7 @@ def test_names_are_those_of_the_hub_too_in_any_case() -> None:
         known_model("Qwen/Qwen3-8B/")
 
 
-def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_model_name_yields_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert read_model("Qwen/Qwen3-8B").name == "qwen3-8b"
     folder = tmp_path / "Qwen" / "Qwen3-8B"
@@ -68,7 +68,7 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", ["natural", "reference"])
-def test_each_is_planned(name: str, layout: str) -> None:
+def test_published_model_is_planned_in_both_layouts(name: str, layout: str) -> None:
     model = read_model(name)
     made = plan_of(model, "640GiB", max_model_len=min(2048, model.max_model_len or 2048), layout=layout)
     assert made.capacity.concurrency >= 1
@@ -125,7 +125,7 @@ def mla(layers: int, latent: int = 512, rope: int = 64) -> int:
         ("granite-4.0-h-small", gqa(4, 8, 128), 0, 36 * (3 * (128 * 64 + 2 * 128) * 2 + 128 * 64 * 128 * 2)),
     ],
 )
-def test_bytes_by_hand(name: str, token: int, window: int, state: int) -> None:
+def test_published_model_bytes_match_hand_calculation(name: str, token: int, window: int, state: int) -> None:
     model = read_model(name, dtype="bf16")
     assert model.kv_bytes_per_token == token
     assert model.window_bytes_per_token == window
@@ -158,7 +158,7 @@ def published(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_are_near_what_is_published(name: str) -> None:
+def test_published_model_parameters_match_published_counts(name: str) -> None:
     model = read_model(name)
     assert model.parameters == pytest.approx(published(name), rel=0.1)
     # active ones as the name says them: whether embeddings belong to them, names differ
@@ -167,12 +167,12 @@ def test_parameters_are_near_what_is_published(name: str) -> None:
         assert model.active_parameters == pytest.approx(float(active[1]) * 1e9, rel=0.2)
 
 
-def test_cross_attention_is_of_encoder_decoders_only() -> None:
+def test_published_model_has_cross_attention_only_with_encoder() -> None:
     crossed = {one.name for one in KNOWN if any(x.spec.keeps is Keeps.ENCODER for x in read_model(one.name).layers)}
     assert crossed == {name for name in NAMES if "whisper" in name or "t5" in name}
 
 
-def test_table_of_known_models_in_the_docs_is_up_to_date(tmp_path: Path) -> None:
+def test_published_model_table_in_docs_is_current(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     path = tmp_path / "models.csv"
     done = subprocess.run(  # noqa: S603  # our own script

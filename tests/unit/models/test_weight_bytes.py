@@ -27,11 +27,11 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
         ("llama-3-8b", 16.06e9 / 2**30, 0.01),
     ],
 )
-def test_published_sizes(name: str, gib: float, within: float) -> None:
+def test_weight_bytes_match_published_sizes(name: str, gib: float, within: float) -> None:
     assert read_model(name).weight_bytes / 2**30 == pytest.approx(gib, abs=within)
 
 
-def test_without_the_scheme_gpt_oss_is_three_times_as_large() -> None:
+def test_weight_bytes_without_scheme_triple_gpt_oss() -> None:
     config = {key: value for key, value in known_model("gpt-oss-20b").config.items() if key != "quantization_config"}
     assert read_model(config).weight_bytes == 2 * read_model("gpt-oss-20b").parameters
     assert read_model({**config, "torch_dtype": "float32"}).weight_bytes == 4 * read_model("gpt-oss-20b").parameters
@@ -86,11 +86,13 @@ def packed(**scheme: object) -> dict[str, Any]:
         ({"quant_method": 7}, None),
     ],
 )
-def test_each_scheme(quantization: dict[str, object], expected: int | None) -> None:
+def test_weight_bytes_of_each_scheme_match_hand_calculation(
+    quantization: dict[str, object], expected: int | None
+) -> None:
     assert weight_bytes(DENSE, Fields(quantization, "x"), 2) == (expected or 0)
 
 
-def test_what_is_left_out_beside_the_experts() -> None:
+def test_weight_bytes_keep_unquantized_modules_whole() -> None:
     """850 of 900 matrices are the experts': all others keep their dtype where the attention does."""
     mostly = Weights(every=1_000, active=200, routed=850, embedded=100)
     beside = {"modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}

@@ -180,7 +180,7 @@ CORRUPTIONS: dict[str, Callable[[KVCacheManager], object]] = {
 
 
 @pytest.mark.parametrize("message", CORRUPTIONS)
-def test_check_finds(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_each_corruption(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.observe.audit._SHOWN", 1000)
     rig = live_rig()
     rig.scheduler.check()
@@ -189,7 +189,7 @@ def test_check_finds(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
         rig.cache.check()
 
 
-def test_the_first_violations_are_shown() -> None:
+def test_check_with_many_violations_shows_the_first() -> None:
     cache = live_rig().cache
     cache.block_pool._ref += 1
     with pytest.raises(CacheError, match=r"the cache is inconsistent: .* and [0-9]+ more$"):
@@ -240,7 +240,7 @@ def waits_with_a_row(sched: Scheduler) -> None:
         (waits_with_a_row, "a request waits and holds a row"),
     ],
 )
-def test_check_of_a_scheduler_finds(corrupt: Callable[[Scheduler], None], message: str) -> None:
+def test_scheduler_check_reports_each_corruption(corrupt: Callable[[Scheduler], None], message: str) -> None:
     rig = live_rig()
     rig.scheduler.check()
     corrupt(rig.scheduler)

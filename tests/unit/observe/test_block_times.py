@@ -21,7 +21,7 @@ def are(said: TimeCounts, *seconds: float) -> bool:
     return said.counts == tuple(found) and said.sum_s == pytest.approx(sum(seconds))
 
 
-def test_a_manager_tells_what_came_of_its_blocks() -> None:
+def test_block_times_of_a_manager_are_recorded() -> None:
     now, random = [0.0], Random(3)
     cache = KVCacheManager(
         model_config(13, (full_spec(4),)), 64, options=CacheOptions(block_times=True, clock=lambda: now[0])
@@ -60,7 +60,7 @@ def test_a_manager_tells_what_came_of_its_blocks() -> None:
     assert len(lives) > 10
 
 
-def test_nothing_is_kept_unless_it_is_asked_for() -> None:
+def test_block_times_without_the_option_are_off() -> None:
     cache = KVCacheManager(model_config(13, (full_spec(4),)), 64)
     assert cache.statistics().times is None
     with pytest.raises(ConfigError, match="block_times"):

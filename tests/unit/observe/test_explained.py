@@ -37,7 +37,7 @@ def explained(
 
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
-def test_every_prompt_is_its_hit_and_its_misses(layout: str) -> None:
+def test_explained_prompt_is_the_sum_of_hit_and_misses(layout: str) -> None:
     told, scheduler = explained(Workload("mix", hours=0.1, limit=60), "qwen3.5-35b-a3b", "6GiB", layout)
     assert sorted(one.number for one in told) == list(range(60))
     sums = dict.fromkeys(MissReason, 0)
@@ -50,7 +50,7 @@ def test_every_prompt_is_its_hit_and_its_misses(layout: str) -> None:
     assert {reason: tokens for reason, tokens in sums.items() if tokens} == scheduler.statistics().misses
 
 
-def test_who_made_what_go_and_how_long_nobody_had_come(tmp_path: Path) -> None:
+def test_explained_eviction_names_the_evicting_request_and_idle_time(tmp_path: Path) -> None:
     """Room for one of three prompts: the second takes that of the first one."""
     source = trace(tmp_path / "t.jsonl", [[1, 0, 4000]], [[2, 0, 4000]], [[1, 0, 4000]])
     told, _ = explained(source, "llama-3-8b", "640MiB", "reference", eviction="lru")
@@ -66,7 +66,7 @@ def test_who_made_what_go_and_how_long_nobody_had_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_with_so_much_more_memory_nothing_of_it_is_evicted(seed: int) -> None:
+def test_explained_extra_memory_prevents_the_eviction(seed: int) -> None:
     """In the reference layout, requests one after the other: the bound holds, whatever came in between."""
     source = Workload("chat", seed=seed, hours=0.05, limit=25)
     told, scheduler = explained(source, "llama-3-8b", "1GiB", "reference", max_running=1)
@@ -85,7 +85,7 @@ def test_with_so_much_more_memory_nothing_of_it_is_evicted(seed: int) -> None:
     assert found
 
 
-def test_the_interval_that_is_named_keeps_a_state_there(tmp_path: Path) -> None:
+def test_explained_interval_keeps_a_state_there(tmp_path: Path) -> None:
     source = trace(tmp_path / "t.jsonl", [[1, 0, 3000]], [[1, 0, 2000], [2, 0, 50]])
     told, _ = explained(source, "qwen3.5-35b-a3b", "8GiB", eviction="lru")
     lacking, *_ = told[1].misses
@@ -98,7 +98,7 @@ def test_the_interval_that_is_named_keeps_a_state_there(tmp_path: Path) -> None:
     assert again[1].misses[0].nearest_state == 1024
 
 
-def test_a_small_memory_of_losses_is_kept_to(tmp_path: Path) -> None:
+def test_explained_with_small_memory_stays_within_it(tmp_path: Path) -> None:
     out = tmp_path / "few.jsonl"
     few = json.loads(run("replay", *SMALL, "--explain-to", out, "--remember", "64", "--json").stdout)
     many = json.loads(run("replay", *SMALL, "--explain", "--json").stdout)
@@ -107,7 +107,7 @@ def test_a_small_memory_of_losses_is_kept_to(tmp_path: Path) -> None:
     assert sum(few["misses"].values()) == sum(many["misses"].values())
 
 
-def test_a_line_for_each_request(tmp_path: Path) -> None:
+def test_explained_file_has_a_line_per_request(tmp_path: Path) -> None:
     out = tmp_path / "why.jsonl"
     document = json.loads(run("replay", *SMALL, "--explain-to", out, "--json").stdout)
     lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
@@ -125,7 +125,7 @@ def test_a_line_for_each_request(tmp_path: Path) -> None:
     assert alone == {"machine": machine, **asked}
 
 
-def test_columns_for_each_request(tmp_path: Path) -> None:
+def test_explained_parquet_matches_the_lines(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     run("replay", *SMALL, "--explain-to", tmp_path / "why.parquet")
     run("replay", *SMALL, "--explain-to", tmp_path / "why.jsonl")
@@ -137,7 +137,7 @@ def test_columns_for_each_request(tmp_path: Path) -> None:
         assert {name: row[name] for name in line} == line
 
 
-def test_files_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explained_file_with_invalid_path_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "could not be written" in error_behind_plan("--explain-to", tmp_path / "nowhere" / "a.jsonl")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "hybridkv[parquet]" in error_behind_plan("--explain-to", tmp_path / "a.parquet")
@@ -149,13 +149,13 @@ def error_behind_plan(*more: str | Path) -> str:
     return run("replay", *SMALL, *more, code=2).stderr.splitlines()[-1]
 
 
-def test_nothing_is_left_of_a_file_where_a_replay_fails(tmp_path: Path) -> None:
+def test_explained_file_of_failed_replay_is_removed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), explained_file(tmp_path / "a.jsonl", in_order=True):
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_request_in_sentences(tmp_path: Path) -> None:
+def test_explain_command_describes_one_request(tmp_path: Path) -> None:
     trace(tmp_path / "t.jsonl", [[1, 0, 4000]], [[2, 0, 4000]], [[1, 0, 4000]], [[1, 0, 4000]])
     asked = ("--memory", "640MiB", "--layout", "reference", *LLAMA)
     shown = run("explain", tmp_path / "t.jsonl", "2", *asked).stdout
@@ -175,7 +175,7 @@ def test_one_request_in_sentences(tmp_path: Path) -> None:
     assert "--remember has no effect without --explain" in plain
 
 
-def test_a_state_in_sentences(tmp_path: Path) -> None:
+def test_explain_command_describes_a_missing_state(tmp_path: Path) -> None:
     trace(tmp_path / "t.jsonl", [[1, 0, 3000]], [[1, 0, 2000], [2, 0, 50]])
     asked = ("explain", tmp_path / "t.jsonl", "1", "--model", "qwen3.5-35b-a3b", "--memory", "8GiB")
     shown = run(*asked).stdout
@@ -185,6 +185,6 @@ def test_a_state_in_sentences(tmp_path: Path) -> None:
     )
 
 
-def test_equal_misses_in_a_row_keep_what_is_known() -> None:
+def test_explained_equal_misses_merge_and_keep_details() -> None:
     first = Miss(0, 4, MissReason.NO_STATE)
     assert Miss(4, 3, MissReason.NO_STATE).joined_with(first) == Miss(0, 7, MissReason.NO_STATE)

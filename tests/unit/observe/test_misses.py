@@ -61,7 +61,7 @@ class Served:
         return [(miss.first, miss.tokens, str(miss.reason)) for miss in misses]
 
 
-def test_what_was_evicted_when_and_how_much_more_memory_it_would_take() -> None:
+def test_miss_of_evicted_block_has_age_and_extra_memory() -> None:
     served = Served(FULL, 8, natural=False)  # 7 blocks
     served.run(PROMPT)
     for first in (200, 300):
@@ -74,7 +74,7 @@ def test_what_was_evicted_when_and_how_much_more_memory_it_would_take() -> None:
     assert gone.more_bytes == 5 * block  # those that went with it count as one
 
 
-def test_what_was_found_and_given_up_and_what_is_not_looked_up() -> None:
+def test_miss_of_shortened_hit_or_skipped_look_up_has_its_reason() -> None:
     served = Served(FULL, 30)
     served.run(PROMPT)
     assert served.why(PROMPT, hit=0) == [(0, 19, "no_room"), (19, 1, "last_token")]
@@ -83,7 +83,7 @@ def test_what_was_found_and_given_up_and_what_is_not_looked_up() -> None:
     assert [str(one.reason) for one in misses] == ["caching_off", "last_token"]
 
 
-def test_without_a_memory_of_losses_nothing_is_explained() -> None:
+def test_miss_without_recording_is_not_explained() -> None:
     cache = KVCacheManager(model_config(8, FULL), 100)
     assert cache.misses is None
     with pytest.raises(ConfigError, match="remembered_losses"):
@@ -105,7 +105,7 @@ class Idle(BlockTimes):
         return np.array(ids, np.float64)
 
 
-def test_losses_are_forgotten_by_generations() -> None:
+def test_miss_records_are_forgotten_by_generation() -> None:
     times = Idle()
     lost = LostKeys(4, (10, 5), times)
 
@@ -131,7 +131,7 @@ def test_losses_are_forgotten_by_generations() -> None:
     assert lost.whole(1, b"b") is None
 
 
-def test_equal_reasons_in_a_row_are_one() -> None:
+def test_miss_ranges_of_equal_reason_merge() -> None:
     first, lost = Miss(0, 4, MissReason.NO_STATE), Miss(0, 4, MissReason.EVICTED, 1, 2.0, 10)
     assert Miss(4, 3, MissReason.NO_STATE).joined_with(first) == Miss(0, 7, MissReason.NO_STATE)
     assert Miss(4, 3, MissReason.NO_WINDOW).joined_with(first) is None
@@ -145,7 +145,7 @@ def test_equal_reasons_in_a_row_are_one() -> None:
 @pytest.mark.parametrize(
     "model", ["llama-3-8b", "qwen3.5-35b-a3b", "gemma-3-27b", "nemotron-3-nano-30b-a3b", "llama-4-scout"]
 )
-def test_reasons_of_a_replay_add_up_and_change_nothing(model: str, layout: str) -> None:
+def test_miss_reasons_of_a_replay_add_up(model: str, layout: str) -> None:
     source = Workload("mix", hours=0.1, limit=40)
     plan = plan_for_trace(source.summary(), read_model(model), "12GiB", layout=layout)
     off, explained = (
@@ -156,7 +156,7 @@ def test_reasons_of_a_replay_add_up_and_change_nothing(model: str, layout: str) 
     assert (off.misses, replace(explained, misses={})) == ({}, off)
 
 
-def test_a_report_says_why() -> None:
+def test_miss_reasons_are_in_the_report() -> None:
     asked = ("replay", "workload:uniform", "--model", "llama-3-8b", "--memory", "8GiB")
     found = json.loads(run(*asked, "--explain", "--json").stdout)
     assert sum(found["misses"].values()) == found["prompt_tokens"] - found["hit_tokens"]
@@ -168,7 +168,7 @@ def test_a_report_says_why() -> None:
     assert json.loads(run(*asked, "--json").stdout)["misses"] == {}
 
 
-def test_what_is_evicted_before_an_error_is_evicted_for_the_request() -> None:
+def test_miss_after_a_failed_admission_names_its_request() -> None:
     served = Served(FULL, 200)
     served.run(PROMPT)
     assert served.cache.misses is not None
@@ -179,7 +179,7 @@ def test_what_is_evicted_before_an_error_is_evicted_for_the_request() -> None:
     assert served.cache.explain(served.request(PROMPT), None)[0].by == newcomer.request_id
 
 
-def test_tokens_that_come_after_the_row_did_not_begin() -> None:
+def test_miss_ignores_tokens_added_after_a_failed_start() -> None:
     cache = Served(FULL, 200).cache
     request = Request("r", PROMPT[:9], hasher=cache.hasher, skip_writing_prefix_cache=True)
     cache.allocate_slots(request, 9)

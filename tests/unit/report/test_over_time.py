@@ -30,7 +30,7 @@ def looks(count: int, seconds: float) -> list[Progress]:
 
 
 @pytest.mark.parametrize("count", [96, 9600])
-def test_each_part_of_the_time_has_its_character(count: int) -> None:
+def test_over_time_chart_has_a_character_per_interval(count: int) -> None:
     pictures = OverTime()
     for one in looks(count, 480.0):
         pictures.add(one)
@@ -53,7 +53,7 @@ def test_each_part_of_the_time_has_its_character(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [4096, 4097, 9601])
-def test_the_end_is_told_however_the_looks_are_thinned(count: int) -> None:
+def test_over_time_chart_keeps_the_last_sample(count: int) -> None:
     pictures = OverTime()
     seen = looks(count, 480.0)
     for one in seen:
@@ -66,7 +66,7 @@ def test_the_end_is_told_however_the_looks_are_thinned(count: int) -> None:
     assert next(pictures.lines()).endswith("0 .. 1,000.0 s")
 
 
-def test_a_part_without_a_look_is_as_the_one_before() -> None:
+def test_over_time_chart_repeats_the_last_value_in_a_gap() -> None:
     pictures = OverTime()
     for one in looks(12, 480.0):
         pictures.add(one)
@@ -75,7 +75,7 @@ def test_a_part_without_a_look_is_as_the_one_before() -> None:
     assert running.count(" ") <= 4
 
 
-def test_a_replay_is_drawn_where_it_took_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+def test_over_time_chart_of_short_replay_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("replay", "workload:chat", "--hours", "0.03", "--model", "llama-3-8b", "--memory", "2GiB")
     lines = run(*asked).stdout.splitlines()
     rate = next(line.split()[-1] for line in lines if line.startswith(" hit rate"))

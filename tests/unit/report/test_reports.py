@@ -84,7 +84,7 @@ def charts(text: str) -> dict[str, Any]:
     return {title: one["traces"] for title, one in zip(titles, drawn, strict=True)}
 
 
-def test_a_page_says_what_the_report_says(hybrid: tuple[Plan, ReplayReport, Recorded]) -> None:
+def test_report_page_matches_the_report(hybrid: tuple[Plan, ReplayReport, Recorded]) -> None:
     plan, report, recorded = hybrid
     text = replay_page(plan, report, recorded)
     shown = charts(text)
@@ -112,7 +112,7 @@ def test_a_page_says_what_the_report_says(hybrid: tuple[Plan, ReplayReport, Reco
     assert f"<dd>{report.hit_rate:.1%}</dd>" in text
 
 
-def test_what_is_recorded_is_what_the_report_has(hybrid: tuple[Plan, ReplayReport, Recorded]) -> None:
+def test_report_recording_matches_the_report(hybrid: tuple[Plan, ReplayReport, Recorded]) -> None:
     _, report, recorded = hybrid
     samples, requests = recorded.samples, recorded.requests
     assert samples.prompt_tokens[-1] == report.prompt_tokens == requests.prompt_tokens.sum()
@@ -134,7 +134,7 @@ def test_what_is_recorded_is_what_the_report_has(hybrid: tuple[Plan, ReplayRepor
     assert all(len(counts) == len(EDGES_S) + 1 for counts in recorded.idle)
 
 
-def test_recording_changes_nothing_and_strides_do_not_change_it() -> None:
+def test_report_recording_is_the_same_with_fast_forward() -> None:
     short = Workload("agent", hours=0.006)
     plan, report, recorded = replayed("qwen3.5-35b-a3b", "2GiB", source=short)
     alone = simulation_of(plan, SETTINGS).run(short)
@@ -145,7 +145,7 @@ def test_recording_changes_nothing_and_strides_do_not_change_it() -> None:
     assert list(map(sum, recorded.idle)) == list(map(sum, slowly.idle))
 
 
-def test_there_are_so_many_samples_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_samples_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.simulator.report.MOST_SAMPLES", 50)
     _, report, recorded = replayed("llama-3-8b", "8GiB")
     at = recorded.samples.time_s
@@ -154,7 +154,7 @@ def test_there_are_so_many_samples_and_no_more(monkeypatch: pytest.MonkeyPatch) 
     assert np.median(np.diff(at)) < report.simulated_s / 20
 
 
-def test_a_page_counts_layers_and_takes_the_weights_of_the_checkpoint() -> None:
+def test_report_page_counts_layers_and_checkpoint_weights() -> None:
     """An indexer beside every latent makes two caches of a layer; experts of 4 bits are not counted as 16."""
     model = read_model("deepseek-v3.2")
     shown = charts(plan_page(plan_of(model, "80GiB", max_model_len=4096)))
@@ -164,7 +164,7 @@ def test_a_page_counts_layers_and_takes_the_weights_of_the_checkpoint() -> None:
     assert weights == pytest.approx(12.8, abs=0.05)
 
 
-def test_a_plan_is_drawn_to_scale() -> None:
+def test_report_of_a_plan_is_drawn_to_scale() -> None:
     plan = plan_for_trace(SOURCE.summary(), read_model("nemotron-3-nano-30b-a3b"), "4GiB")
     shown = charts(plan_page(plan))
     cache = sum(one["x"][0] for one in shown["Memory map"] if one["y"] == ["cache"])
@@ -184,7 +184,7 @@ def table_of(text: str) -> list[list[str]]:
     return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in found]
 
 
-def test_a_sweep_is_drawn_over_memory() -> None:
+def test_report_of_a_sweep_is_drawn_over_memory() -> None:
     done = swept()
     assert "refused" in done[2].document
     text = sweep_page("chat", done)
@@ -204,7 +204,7 @@ def test_a_sweep_is_drawn_over_memory() -> None:
     assert rows[3][2].startswith("refused: ")
 
 
-def test_of_many_settings_the_best_are_drawn() -> None:
+def test_report_of_many_settings_draws_the_best() -> None:
     (one, *_) = swept()
     report: Any = one.document["report"]
     many = [
@@ -222,7 +222,7 @@ def test_of_many_settings_the_best_are_drawn() -> None:
     assert heat["y"] == [str(at) for at in range(11, 71)]
 
 
-def test_a_search_is_drawn_by_cost_and_goodput() -> None:
+def test_report_of_a_search_is_drawn_by_cost_and_goodput() -> None:
     text = tune_page("chat", TRIED, AIMS)
     shown = charts(text)
     drawn = {one["name"]: (one["x"], one["y"]) for one in shown["Cost and goodput"]}
@@ -241,7 +241,7 @@ def test_a_search_is_drawn_by_cost_and_goodput() -> None:
     assert [one["name"] for one in charts(nearest)["Cost and goodput"]] == ["nearest"]
 
 
-def test_commands_of_many_settings_write_pages(tmp_path: Path) -> None:
+def test_report_pages_are_written_by_sweep_and_tune(tmp_path: Path) -> None:
     asked = ("workload:chat", "--hours", "0.01", "--model", "llama-3-8b", "--memory", "2GiB,4GiB", "--jobs", "1")
     run("sweep", *asked, "--out", tmp_path / "out", "--report", tmp_path / "sweep.html")
     assert "Hit rate over memory" in charts((tmp_path / "sweep.html").read_text("utf-8"))
@@ -251,7 +251,7 @@ def test_commands_of_many_settings_write_pages(tmp_path: Path) -> None:
     assert "Cost and goodput" in charts((tmp_path / "tune.html").read_text("utf-8"))
 
 
-def test_what_is_shown_is_text_not_markup() -> None:
+def test_report_page_escapes_markup() -> None:
     text = page("<b>a</b>", {"<i>": "</script><script>"}, [Chart("<u>", "&", [{"name": "</script>"}])])
     assert "<b>a</b>" not in text
     assert "<i>" not in text
@@ -259,7 +259,7 @@ def test_what_is_shown_is_text_not_markup() -> None:
     assert text.count("</script>") == 3 + text.count("<script></script>")
 
 
-def test_without_plotly_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_report_without_plotly_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ConfigError, match=r"hybridkv\[report\]"):
         page("a", {}, [])
@@ -269,12 +269,12 @@ def test_without_plotly_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize("name", ["nowhere/a.html", "."])
-def test_a_page_that_cannot_be_written_is_refused_first(name: str, tmp_path: Path) -> None:
+def test_report_page_that_cannot_be_written_is_rejected_early(name: str, tmp_path: Path) -> None:
     asked = ("replay", "workload:chat", "--model", "llama-3-8b", "--memory", "8GiB", "--report", tmp_path / name)
     assert "--report" in error(*asked)
 
 
-def test_commands_write_pages(tmp_path: Path) -> None:
+def test_report_pages_are_written_by_plan_and_replay(tmp_path: Path) -> None:
     plan, replay = tmp_path / "plan.html", tmp_path / "replay.html"
     run("plan", "gemma-3-27b", "--memory", "40GiB", "--report", plan)
     asked = ("replay", "workload:chat", "--hours", "0.02", "--model", "gemma-3-27b", "--memory", "10GiB", "--explain")
@@ -294,7 +294,7 @@ def test_commands_write_pages(tmp_path: Path) -> None:
         pytest.param(420, "light", marks=pytest.mark.thorough),
     ],
 )
-def test_a_browser_draws_all_of_it(
+def test_report_pages_are_drawn_by_a_browser(
     width: int, scheme: str, hybrid: tuple[Plan, ReplayReport, Recorded], tmp_path: Path
 ) -> None:
     sync_api = pytest.importorskip("playwright.sync_api")

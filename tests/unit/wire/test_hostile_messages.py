@@ -28,7 +28,7 @@ def refused(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_megabyte_that_is_no_message_is_refused_at_once(kind: str) -> None:
+def test_invalid_megabyte_is_rejected_fast(kind: str) -> None:
     """A tenth of a second, most of them; comparing colliding names takes minutes."""
     data = HOSTILE[kind](MEGABYTE)
     begun = time.process_time()
@@ -38,7 +38,7 @@ def test_a_megabyte_that_is_no_message_is_refused_at_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", VALID)
-def test_a_megabyte_that_is_a_message_is_read_as_fast(kind: str) -> None:
+def test_valid_megabyte_is_read_fast(kind: str) -> None:
     data = VALID[kind](MEGABYTE)
     begun = time.process_time()
     step = decode_step(data)
@@ -60,14 +60,14 @@ def peak(data: bytes) -> int:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind != "too many stop ids"])  # few are a Step
-def test_what_is_refused_takes_no_memory(kind: str) -> None:
+def test_rejected_message_takes_no_memory(kind: str) -> None:
     """Nothing is made of it."""
     size = 50_000
     most = 4 * size if "long" in kind else 30_000  # the name itself, and in an error of msgspec
     assert peak(HOSTILE[kind](size)) < most
 
 
-def test_arrays_take_the_memory_of_their_bytes() -> None:
+def test_message_arrays_take_the_memory_of_their_bytes() -> None:
     data = large_step(MEGABYTE)
     assert peak(data) < 1.5 * len(data)
 
@@ -80,7 +80,7 @@ def test_arrays_take_the_memory_of_their_bytes() -> None:
         b"\x93\xa5int32\x92" + b"\xce\x7f\xff\xff\xff" * 2 + b"\xc4\x40",
     ],
 )
-def test_claims_beyond_the_bytes_are_refused_before_anything_is_made(claim: bytes) -> None:
+def test_message_length_beyond_its_bytes_is_rejected_early(claim: bytes) -> None:
     """In every field, whatever it would hold."""
     for name in msgpack.decode(encode_step(example_step())):
         message = with_item(name, claim + bytes(64))
@@ -88,7 +88,7 @@ def test_claims_beyond_the_bytes_are_refused_before_anything_is_made(claim: byte
         refused(message)
 
 
-def test_a_message_lists_so_much_and_no_more_on_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_with_too_many_items_is_rejected_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """2**19 items, here 2**12: two rows, and stop ids."""
     assert messages.MOST_LISTED == 1 << 19
     monkeypatch.setattr(messages, "MOST_LISTED", 1 << 12)
@@ -123,7 +123,7 @@ def test_a_message_lists_so_much_and_no_more_on_both_ways(monkeypatch: pytest.Mo
         decode_step(one_more)
 
 
-def test_what_a_class_says_of_a_huge_value_is_cut_short() -> None:
+def test_message_error_about_a_huge_value_is_short() -> None:
     new = example_step().new_rows[0]
     step = example_step(new_rows=(replace(new, sampling=replace(new.sampling, stop_token_ids=(7,) * 9999)),))
     data = encode_step(step)
@@ -172,7 +172,7 @@ FORMS = {
 }
 
 
-def test_every_head_in_a_longer_form_is_refused() -> None:
+def test_message_head_in_a_longer_form_is_rejected() -> None:
     data, tried = encode_step(example_step()), 0
     for at, length, kind, number in heads(data):
         for power, first in enumerate(FORMS[kind], start=kind in ("array", "map")):
@@ -185,7 +185,7 @@ def test_every_head_in_a_longer_form_is_refused() -> None:
     assert tried > 400
 
 
-def test_floats_have_64_bits() -> None:
+def test_message_float_of_other_width_is_rejected() -> None:
     data = encode_step(example_step())
     float64 = b"\xcb" + bytes(8)
     assert data.count(b"min_p" + float64) == 1
@@ -196,7 +196,7 @@ def test_floats_have_64_bits() -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 1, 5, 7, 8, 16, 32, 63, 64, 65, 72, 128, 254, 255])
-def test_seeds_have_up_to_255_bits_and_one_form(bits: int) -> None:
+def test_message_seed_has_at_most_255_bits_and_one_form(bits: int) -> None:
     new = example_step().new_rows[0]
     for magnitude in {(1 << bits) - 1, 1 << bits >> 1}:
         for seed in (magnitude, -magnitude):
@@ -211,13 +211,13 @@ def test_seeds_have_up_to_255_bits_and_one_form(bits: int) -> None:
 
 
 @pytest.mark.parametrize("form", [b"\xc1", b"\xc7\0\1", b"\xd4\1\0", b"\xd7\xff" + bytes(8)])
-def test_heads_that_no_message_has(form: bytes) -> None:
+def test_message_head_of_unknown_kind_is_rejected(form: bytes) -> None:
     for name in msgpack.decode(encode_step(example_step())):
         refused(with_item(name, form))
 
 
 @pytest.mark.parametrize("text", [b"\xa2\xc3\x28", b"\xa3\xed\xa0\x80", b"\xa2\xc0\x80"])
-def test_text_that_is_not_utf_8(text: bytes) -> None:
+def test_message_text_that_is_not_utf8_is_rejected(text: bytes) -> None:
     data = encode_step(example_step())
     assert data.count(b"\xa2r2") == 1
     assert "utf-8" in refused(data.replace(b"\xa2r2", text))
@@ -226,7 +226,7 @@ def test_text_that_is_not_utf_8(text: bytes) -> None:
 # -- another schema
 
 
-def test_the_version_is_found_behind_whatever_another_schema_has() -> None:
+def test_message_version_is_found_after_unknown_fields() -> None:
     """Extensions, lists in lists and maps of another kind are passed over; nothing is made of them."""
     tree = msgpack.decode(encode_step(example_step())) | {
         "schema_version": 3,
@@ -240,7 +240,7 @@ def test_the_version_is_found_behind_whatever_another_schema_has() -> None:
 # -- fuzzing
 
 
-def test_mutated_messages_are_refused_or_are_what_they_encode_to() -> None:
+def test_mutated_message_is_rejected_or_canonical() -> None:
     """Seeded: bytes replaced, inserted, taken out, doubled, and heads put in from other kinds."""
     random = Random("mutations")
     plain = [encode_step(example_step()), encode_step(example_step(new_rows=()))]

@@ -25,12 +25,12 @@ MANY = settings(max_examples=2 * settings().max_examples)
 
 @MANY
 @given(steps())
-def test_any_step_comes_back_as_it_was(step: Step) -> None:
+def test_step_message_round_trips(step: Step) -> None:
     assert same(decode_step(encode_step(step)), step)
 
 
 @given(st.one_of(results(), failures()))
-def test_any_reply_comes_back_as_it_was(reply: Reply) -> None:
+def test_reply_message_round_trips(reply: Reply) -> None:
     assert same(decode_reply(encode_reply(reply)), reply)
 
 
@@ -48,7 +48,7 @@ def test_any_reply_comes_back_as_it_was(reply: Reply) -> None:
         (messages.LogprobsMessage, Logprobs, set()),
     ],
 )
-def test_a_message_has_the_fields_of_its_value(message: type[Struct], value: type, more: set[str]) -> None:
+def test_message_fields_match_their_value(message: type[Struct], value: type, more: set[str]) -> None:
     """A new field needs its line in the message, in what the message becomes, and in the strategies of wire_support."""
     assert set(message.__struct_fields__) == {field.name for field in fields(value)} | more
 
@@ -67,7 +67,7 @@ LOGPROBS = Logprobs(
 # -- one encoding
 
 
-def test_the_bytes_are_those_of_the_standard() -> None:
+def test_message_bytes_match_messagepack() -> None:
     """MessagePack, written by hand."""
     expected = "".join(
         (
@@ -86,7 +86,7 @@ def test_the_bytes_are_those_of_the_standard() -> None:
     assert encode_reply(StepResult(7, Csr.from_lists([[510], []]))).hex() == expected
 
 
-def test_floats_two_dimensions_and_truth_values_are_little_endian_row_after_row() -> None:
+def test_message_arrays_are_little_endian_in_row_order() -> None:
     tree = msgpack.decode(encode_reply(StepResult(1, Csr.from_lists([[5], []]), logprobs=LOGPROBS)))
     assert tree["logprobs"]["logprob"] == ["float32", [2], bytes.fromhex("000080be" + "0000c0bf")]
     tree = msgpack.decode(encode_step(example_step()))
@@ -95,7 +95,7 @@ def test_floats_two_dimensions_and_truth_values_are_little_endian_row_after_row(
     assert tree["state_read"] == ["int32", [2, 3], np.array([-1, 3, 5, -1, 4, 6], "<i4").tobytes()]
 
 
-def test_equal_steps_give_equal_bytes() -> None:
+def test_equal_steps_give_equal_messages() -> None:
     """However they were made: views with strides, numpy's numbers, lists, in any order of keyword."""
     plain = example_step()
     new = plain.new_rows[0]
@@ -121,7 +121,7 @@ def test_equal_steps_give_equal_bytes() -> None:
     assert same(decode_step(encode_step(odd)), plain)
 
 
-def test_decoded_arrays_are_their_own_and_may_be_written() -> None:
+def test_decoded_arrays_are_writable_copies() -> None:
     data = encode_step(example_step())
     step = decode_step(data)
     for array in (step.rows, step.samples, step.token_ids.indptr, step.state_read, step.new_rows[0].token_ids):
@@ -273,12 +273,12 @@ WRONG: list[tuple[str, object, str]] = [
 
 
 @pytest.mark.parametrize(("path", "value", "message"), WRONG)
-def test_a_message_that_is_wrong_says_where(path: str, value: object, message: str) -> None:
+def test_message_with_wrong_field_names_it(path: str, value: object, message: str) -> None:
     with pytest.raises(WireError, match=f"^step.*{message}"):
         decode_step(edited(put(path, value)))
 
 
-def test_replies_are_checked_as_well() -> None:
+def test_reply_with_wrong_field_is_rejected() -> None:
     result = encode_reply(StepResult(1, Csr.from_lists([[5], []]), np.array([1, 0], np.int32)))
     failure = encode_reply(StepFailure(1, "E", "m"))
     probable = encode_reply(StepResult(1, Csr.from_lists([[5], []]), logprobs=LOGPROBS))
@@ -298,7 +298,7 @@ def test_replies_are_checked_as_well() -> None:
             decode_reply(edited(put(path, value), data))
 
 
-def test_a_newer_schema_says_which_and_what_to_do() -> None:
+def test_message_of_newer_schema_names_the_version() -> None:
     """Whatever else it holds: fields and kinds of another schema are not even looked at."""
     newer = edited(lambda tree: tree.update(schema_version=SCHEMA_VERSION + 1, kind="bulletin", id="seven"))
     with pytest.raises(SchemaError, match=r"schema version 3, this hybridkv reads version 2: update.*on this side"):
@@ -312,7 +312,7 @@ def test_a_newer_schema_says_which_and_what_to_do() -> None:
         encode_step(replace(example_step(), schema_version=3))
 
 
-def test_other_kinds_of_message() -> None:
+def test_message_of_another_kind_is_rejected() -> None:
     with pytest.raises(WireError, match=r"step\.kind: Invalid value 'result'"):
         decode_step(encode_reply(StepResult(0, Csr.empty(0))))
     with pytest.raises(WireError, match=r"reply\.kind: Invalid value 'step'"):
@@ -322,7 +322,7 @@ def test_other_kinds_of_message() -> None:
             decode_step(edited(put("kind", kind)))
 
 
-def test_bytes_too_few_too_many_or_in_another_order() -> None:
+def test_message_with_missing_extra_or_reordered_bytes_is_rejected() -> None:
     data = encode_step(example_step())
     for length in range(len(data)):
         with pytest.raises(WireError, match="truncated"):
@@ -336,7 +336,7 @@ def test_bytes_too_few_too_many_or_in_another_order() -> None:
             decode_step(strange)
 
 
-def test_a_field_given_twice_is_refused() -> None:
+def test_message_with_repeated_field_is_rejected() -> None:
     data = encode_reply(StepFailure(1, "E", "m"))
     assert data.count(b"\xa2id\1") == 1
     twice = bytes([data[0] + 1]) + data[1:].replace(b"\xa2id\1", b"\xa2id\2\xa2id\1")
@@ -357,7 +357,7 @@ def settle(data: bytes) -> bool:
     return True
 
 
-def test_every_flipped_bit_is_refused_or_another_step() -> None:
+def test_message_with_flipped_bit_is_rejected_or_another_step() -> None:
     data, accepted = encode_step(example_step()), 0
     for place in range(len(data)):
         for bit in range(8):
@@ -390,7 +390,7 @@ def test_every_flipped_bit_is_refused_or_another_step() -> None:
         ({"new_rows": None}, ": 'NoneType' object is not iterable"),
     ],
 )
-def test_a_step_that_is_none_is_not_sent(changes: dict[str, Any], message: str) -> None:
+def test_invalid_step_is_not_sent(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(WireError, match=f"^step{message}"):
         encode_step(example_step(**changes))
 
@@ -423,25 +423,25 @@ def forged(**values: object) -> SamplingParams:
         ({"held_ids": (2**31,)}, r"\.held_ids\[0\]: Expected `int` <= 2147483647"),
     ],
 )
-def test_a_row_that_cannot_be_written_is_not_sent(changes: dict[str, Any], message: str) -> None:
+def test_step_with_unencodable_row_is_not_sent(changes: dict[str, Any], message: str) -> None:
     new = replace(example_step().new_rows[0], **changes)
     with pytest.raises(HybridKVError, match=rf"^step\.new_rows\[0\]{message}|^step\.new_rows\[0\]\.sampling{message}"):
         encode_step(example_step(new_rows=(new,)))
 
 
-def test_words_that_are_text_are_not_sent() -> None:
+def test_step_with_text_bad_words_is_not_sent() -> None:
     new = replace(example_step().new_rows[0], sampling=SamplingParams(bad_words=((3,), "word")))
     with pytest.raises(WireError, match="step: bad_words of 'r2' must be token ids, and are text"):
         encode_step(example_step(new_rows=(new,)))
 
 
-def test_a_number_that_no_float_holds_is_not_sent() -> None:
+def test_step_with_inexact_float_is_not_sent() -> None:
     new = replace(example_step().new_rows[0], sampling=forged(temperature=2**53 + 1))
     with pytest.raises(WireError, match=r"step: .* a number in another form"):
         encode_step(example_step(new_rows=(new,)))
 
 
-def test_a_failure_says_what_happened_in_any_characters() -> None:
+def test_failure_message_keeps_any_characters() -> None:
     failure = StepFailure.of(3, RuntimeError("lost \ud800"))
     assert decode_reply(encode_reply(failure)) == StepFailure(3, "RuntimeError", "lost \\ud800")
     assert str(failure) == "RuntimeError: lost \\ud800"

@@ -66,7 +66,7 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
 
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
-def test_a_length_that_cannot_be_is_a_wire_error_at_both_ends(
+def test_connection_with_invalid_length_raises_wire_error_on_both_sides(
     length: bytes, ends: tuple[Connection, Connection]
 ) -> None:
     here, there = ends
@@ -84,7 +84,7 @@ def test_a_length_that_cannot_be_is_a_wire_error_at_both_ends(
     assert worker.give_up(WireError("bad length")) == StepFailure(7, "WireError", "bad length")
 
 
-def test_the_most_bytes_are_the_callers_and_count_both_ways(ends: tuple[Connection, Connection]) -> None:
+def test_connection_byte_limit_applies_in_both_directions(ends: tuple[Connection, Connection]) -> None:
     here, there = ends
     step = example_step()
     size = len(encode_step(step))
@@ -95,7 +95,7 @@ def test_the_most_bytes_are_the_callers_and_count_both_ways(ends: tuple[Connecti
         serve(there, Echo(), most_bytes=size - 1)
 
 
-def test_a_result_that_is_too_long_is_a_failure(ends: tuple[Connection, Connection]) -> None:
+def test_connection_result_above_the_limit_is_a_failure(ends: tuple[Connection, Connection]) -> None:
     class Verbose:
         def execute(self, step: Step) -> StepResult:
             if step.id == 8:
@@ -116,7 +116,7 @@ def test_a_result_that_is_too_long_is_a_failure(ends: tuple[Connection, Connecti
 
 
 @pytest.mark.parametrize("end", [1, 4, 5, 30])
-def test_a_peer_that_hangs_up_in_the_middle(end: int, ends: tuple[Connection, Connection]) -> None:
+def test_connection_closed_mid_message_by_worker_is_reported(end: int, ends: tuple[Connection, Connection]) -> None:
     """Inside of a length, behind it, or inside of a message: what came is no message, or nothing came."""
     here, there = ends
     data = struct.pack("!i", len(RESULT)) + RESULT
@@ -129,7 +129,7 @@ def test_a_peer_that_hangs_up_in_the_middle(end: int, ends: tuple[Connection, Co
 
 
 @pytest.mark.parametrize("end", [1, 5, 30])
-def test_a_scheduler_that_hangs_up_in_the_middle(end: int, ends: tuple[Connection, Connection]) -> None:
+def test_connection_closed_mid_message_by_scheduler_is_reported(end: int, ends: tuple[Connection, Connection]) -> None:
     here, there = ends
     data = encode_step(example_step())
     os.write(here.fileno(), (struct.pack("!i", len(data)) + data)[:end])
@@ -138,7 +138,7 @@ def test_a_scheduler_that_hangs_up_in_the_middle(end: int, ends: tuple[Connectio
         serve(there, Echo())
 
 
-def test_an_end_that_was_closed_here(ends: tuple[Connection, Connection]) -> None:
+def test_connection_closed_locally_is_reported(ends: tuple[Connection, Connection]) -> None:
     here, there = ends
     worker = RemoteWorker(here)
     worker.send(example_step())
@@ -152,7 +152,7 @@ def test_an_end_that_was_closed_here(ends: tuple[Connection, Connection]) -> Non
         serve(there, Echo())
 
 
-def test_memory_that_is_not_there() -> None:
+def test_connection_without_memory_for_a_message_is_reported() -> None:
     class Small:
         def send_bytes(self, buf: bytes, /) -> None: ...
 
@@ -182,7 +182,7 @@ def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_a_tcp_connection_that_nobody_checked_is_refused(trusted: bool) -> None:
+def test_unauthenticated_tcp_connection_is_rejected(trusted: bool) -> None:
     with connection.Listener(ANYWHERE) as listener:
         here = connection.Client(listener.address)
         there = listener.accept()
@@ -202,7 +202,7 @@ def test_a_tcp_connection_that_nobody_checked_is_refused(trusted: bool) -> None:
                 RemoteWorker(here)
 
 
-def test_tcp_without_a_key_has_to_be_said() -> None:
+def test_tcp_listener_without_key_needs_trusted() -> None:
     with pytest.raises(ConfigError, match=r"every process that reaches port 0 can connect: .*authkey.*trusted=True"):
         Listener(ANYWHERE)
     with pytest.raises(ConfigError, match="every process that reaches port 9 can connect"):
@@ -226,13 +226,13 @@ def exchange(listener: Listener, key: bytes | None, *, trusted: bool = False) ->
     assert came == [1]
 
 
-def test_tcp_that_is_trusted_needs_none() -> None:
+def test_trusted_tcp_listener_needs_no_key() -> None:
     with Listener(ANYWHERE, trusted=True) as listener:
         exchange(listener, None, trusted=True)
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_a_unix_socket_with_and_without_a_key(key: bytes | None, tmp_path: Path) -> None:
+def test_unix_socket_works_with_and_without_key(key: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "worker"
     with Listener(str(path), authkey=key) as listener:
         exchange(listener, key)
@@ -251,7 +251,7 @@ def raw(listener: Listener, sent: bytes = b"") -> socket.socket:
     return made
 
 
-def test_strangers_are_sent_away_and_the_next_with_the_key_comes_in(caplog: pytest.LogCaptureFixture) -> None:
+def test_listener_rejects_strangers_and_accepts_the_next_peer(caplog: pytest.LogCaptureFixture) -> None:
     """Another key, none, garbage, lengths that bomb, a Step at once, gone at once: none of them ends the listener."""
     step = encode_step(example_step())
     with Listener(ANYWHERE, authkey=KEY, handshake_s=0.3) as listener:
@@ -276,7 +276,7 @@ def test_strangers_are_sent_away_and_the_next_with_the_key_comes_in(caplog: pyte
     assert sum("a peer was sent away" in line for line in caplog.messages) == 1 + len(strangers)
 
 
-def test_silent_peers_do_not_delay_a_good_one() -> None:
+def test_listener_with_silent_peers_accepts_at_once() -> None:
     with Listener(ANYWHERE, authkey=KEY, handshake_s=20) as listener:
         silent = [raw(listener) for _ in range(3)]
         begun = time.monotonic()
@@ -286,7 +286,7 @@ def test_silent_peers_do_not_delay_a_good_one() -> None:
             one.close()
 
 
-def test_a_crowd_of_silent_peers_leaves_few_threads_and_a_place(caplog: pytest.LogCaptureFixture) -> None:
+def test_listener_with_many_silent_peers_bounds_its_threads(caplog: pytest.LogCaptureFixture) -> None:
     threads = threading.active_count()
     with Listener(ANYWHERE, authkey=KEY, handshake_s=20) as listener:
         silent = [raw(listener) for _ in range(40)]
@@ -303,7 +303,7 @@ def test_a_crowd_of_silent_peers_leaves_few_threads_and_a_place(caplog: pytest.L
     assert threading.active_count() <= threads  # one of an earlier test may have ended meanwhile
 
 
-def test_a_peer_that_showed_its_key_late_is_there_for_the_next_call() -> None:
+def test_listener_keeps_a_late_peer_for_the_next_accept() -> None:
     with Listener(ANYWHERE, authkey=KEY) as listener:
         late = raw(listener)
         thread, came = in_thread(lambda: listener.accept(0.2))
@@ -319,7 +319,7 @@ def test_a_peer_that_showed_its_key_late_is_there_for_the_next_call() -> None:
 
 
 @pytest.mark.parametrize("says", [b"", b"\0", struct.pack("!i", 20) + b"no challenge at all!", *LENGTHS.values()])
-def test_an_end_that_is_no_worker_is_left_in_time(says: bytes) -> None:
+def test_listener_with_wrong_protocol_times_out(says: bytes) -> None:
     with Listener(ANYWHERE, trusted=True) as listener:
         thread, came = in_thread(lambda: listener.accept(20))
         begun = time.monotonic()
@@ -349,7 +349,7 @@ def open_files() -> int:
     return len(list(place.iterdir())) if place.exists() else 0
 
 
-def test_a_handshake_leaves_no_thread_and_no_socket_behind() -> None:
+def test_handshake_leaves_no_thread_or_socket() -> None:
     threads, files = threading.active_count(), open_files()
     with Listener(ANYWHERE, authkey=KEY) as listener:
         exchange(listener, KEY)
@@ -361,7 +361,7 @@ def test_a_handshake_leaves_no_thread_and_no_socket_behind() -> None:
     assert (threading.active_count(), open_files()) == (threads, files)
 
 
-def test_a_large_step_over_tcp() -> None:
+def test_large_step_over_tcp_arrives_whole() -> None:
     """Some megabytes, in as many pieces as the socket makes of them."""
     new = replace(example_step().new_rows[0], token_ids=np.arange(2_000_000, dtype=np.int32), sampling=SamplingParams())
     step = example_step(new_rows=(new,))

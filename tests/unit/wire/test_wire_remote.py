@@ -159,7 +159,7 @@ def expected(prompts: int = 4, *, max_tokens: int = 9) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
-def test_a_worker_at_the_other_end_gives_the_same_tokens(in_flight: int, server: Server, faulty: Faulty) -> None:
+def test_remote_worker_gives_the_same_tokens(in_flight: int, server: Server, faulty: Faulty) -> None:
     worker = RemoteWorker(server.channel)
     outputs, failures = drive(scheduler(in_flight), worker)
     assert (outputs, failures) == (expected(), [])
@@ -169,7 +169,7 @@ def test_a_worker_at_the_other_end_gives_the_same_tokens(in_flight: int, server:
     assert (server.served, server.error) == (len(faulty.seen), None)
 
 
-def test_bytes_are_counted(server: Server) -> None:
+def test_remote_worker_counts_its_bytes(server: Server) -> None:
     sched, worker = scheduler(1), RemoteWorker(server.channel)
     step = sched.schedule()
     worker.send(step)
@@ -177,7 +177,7 @@ def test_bytes_are_counted(server: Server) -> None:
     assert worker.statistics() == RemoteStatistics(1, 0, len(encode_step(step)), len(encode_reply(reply)))
 
 
-def test_what_builds_on_a_failed_step_is_not_run_and_what_does_not_is() -> None:
+def test_remote_worker_skips_only_steps_based_on_a_failed_step() -> None:
     """Step 7 fails; 8 and 9 build on it; 10 builds on 6, and 11 on 10."""
     ran = []
 
@@ -210,7 +210,7 @@ def test_what_builds_on_a_failed_step_is_not_run_and_what_does_not_is() -> None:
     assert (ran, server.served) == ([6, 7, 10, 11], 3)
 
 
-def test_a_worker_that_missed_a_step_says_so_and_goes_on_after_the_failure(server: Server, faulty: Faulty) -> None:
+def test_remote_worker_reports_a_lost_step_and_continues(server: Server, faulty: Faulty) -> None:
     sched, worker = scheduler(2), RemoteWorker(Losing(server.channel, frozenset({5})))
     outputs, failures = drive(sched, worker)
     assert failures == [StepFailure(5, "ContentError", "step 6 builds on 5, applied is 4")]
@@ -220,7 +220,7 @@ def test_a_worker_that_missed_a_step_says_so_and_goes_on_after_the_failure(serve
 
 @settings(max_examples=settings().max_examples // 2)
 @given(st.integers(1, 3), st.frozensets(st.integers(0, 40), max_size=6), st.frozensets(st.integers(0, 40), max_size=6))
-def test_any_failures_and_losses_leave_the_tokens_as_they_are(
+def test_remote_worker_with_random_failures_gives_the_same_tokens(
     in_flight: int, raising: frozenset[int], lost: frozenset[int]
 ) -> None:
     server = Server(Faulty(raising))
@@ -241,7 +241,7 @@ def test_any_failures_and_losses_leave_the_tokens_as_they_are(
         ({"rows": [1, 2]}, WireError, "step.rows: Expected `array` of at least length 3, got 2"),
     ],
 )
-def test_bytes_that_are_no_step_are_answered_and_end_the_worker(
+def test_remote_worker_answers_invalid_bytes_and_ends(
     change: dict[str, object], error: type[Exception], message: str, server: Server, faulty: Faulty
 ) -> None:
     class Newer:
@@ -278,7 +278,7 @@ def test_bytes_that_are_no_step_are_answered_and_end_the_worker(
         (lambda _: None, "WireError: a reply must be one of StepResult, StepFailure, Unreadable, got NoneType"),
     ],
 )
-def test_a_result_that_cannot_be_written_is_a_failure(result: Callable[[Step], StepResult], said: str) -> None:
+def test_remote_result_that_cannot_be_encoded_is_a_failure(result: Callable[[Step], StepResult], said: str) -> None:
     class Careless:
         def execute(self, step: Step) -> StepResult:
             return result(step)
@@ -295,7 +295,7 @@ def test_a_result_that_cannot_be_written_is_a_failure(result: Callable[[Step], S
     assert server.served == 0
 
 
-def test_replies_to_steps_given_up_are_passed_over(server: Server) -> None:
+def test_remote_replies_to_abandoned_steps_are_skipped(server: Server) -> None:
     sched, worker = scheduler(2), RemoteWorker(server.channel)
     worker.send(sched.schedule())
     worker.send(sched.schedule())
@@ -313,7 +313,7 @@ def test_replies_to_steps_given_up_are_passed_over(server: Server) -> None:
     assert drive(sched, worker)[0] == expected()
 
 
-def test_an_end_that_is_gone(server: Server) -> None:
+def test_remote_peer_that_is_gone_is_reported(server: Server) -> None:
     sched, worker = scheduler(2), RemoteWorker(server.channel)
     with pytest.raises(WorkerError, match="no Step is in flight"):
         worker.receive()
@@ -338,7 +338,7 @@ def test_an_end_that_is_gone(server: Server) -> None:
         silent.receive()
 
 
-def test_a_worker_whose_scheduler_is_gone_ends_in_peace() -> None:
+def test_remote_worker_without_scheduler_ends_cleanly() -> None:
     class Gone:
         """One Step comes in; nobody waits for the reply."""
 
