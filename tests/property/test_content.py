@@ -121,8 +121,8 @@ class AliasesBlocks(FakeWorker):
 class LabelsOneMore(FakeWorker):
     """Writes the state of one token more than was run."""
 
-    def _write_state(self, row: WorkerRow, group: int, label: int, block: int) -> None:
-        super()._write_state(row, group, label + 1, block)
+    def _write_state(self, row: WorkerRow, group: int, position: int, block: int) -> None:
+        super()._write_state(row, group, position + 1, block)
 
 
 class SkipsCopies(FakeWorker):
@@ -241,5 +241,5 @@ def test_content_page_too_small_for_a_digest_is_rejected() -> None:
     config = attention_config(4, (4,))
     group = config.groups[0]
     small = replace(config, groups=(replace(group, spec=replace(group.spec, dtype="float16")),))  # type: ignore[call-arg]  # it has a dtype
-    with pytest.raises(ConfigError, match="4 bytes a token hold no digest"):
+    with pytest.raises(ConfigError, match="has 4 bytes for a digest; give it 8 or more"):
         FakeWorker(small, DigestModel(group.layer_names))

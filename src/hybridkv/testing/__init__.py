@@ -1,10 +1,11 @@
-"""Tools for testing what is built on hybridkv.
+"""Tools to test code that is built on hybridkv.
 
-Scheduler --Step--> FakeWorker      a worker in plain Python: the KV of a token, and a recurrent state, is a digest
-of all tokens so far; what a step reads is compared with its row's history
-take_events() ----> EventFollower   believes what events say, and compares it with the cache
+    Scheduler --Step--> FakeWorker        a worker in plain Python that checks every token and state that a step reads
+    take_events() ----> EventFollower     follows the events of a cache and compares them with the cache
 
-attention_config, model_config, natural_model_config    small configs, of specs made in one line
+    attention_config, model_config, natural_model_config     small configs for both
+
+In a FakeWorker the keys and values of a token, and a recurrent state, are a digest of all tokens so far (DigestModel).
 """
 
 from hybridkv.testing.configs import attention_config, model_config, natural_model_config

@@ -1,4 +1,4 @@
-"""Small KVCacheConfigs: pages just large enough for one digest a token, or one digest a state."""
+"""Small KVCacheConfigs, for pages that hold one digest for each token, or one digest for each state."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ from hybridkv.specs import (
 from hybridkv.units import ceil_div, round_up
 
 ENCODERS = (EncoderInput("audio a", 3), EncoderInput("audio b", 3), EncoderInput("audio c", 7))
-"""What the encoders of small models are given."""
+"""Inputs for the encoders of small models, with 3 to 7 tokens of output."""
 
 
 def attention_config(
     num_blocks: int, block_sizes: Sequence[int] = (16,), *, layers_per_group: int = 1, gap_bytes: int = 0
 ) -> KVCacheConfig:
-    """Full attention in one group a block size, the null block included in ``num_blocks``."""
+    """Return a config in the reference layout with one group of full attention for each block size.
+
+    Args:
+        num_blocks: blocks of the pool, the null block included.
+        block_sizes: tokens of a block, one entry for each group.
+        layers_per_group: layers of each group.
+        gap_bytes: unused bytes after each block of a layer.
+    """
     specs = [full_spec(size) for size in block_sizes]
     return _config(num_blocks, specs, layers_per_group, gap_bytes)
 
@@ -35,7 +42,14 @@ def attention_config(
 def model_config(
     num_blocks: int, specs: Sequence[KVCacheSpec], *, layers_per_group: int = 1, gap_bytes: int = 0
 ) -> KVCacheConfig:
-    """One group a spec, all pages padded to the largest, the null block included in ``num_blocks``."""
+    """Return a config in the reference layout with one group for each spec; pages are padded to the largest.
+
+    Args:
+        num_blocks: blocks of the pool, the null block included.
+        specs: the spec of each group.
+        layers_per_group: layers of each group.
+        gap_bytes: unused bytes after each block of a layer.
+    """
     page = max(spec.content_bytes for spec in specs)
     padded = [spec if spec.content_bytes == page else replace(spec, page_size_padded=page) for spec in specs]
     return _config(num_blocks, padded, layers_per_group, gap_bytes)
@@ -49,9 +63,14 @@ def natural_model_config(
     layers_per_group: int = 1,
     kernel_blocks: Sequence[int] = (),
 ) -> KVCacheConfig:
-    """One group a spec, in ``num_slabs`` slabs, the null slab included; each of the smallest size that holds them.
+    """Return a config in the natural layout with one group for each spec, in slabs of the smallest possible size.
 
-    kernel_blocks: parts of a block of every group, by default one.
+    Args:
+        num_slabs: slabs of the pool, the null slab included.
+        specs: the spec of each group.
+        blocks_per_slab: blocks in a slab, one entry for each group.
+        layers_per_group: layers of each group.
+        kernel_blocks: kernel blocks in a block, one entry for each group; 1 by default.
     """
     parts = tuple(kernel_blocks) or (1,) * len(specs)
     groups = tuple(
@@ -67,7 +86,7 @@ def natural_model_config(
 
 
 def _config(num_blocks: int, specs: Sequence[KVCacheSpec], layers_per_group: int, gap_bytes: int) -> KVCacheConfig:
-    """Layer j of every group shares tensor j, whose stride is the largest page plus ``gap_bytes``."""
+    """Return a config where layer j of every group shares tensor j, with strides of the largest page and the gap."""
     names = [tuple(f"group{g}.layer{j}" for j in range(layers_per_group)) for g in range(len(specs))]
     stride = max(spec.page_size_bytes for spec in specs) + gap_bytes
     tensors = tuple(
@@ -83,33 +102,33 @@ def _config(num_blocks: int, specs: Sequence[KVCacheSpec], layers_per_group: int
     return KVCacheConfig(num_blocks, tensors, groups)
 
 
-# -- specs whose page holds 8 bytes a token (1 KV head, 1 key and 1 value of float32), or a state of as many
+# -- specs with 8 bytes for a token (1 KV head, 1 key and 1 value of float32), or 8 bytes for a state
 
 _HEAD: Final[dict[str, Any]] = {"num_kv_heads": 1, "head_size": 1, "dtype": "float32"}
 
 
 def full_spec(block_size: int) -> FullAttentionSpec:
-    """Full attention."""
+    """Return a spec of full attention."""
     return FullAttentionSpec(block_size=block_size, **_HEAD)
 
 
 def window_spec(block_size: int, window: int) -> SlidingWindowSpec:
-    """A token and the ``window`` - 1 before it."""
+    """Return a spec of attention to a token and the ``window`` - 1 tokens before it."""
     return SlidingWindowSpec(block_size=block_size, **_HEAD, sliding_window=window)
 
 
 def chunk_spec(block_size: int, chunk: int) -> ChunkedLocalAttentionSpec:
-    """The tokens of a chunk."""
+    """Return a spec of attention inside chunks of ``chunk`` tokens."""
     return ChunkedLocalAttentionSpec(block_size=block_size, **_HEAD, attention_chunk_size=chunk)
 
 
 def state_spec(block_size: int, drafts: int = 0, mode: str = "align") -> MambaSpec:
-    """A recurrent state, and one for each draft."""
+    """Return a spec of a recurrent state, with one more state for each of ``drafts`` draft tokens."""
     return MambaSpec(
         block_size=block_size, shapes=((2,),), dtypes=("float32",), num_speculative_blocks=drafts, cache_mode=mode
     )
 
 
 def cross_spec(block_size: int) -> CrossAttentionSpec:
-    """The encoder's output."""
+    """Return a spec of cross attention, which reads the output of an encoder."""
     return CrossAttentionSpec(block_size=block_size, **_HEAD)

@@ -1,4 +1,4 @@
-"""Who follows the events of a manager knows which written blocks can be hit."""
+"""Follow the events of a manager, and check that they name exactly the written blocks that can be hit."""
 
 from __future__ import annotations
 
@@ -22,27 +22,40 @@ from hybridkv.testing.configs import ENCODERS
 
 
 class DifferenceError(Exception):
-    """The library did something else than it should have."""
+    """The library gave another result than expected; the message has both values."""
 
 
-def same(what: str, real: object, expected: object) -> None:
-    """DifferenceError unless ``real`` is ``expected``."""
+def same(name: str, real: object, expected: object) -> None:
+    """Compare a result with the expected one.
+
+    Args:
+        name: name of the result, for the message.
+        real: the result.
+        expected: the expected result.
+
+    Raises:
+        DifferenceError: the two differ.
+    """
     if real != expected:
-        raise DifferenceError(f"{what}: {real}, not {expected}")
+        raise DifferenceError(f"{name}: {real}, not {expected}")
 
 
 DIGESTS = {encoder.digest for encoder in ENCODERS}
 
 
 class EventFollower:
-    """Keeps what the events of ``cache`` tell: in the natural layout nothing of partial keys, states and encoders.
+    """Counts the blocks that a cache reports as stored, as a consumer of its events would.
 
-    Once events were dropped it knows of some of the written blocks, and of all again when the cache has been cleared.
+    In the natural layout, events do not report partial blocks, states and encoder outputs. After dropped events the
+    follower knows only some of the written blocks, until the cache is cleared.
+
+    Args:
+        cache: a manager with ``enable_kv_cache_events``, before its first event is taken.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
-        self._told: Counter[tuple[int, bytes]] = Counter()
+        self._reported: Counter[tuple[int, bytes]] = Counter()
         self._knows_all = True
         natural = cache.config.slabs is not None
         self._silent = {
@@ -52,25 +65,36 @@ class EventFollower:
         }
 
     def follow(self) -> None:
-        """Take the events since the last call. DifferenceError unless they tell what the index and the writes say."""
+        """Take the events since the last call, and compare them with the cache. O(events + cached blocks).
+
+        Raises:
+            DifferenceError: the reported blocks are not the written blocks of the index.
+        """
         self.hear(self._cache.take_events())
 
     def hear(self, events: Iterable[KVCacheEvent]) -> None:
-        """``events``, all since the last call, were taken. DifferenceError as ``follow``."""
+        """Follow events that the caller has taken, and compare them with the cache. O(events + cached blocks).
+
+        Args:
+            events: all events since the last call, oldest first.
+
+        Raises:
+            DifferenceError: the reported blocks are not the written blocks of the index.
+        """
         for event in events:
             match event:
                 case BlockStored():
                     self._compare_stored(event)
-                    self._told.update((event.group_idx, key) for key in event.block_hashes)
+                    self._reported.update((event.group_idx, key) for key in event.block_hashes)
                 case BlockRemoved():
-                    self._told.subtract((event.group_idx, key) for key in event.block_hashes)
+                    self._reported.subtract((event.group_idx, key) for key in event.block_hashes)
                     if not self._knows_all:
-                        self._told = +self._told  # removals of what was stored in a dropped event
+                        self._reported = +self._reported  # forget removals of blocks that a dropped event stored
                 case AllBlocksCleared():
-                    self._told.clear()
+                    self._reported.clear()
                     self._knows_all = True
                 case EventsDropped():
-                    self._told.clear()
+                    self._reported.clear()
                     self._knows_all = False
         pool = self._cache.block_pool
         written = Counter(
@@ -80,14 +104,14 @@ class EventFollower:
             for key, block in index.entries()
             if pool.keys.step_of(block) == WRITTEN
         )
-        told = Counter({key: n for key, n in self._told.items() if n})
-        same("events", told if self._knows_all else told | written, written)
+        reported = Counter({key: n for key, n in self._reported.items() if n})
+        same("events", reported if self._knows_all else reported | written, written)
 
     def _compare_stored(self, event: BlockStored) -> None:
-        """The hashes of an event follow from its parent, tokens and extra keys."""
+        """Check that the hashes of an event follow from its parent, tokens and extra keys."""
         hasher = self._cache.hasher
         if hasher is None:
-            raise DifferenceError("a block was stored without caching")
+            raise DifferenceError("an event stores a block, but caching is off")
         stride = event.block_size // hasher.block_size
         extras: list[Extra | None] = [None] * (len(event.token_ids) // hasher.block_size)
         for i, extra in enumerate(event.extra_keys or ()):

@@ -1,13 +1,18 @@
-"""A worker in plain Python whose storage is one bytearray, addressed by the plan's offsets and strides.
+"""A worker in plain Python that checks the content that each Step reads.
 
-It is fed by Steps alone: its tables come from finished_rows, new_rows and cells, its token histories from new_rows
-and its own samples. Attention: after the writes of a step every token that a scheduled one reads is compared with the
-digest of that row's history, in every layer. Recurrent layers: the state that a row reads is compared with that of
-its history; what is written is the state after as many tokens as its label says. Blocks are moved, and copied, as
-bytes, whatever they hold. The sampled token is a function of what was read. Drafts are run like known tokens; those
-that are what the model draws are accepted, and what the others wrote stays where it is. Cross attention: a row whose
-encoder runs writes a digest of its input for each token of its output; every row of every step reads all of them, and
-they must be of its own input, which what the decoder keeps depends on as well.
+Its storage is one bytearray, addressed by the offsets and strides of the plan. Steps are its only input: tables come
+from ``finished_rows``, ``new_rows`` and ``cells``; the history of a row comes from ``new_rows`` and its own samples.
+
+    attention            after the writes of a step, every token that a scheduled token reads must be the digest of
+                         the row's history, in every layer
+    recurrent layers     the state that a row reads must be the state of its history; the state written for a position
+                         is the state after that many tokens
+    cross attention      a new row with an encoder writes a digest for each token of the encoder's output; each row must
+                         read the output for its own input
+    drafts               run like known tokens; the model accepts the drafts that it would sample, and the entries of
+                         rejected drafts stay in storage
+
+Moves and copies carry bytes of any content. The sampled token is a function of the digests that were read.
 """
 
 from __future__ import annotations
@@ -34,10 +39,21 @@ from hybridkv.testing.model import DIGEST_BYTES, ZERO_STATE, DigestModel, Prefix
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer that holds a digest a token, at offset + block * stride + byte_of(token % block_size).
+    """A layer with one digest for each token, at offset + block * stride + byte_of(token % block_size).
 
-    A recurrent one holds a single digest at the start of its block. window, chunk: 0 where all tokens are read.
-    parts: kernel blocks that a block is made of, each with that part of every layer of the group.
+    A recurrent layer has one digest, at the start of its block.
+
+    Attributes:
+        name: name of the layer.
+        group: its cache group.
+        block_size: tokens of a block.
+        offset: byte offset of block 0 in the arena.
+        stride: bytes from one block to the next.
+        token_bytes: bytes of a token, or of a recurrent state.
+        recurrent: whether it has states.
+        window: tokens of the sliding window; 0 without one.
+        chunk: tokens of an attention chunk; 0 without chunks.
+        parts: kernel blocks in a block; each has its part of every layer of the group.
     """
 
     name: str
@@ -52,24 +68,24 @@ class Layer:
     parts: int = 1
 
     def byte_of(self, within: int) -> int:
-        """Where a token of a block lies, from the layer's first byte in the block."""
+        """Return the byte offset of token ``within`` of a block, from the layer's first byte in the block."""
         part, rest = divmod(within, self.block_size // self.parts)
         return part * (self.stride // self.parts) + rest * self.token_bytes
 
     def first_read(self, position: int) -> int:
-        """The first token that the one at ``position`` reads."""
+        """Return the position of the first token that the token at ``position`` reads."""
         if self.chunk:
             return position // self.chunk * self.chunk
         return max(0, position - self.window + 1) if self.window else 0
 
 
 def layers_of(config: KVCacheConfig) -> tuple[Layer, ...]:
-    """The layers that keep something of their own tokens. ConfigError for a page that holds no digest."""
+    """Return the layers that store their own tokens or states. ConfigError if a page is too small for digests."""
     return _layers(config, lambda spec: not isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec))
 
 
 def cross_layers_of(config: KVCacheConfig) -> tuple[Layer, ...]:
-    """The layers that keep the encoder's output, a digest for each of its tokens. ConfigError as ``layers_of``."""
+    """Return the layers that store an encoder's output. ConfigError if a page is too small for digests."""
     return _layers(config, lambda spec: isinstance(spec, CrossAttentionSpec))
 
 
@@ -84,7 +100,15 @@ def _layers(config: KVCacheConfig, wanted: Callable[[KVCacheSpec], bool]) -> tup
 
 
 def digest_model(config: KVCacheConfig, vocabulary: int = 4) -> DigestModel:
-    """A model of the layers of ``config``."""
+    """Return a DigestModel with the layers of a config.
+
+    Args:
+        config: the config of a plan.
+        vocabulary: number of token ids.
+
+    Raises:
+        ConfigError: a page is too small for one digest of 8 bytes for each token.
+    """
     layers = layers_of(config)
     return DigestModel(
         [layer.name for layer in layers], vocabulary, [layer.name for layer in layers if layer.recurrent]
@@ -95,7 +119,7 @@ def _layer(name: str, group: int, spec: KVCacheSpec, tensor: KVCacheTensor, part
     recurrent = isinstance(spec, MambaSpec)
     token_bytes = spec.content_bytes if recurrent else spec.content_bytes // spec.block_size
     if token_bytes < DIGEST_BYTES:
-        raise ConfigError(f"{token_bytes} bytes a token hold no digest: use pages of {DIGEST_BYTES} or more")
+        raise ConfigError(f"layer {name!r} has {token_bytes} bytes for a digest; give it {DIGEST_BYTES} or more")
     return Layer(
         name,
         group,
@@ -111,12 +135,21 @@ def _layer(name: str, group: int, spec: KVCacheSpec, tensor: KVCacheTensor, part
 
 
 class ContentError(Exception):
-    """A step read something else than the row's tokens, or does not fit the worker's state."""
+    """A step read other content than the row's history, or does not fit the worker's tables."""
 
 
 @dataclass(slots=True)
 class WorkerRow:
-    """What a row is: its request's tokens and, per group, column -> block."""
+    """The state of a row.
+
+    Attributes:
+        request_id: id of its request.
+        tokens: the request's tokens, accepted drafts and samples included.
+        tables: one dict for each group, column -> block.
+        encoder: the encoder output that the row reads, if any.
+        sampled: the token that the last step sampled.
+        expected: layer name -> digests of ``tokens``, computed without storage.
+    """
 
     request_id: str
     tokens: list[int]
@@ -127,20 +160,36 @@ class WorkerRow:
 
     @property
     def heard(self) -> str:
-        """The digest of the encoder's input, empty without one."""
+        """Digest of the encoder's input, empty without one."""
         return "" if self.encoder is None else str(self.encoder.digest)
 
 
 class FakeWorker:
-    """Executes Steps with a DigestModel. ConfigError for a page too small for one digest a token.
+    """Executes Steps with a DigestModel and checks all content that they read.
 
-    sharded: this is one of several context parallel ranks, which cannot see all tokens: only the rows, the tokens
-    and the order of steps are checked, no content.
+    The small private methods for cells, copies, clears and states are separate so that tests can inject faults.
+
+    Args:
+        config: the config of the cache's plan.
+        model: the model; its layers are the layers of ``config`` (see ``digest_model``).
+        sharded: whether the worker is one of several context parallel ranks. A rank cannot see all tokens, so it checks
+            rows, tokens and the order of steps, but no content.
+
+    Attributes:
+        model: the model.
+        storage: the bytes of the arena, random at the start.
+        last_applied: id of the last executed Step, or -1.
+        tokens_checked: tokens compared with their row's history.
+        states_checked: states compared with their row's history.
+        encoders_run: runs of an encoder.
+
+    Raises:
+        ConfigError: a page is too small for one digest of 8 bytes for each token.
     """
 
     def __init__(self, config: KVCacheConfig, model: DigestModel, *, sharded: bool = False) -> None:
         self.model = model
-        self.storage = bytearray(Random(1).randbytes(config.arena_bytes))  # noqa: S311 - anything but zeros
+        self.storage = bytearray(Random(1).randbytes(config.arena_bytes))  # noqa: S311 - not zeros, which are a valid state
         self.last_applied = -1
         self.tokens_checked = 0
         self.states_checked = 0
@@ -155,11 +204,28 @@ class FakeWorker:
         self._states: dict[tuple[int, int, int], int] = {}
 
     def request_of(self, row: int) -> str:
-        """The id of the request that has ``row``."""
+        """Return the id of the request that has a row.
+
+        Args:
+            row: number of the row.
+
+        Raises:
+            ContentError: no request has the row.
+        """
         return self._live(row).request_id
 
     def execute(self, step: Step) -> StepResult:
-        """One forward. ContentError if a row reads what its history does not say."""
+        """Execute one Step. O(tokens that its rows read).
+
+        Args:
+            step: the Step; its ``after`` must be at most ``last_applied``.
+
+        Returns:
+            The tokens that each row sampled, accepted drafts included.
+
+        Raises:
+            ContentError: a row reads other content than its history, or the Step does not fit the tables.
+        """
         self._apply(step)
         self.last_applied = step.id
         spans = [self._span(step, i) for i in range(len(step))]
@@ -183,7 +249,15 @@ class FakeWorker:
         return StepResult(step.id, Csr.from_lists(sampled), accepted)
 
     def break_down(self, step: Step, random: Random) -> None:
-        """``step`` fails on the way: its tables may be written, and anything may stand where it writes."""
+        """Simulate a Step that fails halfway.
+
+        Either nothing happens, or the tables are updated, some of the copies are made, and the blocks that the Step
+        writes get random bytes.
+
+        Args:
+            step: the Step.
+            random: decides how far the Step gets.
+        """
         if random.random() < 0.5:
             return
         self._apply(step)
@@ -198,7 +272,7 @@ class FakeWorker:
                 self._put(at, random.randbytes(DIGEST_BYTES))
 
     def _written(self, layer: Layer, step: Step) -> Iterator[int]:
-        """Where the forward of ``step`` writes in ``layer``."""
+        """Yield the byte offsets at which the forward of ``step`` writes in ``layer``."""
         if layer.recurrent:
             blocks = [block for _, group, _, block in step.state_writes.tolist() if group == layer.group]
             yield from (self._at(layer, block) for block in blocks)
@@ -208,7 +282,14 @@ class FakeWorker:
                 yield self._slot(layer, self._live(row), position)
 
     def holds(self, group: int, block: int, prefix: Prefix) -> bool:
-        """Whether ``block`` has what its last token being the last of ``prefix`` means, in every layer of ``group``."""
+        """Return whether a block has the content of the end of a prefix, in every layer of a group. O(tokens).
+
+        Args:
+            group: number of the group.
+            block: id of the block.
+            prefix: origin and tokens. The block must have the last tokens of the prefix, back to its first token, or
+                the state after the prefix.
+        """
         origin, tokens = prefix
         heard = origin[1] if isinstance(origin, tuple) else ""
         if any(layer.group == group for layer in self._cross):
@@ -225,7 +306,7 @@ class FakeWorker:
         return True
 
     def _holds_encoded(self, group: int, block: int, heard: str, num_tokens: int, column: int) -> bool:
-        """Whether ``block`` is ``column`` of the ``num_tokens`` tokens of an encoder's output."""
+        """Return whether ``block`` has column ``column`` of an encoder's output of ``num_tokens`` tokens."""
         return all(
             self._get(self._at(layer, block) + layer.byte_of(position - column * layer.block_size))
             == self.model.encode(layer.name, heard, position)
@@ -237,9 +318,11 @@ class FakeWorker:
     # -- tables
 
     def _apply(self, step: Step) -> None:
-        """Finished rows, new rows, cells, in this order."""
+        """Update the tables: finished rows, new rows, then cells."""
         if not step.after <= self.last_applied < step.id:
-            raise ContentError(f"step {step.id} builds on {step.after}, applied is {self.last_applied}")
+            raise ContentError(
+                f"step {step.id} must follow step {step.after}, but step {self.last_applied} was the last"
+            )
         for row in step.finished_rows.tolist():
             self._rows.pop(row, None)
         for new in step.new_rows:
@@ -252,7 +335,7 @@ class FakeWorker:
 
     def _begin(self, new: NewRow) -> None:
         if new.row in self._rows:
-            raise ContentError(f"row {new.row} begins for {new.request_id!r} and never ended")
+            raise ContentError(f"row {new.row} begins for {new.request_id!r}, but its last request has not finished")
         tables: tuple[dict[int, int], ...] = tuple({} for _ in self._ids)
         self._rows[new.row] = WorkerRow(new.request_id, new.token_ids.tolist(), tables, new.encoder)
 
@@ -263,18 +346,18 @@ class FakeWorker:
 
     def _live(self, row: int) -> WorkerRow:
         if row not in self._rows:
-            raise ContentError(f"row {row} belongs to nobody")
+            raise ContentError(f"no request has row {row}")
         return self._rows[row]
 
     # -- the encoder's output
 
     def _encode(self, step: Step) -> None:
-        """The encoders of rows that begin run, where the Step says so."""
+        """Run the encoders of new rows that need it."""
         for new in step.new_rows:
             self._write_encoded(new, self.model.encode)
 
     def _write_encoded(self, new: NewRow, content: Callable[[str, str, int], bytes]) -> None:
-        """content: of a layer, for what was heard, at a position."""
+        """Write ``content``(layer, encoder input, position) to the cross attention blocks of a new row."""
         if new.encoder is None or not new.encoder.encodes:
             return
         self.encoders_run += 1
@@ -284,12 +367,12 @@ class FakeWorker:
                 self._put(self._slot(layer, row, position), content(layer.name, row.heard, position))
 
     def _check_encoded(self, step: Step) -> None:
-        """What every row reads is the output of its own input."""
+        """Check that each row reads the encoder output of its own input."""
         for row in map(self._live, step.rows.tolist()):
             for layer in self._cross if row.encoder is not None else ():
                 for position in range(0 if row.encoder is None else row.encoder.num_tokens):
                     if self._stored(layer, row, position) != self.model.encode(layer.name, row.heard, position):
-                        raise ContentError(f"step {step.id}: {row.request_id!r} hears another input, {layer}")
+                        raise ContentError(f"step {step.id}: {row.request_id!r} reads another input's output, {layer}")
 
     # -- states
 
@@ -325,16 +408,16 @@ class FakeWorker:
                 self._put(self._at(layer, destination), self._get(self._at(layer, source)))
 
     def _copy_whole(self, group: int, source: int, destination: int) -> None:
-        """All bytes of a block, whatever they are: it belongs to one group of the class at a time."""
+        """Copy all bytes of a block, since any group of its class may own it."""
         if self._config.slabs is None:
-            raise ContentError(f"block {source} of group {group} is copied whole, but the layout has no slabs")
+            raise ContentError(f"step copies all of block {source} of group {group}, but the layout has no slabs")
         size = self._config.block_bytes_of(group)
         for block in (source, destination):
             self._refuse_foreign(group, block)
         self.storage[destination * size : (destination + 1) * size] = self.storage[source * size : (source + 1) * size]
 
     def _check_states(self, step: Step) -> None:
-        """What every row reads is the state after its computed tokens."""
+        """Check that each row reads the state after its computed tokens."""
         for i, row in enumerate(step.rows.tolist()):
             computed = int(step.num_computed[i])
             for layer in self._layers:
@@ -343,61 +426,61 @@ class FakeWorker:
                 block = int(step.state_read[i, layer.group])
                 known = self._expected(layer, self._live(row), computed)
                 if self._get(self._at(layer, block)) != (known[computed - 1] if computed else ZERO_STATE):
-                    who = self._live(row).request_id
-                    raise ContentError(f"step {step.id}: {who!r} reads a wrong state at {computed}, {layer}")
+                    request_id = self._live(row).request_id
+                    raise ContentError(f"step {step.id}: {request_id!r} reads a wrong state at {computed}, {layer}")
                 self.states_checked += 1
 
     def _write_states(self, step: Step) -> None:
-        """The state of as many tokens as its label says, every block by one row only."""
+        """Write the states of the step, each at its position; two rows must not write one block."""
         written = set()
         self._states = {}
-        for i, group, label, block in step.state_writes.tolist():
-            if not step.num_computed[i] < label <= step.num_computed[i] + step.num_scheduled[i]:
-                raise ContentError(f"step {step.id} writes the state at {label}, which it does not pass")
-            where = self._config.owner_of(group)
-            if (where, block) in written:
+        for i, group, position, block in step.state_writes.tolist():
+            if not step.num_computed[i] < position <= step.num_computed[i] + step.num_scheduled[i]:
+                raise ContentError(f"step {step.id} writes the state at {position}, which its tokens do not include")
+            owner = self._config.owner_of(group)
+            if (owner, block) in written:
                 raise ContentError(f"step {step.id} writes the state in block {block} of group {group} twice")
-            written.add((where, block))
-            self._states[i, group, label] = block
-            self._write_state(self._live(int(step.rows[i])), group, label, block)
+            written.add((owner, block))
+            self._states[i, group, position] = block
+            self._write_state(self._live(int(step.rows[i])), group, position, block)
 
     def _state_of(self, step: Step, i: int, group: int, tokens: int) -> int:
-        """The block to which the step writes the state of the i-th row after ``tokens`` tokens."""
+        """Return the block to which the step writes the state of its i-th row after ``tokens`` tokens."""
         if (i, group, tokens) not in self._states:
             raise ContentError(f"step {step.id} writes no state at {tokens} of row {step.rows[i]} in group {group}")
         return self._states[i, group, tokens]
 
-    def _write_state(self, row: WorkerRow, group: int, label: int, block: int) -> None:
+    def _write_state(self, row: WorkerRow, group: int, position: int, block: int) -> None:
         for layer in self._layers:
             if layer.group == group and layer.recurrent:
-                known = self._expected(layer, row, min(label, len(row.tokens)))
-                self._put(self._at(layer, block), known[label - 1] if label <= len(row.tokens) else b"\xff" * 8)
+                known = self._expected(layer, row, min(position, len(row.tokens)))
+                self._put(self._at(layer, block), known[position - 1] if position <= len(row.tokens) else b"\xff" * 8)
 
     # -- one row
 
     def _span(self, step: Step, i: int) -> tuple[int, int]:
-        """First and last token + 1 that the step computes for its i-th row; its tokens must be the row's own."""
+        """Check the tokens of the i-th row, and return the positions that it computes as (first, last + 1)."""
         row = self._live(int(step.rows[i]))
         computed, count = int(step.num_computed[i]), int(step.num_scheduled[i])
         drafts = step.drafts[i].tolist()
         certain = count - len(drafts)
         tokens = [row.sampled if token < 0 else token for token in step.token_ids[i].tolist()]
         if tokens != row.tokens[computed : computed + certain] + drafts or len(tokens) != count:
-            raise ContentError(f"step {step.id} runs {tokens} for {row.request_id!r} at {computed}, not its tokens")
+            raise ContentError(f"step {step.id} runs {tokens} for {row.request_id!r} at {computed}, not its own tokens")
         ends = computed + certain == len(row.tokens)
         if bool(step.samples[i]) != ends or (drafts and not ends):
             raise ContentError(f"step {step.id} samples for {row.request_id!r} at the wrong token")
         return computed, computed + count
 
     def _write(self, row: WorkerRow, computed: int, end: int) -> None:
-        """The digests of tokens computed .. end - 1, each built on what the layer reads before it."""
+        """Write the digests of positions ``computed`` to ``end`` - 1, each from the stored digest before it."""
         for layer in self._layers:
             if layer.recurrent:
                 continue
             for position in range(computed, end):
                 if layer.first_read(position) < position:
                     before = self._stored(layer, row, position - 1)
-                elif position:  # a chunk begins: what came before is known from other layers
+                elif position:  # at the start of a chunk, storage has nothing that the layer may read
                     before = self._expected(layer, row, position)[position - 1]
                 else:
                     before = self.model.root(layer.name)
@@ -405,17 +488,19 @@ class FakeWorker:
                 self._put(self._slot(layer, row, position), digest)
 
     def _read(self, step: Step, i: int) -> list[int]:
-        """Check all tokens that the i-th row reads; the drafts accepted and the token behind them, if it samples."""
+        """Check all tokens that the i-th row reads; return its accepted drafts and the next token, if it samples."""
         row = self._live(int(step.rows[i]))
         end = int(step.num_computed[i] + step.num_scheduled[i])
         drafts = step.drafts[i].tolist()
         certain = end - len(drafts)
-        read = [] if self._sharded else [self._read_layer(step, i, layer, row) for layer in self._layers]
+        layers = [] if self._sharded else [self._read_layer(step, i, layer, row) for layer in self._layers]
         if not step.samples[i]:
             return []
         sampled = list[int]()
         for place in range(len(drafts) + 1):
-            digests = [of[place] for of in read] or list(self.model.digests(row.tokens[: certain + place], row.heard))
+            digests = [one[place] for one in layers] or list(
+                self.model.digests(row.tokens[: certain + place], row.heard)
+            )
             sampled.append(self.model.sample(digests))
             if place == len(drafts) or sampled[-1] != drafts[place]:
                 break
@@ -426,7 +511,7 @@ class FakeWorker:
         return sampled
 
     def _read_layer(self, step: Step, i: int, layer: Layer, row: WorkerRow) -> list[bytes]:
-        """What the layer has of the last certain token and of each draft, once all that it reads is checked."""
+        """Check all tokens that a layer reads, and return its digests of the last known token and of each draft."""
         last = int(step.num_computed[i] + step.num_scheduled[i])
         ends = range(last - len(step.drafts[i]), last + 1)
         if layer.recurrent:
@@ -441,7 +526,7 @@ class FakeWorker:
         return [expected[one - 1] for one in ends]
 
     def _expected(self, layer: Layer, row: WorkerRow, end: int) -> list[bytes]:
-        """Digests of the row's history, computed without storage."""
+        """Return the digests of the row's history, at least ``end`` of them, computed without storage."""
         digests = row.expected.setdefault(layer.name, [])
         while len(digests) < end:
             before = digests[-1] if digests else self.model.root(layer.name)
@@ -466,7 +551,7 @@ class FakeWorker:
 
     def _refuse_foreign(self, group: int, block: int) -> None:
         if block not in self._ids[group]:
-            raise ContentError(f"block {block} of group {group} is none of this cache's")
+            raise ContentError(f"block {block} is not a block of group {group} that requests may use")
 
     def _at(self, layer: Layer, block: int) -> int:
         self._refuse_foreign(layer.group, block)

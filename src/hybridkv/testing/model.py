@@ -1,4 +1,4 @@
-"""A model whose KV of a token, and whose state, say everything about the tokens before."""
+"""A model for tests: keys and values of a token, and recurrent states, identify all tokens before them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ DIGEST_BYTES = 8
 ZERO_STATE = bytes(DIGEST_BYTES)
 
 Origin = str | None | tuple[str | None, str]
-"""What tells equal tokens apart: the salt, or the salt and the digest of the encoder's input."""
+"""Distinguishes prompts with equal tokens: the salt, or the salt and the digest of the encoder's input."""
 Prefix = tuple[Origin, tuple[int, ...]]
-"""What a key stands for: the origin and all tokens up to the end of the block.
+"""The meaning of a key: the origin and all tokens up to the end of the block.
 
-In a group of cross attention, instead of tokens: those of the encoder's output, and the block's column.
+In a group of cross attention: the origin, the number of tokens of the encoder's output, and the block's column.
 """
 
 
@@ -22,12 +22,17 @@ def _digest(data: bytes) -> bytes:
 
 
 class DigestModel:
-    """KV of token p in a layer: the digest of (KV of token p - 1 in that layer, token p, what the encoder heard).
+    """A deterministic model made of digests of 8 bytes.
 
-    A recurrent layer's state after n tokens is the digest of (its state after n - 1, token n - 1), the first one
-    being zero bytes. layers: names, which enter all digests, so that layers cannot be confused. states: those of
-    them that are recurrent. vocabulary: number of token ids; a small one makes prefixes repeat.
-    The sampled token is a function of the digests of all layers, so wrong content leads to other tokens.
+    In an attention layer, the KV of token p is the digest of (KV of token p - 1, token p, encoder input). In a
+    recurrent layer, the state after n tokens is the digest of (state after n - 1 tokens, token n - 1, encoder input);
+    the state after 0 tokens is zero bytes. The sampled token is a function of the digests of all layers, so a layer
+    that reads wrong content samples other tokens.
+
+    Args:
+        layers: names of the layers. A name is part of each digest, so no layer accepts another layer's digests.
+        vocabulary: number of token ids. In a small vocabulary prefixes repeat often.
+        states: names of the recurrent layers.
     """
 
     def __init__(self, layers: Sequence[str], vocabulary: int = 4, states: Collection[str] = ()) -> None:
@@ -38,25 +43,48 @@ class DigestModel:
         self._known: dict[tuple[str, tuple[int, ...]], tuple[bytes, ...]] = {}
 
     def root(self, layer: str) -> bytes:
-        """What stands before token 0 of ``layer``."""
+        """Return the digest that token 0 of a layer extends.
+
+        Args:
+            layer: name of the layer.
+        """
         return self._root[layer]
 
     def extend(self, layer: str, previous: bytes, token: int, heard: str = "") -> bytes:
-        """The KV of ``token`` in ``layer`` behind ``previous``, or the state behind it. heard: see ``digests``."""
+        """Return the KV of a token in a layer, or the recurrent state after it.
+
+        Args:
+            layer: name of the layer.
+            previous: digest of the token before, or the result of ``root``.
+            token: the token id.
+            heard: digest of the encoder's input; empty without an encoder.
+        """
         return _digest(self._name[layer] + previous + token.to_bytes(4, "big") + heard.encode())
 
     def encode(self, layer: str, heard: str, position: int) -> bytes:
-        """What cross attention ``layer``, none of ``layers``, reads of the encoder's output at ``position``."""
+        """Return the encoder output that cross attention reads.
+
+        Args:
+            layer: name of the cross attention layer.
+            heard: digest of the encoder's input.
+            position: position in the encoder's output.
+        """
         return _digest(f"{layer} hears {heard} at {position}".encode())
 
     def sample(self, digests: Sequence[bytes]) -> int:
-        """The token behind the one whose KV is ``digests``, one a layer."""
+        """Return the token that follows.
+
+        Args:
+            digests: KV of the last token, or the state after it, one entry for each layer.
+        """
         return int.from_bytes(_digest(b"".join(digests))) % self.vocabulary
 
     def digests(self, tokens: Sequence[int], heard: str = "") -> tuple[bytes, ...]:
-        """KV of the last of ``tokens``, or the state behind it, one a layer, without any cache. O(tokens).
+        """Return the KV of the last token, or the state after it, for each layer. O(tokens that are new).
 
-        heard: the digest of the encoder's input, which all of them depend on.
+        Args:
+            tokens: all tokens of a request.
+            heard: digest of the encoder's input; empty without an encoder.
         """
         prefix = tuple(tokens)
         start = len(prefix)
@@ -71,5 +99,10 @@ class DigestModel:
         return found
 
     def next_token(self, tokens: Sequence[int], heard: str = "") -> int:
-        """The token that follows ``tokens``."""
+        """Return the token that follows. O(tokens that are new).
+
+        Args:
+            tokens: all tokens of a request.
+            heard: digest of the encoder's input; empty without an encoder.
+        """
         return self.sample(self.digests(tokens, heard))
