@@ -20,7 +20,7 @@ from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Answer
 
 
-def test_a_stream_that_is_left_ends_within_a_step(llama: Served) -> None:
+def test_stream_of_departed_client_ends_within_a_step(llama: Served) -> None:
     with llama.streaming(**LONG, n=3):
         assert llama.statistics.running == 3
     left = llama.statistics.steps
@@ -29,7 +29,7 @@ def test_a_stream_that_is_left_ends_within_a_step(llama: Served) -> None:
     assert llama.front.places.taken == 0
 
 
-def test_an_answer_that_nobody_waits_for_ends(llama: Served) -> None:
+def test_answer_of_departed_client_ends(llama: Served) -> None:
     before = llama.statistics
     with suppress(httpx2.TimeoutException):
         llama.client.post(PATH, json={**LONG, "prompt": ["one", "two"]}, timeout=0.3)
@@ -59,7 +59,7 @@ def run_streamed(body: CompletionBody, drive: Callable[[Front, Any], Awaitable[N
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_takes_one_message_a_step(n: int) -> None:
+def test_stream_sends_one_message_per_step(n: int) -> None:
     """Messages are what a stream costs the interpreter that the engine's thread needs, too."""
 
     async def drive(front: Front, answer: Any) -> None:  # noqa: ANN401  # ASGI's
@@ -80,7 +80,7 @@ def test_a_stream_takes_one_message_a_step(n: int) -> None:
     run_streamed(CompletionBody(prompt=list(range(40)), max_tokens=9, ignore_eos=True, stream=True, n=n), drive)
 
 
-def test_what_was_asked_ends_even_while_something_is_sent() -> None:
+def test_request_of_departed_client_ends_during_a_send() -> None:
     """A server may wait long for room in a socket whose client has gone."""
 
     async def drive(front: Front, answer: Any) -> None:  # noqa: ANN401  # ASGI's
@@ -106,7 +106,7 @@ def test_what_was_asked_ends_even_while_something_is_sent() -> None:
     run_streamed(CompletionBody(prompt="go on", max_tokens=400, ignore_eos=True, stream=True), drive)
 
 
-def test_an_answer_that_was_left_at_its_beginning_is_no_whole_one() -> None:
+def test_answer_left_at_its_start_is_not_counted_as_complete() -> None:
     async def drive(_: Front, answer: Any) -> None:  # noqa: ANN401  # ASGI's
         gone, sent = asyncio.Event(), list[dict[str, Any]]()
 
@@ -125,7 +125,7 @@ def test_an_answer_that_was_left_at_its_beginning_is_no_whole_one() -> None:
     run_streamed(CompletionBody(**LONG, stream=True), drive)
 
 
-def test_a_queue_that_is_full_says_when_to_come_again() -> None:
+def test_full_queue_answers_with_retry_after() -> None:
     with serving(engine_of("llama", max_running=1), ServeOptions(max_waiting=1)) as served:
         with served.streaming(**LONG):
             too_many = served.client.post(PATH, json={"prompt": "a", "n": 2})
@@ -141,7 +141,7 @@ def test_a_queue_that_is_full_says_when_to_come_again() -> None:
         assert not waiting.is_alive()
 
 
-def test_a_forward_that_fails_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_forward_is_a_server_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of("llama")
     with serving(engine) as served:
         execute = engine.runner.execute
@@ -165,7 +165,7 @@ def test_a_forward_that_fails_is_an_error_of_the_server(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_a_forward_that_asks_the_process_to_end_is_answered(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_that_exits_the_process_is_answered(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of("llama")
     with serving(engine) as served:
 
@@ -179,7 +179,7 @@ def test_a_forward_that_asks_the_process_to_end_is_answered(kind: type, monkeypa
         assert served.client.get("/health").status_code == 503
 
 
-def test_a_server_that_drains_answers_what_it_has() -> None:
+def test_draining_server_answers_running_requests() -> None:
     with serving(engine_of("llama")) as served:
         with served.streaming(**{**LONG, "max_tokens": 60}) as lines:
             stopping = threading.Thread(target=served.stop)
@@ -191,7 +191,7 @@ def test_a_server_that_drains_answers_what_it_has() -> None:
             httpx2.get(f"{served.url}/health")
 
 
-def test_readers_that_take_their_time_hold_up_nobody(llama: Served) -> None:
+def test_slow_reader_delays_no_other_client(llama: Served) -> None:
     async def read(client: httpx2.AsyncClient, wait: float) -> str:
         text = ""
         body = {"prompt": f"slowly {wait}", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}

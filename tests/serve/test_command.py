@@ -53,7 +53,7 @@ def ended(process: Warm) -> tuple[int, str, str]:
     return process.wait(), out, err
 
 
-def test_what_was_loaded_is_never_looked_through_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_command_freezes_loaded_objects_for_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = []
 
     def run(_: Server, sockets: list[socket.socket]) -> None:
@@ -79,7 +79,7 @@ class Collector(Quiet, BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def test_openais_clients_events_spans_and_then_a_drain(alone: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_command_answers_openai_clients_and_drains(alone: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         events, replay = (f"tcp://127.0.0.1:{free.getsockname()[1]}" for free in (one, other))
     asked = ("--speculate", "ngram:2", "--served-model-name", "small", "--spans", "--kv-events", events)
@@ -174,7 +174,7 @@ async def _asynchronous(url: str, alone: Engine) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_the_readmes_line_and_what_outlasts_the_grace() -> None:
+def test_serve_command_of_readme_cuts_requests_after_the_grace() -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     shown = re.search(r"^    \$ hybridkv serve (.*)\n    (serving .*)$", text, re.MULTILINE)
     assert shown is not None
@@ -193,7 +193,7 @@ def test_the_readmes_line_and_what_outlasts_the_grace() -> None:
 
 
 @pytest.mark.thorough
-def test_a_second_signal_ends_at_once() -> None:
+def test_serve_command_second_signal_ends_at_once() -> None:
     with command() as (process, _, url):
         with httpx2.stream("POST", f"{url}{PATH}", json=LONG, timeout=WAIT) as answer:
             lines = answer.iter_lines()
@@ -218,7 +218,7 @@ def test_a_second_signal_ends_at_once() -> None:
         (("--kv-events-form", "exact"), "give --kv-events ENDPOINT too"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_line(
+def test_serve_command_with_invalid_option_prints_one_line(
     asked: Sequence[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["hybridkv", "serve", *MODEL, *asked])

@@ -37,7 +37,7 @@ def exported(text: str) -> dict[str, set[str]]:
     return found
 
 
-def test_what_boards_ask_for_is_exported() -> None:
+def test_dashboard_queries_use_exported_metrics() -> None:
     with serving(engine_of("llama", remembered_losses=100, block_times=True)) as served:
         served.post("/v1/completions", prompt="a", max_tokens=1)
         names = exported(served.client.get("/metrics").text)
@@ -55,7 +55,7 @@ def test_what_boards_ask_for_is_exported() -> None:
 
 @needs_prometheus
 @pytest.mark.thorough
-def test_the_rules_are_rules() -> None:
+def test_alert_rules_pass_promtool() -> None:
     done = subprocess.run(  # noqa: S603 - Prometheus' own tool
         [str(PROMTOOL), "check", "rules", str(BOARDS / "alerts.yml")], capture_output=True, text=True, check=False
     )
@@ -65,7 +65,7 @@ def test_the_rules_are_rules() -> None:
 
 @needs_prometheus
 @pytest.mark.thorough
-def test_prometheus_scrapes_and_answers(tmp_path: Path) -> None:
+def test_prometheus_scrapes_the_server(tmp_path: Path) -> None:
     with serving(engine_of("llama"), ServeOptions(name="scraped")) as served:
         for _ in range(3):
             served.post("/v1/completions", prompt="what is asked three times is found twice", max_tokens=4)

@@ -40,7 +40,7 @@ def chunks(served: Served, path: str, **body: object) -> list[dict[str, Any]]:
     return [json.loads(one) for one in lines[:-1]]
 
 
-def test_an_output_is_that_of_the_engine_alone(llama: Served, alone: Engine) -> None:
+def test_completion_matches_the_engine(llama: Served, alone: Engine) -> None:
     (expected,) = alone.generate([PROMPT], SamplingParams(**DRAWN))
     answer = llama.post(PATH, model="tiny:llama", prompt=PROMPT, **DRAWN)
     (choice,) = answer["choices"]
@@ -50,7 +50,7 @@ def test_an_output_is_that_of_the_engine_alone(llama: Served, alone: Engine) -> 
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (len(PROMPT), 8, 29)
 
 
-def test_every_field_of_sampling_is_asked_of_the_engine() -> None:
+def test_completion_passes_every_sampling_field_to_the_engine() -> None:
     others: dict[str, Any] = {**DRAWN, "stop": ["a", "b"], "stop_token_ids": [3]}
     del others["max_tokens"]  # as much of it as there is room for
     for name, value in others.items():
@@ -61,7 +61,7 @@ def test_every_field_of_sampling_is_asked_of_the_engine() -> None:
     assert CompletionBody(prompt="a", top_k=-1).sampling(9).top_k == 0
 
 
-def test_a_stop_string_ends_the_text_before_it(llama: Served) -> None:
+def test_completion_with_stop_string_ends_before_it(llama: Served) -> None:
     whole = llama.post(PATH, prompt=PROMPT, **DRAWN)["choices"][0]["text"]
     stop = whole[5:7]
     (choice,) = llama.post(PATH, prompt=PROMPT, **DRAWN, stop=["\0never", stop])["choices"]
@@ -70,7 +70,7 @@ def test_a_stop_string_ends_the_text_before_it(llama: Served) -> None:
     assert "".join(one["choices"][0]["text"] for one in told) == choice["text"]
 
 
-def test_several_prompts_and_outputs_have_numbers_in_order(llama: Served, alone: Engine) -> None:
+def test_completion_of_several_prompts_numbers_outputs_in_order(llama: Served, alone: Engine) -> None:
     prompts = ["first of all", "second", "and a third"]
     expected = alone.generate(prompts, SamplingParams(**DRAWN, n=2))
     answer = llama.post(PATH, prompt=prompts, n=2, **DRAWN)
@@ -83,14 +83,14 @@ def test_several_prompts_and_outputs_have_numbers_in_order(llama: Served, alone:
     assert texts == [one.text for one in expected]
 
 
-def test_token_ids_are_prompts_too(llama: Served) -> None:
+def test_completion_accepts_token_ids_as_prompt(llama: Served) -> None:
     text = llama.post(PATH, prompt=[PROMPT], **DRAWN)["choices"]
     ids = [*PROMPT.encode()]
     assert llama.post(PATH, prompt=ids, **DRAWN)["choices"] == text
     assert llama.post(PATH, prompt=[ids], **DRAWN)["choices"] == text
 
 
-def test_a_stream_says_the_same_and_counts_at_its_end(llama: Served) -> None:
+def test_completion_stream_matches_and_reports_usage_at_the_end(llama: Served) -> None:
     whole = llama.post(PATH, prompt=PROMPT, **DRAWN, logprobs=2)
     told = chunks(llama, PATH, prompt=PROMPT, **DRAWN, logprobs=2, stream_options={"include_usage": True})
     *parts, last = told
@@ -104,7 +104,7 @@ def test_a_stream_says_the_same_and_counts_at_its_end(llama: Served) -> None:
     assert len({one["id"] for one in told}) == 1
 
 
-def test_counts_on_the_way_where_they_are_asked_for(llama: Served) -> None:
+def test_completion_stream_reports_continuous_usage_on_request(llama: Served) -> None:
     told = chunks(llama, PATH, prompt=PROMPT, **DRAWN, stream_options={"continuous_usage_stats": True})
     counts = [one["usage"]["completion_tokens"] for one in told]
     assert counts == sorted(counts)
@@ -112,7 +112,7 @@ def test_counts_on_the_way_where_they_are_asked_for(llama: Served) -> None:
     assert len(told) > 3
 
 
-def test_logprobs_and_echo_are_those_of_the_engine(llama: Served, alone: Engine) -> None:
+def test_completion_logprobs_and_echo_match_the_engine(llama: Served, alone: Engine) -> None:
     asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3, prompt_logprobs=3)
     (expected,) = alone.generate([PROMPT], asked)
     assert expected.logprobs is not None
@@ -133,7 +133,7 @@ def test_logprobs_and_echo_are_those_of_the_engine(llama: Served, alone: Engine)
     assert tokens == found["tokens"]
 
 
-def test_the_prompt_alone_is_echoed_with_its_logprobs(llama: Served) -> None:
+def test_completion_of_zero_tokens_echoes_prompt_logprobs(llama: Served) -> None:
     answer = llama.post(PATH, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
@@ -142,14 +142,14 @@ def test_the_prompt_alone_is_echoed_with_its_logprobs(llama: Served) -> None:
     assert "echo" in llama.refused(PATH, 400, prompt=PROMPT, max_tokens=0)["message"]
 
 
-def test_tokens_of_one_text_are_told_apart_by_their_ids(llama: Served) -> None:
+def test_completion_tokens_of_equal_text_are_shown_as_ids(llama: Served) -> None:
     body: dict[str, Any] = {"prompt": [195, 169, 200], "max_tokens": 1, "temperature": 0, "logprobs": 5, "echo": True}
     columns = llama.post(PATH, **body, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
     assert columns["tokens"][:3] == ["token_id:195", "token_id:169", "token_id:200"]
     assert len(columns["top_logprobs"][-1]) == 5
 
 
-def test_what_is_cached_is_counted(llama: Served) -> None:
+def test_completion_usage_counts_cached_tokens(llama: Served) -> None:
     prompt = "what is asked twice is found the second time, but for its last tokens"
     first = llama.post(PATH, prompt=prompt, max_tokens=1, temperature=0, n=2)["usage"]
     second = llama.post(PATH, prompt=prompt, max_tokens=1, temperature=0, n=2)["usage"]
@@ -182,7 +182,7 @@ def test_what_is_cached_is_counted(llama: Served) -> None:
         ({"prompt": "a", "\ud800": ""}, "unicode", None),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(llama: Served, body: dict[str, Any], said: str, param: str | None) -> None:
+def test_completion_with_invalid_field_is_rejected(llama: Served, body: dict[str, Any], said: str, param: str | None) -> None:
     answer = llama.client.post(PATH, content=json.dumps(body), headers={"content-type": "application/json"})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -191,7 +191,7 @@ def test_what_cannot_be_is_refused_by_name(llama: Served, body: dict[str, Any], 
     assert param is None or error["param"] == param
 
 
-def test_what_does_not_fit_is_refused(llama: Served) -> None:
+def test_completion_beyond_the_context_is_rejected(llama: Served) -> None:
     for body in ({"prompt": "a" * LONGEST}, {"prompt": "a", "max_tokens": LONGEST}):
         error = llama.refused(PATH, 400, **body)
         assert error["code"] == "context_length_exceeded"
@@ -199,19 +199,19 @@ def test_what_does_not_fit_is_refused(llama: Served) -> None:
     assert last["usage"]["completion_tokens"] == 1  # the default of 16 gives way
 
 
-def test_fields_that_ask_for_nothing_are_taken(llama: Served) -> None:
+def test_completion_with_neutral_fields_is_accepted(llama: Served) -> None:
     llama.post(PATH, prompt="a", max_tokens=1, best_of=1, suffix=None, user=None, logprobs=None, stop=None, top_k=-1)
     nothing = {"response_format": {"type": "text"}, "store": False, "modalities": ["text"], "user": None}
     llama.post(CHAT, messages=SAID, max_tokens=1, **nothing)
 
 
-def test_an_error_tells_what_no_json_can() -> None:
+def test_error_with_lone_surrogate_is_valid_json() -> None:
     assert ApiError(400, "a \ud800 b").response().body == (
         rb'{"error":{"message":"a \\ud800 b","type":"invalid_request_error","param":null,"code":null}}'
     )
 
 
-def test_ids_wait_for_no_tokenizer(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_of_token_ids_skips_the_tokenizer(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.front.tokens, "run", None)
     assert llama.post(PATH, prompt=[[1, 2], [3]], max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 4
 
@@ -229,7 +229,7 @@ TEMPLATE = (
 )
 
 
-def test_a_chat_is_that_of_the_engine_alone(llama: Served, alone: Engine) -> None:
+def test_chat_matches_the_engine(llama: Served, alone: Engine) -> None:
     (expected,) = alone.generate([chat_ids(alone.loaded, SAID)], SamplingParams(**SIX))
     answer = llama.post(CHAT, model="tiny:llama", messages=SAID, **SIX)
     (choice,) = answer["choices"]
@@ -243,7 +243,7 @@ def test_a_chat_is_that_of_the_engine_alone(llama: Served, alone: Engine) -> Non
     assert told[-1]["usage"]["completion_tokens"] == 6
 
 
-def test_outputs_of_one_conversation(llama: Served, alone: Engine) -> None:
+def test_chat_with_several_outputs_numbers_them(llama: Served, alone: Engine) -> None:
     drawn: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 6, "n": 2}
     expected = [one.text for one in alone.generate([chat_ids(alone.loaded, SAID)], SamplingParams(**drawn))]
     answer = llama.post(CHAT, messages=SAID, **drawn)
@@ -252,13 +252,13 @@ def test_outputs_of_one_conversation(llama: Served, alone: Engine) -> None:
     assert {one["choices"][0]["index"] for one in told} == {0, 1}
 
 
-def test_the_newer_name_of_max_tokens(llama: Served) -> None:
+def test_chat_accepts_max_completion_tokens(llama: Served) -> None:
     asked = {"messages": SAID, "temperature": 0, "ignore_eos": True}
     assert llama.post(CHAT, **asked, max_completion_tokens=2)["usage"]["completion_tokens"] == 2
     assert "differ" in llama.refused(CHAT, 400, **asked, max_completion_tokens=2, max_tokens=3)["message"]
 
 
-def test_logprobs_of_a_chat(llama: Served, alone: Engine) -> None:
+def test_chat_logprobs_match_the_engine(llama: Served, alone: Engine) -> None:
     asked = SamplingParams(**SIX, logprobs=2)
     (expected,) = alone.generate([chat_ids(alone.loaded, SAID)], asked)
     assert expected.logprobs is not None
@@ -274,7 +274,7 @@ def test_logprobs_of_a_chat(llama: Served, alone: Engine) -> None:
     assert [one["top_logprobs"] for one in own] == [[]] * 6
 
 
-def test_what_a_template_is_given() -> None:
+def test_chat_template_gets_messages_and_options() -> None:
     engine = engine_of("llama")
     engine.loaded.tokenizer.chat_template = TEMPLATE
     with serving(engine) as served:
@@ -299,7 +299,7 @@ def test_what_a_template_is_given() -> None:
         assert "not valid JSON" in served.refused(CHAT, 400, messages=[user, called])["message"]
 
 
-def test_an_answer_is_as_long_as_there_is_room(llama: Served) -> None:
+def test_chat_without_max_tokens_fills_the_context(llama: Served) -> None:
     answer = llama.post(CHAT, messages=[{"role": "user", "content": "a" * 480}], temperature=0, ignore_eos=True)
     assert answer["usage"]["total_tokens"] == llama.front.max_model_len
     assert json.dumps(answer)
@@ -317,7 +317,7 @@ def expected(alone: Engine, *said: tuple[str, str]) -> str:
     return done.text or ""
 
 
-def test_a_response_is_the_next_turn(llama: Served, alone: Engine) -> None:
+def test_response_matches_the_next_chat_turn(llama: Served, alone: Engine) -> None:
     with OpenAI(base_url=f"{llama.url}/v1", api_key="none") as client:
         first = client.responses.create(
             model="tiny:llama",
@@ -340,7 +340,7 @@ def test_a_response_is_the_next_turn(llama: Served, alone: Engine) -> None:
         assert again["output"][0]["content"][0]["text"] == expected(alone, *turns)
 
 
-def test_the_events_of_a_stream(llama: Served, alone: Engine) -> None:
+def test_response_stream_has_openai_events(llama: Served, alone: Engine) -> None:
     with OpenAI(base_url=f"{llama.url}/v1", api_key="none") as client:
         events = list(
             client.responses.create(
@@ -372,7 +372,7 @@ def test_the_events_of_a_stream(llama: Served, alone: Engine) -> None:
     assert text == last.response.output_text == expected(alone, ("user", "Why?"))
 
 
-def test_a_stop_completes_it(llama: Served, alone: Engine) -> None:
+def test_response_that_stops_is_completed(llama: Served, alone: Engine) -> None:
     whole = expected(alone, ("user", "Why?"))
     answer = llama.post(RESPONSES, input="Why?", stop=whole[3], **SEVEN)
     assert (answer["status"], answer["incomplete_details"]) == ("completed", None)
@@ -408,7 +408,7 @@ BASES: dict[str, dict[str, Any]] = {CHAT: {"messages": SAID}, RESPONSES: {"input
         (RESPONSES, {"max_output_tokens": 0}, "max_tokens must be at least 1"),
     ],
 )
-def test_what_is_not_offered_is_refused_by_name(llama: Served, path: str, body: dict[str, Any], said: str) -> None:
+def test_unsupported_field_is_rejected(llama: Served, path: str, body: dict[str, Any], said: str) -> None:
     assert said in llama.refused(path, 400, **{**BASES[path], **body})["message"]
 
 
@@ -417,7 +417,7 @@ def test_what_is_not_offered_is_refused_by_name(llama: Served, path: str, body: 
 ASKED = [{"role": "user", "content": "Why?"}]
 
 
-def test_tokens_of_a_text_and_back(llama: Served) -> None:
+def test_tokenize_and_detokenize_round_trip(llama: Served) -> None:
     answer = llama.post("/tokenize", prompt="caf\u00e9", return_token_strs=True)
     assert answer["tokens"] == [*"caf\u00e9".encode()]
     assert (answer["count"], answer["max_model_len"]) == (5, llama.front.max_model_len)
@@ -427,14 +427,14 @@ def test_tokens_of_a_text_and_back(llama: Served) -> None:
     assert "token_strs" not in llama.post("/tokenize", prompt="a")
 
 
-def test_tokens_of_a_conversation(llama: Served, alone: Engine) -> None:
+def test_tokenize_of_chat_matches_its_rendering(llama: Served, alone: Engine) -> None:
     ids = chat_ids(alone.loaded, ASKED)
     assert llama.post("/tokenize", messages=ASKED)["tokens"] == ids
     rendered = llama.post("/v1/chat/completions/render", messages=ASKED, max_tokens=5, cache_salt="s")
     assert (rendered["token_ids"], rendered["max_tokens"], rendered["cache_salt"]) == (ids, 5, "s")
 
 
-def test_what_completions_would_ask(llama: Served) -> None:
+def test_render_shows_the_request_without_running_it(llama: Served) -> None:
     steps = llama.statistics.steps
     first, second = llama.client.post("/v1/completions/render", json={"prompt": ["a", "bc"], "max_tokens": 3}).json()
     assert (first["token_ids"], second["token_ids"]) == ([97], [98, 99])
@@ -442,7 +442,7 @@ def test_what_completions_would_ask(llama: Served) -> None:
     assert llama.statistics.steps == steps
 
 
-def test_tokens_that_cannot_be_are_refused(llama: Served) -> None:
+def test_tokenize_with_invalid_body_is_rejected(llama: Served) -> None:
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "a", "messages": ASKED}),

@@ -26,7 +26,7 @@ from hybridkv.serve.gates import MOST_VALUES, BodyGate, Pace, ValueCounter
 FILE = "# who may ask\n\noperator\nalice  salt-of-alice\nbob\tsalt-of-bob\n"
 
 
-def test_keys_and_tenants(tmp_path: Path) -> None:
+def test_api_key_sets_the_tenant(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(FILE)
     with serving(engine_of("llama"), ServeOptions(keys=ApiKeys.read(file))) as served:
@@ -83,7 +83,7 @@ def _operators_alone(served: Served) -> None:
     ("text", "said"),
     [("", "holds no API key"), ("# a\n", "holds no API key"), ("a b c", "line 1"), ("a\n\na b", "line 3")],
 )
-def test_a_file_that_cannot_be_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_api_key_file_that_is_invalid_is_rejected(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said):
@@ -92,7 +92,7 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path, text: str, said: str) 
         ApiKeys.read(tmp_path / "none")
 
 
-def test_keys_are_not_shown(tmp_path: Path) -> None:
+def test_api_key_is_not_in_repr(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("secret\n")
     assert "secret" not in repr(ApiKeys.read(file))
@@ -136,7 +136,7 @@ def refused(answer: httpx2.Response) -> str:
         "http://127.0.0.1:1",
     ],
 )
-def test_a_page_of_others_posts_nothing(llama: Served, path: str, origin: str) -> None:
+def test_foreign_origin_is_rejected(llama: Served, path: str, origin: str) -> None:
     assert refused(ask(llama, path, method="POST", Origin=origin)) == "origin_not_allowed"
 
 
@@ -145,14 +145,14 @@ def test_a_page_of_others_posts_nothing(llama: Served, path: str, origin: str) -
     "host",
     ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "evil.com.", "local.com"],
 )
-def test_a_name_that_others_can_point_here_reads_nothing(llama: Served, path: str, host: str) -> None:
+def test_rebound_host_name_is_rejected(llama: Served, path: str, host: str) -> None:
     """DNS rebinding: the page's own name leads to this server, and its requests are of its own origin."""
     assert refused(ask(llama, path, Host=host, Origin=f"http://{host}")) == "host_not_allowed"
     assert refused(ask(llama, path, Host=host)) == "host_not_allowed"
 
 
 @pytest.mark.parametrize("host", ["a@b.example", "[::1", "127.0.0.1:x", "a/b.c", ".", "evil.example#.local"])
-def test_what_is_no_host_is_refused(llama: Served, host: str) -> None:
+def test_invalid_host_is_rejected(llama: Served, host: str) -> None:
     assert refused(ask(llama, Host=host)) == "host_not_allowed"
 
 
@@ -175,25 +175,25 @@ def test_what_is_no_host_is_refused(llama: Served, host: str) -> None:
         socket.gethostname(),
     ],
 )
-def test_names_that_nobody_can_register_are_answered(llama: Served, host: str) -> None:
+def test_local_host_name_is_answered(llama: Served, host: str) -> None:
     assert ask(llama, Host=host).status_code == 200
     if host:
         assert ask(llama, Host=host, Origin=f"http://{host}").status_code == 200
 
 
-def test_a_proxy_may_have_taken_tls_off(llama: Served) -> None:
+def test_origin_with_tls_proxy_is_accepted(llama: Served) -> None:
     for host, origin in (("llm", "https://llm"), ("llm:443", "https://llm"), ("llm", "https://LLM:443")):
         assert ask(llama, "/v1/completions", method="POST", Host=host, Origin=origin).status_code == 200
     assert refused(ask(llama, Host="llm:8443", Origin="https://llm")) == "origin_not_allowed"
 
 
-def test_a_client_without_host_is_no_browser(llama: Served) -> None:
+def test_client_without_host_header_is_answered(llama: Served) -> None:
     with llama.connected() as one:
         one.sendall(b"GET /version HTTP/1.0\r\n\r\n")
         assert one.recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_names_and_pages_can_be_allowed(allowing: Served) -> None:
+def test_allowed_host_and_origin_are_answered(allowing: Served) -> None:
     assert ask(allowing, Host="llm.example:80").status_code == 200
     assert ask(allowing, Host="LLM.example.").status_code == 200
     assert refused(ask(allowing, Host="x.llm.example")) == "host_not_allowed"
@@ -206,13 +206,13 @@ def test_names_and_pages_can_be_allowed(allowing: Served) -> None:
     assert refused(ask(allowing, method="OPTIONS", Origin="https://other.example", **asked)) == "origin_not_allowed"
 
 
-def test_any_name_can_be_allowed() -> None:
+def test_allowed_host_wildcard_answers_any_name() -> None:
     with serving(engine_of("llama"), ServeOptions(allow_hosts=["*"])) as served:
         assert ask(served, Host="anything.example").status_code == 200
         assert refused(ask(served, Host="a.example", Origin="http://b.example")) == "origin_not_allowed"
 
 
-def test_with_keys_any_name_and_page_is_answered() -> None:
+def test_host_and_origin_with_api_key_are_answered() -> None:
     options = ServeOptions(keys=ApiKeys({"sk": None}), allow_origins=[APP])
     with serving(engine_of("llama"), options) as served:
         headers = {"Host": "llm.example", "Origin": "https://web.example", "Authorization": "Bearer sk"}
@@ -232,13 +232,13 @@ def test_with_keys_any_name_and_page_is_answered() -> None:
         ("allow_hosts", ["https://a.example", "a.example:80", "a/b", "", "a@b"]),
     ],
 )
-def test_what_is_no_origin_or_host_is_refused(name: str, values: list[str]) -> None:
+def test_allow_option_that_is_no_origin_or_host_is_rejected(name: str, values: list[str]) -> None:
     for one in values:
         with pytest.raises(ConfigError, match=name):
             ServeOptions(**{name: [one]})  # type: ignore[arg-type]  # by name
 
 
-def test_a_picture_or_script_of_another_page_gets_nothing(llama: Served) -> None:
+def test_embedded_request_of_another_page_is_rejected(llama: Served) -> None:
     foreign = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors"}
     answer = ask(llama, "/metrics", **foreign)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
@@ -250,7 +250,7 @@ def test_a_picture_or_script_of_another_page_gets_nothing(llama: Served) -> None
 
 
 @given(st.lists(st.text() | st.integers() | st.lists(st.integers() | st.text(), max_size=3)), st.data())
-def test_values_are_counted_wherever_a_body_is_cut(values: list[Any], data: st.DataObject) -> None:
+def test_body_values_are_counted_across_pieces(values: list[Any], data: st.DataObject) -> None:
     body = json.dumps(values, ensure_ascii=data.draw(st.booleans())).encode("utf-8", "surrogatepass")
     cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=5)))
     counter = ValueCounter()
@@ -260,7 +260,7 @@ def test_values_are_counted_wherever_a_body_is_cut(values: list[Any], data: st.D
 
 
 @pytest.mark.parametrize("piece", [b"1,", b'"a",', b'"\\"",', b'\\",', b'"a\\', b'{"a":1},'])
-def test_counting_takes_no_longer_than_reading(piece: bytes) -> None:
+def test_body_value_count_is_as_fast_as_reading(piece: bytes) -> None:
     raw = piece * (2_000_000 // len(piece))
     begun = time.process_time()
     counter = ValueCounter()
@@ -278,7 +278,7 @@ def test_counting_takes_no_longer_than_reading(piece: bytes) -> None:
         ("/v1/completions", b'{"prompt":"a","logit_bias":{', b'"1":2,'),
     ],
 )
-def test_a_body_of_very_many_values_is_not_parsed(llama: Served, path: str, begin: bytes, piece: bytes) -> None:
+def test_body_with_too_many_values_is_not_parsed(llama: Served, path: str, begin: bytes, piece: bytes) -> None:
     raw = begin + piece * (MOST_VALUES + 10)
     answer = llama.client.post(path, content=raw, headers={"content-type": "application/json"})
     assert answer.status_code == 413  # and not 400, which it is for a parser
@@ -304,7 +304,7 @@ MANY = 1000
     ],
     ids=str,
 )
-def test_one_wrong_value_of_many_is_told(body: type[BaseModel], given: dict[str, Any]) -> None:
+def test_body_with_many_wrong_values_reports_one(body: type[BaseModel], given: dict[str, Any]) -> None:
     """An error for each of 262,144 values took the event loop four seconds."""
     with pytest.raises(ValidationError) as found:
         body.model_validate(given)
@@ -312,7 +312,7 @@ def test_one_wrong_value_of_many_is_told(body: type[BaseModel], given: dict[str,
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
-def test_values_cannot_hide_in_another_encoding(llama: Served, encoding: str) -> None:
+def test_body_values_in_another_encoding_are_counted(llama: Served, encoding: str) -> None:
     raw = ('{"prompt":["\u2200",' + "1," * (MOST_VALUES + 10) + "1]}").encode(encoding)
     answer = llama.client.post(PATH, content=raw, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["message"]) == (
@@ -321,19 +321,19 @@ def test_values_cannot_hide_in_another_encoding(llama: Served, encoding: str) ->
     )
 
 
-def test_a_text_of_commas_is_one_value(llama: Served) -> None:
+def test_body_text_of_commas_is_one_value(llama: Served) -> None:
     error = llama.refused("/tokenize", 400, prompt="," * (MOST_VALUES + 10))
     assert error["code"] == "context_length_exceeded"
 
 
-def test_more_messages_than_any_chat_has_are_refused(llama: Served) -> None:
+def test_chat_with_too_many_messages_is_rejected(llama: Served) -> None:
     error = llama.refused(
         "/v1/chat/completions", 400, messages=[{"role": "user", "content": "a"}] * (MOST_MESSAGES + 1)
     )
     assert error["param"] == "messages"
 
 
-def test_long_bodies_share_one_pace_and_short_ones_do_not_wait() -> None:
+def test_short_body_does_not_wait_for_long_bodies() -> None:
     piece, ended = b"x" * (64 << 10), list[str]()
 
     async def ended_app(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - as it is called

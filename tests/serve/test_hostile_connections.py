@@ -96,7 +96,7 @@ def waits(served: Served) -> float:
         (b"GET /health?", b"a&" * 2048, 414),
     ],
 )
-def test_a_head_without_end_is_refused_at_once(strict: Served, begin: bytes, piece: bytes, expected: int) -> None:
+def test_endless_head_is_rejected_at_once(strict: Served, begin: bytes, piece: bytes, expected: int) -> None:
     sent = 0
     with strict.connected() as one:
         one.sendall(begin)
@@ -132,13 +132,13 @@ def readable(one: socket.socket) -> bool:
         (b"CONNECT a:443 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
     ],
 )
-def test_a_head_in_one_piece_has_the_same_bounds(strict: Served, head: bytes, expected: int) -> None:
+def test_head_in_one_piece_has_the_same_limits(strict: Served, head: bytes, expected: int) -> None:
     with strict.connected() as one:
         one.sendall(head)
         assert answered(one) == expected
 
 
-def test_what_comes_between_pieces_of_a_body_is_bounded(strict: Served) -> None:
+def test_chunk_extensions_and_trailers_are_bounded(strict: Served) -> None:
     """Trailers, and extensions of chunks, are headers by another name."""
     chunked = (
         b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -153,7 +153,7 @@ def test_what_comes_between_pieces_of_a_body_is_bounded(strict: Served) -> None:
             assert status(read(one)) == 431
 
 
-def test_a_body_of_many_small_pieces_is_read(strict: Served) -> None:
+def test_body_in_many_small_chunks_is_read(strict: Served) -> None:
     body = json.dumps({"prompt": "a" * 300, "max_tokens": 1}).encode()
     with strict.connected() as one:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -166,7 +166,7 @@ def test_a_body_of_many_small_pieces_is_read(strict: Served) -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_behind_an_upgrade_is_no_request(strict: Served, *, chunked: bool, apart: bool) -> None:
+def test_upgrade_with_body_is_rejected(strict: Served, *, chunked: bool, apart: bool) -> None:
     body = GET.replace(b"/health", b"/metrics") + b"\r\n"
     head = head_of_body(len(body)).replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
     if chunked:
@@ -182,7 +182,7 @@ def test_a_body_behind_an_upgrade_is_no_request(strict: Served, *, chunked: bool
     assert "leave out Upgrade" in error(answer)["message"]
 
 
-def test_an_upgrade_without_a_body_is_answered_as_it_is(strict: Served) -> None:
+def test_upgrade_without_body_is_answered(strict: Served) -> None:
     upgrade = GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 0\r\n\r\n"
     with strict.connected() as one:
         for _ in range(2):
@@ -203,7 +203,7 @@ def asks(path: str = PATH, size: int = 0, **body: object) -> bytes:
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_behind_one_in_hand_is_not_run(strict: Served, *, stream: bool, apart: bool, ends: bool) -> None:
+def test_pipelined_request_is_not_run(strict: Served, *, stream: bool, apart: bool, ends: bool) -> None:
     """The one in hand is answered in full, with nothing written into it; then the connection closes."""
     before = strict.statistics
     first = asks(prompt="go on", max_tokens=200, ignore_eos=True, stream=stream)
@@ -231,7 +231,7 @@ def test_a_request_behind_one_in_hand_is_not_run(strict: Served, *, stream: bool
     assert strict.statistics.requests_finished == before.requests_finished + 1
 
 
-def test_a_request_behind_one_in_hand_costs_it_neither_memory_nor_time() -> None:
+def test_pipelined_request_costs_no_memory_or_time() -> None:
     """A body that never ends, behind a request that is whole, is not counted in its place, and is not waited for."""
     limits, held, size = ConnectionLimits(body_timeout=0.2), Bodies(1 << 20), 300_000
     with (
@@ -251,7 +251,7 @@ def test_a_request_behind_one_in_hand_costs_it_neither_memory_nor_time() -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_with_a_request_behind_its_first_is_noticed(strict: Served, *, stream: bool) -> None:
+def test_departed_client_with_pipelined_request_is_noticed(strict: Served, *, stream: bool) -> None:
     before = strict.statistics
     with strict.connected() as one:
         one.sendall(asks(**LONG, n=8, stream=stream) + GET + b"\r\n")
@@ -260,7 +260,7 @@ def test_who_leaves_with_a_request_behind_its_first_is_noticed(strict: Served, *
     assert strict.statistics.steps - before.steps < LONGEST // 2  # of the steps that the answer takes
 
 
-def test_a_flood_behind_a_request_ends_its_connection(strict: Served) -> None:
+def test_flood_after_a_request_closes_the_connection(strict: Served) -> None:
     with patch.object(server, "_MOST_DROPPED", 1 << 20), strict.connected() as one:
         one.sendall(asks(**LONG, n=8))
         flood = GET * 50_000
@@ -273,7 +273,7 @@ def test_a_flood_behind_a_request_ends_its_connection(strict: Served) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", GET, b"\r\n\r\n"])
-def test_a_head_that_never_ends_loses_its_connection(strict: Served, sent: bytes) -> None:
+def test_unfinished_head_closes_the_connection(strict: Served, sent: bytes) -> None:
     with ExitStack() as ending:
         slow = [ending.enter_context(strict.connected()) for _ in range(50)]
         for one in slow:
@@ -286,7 +286,7 @@ def test_a_head_that_never_ends_loses_its_connection(strict: Served, sent: bytes
 
 
 @pytest.mark.parametrize("drop", [b"a", b"\r\n"])
-def test_a_head_that_drips_gets_no_more_time(strict: Served, drop: bytes) -> None:
+def test_slow_head_gets_no_extra_time(strict: Served, drop: bytes) -> None:
     with strict.connected() as one:
         begun = time.monotonic()
         with suppress(ConnectionError):
@@ -297,7 +297,7 @@ def test_a_head_that_drips_gets_no_more_time(strict: Served, drop: bytes) -> Non
                 time.sleep(0.02)
 
 
-def test_a_body_that_never_ends_is_refused(strict: Served) -> None:
+def test_unfinished_body_is_rejected(strict: Served) -> None:
     with strict.connected() as one:
         one.sendall(head_of_body(1000) + b'{"prompt"')
         answer = read(one)
@@ -305,7 +305,7 @@ def test_a_body_that_never_ends_is_refused(strict: Served) -> None:
     assert error(answer)["message"].startswith("the body of the request did not arrive in")
 
 
-def test_a_connection_that_is_kept_has_its_time_again(strict: Served) -> None:
+def test_kept_connection_has_a_new_time_limit(strict: Served) -> None:
     with strict.connected() as one:
         for _ in range(3):
             one.sendall(GET[:10])
@@ -320,7 +320,7 @@ def test_a_connection_that_is_kept_has_its_time_again(strict: Served) -> None:
 # -- memory
 
 
-def test_bodies_that_are_held_have_a_bound(strict: Served) -> None:
+def test_buffered_bodies_are_bounded(strict: Served) -> None:
     """The largest that still arrives is given up first; small ones are always read."""
     with ExitStack() as ending:
         large = [ending.enter_context(strict.connected()) for _ in range(4)]
@@ -337,7 +337,7 @@ def test_bodies_that_are_held_have_a_bound(strict: Served) -> None:
         assert status(read(large[0])) == 408
 
 
-def test_what_bodies_held_is_free_again(strict: Served) -> None:
+def test_buffered_bodies_free_their_memory(strict: Served) -> None:
     body = b'{"prompt": "a"}'.ljust(LIMITS.body_memory - 1000)
     headers = {"content-type": "application/json"}
     for _ in range(4):  # the server hears a moment later that somebody left
@@ -351,7 +351,7 @@ def test_what_bodies_held_is_free_again(strict: Served) -> None:
 # -- the end
 
 
-def test_half_sent_requests_keep_no_server_from_its_end() -> None:
+def test_half_sent_request_does_not_delay_shutdown() -> None:
     limits = ConnectionLimits(header_timeout=WAIT, body_timeout=WAIT, grace=WAIT)
     with serving(engine_of("llama"), limits=limits) as served, ExitStack() as ending:
         asked = (head_of_body(1000) + b"{", GET, b"", GET + b"\r\n")
@@ -371,7 +371,7 @@ def test_half_sent_requests_keep_no_server_from_its_end() -> None:
     assert error(answers[0])["message"].startswith("the server is shutting down")
 
 
-def test_what_outlasts_the_grace_is_cut_off() -> None:
+def test_request_longer_than_the_grace_is_cut_off() -> None:
     with serving(engine_of("llama"), limits=LIMITS) as served:
         with served.streaming(**LONG, n=8) as lines:
             begun = time.monotonic()
@@ -384,7 +384,7 @@ def test_what_outlasts_the_grace_is_cut_off() -> None:
         assert served.front.engine.ended
 
 
-def test_a_refused_request_is_no_answer_that_was_cut_off() -> None:
+def test_rejected_request_in_shutdown_reads_its_error() -> None:
     """It lingers past the grace, so that its client reads the error."""
     made: list[Server] = []
 
@@ -405,7 +405,7 @@ def test_a_refused_request_is_no_answer_that_was_cut_off() -> None:
 
 
 @pytest.mark.parametrize("named", [{"grace": 0}, {"body_timeout": -1.0}, {"body_memory": 0}, {"header_timeout": "9"}])
-def test_limits_are_positive(named: dict[str, Any]) -> None:
+def test_connection_limit_that_is_not_positive_is_rejected(named: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(named))):
         ConnectionLimits(**named)
 
@@ -425,7 +425,7 @@ def final(answer: bytes) -> bytes:
     return answer.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
 
 
-def test_who_has_sent_all_is_answered(strict: Served) -> None:
+def test_half_closed_client_gets_its_answer(strict: Served) -> None:
     asked = {"prompt": "go on", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
     answer = final(half_closed(strict, **asked))
     assert status(answer) == 200
@@ -436,7 +436,7 @@ def test_who_has_sent_all_is_answered(strict: Served) -> None:
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-def test_who_has_sent_all_by_old_http_is_answered_with_nothing_in_front(strict: Served) -> None:
+def test_half_closed_http_1_0_client_gets_a_plain_answer(strict: Served) -> None:
     with strict.connected() as one:
         one.sendall(asks(prompt="go on", max_tokens=100, ignore_eos=True).replace(b"HTTP/1.1", b"HTTP/1.0"))
         one.shutdown(socket.SHUT_WR)
@@ -444,7 +444,7 @@ def test_who_has_sent_all_by_old_http_is_answered_with_nothing_in_front(strict: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_had_sent_all_and_then_leaves_ends_what_it_asked(strict: Served, *, stream: bool) -> None:
+def test_half_closed_client_that_leaves_ends_its_request(strict: Served, *, stream: bool) -> None:
     before = strict.statistics
     with strict.connected() as one:
         one.sendall(asks(**LONG, stream=stream))

@@ -49,7 +49,7 @@ def metric(served: Served, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"hybridkv:{name}{{"))
 
 
-def test_a_sample_says_what_metrics_say(llama: Served) -> None:
+def test_live_sample_matches_metrics(llama: Served) -> None:
     for _ in range(2):
         llama.post(PATH, **ASKED)
     found = one_sample(llama)
@@ -72,7 +72,7 @@ def test_a_sample_says_what_metrics_say(llama: Served) -> None:
     assert found["misses"] is None
 
 
-def test_no_cost_when_nobody_looks(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_page_without_listeners_costs_nothing(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     front, looks = llama.front, []
     between = front.engine.between_steps
 
@@ -93,7 +93,7 @@ def test_no_cost_when_nobody_looks(llama: Served, monkeypatch: pytest.MonkeyPatc
     assert len(looks) == 1
 
 
-def test_listeners_share_samples(llama: Served) -> None:
+def test_live_listeners_share_samples(llama: Served) -> None:
     with llama.client.stream("GET", "/live") as one, llama.client.stream("GET", "/live") as other:
         before = llama.front.live.samples
         lines = [one.iter_lines(), other.iter_lines()]
@@ -104,7 +104,7 @@ def test_listeners_share_samples(llama: Served) -> None:
         assert second.startswith("data: {")
 
 
-def test_what_ended_is_told_by_how_long_it_took() -> None:
+def test_live_finished_requests_are_sorted_by_time() -> None:
     with serving(engine_of("llama")) as served, served.client.stream("GET", "/live") as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
@@ -122,7 +122,7 @@ def test_what_ended_is_told_by_how_long_it_took() -> None:
         assert 0 <= found < prompt
 
 
-def test_keys_and_what_is_never_told() -> None:
+def test_live_page_with_keys_hides_secrets() -> None:
     keys = ApiKeys({"sk-all": None, "sk-one": "salt-of-one"})
     with serving(engine_of("llama"), ServeOptions(keys=keys)) as served:
         one, everybody = {"Authorization": "Bearer sk-one"}, {"Authorization": "Bearer sk-all"}
@@ -149,7 +149,7 @@ def test_keys_and_what_is_never_told() -> None:
         assert served.client.get("/page/nothing.js").status_code == 401
 
 
-def test_a_server_drains_though_somebody_listens() -> None:
+def test_draining_server_with_live_listener_ends() -> None:
     with serving(engine_of("llama")) as served, served.client.stream("GET", "/live") as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -158,7 +158,7 @@ def test_a_server_drains_though_somebody_listens() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3"])
-def test_the_map_has_every_block_once(name: str) -> None:
+def test_live_map_has_every_block_once(name: str) -> None:
     with Engine(load(f"tiny:{name}"), memory="3MiB", max_model_len=LONGEST) as engine:
         pinned = [5] * 40
         engine.generate([pinned, [6] * 70], SamplingParams(max_tokens=30, ignore_eos=True))
@@ -194,7 +194,7 @@ def crowd() -> tuple[bytes, float]:
         return text, time.perf_counter() - begun
 
 
-def test_a_thousand_requests_are_a_short_message(crowd: tuple[bytes, float]) -> None:
+def test_live_message_of_a_thousand_requests_is_short(crowd: tuple[bytes, float]) -> None:
     text, took = crowd
     assert took < 0.25  # some 15 ms where nothing else runs
     found = json.loads(text)
@@ -206,7 +206,7 @@ def test_a_thousand_requests_are_a_short_message(crowd: tuple[bytes, float]) -> 
     assert len(text) < 32_768
 
 
-def test_a_look_stays_as_it_was_when_the_engine_goes_on() -> None:
+def test_live_sample_stays_unchanged_while_the_engine_runs() -> None:
     options = EngineOptions(max_running=2)
     with Engine(load("tiny:llama"), memory="4MiB", max_model_len=64, options=options) as engine:
         for number in range(4):
@@ -225,7 +225,7 @@ def test_a_look_stays_as_it_was_when_the_engine_goes_on() -> None:
 
 @needs_chromium
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (820, "dark"), (390, "light")])
-def test_the_page_says_what_metrics_say(llama: Served, width: int, scheme: str) -> None:
+def test_live_page_matches_metrics(llama: Served, width: int, scheme: str) -> None:
     llama.post(PATH, **ASKED)
     with browser() as opened, tab(opened, llama.url, width, scheme) as page:
         holds(page, LISTENS)
@@ -258,7 +258,7 @@ def test_the_page_says_what_metrics_say(llama: Served, width: int, scheme: str) 
 
 
 @needs_chromium
-def test_a_key_is_asked_for_and_remembered_nowhere() -> None:
+def test_live_page_asks_for_a_key_and_stores_none() -> None:
     keys = ApiKeys({"sk-all": None})
     with serving(engine_of("llama"), ServeOptions(keys=keys)) as served, browser() as opened:
         page = opened.new_page()
@@ -274,7 +274,7 @@ def test_a_key_is_asked_for_and_remembered_nowhere() -> None:
 
 
 @needs_chromium
-def test_the_page_goes_on_when_misses_are_explained_later_or_others(llama: Served) -> None:
+def test_live_page_continues_when_misses_change(llama: Served) -> None:
     sample = one_sample(llama)
     assert sample["misses"] is None
     with browser() as opened, tab(opened, llama.url) as page:
@@ -296,7 +296,7 @@ def test_the_page_goes_on_when_misses_are_explained_later_or_others(llama: Serve
 
 
 @needs_chromium
-def test_a_second_key_ends_the_stream_of_the_first(llama: Served) -> None:
+def test_live_page_second_key_ends_the_first_stream(llama: Served) -> None:
     with browser() as opened, tab(opened, llama.url) as page:
         holds(page, LISTENS)
         first, second = page.evaluate(
@@ -310,7 +310,7 @@ def test_a_second_key_ends_the_stream_of_the_first(llama: Served) -> None:
 
 
 @needs_chromium
-def test_a_thousand_requests_do_not_make_the_page_stutter(llama: Served, crowd: tuple[bytes, float]) -> None:
+def test_live_page_with_a_thousand_requests_stays_smooth(llama: Served, crowd: tuple[bytes, float]) -> None:
     with browser() as opened, tab(opened, llama.url) as page:
         holds(page, LISTENS)
         took, rows, said = page.evaluate(
@@ -333,7 +333,7 @@ def test_a_thousand_requests_do_not_make_the_page_stutter(llama: Served, crowd: 
     assert took < 250  # milliseconds of a sample, half an hour of history there; the machine may be busy
 
 
-def test_pinned_blocks_are_told_and_how_long_blocks_have_been_as_they_are() -> None:
+def test_live_sample_reports_pinned_blocks_and_block_ages() -> None:
     cache = KVCacheManager(
         plan(read_model("llama-3-8b"), memory="1GiB", max_model_len=512), options=CacheOptions(max_pinned_blocks=10)
     )

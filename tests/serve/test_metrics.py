@@ -33,7 +33,7 @@ def samples(served: Served) -> dict[str, float]:
     return found
 
 
-def test_counts_are_those_of_the_engine(llama: Served) -> None:
+def test_metrics_match_the_engine_counts(llama: Served) -> None:
     before = samples(llama)
     llama.post(PATH, prompt=["count this prompt, which has two blocks", "and this"], n=2, max_tokens=5, ignore_eos=True)
     now, found = llama.statistics, samples(llama)
@@ -58,7 +58,7 @@ def test_counts_are_those_of_the_engine(llama: Served) -> None:
     assert queue < first < whole
 
 
-def test_a_tally_is_prometheus_own_histogram() -> None:
+def test_metrics_histogram_matches_prometheus_client() -> None:
     edges = (0.001, 0.5, 1.0, 20.0)
     values = [0.0, 0.001, 0.0011, 0.5, 0.7, 20.0, 20.5, 300.0, *Random(1).choices(range(30), k=50)]
     registry = CollectorRegistry()
@@ -75,7 +75,7 @@ def test_a_tally_is_prometheus_own_histogram() -> None:
     assert {(one.name, *one.labels.items()): pytest.approx(one.value) for one in mine.samples} == expected
 
 
-def test_blocks_of_groups_while_a_request_runs(llama: Served) -> None:
+def test_metrics_report_group_blocks_while_a_request_runs(llama: Served) -> None:
     with llama.streaming(**LONG | {"prompt": "a prompt of more than two blocks of tokens", "max_tokens": 400}):
         found = samples(llama)
         assert found["hybridkv:num_requests_running"] == 1
@@ -87,7 +87,7 @@ def test_blocks_of_groups_while_a_request_runs(llama: Served) -> None:
 @pytest.mark.parametrize(
     ("seats", "memory", "reason"), [(1, "4MiB", "seats"), (8, "420KiB", "no_space")], ids=["seats", "memory"]
 )
-def test_why_requests_wait(seats: int, memory: str, reason: str) -> None:
+def test_metrics_report_why_requests_wait(seats: int, memory: str, reason: str) -> None:
     """One of four prompts runs, and the others lack its seat, or its memory."""
     options = EngineOptions(max_running=seats)
     target = Engine(load("tiny:llama"), memory=memory, max_model_len=512, options=options)
@@ -100,7 +100,7 @@ def test_why_requests_wait(seats: int, memory: str, reason: str) -> None:
     assert found["hybridkv:num_requests_waiting"] == 3
 
 
-def test_names_of_vllm_drafts_and_kinds_of_groups() -> None:
+def test_metrics_of_drafts_and_groups_use_vllm_names() -> None:
     target = Engine(load("tiny:qwen3_next"), memory="8MiB", max_model_len=512, speculate=NgramDrafter(2))
     with serving(target, ServeOptions(metrics_prefix="vllm")) as served:
         served.post(PATH, prompt="aaaa", max_tokens=20, temperature=0, logit_bias={"97": 1000})
@@ -116,7 +116,7 @@ def test_names_of_vllm_drafts_and_kinds_of_groups() -> None:
         assert len(groups) == len(target.plan.config.groups) > 1
 
 
-def test_ends_misses_and_times_where_they_are_asked_for() -> None:
+def test_metrics_report_resume_points_misses_and_times_on_request() -> None:
     options = EngineOptions(remembered_losses=1000, block_times=True, kv_events=False)
     target = Engine(load("tiny:granite_hybrid"), memory="8MiB", max_model_len=512, options=options)
     with serving(target) as served:
@@ -145,17 +145,17 @@ def test_ends_misses_and_times_where_they_are_asked_for() -> None:
     assert evictable == sum(group.cached_blocks for group in cache.groups) > 0
 
 
-def test_nothing_is_told_of_what_is_not_counted(llama: Served) -> None:
+def test_metrics_omit_what_is_not_counted(llama: Served) -> None:
     assert not any("missed" in name or "kv_block_" in name for name in samples(llama))
 
 
 @pytest.mark.parametrize("prefix", ["", "a:b", "1a", "a b"])
-def test_a_prefix_is_a_name(prefix: str) -> None:
+def test_metrics_prefix_that_is_no_name_is_rejected(prefix: str) -> None:
     with pytest.raises(ConfigError, match="metrics_prefix"):
         replace(ServeOptions(), metrics_prefix=prefix)
 
 
-def test_a_request_that_waits_has_waited() -> None:
+def test_metrics_count_queue_time() -> None:
     with serving(engine_of("llama", max_running=1)) as served:
         served.post(PATH, prompt=["one", "two"], max_tokens=20, ignore_eos=True)
         found = samples(served)

@@ -19,7 +19,7 @@ from hybridkv.runner.tiny import tiny_model
 from hybridkv.serve.server import listen
 
 
-def test_health_version_and_models(llama: Served) -> None:
+def test_health_version_and_models_are_answered(llama: Served) -> None:
     assert llama.client.get("/health").json() == {"status": "ok"}
     assert llama.client.get("/ready").json() == {"status": "ok"}
     assert llama.client.get("/version").json()["version"]
@@ -29,7 +29,7 @@ def test_health_version_and_models(llama: Served) -> None:
     assert llama.client.get("/v1/models/tiny/other").json()["error"]["code"] == "model_not_found"
 
 
-def test_a_server_that_drains_is_not_ready(llama: Served) -> None:
+def test_draining_server_is_not_ready(llama: Served) -> None:
     llama.front.draining = True
     try:
         assert llama.client.get("/ready").status_code == 503
@@ -38,7 +38,7 @@ def test_a_server_that_drains_is_not_ready(llama: Served) -> None:
         llama.front.draining = False
 
 
-def test_the_cache_is_forgotten(llama: Served) -> None:
+def test_reset_prefix_cache_clears_the_cache(llama: Served) -> None:
     asked = {"prompt": "remember this until you are told to forget", "max_tokens": 1}
     llama.post(PATH, **asked)
     assert llama.post(PATH, **asked)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
@@ -46,12 +46,12 @@ def test_the_cache_is_forgotten(llama: Served) -> None:
     assert llama.post(PATH, **asked)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_the_cache_is_not_forgotten_under_a_request(llama: Served) -> None:
+def test_reset_prefix_cache_with_running_request_is_rejected(llama: Served) -> None:
     with llama.streaming(**LONG):
         assert llama.client.post("/reset_prefix_cache").status_code == 409
 
 
-def test_no_such_route_or_method(llama: Served) -> None:
+def test_unknown_route_or_method_is_rejected(llama: Served) -> None:
     answer = llama.client.get("/v1/nothing")
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
     answer = llama.client.get(PATH)
@@ -59,7 +59,7 @@ def test_no_such_route_or_method(llama: Served) -> None:
     assert answer.json()["error"]["message"].startswith("GET /v1/completions")
 
 
-def test_a_body_has_a_length(llama: Served) -> None:
+def test_body_with_invalid_length_is_rejected(llama: Served) -> None:
     headers = {"content-type": "application/json"}
     answer = llama.client.post(PATH, content=b" " * (33 << 20), headers=headers)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
@@ -68,7 +68,7 @@ def test_a_body_has_a_length(llama: Served) -> None:
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), content
 
 
-def test_the_document_names_every_route_and_field(llama: Served) -> None:
+def test_openapi_document_names_every_route_and_field(llama: Served) -> None:
     document = llama.client.get("/openapi.json").json()
     assert {PATH, "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= document["paths"].keys()
     body = document["components"]["schemas"]["CompletionBody"]
@@ -76,7 +76,7 @@ def test_the_document_names_every_route_and_field(llama: Served) -> None:
     assert body["additionalProperties"] is False
 
 
-def test_answers_do_not_wait_for_acknowledgements() -> None:
+def test_answers_on_a_kept_connection_are_not_delayed() -> None:
     """Of the piece before: 40 ms for each answer on a connection that is kept."""
     with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
         accepted, _ = listening.accept()
@@ -90,7 +90,7 @@ PROMPT = "a prompt of three blocks, each of sixteen tokens"
 
 
 @pytest.mark.parametrize(("model", "exact"), [("tiny:llama", False), ("tiny:qwen3_next", True)])
-def test_a_server_publishes_what_it_stores_and_forgets(model: str, exact: bool) -> None:
+def test_server_publishes_stored_and_removed_blocks(model: str, exact: bool) -> None:
     options = EngineOptions(kv_events=True, end_events=exact)
     engine = Engine(load(model), memory="4MiB", max_model_len=LONGEST, options=options)
     anywhere = "tcp://127.0.0.1:0"
@@ -124,7 +124,7 @@ def told_until_cleared(replay_endpoint: str) -> None:
     assert stored[0]["block_size"] == 16
 
 
-def test_an_engine_without_events_has_none_to_tell() -> None:
+def test_publisher_for_engine_without_events_is_rejected() -> None:
     class Nobody:
         def publish(self, events: object) -> None:
             raise NotImplementedError
@@ -150,7 +150,7 @@ def free_port() -> int:
         return port
 
 
-def test_a_client_of_openai_streams_and_hints(llama: Served) -> None:
+def test_serving_page_openai_example_runs(llama: Served) -> None:
     snippet = "".join(snippets("serving.md"))
     assert "http://127.0.0.1:8000" in snippet
     said = StringIO()
@@ -160,7 +160,7 @@ def test_a_client_of_openai_streams_and_hints(llama: Served) -> None:
     assert "hints" in snippet
 
 
-def test_events_are_published() -> None:
+def test_events_page_example_publishes_events() -> None:
     snippet, _ = snippets("events.md")
     for port in ("5557", "5558"):
         assert port in snippet
@@ -170,7 +170,7 @@ def test_events_are_published() -> None:
     names["engine"].close()  # type: ignore[attr-defined]  # made by the snippet
 
 
-def test_exact_events_are_published() -> None:
+def test_events_page_exact_example_publishes_events() -> None:
     before, exact = snippets("events.md")
     imports = "".join(line + "\n" for line in before.splitlines() if line.startswith("from "))
     assert "exact=True" in exact

@@ -82,7 +82,7 @@ print(json.dumps({
 """
 
 
-def test_litellm(target: Served, hub: Path, tmp_path: Path) -> None:
+def test_litellm_client_gets_the_engines_text(target: Served, hub: Path, tmp_path: Path) -> None:
     found = json.loads(run(hub, tmp_path, LITELLM, f"{target.url}/v1", python=True).splitlines()[-1])
     with engine() as alone:
         sampling = SamplingParams(max_tokens=7)
@@ -93,7 +93,7 @@ def test_litellm(target: Served, hub: Path, tmp_path: Path) -> None:
     assert found["text"] == text.text
 
 
-def test_lm_eval(target: Served, hub: Path, tmp_path: Path) -> None:
+def test_lm_eval_client_gets_the_engines_logprobs(target: Served, hub: Path, tmp_path: Path) -> None:
     documents = [
         {"query": "the sky is", "choices": [" blue", " a table", " seven"], "gold": 0},
         {"query": "one two three one two", "choices": [" three", " nine"], "gold": 1},
@@ -131,7 +131,7 @@ def log_likelihood(alone: Engine, context: str, choice: str) -> float:
     return sum(one.logprob for one in done.prompt_logprobs[len(context) - 1 :])
 
 
-def test_guidellm(target: Served, hub: Path, tmp_path: Path) -> None:
+def test_guidellm_client_finishes_all_requests(target: Served, hub: Path, tmp_path: Path) -> None:
     before = target.front.engine.statistics()
     asked = (
         ("--backend", f"kind=openai_http,target={target.url},model=tiny:llama"),
@@ -158,7 +158,7 @@ def trace(file: Path) -> None:
             written.write(f"{json.dumps(row)}\n")
 
 
-def test_aiperf_counts_what_the_engine_and_a_replay_find(hub: Path, tmp_path: Path) -> None:
+def test_aiperf_counts_match_the_engine_and_a_replay(hub: Path, tmp_path: Path) -> None:
     trace(tmp_path / "trace.jsonl")
     with serving(engine()) as served:
         asked: dict[str, Any] = {

@@ -33,14 +33,14 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[Hints]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_hints_reach_the_cache(llama: Served, heard: list[Hints], path: str, stream: bool) -> None:
+def test_hints_in_a_body_reach_the_cache(llama: Served, heard: list[Hints], path: str, stream: bool) -> None:
     wanted = Hints(within_s=30, shared_tokens=1)
     llama.client.post(path, json={**PATHS[path], "stream": stream, "hints": {"within_s": 30, "shared_tokens": 1}})
     llama.client.post(path, json={**PATHS[path], "stream": stream})
     assert set(heard) == {wanted, NO_HINTS}
 
 
-def test_every_prompt_of_a_body_has_them(llama: Served, heard: list[Hints]) -> None:
+def test_hints_in_a_body_apply_to_every_prompt(llama: Served, heard: list[Hints]) -> None:
     llama.post("/v1/completions", prompt=["first", "second"], max_tokens=1, hints={"over": True})
     assert heard == [Hints(over=True)] * 2
 
@@ -57,13 +57,13 @@ def test_every_prompt_of_a_body_has_them(llama: Served, heard: list[Hints]) -> N
         (["over"], "hints", "valid dictionary"),
     ],
 )
-def test_hints_that_cannot_be_are_refused(llama: Served, path: str, hints: object, param: str, said: str) -> None:
+def test_hints_in_a_body_that_are_invalid_are_rejected(llama: Served, path: str, hints: object, param: str, said: str) -> None:
     error = llama.refused(path, 400, **PATHS[path.removesuffix("/render")], hints=hints)
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert said in error["message"]
 
 
-def test_the_document_describes_them(llama: Served) -> None:
+def test_hints_are_in_the_openapi_document(llama: Served) -> None:
     schemas = llama.client.get("/openapi.json").json()["components"]["schemas"]
     described = schemas["HintsBody"]
     assert set(described["properties"]) == set(Hints.__dataclass_fields__)
@@ -74,7 +74,7 @@ def test_the_document_describes_them(llama: Served) -> None:
     assert HintsBody().said() == NO_HINTS
 
 
-def test_a_secret_is_found_by_nobody(llama: Served) -> None:
+def test_hint_of_secret_prompt_prevents_hits(llama: Served) -> None:
     """As the client of OpenAI's sends them."""
     with OpenAI(base_url=f"{llama.url}/v1", api_key="none") as client:
 

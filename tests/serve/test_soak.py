@@ -4,13 +4,13 @@ import pytest
 from soak import soak
 
 
-def test_a_crowd() -> None:
+def test_crowd_of_clients_loses_nothing() -> None:
     found = soak("llama", 12, 4, max_waiting=8)
     assert {"answered", "streamed", "left", "left in the middle", "refused"} <= found.counts.keys()
 
 
 @pytest.mark.thorough
-def test_a_crowd_that_stays() -> None:
+def test_crowd_of_clients_for_long_loses_nothing() -> None:
     """As `python tests/serve/soak.py`, which takes as long as one likes."""
     found = soak("qwen3_next", 64, 20)
     assert found.counts["turned away"] > 0

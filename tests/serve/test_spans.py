@@ -55,7 +55,7 @@ def recorded() -> Any:  # noqa: ANN401 - a server and its spans
         yield served, tracer.spans
 
 
-def test_a_completion_is_a_span(recorded: tuple[Served, list[Recorded]]) -> None:
+def test_completion_makes_a_span_with_its_counts(recorded: tuple[Served, list[Recorded]]) -> None:
     served, spans = recorded
     prompt = "tell nobody what was asked here, please"
     body = {"prompt": [prompt, prompt], "n": 2, "max_tokens": 5, "temperature": 0.5, "seed": 3, "ignore_eos": True}
@@ -82,7 +82,7 @@ def test_a_completion_is_a_span(recorded: tuple[Served, list[Recorded]]) -> None
     assert spans[1].attributes["gen_ai.usage.cache_read.input_tokens"] > 2 * (len(prompt) - 16)
 
 
-def test_what_is_refused_and_who_leaves(recorded: tuple[Served, list[Recorded]]) -> None:
+def test_rejected_or_left_request_makes_a_span(recorded: tuple[Served, list[Recorded]]) -> None:
     served, spans = recorded
     served.refused("/v1/chat/completions", 400, messages=[{"role": "user", "content": "a"}], n=5000)
     (span,) = spans
@@ -97,7 +97,7 @@ def test_what_is_refused_and_who_leaves(recorded: tuple[Served, list[Recorded]])
     assert len(spans) == 2
 
 
-def test_without_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_without_the_sdk_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"hybridkv\[cli,serve,otel\]"), generation.exporting():
         pass

@@ -116,7 +116,7 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(KNOWN)), st.text() | st.lists(st.sampled_from(WORDS), max_size=60).map("".join))
-def test_no_text_comes_to_fewer_tokens(name: str, text: str) -> None:
+def test_text_bound_never_exceeds_the_token_count(name: str, text: str) -> None:
     one = KNOWN[name]
     bound = TextBound.of(one)
     assert bound is not None
@@ -134,7 +134,7 @@ def test_no_text_comes_to_fewer_tokens(name: str, text: str) -> None:
         ("byte fallback", 16, True),
     ],
 )
-def test_most_characters_of_a_token(name: str, per_token: int, *, spaces_count: bool) -> None:
+def test_text_bound_uses_the_longest_token(name: str, per_token: int, *, spaces_count: bool) -> None:
     bound = TextBound.of(KNOWN[name])
     assert bound == TextBound(per_token, spaces_count)
     assert not bound.exceeded("x" * 7 * per_token, 7)
@@ -142,13 +142,13 @@ def test_most_characters_of_a_token(name: str, per_token: int, *, spaces_count: 
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_tokenizer_that_may_drop_characters_has_no_bound(name: str) -> None:
+def test_text_bound_of_dropping_tokenizer_is_absent(name: str) -> None:
     one, lost = UNKNOWN[name]
     assert TextBound.of(one) is None
     assert one is None or len(one.encode(lost * 1000)) < 20  # so that any bound would be wrong
 
 
-def test_spaces_that_a_token_may_swallow_are_not_counted() -> None:
+def test_text_bound_ignores_spaces_that_tokens_absorb() -> None:
     wide, many = KNOWN["byte level, wide tokens"], " " * 100_000
     text = f"{many}<wide>{many}"
     assert len(wide.encode(text)) == 1
@@ -158,6 +158,6 @@ def test_spaces_that_a_token_may_swallow_are_not_counted() -> None:
     assert bound.exceeded(f"{many}{'x' * 129}{many}", 2)
 
 
-def test_a_character_is_composed_of_four_at_most() -> None:
+def test_text_bound_assumes_four_composed_characters() -> None:
     every = map(chr, range(sys.maxunicode + 1))
     assert max(len(unicodedata.normalize("NFD", one)) for one in every) == 4

@@ -38,7 +38,7 @@ TEXTS: list[tuple[str, Callable[[str], dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), TEXTS)
-def test_a_text_that_cannot_fit_is_never_tokenized(
+def test_oversized_text_is_not_tokenized(
     llama: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: Callable[[str], dict[str, Any]]
 ) -> None:
     longest: list[int] = []
@@ -55,7 +55,7 @@ def test_a_text_that_cannot_fit_is_never_tokenized(
     assert max(longest, default=0) <= 1
 
 
-def test_a_text_that_might_fit_is_tokenized(llama: Served) -> None:
+def test_text_that_may_fit_is_tokenized(llama: Served) -> None:
     text = "<eos>" * (LONGEST - 1)
     assert llama.post("/tokenize", prompt=text)["count"] == LONGEST - 1
     assert llama.post(PATH, prompt=text, max_tokens=1)["usage"]["prompt_tokens"] == LONGEST - 1
@@ -63,7 +63,7 @@ def test_a_text_that_might_fit_is_tokenized(llama: Served) -> None:
     assert (said["count"], said["max_model_len"]) == (LONGEST * PER_TOKEN, LONGEST)
 
 
-def test_more_ids_than_fit_are_refused(llama: Served) -> None:
+def test_token_ids_beyond_the_context_are_rejected(llama: Served) -> None:
     for path, body in ((PATH, {"prompt": [1] * (LONGEST + 1)}), ("/detokenize", {"tokens": [1] * (LONGEST + 1)})):
         error = llama.refused(path, 400, **body)
         assert error["code"] == "context_length_exceeded"
@@ -71,13 +71,13 @@ def test_more_ids_than_fit_are_refused(llama: Served) -> None:
     assert len(llama.post("/detokenize", tokens=[65] * LONGEST)["prompt"]) == LONGEST
 
 
-def test_more_prompts_than_places_are_refused_untokenized(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_beyond_the_places_are_rejected_untokenized(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.front.tokens, "run", None)
     assert llama.refused(PATH, 400, prompt=["a"] * 321)["message"].startswith("321 outputs asked for at once")
     assert llama.refused(PATH, 400, prompt=["a"] * 161, n=2)["message"].startswith("322 outputs")
 
 
-def test_spaces_that_tokens_swallow_are_no_length() -> None:
+def test_absorbed_spaces_do_not_count_as_length() -> None:
     engine = engine_of("llama")
     engine.loaded.tokenizer.add_special_tokens({"eos_token": AddedToken("<eos>", lstrip=True, rstrip=True)})
     with serving(engine) as served:
@@ -137,7 +137,7 @@ def asking(served: Served, *keys: str, **body: object) -> threading.Thread:
     return thread
 
 
-def test_a_long_text_that_fits_holds_up_no_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_delays_no_short_text(monkeypatch: pytest.MonkeyPatch) -> None:
     with slow(monkeypatch) as (served, slowed):
         long = asking(served, prompt="*" * 101, max_tokens=1)
         until(lambda: slowed.begun == 1)
@@ -147,7 +147,7 @@ def test_a_long_text_that_fits_holds_up_no_short_one(monkeypatch: pytest.MonkeyP
         assert not long.is_alive()
 
 
-def test_a_tenant_with_many_texts_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenant_with_many_texts_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ApiKeys({"a": "salt-a", "b": "salt-b"})
     with slow(monkeypatch, ServeOptions(keys=keys)) as (served, slowed):
         threads = [asking(served, "a", prompt=["*" * 80] * 20, max_tokens=1) for _ in range(4)]
@@ -160,7 +160,7 @@ def test_a_tenant_with_many_texts_holds_up_no_other(monkeypatch: pytest.MonkeyPa
             one.join(WAIT)
 
 
-def test_texts_of_a_client_that_left_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_departed_client_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     with slow(monkeypatch) as (served, slowed):
         for body in ({"prompt": ["*" * 80] * 20}, {"prompt": "*"}):
             with pytest.raises(httpx2.TimeoutException):
@@ -172,7 +172,7 @@ def test_texts_of_a_client_that_left_are_not_tokenized(monkeypatch: pytest.Monke
         assert slowed.begun == 1
 
 
-def test_a_conversation_that_utf8_cannot_hold_is_refused(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_that_is_not_utf8_is_rejected(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates write tool calls as JSON, where a lone surrogate is no error yet."""
     loaded = llama.front.loaded
     monkeypatch.setattr(loaded.tokenizer, "apply_chat_template", lambda *_, **__: "a\ud800")
@@ -221,7 +221,7 @@ async def held_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_clients_take_turns(*, parallel: bool) -> None:
+def test_tokenizer_clients_take_turns(*, parallel: bool) -> None:
     """One that asked nine times before waits no more than one that asked once."""
 
     async def work(turns: Turns, held: Held) -> None:
@@ -245,7 +245,7 @@ def test_clients_take_turns(*, parallel: bool) -> None:
     in_turns(work, parallel=parallel)
 
 
-def test_what_work_raises_is_raised() -> None:
+def test_tokenizer_work_error_is_raised() -> None:
     async def work(turns: Turns, held: Held) -> None:
         def failing() -> str:
             raise KeyError("no such word")

@@ -91,7 +91,7 @@ A, B, C, D = (1, 16), (2, 16), (3, 16), (4, 16)
         ("ABCD", 0, 0),
     ],
 )
-def test_the_best_choice_is_made(names: str, last_used: int, best: int) -> None:
+def test_belady_makes_the_best_choice(names: str, last_used: int, best: int) -> None:
     """Room for one prompt of 16 tokens beside the one that runs."""
     requests = stream(*([dict(zip("ABCD", (A, B, C, D), strict=True))[name]] for name in names))
     assert [tokens(found(requests, FULL, 3, name), requests) for name in ("lru", "belady")] == [last_used, best]
@@ -99,7 +99,7 @@ def test_the_best_choice_is_made(names: str, last_used: int, best: int) -> None:
     assert tokens(found(requests, FULL, 100, "belady"), requests) == 15 * again
 
 
-def test_a_state_is_kept_where_a_later_prompt_leaves() -> None:
+def test_belady_keeps_a_state_at_a_later_branch() -> None:
     """The first time: without knowing the future, nobody keeps one there."""
     shared = (1, 21)
     requests = stream([shared, (2, 9)], [(5, 12)], [shared, (3, 9)])
@@ -107,7 +107,7 @@ def test_a_state_is_kept_where_a_later_prompt_leaves() -> None:
     assert [tokens(found(requests, HYBRID, 30, name), requests) for name in ("lru", "belady")] == [0, 21]
 
 
-def test_whoever_goes_on_from_a_later_end_wants_no_earlier_one() -> None:
+def test_belady_resume_at_a_later_point_drops_earlier_needs() -> None:
     future = Future(stream([A, B], [C], [A, B, C], [A, D]))
     assert [future.next_use(0, tokens, 0) for tokens in (16, 31)] == [2, 2]
     future.keep(0, 31, 7)
@@ -118,12 +118,12 @@ def test_whoever_goes_on_from_a_later_end_wants_no_earlier_one() -> None:
     assert future.next_use(0, 16, 0) == 2
 
 
-def test_the_limit_is_what_was_there_before() -> None:
+def test_belady_limit_counts_earlier_tokens() -> None:
     requests = stream([A], [A, B], [A], [B], [(1, 7), C])
     assert Future(requests).limit * sum(one.num_prompt_tokens for one in requests) == pytest.approx(16 + 15 + 0 + 7)
 
 
-def test_outputs_are_found_where_prompts_go_on_with_them() -> None:
+def test_belady_outputs_continued_by_prompts_are_hit() -> None:
     """Token-exact traces name their segments; ids of hashed blocks are no segments of outputs."""
     first = TraceRequest(0.0, Pieces(PROMPT_SEGMENT, ((1, 0, 8),)), Pieces(PROMPT_SEGMENT, ((1, 8, 4),)))
     then = TraceRequest(1.0, Pieces(PROMPT_SEGMENT, ((1, 0, 12), (2, 0, 4))), Pieces(PROMPT_SEGMENT, ((3, 0, 1),)))
@@ -163,7 +163,7 @@ def sessions(seed: int, count: int = 60) -> list[TraceRequest]:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("kind", KINDS)
-def test_none_finds_more_than_belady_and_belady_no_more_than_the_limit(kind: str, seed: int) -> None:
+def test_belady_hits_bound_other_evictions(kind: str, seed: int) -> None:
     requests = sessions(seed)
     limit = Future(requests).limit
     longest = max(one.num_tokens for one in requests)
@@ -177,7 +177,7 @@ def test_none_finds_more_than_belady_and_belady_no_more_than_the_limit(kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_memory_for_all_of_it_belady_is_the_limit(kind: str) -> None:
+def test_belady_with_full_memory_reaches_the_limit(kind: str) -> None:
     """Of what ran: the last token of an output does not."""
     for seed in range(4):
         requests = sessions(seed)
@@ -208,12 +208,12 @@ LINES = [
 ]
 
 
-def test_bounds_are_wanted_where_hazard_is_known() -> None:
+def test_bounds_are_computed_where_hazard_is_known() -> None:
     wanted = [(one.eviction, one.model, one.memory_gib, one.limit) for one in eviction_table.bounds(LINES)]
     assert wanted == [("limit", "", 0, 0), ("belady", "m", 10, 0), ("limit", "", 0, 5), ("belady", "m", 10, 5)]
 
 
-def test_show_includes_whole_streams_of_the_other_table() -> None:
+def test_bounds_table_includes_whole_streams() -> None:
     whole = {"workload": "mix", "model": "m", "memory_gib": 10, "time_scale": 1.0, "ideal": False, "limit": 0}
     other = [
         {"limit_of": "mix", "hit_rate": 0.9},
@@ -228,7 +228,7 @@ def test_show_includes_whole_streams_of_the_other_table() -> None:
     assert len(shown) == 4
 
 
-def test_a_seed_names_streams_that_the_library_draws() -> None:
+def test_bounds_seed_draws_the_library_streams() -> None:
     seeded = eviction_table.Cell("workload:chat:3", "m", 10, "lru", 20, replayed=True)
     drawn = list(eviction_table.source_of(seeded, "nowhere"))
     assert [(one.timestamp_s, one.prompt) for one in drawn] == [
@@ -237,7 +237,7 @@ def test_a_seed_names_streams_that_the_library_draws() -> None:
     assert drawn[0].timestamp_s != next(iter(Workload("chat", seed=4))).timestamp_s
 
 
-def test_show_repeats_bounds_in_every_row_that_they_bound() -> None:
+def test_bounds_table_repeats_bounds_in_each_row() -> None:
     header, *shown = eviction_table.show(LINES)
     assert header[5:] == ("align", "lru", "hazard", "belady", "limit", "moved")
     assert shown == [

@@ -27,7 +27,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_work_that_grows_is_told_and_nothing_else(guard: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_guard_reports_growth_only(guard: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same code counts the same twice; a layer more around one call is told in that call's rows alone."""
     before = guard.measure(["lookups"])
     assert guard.measure(["lookups"]) == before
@@ -48,7 +48,7 @@ def test_work_that_grows_is_told_and_nothing_else(guard: ModuleType, monkeypatch
     assert rows <= {row for row in before if row.startswith(("lookup.miss", "lookup.hit"))}  # nobody else looks up
 
 
-def test_what_counts_as_growth(guard: ModuleType) -> None:
+def test_bench_guard_growth_limit_is_applied(guard: ModuleType) -> None:
     declared = {"a": [1000, 100], "b": [20, 1]}
     assert guard.grown(declared, {"a": (1050, 105), "b": (28, 1)}) == []
     assert guard.grown(declared, {"a": (500, 50), "b": (1, 0)}) == []
@@ -60,7 +60,7 @@ def test_what_counts_as_growth(guard: ModuleType) -> None:
     assert guard.grown(declared, {"c": (1, 1)}) == ["c: not declared"]
 
 
-def test_more_named_tenants_cost_a_request_nothing(guard: ModuleType) -> None:
+def test_named_tenants_cost_a_request_nothing(guard: ModuleType) -> None:
     """What a tenant needs is made for its first request, and nobody walks all tenants to find who gives way."""
     guard.Bench(guard.Counter()).tenants("first uses", 32)
     counter = guard.Counter()
@@ -72,14 +72,14 @@ def test_more_named_tenants_cost_a_request_nothing(guard: ModuleType) -> None:
     assert rows["10000.manager"][1] == rows["100.manager"][1]  # C calls: nothing is made for each tenant
 
 
-def test_every_row_is_declared(guard: ModuleType) -> None:
+def test_bench_guard_declares_every_row(guard: ModuleType) -> None:
     """Of one scenario here; `make bench-guard` compares all."""
     declared = json.loads((BENCHMARKS / "work.json").read_text())
     assert set(guard.measure(["tables", "decode_one"])) <= set(declared["rows"])
     assert {"python", "numpy"} <= set(declared)
 
 
-def test_shared_prefix_work_does_not_grow_with_requests(guard: ModuleType) -> None:
+def test_shared_prefix_work_is_constant_in_requests(guard: ModuleType) -> None:
     """A request behind 400 with the same system prompt costs what one behind 100 costs (2.3 times as much before)."""
     work = {}
     server = guard.SharedPrefix("llama-3-8b", "natural")

@@ -39,7 +39,7 @@ def run(cache: KVCacheManager, prompts: list[list[int]], budget: int, outputs: i
     return steps
 
 
-def test_d1_every_published_state_is_that_of_its_own_token_count() -> None:
+def test_d1_published_state_has_its_own_position() -> None:
     cache = cache_of(full(16), state(32))
     labels: dict[int, int] = {}
     for step in run(cache, [PROMPT], 48):
@@ -53,7 +53,7 @@ def test_d1_every_published_state_is_that_of_its_own_token_count() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_d2_what_is_planned_is_what_is_taken(seed: int) -> None:
+def test_d2_commit_takes_the_planned_blocks(seed: int) -> None:
     """Hits, external loads, drafts and chunks at random: a commit uses up the blocks that its plan names, no more."""
     random = Random(seed)
     kinds = [full(4), full(8), window(9), window(16, 8), chunked(8), state(8), state(4, 2), state(16, 3)]
@@ -88,7 +88,7 @@ def test_d3_sinks_are_planned_and_run() -> None:
     cache.check()
 
 
-def test_d4_only_the_one_that_reads_the_state_waits_and_only_for_a_step() -> None:
+def test_d4_only_the_reader_of_a_state_waits_one_step() -> None:
     cache = cache_of(full(4), state(4))
     sched = Scheduler(cache, SchedulerLimits(8, 64))
     for name, prompt in (("writer", [*range(8), 50]), ("reader", [*range(8), 60]), ("other", [70] * 6)):
@@ -102,7 +102,7 @@ def test_d4_only_the_one_that_reads_the_state_waits_and_only_for_a_step() -> Non
     assert admitted == [["writer", "other", "late0"], ["reader", "late1"]]
 
 
-def test_d5_chunks_alone_prove_that_a_prompt_was_seen() -> None:
+def test_d5_chunk_group_alone_hits_only_seen_prompts() -> None:
     cache = cache_of(chunked(8))
     assert hit(cache, PROMPT[:30]) == (0, ([],))
     start(cache, PROMPT[:30], (30,))
@@ -110,7 +110,7 @@ def test_d5_chunks_alone_prove_that_a_prompt_was_seen() -> None:
     assert hit_tokens(cache, PROMPT[:30]) == 28
 
 
-def test_d6_hashes_are_the_same_in_another_process() -> None:
+def test_d6_hashes_match_in_another_process() -> None:
     code = (
         "import numpy as np\n"
         "from hybridkv.cache import BlockHasher\n"
@@ -160,7 +160,7 @@ def test_d8_token_spans_match_hashes_in_every_group() -> None:
         assert tuple(chain[stride - 1 :: stride]) == event.block_hashes
 
 
-def test_d9_who_was_readmitted_is_not_preempted_again_at_once() -> None:
+def test_d9_readmitted_request_is_not_preempted_at_once() -> None:
     """Two that cannot run together to their ends: whoever returns has room for all of its tokens, and runs on."""
     cache = cache_of(full(4), state(4), num_blocks=24)
     sched = Scheduler(cache, SchedulerLimits(8, 64))
@@ -179,7 +179,7 @@ def test_d9_who_was_readmitted_is_not_preempted_again_at_once() -> None:
     assert min(lives) > 1
 
 
-def test_a_failed_window_look_up_is_not_made_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_window_look_up_is_not_repeated_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that nobody has seen waits for room: from its second step on it costs a key or two a group."""
     cache = KVCacheManager(cache_of(window(1024, 16), full(16), num_blocks=1400).config, 20_000)
     sched = Scheduler(cache, SchedulerLimits(8, 8192))
@@ -209,20 +209,20 @@ def test_a_failed_window_look_up_is_not_made_again_in_every_step(monkeypatch: py
     assert max(costs[1:]) <= 2 * len(cache.groups)
 
 
-def test_more_than_one_block_size() -> None:
+def test_groups_of_different_block_sizes_hit() -> None:
     cache = cache_of(full(4), full(8), window(12, 4), state(16))
     run(cache, [PROMPT[:50]], 16)
     assert hit_tokens(cache, PROMPT[:50]) == 48
 
 
-def test_context_parallelism_with_windows_and_several_groups() -> None:
+def test_context_parallel_windows_and_groups_hit() -> None:
     cache = cache_of(full(4), window(20, 4), state(16), dcp_world_size=2, pcp_world_size=2)
     run(cache, [PROMPT[:70]], 32)
     assert hit_tokens(cache, PROMPT[:70]) == 64
 
 
 @pytest.mark.parametrize("budget", [16, 64])
-def test_resumed_requests_hit_what_they_left(budget: int) -> None:
+def test_resumed_request_hits_its_own_tokens(budget: int) -> None:
     """Sent back behind its prompt: the outputs are part of what is looked up, and no token is lost or doubled."""
     cache = cache_of(full(4), window(8), state(8))
     sched = Scheduler(cache, SchedulerLimits(8, budget))
@@ -241,7 +241,7 @@ def test_resumed_requests_hit_what_they_left(budget: int) -> None:
     assert request.num_output_tokens == 30
 
 
-def test_states_of_drafts_are_not_named_by_their_position() -> None:
+def test_draft_states_are_not_published() -> None:
     cache = cache_of(full(16), state(16, 2))
     request = start(cache, PROMPT[:14], (14,))
     request.append(5)

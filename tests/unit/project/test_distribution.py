@@ -71,14 +71,14 @@ def _metadata(wheel: zipfile.ZipFile) -> Message:
     return Parser().parsestr(wheel.read(name).decode())
 
 
-def test_the_source_distribution_is_a_whole_clone(tree: Path, unpacked: Path) -> None:
+def test_source_distribution_has_every_file(tree: Path, unpacked: Path) -> None:
     found = {one for one in _files(unpacked) if not one.startswith("build/")}
     assert found - _files(tree) == {"PKG-INFO", "setup.cfg"}
     assert _files(tree) <= found
     assert {"Makefile", "tests/unit/project/test_distribution.py", "docs/architecture.md", "LICENSE"} <= found
 
 
-def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_the_package_only(wheel: zipfile.ZipFile) -> None:
     package = {one for one in _files(ROOT / "src") if "__pycache__" not in one}
     found = {one for one in wheel.namelist() if ".dist-info/" not in one}
     assert found == package
@@ -89,7 +89,7 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> No
     assert wheel.read(points).decode() == "[console_scripts]\nhybridkv = hybridkv.cli:main\n"
 
 
-def test_what_an_index_shows(wheel: zipfile.ZipFile) -> None:
+def test_package_metadata_lists_requirements_and_extras(wheel: zipfile.ZipFile) -> None:
     said = _metadata(wheel)
     assert (said["Name"], said["Author"], said["License-Expression"]) == (
         "hybridkv",
@@ -110,7 +110,7 @@ def test_what_an_index_shows(wheel: zipfile.ZipFile) -> None:
     assert {"cli", "runner", "all"} <= set(said.get_all("Provides-Extra", []))
 
 
-def test_the_long_description_leads_nowhere_but_out(wheel: zipfile.ZipFile) -> None:
+def test_long_description_has_absolute_links_only(wheel: zipfile.ZipFile) -> None:
     said = _metadata(wheel)
     text = said.get_payload()
     assert isinstance(text, str)
@@ -124,7 +124,7 @@ def test_the_long_description_leads_nowhere_but_out(wheel: zipfile.ZipFile) -> N
     assert text.count("\n") >= readme.count("\n")
 
 
-def test_all_is_every_extra_but_those_of_developers_vllm_ray_and_what_is_compiled() -> None:
+def test_extra_all_excludes_development_vllm_ray_and_native() -> None:
     """VLLM asks for a torch of its own: it is a dependency only where it is asked for; so are a compiler and Ray."""
     extras = PROJECT["optional-dependencies"]
     (every,) = extras["all"]

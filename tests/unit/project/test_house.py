@@ -25,24 +25,24 @@ def reaches(source: str) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-def test_parts_are_what_a_manager_has() -> None:
+def test_manager_parts_list_is_current() -> None:
     cache = KVCacheManager(attention_config(8), 100)
     assert {name for name in PARTS if hasattr(cache, name)} == PARTS
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "schedule").glob("*.py")), ids=lambda path: path.stem)
-def test_the_scheduler_asks_the_manager_and_never_its_parts(path: Path) -> None:
+def test_scheduler_uses_the_manager_only(path: Path) -> None:
     assert list(reaches(path.read_text("utf-8"))) == []
 
 
-def test_a_reach_past_the_manager_is_seen() -> None:
+def test_access_past_the_manager_is_detected() -> None:
     assert list(reaches("for group in self._cache.groups:\n    cache.block_pool.evict_blocks(x)")) == [
         "self._cache.groups",
         "cache.block_pool",
     ]
 
 
-def test_others_import_the_cache_and_not_its_modules() -> None:
+def test_cache_modules_are_imported_through_the_package() -> None:
     """Eviction and observers read the core's values; nothing else imports below the package."""
     inside = {"cache", "eviction", "observe"}
     outside = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in inside]
@@ -74,18 +74,18 @@ def constructors(source: str) -> Iterator[tuple[str, int]]:
                     yield node.name, len(method.args.args) + len(method.args.kwonlyargs) - 1
 
 
-def test_constructors_of_many_arguments_have_a_reason() -> None:
+def test_constructors_with_many_arguments_are_listed() -> None:
     found = {name for path in ROOT.rglob("*.py") for name, count in constructors(path.read_text("utf-8")) if count > 6}
     assert found == set(MANY_ARGUMENTS)
 
 
-def test_a_policy_is_asked_at_most_twelve_questions() -> None:
+def test_eviction_policy_has_at_most_twelve_methods() -> None:
     common = set.intersection(*(set(dir(policy)) for policy in get_args(Policy)))
     questions = [name for name in common if not name.startswith("_")]
     assert 10 < len(questions) <= 12
 
 
-def test_the_cache_has_few_rooms() -> None:
+def test_cache_package_has_few_modules() -> None:
     rooms = {
         path.stem for path in (ROOT / "cache").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
@@ -106,7 +106,7 @@ LAYOUT_IS_KNOWN = {
 """Who may read ``slabs`` of a config, and so know which layout it is."""
 
 
-def test_the_layout_is_known_in_one_place() -> None:
+def test_layout_is_known_in_listed_modules_only() -> None:
     places = {
         path.relative_to(ROOT).as_posix()
         for path in ROOT.rglob("*.py")
@@ -117,7 +117,7 @@ def test_the_layout_is_known_in_one_place() -> None:
     assert {one for one in LAYOUT_IS_KNOWN if not any(place.startswith(one) for place in places)} == set()
 
 
-def test_nobody_else_asks_which_placement_there_is() -> None:
+def test_scheduler_does_not_ask_for_the_placement() -> None:
     asks = [
         path.name
         for path in (ROOT / "schedule").rglob("*.py")
@@ -127,7 +127,7 @@ def test_nobody_else_asks_which_placement_there_is() -> None:
     assert asks == []
 
 
-def test_the_manager_has_a_small_surface() -> None:
+def test_manager_has_a_small_public_surface() -> None:
     public = {value: name for name, value in vars(KVCacheManager).items() if not name.startswith("_")}  # aliases once
     assert len(public) <= 30
     assert len(inspect.signature(KVCacheManager).parameters) <= 10
