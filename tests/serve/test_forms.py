@@ -182,7 +182,9 @@ def test_completion_usage_counts_cached_tokens(llama: Served) -> None:
         ({"prompt": "a", "\ud800": ""}, "unicode", None),
     ],
 )
-def test_completion_with_invalid_field_is_rejected(llama: Served, body: dict[str, Any], said: str, param: str | None) -> None:
+def test_completion_with_invalid_field_is_rejected(
+    llama: Served, body: dict[str, Any], said: str, param: str | None
+) -> None:
     answer = llama.client.post(PATH, content=json.dumps(body), headers={"content-type": "application/json"})
     assert answer.status_code == 400
     error = answer.json()["error"]

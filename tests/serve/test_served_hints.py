@@ -57,7 +57,9 @@ def test_hints_in_a_body_apply_to_every_prompt(llama: Served, heard: list[Hints]
         (["over"], "hints", "valid dictionary"),
     ],
 )
-def test_hints_in_a_body_that_are_invalid_are_rejected(llama: Served, path: str, hints: object, param: str, said: str) -> None:
+def test_hints_in_a_body_that_are_invalid_are_rejected(
+    llama: Served, path: str, hints: object, param: str, said: str
+) -> None:
     error = llama.refused(path, 400, **PATHS[path.removesuffix("/render")], hints=hints)
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert said in error["message"]

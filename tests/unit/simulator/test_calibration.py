@@ -50,14 +50,14 @@ def measured(made: Plan, shapes: tuple[Shape, ...], hardware: Hardware, noise: f
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-3-1b", "falcon-h1-7b"])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_machine_is_found_again(name: str, machine: str) -> None:
+def test_calibration_recovers_a_known_machine(name: str, machine: str) -> None:
     made = planned(name)
     found = fitted(measured(made, FITTED, MACHINES[machine]), StepCost.of(made), "found")
     off = relative_errors(measured(made, HELD_BACK, MACHINES[machine]), StepCost.of(made, hardware=found))
     assert np.abs(off).max() < 0.02
 
 
-def test_noise_is_averaged() -> None:
+def test_calibration_with_noise_averages_it() -> None:
     made, machine = planned(), MACHINES["a processor"]
     found = fitted(measured(made, FITTED, machine, noise=0.1), StepCost.of(made), "found")
     off = relative_errors(measured(made, HELD_BACK, machine), StepCost.of(made, hardware=found))
@@ -65,12 +65,12 @@ def test_noise_is_averaged() -> None:
     assert found.flops_per_s == pytest.approx(machine.flops_per_s, rel=0.2)
 
 
-def test_what_is_held_back_was_not_fitted() -> None:
+def test_calibration_held_back_shapes_are_not_fitted() -> None:
     assert not set(FITTED) & set(HELD_BACK)
     assert len(set(FITTED)) == len(FITTED)
 
 
-def test_a_prediction_is_what_a_replay_takes(tmp_path: Path) -> None:
+def test_calibration_prediction_matches_a_replay(tmp_path: Path) -> None:
     made, shape = planned(), Shape(5, 300, 7)
     path = tmp_path / "shape.jsonl"
     path.write_text(
@@ -87,7 +87,7 @@ def test_a_prediction_is_what_a_replay_takes(tmp_path: Path) -> None:
     assert report.steps == len(one.steps)
 
 
-def test_a_file_is_read_as_what_was_written(tmp_path: Path) -> None:
+def test_calibration_file_round_trips(tmp_path: Path) -> None:
     machine = replace(MACHINES["a processor"], name='a "quoted" \\ name')
     path = tmp_path / "m.toml"
     path.write_text(toml_of(machine, ["off by 3%"]), "utf-8")
@@ -95,7 +95,7 @@ def test_a_file_is_read_as_what_was_written(tmp_path: Path) -> None:
     assert hardware_named(str(path)) == machine
 
 
-def test_too_little_is_refused() -> None:
+def test_calibration_with_too_few_shapes_is_rejected() -> None:
     made = planned()
     some = measured(made, FITTED[:4], MACHINES["a processor"])
     with pytest.raises(ConfigError, match="4 shapes do not say what a machine does"):
@@ -105,7 +105,7 @@ def test_too_little_is_refused() -> None:
         fitted(nothing, StepCost.of(made), "found")
 
 
-def test_shapes_that_do_not_fit_are_left_out_or_refused() -> None:
+def test_calibration_shapes_that_do_not_fit_are_skipped() -> None:
     assert shapes_within(FITTED, planned()) == FITTED
     short = plan(read_model("qwen3-0.6b"), "4GiB", max_model_len=600)
     assert shapes_within(FITTED, short) == tuple(one for one in FITTED if one.prompt + one.output <= 600)
@@ -113,7 +113,7 @@ def test_shapes_that_do_not_fit_are_left_out_or_refused() -> None:
         shapes_within(FITTED, plan(read_model("qwen3-0.6b"), "64MiB", max_model_len=500))
 
 
-def test_the_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_command_writes_a_hardware_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = (*(Shape(1, n, 1) for n in (16, 64, 200)), Shape(4, 32, 4), Shape(8, 16, 4), Shape(2, 100, 3))
     monkeypatch.setattr("hybridkv.cli.calibrate.FITTED", few)
     monkeypatch.setattr("hybridkv.cli.calibrate.HELD_BACK", (Shape(3, 50, 4), Shape(1, 120, 2)))
@@ -127,5 +127,5 @@ def test_the_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.Mon
     run("replay", "workload:chat", "--limit", "3", "--model", "llama-3-8b", "--memory", "4GiB", "--hardware", out)
 
 
-def test_the_command_wants_a_name_that_hardware_knows(tmp_path: Path) -> None:
+def test_calibrate_command_with_invalid_name_is_rejected(tmp_path: Path) -> None:
     assert "must end in .toml" in error("calibrate", "--model", "tiny:llama", "--out", tmp_path / "x.txt")

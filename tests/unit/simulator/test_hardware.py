@@ -24,7 +24,7 @@ from hybridkv.simulator import (
 )
 
 
-def test_the_names_and_what_they_say() -> None:
+def test_hardware_names_have_their_figures() -> None:
     names = "h100 h100-unbounded h100-pcie h200 b200 a100-40 a100-80 l40s l4 mi300x epyc-9654"
     assert list(HARDWARE) == names.split()
     assert hardware_named("h100") is H100
@@ -36,7 +36,7 @@ def test_the_names_and_what_they_say() -> None:
     assert [told[one] for one in ("h200", "a100-40", "l4")] == [(4800, 141), (1555, 40), (300, 24)]
 
 
-def test_a_file(tmp_path: Path) -> None:
+def test_hardware_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text('like = "h100"\nname = "ours"\nmemory_efficiency = 0.7\n', "utf-8")
     assert hardware_named(str(path)) == replace(H100, name="ours", memory_efficiency=0.7)
@@ -62,7 +62,7 @@ def test_a_file(tmp_path: Path) -> None:
         ('like = "h100"\nname = 5', "name must be text"),
     ],
 )
-def test_a_file_that_is_wrong(tmp_path: Path, text: str, what: str) -> None:
+def test_hardware_file_with_wrong_field_names_it(tmp_path: Path, text: str, what: str) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(text, "utf-8")
     with pytest.raises(ConfigError) as caught:
@@ -71,7 +71,7 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, what: str) -> None:
     assert "ours.toml" in str(caught.value)
 
 
-def test_weights_take_their_bytes_and_fp8_its_rate() -> None:
+def test_hardware_weights_of_fp8_use_their_bytes_and_rate() -> None:
     def seconds(weights: str, tokens: int, hardware: str = "h100") -> float:
         cost = StepCost(1e9, 1e9, CacheTraffic(), replace(HARDWARE[hardware], overhead_s=0.0), weights=weights)
         return max(cost._bounds(tokens)[0], cost._bounds(tokens)[1] / cost._bytes_per_s)
@@ -89,7 +89,7 @@ def test_weights_take_their_bytes_and_fp8_its_rate() -> None:
         ReplaySettings(hardware="h100")  # type: ignore[arg-type]  # what is tested
 
 
-def test_ranks_add_up_their_parts_over_the_link() -> None:
+def test_hardware_ranks_pay_for_the_link() -> None:
     def cost(tp: int, hardware: str = "h100") -> StepCost:
         made = plan(read_model("llama-3-70b", tp=tp), "40GiB")
         return StepCost.of(made, hardware=HARDWARE[hardware])
@@ -112,7 +112,7 @@ def test_ranks_add_up_their_parts_over_the_link() -> None:
     assert replace(cost(1), hardware=slow.hardware)._besides_s(8, 8) == H100.overhead_s
 
 
-def test_rows_take_time_of_their_own() -> None:
+def test_hardware_row_overhead_is_counted() -> None:
     cost = StepCost.of(plan(read_model("llama-3-8b"), "20GiB"))
     rows = replace(cost, hardware=replace(H100, row_s=0.25))
     assert rows._besides_s(100, 3) == cost._besides_s(100, 3) + 0.75
@@ -120,7 +120,7 @@ def test_rows_take_time_of_their_own() -> None:
     assert rows.decode_seconds(computed, 2) - cost.decode_seconds(computed, 2) == pytest.approx([0.75, 0.75])
 
 
-def test_a_changed_file_is_another_cell(tmp_path: Path) -> None:
+def test_hardware_file_that_changed_is_another_cell(tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  # here alone
 
     path = tmp_path / "ours.toml"
@@ -138,7 +138,7 @@ def test_a_changed_file_is_another_cell(tmp_path: Path) -> None:
 # -- as commands
 
 
-def test_hardware_is_listed() -> None:
+def test_hardware_command_lists_machines() -> None:
     text = run("hardware").stdout
     assert "H100 SXM" in text
     assert "NVIDIA L40S data sheet" in text
@@ -146,7 +146,7 @@ def test_hardware_is_listed() -> None:
     assert json.loads(run("hardware", "--json").stdout)["h100"] == asdict(H100)
 
 
-def test_a_replay_on_other_hardware() -> None:
+def test_hardware_option_of_replay_is_applied() -> None:
     base = ("replay", "workload:uniform", "--model", "llama-3-8b", "--memory", "1GiB", "--json")
     fast, slow, light = (
         json.loads(run(*base, *more).stdout)

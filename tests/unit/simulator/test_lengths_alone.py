@@ -31,7 +31,7 @@ def written(tmp_path: Path, *lines: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_replay_says_that_hits_are_unknown(azure: Path) -> None:
+def test_lengths_only_replay_reports_unknown_hits(azure: Path) -> None:
     text = run("replay", azure, *BASE).stdout
     said = "lengths only      the trace does not say which tokens are equal: hits are unknown, times assume no hits\n"
     assert said in text
@@ -46,7 +46,7 @@ def test_a_replay_says_that_hits_are_unknown(azure: Path) -> None:
     assert made["computed_tokens"] == made["prompt_tokens"] + made["output_tokens"] - made["requests"]
 
 
-def test_burstgpt_and_aiperf_without_text(tmp_path: Path) -> None:
+def test_lengths_only_burstgpt_and_aiperf_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "burstgpt.csv"
     head = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
     path.write_text(head + "5,ChatGPT,472,18,490,Conversation log\n", "utf-8")
@@ -62,7 +62,7 @@ def test_burstgpt_and_aiperf_without_text(tmp_path: Path) -> None:
     assert TraceFile(written(tmp_path, lengths, with_text), tokenizer="bytes:4").summary().tokens_known
 
 
-def test_libraries_are_told_so_too(azure: Path) -> None:
+def test_lengths_only_trace_description_has_no_hits(azure: Path) -> None:
     source = TraceFile(azure)
     plan = plan_for_trace(source.summary(), read_model("llama-3-8b"), "1GiB")
     fleet = replay_replicas(source, plan, replicas=2)
@@ -73,14 +73,14 @@ def test_libraries_are_told_so_too(azure: Path) -> None:
     assert (told.shared_tokens, told.shared_lengths, told.shared, told.hits) == (None, None, (), ())
 
 
-def test_a_trace_described(azure: Path) -> None:
+def test_lengths_only_trace_command_prints_no_hits(azure: Path) -> None:
     text = run("trace", "describe", azure).stdout
     assert re.search(r"shared prefixes +unknown ", text)
     assert "endless cache" not in text
     assert json.loads(run("trace", "describe", azure, "--json").stdout)["shared_tokens"] is None
 
 
-def test_a_converted_trace_stays_unknown(azure: Path, tmp_path: Path) -> None:
+def test_lengths_only_trace_stays_so_after_conversion(azure: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert convert(TraceFile(azure), out) == 20
     assert json.loads(out.read_text("utf-8").splitlines()[3]) == {"timestamp": 3000, "prompt": 2000, "output": 20}
@@ -97,7 +97,7 @@ def test_a_converted_trace_stays_unknown(azure: Path, tmp_path: Path) -> None:
         assert said in error("replay", written(tmp_path, wrong), "--format", "token-exact", *BASE)
 
 
-def test_nothing_is_explained(azure: Path, tmp_path: Path) -> None:
+def test_lengths_only_trace_is_not_explained(azure: Path, tmp_path: Path) -> None:
     for asked in (
         ("explain", azure, "3"),
         ("replay", azure, "--explain"),
@@ -106,7 +106,7 @@ def test_nothing_is_explained(azure: Path, tmp_path: Path) -> None:
         assert "azure.csv holds only lengths" in error(*asked, *BASE)
 
 
-def test_a_sweep_names_no_winner_by_hits(azure: Path, tmp_path: Path) -> None:
+def test_lengths_only_sweep_names_no_winner_by_hits(azure: Path, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "out", "--jobs", "1")
     page = tmp_path / "sweep.html"
     asked = ("sweep", azure, "--model", "llama-3-8b", "--memory", "1GiB,2GiB", *out)
@@ -122,7 +122,7 @@ def test_a_sweep_names_no_winner_by_hits(azure: Path, tmp_path: Path) -> None:
     assert [row[1] for row in rows[1:]] == ["unknown", "unknown"]
 
 
-def test_a_search_names_its_winner_by_times(azure: Path, tmp_path: Path) -> None:
+def test_lengths_only_search_names_its_winner_by_times(azure: Path, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     page = tmp_path / "tune.html"
     priced = ("--slo", "ttft-p99=1s", "--price", "h100=2.5/h", "--out", tmp_path / "out", "--jobs", "1")
@@ -133,7 +133,7 @@ def test_a_search_names_its_winner_by_times(azure: Path, tmp_path: Path) -> None
     assert not any("found" in name or "hit" in name for name in facts)
 
 
-def test_the_page_of_a_replay(azure: Path, tmp_path: Path) -> None:
+def test_lengths_only_report_page_omits_hits(azure: Path, tmp_path: Path) -> None:
     page = tmp_path / "replay.html"
     run("replay", azure, *BASE, "--report", page)
     facts, charts, _ = read(page)
@@ -148,7 +148,7 @@ def test_the_page_of_a_replay(azure: Path, tmp_path: Path) -> None:
     assert "Time to the first token" not in charts
 
 
-def test_the_doctor_looks_at_what_hits_do_not_decide(azure: Path) -> None:
+def test_lengths_only_doctor_skips_hit_checks(azure: Path) -> None:
     made = json.loads(run("doctor", azure, "--model", "qwen3.5-35b-a3b", "--memory", "8GiB", "--json").stdout)
     assert made["figures"]["blocks_and_prefixes"] == UNKNOWN
     assert "states_and_requests" in made["figures"]

@@ -38,15 +38,15 @@ FOUR = "4 x H100 SXM: 32.85 GiB of bf16 weights + 40 GiB of cache in 74.51 GiB e
 
 
 @pytest.mark.parametrize("command", [("replay",), ("doctor",)])
-def test_a_model_that_does_not_fit_is_refused(command: tuple[str, ...]) -> None:
+def test_machine_too_small_for_the_model_is_rejected(command: tuple[str, ...]) -> None:
     assert error(*command, *LLAMA_70B) == f"error: {DOES_NOT_FIT}"
 
 
-def test_explain_refuses_it_too() -> None:
+def test_machine_too_small_is_rejected_by_explain() -> None:
     assert error("explain", LLAMA_70B[0], "3", *LLAMA_70B[1:]) == f"error: {DOES_NOT_FIT}"
 
 
-def test_with_the_ranks_that_are_named_it_fits_and_the_machine_is_told() -> None:
+def test_machine_with_the_named_ranks_fits() -> None:
     tp = ("--tp", "4")
     assert f"\non {FOUR}\n" in run("replay", *LLAMA_70B, *tp).stdout
     assert json.loads(run("replay", *LLAMA_70B, *tp, "--json").stdout)["machine"] == FOUR
@@ -55,7 +55,7 @@ def test_with_the_ranks_that_are_named_it_fits_and_the_machine_is_told() -> None
     assert subject == f"workload:uniform on llama-3-70b in 40 GiB, on {FOUR}"
 
 
-def test_a_model_of_many_experts() -> None:
+def test_machine_for_many_experts_names_enough_ranks() -> None:
     asked = ("replay", "workload:uniform", "--model", "deepseek-v3", "--memory", "10GiB", "--json")
     said = error(*asked)
     assert "1.22 TiB of bf16 weights and 10 GiB of cache are more than the 74.51 GiB" in said
@@ -66,7 +66,7 @@ def test_a_model_of_many_experts() -> None:
     assert "use --tp 16, or" in error(*asked, "--weights", "fp8")
 
 
-def test_hits_alone_need_no_machine_that_exists() -> None:
+def test_machine_unbounded_is_accepted_for_hits_only() -> None:
     """One of any memory has the same times, and its name says that nobody has it; without times there is none."""
     fits, any_memory, timeless = (
         json.loads(run("replay", *LLAMA_70B, *more, "--json").stdout)
@@ -82,20 +82,20 @@ def test_hits_alone_need_no_machine_that_exists() -> None:
     assert "per output token" not in text
 
 
-def test_a_machine_of_any_memory_is_as_fast() -> None:
+def test_machine_unbounded_has_the_same_times() -> None:
     made = plan_for_trace(SOURCE.summary(), read_model("llama-3-8b"), "1GiB")
     bounded, unbounded = (replay(SOURCE, made, ReplaySettings(hardware=one)) for one in (H100, H100_UNBOUNDED))
     assert replace(unbounded, machine=bounded.machine) == bounded
 
 
-def test_a_library_is_refused_too() -> None:
+def test_machine_too_small_is_rejected_by_the_library() -> None:
     made = plan_for_trace(SOURCE.summary(), read_model("llama-3-70b"), "40GiB")
     for run_it in (replay, replay_replicas):
         with pytest.raises(ConfigError, match=r"llama-3-70b does not fit.* --tp 4"):
             run_it(SOURCE, made)
 
 
-def test_a_cell_that_does_not_fit_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_machine_too_small_for_a_cell_skips_it(tmp_path: Path) -> None:
     cells = [Cell("llama-3-70b", "40GiB"), Cell("llama-3-70b", "40GiB", tp=4)]
     with ThreadPoolExecutor(1) as executor:
         refused, served = (one.document for one in sweep(SOURCE, cells, tmp_path, executor))
@@ -106,7 +106,7 @@ def test_a_cell_that_does_not_fit_is_refused_and_not_run(tmp_path: Path) -> None
     assert report["machine"] == FOUR
 
 
-def test_a_sweep_tells_machines_and_refusals(tmp_path: Path) -> None:
+def test_machine_and_refusals_are_in_a_sweep(tmp_path: Path) -> None:
     base = ("sweep", *LLAMA_70B, "--tp", "1,4", "--jobs", "1", "--out", tmp_path)
     text = run(*base).stdout
     assert re.search(r" 1 +refused ", text)
@@ -115,7 +115,7 @@ def test_a_sweep_tells_machines_and_refusals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hardware", ["h100", "b200", "l4"])
-def test_the_ranks_that_are_named_are_enough_and_the_model_has_them(hardware: str) -> None:
+def test_machine_named_ranks_are_enough_and_valid(hardware: str) -> None:
     """Of every known model: it is read with so many ranks, and fits; with half as many it does not."""
     memory, machine, named = 4 << 30, HARDWARE[hardware], 0
     for known in known_models():
@@ -134,13 +134,13 @@ def test_the_ranks_that_are_named_are_enough_and_the_model_has_them(hardware: st
     assert named > 20
 
 
-def test_what_leaves_no_room_for_any_weights_names_no_ranks() -> None:
+def test_machine_without_room_for_weights_names_no_ranks() -> None:
     said = too_large(read_model("llama-3-8b"), 90 << 30, H100, "bf16")
     assert said is not None
     assert "of one H100 SXM: lower --memory;" in said
 
 
-def test_what_nobody_knows_is_not_checked() -> None:
+def test_machine_with_unknown_weights_is_not_checked() -> None:
     model = read_model("llama-3-8b")
     assert room_for_cache(model, H100, "bf16") == 80_000_000_000 - 2 * model.parameters
     assert room_for_cache(model, H100, "fp8") == 80_000_000_000 - model.parameters
@@ -151,7 +151,7 @@ def test_what_nobody_knows_is_not_checked() -> None:
     assert words == "1 x H100 SXM: bf16 weights of unknown size + 4 GiB of cache in 74.51 GiB"
 
 
-def test_the_doctor_asks_for_no_memory_that_the_machine_lacks() -> None:
+def test_machine_memory_limits_doctor_remedies() -> None:
     """The cache has what weights leave: the remedy is another one, and is not replayed."""
     model = read_model("qwen3.5-35b-a3b")
     small = replace(H100, memory_bytes=2.0 * model.parameters + (1 << 30))
@@ -165,7 +165,7 @@ def test_the_doctor_asks_for_no_memory_that_the_machine_lacks() -> None:
     assert not any("GiB" in one for one in told)
 
 
-def test_weights_as_narrow_as_the_checkpoint_are_named_where_they_fit() -> None:
+def test_machine_error_suggests_checkpoint_weights() -> None:
     said = too_large(read_model("gpt-oss-120b"), 8 << 30, H100, "bf16")
     assert said is not None
     assert "use --tp 4, or --weights int4 as its checkpoint, or lower --memory" in said
@@ -173,7 +173,7 @@ def test_weights_as_narrow_as_the_checkpoint_are_named_where_they_fit() -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere.toml", "."])
-def test_a_file_of_hardware_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+def test_machine_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
     path = str(tmp_path / name) if name != "." else f"{tmp_path}/folder.toml"
     if name == ".":
         Path(path).mkdir()

@@ -33,18 +33,18 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_dictionary_finds_what_the_closed_form_says(check: ModuleType, trace: Path) -> None:
+def test_trace_check_matches_the_closed_form(check: ModuleType, trace: Path) -> None:
     assert check.endless_cache(trace.read_bytes()) == (10_960, UniformWorkload().hit_tokens(16), True)
 
 
-def test_blocks_are_known_by_their_tokens_not_by_how_they_are_cut(check: ModuleType) -> None:
+def test_trace_check_blocks_ignore_piece_boundaries(check: ModuleType) -> None:
     whole = list(check.blocks([(1, 0, 40)], 40))
     assert whole == [((1, 0, 16),), ((1, 16, 32),)]
     assert list(check.blocks([(1, 0, 7), (1, 7, 40)], 39)) == whole
     assert list(check.blocks([(1, 0, 10), (2, 3, 30)], 20)) == [((1, 0, 10), (2, 3, 9))]
 
 
-def test_the_same_is_said_to_be_the_same(
+def test_trace_check_of_equal_counts_passes(
     check: ModuleType, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["check_trace.py", str(trace)])
@@ -52,7 +52,7 @@ def test_the_same_is_said_to_be_the_same(
     assert "the same, in under 180 s" in capsys.readouterr().out
 
 
-def test_a_difference_is_found(
+def test_trace_check_reports_a_difference(
     check: ModuleType, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["check_trace.py", str(trace)])

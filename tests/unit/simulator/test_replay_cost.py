@@ -51,26 +51,26 @@ def step(*rows: tuple[int, int], copies: tuple[Copy, ...] = ()) -> Step:
     )
 
 
-def test_compute_bound() -> None:
+def test_step_cost_when_compute_bound_matches_hand_calculation() -> None:
     cost = StepCost(parameters=10, active_parameters=10, traffic=CacheTraffic(), hardware=SLOW)
     # 2 * 10 * 100 operations at 500 a second; 20 bytes of weights at 25 a second
     assert cost.seconds(step((0, 60), (7, 40))) == 4 + 0.125
 
 
-def test_memory_bound() -> None:
+def test_step_cost_when_memory_bound_matches_hand_calculation() -> None:
     cost = StepCost(parameters=10, active_parameters=10, traffic=CacheTraffic(3), hardware=SLOW)
     # 20 bytes of weights, 3 for each of 30 + 1 and 44 + 1 tokens, at 25 a second; 40 operations at 500
     assert cost.seconds(step((30, 1), (44, 1))) == (20 + 3 * 76) / 25 + 0.125
 
 
-def test_experts_that_no_token_chooses_are_not_read() -> None:
+def test_step_cost_skips_unchosen_experts() -> None:
     cost = StepCost(parameters=100, active_parameters=10, traffic=CacheTraffic(), hardware=SLOW)
     assert cost.seconds(step((0, 1))) == 2 * 10 / 25 + 0.125
     assert cost.seconds(step((0, 4))) == 2 * 40 / 25 + 0.125
     assert cost.seconds(step((0, 50))) == 2 * 100 / 25 + 0.125
 
 
-def test_encoders_run_where_requests_begin() -> None:
+def test_step_cost_of_encoder_is_paid_at_request_start() -> None:
     cost = StepCost(10, 6, CacheTraffic(), SLOW, encoder_parameters=4)
     assert cost.seconds(step((5, 1), (9, 1))) == 2 * 6 / 25 + 0.125  # nobody reads the encoder's weights
 
@@ -86,22 +86,22 @@ def test_encoders_run_where_requests_begin() -> None:
 
 
 @pytest.mark.parametrize(("name", "encoder"), [("flan-t5-large", 308_332_032), ("llama-3-8b", 0), ("qwen3-30b-a3b", 0)])
-def test_weights_of_an_encoder(name: str, encoder: int) -> None:
+def test_step_cost_encoder_parameters_match_the_model(name: str, encoder: int) -> None:
     assert StepCost.of(plan(read_model(name), "8GiB", max_model_len=4096)).encoder_parameters == encoder
 
 
-def test_an_empty_step_costs_its_overhead() -> None:
+def test_step_cost_of_empty_step_is_the_overhead() -> None:
     assert StepCost(10, 10, CacheTraffic(1), SLOW).seconds(step()) == 0.125
 
 
-def test_the_time_scale_multiplies() -> None:
+def test_step_cost_is_multiplied_by_the_time_scale() -> None:
     one, half, none = (StepCost(10, 10, CacheTraffic(1), SLOW, time_scale=scale) for scale in (1.0, 0.5, 0.0))
     busy = step((5, 3))
     assert half.seconds(busy) == one.seconds(busy) / 2
     assert none.seconds(busy) == 0
 
 
-def test_ranks_share_the_work() -> None:
+def test_step_cost_of_several_ranks_is_shared() -> None:
     alone, four = (StepCost.of(plan(read_model("llama-3-70b", tp=tp), "40GiB")) for tp in (1, 4))
     assert four.parameters == alone.parameters / 4
     assert four.active_parameters == alone.active_parameters / 4
@@ -113,12 +113,12 @@ def test_ranks_share_the_work() -> None:
 
 
 @pytest.mark.parametrize("scale", [-0.1, float("inf"), float("nan")])
-def test_time_scales_that_cannot_be(scale: float) -> None:
+def test_time_scale_that_is_invalid_is_rejected(scale: float) -> None:
     with pytest.raises(ConfigError, match="time scale must be 0 or more and finite"):
         StepCost.of(plan(read_model("llama-3-8b"), "4GiB"), time_scale=scale)
 
 
-def test_percentiles_are_those_of_nearest_rank() -> None:
+def test_percentiles_use_the_nearest_rank() -> None:
     assert Distribution.of([float(n) for n in range(200, 0, -1)]) == Distribution(100.5, 100, 180, 198)
     assert Distribution.of([4.0]) == Distribution(4, 4, 4, 4)
     assert Distribution.of([1.0, 3.0]) == Distribution(2, 1, 3, 3)
@@ -164,19 +164,21 @@ def planned(*specs: KVCacheSpec, encoder_tokens: int = 0, **limits: object) -> P
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, KVCacheSpec) else str(one),
 )
-def test_what_each_kind_of_layer_moves(spec: KVCacheSpec, rows: Sequence[tuple[int, int]], moved: int) -> None:
+def test_cache_traffic_of_each_spec_matches_hand_calculation(
+    spec: KVCacheSpec, rows: Sequence[tuple[int, int]], moved: int
+) -> None:
     traffic = CacheTraffic.of(planned(spec, encoder_tokens=20))
     assert traffic.bytes_of(step(*rows)) == moved
 
 
-def test_layers_add_up_and_equal_windows_are_one() -> None:
+def test_cache_traffic_adds_layers_and_merges_equal_windows() -> None:
     other = SlidingWindowSpec(**HEADS, sliding_window=3)
     traffic = CacheTraffic.of(planned(FULL, WINDOW, FULL, STATE, WINDOW, other))
     assert list(traffic.windows) == [(3, 32), (10, 64)]
     assert traffic.bytes_of(step((30, 1))) == 31 * 64 + 10 * 64 + 3 * 32 + 400
 
 
-def test_copies_read_and_write_a_block_of_their_group() -> None:
+def test_cache_traffic_of_copies_counts_read_and_write() -> None:
     plan = planned(FULL, STATE, STATE)
     group = next(i for i, one in enumerate(plan.config.groups) if isinstance(one.spec, MambaSpec))
     states = len(plan.config.groups[group].layer_names)
@@ -185,7 +187,7 @@ def test_copies_read_and_write_a_block_of_their_group() -> None:
     assert traffic.bytes_of(step((8, 1), copies=copies)) == 9 * 32 + 2 * 400 + 2 * 2 * 200 * states
 
 
-def test_windows_managed_as_full_attention_are_masked_all_the_same() -> None:
+def test_cache_traffic_of_windows_as_full_is_masked() -> None:
     kept, dropped = (
         CacheTraffic.of(planned(FULL, WINDOW, CHUNK, windows_as_full=as_full)) for as_full in (True, False)
     )
@@ -194,12 +196,12 @@ def test_windows_managed_as_full_attention_are_masked_all_the_same() -> None:
     assert CacheTraffic.of(planned(remembered)).bytes_of(step((30, 1))) == 10 * 32
 
 
-def test_context_parallel_ranks_share_tokens_but_not_states() -> None:
+def test_cache_traffic_of_context_parallel_shares_tokens_only() -> None:
     traffic = CacheTraffic.of(planned(FULL, WINDOW, STATE, CROSS, encoder_tokens=20, dcp=2, pcp=2))
     assert traffic.bytes_of(step((31, 1))) == (32 + 10) * 8 + 400 + 20 * 32
 
 
-def test_real_models() -> None:
+def test_cache_traffic_of_real_models_matches() -> None:
     qwen = CacheTraffic.of(plan(read_model("qwen3.5-35b-a3b"), "40GiB", max_model_len=8192))
     # 10 layers of 2 * 2 heads * 256 * 2 bytes; 64,389,120 bytes of states, read and written
     assert (qwen.token_bytes, qwen.row_bytes) == (20_480, 2 * 64_389_120)
@@ -233,7 +235,7 @@ def columns(rows: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(ROWS, st.integers(1, 50), st.integers(1, 50))
-def test_pairs_are_those_of_the_mask(rows: list[tuple[int, int]], window: int, chunk: int) -> None:
+def test_operations_count_the_pairs_of_the_mask(rows: list[tuple[int, int]], window: int, chunk: int) -> None:
     made = Operations(3, ((window, 5.0),), ((chunk, 7.0),), 11)
     expected = 3 * pairs(rows) + 5 * pairs(rows, window=window) + 7 * pairs(rows, chunk=chunk)
     expected += 11 * sum(scheduled for _, scheduled in rows)
@@ -241,7 +243,7 @@ def test_pairs_are_those_of_the_mask(rows: list[tuple[int, int]], window: int, c
 
 
 @given(ROWS, st.integers(1, 50), st.integers(1, 50), st.integers(1, 60))
-def test_decoding_steps_at_once_are_those_one_by_one(
+def test_operations_of_decoding_at_once_match_single_steps(
     rows: list[tuple[int, int]], window: int, chunk: int, steps: int
 ) -> None:
     made = Operations(0.3, ((window, 0.7),), ((chunk, 1.1),), 1.3)
@@ -263,16 +265,16 @@ def test_decoding_steps_at_once_are_those_one_by_one(
         ("jamba-1.5-mini", Operations(4 * 32 * 2 * 256, token=6 * 28 * 19 * 8192)),
     ],
 )
-def test_operations_of_models(name: str, expected: Operations) -> None:
+def test_operations_of_models_match(name: str, expected: Operations) -> None:
     assert Operations.of(plan(read_model(name), "60GiB", max_model_len=8192)) == expected
 
 
-def test_ranks_share_attention() -> None:
+def test_operations_of_several_ranks_share_attention() -> None:
     one, four = (Operations.of(plan(read_model("llama-3-70b", tp=tp), "40GiB")) for tp in (1, 4))
     assert one.pair == 4 * four.pair == 80 * 64 * 2 * 256
 
 
-def test_a_long_prompt_takes_the_time_of_its_attention() -> None:
+def test_step_cost_of_long_prompt_is_its_attention() -> None:
     cost = StepCost.of(plan(read_model("llama-3-70b", tp=4), "40GiB"))
     alone = replace(cost, operations=Operations())
     tokens = 100_000
@@ -284,12 +286,12 @@ def test_a_long_prompt_takes_the_time_of_its_attention() -> None:
     assert faster.seconds(prompt) - alone.seconds(prompt) == pytest.approx(pairs_s / 2)
 
 
-def test_a_model_of_unknown_heads_counts_no_attention() -> None:
+def test_operations_without_head_count_skip_attention() -> None:
     model = replace(read_model("llama-3-8b"), query_heads=0)
     assert Operations.of(plan(model, "20GiB")).pair == 0
 
 
-def test_context_parallel_ranks() -> None:
+def test_operations_of_context_parallel_ranks_match() -> None:
     """Those of decoding have all heads of a part of the tokens, as many as alone; those of prefill share queries."""
     model = read_model("deepseek-v3", tp=8)
     alone, decoding, prefill = (

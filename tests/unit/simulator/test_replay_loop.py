@@ -93,7 +93,7 @@ def endless(
 @pytest.mark.parametrize("layout", ["reference", "natural"])
 @pytest.mark.parametrize("block_size", [1, 16, 48])
 @pytest.mark.parametrize("time_scale", [0.0, 1.0])
-def test_a_uniform_workload_hits_what_its_closed_form_says(block_size: int, time_scale: float, layout: str) -> None:
+def test_replay_of_uniform_workload_matches_the_closed_form(block_size: int, time_scale: float, layout: str) -> None:
     workload = UniformWorkload()
     report = endless(workload, read_model("llama-3-8b", block_size=block_size), layout, time_scale=time_scale)
     assert report.hit_tokens == workload.hit_tokens(block_size, exact=layout == "natural")
@@ -104,7 +104,7 @@ def test_a_uniform_workload_hits_what_its_closed_form_says(block_size: int, time
     assert report.hit_rate == report.hit_tokens / report.prompt_tokens
 
 
-def test_the_closed_form_can_differ() -> None:
+def test_replay_closed_form_depends_on_the_gap() -> None:
     workload = UniformWorkload(templates=1, conversations=2, turns=2)
     assert endless(workload).hit_tokens == 16 * 33
     assert 0 < (endless(replace(workload, gap_s=0.0)).hit_tokens or 0) < 16 * 33  # answers are not there yet
@@ -113,7 +113,7 @@ def test_the_closed_form_can_differ() -> None:
 # -- tokens
 
 
-def test_they_say_it_when_they_are_preempted_too() -> None:
+def test_replay_with_preemptions_keeps_the_outputs() -> None:
     source = Given([request(0, 40 + at, ((at, 500, 3 + at), (at, 700, 2), (at, 900, 50)), at) for at in range(12)])
     report, scheduler = watched(source, 14)
     assert report.preemptions > 3
@@ -125,13 +125,13 @@ def test_they_say_it_when_they_are_preempted_too() -> None:
     assert 0.8 < report.peak_usage <= 1
 
 
-def test_marks_reach_their_request() -> None:
+def test_replay_passes_resume_marks_to_requests() -> None:
     source = Given([request(0, 20, 7, 1), replace(request(1, 20, 7, 2), marks=(16, 27))])
     _, scheduler = watched(source, 100)
     assert scheduler.marks == {"0": (), "1": (16, 27)}
 
 
-def test_more_rows_than_the_columns_begin_with() -> None:
+def test_replay_with_many_requests_grows_its_columns() -> None:
     source = Given([request(0, 3, 2 + at % 3, at) for at in range(300)])
     report, scheduler = watched(source, 1000, max_running=200, budget=4096)
     assert max(len(step) for step in scheduler.steps) == 200
@@ -142,7 +142,7 @@ def test_more_rows_than_the_columns_begin_with() -> None:
 # -- time
 
 
-def test_time_moves_with_steps_and_jumps_over_idle() -> None:
+def test_replay_time_advances_by_steps_and_skips_idle() -> None:
     # 20 tokens at 16 a step: 2 steps to the first token, 2 more; then nothing until 100.5
     source = Given([request(0.5, 20, 3, 1), request(100.5, 4, 1, 2)])
     report, scheduler = watched(source, 100, budget=16)
@@ -155,7 +155,7 @@ def test_time_moves_with_steps_and_jumps_over_idle() -> None:
     assert report.mean_running == 1
 
 
-def test_arrivals_do_not_wait_for_anybody() -> None:
+def test_replay_arrivals_are_independent_of_progress() -> None:
     # the second arrives while the first runs and joins at the next step: at 1, not at 0.25
     source = Given([request(0, 4, 10, 1), request(0.25, 4, 2, 2)])
     report, scheduler = watched(source, 100)
@@ -164,14 +164,14 @@ def test_arrivals_do_not_wait_for_anybody() -> None:
     assert report.simulated_s == 10
 
 
-def test_a_queue_counts_as_waiting_time() -> None:
+def test_replay_queue_time_is_in_time_to_first_token() -> None:
     source = Given([request(0, 4, 2, at) for at in range(3)])
     report, scheduler = watched(source, 100, max_running=1)
     assert [len(step) for step in scheduler.steps] == [1] * 6
     assert (report.time_to_first_token_s.mean, report.time_to_first_token_s.p99) == (3, 5)
 
 
-def test_the_time_scale_changes_time_only() -> None:
+def test_replay_time_scale_changes_time_only() -> None:
     slow, fast = (endless(UniformWorkload(gap_s=1000), time_scale=scale) for scale in (2.0, 1.0))
     assert slow.time_per_output_token_s.p50 == pytest.approx(2 * fast.time_per_output_token_s.p50, abs=1e-6)
     assert slow.hit_tokens == fast.hit_tokens
@@ -180,14 +180,14 @@ def test_the_time_scale_changes_time_only() -> None:
 # -- limits
 
 
-def test_a_request_that_can_never_run_is_named() -> None:
+def test_replay_with_request_that_never_fits_names_it() -> None:
     source = Given([request(0, 4, 2, 1), request(1, 90, 10, 7)])
     plan = plan_for_trace(Given(source.requests[:1]).summary(), MODEL, GiB)
     with pytest.raises(ConfigError, match=r"given, request 7: request '1' has 90 tokens, max_model_len is 6"):
         replay(source, plan, ReplaySettings())
 
 
-def test_the_longest_request_sets_the_maximum_length() -> None:
+def test_replay_plan_uses_the_longest_request() -> None:
     summary = Given([request(0, 9000, 100, 1), request(0, 5, 5, 2)]).summary()
     assert plan_for_trace(summary, MODEL, 4 * GiB).max_model_len == 9100
     assert plan_for_trace(summary, MODEL, 4 * GiB, 10_000).max_model_len == 10_000
@@ -204,7 +204,7 @@ def test_the_longest_request_sets_the_maximum_length() -> None:
         plan_for_trace(summary, MODEL, GiB, 9200)
 
 
-def test_a_plan_is_given_another_length() -> None:
+def test_replay_plan_with_another_length_is_checked() -> None:
     summary = Given([request(0, 9000, 100, 1)]).summary()
     small = plan_for_trace(Given([request(0, 5, 5, 2)]).summary(), MODEL, 2 * GiB)
     changed = plan_with_length(summary, small)
@@ -228,7 +228,7 @@ def test_a_plan_is_given_another_length() -> None:
         ({"time_scale": float("nan")}, r"time_scale \(--time-scale\) must be 0 or more"),
     ],
 )
-def test_settings_that_cannot_work(settings: dict[str, float], message: str) -> None:
+def test_replay_settings_with_invalid_values_are_rejected(settings: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ReplaySettings(**settings)  # type: ignore[arg-type]  # wrong on purpose
 
@@ -243,7 +243,7 @@ def test_settings_that_cannot_work(settings: dict[str, float], message: str) -> 
         (16, "admission_limit"),  # the last 8 tokens of a step's budget are one block, but more must follow
     ],
 )
-def test_refusals_are_counted_once_a_step_and_request(budget: int, reason: str) -> None:
+def test_replay_counts_a_refusal_once_per_step_and_request(budget: int, reason: str) -> None:
     # 43 tokens each: 3 blocks of 4, so one runs and the other is looked at in each of its last 3 steps
     source = Given([request(0, 40, 3, at) for at in range(2)])
     report, scheduler = watched(source, 4, budget=budget)
@@ -253,7 +253,7 @@ def test_refusals_are_counted_once_a_step_and_request(budget: int, reason: str) 
     assert (roomy.refusals, roomy.moves, roomy.moved_bytes) == ({}, 0, 0)
 
 
-def test_rows_and_budget_refuse_nobody() -> None:
+def test_replay_limits_of_requests_and_tokens_are_no_refusals() -> None:
     # who is not looked at is not refused
     report, _ = watched(Given([request(0, 40, 3, at) for at in range(4)]), 100, max_running=1)
     assert report.refusals == {}
@@ -264,7 +264,7 @@ def natural_plan(source: Workload) -> Plan:
     return plan_for_trace(source.summary(), read_model("jamba-1.5-mini"), 1500 * MiB, layout="natural")
 
 
-def test_moves_are_those_of_the_steps() -> None:
+def test_replay_moves_match_the_steps() -> None:
     source = Workload("api", seed=1, hours=0.02)
     plan = natural_plan(source)
     cache = KVCacheManager(plan)
@@ -284,7 +284,7 @@ def test_moves_are_those_of_the_steps() -> None:
 
 
 @pytest.mark.parametrize("step_by_step", [True, False])
-def test_the_most_at_once_are_counted_at_every_arrival(step_by_step: bool) -> None:
+def test_replay_peak_requests_are_counted_at_every_arrival(step_by_step: bool) -> None:
     source = Workload("chat", seed=5, limit=24)
     plan = plan_for_trace(source.summary(), MODEL, 3 * GiB)
     replica = simulation_of(plan, ReplaySettings(max_running=2, step_by_step=step_by_step)).replica()
@@ -300,7 +300,7 @@ def test_the_most_at_once_are_counted_at_every_arrival(step_by_step: bool) -> No
     assert (told[-1].running, told[-1].waiting) == (0, 0)
 
 
-def test_progress_is_told() -> None:
+def test_replay_reports_progress() -> None:
     told: list[Progress] = []
     source = UniformWorkload(conversations=4)
     plan = plan_for_trace(source.summary(), MODEL, GiB)

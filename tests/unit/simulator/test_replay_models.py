@@ -123,7 +123,7 @@ def kept_at_chunk_ends(workload: UniformWorkload, size: int) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_known_model_hits_what_can_be_hit(name: str) -> None:
+def test_replay_of_every_known_model_hits_all_it_can(name: str) -> None:
     size, hit_tokens = GOLDEN[name]
     report = finished(LONG, simulation_of(planned(name, LONG), ReplaySettings(hardware=H100_UNBOUNDED)))
     assert report.hit_tokens == hit_tokens
@@ -146,7 +146,7 @@ def run_to_the_end(name: str, workload: UniformWorkload, made: Plan) -> ReplayRe
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_known_model_runs_in_a_small_pool(name: str) -> None:
+def test_replay_of_every_known_model_runs_in_a_small_pool(name: str) -> None:
     crowd = replace(LONG, gap_s=0.05)
     plan = tight(name, crowd)
     first = run_to_the_end(name, crowd, plan)
@@ -154,7 +154,7 @@ def test_every_known_model_runs_in_a_small_pool(name: str) -> None:
         assert 0 < (first.hit_tokens or 0) <= GOLDEN[name][1]
 
 
-def test_a_short_prompt_never_hits_in_blocks_that_cover_a_state() -> None:
+def test_replay_of_short_prompts_with_large_blocks_has_no_hits() -> None:
     hits = {
         name: replay(SHORT, planned(name, SHORT), ReplaySettings(hardware=H100_UNBOUNDED)).hit_tokens for name in MODELS
     }
@@ -175,7 +175,7 @@ def test_a_short_prompt_never_hits_in_blocks_that_cover_a_state() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_placement_no_state_is_hit(name: str) -> None:
+def test_replay_with_placement_none_hits_no_state(name: str) -> None:
     aligned = planned(name, LONG)
     plan = planned(name, LONG, placement="none")
     if aligned.placement is None:
@@ -187,7 +187,7 @@ def test_without_placement_no_state_is_hit(name: str) -> None:
     assert not any(group.cached_blocks or group.copies for group in report.groups)
 
 
-def test_who_says_where_states_are_kept() -> None:
+def test_replay_placement_follows_option_or_plan() -> None:
     def placed(name: str, layout: str, planned_as: str | None, asked: str | None) -> Placement | None:
         plan = planned(name, SHORT, layout=layout, placement=planned_as)
         return placement_of(plan, asked)
@@ -213,7 +213,7 @@ def test_who_says_where_states_are_kept() -> None:
         placed(plain, "natural", None, "here")
 
 
-def test_why_nothing_is_shared() -> None:
+def test_replay_without_hits_reports_why() -> None:
     def why(name: str, **settings: bool) -> str | None:
         return simulation_of(planned(name, LONG), ReplaySettings(hardware=H100_UNBOUNDED, **settings)).caching_off  # type: ignore[arg-type]
 
@@ -222,7 +222,7 @@ def test_why_nothing_is_shared() -> None:
     assert why("whisper-large-v3") == "the layers of this model cannot be resumed in this layout"
 
 
-def test_context_parallel_ranks_of_the_plan_are_the_managers() -> None:
+def test_replay_manager_has_the_plan_ranks() -> None:
     model = read_model("llama-3-8b")
     for dcp, pcp in ((2, 1), (1, 2), (2, 2)):
         made = plan_with_length(
@@ -236,14 +236,14 @@ def test_context_parallel_ranks_of_the_plan_are_the_managers() -> None:
         assert report.hit_tokens == SHORT.hit_tokens(16 * dcp * pcp)
 
 
-def test_windows_managed_as_full_attention() -> None:
+def test_replay_with_windows_as_full_matches() -> None:
     plan = planned("gemma-3-27b", LONG, windows_as_full=True)
     assert len(plan.config.groups) == 1
     report = finished(LONG, simulation_of(plan, ReplaySettings(hardware=H100_UNBOUNDED)))
     assert report.hit_tokens == LONG.hit_tokens(16)
 
 
-def test_states_are_copied_and_counted() -> None:
+def test_replay_state_copies_are_counted() -> None:
     report = finished(LONG, simulation_of(planned("qwen3.5-35b-a3b", LONG), ReplaySettings(hardware=H100_UNBOUNDED)))
     kinds = [group.kind for group in report.groups]
     assert kinds == ["MambaSpec"] * 3 + ["FullAttentionSpec"]
@@ -254,7 +254,7 @@ def test_states_are_copied_and_counted() -> None:
     assert sum(group.layers for group in report.groups) == 40
 
 
-def test_every_request_of_an_encoder_decoder_holds_its_encoder_tokens() -> None:
+def test_replay_of_encoder_decoder_holds_encoder_tokens() -> None:
     def peak(workload: UniformWorkload) -> int:
         """Most blocks in use."""
         plan = planned("whisper-large-v3", workload)
@@ -268,7 +268,7 @@ def test_every_request_of_an_encoder_decoder_holds_its_encoder_tokens() -> None:
     assert peak(replace(SHORT, gap_s=0.0)) == 6 * (18 + 94)
 
 
-def test_a_window_has_room_for_a_step() -> None:
+def test_replay_window_has_room_for_a_step() -> None:
     summary = LONG.summary()
     model = read_model("gemma-3-27b")
     most = plan_for_trace(summary, model, 40 * GiB).limits
@@ -287,7 +287,7 @@ def test_a_window_has_room_for_a_step() -> None:
     )
 
 
-def test_the_schedulers_patience_is_simulated_time() -> None:
+def test_replay_scheduler_time_limit_uses_simulated_time() -> None:
     made = simulation_of(planned("llama-3-8b", SHORT), ReplaySettings(hardware=H100_UNBOUNDED))
     assert made.scheduler._clock is made.clock
     finished(SHORT, made)
@@ -308,7 +308,7 @@ def kept_at_ends(workload: UniformWorkload, *, states: bool) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_known_model_hits_ends_to_the_token_in_the_natural_layout(name: str) -> None:
+def test_replay_in_natural_layout_hits_resume_points_exactly(name: str) -> None:
     report = finished(
         LONG,
         simulation_of(
@@ -325,14 +325,14 @@ def test_every_known_model_hits_ends_to_the_token_in_the_natural_layout(name: st
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_known_model_runs_in_few_slabs(name: str) -> None:
+def test_replay_of_every_known_model_runs_in_few_slabs(name: str) -> None:
     crowd = replace(LONG, gap_s=0.05)
     plan = tight(name, crowd, layout="natural")
     run_to_the_end(name, crowd, plan)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-4-scout", "jamba-1.5-mini"])
-def test_a_generated_workload_in_slabs_that_evict_and_move(name: str) -> None:
+def test_replay_in_tight_slabs_evicts_and_moves(name: str) -> None:
     workload = Workload("api", seed=5, hours=0.01, limit=60, rate=20)
     plan = tight(name, workload, layout="natural")
     report = finished(
@@ -343,7 +343,7 @@ def test_a_generated_workload_in_slabs_that_evict_and_move(name: str) -> None:
 
 
 @pytest.mark.parametrize(("placement", "marks"), [("ends", (240,)), ("interval:16", ()), ("align", (240,))])
-def test_a_short_shared_prefix_hits_whoever_comes_after_it_was_computed(placement: str, marks: tuple[int, ...]) -> None:
+def test_replay_of_short_shared_prefix_hits_later_requests(placement: str, marks: tuple[int, ...]) -> None:
     """240 tokens of a system prompt under a model whose reference block has 1,056: every request but the first."""
     plan = planned("qwen3.5-35b-a3b", SHORT, layout="natural")
     marked = Marked(SHORT, marks)

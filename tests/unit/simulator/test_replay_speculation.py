@@ -31,7 +31,7 @@ def made(plan: Plan, speculation: Speculation | None = None) -> ReplayReport:
 
 
 @pytest.mark.parametrize(("drafts", "acceptance"), [(1, 0.5), (4, 0.7), (8, 0.9), (3, 0.05)])
-def test_drafts_come_true_as_often_as_said(drafts: int, acceptance: float) -> None:
+def test_speculation_accepts_at_the_given_rate(drafts: int, acceptance: float) -> None:
     draw = np.random.default_rng(1)
     starts, positions = draw.integers(0, 1 << 63, 100_000).astype(np.uint64), np.arange(100_000).astype(np.uint64)
     accepted = Speculation(drafts, acceptance).accepted(starts, positions)
@@ -44,7 +44,7 @@ def test_drafts_come_true_as_often_as_said(drafts: int, acceptance: float) -> No
     assert (again[::-1] == accepted).all()
 
 
-def test_along_one_output_too() -> None:
+def test_speculation_rate_holds_along_one_output() -> None:
     positions = np.arange(50_000).astype(np.uint64)
     accepted = Speculation(4, 0.6).accepted(np.full(50_000, 12345, np.uint64), positions)
     assert (accepted > 0).mean() == pytest.approx(0.6, abs=0.02)
@@ -53,7 +53,7 @@ def test_along_one_output_too() -> None:
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
 @pytest.mark.parametrize("name", ["llama-3-8b", "gemma-3-1b", "qwen3-next-80b-a3b"])
-def test_all_or_nothing(name: str, layout: str) -> None:
+def test_speculation_of_all_or_no_drafts_bounds_the_time(name: str, layout: str) -> None:
     plan = planned(name, "30GiB", 3, layout)
     without, every, none = made(plan), made(plan, Speculation(3, 1.0)), made(plan, Speculation(3, 0.0))
     for one in (every, none):
@@ -69,7 +69,7 @@ def test_all_or_nothing(name: str, layout: str) -> None:
     assert (without.drafted_tokens, without.accepted_tokens) == (0, 0)
 
 
-def test_pressure_and_that_a_replay_is_the_same_again() -> None:
+def test_speculation_under_pressure_is_reproducible() -> None:
     plan = planned("qwen3-next-80b-a3b", "300MiB", 4)
     one, other = made(plan, Speculation(4, 0.7)), made(plan, Speculation(4, 0.7))
     assert asdict(one) == asdict(other)
@@ -77,7 +77,7 @@ def test_pressure_and_that_a_replay_is_the_same_again() -> None:
     assert 0.3 < one.accepted_tokens / one.drafted_tokens < 0.6
 
 
-def test_states_want_room_for_drafts() -> None:
+def test_speculation_with_states_needs_speculative_blocks() -> None:
     with pytest.raises(ConfigError, match="num_speculative_tokens"):
         made(planned("qwen3-next-80b-a3b", "4GiB", 0), Speculation(2, 0.5))
 
@@ -91,14 +91,14 @@ def test_states_want_room_for_drafts() -> None:
         (2, float("nan"), "acceptance"),
     ],
 )
-def test_what_cannot_be(drafts: int, acceptance: float, message: str) -> None:
+def test_speculation_with_invalid_values_is_rejected(drafts: int, acceptance: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Speculation(drafts, acceptance)
     with pytest.raises(ConfigError, match="speculation"):
         ReplaySettings(hardware=H100_UNBOUNDED, speculation=4)  # type: ignore[arg-type]  # what is tested
 
 
-def test_the_command() -> None:
+def test_speculation_options_work_on_the_command_line() -> None:
     given = ("replay", "workload:chat", "--limit", "5", "--model", "jamba-1.5-mini", "--memory", "4GiB", "--tp", "2")
     told = run(*given, "--drafts", "3", "--acceptance", "0.8")
     assert "drafts accepted" in told.stdout

@@ -111,7 +111,7 @@ def compared(source: Source, made_of: Plan, **settings: object) -> tuple[ReplayR
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
 @pytest.mark.parametrize("kind", [*WORKLOADS, "uniform"])
-def test_every_workload_gives_the_same_report(kind: str, layout: str) -> None:
+def test_fast_forward_of_every_workload_gives_the_same_report(kind: str, layout: str) -> None:
     source = (
         UniformWorkload(conversations=4) if kind == "uniform" else Workload(kind, seed=4, limit=12, hours=0.02, rate=4)
     )
@@ -121,7 +121,7 @@ def test_every_workload_gives_the_same_report(kind: str, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
 @pytest.mark.parametrize("name", thorough(*KINDS))
-def test_every_known_model_gives_the_same_report(name: str, layout: str) -> None:
+def test_fast_forward_of_every_known_model_gives_the_same_report(name: str, layout: str) -> None:
     source = Workload("chat", seed=1, limit=8, hours=0.01, rate=10)
     report, singles = compared(source, tight(name, source, layout, 8))
     assert singles < report.steps
@@ -129,7 +129,7 @@ def test_every_known_model_gives_the_same_report(name: str, layout: str) -> None
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
 @pytest.mark.parametrize("name", thorough(*PRESSED))
-def test_where_requests_give_way_and_blocks_are_evicted(name: str, layout: str) -> None:
+def test_fast_forward_with_preemption_and_eviction_is_exact(name: str, layout: str) -> None:
     source = Workload("chat", seed=2, limit=7, hours=0.005, rate=40)
     report, singles = compared(source, tight(name, source, layout, 1.2), token_budget=2048)
     assert singles < report.steps
@@ -138,7 +138,7 @@ def test_where_requests_give_way_and_blocks_are_evicted(name: str, layout: str) 
         assert any(group.evictions for group in report.groups)
 
 
-def test_with_fewer_seats_than_requests() -> None:
+def test_fast_forward_with_few_running_requests_is_exact() -> None:
     source = Workload("chat", seed=1, limit=12, hours=0.005, rate=40)
     report, singles = compared(source, tight("llama-3-8b", source, "natural", 8), max_running=3)
     assert singles < report.steps / 4
@@ -154,7 +154,7 @@ def pressed(kind: str = "chat", layout: str = "natural", seed: int = 2) -> tuple
 @pytest.mark.parametrize(
     ("kind", "seed"), [("chat", 2), ("api", 1), *(pytest.param(*one, marks=pytest.mark.thorough) for one in MORE)]
 )
-def test_while_requests_wait_for_room(kind: str, seed: int, layout: str) -> None:
+def test_fast_forward_with_waiting_requests_is_exact(kind: str, seed: int, layout: str) -> None:
     report, singles = compared(*pressed(kind, layout, seed), token_budget=2048, max_running=6)
     assert report.refusals["no_space"] > 20
     assert singles < report.steps / 3
@@ -183,12 +183,12 @@ def at_what_time(monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[ob
     return told[:half], told[half:]
 
 
-def test_an_eviction_that_minds_the_time_is_told_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_forward_reports_the_time_to_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     step_by_step, in_strides = at_what_time(monkeypatch)
     assert in_strides == step_by_step
 
 
-def test_a_step_that_begins_untold_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_forward_with_unreported_step_time_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = _Stretch.begin
     monkeypatch.setattr(_Stretch, "end", lambda one, steps, copies: begin(one, steps))  # noqa: ARG005 - none is made
     monkeypatch.setattr(_Stretch, "begin", lambda *_: None)
@@ -196,12 +196,12 @@ def test_a_step_that_begins_untold_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert in_strides != step_by_step
 
 
-def test_without_prefix_caching_and_without_time() -> None:
+def test_fast_forward_without_caching_or_time_is_exact() -> None:
     source = Workload("api", seed=2, limit=8, hours=0.01)
     compared(source, tight("llama-3-8b", source, "natural", 8), prefix_caching=False, time_scale=0)
 
 
-def test_blocks_that_move() -> None:
+def test_fast_forward_with_moving_blocks_is_exact() -> None:
     source = Workload("api", seed=1, hours=0.01)
     made = plan_for_trace(source.summary(), read_model("jamba-1.5-mini"), 1500 * MiB)
     compared(source, made)
@@ -210,7 +210,7 @@ def test_blocks_that_move() -> None:
 # -- what a stride that goes too far does
 
 
-def test_a_step_behind_an_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_forward_past_an_arrival_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Workload("chat", seed=1, limit=8, hours=0.01, rate=10)
     made = tight("llama-3-8b", source, "natural", 8)
     compared(source, made)
@@ -224,14 +224,14 @@ def test_a_step_behind_an_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         compared(source, made)
 
 
-def test_tokens_kept_for_short_prompts_are_the_same_where_nobody_may_pass_any_longer() -> None:
+def test_fast_forward_with_short_share_and_no_overtaking_is_exact() -> None:
     """A prompt that waits too long is refused for what its whole chunk lacks, not what is left by shorter ones."""
     source = Workload("documents", limit=30, rate=1.5)
     compared(source, plan_for_trace(source.summary(), read_model("gemma-3-27b"), "12GiB"))
 
 
 @pytest.mark.parametrize("fault", ["patience", "room"])
-def test_a_step_in_which_refusals_change_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_forward_past_a_changed_refusal_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, made = pressed()
     if fault == "room":  # windows give some back
         source = Workload("chat", seed=1, limit=10, hours=0.004, rate=40)
@@ -252,7 +252,7 @@ def test_a_step_in_which_refusals_change_is_noticed(fault: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["lfm2-1.2b", "jamba-1.5-mini"])
-def test_a_step_in_which_a_state_is_kept_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_forward_past_a_kept_state_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Workload("chat", seed=1, limit=4, hours=0.01, rate=10)
     made = tight(name, source, "reference", 8)
     compared(source, made)
@@ -295,7 +295,7 @@ def saying(*tokens: tuple[int, ...]) -> Choose:
     return lambda uniform: np.array(tokens, np.int32)  # noqa: ARG005 - as a choice
 
 
-def test_of_equal_blocks_the_one_that_was_full_first_is_found() -> None:
+def test_fast_forward_of_equal_blocks_finds_the_first_full_one() -> None:
     def two() -> Scheduler:
         scheduler = running((), 8)
         for name, length in (("behind", 5), ("ahead", 6)):  # the same tokens, one further on
@@ -327,7 +327,7 @@ def test_of_equal_blocks_the_one_that_was_full_first_is_found() -> None:
     as_one.check()
 
 
-def test_where_no_step_is_uniform() -> None:
+def test_fast_forward_without_uniform_steps_takes_none() -> None:
     def taken(scheduler: Scheduler) -> int:
         return scheduler.fast_forward(saying(*[(1,)] * scheduler.num_running)).steps
 
@@ -353,7 +353,7 @@ def test_where_no_step_is_uniform() -> None:
     assert taken(scheduler) == 0
 
 
-def test_hits_of_those_that_wait_must_stay() -> None:
+def test_fast_forward_keeps_hits_of_waiting_requests() -> None:
     scheduler = running((9,), 2)
     sampled(scheduler)  # ends; two blocks of it are cached, and one that was begun
     cache = scheduler.cache
@@ -382,7 +382,7 @@ def test_hits_of_those_that_wait_must_stay() -> None:
     assert alike(8, again)
 
 
-def test_tokens_of_another_shape_are_refused_and_nothing_is_done() -> None:
+def test_fast_forward_with_wrong_token_shape_changes_nothing() -> None:
     scheduler = running((5, 3), 4)
     before = scheduler.statistics()
     for tokens in (np.zeros((1, 2)), np.zeros((2, 4)), np.zeros(2)):
@@ -395,7 +395,7 @@ def test_tokens_of_another_shape_are_refused_and_nothing_is_done() -> None:
     scheduler.check()
 
 
-def test_tokens_that_cannot_be_hashed_take_no_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_forward_with_unhashable_tokens_takes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = running((5, 3), 12)
     requests = scheduler.cache.engine.resident_requests()
     before = [(one.token_ids().tolist(), list(one.hashes)) for one in requests]
@@ -425,7 +425,7 @@ SPECS = [
 ]
 
 
-def test_a_stride_costs_what_its_steps_cost_to_the_bit() -> None:
+def test_fast_forward_cost_equals_its_steps_exactly() -> None:
     layers = tuple(Layer(f"layers.{i}", spec, i) for i, spec in enumerate(SPECS))
     traffic = CacheTraffic.of(plan(Model("m", "m", layers, 1000, 9, "bfloat16", 1, 1, 4), "1MiB", max_model_len=128))
     rng = np.random.default_rng(1)

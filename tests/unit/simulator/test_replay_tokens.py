@@ -26,7 +26,7 @@ def token(kind: int, segment: int, position: int) -> int:
 
 
 @given(st.integers(0, 2), _pieces)
-def test_ids_are_a_function_of_segment_and_position_alone(kind: int, pieces: list[tuple[int, int, int]]) -> None:
+def test_token_ids_depend_on_segment_and_position_only(kind: int, pieces: list[tuple[int, int, int]]) -> None:
     ids = Pieces(kind, tuple(pieces)).token_ids()
     assert ids.dtype == np.int32
     wanted = [token(kind, segment, offset + k) for segment, offset, length in pieces for k in range(length)]
@@ -34,20 +34,20 @@ def test_ids_are_a_function_of_segment_and_position_alone(kind: int, pieces: lis
 
 
 @given(_segments, st.integers(0, 2**31 - 100), st.integers(1, 40), st.integers(1, 40))
-def test_a_piece_cut_in_two_has_the_same_ids(segment: int, offset: int, first: int, second: int) -> None:
+def test_token_ids_of_split_piece_are_the_same(segment: int, offset: int, first: int, second: int) -> None:
     whole = Pieces(PROMPT_SEGMENT, ((segment, offset, first + second),))
     cut = Pieces(PROMPT_SEGMENT, ((segment, offset, first), (segment, offset + first, second)))
     assert whole.token_ids().tolist() == cut.token_ids().tolist()
     assert whole.num_tokens == cut.num_tokens == first + second
 
 
-def test_known_ids_stay_what_they_are() -> None:
+def test_token_ids_match_the_known_values() -> None:
     # a report made yesterday must come out the same tomorrow
     assert Pieces(PROMPT_SEGMENT, ((0, 0, 3),)).token_ids().tolist() == [token(0, 0, k) for k in range(3)]
     assert Pieces(PROMPT_SEGMENT, ((7, 5, 2),)).token_ids().tolist() == [183706615, 81237938]
 
 
-def test_no_two_blocks_of_different_segments_or_positions_agree() -> None:
+def test_token_ids_of_different_blocks_differ() -> None:
     ids = np.stack([Pieces(HASHED_BLOCK, ((segment, 0, 512),)).token_ids() for segment in range(1000)])
     blocks = {row.tobytes() for row in ids.reshape(-1, 16)}
     assert len(blocks) == ids.size // 16
@@ -61,7 +61,7 @@ def test_no_two_blocks_of_different_segments_or_positions_agree() -> None:
     assert abs(float(ids.mean()) / 2**30 - 1) < 0.01
 
 
-def test_kinds_do_not_meet() -> None:
+def test_token_ids_of_different_kinds_differ() -> None:
     made = {
         kind: Pieces(kind, ((3, 0, 64),)).token_ids().tolist() for kind in (PROMPT_SEGMENT, HASHED_BLOCK, NEW_OUTPUT)
     }
@@ -69,7 +69,7 @@ def test_kinds_do_not_meet() -> None:
     assert len(set(flat)) == len(flat)
 
 
-def test_single_tokens_of_many_streams_are_those_of_the_whole_pieces() -> None:
+def test_token_ids_of_single_positions_match_whole_pieces() -> None:
     segments, positions = np.arange(5, dtype=np.uint64), np.array([9, 0, 4, 4, 30], np.uint64)
     ids = token_ids_at(stream_starts(NEW_OUTPUT, segments), positions)
     wanted = [
@@ -78,5 +78,5 @@ def test_single_tokens_of_many_streams_are_those_of_the_whole_pieces() -> None:
     assert ids.tolist() == wanted
 
 
-def test_no_pieces_have_no_ids() -> None:
+def test_token_ids_of_no_pieces_are_empty() -> None:
     assert Pieces(PROMPT_SEGMENT, ()).token_ids().shape == (0,)

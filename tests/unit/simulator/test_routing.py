@@ -47,7 +47,7 @@ def requests_of(report: FleetReport) -> list[int]:
 @pytest.mark.parametrize("router", ["round-robin", "least-loaded", "prefix", "prefix:0", "prefix:3"])
 @pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-next-80b-a3b"])
 @pytest.mark.parametrize("layout", ["natural", "reference"])
-def test_counts_add_up(router: str, model: str, layout: str) -> None:
+def test_router_counts_add_up(router: str, model: str, layout: str) -> None:
     plan = plan_of(SOURCE, model, layout=layout)
     one = replay_replicas(SOURCE, plan, ANY, router=router)
     assert one.whole == one.replicas[0] == replay(SOURCE, plan, ANY)
@@ -65,12 +65,12 @@ def test_counts_add_up(router: str, model: str, layout: str) -> None:
     assert [found["requests"] for found in report.to_dict({})["replicas"]] == requests_of(report)  # type: ignore[attr-defined]
 
 
-def test_round_robin() -> None:
+def test_router_round_robin_alternates() -> None:
     report = shared(*(asked(k, 5, 64) for k in range(7)), router="round-robin", replicas=3)
     assert requests_of(report) == [3, 2, 2]
 
 
-def test_the_least_loaded() -> None:
+def test_router_least_loaded_balances() -> None:
     # the first runs long; the others, one at a time, go elsewhere
     slow = asked(0.0, 1, 64, output=3000)
     report = shared(slow, *(asked(1.0 + k, 2 + k, 64) for k in range(4)), router="least-loaded")
@@ -79,7 +79,7 @@ def test_the_least_loaded() -> None:
 
 
 @pytest.mark.parametrize("router", ["prefix", "prefix:0"])
-def test_where_the_prefix_is(router: str) -> None:
+def test_router_prefix_follows_the_prefix(router: str) -> None:
     # two long prompts, asked in turn, each stays where it was first; round robin of three in turn would mix them
     turns = [asked(5.0 * k, k % 3 % 2, 640 if k % 3 % 2 else 656) for k in range(9)]
     report = shared(*turns, router=router)
@@ -89,7 +89,7 @@ def test_where_the_prefix_is(router: str) -> None:
     assert (mixed or 0) < (report.whole.hit_tokens or 0)
 
 
-def test_a_prefix_is_not_worth_any_queue() -> None:
+def test_router_prefix_limits_the_queue() -> None:
     # many at once with one prefix: some go where they must compute it
     first = asked(0.0, 1, 8000)
     burst = [replace(first, timestamp_s=9.0, prompt=Pieces(0, ((1, 0, 800), (10 + k, 0, 7200)))) for k in range(8)]
@@ -97,7 +97,7 @@ def test_a_prefix_is_not_worth_any_queue() -> None:
     assert min(requests_of(report)) >= 3
 
 
-def test_a_stale_index_misses_what_is_new() -> None:
+def test_router_with_stale_index_misses_new_prefixes() -> None:
     turns = [asked(1.0 * k, k // 2, 640) for k in range(12)]  # each prompt comes twice, a second apart
     exact, stale = shared(*turns, router="prefix:0"), shared(*turns, router="prefix:100")
     assert exact.whole.hit_tokens == 6 * 639
@@ -105,7 +105,7 @@ def test_a_stale_index_misses_what_is_new() -> None:
     assert shared(*turns, router="prefix:0.5").whole.hit_tokens == exact.whole.hit_tokens
 
 
-def test_what_is_told_is_believed_when_it_is_heard() -> None:
+def test_router_index_applies_events_at_arrival() -> None:
     cache = KVCacheManager(plan_of(SOURCE))
     request = Request("r", list(range(100)), SamplingParams(max_tokens=1), hasher=cache.hasher)
     keys = tuple(request.hashes)
@@ -119,7 +119,7 @@ def test_what_is_told_is_believed_when_it_is_heard() -> None:
     assert [told.known_tokens(request, 0, now) for now in (5.9, 6.0, 8.0, 9.0)] == [80, 48, 80, 0]
 
 
-def test_latencies_within_aims() -> None:
+def test_router_report_counts_latencies_within_aims() -> None:
     report = replay_replicas(SOURCE, plan_of(SOURCE), replicas=2)
     assert report.within(1e9, 1e9) == 44
     assert report.within(0.0, 1e9) == report.within(1e9, 0.0) == 0
@@ -129,7 +129,7 @@ def test_latencies_within_aims() -> None:
     assert single.within(1e9, 0.0) == 1  # no second token
 
 
-def test_what_cannot_be() -> None:
+def test_router_with_invalid_values_is_rejected() -> None:
     for wrong in ("x", "prefix:", "prefix:-1", "prefix:nan", "least-loaded:1"):
         with pytest.raises(ConfigError, match="unknown router"):
             replay_replicas(SOURCE, plan_of(SOURCE), router=wrong)

@@ -60,7 +60,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "cells").iterdir()}
 
 
-def test_a_cell_is_a_replay(tmp_path: Path) -> None:
+def test_sweep_cell_matches_a_replay(tmp_path: Path) -> None:
     (one,) = sweep(SOURCE, [SMALL], tmp_path, Here())
     plan = plan_for_trace(SOURCE.summary(), read_model("llama-3-8b"), "1GiB")
     report = replay(SOURCE, plan, ReplaySettings()).to_dict({})
@@ -69,7 +69,7 @@ def test_a_cell_is_a_replay(tmp_path: Path) -> None:
     assert (name, json.loads(text)) == (f"{SMALL.name}.json", json.loads(json.dumps(one.document)))
 
 
-def test_drafts_in_a_cell(tmp_path: Path) -> None:
+def test_sweep_cell_with_drafts_is_checked(tmp_path: Path) -> None:
     at: dict[str, Any] = {"model": "qwen3-next-80b-a3b", "memory": "4GiB", "hardware": "b200"}
     hybrid = Cell.of(**at, drafts=3, acceptance=0.9)
     (one,) = sweep(SOURCE, [hybrid], tmp_path, Here())
@@ -87,7 +87,7 @@ def test_drafts_in_a_cell(tmp_path: Path) -> None:
             Cell.of(**at, drafts=drafts, acceptance=acceptance)
 
 
-def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
+def test_sweep_started_again_runs_missing_cells_only(tmp_path: Path) -> None:
     told: list[Swept] = []
     executor = Here()
     first = sweep(SOURCE, [*CELLS, SMALL], tmp_path, executor, on_done=told.append)
@@ -103,7 +103,7 @@ def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
     assert [one.again for one in sweep(SOURCE, CELLS, tmp_path, Here())] == [False, True, True]
 
 
-def test_cells_that_cannot_be_are_told(tmp_path: Path) -> None:
+def test_sweep_cell_that_is_invalid_is_reported(tmp_path: Path) -> None:
     (one,) = sweep(SOURCE, [replace(SMALL, memory="1MiB")], tmp_path, Here())
     assert "memory" in str(one.document["refused"])
     assert [other.again for other in sweep(SOURCE, [one.cell], tmp_path, Here())] == [True]
@@ -117,7 +117,7 @@ def test_cells_that_cannot_be_are_told(tmp_path: Path) -> None:
         Cell.of(model="llama-3-8b", memory="1GiB", layout="reference", placement="ends")
 
 
-def test_names_tell_cells_apart() -> None:
+def test_sweep_cell_names_are_distinct() -> None:
     others = [replace(SMALL, **one) for one in ({"tp": 2}, {"block_size": 32}, {"dtype": "fp8"})]
     others += [
         replace(SMALL, settings=one) for one in (ReplaySettings(token_budget=99), ReplaySettings(short_share=0.5))
@@ -129,7 +129,7 @@ def test_names_tell_cells_apart() -> None:
     assert len(replace(SMALL, model="x" * 500).name) < 100
 
 
-def test_a_folder_of_another_trace_is_refused(tmp_path: Path) -> None:
+def test_sweep_folder_of_another_trace_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     convert(SOURCE, path)
     sweep(TraceFile(path), [SMALL], tmp_path / "out", Here())
@@ -144,7 +144,7 @@ def test_a_folder_of_another_trace_is_refused(tmp_path: Path) -> None:
     assert files(tmp_path / "out") == before
 
 
-def test_a_full_disk_keeps_what_is_finished(tmp_path: Path) -> None:
+def test_sweep_on_full_disk_keeps_finished_cells(tmp_path: Path) -> None:
     sweep(SOURCE, CELLS[:1], tmp_path, Here())
     with (
         patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")),
@@ -157,7 +157,7 @@ def test_a_full_disk_keeps_what_is_finished(tmp_path: Path) -> None:
         sweep(SOURCE, CELLS, Path(os.devnull) / "x", Here())
 
 
-def test_a_lost_worker_keeps_what_is_finished(tmp_path: Path) -> None:
+def test_sweep_with_lost_worker_keeps_finished_cells(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match=r"a worker process was lost; . of 3 cells are finished and kept"):
         sweep(SOURCE, CELLS, tmp_path, Here(BrokenProcessPool("killed"), after=1))
     executor = Here()
@@ -188,7 +188,7 @@ print(len(sweep(UniformWorkload(), cells, sys.argv[1], Here(), at_a_time=1)), "c
 """
 
 
-def test_two_sweeps_of_one_folder_run_no_cell_twice(tmp_path: Path) -> None:
+def test_sweep_twice_in_one_folder_runs_no_cell_twice(tmp_path: Path) -> None:
     """One stays in its second cell. The other runs all but that, until the first is killed; then it runs that, too."""
     ran = tmp_path / "ran"
 
@@ -223,7 +223,7 @@ def test_two_sweeps_of_one_folder_run_no_cell_twice(tmp_path: Path) -> None:
     assert (again.ran, all(one.again for one in done)) == (0, True)
 
 
-def test_processes_threads_and_traces_of_text(tmp_path: Path) -> None:
+def test_sweep_by_processes_and_threads_gives_equal_files(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(
         "\n".join(json.dumps({"prompt": f"what is a cache? {k}", "output_tokens": 3}) for k in range(9)), "utf-8"
@@ -254,7 +254,7 @@ if __name__ == "__main__":
 """
 
 
-def test_two_workers_of_dask(tmp_path: Path) -> None:
+def test_sweep_by_dask_gives_equal_files(tmp_path: Path) -> None:
     pytest.importorskip("distributed")
     script = tmp_path / "script.py"
     script.write_text(DASK, "utf-8")
@@ -291,7 +291,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ray(tmp_path: Path) -> None:
+def test_sweep_by_ray_gives_equal_files(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="its wheel and what it needs are 350 MB: pip install 'hybridkv[ray]'")
     script = tmp_path / "script.py"
     script.write_text(RAY, "utf-8")
@@ -307,7 +307,7 @@ def test_ray(tmp_path: Path) -> None:
 # -- as a command
 
 
-def test_a_sweep_as_a_command(tmp_path: Path) -> None:
+def test_sweep_command_writes_cells(tmp_path: Path) -> None:
     base = ("sweep", "workload:uniform", "--model", "llama-3-8b,qwen3-0.6b", "--out", tmp_path, "--jobs", "1")
     done = run(*base, "--memory", "1GiB:3GiB:1GiB,1MiB")
     lines = done.stdout.splitlines()
@@ -341,6 +341,6 @@ def test_a_sweep_as_a_command(tmp_path: Path) -> None:
         assert any(part in error(*base, *wrong) for part in what.split("|")), wrong
 
 
-def test_no_cell_at_a_time_is_refused(tmp_path: Path) -> None:
+def test_sweep_with_no_cell_at_a_time_is_rejected(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="at_a_time"):
         sweep(UniformWorkload(), [Cell("llama-3-8b", "1GiB")], tmp_path / "out", pool, at_a_time=0)

@@ -33,13 +33,13 @@ def report_of(source: RequestSource) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
-def test_an_endless_cache_is_the_closed_form(block_size: int) -> None:
+def test_described_trace_with_endless_cache_matches_the_closed_form(block_size: int) -> None:
     workload = UniformWorkload()
     (found,) = describe(workload, [block_size]).hits
     assert found.hit_tokens == workload.hit_tokens(block_size)
 
 
-def test_a_description_counts() -> None:
+def test_described_trace_has_its_counts() -> None:
     workload = UniformWorkload()
     told = describe(workload)
     summary = workload.summary()
@@ -63,14 +63,14 @@ def test_a_description_counts() -> None:
         describe(workload, [0])
 
 
-def test_a_replay_finds_no_more_than_an_endless_cache(tmp_path: Path) -> None:
+def test_described_trace_bounds_replay_hits(tmp_path: Path) -> None:
     workload = Workload("chat", hours=0.02)
     told = describe(workload, [1])
     assert 0 < report_of(workload)["hit_tokens"] <= told.shared_tokens
     assert tmp_path.exists()
 
 
-def test_what_is_converted_replays_alike(tmp_path: Path) -> None:
+def test_converted_trace_replays_alike(tmp_path: Path) -> None:
     mooncake = tmp_path / "m.jsonl"
     mooncake.write_text(
         "".join(
@@ -90,7 +90,7 @@ def test_what_is_converted_replays_alike(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz", "m.jsonl"]
 
 
-def test_marks_tenants_and_hints_are_kept_and_no_text(tmp_path: Path) -> None:
+def test_converted_trace_keeps_marks_tenants_and_hints_without_text(tmp_path: Path) -> None:
     line = {
         "timestamp": 1.5,
         "prompt": [[9, 0, 20]],
@@ -108,7 +108,7 @@ def test_marks_tenants_and_hints_are_kept_and_no_text(tmp_path: Path) -> None:
     assert json.loads(out.read_text("utf-8")) == {"timestamp": 0, "prompt": [[0, 0, 4]], "output": [[1, 0, 3]]}
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+def test_converted_trace_on_full_disk_leaves_no_file(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.write_text("before", "utf-8")
     with (
@@ -123,7 +123,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 # -- as commands
 
 
-def test_describe_for_people(tmp_path: Path) -> None:
+def test_describe_command_prints_text(tmp_path: Path) -> None:
     text = run("trace", "describe", "workload:uniform").stdout
     for part in ("generated, 40 requests", "390.0 s, 0.10 requests/s", "shared prefixes", "16 .. 31", "█"):
         assert part in text
@@ -134,7 +134,7 @@ def test_describe_for_people(tmp_path: Path) -> None:
     assert f"{path}, line 3: not a date and time: 'x'" in error("trace", "describe", path)
 
 
-def test_describe_as_json() -> None:
+def test_describe_command_prints_json() -> None:
     made = json.loads(run("trace", "describe", "workload:uniform", "--json", "--block-sizes", "16,32").stdout)
     assert (made["schema"], made["version"], [one["block_size"] for one in made["hits"]]) == (
         "hybridkv.trace",
@@ -144,7 +144,7 @@ def test_describe_as_json() -> None:
     assert "--block-sizes 'x' must be numbers" in error("trace", "describe", "workload:uniform", "--block-sizes", "x")
 
 
-def test_convert(tmp_path: Path) -> None:
+def test_convert_command_writes_a_trace(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl.gz"
     assert run("trace", "convert", "workload:uniform", out).stdout == f"40 requests written to {out}\n"
     assert len(gzip.decompress(out.read_bytes()).splitlines()) == 40
@@ -154,7 +154,7 @@ def test_convert(tmp_path: Path) -> None:
     assert "--tokenizer" in error("trace", "convert", "workload:uniform", out, "--tokenizer", "bytes:4")
 
 
-def test_a_trace_of_text_replays(tmp_path: Path) -> None:
+def test_text_trace_replays(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     lines = [
         {"time": k, "messages": [{"role": "user", "content": "tell me of caches " * 9}], "max_tokens": 5}

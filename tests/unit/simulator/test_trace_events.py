@@ -38,7 +38,7 @@ def ids(request: TraceRequest) -> list[int]:
     return [*request.prompt.token_ids().tolist(), *request.output.token_ids().tolist()]
 
 
-def test_a_prompt_in_chunks_and_its_output(tmp_path: Path) -> None:
+def test_event_trace_joins_chunks_and_output(tmp_path: Path) -> None:
     trace = recording(
         tmp_path,
         (0.0, [stored(None, 1, 2)]),
@@ -52,7 +52,7 @@ def test_a_prompt_in_chunks_and_its_output(tmp_path: Path) -> None:
     assert len(one.prompt.pieces) == len(one.output.pieces) == 1
 
 
-def test_who_goes_on_later_is_another_request(tmp_path: Path) -> None:
+def test_event_trace_later_continuation_is_another_request(tmp_path: Path) -> None:
     trace = recording(
         tmp_path,
         (0.0, [stored(None, 1, 2)]),
@@ -69,7 +69,7 @@ def test_who_goes_on_later_is_another_request(tmp_path: Path) -> None:
     assert describe(trace).shared_tokens == 47 + 80 + 32  # the last one said never ran
 
 
-def test_forks_and_twins(tmp_path: Path) -> None:
+def test_event_trace_separates_forks_and_duplicates(tmp_path: Path) -> None:
     trace = recording(
         tmp_path,
         (0.0, [stored(None, 1, 2, 3, 4)]),
@@ -86,7 +86,7 @@ def test_forks_and_twins(tmp_path: Path) -> None:
     assert ids(one)[32:] != ids(other)[32:]
 
 
-def test_one_group_and_one_tier_are_read(tmp_path: Path) -> None:
+def test_event_trace_reads_one_group_and_tier(tmp_path: Path) -> None:
     states = {"group_idx": 0, "kv_cache_spec_kind": "mamba"}
     full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
     again = {"group_idx": 2, "kv_cache_spec_kind": "full_attention"}
@@ -99,7 +99,7 @@ def test_one_group_and_one_tier_are_read(tmp_path: Path) -> None:
     assert lengths(trace) == [(0.0, 32, 1), (1.0, 16, 1)]
 
 
-def test_arrays_and_names_of_text(tmp_path: Path) -> None:
+def test_event_trace_reads_arrays_and_text_hashes(tmp_path: Path) -> None:
     array = ["BlockStored", ["ab", "cd"], None, [7] * 32, 16, None, "GPU", None, None, 0, "full_attention", None]
     trace = recording(
         tmp_path,
@@ -109,7 +109,7 @@ def test_arrays_and_names_of_text(tmp_path: Path) -> None:
     assert lengths(trace) == [(0.0, 32, 16)]
 
 
-def test_what_was_there_before_makes_no_request(tmp_path: Path) -> None:
+def test_event_trace_ignores_blocks_stored_earlier(tmp_path: Path) -> None:
     trace = recording(
         tmp_path,
         (0.0, [stored(None, 1, 2, 3)]),
@@ -132,7 +132,7 @@ def test_what_was_there_before_makes_no_request(tmp_path: Path) -> None:
         ({"ts": 1, "events": [{**stored(None, 1, 2), "block_size": 2**31 - 1}]}, "is longer than"),
     ],
 )
-def test_bad_lines_are_named(line: object, what: str, tmp_path: Path) -> None:
+def test_event_trace_with_bad_line_names_it(line: object, what: str, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     good = {"ts": 0, "events": [stored(None, 90, 91)]}
     path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n", "utf-8")
@@ -143,7 +143,7 @@ def test_bad_lines_are_named(line: object, what: str, tmp_path: Path) -> None:
     assert left.summary().bad_lines == 1
 
 
-def test_the_commands_say_what_is_not_told(tmp_path: Path) -> None:
+def test_event_trace_commands_report_unknown_values(tmp_path: Path) -> None:
     trace = recording(tmp_path, (0.0, [stored(None, 1, 2)]), (3.0, [stored(None, 3)]))
     asked = ("replay", trace.path, "--model", "llama-3-8b", "--memory", "1GiB")
     for command in (("trace", "describe", trace.path), ("trace", "convert", trace.path, tmp_path / "out.jsonl"), asked):

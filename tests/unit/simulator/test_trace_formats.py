@@ -44,7 +44,7 @@ def lengths(trace: TraceFile) -> list[tuple[float, int, int]]:
 # -- lengths alone
 
 
-def test_azure(tmp_path: Path) -> None:
+def test_azure_trace_is_read(tmp_path: Path) -> None:
     trace = TraceFile(file(tmp_path, AZURE))
     assert trace.format_name == "azure"
     assert lengths(trace) == [(0.0, 374, 44), (4.314579, 396, 109)]
@@ -56,7 +56,7 @@ def test_azure(tmp_path: Path) -> None:
     assert lengths(TraceFile(file(tmp_path, newer))) == [(0.0, 2, 1), (0.5, 2, 1)]
 
 
-def test_burstgpt(tmp_path: Path) -> None:
+def test_burstgpt_trace_is_read(tmp_path: Path) -> None:
     path = tmp_path / "zipped"
     path.write_bytes(gzip.compress(BURST.encode()))
     trace = TraceFile(path)
@@ -79,7 +79,7 @@ def test_burstgpt(tmp_path: Path) -> None:
         (BURST + "?,ChatGPT,5,1,5,API log\n", r"line 4: Expected `float`, got `str` - at `\$\.Timestamp`"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, content: str, what: str) -> None:
+def test_csv_trace_with_bad_row_names_it(tmp_path: Path, content: str, what: str) -> None:
     path = file(tmp_path, content, "t.csv")
     with pytest.raises(TraceError, match=rf"t\.csv, {what}"):
         list(TraceFile(path))
@@ -90,7 +90,7 @@ def test_a_bad_row_is_named(tmp_path: Path, content: str, what: str) -> None:
 # -- text
 
 
-def test_what_was_said_is_the_beginning_of_what_is_asked_next(tmp_path: Path) -> None:
+def test_conversation_trace_turns_share_their_prefix(tmp_path: Path) -> None:
     turns = [*CHAT["conversations"], {"from": "human", "value": "and now?"}, {"from": "gpt", "value": "now this"}]
     trace = TraceFile(file(tmp_path, [{"conversations": turns}, CHAT]), tokenizer="bytes:1")
     assert trace.format_name == "sharegpt"
@@ -104,7 +104,7 @@ def test_what_was_said_is_the_beginning_of_what_is_asked_next(tmp_path: Path) ->
     assert [one.timestamp_s for one in trace] == sorted(one.timestamp_s for one in trace)
 
 
-def test_one_array_of_conversations(tmp_path: Path) -> None:
+def test_conversation_trace_in_one_array_is_read(tmp_path: Path) -> None:
     pretty = json.dumps([CHAT, {"conversations": []}, CHAT], indent=2)
     trace = TraceFile(file(tmp_path, pretty), tokenizer="bytes:4")
     assert [one.origin for one in trace] == ["line 2", "line 17"]
@@ -121,7 +121,7 @@ def test_one_array_of_conversations(tmp_path: Path) -> None:
         list(TraceFile(file(tmp_path, "[1, 2]"), tokenizer="bytes:4"))
 
 
-def test_arrivals_of_what_has_no_times(tmp_path: Path) -> None:
+def test_trace_without_times_gets_arrivals(tmp_path: Path) -> None:
     path = file(tmp_path, [CHAT] * 400)
     times = [one.timestamp_s for one in TraceFile(path, tokenizer="bytes:4", arrivals_per_s=10)]
     assert times == [one.timestamp_s for one in TraceFile(path, tokenizer="bytes:4", arrivals_per_s=10)]
@@ -130,7 +130,7 @@ def test_arrivals_of_what_has_no_times(tmp_path: Path) -> None:
         TraceFile(path, arrivals_per_s=0)
 
 
-def test_prompts_of_a_benchmark(tmp_path: Path) -> None:
+def test_benchmark_prompt_trace_is_read(tmp_path: Path) -> None:
     trace = TraceFile(
         file(tmp_path, [{"prompt": "abcd" * 8, "output_tokens": 9}, {"prompt": "abcd" * 4 + "x"}]), tokenizer="bytes:4"
     )
@@ -140,7 +140,7 @@ def test_prompts_of_a_benchmark(tmp_path: Path) -> None:
     assert (second.num_prompt_tokens, second.num_output_tokens, shared(first, second)) == (5, 256, 4)
 
 
-def test_aiperf(tmp_path: Path) -> None:
+def test_aiperf_trace_is_read(tmp_path: Path) -> None:
     lines: list[object] = [
         {"timestamp": 1000, "text_input": "abcdefgh", "output_length": 3},
         {"timestamp": 2000, "messages": [{"role": "user", "content": "abcd"}], "output_length": 4},
@@ -151,7 +151,7 @@ def test_aiperf(tmp_path: Path) -> None:
     assert lengths(trace) == [(1.0, 2, 3), (2.0, 3 + 1 + 1 + 4, 4), (3.0, 77, 5)]
 
 
-def test_turns_behind_others(tmp_path: Path) -> None:
+def test_aiperf_trace_turns_follow_their_session(tmp_path: Path) -> None:
     hashed = [
         {"session_id": "a", "timestamp": 0, "input_length": 600, "output_length": 50, "hash_ids": [1, 2]},
         {"session_id": "a", "delay": 2000, "input_length": 80, "output_length": 25, "hash_ids": [3]},
@@ -198,7 +198,7 @@ def test_turns_behind_others(tmp_path: Path) -> None:
         ({"session_id": "a", "delay": 5, "input_length": 2**31 - 2}, "a request of 2147483662 tokens is longer"),
     ],
 )
-def test_turns_that_cannot_be(turn: dict[str, object], what: str, tmp_path: Path) -> None:
+def test_aiperf_trace_with_invalid_turn_is_rejected(turn: dict[str, object], what: str, tmp_path: Path) -> None:
     first = {"session_id": "a", "timestamp": 0, "input_length": 6, "output_length": 5}
     later = {"timestamp": 9000, "input_length": 6, "output_length": 5}
     with pytest.raises(TraceError, match=f"line 2: {what}"):
@@ -208,7 +208,7 @@ def test_turns_that_cannot_be(turn: dict[str, object], what: str, tmp_path: Path
         list(TraceFile(file(tmp_path, [first, later, late])))
 
 
-def test_openai_logs(tmp_path: Path) -> None:
+def test_openai_log_trace_is_read(tmp_path: Path) -> None:
     ask = [{"role": "user", "content": "what is a cache?"}]
     answer = {"choices": [{"message": {"role": "assistant", "content": "a place"}}]}
     more = [
@@ -275,14 +275,14 @@ def test_openai_logs(tmp_path: Path) -> None:
         ({"prompt": "x", "output_tokens": "5"}, r"Expected `int`, got `str` - at `\$\.output_tokens`"),
     ],
 )
-def test_a_bad_line_of_text_is_named(tmp_path: Path, line: object, what: str) -> None:
+def test_text_trace_with_bad_line_names_it(tmp_path: Path, line: object, what: str) -> None:
     path = file(tmp_path, ["", line], "t.jsonl")
     path.write_text("\n" + json.dumps(line), "utf-8")
     with pytest.raises(TraceError, match=rf"t\.jsonl, line 2: {what}"):
         list(TraceFile(path, tokenizer="bytes:4"))
 
 
-def test_a_format_by_name(tmp_path: Path) -> None:
+def test_trace_format_by_name_is_used(tmp_path: Path) -> None:
     path = file(tmp_path, [{"timestamp": 5, "prompt": "abcd", "max_tokens": 3, "output_tokens": 4}])
     assert TraceFile(path, tokenizer="bytes:4").format_name == "openai"
     assert TraceFile(path, tokenizer="bytes:4", format_name="vllm-bench").format_name == "vllm-bench"
@@ -294,7 +294,7 @@ def test_a_format_by_name(tmp_path: Path) -> None:
     assert len(FORMATS) == len(set(FORMATS)) == 9
 
 
-def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
+def test_text_trace_without_tokenizer_is_rejected(tmp_path: Path) -> None:
     path = file(tmp_path, [CHAT])
     with pytest.raises(ConfigError, match="this trace holds text: name a tokenizer"):
         list(TraceFile(path))
@@ -306,7 +306,7 @@ def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
         TraceFile(path, tokenizer=str(path))
 
 
-def test_a_tokenizer_of_a_folder(tmp_path: Path) -> None:
+def test_tokenizer_from_a_folder_is_used(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.models.WordLevel({"hello": 7, "?": 0}, unk_token="?")  # noqa: S106  # no password
     made = tokenizers.Tokenizer(model)
@@ -315,7 +315,7 @@ def test_a_tokenizer_of_a_folder(tmp_path: Path) -> None:
     assert encoder_named(str(tmp_path))("hello you hello").tolist() == [7, 0, 7]
 
 
-def test_four_bytes_a_token() -> None:
+def test_tokenizer_of_bytes_splits_evenly() -> None:
     encode = encoder_named("bytes:4")
     assert len(encode("")) == 0
     assert len(encode("abcde")) == 2
@@ -324,7 +324,7 @@ def test_four_bytes_a_token() -> None:
     assert encoder_named("bytes:1")("ab").tolist() == [97, 98]
 
 
-def test_equal_beginnings_have_equal_pieces() -> None:
+def test_text_trace_equal_prefixes_have_equal_pieces() -> None:
     tree = TokenTree(iter(range(1000)))
     rng = np.random.default_rng(5)
     runs = [rng.integers(0, 2, rng.integers(1, 40)).astype(np.int32) for _ in range(300)]

@@ -45,7 +45,7 @@ def without(record: Record, name: str) -> Record:
 # -- what is read
 
 
-def test_a_token_exact_line(write: Write) -> None:
+def test_trace_line_with_pieces_is_read(write: Write) -> None:
     (request,) = TraceFile(write(PIECES))
     assert request == TraceRequest(
         1.5, Pieces(PROMPT_SEGMENT, ((120, 0, 40), (4, 10, 2))), Pieces(PROMPT_SEGMENT, ((5, 0, 3),)), origin="line 1"
@@ -57,7 +57,7 @@ def test_a_token_exact_line(write: Write) -> None:
     assert again[40:].tolist() == request.output.token_ids().tolist()
 
 
-def test_marks_are_read(write: Write) -> None:
+def test_trace_resume_marks_are_read(write: Write) -> None:
     # 42 tokens of prompt and 3 of output; in any order, and twice is once
     marked, empty, plain = TraceFile(write(changed(PIECES, marks=[16, 45, 1, 16]), changed(PIECES, marks=[]), PIECES))
     assert (marked.marks, empty.marks, plain.marks) == ((1, 16, 45), (), ())
@@ -68,19 +68,19 @@ def test_marks_are_read(write: Write) -> None:
 
 
 @pytest.mark.parametrize("record", [PIECES, MOONCAKE])
-def test_tenants_and_hints_are_read(write: Write, record: Record) -> None:
+def test_trace_tenants_and_hints_are_read(write: Write, record: Record) -> None:
     hints = {"within_s": 30, "shared_tokens": 16}
     told, empty, plain = TraceFile(write(changed(record, tenant="a", hints=hints), changed(record, hints={}), record))
     assert (told.tenant, told.hints) == ("a", Hints(within_s=30.0, goes_on=True, shared_tokens=16))
     assert [(one.tenant, one.hints) for one in (empty, plain)] == [(None, NO_HINTS)] * 2
 
 
-def test_pieces_without_tokens_are_dropped(write: Write) -> None:
+def test_trace_empty_pieces_are_dropped(write: Write) -> None:
     (request,) = TraceFile(write(changed(PIECES, prompt=[[1, 0, 0], [2, 5, 1], [3, 0, 0]])))
     assert request.prompt.pieces == ((2, 5, 1),)
 
 
-def test_a_mooncake_line(write: Write) -> None:
+def test_trace_mooncake_line_is_read(write: Write) -> None:
     first, second = TraceFile(write(MOONCAKE, changed(MOONCAKE, input_length=1024, hash_ids=[0, 9])))
     assert first.prompt == Pieces(HASHED_BLOCK, ((0, 0, 512), (9, 0, 512), (11, 0, 6)))
     assert second.prompt == Pieces(HASHED_BLOCK, ((0, 0, 512), (9, 0, 512)))
@@ -90,7 +90,7 @@ def test_a_mooncake_line(write: Write) -> None:
     assert second.output == Pieces(NEW_OUTPUT, ((2, 0, 7),))
 
 
-def test_the_block_size_of_a_mooncake_trace(write: Write) -> None:
+def test_trace_mooncake_block_size_is_applied(write: Write) -> None:
     path = write(changed(MOONCAKE, input_length=33, hash_ids=[5, 6, 7]))
     (request,) = TraceFile(path, trace_block_size=16)
     assert request.prompt.pieces == ((5, 0, 16), (6, 0, 16), (7, 0, 1))
@@ -100,7 +100,7 @@ def test_the_block_size_of_a_mooncake_trace(write: Write) -> None:
         list(TraceFile(path))
 
 
-def test_gzip_is_known_by_its_first_bytes(write: Write, tmp_path: Path) -> None:
+def test_trace_gzip_is_detected_by_its_first_bytes(write: Write, tmp_path: Path) -> None:
     plain = write(PIECES, PIECES)
     disguised, honest = tmp_path / "zipped.jsonl", tmp_path / "trace.jsonl.gz"
     for path in (disguised, honest):
@@ -112,16 +112,16 @@ def test_gzip_is_known_by_its_first_bytes(write: Write, tmp_path: Path) -> None:
         assert list(TraceFile(path)) == wanted
 
 
-def test_blank_lines_and_other_fields_are_left_alone(write: Write) -> None:
+def test_trace_blank_lines_and_extra_fields_are_ignored(write: Write) -> None:
     path = write("", changed(PIECES, chat_id="x", type=3), "   ", PIECES, name="t.jsonl")
     assert [request.origin for request in TraceFile(path)] == ["line 2", "line 4"]
 
 
-def test_windows_line_ends(write: Write) -> None:
+def test_trace_windows_line_ends_are_read(write: Write) -> None:
     assert len(list(TraceFile(write(json.dumps(PIECES) + "\r", json.dumps(PIECES) + "\r")))) == 2
 
 
-def test_a_summary_counts(write: Write) -> None:
+def test_trace_summary_has_its_counts(write: Write) -> None:
     path = write(PIECES, changed(PIECES, output=[[5, 0, 30]]), PIECES)
     summary = TraceFile(path).summary()
     assert (summary.requests, summary.prompt_tokens, summary.output_tokens) == (3, 126, 36)
@@ -129,7 +129,7 @@ def test_a_summary_counts(write: Write) -> None:
     assert (summary.bad_lines, summary.first_bad) == (0, None)
 
 
-def test_a_limit_reads_no_further(write: Write) -> None:
+def test_trace_limit_reads_no_further(write: Write) -> None:
     path = write(PIECES, PIECES, "broken")
     assert len(list(TraceFile(path, limit=2))) == 2
     assert TraceFile(path, limit=2).summary().requests == 2
@@ -137,14 +137,14 @@ def test_a_limit_reads_no_further(write: Write) -> None:
         list(TraceFile(path, limit=3))
 
 
-def test_requests_are_streamed(write: Write) -> None:
+def test_trace_requests_are_streamed(write: Write) -> None:
     requests = iter(TraceFile(write(PIECES, "broken")))
     assert next(requests).num_prompt_tokens == 42
     with pytest.raises(TraceError, match="line 2"):
         next(requests)
 
 
-def test_iterating_again_starts_over(write: Write) -> None:
+def test_trace_iteration_starts_again(write: Write) -> None:
     trace = TraceFile(write(PIECES, PIECES))
     assert list(trace) == list(trace)
 
@@ -203,7 +203,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("line", "what"), MALFORMED, ids=[str(at) for at in range(len(MALFORMED))])
-def test_a_malformed_line_is_named(write: Write, line: Record | str | bytes, what: str) -> None:
+def test_trace_malformed_line_is_named(write: Write, line: Record | str | bytes, what: str) -> None:
     # the line before fixes the format, except where it is of the other one
     good = MOONCAKE if isinstance(line, dict) and ("hash_ids" in line or "input_length" in line) else PIECES
     good = changed(good, timestamp=0)
@@ -223,26 +223,26 @@ def test_a_malformed_line_is_named(write: Write, line: Record | str | bytes, wha
     assert summary.first_bad == str(caught.value)
 
 
-def test_the_formats_do_not_mix(write: Write) -> None:
+def test_trace_with_mixed_formats_is_rejected(write: Write) -> None:
     with pytest.raises(TraceError, match="line 2: Object missing required field `prompt`"):
         list(TraceFile(write(PIECES, MOONCAKE)))
 
 
-def test_the_first_good_line_sets_the_format(write: Write) -> None:
+def test_trace_format_is_set_by_the_first_good_line(write: Write) -> None:
     path = write(changed(MOONCAKE, output_length=0), PIECES, MOONCAKE, PIECES)
     trace = TraceFile(path, skip_bad_lines=True)
     assert [request.origin for request in trace] == ["line 2", "line 4"]
     assert trace.summary().bad_lines == 2
 
 
-def test_time_goes_forward(write: Write) -> None:
+def test_trace_with_decreasing_time_is_rejected(write: Write) -> None:
     path = write(PIECES, PIECES, changed(PIECES, timestamp=1499), PIECES)
     with pytest.raises(TraceError, match=r"line 3: timestamp 1499 ms is before .* 1500 ms: sort the lines"):
         list(TraceFile(path))
     assert [request.origin for request in TraceFile(path, skip_bad_lines=True)] == ["line 1", "line 2", "line 4"]
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_trace_file_that_cannot_be_read_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"cannot read .*none\.jsonl: No such file"):
         TraceFile(tmp_path / "none.jsonl").summary()
     with pytest.raises(TraceError, match="Is a directory"):
@@ -257,14 +257,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         list(TraceFile(broken))
 
 
-def test_a_trace_without_requests(write: Write) -> None:
+def test_trace_without_requests_is_rejected(write: Write) -> None:
     with pytest.raises(TraceError, match=r"trace\.jsonl holds no requests$"):
         TraceFile(write("", " ")).summary()
     with pytest.raises(TraceError, match=r"holds no requests but 2 bad lines; the first: .*line 1: not JSON"):
         TraceFile(write("x", "y"), skip_bad_lines=True).summary()
 
 
-def test_options_that_cannot_work(write: Write) -> None:
+def test_trace_option_that_is_invalid_is_rejected(write: Write) -> None:
     with pytest.raises(ConfigError, match="block size must be at least 1 token, got 0"):
         TraceFile(write(PIECES), trace_block_size=0)
     with pytest.raises(ConfigError, match="limit must be at least 1 request, got 0"):

@@ -33,7 +33,7 @@ def tuned(folder: Path, slo: str, *, trials: int = 50, memory: str = "1GiB") -> 
         return tune(SOURCE, axes, parse_aims(slo), PRICES, folder, executor=executor, trials=trials)
 
 
-def test_aims() -> None:
+def test_tune_aims_are_parsed() -> None:
     assert parse_aims("ttft-p99=1s, tpot-mean = 50 ms") == (Aim("ttft", "p99", 1.0), Aim("tpot", "mean", 0.05))
     report = {"time_to_first_token_s": {"p99": 2.0}, "time_per_output_token_s": {"mean": 0.05}}
     aim, taken = worst(parse_aims("ttft-p99=1s,tpot-mean=50ms"), report)
@@ -52,7 +52,7 @@ def test_aims() -> None:
             parse_aims(wrong)
 
 
-def test_prices() -> None:
+def test_tune_prices_are_parsed() -> None:
     assert parse_prices("h100=2.5/h, l4 = 24 / d,b200=730/mo") == {"h100": 2.5, "l4": 1.0, "b200": 1.0}
     for wrong, what in (
         ("h100=2.5", "has no unit of time: say /h"),
@@ -66,7 +66,7 @@ def test_prices() -> None:
             parse_prices(wrong)
 
 
-def test_the_cheapest_that_keeps_the_aims(tmp_path: Path) -> None:
+def test_tune_finds_the_cheapest_within_aims(tmp_path: Path) -> None:
     tried = tuned(tmp_path, "tpot-p99=40ms")
     assert len(tried) == 6
     best, runner_up, *_ = tried
@@ -82,7 +82,7 @@ def test_the_cheapest_that_keeps_the_aims(tmp_path: Path) -> None:
     assert best.tokens == pytest.approx(report["output_tokens"] / (1.2 * report["simulated_s"] / 3600))
 
 
-def test_drafts_are_a_setting(tmp_path: Path) -> None:
+def test_tune_searches_drafts(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     axes = {**AXES, "hardware": ["l4"], "replicas": [1], "drafts": [0, 4], "acceptance": [0.5, 1.0]}
     with ThreadPoolExecutor(1) as executor:
@@ -94,7 +94,7 @@ def test_drafts_are_a_setting(tmp_path: Path) -> None:
     ]
 
 
-def test_an_aim_that_nothing_keeps_has_a_nearest(tmp_path: Path) -> None:
+def test_tune_without_solution_reports_the_nearest(tmp_path: Path) -> None:
     tried = tuned(tmp_path, "tpot-p99=1ms")
     assert not any(one.keeps_aims for one in tried)
     assert tried[0].cell.hardware == "h100"
@@ -102,7 +102,7 @@ def test_an_aim_that_nothing_keeps_has_a_nearest(tmp_path: Path) -> None:
     assert tried[0].goodput_per_s == 0
 
 
-def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_tune_resumes_an_earlier_search(tmp_path: Path) -> None:
     first = tuned(tmp_path, "tpot-p99=40ms", trials=3)
     assert 1 <= len(first) <= 3
     with patch.object(Cell, "run", side_effect=AssertionError("it was run before")):
@@ -116,13 +116,13 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
         assert tuned(tmp_path, "tpot-p99=40ms") == every
 
 
-def test_what_cannot_serve_the_trace_comes_last(tmp_path: Path) -> None:
+def test_tune_settings_that_cannot_serve_come_last(tmp_path: Path) -> None:
     tried = tuned(tmp_path, "tpot-p99=40ms", memory="1MiB")
     assert all(one.refused is not None and not one.keeps_aims for one in tried)
     assert len(tried) == 6
 
 
-def test_no_machine_is_bought_that_does_not_hold_weights_and_cache(tmp_path: Path) -> None:
+def test_tune_machine_without_room_is_rejected(tmp_path: Path) -> None:
     tried = tuned(tmp_path, "tpot-p99=1s", memory="10GiB")  # 16 GB of weights beside it, in 24
     refused = [one for one in tried if one.refused is not None]
     assert [(one.cell.hardware, one.cell.replicas) for one in refused] == [("l4", 1), ("l4", 2)]
@@ -130,7 +130,7 @@ def test_no_machine_is_bought_that_does_not_hold_weights_and_cache(tmp_path: Pat
     assert held in str(refused[0].refused)
 
 
-def test_the_reason_of_a_refusal_is_told(tmp_path: Path) -> None:
+def test_tune_refusal_reports_its_reason(tmp_path: Path) -> None:
     """In the terminal, beside settings that can serve the trace."""
     pytest.importorskip("optuna")
     done = run(
@@ -143,12 +143,12 @@ def test_the_reason_of_a_refusal_is_told(tmp_path: Path) -> None:
     assert sum(line.endswith(": refused") for line in done.stderr.splitlines()) == 1
 
 
-def test_hardware_without_a_price(tmp_path: Path) -> None:
+def test_tune_hardware_without_price_is_rejected(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as executor, pytest.raises(ConfigError, match="no price for l40s, h100"):
         tune(SOURCE, AXES, parse_aims("ttft-p99=1s"), {"l4": 1.0}, tmp_path, executor=executor)
 
 
-def test_tuning_as_a_command(tmp_path: Path) -> None:
+def test_tune_command_writes_its_trials(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     base = ("tune", "workload:uniform", "--model", "llama-3-8b", "--memory", "1GiB", "--out", tmp_path, "--jobs", "1")
     priced = (*base, "--hardware", "l40s,h100", "--price", "l40s=1.2/h,h100=60/d")
@@ -172,7 +172,7 @@ def test_tuning_as_a_command(tmp_path: Path) -> None:
     assert "trials" in error(*base, "--slo", "ttft-p99=1s", "--price", "h100=2.5/h", "--trials", "0")
 
 
-def test_without_optuna(tmp_path: Path) -> None:
+def test_tune_without_optuna_names_the_extra(tmp_path: Path) -> None:
     with patch.dict("sys.modules", {"optuna": None}):
         line = error(
             *("tune", "workload:uniform", "--model", "llama-3-8b", "--memory", "1GiB", "--out", tmp_path),

@@ -48,7 +48,7 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("kind", FIGURES)
-def test_an_hour_is_like_the_reference(kind: str) -> None:
+def test_workload_hour_matches_the_reference_lengths(kind: str) -> None:
     requests, prompt_tokens, output_tokens, _ = FIGURES[kind]
     measured = [Workload(kind, seed).summary() for seed in range(4)]
     assert mean(one.requests for one in measured) == pytest.approx(requests, rel=0.10)
@@ -58,7 +58,7 @@ def test_an_hour_is_like_the_reference(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "think", "agent", "api"])
-def test_an_hour_repeats_itself_like_the_reference(kind: str) -> None:
+def test_workload_hour_matches_the_reference_hit_rate(kind: str) -> None:
     # mix is the sum of the others: no need to hash its tokens as well
     requests = list(Workload(kind, seed=1))
     rate = endless_hit_tokens(requests) / sum(request.num_prompt_tokens for request in requests)
@@ -66,7 +66,7 @@ def test_an_hour_repeats_itself_like_the_reference(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WORKLOADS)
-def test_equal_seeds_give_equal_streams(kind: str) -> None:
+def test_workload_of_equal_seed_is_equal(kind: str) -> None:
     first, again = (list(Workload(kind, seed=5, hours=0.05)) for _ in range(2))
     assert first == again
     assert first != list(Workload(kind, seed=6, hours=0.05))
@@ -76,7 +76,7 @@ def test_equal_seeds_give_equal_streams(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WORKLOADS)
-def test_marks_lie_where_the_shared_beginning_ends(kind: str) -> None:
+def test_workload_resume_marks_are_at_the_shared_prefix_end(kind: str) -> None:
     plain, marked = (list(Workload(kind, seed=5, hours=0.2, marks=marks)) for marks in (False, True))
     assert all(request.marks == () for request in plain)
     assert [replace(request, marks=()) for request in marked] == plain
@@ -88,7 +88,7 @@ def test_marks_lie_where_the_shared_beginning_ends(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WORKLOADS)
-def test_a_generated_segment_is_one_thing(kind: str) -> None:
+def test_workload_segment_has_one_length(kind: str) -> None:
     """A segment stands for one length everywhere, and no two requests have one output."""
     lengths: dict[int, int] = {}
     outputs = Counter[int]()
@@ -100,14 +100,14 @@ def test_a_generated_segment_is_one_thing(kind: str) -> None:
     assert max(outputs.values()) == 1
 
 
-def test_hours_and_rate_multiply_the_arrivals() -> None:
+def test_workload_arrivals_scale_with_hours_and_rate() -> None:
     one = Workload("api", seed=1).summary().requests
     assert Workload("api", seed=1, hours=0.5).summary().requests == pytest.approx(one / 2, rel=0.1)
     assert Workload("api", seed=1, rate=3).summary().requests == pytest.approx(one * 3, rel=0.1)
     assert max(request.timestamp_s for request in Workload("api", seed=1, hours=0.5)) <= 1800
 
 
-def test_chat_turns_repeat_what_was_said() -> None:
+def test_workload_chat_turns_repeat_the_conversation() -> None:
     said: dict[int, TraceRequest] = {}
     turns = 0
     for request in Workload("chat", seed=3, hours=0.2):
@@ -122,7 +122,7 @@ def test_chat_turns_repeat_what_was_said() -> None:
     assert turns > 500
 
 
-def test_chat_draws_its_lengths_around_the_medians() -> None:
+def test_workload_chat_lengths_match_the_medians() -> None:
     requests = list(Workload("chat", seed=3))
     users = [request.prompt.pieces[-1][2] for request in requests]
     outputs = [request.num_output_tokens for request in requests]
@@ -136,7 +136,7 @@ def test_chat_draws_its_lengths_around_the_medians() -> None:
     assert len(requests) / depths[1] == pytest.approx(3.45, rel=0.1)
 
 
-def test_thinking_shares_the_prompt_only() -> None:
+def test_workload_think_shares_the_prompt_only() -> None:
     outputs: set[int] = set()
     prompts: set[tuple[object, ...]] = set()
     for request in Workload("think", seed=3, hours=0.2):
@@ -154,7 +154,7 @@ def test_thinking_shares_the_prompt_only() -> None:
     )
 
 
-def test_agents_fork() -> None:
+def test_workload_agents_fork() -> None:
     requests = list(Workload("agent", seed=4))
     goes_on = Counter(request.prompt.pieces[-2][0] for request in requests if len(request.prompt.pieces) > 2)
     forks = Counter(goes_on.values())
@@ -167,11 +167,11 @@ def test_agents_fork() -> None:
     assert median(request.num_output_tokens for request in requests) == pytest.approx(70, rel=0.1)
 
 
-def test_a_limit_keeps_the_first() -> None:
+def test_workload_limit_keeps_the_first_requests() -> None:
     assert list(Workload("mix", hours=0.1, limit=7)) == list(itertools.islice(Workload("mix", hours=0.1), 7))
 
 
-def test_workloads_that_cannot_be() -> None:
+def test_workload_with_invalid_values_is_rejected() -> None:
     with pytest.raises(ConfigError, match="unknown workload 'chats': use one of agent, api, chat, documents"):
         Workload("chats")
     with pytest.raises(ConfigError, match="seed must be 0 or more, got -1"):
@@ -199,11 +199,11 @@ def test_workloads_that_cannot_be() -> None:
         UniformWorkload(system_tokens=16, user_tokens=16, answer_tokens=16),
     ],
 )
-def test_the_closed_form_is_what_a_dictionary_finds(workload: UniformWorkload, block_size: int) -> None:
+def test_workload_closed_form_matches_a_dictionary(workload: UniformWorkload, block_size: int) -> None:
     assert workload.hit_tokens(block_size) == endless_hit_tokens(list(workload), block_size)
 
 
-def test_a_uniform_workload_by_hand() -> None:
+def test_workload_uniform_matches_hand_calculation() -> None:
     # 2 conversations of one template, 2 turns: 150 + 37 tokens, then 21 + 37 more
     workload = UniformWorkload(templates=1, conversations=2, turns=2)
     summary = workload.summary()
