@@ -1,4 +1,4 @@
-"""What runs next: queues, limits and the scheduler."""
+"""Scheduling: the queue, the limits of a step, and the Scheduler that makes Steps."""
 
 from hybridkv.schedule.fast_forward import Choose, FastForward, FastForwardClock, UniformSteps
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics

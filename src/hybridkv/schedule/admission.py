@@ -1,6 +1,7 @@
-"""Who may come in, whether it fits now, and its first step: branches first, then waiting requests in order.
+"""AdmissionControl: decides which waiting requests fit into a step, and begins them.
 
-One that does not fit lets others pass, within bounds.
+Branches of running requests come first, then waiting requests in order. A request that does not fit lets others pass,
+within limits (docs/design/0007).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from hybridkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_MOST_PASSED: Final = 16  # refused requests that a step looks at: each costs a look-up
+_MOST_PASSED: Final = 16  # refused requests that a step looks at, each costs a look-up (docs/design/0007)
 
 
 class ExplainedRequest(NamedTuple):
-    """Why the prefix cache did not have all of a request's prompt when the request was first admitted.
+    """The reasons why a request's prompt was not all in the prefix cache when the request was first admitted.
 
     Attributes:
         request: the request.
@@ -41,10 +42,13 @@ class ExplainedRequest(NamedTuple):
 
 
 class Standstill(NamedTuple):
-    """What comes of those that wait in each of some steps: nobody comes in.
+    """The outcome of some equal steps for waiting requests: each step admits no request.
 
-    refused: how many, by reason. takes: by group, what those would take that are refused for what comes later. hits: of
-    all that were looked at. since_s: when those were first refused that let others pass still; None: nobody does.
+    Attributes:
+        refused: number of refusals in each step, by reason.
+        takes: blocks by group that would fit now, one tuple for each request that is refused for later needs.
+        hits: the remembered hits of all requests that a step looks at.
+        since_s: time in seconds of the earliest first refusal among the requests that still let others pass.
     """
 
     refused: Counter[Reason]
@@ -54,10 +58,14 @@ class Standstill(NamedTuple):
 
 
 class AdmissionControl:
-    """Moves requests from ``waiting`` to ``running`` and into a step.
+    """Moves requests from the queue to the running rows, and into a step.
 
-    prompt_tokens, hit_tokens: of first admissions, so far; misses: the others, by reason, where they are explained.
-    refusals: by reason, so far. explained: requests first admitted by the last step, where misses are explained.
+    Attributes:
+        prompt_tokens: prompt tokens of all requests, each counted at its first admission.
+        hit_tokens: tokens hit of them.
+        misses: tokens missed of them by reason, if the cache explains misses.
+        refusals: how often a request was refused, by reason.
+        explained: requests that the step first admitted, if the cache explains misses. The scheduler clears it.
     """
 
     def __init__(
@@ -77,12 +85,12 @@ class AdmissionControl:
             dcp=cache.dcp_world_size,
             pcp=cache.pcp_world_size,
         )
-        self._num_passed = 0  # requests that the step made now passed by
+        self._num_passed = 0  # requests that this step passed over
 
     # -- ever
 
     def refuse_impossible(self, request: Request) -> None:
-        """ConfigError or CapacityError for a request that could not run even alone."""
+        """Raise ConfigError or CapacityError for a request that could not run even alone."""
         cache = self.cache
         if request.is_lent:
             raise ConfigError(
@@ -104,7 +112,7 @@ class AdmissionControl:
             )
         if self.limits.whole_items:
             self._refuse_items(request)
-        tokens = self.running.limit_tokens(request) - 1  # the last token of all is never computed
+        tokens = self.running.limit_tokens(request) - 1  # the last sampled token is never computed
         needed = cache.bounds.peak_blocks(
             self._bounds, self.limits.max_in_flight, self._room_for(tokens), request.num_encoder_tokens
         )
@@ -120,7 +128,7 @@ class AdmissionControl:
         )
 
     def _refuse_items(self, request: Request) -> None:
-        """ConfigError for items that no step runs in one piece: too long, or cut by the prompt's last token."""
+        """Raise ConfigError for an item that no step runs in one piece: too long, or cut by the last token."""
         most = self.limits.max_batched_tokens
         for item in request.multimodal:
             if item.length > most:
@@ -135,17 +143,21 @@ class AdmissionControl:
                 )
 
     def _room_for(self, tokens: int) -> int:
-        """Return the tokens that a request needs room for while it computes ``tokens``: drafts included."""
+        """Return how many tokens a request needs room for while it computes ``tokens``, drafts included."""
         return max(min(tokens + self.limits.num_lookahead_tokens, self.cache.max_model_len), 1)
 
     # -- now
 
     def admit(self, builder: StepBuilder, now: float, *, room: bool) -> None:
-        """Admit while budget, rows and blocks last. now: seconds. room: whether anybody may come in.
+        """Admit requests while budget, rows and blocks last.
 
-        A refused request is passed by those behind it until it was overtaken ``max_overtaken`` times or has waited
-        ``max_overtaken_seconds`` since it was first refused. Branches whose parent is ready and that do not come in
-        wait like others from now on.
+        Others may pass a refused request until ``max_overtaken`` of them did, or until ``max_overtaken_seconds`` after
+        its first refusal. Branches that do not fit although their parent is ready wait in the queue from now on.
+
+        Args:
+            builder: the step.
+            now: seconds.
+            room: whether the step may admit any request; a step that preempted one may not.
         """
         if self.waiting.families:
             self._admit_branches(builder, room=room)
@@ -153,7 +165,7 @@ class AdmissionControl:
             self._admit_waiting(builder, now)
 
     def _admit_branches(self, builder: StepBuilder, *, room: bool) -> None:
-        """Branch off every parent that is ready."""
+        """Admit the children of every parent that is ready."""
         ready = self.waiting.parents(self.running.requests)  # sorted, so it is a heap
         while ready:
             _, parent = heappop(ready)
@@ -171,7 +183,7 @@ class AdmissionControl:
             self.waiting.return_to_front(late)
 
     def _admit_branch(self, parent: Request, entry: Waiting, builder: StepBuilder) -> bool:
-        """Give a child a row that begins as the parent's, and its one token; whether it fits."""
+        """Give a child a row that shares its parent's blocks, and its one token; return whether it fits."""
         if not builder.left or not self.running.seats_free:
             return False
         plan = self._plan(entry.request, *self.cache.engine.blocks_to_share(parent), builder, alone=False)
@@ -193,7 +205,7 @@ class AdmissionControl:
                         if not self._passes(entry, now):
                             break
                         continue
-                    plan = None if hit is None else self._plan_behind_hit(entry, hit, builder)
+                    plan = None if hit is None else self._plan_after_hit(entry, hit, builder)
                 except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
                     self.running.end([Finished(entry.request, FinishReason.ERROR, error)])
                     continue
@@ -211,17 +223,20 @@ class AdmissionControl:
         self._num_passed = 0
 
     def _waits_for_tokens(self, entry: Waiting, hit: Hit, builder: StepBuilder, now: float) -> bool:
-        """Whether all tokens that are left are kept for requests that lack fewer than that of ``entry``."""
+        """Return whether the tokens left are reserved for requests that have fewer to compute than ``entry``."""
         if not builder.short_tokens:
             return False
         if not self._may_be_overtaken(entry, now):
-            builder.keep_nothing()
+            builder.reserve_nothing()
         return not builder.room_for(entry.request.num_tokens - hit.tokens)
 
     def _passes(self, entry: Waiting, now: float, *, lacks_memory: bool = False) -> bool:
-        """Pass by ``entry``, counting from now on how long it lacks memory; whether a step looks at those behind it."""
+        """Pass over ``entry``; return whether the step looks at the entries after it.
+
+        If ``entry`` lacks memory, its patience is measured from ``now``, the time of its first refusal.
+        """
         self._num_passed += 1
-        if self._num_passed == _MOST_PASSED:  # the last one lets nobody pass
+        if self._num_passed == _MOST_PASSED:  # the step ends at the last one
             return False
         if lacks_memory and entry.refused_at is None:
             entry.refused_at = now
@@ -232,19 +247,20 @@ class AdmissionControl:
         return entry.overtaken < self.limits.max_overtaken and waited < self.limits.max_overtaken_seconds
 
     def count_short(self, builder: StepBuilder, now: float) -> int:
-        """Tokens of the waiting requests that may go ahead: they lack no more than ``builder.ahead``, and they fit.
+        """Return the tokens of short waiting requests that fit and may go first, at most ``builder.short_left``.
 
-        In order, behind the entry that is looked at. Only remembers look-ups. now: seconds.
+        Looks at entries in order, after the one that the step looks at. The only side effect is that hits are
+        remembered.
         """
         kept, seats, passed = 0, self.running.seats_free, self._num_passed
         if not seats:
             return 0
         with closing(self.waiting.in_order()) as entries:
             for entry in entries:
-                tokens = self._short_tokens(entry, builder, builder.ahead - kept)
+                tokens = self._short_tokens(entry, builder, builder.short_left - kept)
                 if tokens:
                     kept, seats = kept + tokens, seats - 1
-                    if kept == builder.ahead or not seats:
+                    if kept == builder.short_left or not seats:
                         break
                     continue
                 passed += 1
@@ -253,7 +269,7 @@ class AdmissionControl:
         return kept
 
     def _short_tokens(self, entry: Waiting, builder: StepBuilder, most: int) -> int:
-        """Tokens with which ``entry`` begins, if it lacks ``most`` at most and fits; else 0."""
+        """Return the tokens with which ``entry`` begins if it fits and computes at most ``most``; else 0."""
         if entry.in_flight_steps:
             return 0
         try:
@@ -269,9 +285,11 @@ class AdmissionControl:
     # -- many steps
 
     def standstill(self, builder: StepBuilder, now: float) -> Standstill | None:
-        """What the next step makes of those that wait, and all do like it while Strides.refuses says so.
+        """Return the outcome of the next step for waiting requests; ``None`` if it may admit one.
 
-        None where somebody may come in, or has yet to be looked up. Changes nothing. builder: has what is left to them.
+        It holds for later steps, too, while the cache's ``fast_forward.refuses`` confirms it. It is unknown, so
+        ``None``, if the step must look a request up. Changes nothing. builder: has the tokens that are left to waiting
+        requests.
         """
         refused, takes, hits, since = Counter[Reason](), list[tuple[int, ...]](), list[Hit](), list[float]()
         if not (builder.left and len(self.waiting) and self.running.seats_free):
@@ -285,8 +303,8 @@ class AdmissionControl:
                     return None
                 hits.append(hit)
                 if not self._may_be_overtaken(entry, now):
-                    builder.keep_nothing()
-                self._num_passed = looked - 1  # as in the step itself: what is kept depends on it
+                    builder.reserve_nothing()
+                self._num_passed = looked - 1  # as in the step itself, because count_short depends on it
                 try:
                     plan = self._plan(request, hit, hit.tokens, builder, alone=False)
                 finally:
@@ -304,7 +322,7 @@ class AdmissionControl:
     # -- answers
 
     def waits(self) -> list[Wait]:
-        """Who waits in the queue, in order, then branches that wait for their parents, and why. O(n log n)."""
+        """Return queued requests in order, then branches that wait for their parents, with reasons. O(n log n)."""
         seat = self.running.seats_free > 0
         queued = [Wait(entry.request, _why(entry, seat=seat)) for entry in self.waiting.entries()]
         return queued + [Wait(child, WaitReason.PARENT) for child in self.waiting.branches()]
@@ -312,18 +330,18 @@ class AdmissionControl:
     # -- one request
 
     def _hit(self, entry: Waiting) -> Hit:
-        """The longest cached prefix of a waiting request, remembered in ``entry`` until it may have changed."""
+        """Return the longest cached prefix of a waiting request; ``entry`` remembers it until it may have changed."""
         cache, request = self.cache, entry.request
         if entry.hit is None or not cache.is_longest_hit(request, entry.hit):
             entry.hit = cache.look_up(request)
             request.branch_tokens = entry.hit.branch_tokens
         return entry.hit
 
-    def _plan_behind_hit(self, entry: Waiting, hit: Hit, builder: StepBuilder) -> SlotPlan | None:
-        """Slots for the first chunk of a waiting request behind ``hit``; None while it does not fit."""
+    def _plan_after_hit(self, entry: Waiting, hit: Hit, builder: StepBuilder) -> SlotPlan | None:
+        """Plan the first chunk of a waiting request after ``hit``; ``None`` while it does not fit."""
         request, alone = entry.request, not self.running.seats_taken
         plan = self._plan(request, hit, hit.tokens, builder, alone=alone)
-        if isinstance(plan, Refusal) and alone and any(hit.sources):  # what is copied may be in the way of the copy
+        if isinstance(plan, Refusal) and alone and any(hit.sources):  # blocks to copy from may take the copies' room
             plan = self._plan(request, None, 0, builder, alone=alone)
         if isinstance(plan, Refusal):
             entry.lacked = plan.reason
@@ -335,10 +353,10 @@ class AdmissionControl:
     def _plan(
         self, request: Request, hit: KVCacheBlocks | Hit | None, hit_tokens: int, builder: StepBuilder, *, alone: bool
     ) -> SlotPlan | Refusal | None:
-        """Return slots for the first chunk of ``request`` behind ``hit``; None if the budget is too small.
+        """Plan slots for the first chunk of ``request`` after ``hit``; ``None`` if the step has too few tokens left.
 
-        All its known tokens must fit, and the watermark besides unless it is ``alone``, so that it is not
-        preempted at once.
+        All its known tokens must fit, so that it is not preempted at once. Unless it is ``alone``, the watermark must
+        stay free, too.
         """
         cache, limits = self.cache, self.limits
         count = builder.first_chunk(request, hit_tokens)
@@ -364,7 +382,7 @@ class AdmissionControl:
         return plan
 
     def _begin(self, plan: SlotPlan, queue_key: QueueKey, builder: StepBuilder) -> None:
-        """The request of ``plan`` runs from now on."""
+        """Commit ``plan``: its request runs from now on."""
         request = plan.request
         if self.cache.misses is None:
             self.cache.commit(plan)
@@ -381,7 +399,7 @@ class AdmissionControl:
             self.hit_tokens += min(plan.hit_tokens, request.num_prompt_tokens)
 
     def _explain(self, plan: SlotPlan) -> None:
-        """Say why tokens are missed, before anything is evicted for the request of ``plan``."""
+        """Record the reasons for misses, before blocks are evicted for the request of ``plan``."""
         cache, request = self.cache, plan.request
         if request.first_hit_tokens is None:
             misses = cache.explain(request, plan.hit_tokens)
@@ -391,7 +409,7 @@ class AdmissionControl:
 
 
 def _why(entry: Waiting, *, seat: bool) -> WaitReason:
-    """Why ``entry`` waits. seat: whether one more may run."""
+    """Return why ``entry`` waits. seat: whether a row is free."""
     if entry.in_flight_steps:
         return WaitReason.IN_FLIGHT
     if not seat:

@@ -1,28 +1,32 @@
-"""The step being scheduled: how its tokens are shared, where chunks must end, and the Step that is made of its rows.
+"""StepBuilder shares a Step's tokens among requests, ends chunks where they must end, and makes the Step.
 
-    [ few tokens left: decoding rows, the ends of prompts, short prompts that wait | all others, in order ]
-      at most SchedulerLimits.short_share of the step                                the rest
+Short requests go first, within a share of the step:
 
-A short prompt does not wait until a long one is done. The bound leaves the oldest long prompt most of every step, so
-no request starves. Tokens that short work does not need go to the others, so no step is smaller.
+    [ short: decoding rows, last chunks of prompts, short waiting prompts | all other requests, in order ]
+      at most SchedulerLimits.short_share of the step's tokens              all tokens that are left
 
-Rejected: equal parts for all prompts, since prompts of one length would all end late; shortest first without a bound,
-since long prompts would starve; tokens set aside for prompts that may not come, since steps would be smaller.
+So a short prompt need not wait until a long one is done. The bound leaves the oldest long prompt most of every step, so
+no request starves. Long prompts get the tokens that short requests do not need, so no step is smaller for it.
 
-Chunks end where recurrent states are kept. Reference layout (split_at_blocks): at multiples of the block of states.
+Rejected designs (docs/design/0030): equal parts for all prompts, because prompts of one length would all end late;
+shortest first without a bound, because long prompts would starve; tokens reserved for prompts that may never come,
+because steps would be smaller.
 
-    tokens  [ ... | block B | ... | block B | rest ]          a chunk ends at a multiple of B;
-                                            ^ last boundary   none jumps the last one before the last prompt token
+A chunk of a prompt ends where a recurrent state is saved. In the reference layout (split_at_blocks) that is at
+multiples of the block of states:
 
-Natural layout (split_at_stops): at stops, if the worker cannot write a state inside a chunk. In both layouts
-(split_at_items): never inside an image with tokens that attend to each other in both directions.
+    tokens  [ ... | block B | ... | block B | rest ]          a chunk ends at a multiple of B; no chunk
+                                            ^ last boundary   crosses the last one before the last prompt token
 
-Draft tokens of running rows are proposed for one step, then in flight until it is known which of them are accepted:
+In the natural layout (split_at_checkpoints) it is at checkpoint positions, if the worker cannot write a state inside a
+chunk. In both layouts (split_at_items) no chunk ends inside an image whose tokens attend in both directions.
 
-    propose()      row -> tokens; those that do not fit are cut from the tail when the step is made
-    schedule()     tokens  [ last known | d0 | d1 | ... ]     the row runs them all, and samples behind each
-    in flight      how many tokens the row has, nobody knows: it is not scheduled
-    update()       the accepted ones stay
+Draft tokens are proposed for one step. Then they are in flight until the model has verified them:
+
+    propose()      drafts by row; the last ones are cut if they do not fit
+    schedule()     tokens  [ last known | d0 | d1 | ... ]     the row runs them all, and samples after each
+    in flight      the row's number of tokens is unknown, so the row is not scheduled
+    update()       accepted drafts are appended
 """
 
 from __future__ import annotations
@@ -50,15 +54,15 @@ SAMPLED_BY_WORKER: Final = -1
 _NONE: Final = np.empty(0, np.int64)
 
 Split = Callable[[Request, int, int], int]
-"""Of a request, tokens that it has computed and tokens asked for: how many of those run now, 0: none this time."""
+"""(request, its computed tokens, tokens that it could run now) -> tokens to run now; 0 to wait for another step."""
 
 
 class StepBuilder:
-    """The rows of one step so far, and the tokens that no row has yet.
+    """The rows of one step, and the tokens of its budget that no row has taken yet.
 
-    left: how many; for reading. split: where chunks must end, None where they may anywhere. short_tokens: most that
-    requests with few tokens left take before others; 0: none may. count_short: given this step, the tokens of waiting
-    requests that may go ahead, ``ahead`` at most; called only where others could take those tokens.
+    Attributes:
+        left: tokens that no row has taken.
+        short_tokens: most tokens that short requests take before others; 0 for first come, first served.
     """
 
     def __init__(
@@ -70,16 +74,26 @@ class StepBuilder:
         short_tokens: int = 0,
         count_short: Callable[[StepBuilder], int] = lambda _: 0,
     ) -> None:
+        """Start an empty step.
+
+        Args:
+            tokens: budget of the step.
+            cache: the cache of the scheduler.
+            split: shortens chunks that must end early; without it, a chunk may end anywhere.
+            short_tokens: see the class.
+            count_short: returns the tokens that short waiting requests will take, at most ``short_left`` of the builder
+                it is given. It is called only if other requests could take these tokens.
+        """
         self.left = tokens
         self._cache = cache
         self._split = split
         self.short_tokens = short_tokens
         self._count_short = count_short
-        self._goes_ahead = True
+        self._reserves = True
         self._wanted = _NONE  # tokens that running rows want
-        self._most_ahead = short_tokens
-        self._ahead: int | None = None
-        self._kept: int | None = None
+        self._short_budget = short_tokens
+        self._short_left: int | None = None
+        self._reserved: int | None = None
         self._rows: list[Int64] = []
         self._counts: list[Int64] = []
         self._draft_tokens: list[Csr | None] = []
@@ -89,24 +103,34 @@ class StepBuilder:
     # -- running requests
 
     def shares(self, rows: Int64, wanted: Int64) -> Int64:
-        """Tokens of each of ``rows``, which want ``wanted``, int64[rows]. A Python call a row while chunks are cut."""
+        """Return the tokens that each of ``rows`` runs, int64[rows].
+
+        Calls Python code per row only while chunks are cut.
+
+        Args:
+            rows: running rows in order.
+            wanted: int64[rows], tokens that each has left to run.
+        """
         left, most = self.left, self.short_tokens
-        self._wanted, self._most_ahead = wanted, min(left, most)
-        self._ahead = self._kept = None
+        self._wanted, self._short_budget = wanted, min(left, most)
+        self._short_left = self._reserved = None
         total = wanted.sum()
         if total <= left - most and not self._cuts(wanted):
             return wanted
-        if not most or total <= left - most or total <= left - self.kept:
+        if not most or total <= left - most or total <= left - self.reserved:
             return self._in_turn(rows, wanted, None, left)
-        short = _shortest(wanted, self._most_ahead)
+        short = _shortest(wanted, self._short_budget)
         first, others = short.nonzero()[0], (~short).nonzero()[0]
-        shares = self._in_turn(rows, wanted, np.concatenate((first, others)), self.left - self.kept)
-        if not shares[others[:1]].all():  # the oldest always advances, also where it needs most of a step at once
+        shares = self._in_turn(rows, wanted, np.concatenate((first, others)), self.left - self.reserved)
+        if not shares[others[:1]].all():  # the oldest long request always advances, even if it needs most of a step
             return self._in_turn(rows, wanted, None, self.left)
         return shares
 
     def _in_turn(self, rows: Int64, wanted: Int64, turns: Int64 | None, tokens: int) -> Int64:
-        """Shares of ``tokens`` tokens, first come first served in the order of ``turns``, of the rows without."""
+        """Return the share of each row, int64[rows], if rows take from ``tokens`` first come, first served.
+
+        turns: places of the rows that take tokens, in the order in which they do; all rows by default.
+        """
         split, cuts = self._split, self._cuts(wanted)
         if turns is None:
             if not cuts:
@@ -126,16 +150,16 @@ class StepBuilder:
         return shares
 
     def _cuts(self, wanted: Int64) -> bool:
-        """Whether chunks of so many tokens may have to end early."""
+        """Return whether a chunk of the ``wanted`` tokens may have to end early."""
         return self._split is not None and bool(np.count_nonzero(wanted > 1))
 
     @property
     def for_running(self) -> int:
-        """Tokens that running requests may have, without those that their shares left to waiting ones."""
-        return self.left - (self._kept or 0)
+        """Tokens that running requests may still have: all that are left but the reserved ones."""
+        return self.left - (self._reserved or 0)
 
     def add_running(self, rows: Int64, counts: Int64, slots: BatchSlots, draft_tokens: Csr | None) -> None:
-        """Rows that ran before get ``counts`` tokens, ``draft_tokens`` among them, and their new blocks."""
+        """Add running rows with ``counts`` tokens each, drafts included, and their new blocks."""
         self._rows.append(rows)
         self._counts.append(counts)
         self._draft_tokens.append(draft_tokens)
@@ -146,53 +170,56 @@ class StepBuilder:
     # -- waiting requests
 
     @property
-    def ahead(self) -> int:
-        """Tokens with which a waiting request goes ahead, if it needs no more."""
-        if self._ahead is None:
+    def short_left(self) -> int:
+        """Tokens for short waiting requests: the part of the short budget that short running rows do not want."""
+        if self._short_left is None:
             wanted = self._wanted
-            ahead = int(wanted[_shortest(wanted, self._most_ahead)].sum()) if len(wanted) else 0
-            self._ahead = self._most_ahead - ahead
-        return self._ahead
+            ahead = int(wanted[_shortest(wanted, self._short_budget)].sum()) if len(wanted) else 0
+            self._short_left = self._short_budget - ahead
+        return self._short_left
 
     @property
-    def kept(self) -> int:
-        """Tokens of ``ahead`` that are kept for waiting requests."""
-        if self._kept is None:
-            self._kept = self._count_short(self) if self._goes_ahead and self.ahead else 0
-        return self._kept
+    def reserved(self) -> int:
+        """Part of ``short_left`` that is reserved, because short waiting requests will take it."""
+        if self._reserved is None:
+            self._reserved = self._count_short(self) if self._reserves and self.short_left else 0
+        return self._reserved
 
-    def keep_nothing(self) -> None:
-        """Keep no tokens for waiting requests from now on: none may go ahead."""
-        self._goes_ahead, self._kept = False, 0
+    def reserve_nothing(self) -> None:
+        """Reserve no tokens from now on: no waiting request goes before an earlier one."""
+        self._reserves, self._reserved = False, 0
 
     def room_for(self, tokens: int) -> int:
-        """How many of the ``tokens`` tokens that a waiting request lacks it may run; kept ones are for shorter ones."""
-        if tokens <= self.left - self._most_ahead or tokens <= self.ahead:
+        """Return how many of the ``tokens`` that a waiting request has to compute it may run in this step.
+
+        Reserved tokens are for shorter requests.
+        """
+        if tokens <= self.left - self._short_budget or tokens <= self.short_left:
             return min(tokens, self.left)
-        return max(min(tokens, self.left - self.kept), 0)
+        return max(min(tokens, self.left - self.reserved), 0)
 
     def first_chunk(self, request: Request, computed: int) -> int:
-        """Tokens of the first chunk of ``request`` behind ``computed`` ones; 0: wait for a larger budget."""
+        """Return the tokens of the first chunk of ``request`` after ``computed`` ones; 0 if too few are left."""
         asked = self.room_for(request.num_tokens - computed)
         return asked if self._split is None or not asked else self._split(request, computed, asked)
 
     def add_admitted(self, plan: SlotPlan) -> None:
-        """A row begins as ``plan``, which is carried out, says: all its blocks, the tokens behind its hit."""
+        """Add the row of an admitted request with all its blocks, after ``plan`` was committed."""
         request, count = plan.request, plan.certain_tokens - plan.hit_tokens
         self._rows.append(np.array([request.row]))
         self._counts.append(np.array([count]))
         self._draft_tokens.append(None)
         self._cells.append(self._cache.fields.cells_of_row(request.row))
         self._admitted.append((request, plan.encodes))
-        if request.num_tokens - plan.hit_tokens <= self.ahead:
-            self._ahead = self.ahead - count
-            self._kept = None if self._kept is None else max(self._kept - count, 0)
+        if request.num_tokens - plan.hit_tokens <= self.short_left:
+            self._short_left = self.short_left - count
+            self._reserved = None if self._reserved is None else max(self._reserved - count, 0)
         self.left -= count
 
     # -- the Step
 
     def spans(self) -> RowSpans:
-        """What each row computes for certain and its drafts, in the order of the batch."""
+        """Return the tokens that each row computes, certain ones and drafts, in the order of the batch."""
         rows, counts = _joined(self._rows), _joined(self._counts)
         computed = self._cache.rows.num_computed[rows]
         if all(part is None for part in self._draft_tokens):
@@ -209,7 +236,16 @@ class StepBuilder:
     def freeze(
         self, step_id: int, after: int, spans: RowSpans, *, pending: Int64, ended_rows: list[int], transfers: Transfers
     ) -> Step:
-        """The Step of ``spans``. pending: per row, tokens that steps in flight sample. transfers: the cache's."""
+        """Return the Step of ``spans``.
+
+        Args:
+            step_id: id of the Step.
+            after: id of the Step that a worker must have applied before this one.
+            spans: the rows, as ``spans()`` returned them.
+            pending: int64[max_running], tokens that steps in flight sample for each row.
+            ended_rows: rows that were freed since the previous Step.
+            transfers: block moves, copies and clears that the cache made for this step.
+        """
         cache, (rows, computed, certain, drafts) = self._cache, spans
         tokens = _gather_tokens(cache.rows, rows, computed, certain)
         moves = cache.fields.states(spans, transfers)
@@ -254,15 +290,17 @@ def _new_row(request: Request, *, encodes: bool) -> NewRow:
 
 
 def _with_drafts(tokens: Csr, drafts: Csr) -> Csr:
-    """Each row of ``drafts`` behind the same row of ``tokens``. O(tokens) in array operations."""
+    """Append each row of ``drafts`` to the same row of ``tokens``. O(tokens) in array operations."""
     behind = np.repeat(tokens.indptr[1:], np.diff(drafts.indptr))
     return Csr(tokens.indptr + drafts.indptr, np.insert(tokens.values, behind, drafts.values))
 
 
 def _gather_tokens(requests: RequestRows, rows: Int64, computed: Int64, counts: Int64) -> Csr:
-    """Tokens computed[i] .. computed[i] + counts[i] - 1 of each row; -1 for one that is not known yet.
+    """Return tokens computed[i] ..
 
-    A decoding row costs a share of a few array operations, any other one a Python call.
+    computed[i] + counts[i] - 1 of each row; SAMPLED_BY_WORKER for a token not known yet.
+
+    A decoding row takes part in a few array operations; every other row costs a Python call.
     """
     indptr = np.zeros(len(rows) + 1, np.int64)
     counts.cumsum(out=indptr[1:])
@@ -290,17 +328,23 @@ def _gather_tokens(requests: RequestRows, rows: Int64, computed: Int64, counts: 
 
 
 def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection[str] | None) -> Split | None:
-    """How chunks are cut for states that are kept, and items; None where they end anywhere.
+    """Return the function that ends chunks early for saved states and for items. ``None``: chunks may end anywhere.
 
-    forking: ids of requests that branch before the last of their known tokens, so that each branch runs that one
-    itself; None where none ever does.
+    Args:
+        cache: the cache of the scheduler.
+        limits: limits of the scheduler.
+        forking: ids of requests with children that wait for them. These stop before their last known token, so that
+            each branch computes that token itself. Omitted if no request ever forks.
     """
     split: Split | None = None
-    if cache.bounds.keeps_checkpoints or cache.bounds.shares_in_part:  # branches cut chunks, too
+    if cache.bounds.keeps_checkpoints or cache.bounds.shares_in_part:  # forks end chunks, too
         if forking is not None or not limits.segments:
             branching = () if forking is None else forking
             split = partial(
-                split_at_stops, stops=cache.bounds.checkpoint_positions, segments=limits.segments, forking=branching
+                split_at_checkpoints,
+                checkpoints=cache.bounds.checkpoint_positions,
+                segments=limits.segments,
+                forking=branching,
             )
     elif cache.bounds.state_alignment:
         split = partial(
@@ -313,7 +357,22 @@ def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection
 
 
 def split_at_blocks(request: Request, computed: int, asked: int, *, size: int, largest: int, drops: bool) -> int:
-    """See Split. size: of a block of states, tokens. largest: the budget of a step. drops: whether EAGLE does."""
+    """End chunks at blocks of recurrent states, in the reference layout.
+
+    A prompt's chunk ends at a multiple of ``size``, and crosses none of these: the last multiple before the last prompt
+    token, the multiple where the prompt branches from cached ones, and the next one if the chunk begins inside a block.
+
+    Args:
+        request: the request.
+        computed: its computed tokens.
+        asked: tokens that it could run now.
+        size: tokens of a block of states.
+        largest: budget of a step.
+        drops: whether EAGLE drops the last block of a hit, so that the last multiple is one block earlier.
+
+    Returns:
+        Tokens to run now; 0 to wait for a step with more tokens left.
+    """
     total = request.num_tokens
     prefill_end = max(request.num_prompt_tokens, total - 1)
     if computed >= prefill_end:
@@ -326,41 +385,59 @@ def split_at_blocks(request: Request, computed: int, asked: int, *, size: int, l
         elif size <= largest:
             return 0
     last = max(0, total // size * size - size) if drops else (total - 1) // size * size
-    stops = [last, request.branch_tokens // size * size]
+    boundaries = [last, request.branch_tokens // size * size]
     if computed % size:
-        stops.append(computed // size * size + size)
-    return min([end, *(stop for stop in stops if computed < stop < end)]) - computed
+        boundaries.append(computed // size * size + size)
+    return min([end, *(boundary for boundary in boundaries if computed < boundary < end)]) - computed
 
 
-def split_at_stops(
+def split_at_checkpoints(
     request: Request,
     computed: int,
     asked: int,
     *,
-    stops: Callable[[Request, int, int], tuple[int, ...]],
+    checkpoints: Callable[[Request, int, int], tuple[int, ...]],
     segments: bool,
     forking: Collection[str],
 ) -> int:
-    """See Split. Natural layout: chunks end at stops, where the worker cannot write a state inside a chunk.
+    """End chunks at checkpoint positions, in the natural layout, if the worker cannot write a state inside a chunk.
 
-    stops: of a request, in start + 1 .. end. segments: the worker can. forking: see split_of.
+    Args:
+        request: the request.
+        computed: its computed tokens.
+        asked: tokens that it could run now.
+        checkpoints: returns the checkpoint positions of a request in start + 1 .. end, in order.
+        segments: whether the worker can write states inside a chunk, so that only forks end chunks.
+        forking: see split_of.
+
+    Returns:
+        Tokens to run now, 1 or more.
     """
     known, end = request.num_tokens, computed + asked
     if request.request_id in forking and computed < known - 1:
         end = min(end, known - 1)
     while not segments:
-        first = next(iter(stops(request, computed, min(end, known))), end)
+        first = next(iter(checkpoints(request, computed, min(end, known))), end)
         if first >= end:
             break
-        end = first  # and what a shorter chunk reaches: placements may keep the last edge of one
+        end = first  # ask again: for a shorter chunk, a placement may name an earlier position
     return end - computed
 
 
 def split_at_items(request: Request, computed: int, asked: int, *, other: Split | None) -> int:
-    """See Split. No chunk ends inside a multimodal item: before it, or behind all of it. O(items).
+    """End no chunk inside a multimodal item: a chunk ends before the item or contains all of its rest. O(items).
 
-    other: where else chunks end. What was cached of an item was computed with all of it, so that a hit may end inside:
-    the next chunk has the rest.
+    A hit may end inside an item, because the cached part of it was computed together with the rest. The next chunk then
+    has the rest.
+
+    Args:
+        request: the request.
+        computed: its computed tokens.
+        asked: tokens that it could run now.
+        other: where else chunks must end.
+
+    Returns:
+        Tokens to run now; 0 to wait for a step with more tokens left.
     """
     end = computed + (asked if other is None else other(request, computed, asked))
     for item in request.multimodal:
@@ -370,7 +447,7 @@ def split_at_items(request: Request, computed: int, asked: int, *, other: Split 
 
 
 def share_budget(wanted: Int64, budget: int) -> Int64:
-    """What each row gets of ``budget`` tokens, first come first served, int64[rows]."""
+    """Return the tokens that each row gets of ``budget``, first come, first served, int64[rows]."""
     ends = np.cumsum(wanted)
     if not ends.size or ends[-1] <= budget:
         return wanted
@@ -379,7 +456,7 @@ def share_budget(wanted: Int64, budget: int) -> Int64:
 
 
 def _shortest(wanted: Int64, most: int) -> NDArray[np.bool_]:
-    """Rows that want least, as many as ``most`` tokens are enough for, of equal ones the first; bool[rows]."""
+    """Return which rows want least, as many as ``most`` tokens are enough for, bool[rows]. Of equal rows, the first."""
     order = wanted.argsort(kind="stable")
     short = np.zeros(len(wanted), np.bool_)
     short[order[wanted[order].cumsum() <= most]] = True
@@ -387,10 +464,11 @@ def _shortest(wanted: Int64, most: int) -> NDArray[np.bool_]:
 
 
 class Speculation:
-    """Drafts proposed for the next step. How many are in flight is in ``running``.
+    """Drafts proposed for the next step, and counts of verified drafts. RunningRows counts the drafts in flight.
 
-    drafted, accepted: drafts that the model verified so far, and those it accepted, int64[position in the row].
-    ConfigError where states of so many drafts cannot be kept, see CacheBounds.refuse_drafts.
+    Attributes:
+        drafted: int64[position], drafts verified so far, by their position after the row's last token.
+        accepted: int64[position], drafts accepted so far.
     """
 
     def __init__(self, cache: KVCacheManager, running: RunningRows, limits: SchedulerLimits) -> None:
@@ -404,7 +482,7 @@ class Speculation:
         self._any = False
 
     def propose(self, drafts: Mapping[str, Sequence[int]], find: Callable[[str], Request | None]) -> None:
-        """See Scheduler.propose. find: a request that is here, by id. O(drafts)."""
+        """Store ``drafts`` by row; see Scheduler.propose. find: returns the request with an id. O(drafts)."""
         found = [(find(request_id), tokens[: self._most]) for request_id, tokens in drafts.items()]
         taken = [(request, tokens) for request, tokens in found if request is not None and request.row >= 0]
         rows = np.array([request.row for request, _ in taken], np.int64)
@@ -418,7 +496,7 @@ class Speculation:
         self._any = self._any or bool(counts.any())
 
     def _decodes(self, rows: Int64) -> NDArray[np.bool_]:
-        """Rows of which one token is left to run and no result is to come, bool[rows]."""
+        """Return which of ``rows`` have one token left to run and no step in flight, bool[rows]."""
         columns, running = self._cache.rows, self._running
         decodes: NDArray[np.bool_] = (running.steps[rows] == 0) & (
             columns.num_tokens[rows] - columns.num_computed[rows] == 1
@@ -426,9 +504,9 @@ class Speculation:
         return decodes
 
     def room(self, rows: Int64, shares: Int64, builder: StepBuilder) -> Int64 | None:
-        """How many drafts each of ``rows`` runs behind its share, int64[rows]; None when nobody has any.
+        """Return how many drafts each of ``rows`` runs after its share, int64[rows]; ``None`` if no row has any.
 
-        builder: of the step, ``shares`` not taken from its tokens. First come first served.
+        First come, first served. builder: its tokens still include ``shares``.
         """
         if not self._any:
             return None
@@ -438,23 +516,28 @@ class Speculation:
         return share_budget(asked, builder.for_running - int(shares.sum())) if asked.any() else None
 
     def tokens_of(self, rows: Int64, counts: Int64) -> Csr:
-        """The first ``counts[i]`` drafts of each of ``rows``."""
+        """Return the first ``counts[i]`` drafts of each of ``rows``."""
         indptr = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=indptr[1:])
         return Csr(indptr, self._tokens[rows][np.arange(self._most) < counts[:, None]])
 
     def drop(self, row: int) -> None:
-        """The drafts of ``row`` do not fit."""
+        """Drop the drafts of ``row``, because they do not fit."""
         self._proposed[row] = 0
 
     def forget(self) -> None:
-        """No proposal outlives the step it was made for."""
+        """Drop all proposals, because each is for one step."""
         if self._any:
             self._proposed[:] = 0
             self._any = False
 
     def verify(self, num_drafts: Int64 | None, accepted: NDArray[np.int32] | None) -> None:
-        """A step brought its result: drafts of each row, and tokens accepted with the one sampled behind them."""
+        """Count verified and accepted drafts of a step.
+
+        Args:
+            num_drafts: int64[R], drafts that each row of the step ran.
+            accepted: int32[R], accepted drafts of each row, plus 1 for the token sampled after them.
+        """
         if num_drafts is None or accepted is None:
             return
         position = np.arange(max(len(self.drafted), num_drafts.max()))[:, None]
@@ -464,7 +547,7 @@ class Speculation:
 
 
 def check_drafts(drafts: Mapping[str, Sequence[int]]) -> None:
-    """ConfigError unless all are token ids."""
+    """Raise ConfigError unless all drafts are token ids."""
     if not isinstance(drafts, Mapping):
         raise ConfigError(f"drafts must map request ids to token ids, got {shown(drafts)}")
     for request_id, tokens in drafts.items():

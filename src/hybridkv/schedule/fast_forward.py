@@ -1,11 +1,11 @@
-"""Many steps taken as one while every running request decodes and nothing else happens (docs/design/0027).
+"""Many steps taken at once while every running request only decodes (docs/design/0027).
 
     steps   [ arrival, prefill | 1 token each | 1 token each | ... | 1 token each, the first request ends | ... ]
-                               ^ stride                                                                   ^
+                               ^ fast-forward                                                             ^
 
-What a step of one token a row does, and the result behind it, is done for all of them at once: as many steps are
-counted, tokens appended and hashed, blocks taken, dropped, published, and whoever is done ends. There is no Step: for
-those who know the tokens beforehand.
+The effect is that of ordinary steps with one token for each row, and of their results. Steps are counted, and tokens
+are appended and hashed. Blocks are taken, dropped and published, and requests that reached their limit end. No Step is
+made, so this is for callers that know the sampled tokens beforehand, as a replay of a trace does.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from hybridkv.schedule.limits import Finished, FinishReason
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-_MOST_STEPS: Final = 512  # of one stride: what a stride makes of each step and row is held at once
+_MOST_STEPS: Final = 512  # of one fast-forward, chosen by hand: bounds the arrays of rows and steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FastForward:
-    """What a stride did.
+    """The effect of one fast-forward.
 
-    steps: how many it was, 0 for none, of ``rows`` requests each. copies: what the last of them had to move and copy
-    before its forward; all others nothing. peak_usage: the largest share of the pool in use at any of them.
-    finished: who ended with the last one.
+    Attributes:
+        steps: number of steps taken; 0 if the next step is not uniform.
+        rows: number of requests in each of these steps.
+        copies: block moves and copies before the forward of the last step. All other steps had no copies.
+        peak_usage: largest share of the pool in use after any of these steps, 0 .. 1.
+        finished: requests that ended with the last step.
     """
 
     steps: int
@@ -50,11 +53,16 @@ NO_STEPS: Final = FastForward(0, 0, (), 0.0, ())
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UniformSteps:
-    """Steps from now on that are all alike but for the last, in which requests may end.
+    """Upcoming steps that are all alike; in the last one, requests may end.
 
-    rows: int64[running], those that run, in order. computed: int64[running], tokens that each has computed. steps: how
-    many at most. since_s, patience_s: of them, those that begin less than ``patience_s`` behind ``since_s``, on the
-    scheduler's clock, since then somebody who waits lets nobody pass any longer; None: whenever they begin.
+    Attributes:
+        rows: int64[running], rows of the running requests, in order.
+        computed: int64[running], computed tokens of each row.
+        steps: most steps that are uniform.
+        since_s: scheduler time in seconds when the first waiting request was first refused. Omitted if no request waits
+            for memory.
+        patience_s: only steps that begin less than this after ``since_s`` are uniform, because from then on that
+            request lets no other pass.
     """
 
     rows: Int64
@@ -65,26 +73,35 @@ class UniformSteps:
 
 
 Choose = Callable[[UniformSteps], Int32]
-"""What each row samples in as many of the steps as shall be taken, int32[running, steps]."""
+"""Returns the tokens that each row samples in the steps to take, int32[running, steps]."""
 
 
 class FastForwardClock(Protocol):
-    """When the steps of a stride are: what the clock of a scheduler and its cache says while one is taken."""
+    """Receives the times of steps during a fast-forward, so that the clock of the scheduler and cache shows them."""
 
     def begin(self, step: int) -> None:
-        """Step ``step`` of those chosen begins: what is done from now on is done then. Not told of every one."""
+        """Set the clock to the time when a step begins. Not called for every step.
+
+        Args:
+            step: number of the step, from 0.
+        """
 
     def end(self, steps: int, copies: Sequence[Transfer]) -> None:
-        """The last of ``steps`` steps, which made ``copies``, is complete: what ends now ends then."""
+        """Set the clock to the time when the last step is complete. Requests end at this time.
+
+        Args:
+            steps: number of steps taken.
+            copies: block moves and copies of the last step.
+        """
 
 
 def advance_uniform(
     admission: AdmissionControl, choose: Choose, times: FastForwardClock | None, builder: StepBuilder, now: float
 ) -> FastForward:
-    """Take one stride, none where the next step is not uniform; see Scheduler.stride. No step is in flight.
+    """Take one fast-forward; see Scheduler.fast_forward. No step may be in flight.
 
-    builder: of a step, its tokens without those of running rows. now: seconds. O(running * steps) in array
-    operations, some Python calls a block.
+    builder: holds the tokens of a step that running rows leave to waiting requests. now: seconds. O(running * steps) in
+    array operations, and a few Python calls for each block.
     """
     cache, rows, requests = admission.cache, admission.running.order, admission.running.requests
     if builder.left < 0 or not _all_decode(admission, rows) or (still := admission.standstill(builder, now)) is None:
@@ -96,8 +113,8 @@ def advance_uniform(
     tokens = choose(UniformSteps(rows, cache.rows.num_computed[rows], most, still.since_s, patience_s))
     if tokens.dtype != np.int32 or tokens.ndim != 2 or len(tokens) != len(rows) or tokens.shape[1] > most:
         raise ConfigError(
-            f"{tokens.dtype} tokens {tokens.shape}: choose int32, a row for each of the {len(rows)} "
-            f"requests that run and at most {most} steps"
+            f"the chosen {tokens.dtype} tokens {tokens.shape} must be int32, with a row for each of the {len(rows)} "
+            f"running requests and at most {most} steps"
         )
     steps, peak_usage = cache.fast_forward.advance(rows, tokens, None if times is None else times.begin)
     if not steps:
@@ -113,7 +130,10 @@ def advance_uniform(
 
 
 def _all_decode(admission: AdmissionControl, rows: Int64) -> bool:
-    """Return whether all that run compute their last token next, and go on until their limit. O(running)."""
+    """Return whether all running requests compute their last token next and end only at their limit.
+
+    O(running).
+    """
     running, columns, limits = admission.running, admission.cache.rows, admission.limits
     if limits.num_speculative_tokens or limits.num_lookahead_tokens:
         return False

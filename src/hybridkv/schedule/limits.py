@@ -1,4 +1,4 @@
-"""What bounds a step, and what came of one."""
+"""SchedulerLimits, and the values that a scheduler returns: Outcome, Finished, SchedulerStatistics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,19 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 SHORT_SHARE: Final = 0.5
-"""SchedulerLimits.short_share of the natural layout, unless it is told."""
+"""Default of SchedulerLimits.short_share in the natural layout (measured in docs/design/0030)."""
 
 
 def short_share(name: str, value: object) -> float:
-    """``value``, a share of a step that long prompts leave to short ones. ConfigError for what is none."""
+    """Return ``value`` as a share of a step.
+
+    Args:
+        name: field to name in the error.
+        value: a number of 0 or more and below 1.
+
+    Raises:
+        ConfigError: it is anything else.
+    """
     share = real(name, value)
     if not 0 <= share < 1:
         raise ConfigError(f"{name} (--short-share) is a share of a step, 0 or more and below 1, got {share}")
@@ -52,18 +60,27 @@ def _seconds(name: str, value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What bounds a scheduler.
+    """Bounds of a scheduler and of its steps.
 
-    max_running: rows of the worker. max_batched_tokens: budget of a step. max_in_flight: steps that may be
-    scheduled ahead of their results. watermark: share of the pool that an admission must leave free.
-    policy: who goes first, see WaitingQueue. max_overtaken, max_overtaken_seconds: how often, and how long, a
-    request that does not fit lets others pass. num_speculative_tokens: most drafts of a row in a step, see
-    Scheduler.propose. num_lookahead_tokens: room behind a row's tokens, drafts included, for a drafter's own.
-    segments: whether the worker can write recurrent states at any token inside a chunk; else chunks end there.
-    short_share: of a step's tokens, the share that requests which lack no more of it take before others: those that
-    decode, and short prompts, running or waiting. 0: everybody in order. None: see short_share_of. A prompt that waits
-    for tokens is late by at most 1 / (1 - short_share); max_overtaken counts prompts that lack memory alone.
-    whole_items: whether tokens of a multimodal item attend to each other in both directions: no chunk ends inside one.
+    Attributes:
+        max_running: rows of the worker, so the most requests that run at once.
+        max_batched_tokens: token budget of a step.
+        max_in_flight: steps that may be scheduled before the result of the first one arrives.
+        watermark: share of the pool that stays free after an admission, 0 or more and below 1.
+        policy: order of requests; "fcfs", or "priority" for the least Request.priority first, see WaitingQueue.
+        max_overtaken: how many admissions a request that lacks memory lets pass.
+        max_overtaken_seconds: how long after its first refusal such a request lets others pass.
+        num_lookahead_tokens: slots after a row's tokens, drafts included, for the drafter's own tokens.
+        num_speculative_tokens: most drafts of a row in a step, see Scheduler.propose.
+        segments: whether the worker can write recurrent states inside a chunk. If not, chunks end at each saved state.
+        whole_items: whether tokens of a multimodal item attend to each other in both directions. Then no chunk ends
+            inside an item.
+        short_share: share of a step's tokens that short requests take before others: decoding requests and short
+            prompts, running or waiting. 0 serves all requests in order. By default, see ``short_share_of``. A long
+            prompt takes at most 1 / (1 - short_share) times as many steps. max_overtaken does not count these steps.
+
+    Raises:
+        ConfigError: a value is out of range or has another type. The error names the field.
     """
 
     max_running: Annotated[int, partial(integer, least=1, most=1 << 20)] = 256  # every row has its columns at once
@@ -83,9 +100,12 @@ class SchedulerLimits:
         check_types(self)
 
     def short_share_of(self, *, follows_vllm: bool) -> float:
-        """``short_share``, or what suits the cache: SHORT_SHARE, but 0 by priority, which says itself who goes first.
+        """Return ``short_share``, or by default SHORT_SHARE in the natural layout and 0 in the reference layout.
 
-        follows_vllm: steps of the cache are those of vLLM, as in the reference layout; 0 there, too.
+        With policy "priority" the default is 0, because priorities say which request goes first.
+
+        Args:
+            follows_vllm: whether the cache's steps are equal to vLLM's, as in the reference layout.
         """
         if self.short_share is not None:
             return self.short_share
@@ -93,7 +113,7 @@ class SchedulerLimits:
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: a stop token or string, its length, the caller, or an error of its own."""
+    """Why a request ended: a stop token or string, its length limit, an abort, or an error of its own."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -103,7 +123,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that ended. Its tokens are all there; its blocks are free or will be. error: what ended it, if one."""
+    """A request that ended. Its tokens are complete; its blocks are freed when no step in flight uses them.
+
+    Attributes:
+        request: the request.
+        reason: why it ended.
+        error: the exception that ended it, if there was one.
+    """
 
     request: Request
     reason: FinishReason
@@ -112,10 +138,13 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What an update did.
+    """The effect of one update.
 
-    requests: one per row of the Step. appended: tokens really appended, CSR over the same rows (none for
-    requests that had ended). finished: who ended since the update before.
+    Attributes:
+        step_id: id of the Step whose result was applied.
+        requests: one request for each row of the Step.
+        appended: tokens that were appended, CSR over the same rows. Empty for a request that had ended.
+        finished: requests that ended since the previous update.
     """
 
     step_id: int
@@ -126,13 +155,24 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
-    """Counts since construction, but for waiting and running, which are of now.
+    """Counts since construction. Only ``waiting`` and ``running`` are current numbers.
 
-    prompt_tokens, hit_tokens: of first admissions. computed_tokens: all that ran, recomputation included.
-    peak_usage: of the pool, 0 .. 1. failed_steps: steps that never brought a result. drafted_by_position,
-    accepted_by_position: drafts that the model verified, and those that it accepted, the first of each row first; what
-    a stop token then cut off included. refusals: by reason, how often a waiting request was looked at and did not come
-    in. misses: prompt tokens without hit tokens, by reason, where the cache explains them (remembered_losses).
+    Attributes:
+        steps: steps scheduled.
+        waiting: requests queued now.
+        running: requests that run now.
+        requests_finished: requests that ended.
+        preemptions: requests sent back to the queue because blocks ran out.
+        failed_steps: steps that brought no result.
+        prompt_tokens: prompt tokens of requests at their first admission.
+        hit_tokens: how many of these the prefix cache had.
+        computed_tokens: tokens that ran, recomputed ones included.
+        peak_usage: largest share of the pool in use, 0 .. 1.
+        drafted_by_position: drafts verified, by their position after the row's last token. Includes drafts that a stop
+            token cut off later.
+        accepted_by_position: drafts accepted, counted alike.
+        refusals: how often a waiting request was looked at and not admitted, by reason.
+        misses: prompt tokens that were not hit, by reason, if the cache explains misses (remembered_losses).
     """
 
     steps: int
@@ -152,10 +192,10 @@ class SchedulerStatistics:
 
     @property
     def drafted_tokens(self) -> int:
-        """Drafts verified."""
+        """Drafts verified, at all positions."""
         return sum(self.drafted_by_position)
 
     @property
     def accepted_tokens(self) -> int:
-        """Drafts accepted."""
+        """Drafts accepted, at all positions."""
         return sum(self.accepted_by_position)

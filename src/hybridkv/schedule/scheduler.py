@@ -1,13 +1,28 @@
-"""Scheduler: what runs next. One Step a call, and one update for each Step.
+"""Scheduler: decides which requests run in the next Step, and applies the result of each Step.
 
-    add -> waiting --admission--> running --stop, length--> finished
-              ^                      |
-              +---- preempted <------+          a failed step sends its requests back to waiting, too
+A request, and the Steps that run it:
 
-A step's budget goes to running requests first, in order of admission (or of priority), then to waiting
-ones; within a share of it, short work goes ahead of long prompts (StepBuilder). When blocks run out, the last
-in that order gives all of its back and waits at the front (or at its place); a step that preempted admits
-nobody. One that does not fit lets others pass for a while.
+    add() -> queued --admitted--> running -------- stop token, length, abort, finish() --------> finished
+               ^                     |
+               '---- preempted, or a Step of it failed: keeps its tokens, 0 of them computed
+
+    schedule()   running requests get tokens and blocks, then queued ones are admitted
+       |         StepBuilder.freeze() -> Step; its tokens count as computed from here on
+    in flight    at most max_in_flight Steps; the worker executes them in order
+       |
+       +-- update(result)   its blocks are written and can be hit; sampled tokens are appended
+       |                      running   -> goes on, or finishes and frees its row
+       |                      preempted -> the token is appended while the request waits
+       |                      aborted   -> the token is dropped; the last Step in flight frees the row
+       |
+       '-- fail(step_id)    this Step and all later ones: their blocks cannot be hit any longer, and
+                            their requests return to the front of the queue
+
+A Step's token budget goes to running requests first, in order of admission or of priority, then to waiting ones. Within
+a share of the budget, short requests go before long prompts (StepBuilder). When blocks run out, the last running
+request in that order is preempted: it frees all its blocks and waits at the front of the queue, or at the place of its
+priority. A Step that preempted a request admits no other. A waiting request that does not fit lets others pass, within
+the limits max_overtaken and max_overtaken_seconds.
 """
 
 from __future__ import annotations
@@ -39,11 +54,19 @@ Int64 = NDArray[np.int64]
 
 
 class Scheduler:
-    """Decides over one KVCacheManager, which it alone may drive.
+    """Schedules requests over one KVCacheManager. No other code may change that cache.
 
-    One thread owns it: the first that schedules. ``add``, ``abort`` and ``statistics`` may come from any
-    thread; what they ask for takes effect at the owner's next call. Another thread that schedules gets
-    OwnershipError. clock: seconds, for how long a request may be overtaken.
+    The first thread that schedules owns the scheduler; another thread that schedules gets OwnershipError. ``add``,
+    ``abort`` and ``statistics`` may come from any thread. A request to add or abort takes effect at the owner's next
+    call.
+
+    Args:
+        cache: the cache to schedule over.
+        limits: bounds of a step; ``SchedulerLimits()`` by default.
+        clock: returns seconds; it measures how long a waiting request lets others pass.
+
+    Raises:
+        ConfigError: an argument has another type, or the cache cannot keep states of num_speculative_tokens drafts.
     """
 
     def __init__(
@@ -75,10 +98,19 @@ class Scheduler:
     # -- from any thread
 
     def add(self, request: Request) -> tuple[Request, ...]:
-        """``request`` joins the queue at the owner's next call; its branches, one less than ``sampling.n``.
+        """Queue ``request`` from the owner's next call on. Any thread may call it.
 
-        ConfigError if it can never run: hashed by another hasher, an id in use, a prompt as long as
-        max_model_len; CapacityError if the pool is too small for it alone.
+        Args:
+            request: a new request, with the hasher of this cache. ``sampling.n`` above 1 adds branches of it, which
+                share its prompt.
+
+        Returns:
+            The branches, ``sampling.n - 1`` of them.
+
+        Raises:
+            ConfigError: the request can never run: it has another hasher, an id in use, or max_model_len tokens or
+                more.
+            CapacityError: the pool is too small for this request even alone.
         """
         if type(request) is not Request:
             instance("request", request, Request)
@@ -88,11 +120,21 @@ class Scheduler:
         return branches
 
     def fork(self, parent_id: str, n: int) -> tuple[Request, ...]:
-        """``n`` new requests that go on from the tokens of a request which waits or runs, by seeds of their own.
+        """Add ``n`` requests that continue from the tokens of a queued or running request, each with its own seed.
 
-        Their ids are PARENT#1, PARENT#2, ... In the natural layout a running parent's blocks are shared: full ones
-        as they are, its last one and its state copied; else they find what is cached. By the owner's thread only.
-        ConfigError for an unknown parent, n below 1 or an id in use.
+        Their ids are PARENT#1, PARENT#2, ... In the natural layout, children of a running parent share its full blocks,
+        and get copies of its partial block and its state. Otherwise they use the prefix cache like other requests. Only
+        the owner's thread may call it.
+
+        Args:
+            parent_id: id of the request to continue from.
+            n: number of children, 1 or more.
+
+        Returns:
+            The children, in order of their ids.
+
+        Raises:
+            ConfigError: no request has this id, ``n`` is below 1, or a child's id is in use.
         """
         self._waiting.claim()
         integer("n", n, 1, MOST_OUTPUTS)
@@ -106,9 +148,15 @@ class Scheduler:
         return children
 
     def abort(self, request_id: str) -> bool:
-        """End a request at any moment; what it wrote stays cached. False for an id that is not here.
+        """End a request at any moment. Any thread may call it; the tokens that it computed stay cached.
 
-        Its blocks return at once, or after the update of the last step in flight that holds them.
+        Its blocks are freed at once, or after the update of the last Step in flight that uses them.
+
+        Args:
+            request_id: id of the request.
+
+        Returns:
+            Whether a request with this id is queued or running.
         """
         if not self._waiting.abort(instance("request_id", request_id, str)):
             logger.info("abort of %r: no such request", request_id)
@@ -118,7 +166,7 @@ class Scheduler:
         return True
 
     def statistics(self) -> SchedulerStatistics:
-        """Counts so far."""
+        """Return the counts since construction. Any thread may call it."""
         speculation, admission, running = self._speculation, self._admission, self._running
         return SchedulerStatistics(
             steps=self._next_id,
@@ -150,46 +198,49 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, those just added among them."""
+        """Number of queued requests, the ones just added included."""
         return self._waiting.num_all
 
     @property
     def num_running(self) -> int:
-        """Requests that run."""
+        """Number of running requests."""
         return len(self._running.requests)
 
     def running_requests(self) -> tuple[Request, ...]:
-        """Who runs, in order. By the owner's thread only."""
+        """Return the running requests in order. Only the owner's thread may call it."""
         self._waiting.claim()
         return self._running.requests
 
     def waits(self) -> list[Wait]:
-        """Who waits, in order, branches last, and why. By the owner's thread only. O(waiting * log waiting)."""
+        """Return the queued requests in order, branches last, each with the reason why it waits.
+
+        Only the owner's thread may call it. O(waiting * log waiting).
+        """
         self._waiting.claim()
         arriving = [Wait(request, WaitReason.ARRIVED) for request in self._waiting.arriving()]
         return self._admission.waits() + arriving
 
     @property
     def prompt_tokens_found(self) -> tuple[int, int]:
-        """Prompt tokens of requests that began, and how many of them were hit."""
+        """Prompt tokens of all requests admitted so far, and the number of them that were hit."""
         return self._admission.prompt_tokens, self._admission.hit_tokens
 
     @property
     def num_in_flight(self) -> int:
-        """Steps whose results are not in."""
+        """Number of Steps that wait for their results."""
         return len(self._in_flight)
 
     @property
     def drained(self) -> bool:
-        """Nothing waits, runs or holds blocks.
+        """Whether no request is queued, runs or holds blocks.
 
-        Steps still in flight then hold nobody's rows; hand their results in before more is scheduled.
+        Steps may still be in flight then. Pass their results to ``update`` before you schedule more.
         """
         return self._waiting.is_idle and not self._running.seats_taken
 
     @property
     def waits_for_drafts(self) -> bool:
-        """Whether the next Step would be empty until a result is in: all that run have drafts in flight, nobody waits.
+        """Whether the next Step is empty until a result arrives, as all running requests have drafts in flight.
 
         O(running).
         """
@@ -199,12 +250,18 @@ class Scheduler:
     # -- schedule
 
     def propose(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Draft tokens for running requests, by id: the next ``schedule()`` lets the model verify them.
+        """Propose draft tokens for running requests; the Step of the next ``schedule()`` verifies them. O(drafts).
 
-        Those of a request that does not run, has more than its last token to compute, or waits for a result do
-        nothing, and so do those behind what fits: ``num_speculative_tokens``, the tokens that the request may still
-        have (one is sampled behind the drafts), the step's budget, blocks that nobody has to give up. By the owner's
-        thread only. ConfigError, and nothing proposed, for what is no token id. O(drafts).
+        Drafts are ignored for a request that does not run, has more than its last token to compute, or waits for a
+        result. Drafts are cut to the first of these limits: num_speculative_tokens, the tokens that the request may
+        still have (one token is sampled after the drafts), the budget of the Step, and free blocks. No request is
+        preempted for drafts. Only the owner's thread may call it.
+
+        Args:
+            drafts: draft tokens in order, by request id.
+
+        Raises:
+            ConfigError: a value is not a list of token ids. No draft is proposed then.
         """
         self._waiting.claim()
         check_drafts(drafts)
@@ -212,9 +269,13 @@ class Scheduler:
             self._speculation.propose(drafts, self._waiting.find)
 
     def schedule(self) -> Step:
-        """The next Step, empty when nothing can run now. Every Step wants its update (or fail).
+        """Return the next Step, which is empty if no request can run.
 
-        CacheError when max_in_flight steps wait for their results already.
+        Pass its result to ``update``, or its error to ``fail``.
+
+        Raises:
+            CacheError: max_in_flight Steps wait for their results.
+            OwnershipError: another thread owns this scheduler.
         """
         self._waiting.claim()
         if len(self._in_flight) >= self.limits.max_in_flight:
@@ -228,7 +289,8 @@ class Scheduler:
                 preempted = self._schedule_running(builder)
                 if not self._waiting.is_idle:
                     self._admission.admit(builder, now, room=not preempted)
-                spans = builder.spans()  # now that every row has its own blocks, some for the states that they pass
+                # Only now does every row have its blocks, including those for the states that it passes.
+                spans = builder.spans()
                 self.cache.store_checkpoints(spans.rows, spans.computed, spans.computed + spans.certain)
         finally:
             if self._speculation is not None:
@@ -237,7 +299,7 @@ class Scheduler:
         return self._issue(builder, spans)
 
     def _builder(self, now: float, taken: int = 0) -> StepBuilder:
-        """A step that begins ``now``. taken: tokens that are not its own."""
+        """Return a builder for a Step that begins at ``now`` seconds. taken: tokens of its budget that others have."""
         return StepBuilder(
             self.limits.max_batched_tokens - taken,
             self.cache,
@@ -247,10 +309,10 @@ class Scheduler:
         )
 
     def _schedule_running(self, builder: StepBuilder) -> bool:
-        """Give running requests their tokens; whether somebody had to be preempted."""
+        """Give running requests their tokens and blocks; return whether one had to be preempted."""
         preempted, start = False, 0
         parents = self._waiting.parents(self._running.requests) if self._waiting.families else []
-        held = [parent.row for _, parent in parents if self._running.steps[parent.row]]  # they wait for those steps
+        held = [parent.row for _, parent in parents if self._running.steps[parent.row]]  # a fork waits for its steps
         speculation = self._speculation
         while True:
             rows = self._running.order[start:]
@@ -273,17 +335,17 @@ class Scheduler:
                 return preempted
             start = start + done if places is None else int(places[done])
             if speculation is not None and num_drafts is not None and num_drafts[done]:
-                speculation.drop(rows.item(done))  # nobody gives way to drafts
+                speculation.drop(rows.item(done))  # no request is preempted for drafts
                 continue
             if slots.reason is Reason.FRAGMENTED:
-                start += 1  # its blocks are there, but not in this step
+                start += 1  # its blocks need moves that this step may not make: the row waits for the next one
                 continue
             self._running.preempt_last(self._in_flight)
-            builder.keep_nothing()
+            builder.reserve_nothing()
             preempted = True
 
     def _wanted(self, rows: Int64, held: list[int]) -> Int64:
-        """Tokens that each of ``rows`` has left to run, drafts left out. held: rows that must wait."""
+        """Return how many tokens each of ``rows`` has left to run, without drafts. held: rows that must wait."""
         running, columns = self._running, self.cache.rows
         known = columns.num_tokens[rows] + running.pending[rows]
         wanted: Int64 = np.minimum(known, running.limit[rows] - 1) - columns.num_computed[rows]
@@ -294,7 +356,7 @@ class Scheduler:
         return wanted
 
     def _issue(self, builder: StepBuilder, spans: RowSpans) -> Step:
-        """Freeze what was built: the Step, and the record of it in flight."""
+        """Freeze the builder's rows into a Step, and record that it is in flight."""
         rows, transfers = spans.rows, self.cache.fields.take_transfers()
         step = builder.freeze(
             self._next_id,
@@ -333,9 +395,17 @@ class Scheduler:
     # -- update
 
     def update(self, result: StepResult) -> Outcome:
-        """Take in the result of the oldest Step in flight: its blocks are written, its tokens known.
+        """Apply the result of the oldest Step in flight: mark its blocks as written and append the sampled tokens.
 
-        WorkerError, and nothing changed, for a result that does not fit that Step.
+        Args:
+            result: the tokens that the worker sampled, with the id of that Step.
+
+        Returns:
+            The tokens appended to each request, and the requests that ended since the previous update.
+
+        Raises:
+            WorkerError: the result does not fit that Step. The scheduler is unchanged.
+            CacheError: no Step is in flight.
         """
         self._waiting.claim()
         if type(result) is not StepResult:
@@ -356,15 +426,26 @@ class Scheduler:
         return Outcome(flight.step.id, flight.requests, appended, self._running.take_finished())
 
     def take_finished(self) -> tuple[Finished, ...]:
-        """Who ended since the last update or call: aborts, and whom the caller finished, in between.
+        """Return the requests that ended since the last update or call: by ``abort``, or by ``finish``.
 
-        By the owner's thread only: what another one took, its owner would never hear of.
+        Only the owner's thread may call it, because each ended request is returned once.
         """
         self._waiting.claim()
         return self._running.take_finished()
 
     def finish(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> bool:
-        """End a request for a reason that only the caller can see, such as a stop string. False if it is not here."""
+        """End a request for a reason that only the caller sees, for example a stop string.
+
+        Args:
+            request_id: id of the request.
+            reason: the reason to report in ``Finished``.
+
+        Returns:
+            Whether a request with this id was queued or running.
+
+        Raises:
+            ConfigError: an argument has another type.
+        """
         self._waiting.claim()
         instance("reason", reason, FinishReason)
         self._empty_inbox()
@@ -377,15 +458,24 @@ class Scheduler:
     # -- many steps as one
 
     def fast_forward(self, choose: Choose, times: FastForwardClock | None = None) -> FastForward:
-        """Take uniform steps as one, for those who know beforehand what is sampled: there is no Step and no result.
+        """Take uniform steps at once, for callers that know the sampled tokens beforehand. No Step is made.
 
-        A step is uniform if every running request computes one token and samples one, nobody comes in or gives way, and
-        who waits is refused as in the others; in the last one requests may end. What is done is what schedule() and
-        update() would have done.
-        choose: what to take, asked once if the next step is uniform; it must not touch the scheduler. None is taken
-        where that step is not, or choose gives no column; fewer than chosen where one must move or copy blocks, which
-        is the last one then. times: told when steps begin and the last one ends, so that the clock can say so: ends
-        are kept, and judged, by it. ConfigError for chosen tokens of another shape.
+        A step is uniform if every running request computes one token and samples one, no request is admitted or
+        preempted, and each waiting request is refused for the same reason. Requests may end in the last step. The
+        effect is that of schedule() and update() for each step.
+
+        Args:
+            choose: returns the sampled tokens; called once, if the next step is uniform. It must not call the
+                scheduler.
+            times: called as steps begin and when the last one ends, so that your clock shows their times. The cache
+                dates resume points by that clock.
+
+        Returns:
+            The steps taken: zero if the next step is not uniform or ``choose`` returned no column. A step that moves or
+            copies blocks is the last one, so fewer steps than chosen may be taken.
+
+        Raises:
+            ConfigError: the chosen tokens have another shape or dtype.
         """
         self._waiting.claim()
         self._empty_inbox()
@@ -406,10 +496,18 @@ class Scheduler:
     # -- failure
 
     def fail(self, step_id: int, error: BaseException | str) -> None:
-        """Step ``step_id`` and every later one in flight brought no result.
+        """Give up Step ``step_id`` and every later one in flight, because they brought no result.
 
-        What they should have written can be hit no longer; their requests return to the front of the queue
-        with 0 computed, in order. CacheError for a step that is not in flight.
+        Blocks that these Steps should have written can no longer be hit. Their requests return to the front of the
+        queue in order, with 0 computed tokens.
+
+        Args:
+            step_id: the first Step that failed.
+            error: the cause, which is logged.
+
+        Raises:
+            CacheError: this Step is not in flight.
+            ConfigError: an argument has another type.
         """
         self._waiting.claim()
         integer("step_id", step_id, most=MOST_COUNT)
@@ -428,7 +526,11 @@ class Scheduler:
     # -- invariants
 
     def check(self) -> None:
-        """The cache's own check, and: rows that hold blocks are those that run or are dead. O(blocks + keys)."""
+        """Check all invariants: those of the cache, of running rows and of the queue. O(blocks + keys).
+
+        Raises:
+            CacheError: an invariant does not hold.
+        """
         self.cache.check()
         self._running.check(self._in_flight)
         self._waiting.check(self._running.requests)
@@ -436,6 +538,6 @@ class Scheduler:
     # -- inside
 
     def _empty_inbox(self) -> None:
-        """Requests that arrived wait from now on; those to abort end."""
+        """Queue the requests that arrived, and end the requests to abort."""
         if self._waiting.arrivals:
             self._running.end(Finished(request, FinishReason.ABORT) for request in self._waiting.take_arrivals())

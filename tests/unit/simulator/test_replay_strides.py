@@ -386,7 +386,7 @@ def test_fast_forward_with_wrong_token_shape_changes_nothing() -> None:
     scheduler = running((5, 3), 4)
     before = scheduler.statistics()
     for tokens in (np.zeros((1, 2)), np.zeros((2, 4)), np.zeros(2)):
-        with pytest.raises(ConfigError, match=r"int32 tokens .*: choose int32, a row for each of the 2 "):
+        with pytest.raises(ConfigError, match=r"int32 tokens .* must be int32, with a row for each of the 2 "):
             scheduler.fast_forward(lambda *_, chosen=tokens: chosen.astype(np.int32))
     with pytest.raises(ConfigError, match="float64"):
         scheduler.fast_forward(lambda *_: np.zeros((2, 1)))  # type: ignore[arg-type]  # refused
