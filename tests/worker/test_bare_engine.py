@@ -175,7 +175,7 @@ IN_CI = {"natural": tuple(REGIMES), "reference": ("hits", "all"), "in place": ("
         for regime in REGIMES
     ],
 )
-def test_tokens_are_those_of_a_dense_forward(layout: str, regime: str) -> None:
+def test_bare_engine_tokens_match_a_dense_forward(layout: str, regime: str) -> None:
     conditions = REGIMES[regime]
     came = run(layout, conditions)
     assert came.wrong == 0
@@ -199,7 +199,7 @@ class Fails(Worker):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_failed_forward_wrote_is_taken_back(layout: str) -> None:
+def test_bare_engine_with_failed_forward_discards_its_writes(layout: str) -> None:
     planned, scheduler = control(layout, REGIMES["ahead"])
     worker = Fails(model(), planned, scheduler.limits, LAYOUTS[layout][1])
     requests = [
@@ -224,14 +224,14 @@ def test_what_a_failed_forward_wrote_is_taken_back(layout: str) -> None:
     assert not any(wrong(model(), request) for request in requests)
 
 
-def test_it_says_so_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bare_engine_example_reports_dense_outputs(capsys: pytest.CaptureFixture[str]) -> None:
     bare_engine.main()
     told = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in told] == ["natural, Named", "reference, Named", "reference, InPlace"]
     assert all(": 8 outputs as dense in " in line for line in told)
 
 
-def test_it_is_short_and_stands_alone() -> None:
+def test_bare_engine_example_uses_no_runner() -> None:
     assert len(SOURCE.splitlines()) <= 400
     imported = {
         name
@@ -556,7 +556,7 @@ OMISSIONS = {
 
 
 @pytest.mark.parametrize("name", OMISSIONS)
-def test_it_shows(name: str) -> None:
+def test_bare_engine_with_an_omission_is_wrong(name: str) -> None:
     one = OMISSIONS[name]
     if one.error is None:
         assert run(one.layout, REGIMES[one.regime], one.worker, to_the_end=False).wrong > 0
@@ -565,12 +565,12 @@ def test_it_shows(name: str) -> None:
         run(one.layout, REGIMES[one.regime], one.worker)
 
 
-def test_the_page_names_every_omission() -> None:
+def test_bare_engine_page_names_every_omission() -> None:
     named = set(re.findall(r"`\[([a-z-]+)\]`", DOCUMENT.read_text("utf-8")))
     assert named == set(OMISSIONS)
 
 
-def test_rows_that_ended_need_no_attention_but_to_let_go() -> None:
+def test_bare_engine_finished_rows_may_be_skipped() -> None:
     """What the page says may be left out."""
     came = run("natural", REGIMES["all"], reading(lambda step: replace(step, finished_rows=step.finished_rows[:0])))
     assert came.wrong == 0

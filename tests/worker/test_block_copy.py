@@ -25,7 +25,7 @@ def copy(group: int, source: int, destination: int, stage: str = "before", kind:
 
 @settings(max_examples=2 * settings().max_examples)
 @given(case=step_cases())
-def test_torch_does_to_blocks_what_a_loop_does(case: StepCase) -> None:
+def test_block_copy_by_torch_matches_a_loop(case: StepCase) -> None:
     check_step(case, TORCH)
 
 
@@ -45,7 +45,7 @@ CHAIN = StepCase(
 """Moves 2 -> 3, 4 -> 2, 5 -> 4; then blocks are zeroed; then copied."""
 
 
-def test_moves_then_zeroing_then_copies() -> None:
+def test_block_copy_order_is_moves_zeroing_copies() -> None:
     check_step(CHAIN, TORCH)
     check_step(replace(CHAIN, config="gaps", copies=CHAIN.copies[:5], zero=((0, 3), (1, 5))), TORCH)
 
@@ -53,13 +53,13 @@ def test_moves_then_zeroing_then_copies() -> None:
 # -- controls
 
 
-def test_copies_in_one_batch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_copy_in_one_wrong_batch_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.worker.copies.copy_levels", lambda places: np.zeros(places.shape[1], np.int64))
     with pytest.raises(AssertionError):
         check_step(CHAIN, TORCH)
 
 
-def test_a_slab_of_two_classes_needs_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_copy_in_slab_of_two_classes_keeps_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were only blocks of one class told apart, the state's copy would come before the other class reads its slab."""
     case = StepCase("classes", copies=(copy(2, 6, 3), copy(2, 3, 4), copy(1, 3, 2, kind="state"), copy(2, 8, 5)))
     check_step(case, TORCH)
@@ -86,7 +86,7 @@ def half_a_block(stack: torch.Tensor, source: torch.Tensor, destination: torch.T
         replace(TORCH, zero_blocks=lambda stack, blocks: TORCH.zero_blocks(stack, blocks[1:])),
     ],
 )
-def test_broken_kernels_are_noticed(broken: CopyKernels) -> None:
+def test_block_copy_by_broken_kernel_is_detected(broken: CopyKernels) -> None:
     with pytest.raises(AssertionError):
         check_step(CHAIN, broken)
 
@@ -106,7 +106,7 @@ def batches(case: StepCase) -> list[int]:
     return sizes
 
 
-def test_independent_copies_are_one_batch_for_each_class() -> None:
+def test_block_copy_without_conflicts_is_one_batch_per_class() -> None:
     """Copies of a Step come row by row, in each by group: their order does not cost launches."""
     rows = [(2, 4), (3, 5)]
     by_row = [copy(group, *row) for row in rows for group in (0, 1)]
@@ -116,13 +116,13 @@ def test_independent_copies_are_one_batch_for_each_class() -> None:
     assert batches(StepCase("classes", copies=(copy(2, 6, 7), copy(0, 2, 3), copy(2, 6, 8)))) == [1, 2]
 
 
-def test_only_slabs_that_two_classes_use_keep_their_order() -> None:
+def test_block_copy_order_is_kept_only_in_shared_slabs() -> None:
     """Blocks 4 and 5 of group 0, and 6, 7 and 8 of group 2 lie in slab 2; 2 and 3 lie in slab 1."""
     copies = (copy(0, 2, 3), copy(0, 4, 5), copy(2, 6, 7), copy(2, 9, 10), copy(2, 11, 8))
     assert batches(StepCase("classes", copies=copies)) == [2, 1, 1, 1]
 
 
-def test_layers_of_a_group_are_one_batch_in_the_reference_layout() -> None:
+def test_block_copy_in_reference_layout_is_one_batch_per_group() -> None:
     assert batches(StepCase("one size", copies=(copy(0, 2, 3), copy(1, 4, 5), copy(0, 2, 6)))) == [2, 1]
 
 
@@ -134,7 +134,7 @@ def test_a_block_onto_itself_is_no_copy() -> None:
 @given(
     pairs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda one: one[0] != one[1]), max_size=14)
 )
-def test_levels_are_the_longest_chain_of_conflicts(pairs: list[tuple[int, int]]) -> None:
+def test_block_copy_levels_are_the_longest_conflict_chain(pairs: list[tuple[int, int]]) -> None:
     expected: list[int] = []
     for i, (source, to) in enumerate(pairs):
         blocking = [expected[j] + 1 for j, (s, d) in enumerate(pairs[:i]) if d in {source, to} or s == to]
@@ -163,7 +163,7 @@ def test_levels_are_the_longest_chain_of_conflicts(pairs: list[tuple[int, int]])
         (StepCase("classes", copies=(copy(0, 2, 3, "after"),)), "the stage 'before'"),
     ],
 )
-def test_bad_steps_are_refused_before_anything_is_written(case: StepCase, message: str) -> None:
+def test_block_copy_with_bad_step_writes_nothing(case: StepCase, message: str) -> None:
     """Good moves, zeroing and copies stand before the bad one."""
     storage = PagedStorage(CONFIGS[case.config])
     fill(storage, 1)

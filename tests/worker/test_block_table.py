@@ -32,7 +32,7 @@ def committed(t: BlockTable, row: int) -> list[int]:
     return ids
 
 
-def test_speculation_on_several_ranks_has_a_row_for_every_token() -> None:
+def test_block_table_with_speculation_on_ranks_has_a_row_per_token() -> None:
     assert BlockTable(4, 3, 2, 8, num_speculative_tokens=2).num_rows == 3
     t = BlockTable(4, 3, 2, 8, num_speculative_tokens=2, pcp_world_size=2)
     assert (t.max_num_reqs, t.num_rows, t.get_device_tensor().shape) == (3, 9, (9, 2))
@@ -46,7 +46,7 @@ def test_speculation_on_several_ranks_has_a_row_for_every_token() -> None:
         t.add_row([1], 9)
 
 
-def test_commit_sends_the_changed_cells_and_nothing_else() -> None:
+def test_block_table_commit_sends_changed_cells_only() -> None:
     t = table(rows=64, width=128)
     for row in range(64):
         t.append_row(range(1, 101), row)
@@ -61,7 +61,7 @@ def test_commit_sends_the_changed_cells_and_nothing_else() -> None:
     assert t.get_device_tensor()[[3, 9, 60], 100].tolist() == [201, 203, 202]
 
 
-def test_commit_of_the_first_rows_leaves_later_ones_for_later() -> None:
+def test_block_table_commit_of_first_rows_leaves_later_rows() -> None:
     t = table()
     t.append_row([5], 0)
     t.append_row([6], 3)
@@ -125,7 +125,7 @@ CALL = st.tuples(st.sampled_from(CALLS), st.integers(0, 3), st.integers(0, 3), s
 
 @settings(max_examples=3 * settings().max_examples)
 @given(calls=st.lists(CALL, min_size=5, max_size=30), through_torch=st.booleans(), kernel=st.sampled_from([4, 2]))
-def test_device_follows_host_through_any_calls(
+def test_block_table_device_follows_host(
     calls: list[tuple[str, int, int, list[int]]], through_torch: bool, kernel: int
 ) -> None:
     follower = Follower(kernel)
@@ -136,7 +136,7 @@ def test_device_follows_host_through_any_calls(
     follower.check()
 
 
-def test_uncommitted_changes_stay_bounded() -> None:
+def test_block_table_uncommitted_changes_are_bounded() -> None:
     t = table(rows=4, width=8)
     for i in range(2000):
         t.add_row([i % 90] * 8, i % 4)
@@ -175,7 +175,7 @@ def test_uncommitted_changes_stay_bounded() -> None:
         (lambda t: t.commit_slot_mapping(33), "num_tokens"),
     ],
 )
-def test_out_of_range_raises_before_anything_is_written(call: Callable[[BlockTable], None], message: str) -> None:
+def test_block_table_index_out_of_range_writes_nothing(call: Callable[[BlockTable], None], message: str) -> None:
     t = table(num_blocks=100)
     t.append_row([7, 3], 0)
     t.compute_slot_mapping([0], [0])
@@ -191,18 +191,18 @@ def test_out_of_range_raises_before_anything_is_written(call: Callable[[BlockTab
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU to pin memory for")
-def test_nothing_to_pin_memory_for() -> None:
+def test_block_table_pin_memory_without_device_is_rejected() -> None:
     with pytest.raises(ConfigError, match="pin_memory"):
         BlockTable(4, 4, 8, 32, pin_memory=True)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 8, 32), (4, 0, 8, 32), (4, 4, -1, 32), (4, 4, 8, 0)])
-def test_sizes_that_cannot_work(sizes: tuple[int, int, int, int]) -> None:
+def test_block_table_size_below_one_is_rejected(sizes: tuple[int, int, int, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         BlockTable(*sizes)
 
 
-def test_single_appends_are_sent_with_all_others() -> None:
+def test_block_table_single_appends_are_committed() -> None:
     """More than are kept apart, between lists and swaps; rows behind the commit wait, a cleared table forgets them."""
     rng = np.random.default_rng(5)
     one, other = BlockTable(16, 4, 2000, 64), BlockTable(16, 4, 2000, 64)
@@ -226,7 +226,7 @@ def test_single_appends_are_sent_with_all_others() -> None:
 
 
 @pytest.mark.parametrize("block", [-1, 1 << 31, 1 << 70, 1.0, "a", None, True])
-def test_a_single_append_of_what_is_no_block(block: object) -> None:
+def test_block_table_append_of_invalid_block_is_rejected(block: object) -> None:
     table = BlockTable(16, 2, 4, 8)
     with pytest.raises(WorkerError):
         table.append_row([block], 0)  # type: ignore[list-item]
@@ -234,7 +234,7 @@ def test_a_single_append_of_what_is_no_block(block: object) -> None:
     assert table.commit_block_table(2) == 0
 
 
-def test_a_single_append_finds_its_row_full_or_missing() -> None:
+def test_block_table_append_to_full_or_missing_row_is_rejected() -> None:
     table = BlockTable(16, 2, 4, 8)
     for block in range(4):
         table.append_row([block], 1)
@@ -247,7 +247,7 @@ def test_a_single_append_finds_its_row_full_or_missing() -> None:
 
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("wrong", [-1, 1 << 31, 1 << 32, 1 << 70, 1.0, "a", None])
-def test_lists_with_one_that_is_no_block(wrong: object, place: int) -> None:
+def test_block_table_list_with_invalid_id_is_rejected(wrong: object, place: int) -> None:
     """Ids, rows and columns. A list of booleans alone is none of numbers."""
     ids: Any = [1, 2, 3]
     ids[place] = wrong
@@ -281,7 +281,7 @@ def test_lists_with_one_that_is_no_block(wrong: object, place: int) -> None:
         (1056, [64, 32], 32),
     ],
 )
-def test_the_first_positive_size_that_divides(block_size: int, kernel: KernelSize, chosen: int) -> None:
+def test_kernel_block_size_is_the_first_that_divides(block_size: int, kernel: KernelSize, chosen: int) -> None:
     assert choose_kernel_block_size(block_size, kernel) == chosen
     table = BlockTable(block_size, 1, 3, 8, kernel_block_size=kernel)
     parts = block_size // chosen
@@ -300,12 +300,12 @@ def test_the_first_positive_size_that_divides(block_size: int, kernel: KernelSiz
         ([], "list of supported kernel block sizes is empty"),
     ],
 )
-def test_sizes_that_do_not_divide(kernel: KernelSize, message: str) -> None:
+def test_kernel_block_size_that_does_not_divide_is_rejected(kernel: KernelSize, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BlockTable(32, 1, 3, 8, kernel_block_size=kernel)
 
 
-def test_ids_of_kernel_blocks() -> None:
+def test_kernel_block_ids_match_the_contract() -> None:
     ids = np.asarray([0, 3, 1], np.int32)
     for arange in (np.arange(2), np.arange(2).reshape(1, -1)):
         assert BlockTable.map_to_kernel_blocks(ids, 2, arange).tolist() == [0, 1, 6, 7, 2, 3]
@@ -316,7 +316,7 @@ def test_ids_of_kernel_blocks() -> None:
         BlockTable.map_to_kernel_blocks(ids, 4, np.arange(2))
 
 
-def test_ids_whose_kernel_blocks_would_not_fit_int32() -> None:
+def test_kernel_block_ids_beyond_int32_are_rejected() -> None:
     table = BlockTable(64, 1, 2, 8, kernel_block_size=16)
     last = (1 << 29) - 1
     table.append_row([last], 0)
@@ -337,7 +337,7 @@ def test_ids_whose_kernel_blocks_would_not_fit_int32() -> None:
         (lambda t: t.append_row([9], 0), r"block ids must lie in 0 \.\. 8"),
     ],
 )
-def test_widths_and_ids_are_those_of_memory_blocks(call: Callable[[BlockTable], None], message: str) -> None:
+def test_block_table_widths_and_ids_count_memory_blocks(call: Callable[[BlockTable], None], message: str) -> None:
     t = BlockTable(32, 3, 3, 8, kernel_block_size=16, num_blocks=9)
     t.append_row([3, 1], 0)
     before = t.get_numpy_array().copy()

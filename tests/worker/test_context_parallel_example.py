@@ -9,7 +9,7 @@ from examples_run import run_example
 EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel.py"
 
 
-def test_two_ranks_say_what_a_dense_forward_says() -> None:
+def test_context_parallel_example_matches_a_dense_forward() -> None:
     done = run_example(EXAMPLE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -28,7 +28,7 @@ def test_two_ranks_say_what_a_dense_forward_says() -> None:
         ("self.copier.execute_before(step)", "pass"),
     ],
 )
-def test_nothing_of_it_can_be_left_out(part: str, instead: str, tmp_path: Path) -> None:
+def test_context_parallel_example_without_a_part_fails(part: str, instead: str, tmp_path: Path) -> None:
     source = EXAMPLE.read_text("utf-8")
     assert source.count(part) == 1
     (tmp_path / "example.py").write_text(source.replace(part, instead), "utf-8")

@@ -23,9 +23,7 @@ def views(order: PageOrder, dtype: torch.dtype = torch.float32) -> tuple[torch.T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("order", PageOrder)
 @given(data=st.data())
-def test_each_token_goes_to_its_slot_and_nowhere_else(
-    order: PageOrder, dtype: torch.dtype, data: st.DataObject
-) -> None:
+def test_kv_write_puts_each_token_in_its_slot_only(order: PageOrder, dtype: torch.dtype, data: st.DataObject) -> None:
     slots = data.draw(st.lists(st.integers(0, BLOCKS * SIZE - 1), unique=True, max_size=9))
     kept = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
     keys = torch.arange(1, 1 + len(slots) * HEADS * 8).remainder(13).reshape(-1, HEADS, 8).to(dtype)
@@ -43,7 +41,7 @@ def test_each_token_goes_to_its_slot_and_nowhere_else(
         assert view.float().equal(expected)
 
 
-def test_float8_is_divided_by_its_scale_and_rounded() -> None:
+def test_kv_write_of_float8_is_scaled_and_rounded() -> None:
     keys, values = views(PageOrder.NHD, torch.float8_e4m3fn)
     states = torch.tensor([1.0, -1.0, 1.06, 1e6, -1e6, 2**-10, 0.3, 17.0]).expand(1, HEADS, 8)
     pages = KVPages(keys, values, key_scale=0.5, value_scale=4.0)
@@ -58,7 +56,7 @@ def test_float8_is_divided_by_its_scale_and_rounded() -> None:
         write_kv(slots_of(6), pages, states.int(), states[..., :6])
 
 
-def test_latents_and_their_rotary_parts_lie_side_by_side() -> None:
+def test_kv_write_of_latents_puts_rotary_parts_next_to_them() -> None:
     pages = torch.zeros(BLOCKS, SIZE, 10, dtype=torch.bfloat16)
     latent, rotary = torch.randn(3, 8).bfloat16(), torch.randn(3, 2).bfloat16()
     write_latent(slots_of(9, -1, 20), pages, latent, rotary)
@@ -77,7 +75,7 @@ def test_latents_and_their_rotary_parts_lie_side_by_side() -> None:
         (torch.tensor([[1]]), "must be int64"),
     ],
 )
-def test_slots_that_cannot_be_written(slots: torch.Tensor, message: str) -> None:
+def test_kv_write_to_invalid_slot_is_rejected(slots: torch.Tensor, message: str) -> None:
     with pytest.raises(WorkerError, match=message):
         write_slots(slots, BLOCKS, SIZE)
 
@@ -101,7 +99,7 @@ KEYS, VALUES = torch.ones(2, HEADS, 8), torch.ones(2, HEADS, 6)
         (lambda pages: write_latent(slots_of(1, 2), pages.keys[:, :, 0], KEYS[:, 0], KEYS[:, 0, :2]), "do not fill"),
     ],
 )
-def test_what_does_not_fit_writes_nothing(write: Callable[[KVPages], None], message: str) -> None:
+def test_kv_write_of_wrong_shape_writes_nothing(write: Callable[[KVPages], None], message: str) -> None:
     keys, values = views(PageOrder.NHD)
     with pytest.raises(WorkerError, match=message):
         write(KVPages(keys, values))

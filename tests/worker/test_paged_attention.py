@@ -46,14 +46,14 @@ def attended(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
 
 @MORE
 @given(cases())
-def test_every_query_attends_to_what_it_sees_and_to_nothing_else(case: Case) -> None:
+def test_paged_attention_reads_visible_keys_only(case: Case) -> None:
     scene = Scene(case)
     assert_close(attended(scene), sunk(*scene.expected(), scene.sinks))
 
 
 @MORE
 @given(cases(ranks=(2, 3, 4)))
-def test_what_ranks_find_in_their_own_slots_combines(case: Case) -> None:
+def test_paged_attention_of_ranks_combines(case: Case) -> None:
     scene = Scene(case)
     parts = []
     for share in case.shares:
@@ -72,12 +72,14 @@ def test_what_ranks_find_in_their_own_slots_combines(case: Case) -> None:
 @pytest.mark.parametrize("order", PageOrder)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=5), AttentionMask(chunk=6)])
-def test_on_every_device(device: str, order: PageOrder, dtype: torch.dtype, mask: AttentionMask) -> None:
+def test_paged_attention_on_every_device_matches(
+    device: str, order: PageOrder, dtype: torch.dtype, mask: AttentionMask
+) -> None:
     scene = Scene(replace(SMALL, device=device, order=order, dtype=dtype, mask=mask, sinks=True))
     assert_close(attended(scene), sunk(*scene.expected(), scene.sinks))
 
 
-def test_bfloat16_is_summed_in_float32() -> None:
+def test_paged_attention_of_bfloat16_sums_in_float32() -> None:
     scene = Scene(replace(SMALL, dtype=torch.bfloat16, requests=((1500, 1),)))
     out, lse = attended(scene)
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
@@ -98,7 +100,7 @@ def test_bfloat16_is_summed_in_float32() -> None:
         (AttentionMask(causal=False), 2, [0, 1, 2, 3, 4, 5, 6, 7], 0),
     ],
 )
-def test_masks_by_position(mask: AttentionMask, position: int, seen: list[int], first: int) -> None:
+def test_attention_mask_by_position_matches(mask: AttentionMask, position: int, seen: list[int], first: int) -> None:
     sees = mask.sees(torch.tensor([position])[:, None], torch.arange(8)[None])
     assert torch.nonzero(sees[0]).flatten().tolist() == seen
     assert mask.first_seen(np.array(position)) == first
@@ -111,7 +113,7 @@ def latent_scene() -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes)
 
 
-def test_absorbed_latents_give_what_expanded_keys_and_values_give() -> None:
+def test_paged_attention_of_absorbed_latents_matches_expanded_keys() -> None:
     """DeepSeek-V2 (arXiv 2405.04434), section 2.1: q W_UK reads latents as keys, W_UV comes behind the attention."""
     content, rotary, latents, rotary_keys, up_keys, up_values = latent_scene()
     pages = torch.full((5, 4, 10), torch.nan, dtype=torch.float64)
@@ -130,7 +132,7 @@ def test_absorbed_latents_give_what_expanded_keys_and_values_give() -> None:
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
 
 
-def test_learned_sink_tokens_are_one_more_part() -> None:
+def test_paged_attention_with_sink_tokens_combines_them() -> None:
     """SinkFullAttentionSpec: keys and values that belong to the layer, in blocks of their own, before every request."""
     scene = Scene(replace(SMALL, requests=((9, 4),)))
     sinks = KVPages(torch.randn(2, 4, 2, 8, generator=scene.rng), torch.randn(2, 4, 2, 6, generator=scene.rng))
@@ -149,7 +151,7 @@ def test_learned_sink_tokens_are_one_more_part() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_cross_attention_reads_more_queries_than_tokens_and_none_at_all() -> None:
+def test_paged_cross_attention_with_any_lengths_matches() -> None:
     scene = Scene(replace(SMALL, requests=((0, 3),), mask=AttentionMask(causal=False)))
     pages = scene.pages(WHOLE)
     query = torch.randn(9, 4, 8, generator=scene.rng)
@@ -163,7 +165,7 @@ def test_cross_attention_reads_more_queries_than_tokens_and_none_at_all() -> Non
 
 
 @given(cases(ranks=(1, 2)))
-def test_float8_pages_times_their_scales(case: Case) -> None:
+def test_paged_attention_of_float8_applies_scales(case: Case) -> None:
     scene, share = Scene(replace(case, dtype=torch.float32)), ContextShare(case.ranks, 0, case.interleave)
     pages = scene.pages(share)
     eights = KVPages(pages.keys.to(torch.float8_e4m3fn), pages.values.to(torch.float8_e4m3fn), 0.75, 3.0)
@@ -178,7 +180,7 @@ def test_float8_pages_times_their_scales(case: Case) -> None:
 # -- parts
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_paged_attention_with_large_scores_does_not_overflow() -> None:
     out = torch.tensor([[[[1.0]]], [[[3.0]]], [[[5.0]]]])
     lse = torch.tensor([[[800.0]], [[800.0]], [[-900.0]]])
     combined, total = combine_partial(out, lse)
@@ -189,7 +191,7 @@ def test_large_scores_do_not_overflow() -> None:
     assert sunk_lse.item() == pytest.approx(800 + np.log(3))
 
 
-def test_parts_without_keys_weigh_nothing_whatever_they_hold() -> None:
+def test_paged_attention_part_without_keys_has_no_weight() -> None:
     nothing = torch.full((1, 1), -torch.inf)
     out, lse = combine_partial(
         torch.tensor([[[[torch.nan, 9.0]]], [[[2.0, 4.0]]]]), torch.stack((nothing, torch.zeros(1, 1)))
@@ -202,7 +204,7 @@ def test_parts_without_keys_weigh_nothing_whatever_they_hold() -> None:
 
 
 @given(st.sampled_from((1, 2, 4)), st.integers(1, 4), st.sampled_from((1, 2, 4)))
-def test_a_block_is_dealt_to_all_ranks(interleave: int, size: int, turns: int) -> None:
+def test_context_parallel_block_is_spread_over_all_ranks(interleave: int, size: int, turns: int) -> None:
     block_size = interleave * turns
     dealt = [ContextShare(size, rank, interleave).tokens_of_block(block_size).tolist() for rank in range(size)]
     assert sorted(token for tokens in dealt for token in tokens) == list(range(block_size * size))
@@ -232,7 +234,7 @@ def test_a_block_is_dealt_to_all_ranks(interleave: int, size: int, turns: int) -
         (lambda: KVPages.of_latent(torch.zeros(2, 4, 8), 9), "not hold latents of rank 9"),
     ],
 )
-def test_values_that_cannot_work(wrong: Callable[[], object], message: str) -> None:
+def test_paged_attention_with_invalid_values_is_rejected(wrong: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         wrong()
 
@@ -255,14 +257,14 @@ TABLE = torch.tensor([[1, 2], [3, 0]])
         ([0, 1, 2], [1, 1], TABLE - 1, WHOLE, "0 .. 4, got -1 .. 2"),
     ],
 )
-def test_batches_that_do_not_fit(
+def test_paged_batch_that_does_not_fit_is_rejected(
     starts: list[int], lengths: list[int], table: torch.Tensor, share: ContextShare, message: str
 ) -> None:
     with pytest.raises(WorkerError, match=message):
         paged_batch(starts, lengths, table, block_size=4, num_blocks=5, share=share)
 
 
-def test_calls_that_do_not_fit() -> None:
+def test_paged_attention_call_that_does_not_fit_is_rejected() -> None:
     scene = Scene(SMALL)
     query, pages, batch = scene.query, scene.pages(WHOLE), scene.batch()
     wrong: tuple[tuple[Any, dict[str, Any], str], ...] = (

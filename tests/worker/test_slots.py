@@ -44,7 +44,7 @@ def slots_of(table: BlockTable, positions: int) -> str:
         (4, 2, 3, ". . . . . . 28 29 . . . . . . 30 31 . ."),
     ],
 )
-def test_context_parallel_slots_of_the_contract(ranks: int, interleave: int, rank: int, expected: str) -> None:
+def test_slots_under_context_parallel_match_the_contract(ranks: int, interleave: int, rank: int, expected: str) -> None:
     assert slots_of(on_rank(rank, ranks, interleave), len(expected.split())) == expected
 
 
@@ -53,7 +53,7 @@ def test_context_parallel_slots_of_the_contract(ranks: int, interleave: int, ran
 
 @CASES
 @given(case=slot_cases())
-def test_numpy_slots_are_those_of_a_loop(case: SlotCase) -> None:
+def test_slots_by_numpy_match_a_loop(case: SlotCase) -> None:
     table = case.table()
     table.compute_slot_mapping([0] * 40, [0] * 40)  # more than follow: their slots must be gone
     table.commit_slot_mapping(40)
@@ -82,7 +82,7 @@ def test_slots_do_not_overflow_int32() -> None:
 # -- what a window left behind
 
 
-def test_slots_of_null_blocks_are_those_of_the_null_block() -> None:
+def test_slots_of_null_blocks_point_to_the_null_block() -> None:
     table = BlockTable(4, 1, 3, 16, kernel_block_size=2)
     table.write_cells([0, 0], [1, 2], [9, 4])
     table.compute_slot_mapping([0] * 5, [0, 3, 4, 7, 8])
@@ -92,7 +92,7 @@ def test_slots_of_null_blocks_are_those_of_the_null_block() -> None:
 # -- the buffer
 
 
-def test_prefill_context_parallel_pads_the_slot_buffer() -> None:
+def test_slots_buffer_with_prefill_context_parallel_is_padded() -> None:
     plain = BlockTable(4, 3, 2, 32, dcp_world_size=2)
     padded = BlockTable(4, 3, 2, 32, pcp_world_size=2)
     assert (len(plain.slot_mapping), len(padded.slot_mapping)) == (32, 32 + 2 * 2 * 3)
@@ -103,7 +103,7 @@ def test_prefill_context_parallel_pads_the_slot_buffer() -> None:
 
 
 @pytest.mark.parametrize("through_torch", [False, True])
-def test_what_lies_behind_the_slots_is_minus_one(through_torch: bool) -> None:
+def test_slots_after_the_last_token_are_minus_one(through_torch: bool) -> None:
     table = BlockTable(4, 1, 4, 16)
     table.add_row([5, 6, 7, 8], 0)
     if through_torch:
@@ -138,6 +138,6 @@ def test_what_lies_behind_the_slots_is_minus_one(through_torch: bool) -> None:
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must not be negative"),
     ],
 )
-def test_ranks_and_interleaves_that_cannot_work(arguments: dict[str, int], message: str) -> None:
+def test_slots_with_invalid_rank_or_interleave_are_rejected(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BlockTable(8, 2, 2, 8, **arguments)  # type: ignore[arg-type]  # integers all

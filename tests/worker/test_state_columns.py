@@ -60,7 +60,7 @@ def filled(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
 # -- measured lines
 
 
-def test_measured_before_the_forward() -> None:
+def test_state_copies_before_the_forward_match_measurements() -> None:
     columns = RowColumns(16, 1, 2)
     assert triples(columns.before([0], [0], [32], [1])) == []
     asked = [(32, 28, 1), (60, 3, 1), (63, 3, 2), (64, 3, 1), (66, 3, 3)]
@@ -73,7 +73,7 @@ def test_measured_before_the_forward() -> None:
 @pytest.mark.parametrize(
     ("computed", "scheduled", "expected"), [(16, 40, (0, 3, 0)), (48, 1, (2, 3, 0)), (32, 20, (1, 3, 0))]
 )
-def test_measured_first_steps_of_hits_and_resumed_requests(computed: int, scheduled: int, expected: Triple) -> None:
+def test_state_copies_of_first_steps_match_measurements(computed: int, scheduled: int, expected: Triple) -> None:
     columns = RowColumns(16, 2, 2)
     columns.before([1], [0], [300], [1])  # another request had the row
     columns.drop([1])
@@ -91,7 +91,7 @@ def test_measured_first_steps_of_hits_and_resumed_requests(computed: int, schedu
         (5, 2, None, None, 2),
     ],
 )
-def test_measured_after_the_forward(
+def test_state_copies_after_the_forward_match_measurements(
     computed: int, a: int, copy: Triple | None, blocks: Triple | None, goes_on: int
 ) -> None:
     """Blocks of 4 tokens, columns 0 .. 4 are blocks 1 .. 5, two drafts a step, S = 1. blocks: temporal, conv, to."""
@@ -105,7 +105,7 @@ def test_measured_after_the_forward(
     assert list(found) == ([blocks] if blocks else [])
 
 
-def test_measured_tables_of_section_4_name_the_blocks() -> None:
+def test_state_columns_match_the_measured_tables() -> None:
     """Two speculative blocks, chunks of 32 and 28: the worker's row only grows, its stale columns are not read."""
     columns, row = RowColumns(16, 1, 2), [0, 4, 5, 6]
     assert len(columns.before([0], [0], [32], [1])) == 0
@@ -150,7 +150,7 @@ def after_one(
 
 @settings(max_examples=2 * settings().max_examples)
 @given(data=st.data(), size=st.integers(1, 64), drafts=st.integers(0, 8), rows=st.integers(1, 12))
-def test_batches_are_those_of_single_rows(data: st.DataObject, size: int, drafts: int, rows: int) -> None:
+def test_state_copies_of_batches_match_single_rows(data: st.DataObject, size: int, drafts: int, rows: int) -> None:
     """Steps of random rows; a remembered column is where the row's last step ended."""
     columns = RowColumns(size, rows, drafts)
     held: dict[int, int] = {}
@@ -191,7 +191,7 @@ def plan_at(stage: str, source: int, destination: int, bias: int, row: int = 0) 
     return StatePlan(stage, *one)  # type: ignore[arg-type]  # one of the two stages
 
 
-def test_an_edge_that_nobody_keeps_is_not_copied() -> None:
+def test_state_at_boundary_with_null_column_is_not_copied() -> None:
     """A prompt's last chunk with drafts passes an edge whose column is null: there is no block to publish."""
     columns = RowColumns(4, 1, 2)
     columns.before([0], [0], [9], [1])
@@ -204,7 +204,7 @@ def test_an_edge_that_nobody_keeps_is_not_copied() -> None:
     assert (copies.conv.tolist(), copies.temporal.tolist(), copies.destination.tolist()) == ([5], [6], [9])
 
 
-def test_an_edge_whose_block_went_on_is_not_copied() -> None:
+def test_state_at_boundary_with_relocated_block_is_not_copied() -> None:
     """Column 1 was a draft's; its block is that of column 4 now, where the accepted state may lie."""
     columns = RowColumns(2, 1, 5)
     columns.before([0], [0], [2], [1])
@@ -232,7 +232,7 @@ def test_an_edge_whose_block_went_on_is_not_copied() -> None:
         (plan_at("before", 0, 2, 0, row=2), "not in a block table of 2 rows"),
     ],
 )
-def test_columns_without_a_block_are_refused(wanted: StatePlan, message: str) -> None:
+def test_state_column_without_block_is_rejected(wanted: StatePlan, message: str) -> None:
     table, held = filled(2, 6)
     table[0, 1] = 0
     table[1, 5] = table[1, 2]  # went on to column 5
@@ -268,7 +268,7 @@ def test_columns_without_a_block_are_refused(wanted: StatePlan, message: str) ->
         (lambda c: c.drop([1, 4]), "rows must lie in"),
     ],
 )
-def test_bad_input_is_refused_and_remembers_nothing(call: Callable[[RowColumns], object], message: str) -> None:
+def test_state_columns_with_bad_input_remember_nothing(call: Callable[[RowColumns], object], message: str) -> None:
     def columns() -> RowColumns:
         one = RowColumns(4, 4, 2)
         one.before([0], [6], [3], [1])  # S = 2
@@ -283,7 +283,7 @@ def test_bad_input_is_refused_and_remembers_nothing(call: Callable[[RowColumns],
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 0), (4, 0, 0), (4, 1, -1)])
-def test_sizes_that_cannot_work(sizes: tuple[int, int, int]) -> None:
+def test_state_columns_with_invalid_size_are_rejected(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match=r"must be at least 1|must not be negative"):
         RowColumns(*sizes)
 
@@ -305,16 +305,16 @@ MOVED = Row(held=1, computed=7, scheduled=3, drafts=2, before=2, after=1)
 
 @settings(max_examples=2 * settings().max_examples)
 @given(case=state_cases())
-def test_torch_copies_what_a_loop_copies(case: StateCase) -> None:
+def test_state_copy_by_torch_matches_a_loop(case: StateCase) -> None:
     check_states(case, TORCH)
 
 
-def test_a_shift_into_its_own_block() -> None:
+def test_state_shift_within_its_block_is_right() -> None:
     for part in (CONV, PLAIN):
         assert check_states(case(part, TEMPORAL, row=IN_PLACE), TORCH) == 1
 
 
-def test_a_batch_larger_than_the_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_copy_larger_than_scratch_memory_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (IN_PLACE, MOVED, IN_PLACE, MOVED, IN_PLACE)
     whole = replace(case(CONV, TEMPORAL, row=IN_PLACE), rows=rows)
     for room in (1, 120, 200):
@@ -359,7 +359,7 @@ def first_layer(stack: torch.Tensor, source: torch.Tensor, destination: torch.Te
         (replace(TORCH, copy_blocks=first_layer), IN_PLACE),
     ],
 )
-def test_broken_kernels_are_noticed(broken: CopyKernels, row: Row) -> None:
+def test_state_copy_by_broken_kernel_is_detected(broken: CopyKernels, row: Row) -> None:
     with pytest.raises(AssertionError):
         check_states(case(CONV, TEMPORAL, row=row), broken)
 
@@ -387,7 +387,7 @@ def copies(conv: list[int], temporal: list[int], destination: list[int], bias: l
         (copies([1, 3], [1, 3], [2], [0, 0]), "one block of each kind"),
     ],
 )
-def test_bad_copies_are_refused_before_anything_is_written(bad: StateCopies, message: str) -> None:
+def test_state_copy_with_bad_input_writes_nothing(bad: StateCopies, message: str) -> None:
     storage, layers = storage_of(case(CONV, TEMPORAL, row=IN_PLACE), 8)
     copier = StateCopier(layers)
     before = content(storage)
@@ -396,7 +396,7 @@ def test_bad_copies_are_refused_before_anything_is_written(bad: StateCopies, mes
     np.testing.assert_array_equal(content(storage), before)
 
 
-def test_rows_may_begin_from_the_same_state_and_no_copies_are_fine() -> None:
+def test_state_copy_from_shared_source_or_of_none_works() -> None:
     storage, layers = storage_of(case(CONV, TEMPORAL, row=IN_PLACE), 8)
     copier = StateCopier(layers)
     copier.copy(copies([], [], [], []))
@@ -408,7 +408,7 @@ def test_rows_may_begin_from_the_same_state_and_no_copies_are_fine() -> None:
             assert not torch.equal(bits[1], bits[5])
 
 
-def test_views_that_are_no_states_of_the_group_are_refused() -> None:
+def test_state_views_of_another_group_are_rejected() -> None:
     def view(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
@@ -441,7 +441,9 @@ def test_views_that_are_no_states_of_the_group_are_refused() -> None:
         ((4, 2), "other", None, "unknown kind"),
     ],
 )
-def test_parts_that_cannot_be(shape: tuple[int, ...], kind: str, axis: int | None, message: str) -> None:
+def test_state_part_with_invalid_values_is_rejected(
+    shape: tuple[int, ...], kind: str, axis: int | None, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         StatePart(shape, torch.float32, kind, axis)  # type: ignore[arg-type]  # also kinds that are none
 
@@ -455,7 +457,7 @@ def test_parts_that_cannot_be(shape: tuple[int, ...], kind: str, axis: int | Non
         ("linear_attention", ((2, 3, 4),), ["temporal"]),
     ],
 )
-def test_parts_of_a_spec(mamba_type: str, shapes: tuple[tuple[int, ...], ...], kinds: list[str]) -> None:
+def test_state_parts_match_their_spec(mamba_type: str, shapes: tuple[tuple[int, ...], ...], kinds: list[str]) -> None:
     dtypes = tuple("bfloat16" if len(shape) == 2 else "float32" for shape in shapes)
     spec = MambaSpec(block_size=16, shapes=shapes, dtypes=dtypes, mamba_type=mamba_type)
     for axis in (0, 1):
@@ -469,7 +471,7 @@ def test_parts_of_a_spec(mamba_type: str, shapes: tuple[tuple[int, ...], ...], k
         assert [part.columns for part in parts] == [part.shape[axis] if part.kind == "conv" else 0 for part in parts]
 
 
-def test_layers_that_lie_equally_far_apart_are_one_stack() -> None:
+def test_state_layers_with_equal_stride_form_one_stack() -> None:
     """Few launches: one stack for each state of a layer, where layers are alike; none is left out elsewhere."""
     whole = torch.zeros(200, dtype=torch.int16)
 
@@ -497,19 +499,19 @@ def states_of(config: KVCacheConfig) -> InPlaceStates:
 
 
 @pytest.mark.parametrize(("layout", "placement"), [("natural", None), ("reference", "none")])
-def test_states_without_columns_are_refused(layout: str, placement: str | None) -> None:
+def test_state_columns_in_natural_layout_are_rejected(layout: str, placement: str | None) -> None:
     with pytest.raises(ConfigError, match="no states in columns: plan with layout='reference'"):
         states_of(planned(layout, placement))
 
 
-def test_a_model_without_states_is_refused() -> None:
+def test_state_columns_of_model_without_states_are_rejected() -> None:
     layer = Layer("0", FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32"), 0)
     config = plan(Model("a", "a", (layer,), 60, 9, "float32", 1, 1, 4), "1MiB", layout="reference").config
     with pytest.raises(ConfigError, match="no states in columns"):
         states_of(config)
 
 
-def test_behind_a_row_there_are_null_blocks() -> None:
+def test_state_columns_after_a_row_are_null_blocks() -> None:
     config = planned()
     storage = PagedStorage(config)
     tables = MultiGroupBlockTable.of_config(config, max_num_reqs=2, max_model_len=60, max_num_batched_tokens=64)
@@ -524,7 +526,7 @@ def test_behind_a_row_there_are_null_blocks() -> None:
 
 
 @pytest.mark.parametrize("layout", ["reference", "natural"])
-def test_a_copier_of_a_group_copies_the_states_of_its_layers(layout: str) -> None:
+def test_state_copier_copies_the_states_of_its_layers(layout: str) -> None:
     config = planned(layout)
     storage = PagedStorage(config)
     group, attention = (
@@ -644,7 +646,7 @@ def run(sizes: tuple[int, int, int], steps: int) -> Loop:
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 4), (4, 0, 4), (16, 3, 4), (8, 7, 6), (2, 1, 3)])
-def test_the_accepted_state_goes_on_and_edges_hold_theirs(sizes: tuple[int, int, int]) -> None:
+def test_state_runs_keep_accepted_states_and_boundaries(sizes: tuple[int, int, int]) -> None:
     counts = run(sizes, 400).scheduler.statistics()
     assert min(counts.hit_tokens, counts.failed_steps, counts.requests_finished) > 3
 
@@ -669,7 +671,7 @@ def nothing(stage: str) -> Alter:
 
 
 @pytest.mark.parametrize("alter", [one_column_off, no_bias, nothing("before"), nothing("after")])
-def test_wrong_columns_are_noticed(alter: Alter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_run_with_wrong_columns_is_detected(alter: Alter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.worker.states.state_copies", lambda plan, *rest: state_copies(alter(plan), *rest))
     with pytest.raises(AssertionError):
         run((4, 2, 4), 300)

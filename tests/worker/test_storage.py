@@ -82,7 +82,7 @@ def live_blocks(config: KVCacheConfig) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("order", PageOrder)
 @pytest.mark.parametrize(("layout", "kernel"), [("reference", None), ("natural", None), ("natural", 8)])
 @pytest.mark.parametrize("name", MODELS)
-def test_no_byte_belongs_to_two_live_blocks(name: str, layout: str, kernel: int | None, order: PageOrder) -> None:
+def test_storage_live_blocks_share_no_byte(name: str, layout: str, kernel: int | None, order: PageOrder) -> None:
     config = small_plan(name, layout, kernel)
     storage = PagedStorage(config, order=order)
     pieces = config.slabs.kernel_blocks if config.slabs else (1,) * len(config.groups)
@@ -98,7 +98,7 @@ def test_no_byte_belongs_to_two_live_blocks(name: str, layout: str, kernel: int 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_kernel_blocks_keep_one_stride(name: str) -> None:
+def test_storage_kernel_blocks_keep_one_stride(name: str) -> None:
     config = small_plan(name, "natural", 8)
     assert config.slabs is not None
     tensors = {layer: tensor for tensor in config.tensors for layer in tensor.shared_by}
@@ -119,7 +119,7 @@ def test_kernel_blocks_keep_one_stride(name: str) -> None:
                     assert state or 8 in (view.shape[1], view.shape[2] if view.dim() == 4 else 0)
 
 
-def test_heads_first_pages_lie_heads_first() -> None:
+def test_storage_in_heads_first_order_has_heads_first() -> None:
     spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8, head_size_v=6, dtype="float32")
     page = spec.page_size_bytes
     config = KVCacheConfig(3, (KVCacheTensor(3 * page, ("a",), 0, page),), (KVCacheGroupSpec(("a",), spec),))
@@ -138,14 +138,14 @@ def one_layer(spec: KVCacheSpec) -> KVCacheConfig:
     return KVCacheConfig(3, (KVCacheTensor(3 * page, ("a",), 0, page),), (KVCacheGroupSpec(("a",), spec),))
 
 
-def test_states_have_one_view_a_tensor_and_no_tokens() -> None:
+def test_storage_states_have_one_view_per_tensor() -> None:
     spec = MambaSpec(block_size=16, shapes=((3, 4), (5,)), dtypes=("bfloat16", "float32"), page_size_padded=64)
     convolution, temporal = PagedStorage(one_layer(spec), order=PageOrder.HND).views["a"]
     assert (convolution.shape, convolution.dtype) == ((3, 3, 4), torch.bfloat16)
     assert (temporal.shape, temporal.dtype, temporal.stride()) == ((3, 5), torch.float32, (16, 1))
 
 
-def test_parts_of_every_kind() -> None:
+def test_storage_parts_of_every_spec_match() -> None:
     full = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8, dtype="fp8")
     assert parts_of(full) == (PagePart((2, 8), torch.float8_e4m3fn),) * 2
     for spec in (
@@ -159,7 +159,7 @@ def test_parts_of_every_kind() -> None:
         parts_of(UniformTypeKVCacheSpecs(block_size=4, layers=(("a", full),)))
 
 
-def test_an_unknown_order_is_refused() -> None:
+def test_storage_with_unknown_order_is_rejected() -> None:
     spec = MLAAttentionSpec(block_size=4, head_size=2, dtype="float32")
     with pytest.raises(ConfigError, match="'DHN'"):
         PagedStorage(one_layer(spec), {"a": parts_of(spec)}, order="DHN")  # type: ignore[arg-type]  # the point
@@ -180,7 +180,7 @@ def two_layers(stride: int = PAGE, first: int = 0) -> KVCacheConfig:
 
 
 @pytest.mark.parametrize(("stride", "first"), [(PAGE, 0), (PAGE + 64, 0), (3 * PAGE, 128)])
-def test_every_layer_gets_its_strided_views_of_one_arena(stride: int, first: int) -> None:
+def test_storage_layers_are_strided_views_of_one_arena(stride: int, first: int) -> None:
     storage = PagedStorage(two_layers(stride, first), {"a": PARTS, "b": PARTS})
     assert storage.arena.shape == (first + 10 * stride,)
     number = 0.0
@@ -203,7 +203,7 @@ def test_every_layer_gets_its_strided_views_of_one_arena(stride: int, first: int
                 assert (held == number).all(), (layer, part, block)
 
 
-def test_layers_of_different_groups_share_a_tensor() -> None:
+def test_storage_layers_of_different_groups_share_a_tensor() -> None:
     tensor = KVCacheTensor(5 * PAGE, ("a", "b"), 0, PAGE)
     groups = (KVCacheGroupSpec(("a",), SPEC), KVCacheGroupSpec(("b",), SPEC))
     storage = PagedStorage(KVCacheConfig(5, (tensor,), groups), {"a": PARTS, "b": PARTS})
@@ -211,7 +211,7 @@ def test_layers_of_different_groups_share_a_tensor() -> None:
     assert (storage.views["b"][0][3] == 7).all()
 
 
-def test_plans_that_do_not_fit_the_model_are_refused() -> None:
+def test_storage_plan_that_does_not_fit_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'b' has no page parts"):
         PagedStorage(two_layers(), {"a": PARTS})
     half = tuple(PagePart(part.shape, torch.float16) for part in PARTS)
@@ -227,7 +227,7 @@ def test_plans_that_do_not_fit_the_model_are_refused() -> None:
         PagedStorage(huge, {"a": PARTS, "b": PARTS})
 
 
-def test_without_a_layout_the_specs_say_what_pages_hold() -> None:
+def test_storage_without_parts_follows_the_specs() -> None:
     explicit, by_spec = PagedStorage(two_layers(), {"a": PARTS, "b": PARTS}), PagedStorage(two_layers())
     for name in ("a", "b"):
         for one, other in zip(explicit.views[name], by_spec.views[name], strict=True):

@@ -52,7 +52,7 @@ def blocks(t: MultiGroupBlockTable, group: int, row: int) -> list[int]:
     return ids
 
 
-def test_calls_go_to_every_group_and_widths_follow_the_block_size() -> None:
+def test_tables_apply_calls_to_every_group() -> None:
     t = tables()
     assert [t[g].max_num_blocks_per_req for g in range(len(t))] == [16, 8]
     t.add_row([[7, 3], [5]], 0)
@@ -71,7 +71,7 @@ def test_calls_go_to_every_group_and_widths_follow_the_block_size() -> None:
     assert not any(one.get_numpy_array().any() for one in t)
 
 
-def test_explicit_widths() -> None:
+def test_tables_with_explicit_widths_use_them() -> None:
     t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 8], max_num_blocks=[3, 5])  # noqa: FBT003  # vLLM's positions
     assert [one.max_num_blocks_per_req for one in t] == [3, 5]
     with pytest.raises(ConfigError, match="1 entries in max_num_blocks for 2 groups"):
@@ -108,7 +108,7 @@ def cross(block_size: int) -> KVCacheSpec:
         (2, 2, [8, 3, 8, 6, 3, 5]),
     ],
 )
-def test_row_widths_of_the_contract(cp: int, spec: int, widths: list[int]) -> None:
+def test_tables_row_widths_match_the_contract(cp: int, spec: int, widths: list[int]) -> None:
     specs = [full(4), full(16), full(4, 8), mamba(16, "align", spec), mamba(16, "none", spec), cross(4)]
     sizes = [one.block_size for one in specs]
     for dcp, pcp in ((cp, 1), (1, cp)):
@@ -141,7 +141,7 @@ def test_row_widths_of_the_contract(cp: int, spec: int, widths: list[int]) -> No
         assert [one.max_num_blocks_per_req for one in attention] == widths[:3]
 
 
-def test_blocks_without_tokens_of_the_request_are_whole_and_have_no_slots() -> None:
+def test_tables_of_encoder_blocks_have_no_slots() -> None:
     specs = [full(4), mamba(16, "none"), cross(4)]
     t = MultiGroupBlockTable(
         2,
@@ -169,7 +169,7 @@ def test_blocks_without_tokens_of_the_request_are_whole_and_have_no_slots() -> N
     assert (no_tokens[0].slot_mapping_np == -1).all()
 
 
-def test_kernel_sizes_one_a_group_or_one_for_all() -> None:
+def test_tables_kernel_sizes_are_per_group_or_shared() -> None:
     def sizes(kernel: list[KernelSize] | None) -> list[tuple[int, int]]:
         t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [32, 16], kernel)  # noqa: FBT003  # vLLM's positions
         return [(one.block_size, one.max_num_blocks_per_req) for one in t]
