@@ -116,7 +116,7 @@ def write_bandwidth(case: Decode, tokens: int) -> Bandwidth:
 
 
 def _beside_a_copy(work: Callable[[], object], moved: int) -> Bandwidth:
-    """moved: bytes, as the bandwidth of memory counts them: a copy reads and writes, so it copies half of them."""
+    """Measure ``work``, and a copy of ``moved`` / 2 bytes, which reads and writes ``moved`` bytes."""
     source = torch.zeros(max(1, moved // 2), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     plain, taken = milliseconds(lambda: target.copy_(source)), milliseconds(work)

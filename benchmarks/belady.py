@@ -48,11 +48,11 @@ class Belady:
         end.promise = promise
 
     def hit(self, end: ResumePoint, now: float) -> None:
-        """It is used."""
+        """Note that the point was used."""
         note_hit(end, now)
 
     def add(self, end: ResumePoint, now: float) -> None:  # noqa: ARG002 - as above
-        """It is kept, if it was not."""
+        """Keep the point, unless it is kept already."""
         if end.serial not in self._ends:
             row = self._free.pop() if self._free else len(self._rows)
             if row == len(self._rows):
@@ -67,7 +67,7 @@ class Belady:
         self._saved[row], self._ranked[row] = end.saved, True
 
     def remove(self, end: ResumePoint) -> None:
-        """It stays, and may not be given up."""
+        """Take the point out of the ranking, so that it stays."""
         self._ranked[self._ends[end.serial][0]] = False
 
     def kept(self, end: ResumePoint, now: float) -> None:
@@ -88,7 +88,7 @@ class Belady:
         self.given_up(end, None, now, declined=False)
 
     def _disturb(self, end: ResumePoint) -> None:
-        """The nearest one before ``end`` has others to serve."""
+        """Note that the nearest kept point before ``end`` now serves other requests, so its next use is unknown."""
         before = self._future.before(*_prefix(end))
         if before is not None:
             self._next[self._ends[before][0]] = -np.inf
@@ -114,7 +114,7 @@ class Belady:
         return end.saved / (wanted - now)
 
     def check(self) -> list[str]:
-        """Ends know their rows."""
+        """Return a line for each resume point whose row holds another one."""
         return [
             f"an end of {end.tokens} tokens stands in row {row}"
             for row, end in self._ends.values()
@@ -123,7 +123,7 @@ class Belady:
 
 
 def _prefix(end: ResumePoint) -> tuple[int, int]:
-    """The request that used it last, which begins with it, and its tokens."""
+    """Return the number of the last request that used the point, and the tokens of the point."""
     return int(end.used), end.tokens
 
 
@@ -137,7 +137,7 @@ class Foreseen:
         self._future = Future(self._requests)
 
     def summary(self) -> TraceSummary:
-        """That of the source."""
+        """Return the summary of the source."""
         return self._source.summary()
 
     def __iter__(self) -> Iterator[TraceRequest]:

@@ -124,7 +124,7 @@ class Row:
 
 
 def made(name: str, device: str, *, tiny: bool) -> PreTrainedModel:
-    """A model of that shape, in bfloat16 on a GPU."""
+    """Build a model of that shape, in bfloat16 on a GPU."""
     fields = dict(SHAPES[name]) | _ONE | (TINY if tiny else {})
     config = AutoConfig.for_model(**fields)
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def made(name: str, device: str, *, tiny: bool) -> PreTrainedModel:
 
 
 def prompts_of(vocabulary: int, requests: int, hits: int, length: int) -> tuple[Prompts, Prompts]:
-    """(computed before, asked) of ``requests`` prompts, ``hits`` percent of whose tokens were computed before."""
+    """Return prompts to compute first, and ``requests`` prompts that hit ``hits`` percent of their tokens then."""
     draw = torch.Generator().manual_seed(requests + hits)
 
     def ids(rows: int, tokens: int) -> Prompts:
@@ -281,7 +281,7 @@ json.dump(time.perf_counter() - begun, open(sys.argv[4], "w"))
 
 
 def vllm_row(name: str, requests: int, until: float) -> Row:
-    """The same prompts through vLLM, without hits, in a process of its own."""
+    """Run the same prompts through vLLM, without hits, in a process of its own."""
     row = Row(name, "vllm", requests, 0)
     config = AutoConfig.for_model(**SHAPES[name], **_ONE)
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
@@ -304,7 +304,7 @@ def vllm_row(name: str, requests: int, until: float) -> Row:
 
 
 def bandwidths() -> list[dict[str, Any]]:
-    """What attention_bandwidth.py measures, a case a row."""
+    """Yield a row for each case that attention_bandwidth.py measures."""
     script = Path(__file__).with_name("attention_bandwidth.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)  # noqa: S603
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

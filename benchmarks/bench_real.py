@@ -107,7 +107,7 @@ def hybridkv(model: str, prompts: Answers, new: int, dtype: str) -> Run:
 
 
 def engine_of(model: str, prompts: Answers, new: int, dtype: str, drafts: int = 0) -> Any:  # noqa: ANN401  # see below
-    """An engine of hybridkv, which is no import of a Python with a peer in it; one short prompt behind its start."""
+    """Start an engine of hybridkv, which a Python with a peer does not import; run one short prompt after its start."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -164,7 +164,7 @@ def resident(field: str) -> float:
 
 
 def forget_peak() -> float:
-    """The peak counts from now on; GiB now. See proc(5), clear_refs."""
+    """Reset the peak count and return the GiB in use; see proc(5), clear_refs."""
     if (clear := Path("/proc/self/clear_refs")).exists():
         clear.write_text("5", "utf-8")
     return resident("VmRSS")

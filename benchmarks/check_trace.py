@@ -51,7 +51,7 @@ def read(data: bytes) -> Iterator[tuple[float, list[Piece], list[Piece]]]:
 
 
 def blocks(pieces: list[Piece], tokens: int) -> Iterator[tuple[Piece, ...]]:
-    """The full blocks of the first ``tokens`` tokens, each as the pieces in it, neighbours joined."""
+    """Yield the full blocks of the first ``tokens`` tokens, each as its pieces with neighbours joined."""
     block: list[Piece] = []
     room, left = BLOCK, tokens // BLOCK * BLOCK
     for segment, first, end in pieces:
@@ -102,7 +102,7 @@ def learn(known: dict[tuple[int, tuple[Piece, ...]], int], pieces: list[Piece], 
 
 
 def replayed(path: Path, *, take_time: bool) -> tuple[ReplayReport, float]:
-    """The report of a replay with memory for every token, and its wall time in seconds."""
+    """Return the report of a replay with memory for every token, and its wall time in seconds."""
     begun = time.perf_counter()
     source = TraceFile(path, trace_block_size=HASH_BLOCK)
     summary = source.summary()

@@ -49,7 +49,7 @@ class Side(Protocol):
     """A manager and its requests, by number."""
 
     def begin(self, step: int) -> None:
-        """A step begins; the one before has run."""
+        """Begin a step; the one before has run."""
         ...
 
     def admit(self, prompt: Sequence[int]) -> None:
@@ -57,19 +57,19 @@ class Side(Protocol):
         ...
 
     def keep(self, prompt: Sequence[int]) -> None:
-        """A request comes and ends: its blocks are cached."""
+        """Run a request to its end, so that its blocks are cached."""
         ...
 
     def append(self, number: int, token: int) -> None:
-        """A token was drawn for it."""
+        """Append a sampled token."""
         ...
 
     def call(self, number: int) -> Callable[[], object]:
-        """What asks for a token more."""
+        """Return the call that allocates one more token."""
         ...
 
     def computed(self, number: int) -> None:
-        """That token is scheduled, and counts as computed."""
+        """Count that token as scheduled and computed."""
         ...
 
 
@@ -248,7 +248,7 @@ def run(kinds: Sequence[str], *, stock: bool, evicting: bool) -> tuple[dict[bool
 
 
 def _in_turn(sides: dict[str, Side], step: int) -> Iterator[tuple[str, Side]]:
-    """The first is another one in each step."""
+    """Return the two sides in an order that alternates with each step."""
     return iter(list(sides.items())[:: 1 if step % 2 else -1])
 
 

@@ -77,7 +77,7 @@ class Busy:
         return sum(one.kept for one in self.cache.statistics().ends)
 
     def _request(self) -> Request:
-        """New, an earlier prompt again, or one that goes on."""
+        """Return a request with a new prompt, an earlier prompt, or a continuation of an earlier one."""
         kind, number = self._random.random(), next(self._names)
         recent = [number % 30_000, number // 30_000] * 16
         prompt = [number % 40] * 16 + recent
@@ -119,7 +119,7 @@ def _answer(step: Step) -> StepResult:
 
 
 def compare_steps(ends: int, rounds: int) -> Iterator[str]:
-    """A line for each eviction."""
+    """Yield a line for each eviction."""
     sides = {name: Busy(name, ends) for name in EVICTIONS}
     for side in sides.values():
         side.steps(10 * _TURN)
@@ -135,7 +135,7 @@ def compare_steps(ends: int, rounds: int) -> Iterator[str]:
 
 
 def bytes_of_an_end(ends: int) -> Iterator[str]:
-    """A line for each eviction that keeps ends."""
+    """Yield a line for each eviction that keeps resume points."""
     traced: dict[str, int] = {}
     for name in EVICTIONS:
         tracemalloc.start()
@@ -199,7 +199,7 @@ def a_turn(eviction: str, ends: int) -> Iterator[float]:
 
 
 def compare_turns(ends: int) -> Iterator[str]:
-    """A line for each eviction that ranks."""
+    """Yield a line for each eviction that ranks."""
     for eviction in EVICTIONS:
         times = [f"{seconds * 1e6:.0f} us" for seconds in a_turn(eviction, ends)]
         if times:
@@ -207,7 +207,7 @@ def compare_turns(ends: int) -> Iterator[str]:
 
 
 def compare_requests(ends: int) -> Iterator[str]:
-    """A line for each eviction."""
+    """Yield a line for each eviction."""
     for eviction in EVICTIONS:
         yield f"{ends:>7,} kept, {eviction}: {a_request(eviction, ends) * 1e6:.0f} us a request"
 
@@ -216,7 +216,7 @@ _USUAL = {"steps": [1000, 10_000], "bytes": [2000], "ranked": [1000, 10_000, 100
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in _USUAL:
         parser.add_argument(f"--{name}", type=int, nargs="*", default=[])

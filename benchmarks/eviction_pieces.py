@@ -33,7 +33,7 @@ class Piece:
         return summarise(self._requests, self.name)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests of the piece."""
+        """Iterate over the requests of the piece."""
         return iter(self._requests)
 
 
@@ -53,7 +53,7 @@ def hit_rate(piece: Piece, way: str, model: str, memory: str) -> float:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace")
     parser.add_argument("--model", default="llama-3-70b")

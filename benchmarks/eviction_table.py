@@ -157,7 +157,7 @@ def serve_alone(cache: KVCacheManager, request: Request, outputs: Sequence[int],
 
 
 def _run(cache: KVCacheManager, request: Request, start: int, end: int) -> int:
-    """The forward of tokens ``start`` .. ``end``; blocks moved for it."""
+    """Run the forward of tokens ``start`` .. ``end``; return the blocks moved for it."""
     row, at = np.array([request.row]), np.array([start])
     cache.store_checkpoints(row, at, at + end - start)
     request.num_computed_tokens = end
@@ -177,7 +177,7 @@ def alone(cell: Cell, source: RequestSource, summary: TraceSummary, eviction: Ev
 
 
 def serve_all(cache: KVCacheManager, clock: SimulatedClock, source: Iterable[TraceRequest]) -> dict[str, Any]:
-    """What comes of it, alone in ``cache``, which reads ``clock``."""
+    """Return the results of ``source``, each request alone in ``cache``, which reads ``clock``."""
     hit, prompt, moved = 0, 0, 0
     for number, asked in enumerate(source):
         clock.now_s = asked.timestamp_s
@@ -276,7 +276,7 @@ def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
 
 
 def rows(lines: Sequence[Mapping[str, Any]], of: str) -> dict[tuple[Any, ...], dict[str, float]]:
-    """What lines say ``of`` by way, of each stream, requests, model, memory and kind of run."""
+    """Return the value ``of`` by eviction, for each stream, requests, model, memory and kind of run."""
     found: dict[tuple[Any, ...], dict[str, float]] = {}
     for line in lines:
         kind = ("replayed" if line["replayed"] else "alone") + (", hinted" if line.get("hinted") else "")
@@ -299,7 +299,7 @@ def never_worse(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "show", "never-worse"))
     parser.add_argument("results", type=Path)

@@ -82,7 +82,7 @@ class Step:
         self.head, self.all = 0, np.arange(requests)
 
     def asked(self) -> tuple[list[Owner], list[int]]:
-        """Requests in a new order, and a token of each."""
+        """Return requests in a new order, and a token of each."""
         order = DRAW.permutation(len(self.owners)).tolist()
         return [self.owners[i] for i in order], order
 
@@ -91,7 +91,7 @@ class Step:
         return np.fromiter([one.row for one in requests], np.int64, len(requests))
 
     def allocated(self, rows: Int64, groups: int = 1) -> Answer:
-        """A block for each that wants one, its last block known by its key."""
+        """Take a block for each request that is due one."""
         many = max(len(rows) // BLOCK, 1)  # as many as are due
         for _ in range(groups):
             due = (self.due[rows] <= self.computed[rows] + 1).nonzero()[0][:many]
@@ -109,7 +109,7 @@ class Step:
         return Answer(ids, due)
 
     def appended(self, rows: Int64, tokens: list[int]) -> None:
-        """A token more; blocks that are full hashed."""
+        """Append one more token, and hash the full blocks."""
         many = np.array(tokens, np.int32)
         known = self.tokens[rows]
         place = known % BLOCK
@@ -125,7 +125,7 @@ class Step:
             one.tokens[:] = octets[64 * i : 64 * i + 64]
 
     def said(self, rows: Int64) -> None:
-        """An event of each block that was filled: its tokens as a list, its key, the one before."""
+        """Make an event for each filled block: its tokens as a list, its key, and its parent's key."""
         some = rows[: len(rows) // BLOCK]
         lists = self.tail[some].tolist()
         owners = [self.owners[row] for row in some.tolist()]
@@ -178,7 +178,7 @@ def one_call() -> float:
 
 
 def hashing(*, as_list: bool) -> float:
-    """A block: its tokens an array, its bytes, which lie ready, SHA-256 of them behind its parent."""
+    """Hash a block: tokens as an array, bytes ready, SHA-256 of them after their parent."""
     ids = DRAW.integers(0, 150_000, BLOCKS * BLOCK).astype(np.int32)
     parts = [DRAW.bytes(90) for _ in range(BLOCKS)]
     before = bytes(3)
@@ -205,7 +205,7 @@ class Pool:
         self.head = 0
 
     def given(self, hashes: list[bytes]) -> list[int]:
-        """A block of each key."""
+        """Return the block of each key."""
         ids = self.ring[self.head : self.head + len(hashes)]
         self.head = (self.head + len(hashes)) % (len(self.ring) - BLOCKS)
         self.counts[ids] = 1
@@ -217,7 +217,7 @@ class Pool:
         return places
 
     def evicting(self, hashes: list[bytes]) -> list[int]:
-        """The same, of blocks that hold something else."""
+        """Take a block for each key, from blocks that lose another key."""
         for place in self.ring[self.head : self.head + len(hashes)].tolist():
             key = self.key_of[place]
             if key is not None:
@@ -234,7 +234,7 @@ class Pool:
 
 
 def prompts(way: str) -> float:
-    """A block of a prompt given, or freed, in a pool of its own; where it evicts, one that holds other prompts."""
+    """Measure the time per block of a prompt: taken, taken while evicting other prompts, or freed."""
 
     def prepared() -> tuple[Pool, list[bytes]]:
         pool = Pool(2 * BLOCKS)

@@ -66,7 +66,7 @@ class Future:
     # -- kept ends: the first ``tokens`` of ``request``, which begins with them
 
     def keep(self, request: int, tokens: int, serial: int) -> None:
-        """It is kept from now on."""
+        """Keep the point from now on."""
         insort(self._edge(request, tokens).kept, (tokens, serial))
 
     def give_up(self, request: int, tokens: int, serial: int) -> None:
@@ -74,7 +74,7 @@ class Future:
         self._edge(request, tokens).kept.remove((tokens, serial))
 
     def before(self, request: int, tokens: int) -> int | None:
-        """The serial of the nearest kept end before it."""
+        """Return the serial number of the nearest kept point before it."""
         path = self._paths[request]
         for place in range(self._place(request, tokens), -1, -1):
             for its, serial in reversed(path[place].kept):
@@ -83,7 +83,7 @@ class Future:
         return None
 
     def next_use(self, request: int, tokens: int, now: int) -> float:
-        """The first request behind ``now`` that goes on from there, infinity without one."""
+        """Return the first request after ``now`` that resumes there and at no later point, or infinity."""
         prompts = self._edge(request, tokens).prompts
         for number in range(bisect_right(prompts, now), len(prompts)):
             if not self._goes_on_later(prompts[number], tokens):

@@ -62,7 +62,7 @@ class Counter:
 
     @contextmanager
     def counted(self, row: str, operations: int = 1) -> Iterator[None]:
-        """What runs inside belongs to ``row``, and is so many operations."""
+        """Count the work inside for ``row``, which is this many operations."""
         self._bytecodes = self._calls = 0
         sys.settrace(self._trace)
         sys.setprofile(self._profile)
@@ -80,7 +80,7 @@ class Counter:
             sums[place] += more
 
     def per_operation(self) -> Rows:
-        """Rounded up."""
+        """Return the counts per operation, rounded up."""
         return {row: (-(-codes // count), -(-calls // count)) for row, (codes, calls, count) in self.rows.items()}
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:  # noqa: ARG002 - as it is called
@@ -108,12 +108,12 @@ class Bench:
         self.number = 0
 
     def tokens(self, count: int) -> list[int]:
-        """New ones."""
+        """Return new requests."""
         ids: list[int] = self._rng.integers(0, 150_000, count).tolist()
         return ids
 
     def request(self, tokens: list[int]) -> Any:  # noqa: ANN401 - the adapter's own
-        """A new one."""
+        """Return a new request."""
         self.number += 1
         return self.adapter.request(f"r{self.number}", tokens, self.hasher)
 
@@ -145,7 +145,7 @@ class Bench:
             self.call("lookup.miss.per_call", 1, adapter.lookup, cache, self.request(self.tokens(64)))
 
     def allocated(self, cache: Any, prompt: list[int]) -> Any:  # noqa: ANN401 - the adapter's own
-        """A request that holds its prompt's blocks."""
+        """Return a request that holds the blocks of its prompt."""
         one = self.request(prompt)
         self.adapter.step(cache)
         if self.adapter.allocate(cache, one, len(prompt)) is False:
@@ -153,7 +153,7 @@ class Bench:
         return one
 
     def prefill(self) -> None:
-        """A long prompt at once, in chunks, behind a hit, evicting; freed."""
+        """Allocate a long prompt at once, in chunks, after a hit, and while evicting; free it."""
         adapter, blocks = self.adapter, 64
         cache, prompt = adapter.manager([FULL], 2 * blocks + 4, 8192), self.tokens(blocks * BLOCK)
         one = self.request(prompt)
@@ -171,7 +171,7 @@ class Bench:
         self.call("pool.construct", 1, adapter.manager, [FULL], 1000, 8192)
 
     def chain(self) -> None:
-        """A prompt that grows turn by turn, each a request of its own, and says what it continues."""
+        """Grow a prompt turn by turn, each a request that names the one it continues."""
         adapter, prompt, before = self.adapter, self.tokens(8 * 64), None
         cache = adapter.manager([FULL], 100, 8192)
         for turn in range(1, 9):
@@ -216,7 +216,7 @@ class Bench:
             self.call(f"{row}.append.per_call", 1, adapter.append, one, token)
 
     def hybrid(self, row: str, groups: list[Group]) -> None:
-        """A prompt in chunks, its hit adopted, a miss, freed."""
+        """Allocate a prompt in chunks, adopt its hit, miss once, and free it."""
         adapter, prompt = self.adapter, self.tokens(32 * BLOCK)
         cache, one = adapter.manager(groups, 400, 8192), self.request([*prompt, 5])
         for _ in range(4):
@@ -280,7 +280,7 @@ class Bench:
             self.call(told, 1, self._serve, cache, f"{place}", active[place % 32])
 
     def _serve(self, cache: KVCacheManager, name: str, tenant: str) -> None:
-        """A request comes, is computed in one step with one token more, and goes."""
+        """Run a request: it computes its prompt in one step, gets one more token, and ends."""
         request = Request(name, self.tokens(14), hasher=cache.hasher, tenant=tenant)
         hit = cache.look_up(request)
         cache.allocate_slots(request, 14, hit.tokens, hit)
@@ -293,7 +293,7 @@ class Bench:
         cache.free(request)
 
     def steps(self, row: str, groups: list[Group]) -> None:
-        """The scheduler's: eight requests that decode."""
+        """Run the scheduler with eight decoding requests."""
         adapter = self.adapter
         scheduler = adapter.scheduler(groups, 8, 2048, 6000)
         for place in range(8):
@@ -305,7 +305,7 @@ class Bench:
             self.call(f"{told}.update.per_step", 1, adapter.sched_update, scheduler, made, result)
 
     def shared_prefix(self) -> None:
-        """Requests with one system prompt and a short end of their own, behind 100 and behind 500 like them."""
+        """Run requests with one system prompt and a short rest, after 100 and after 500 similar ones."""
         server = SharedPrefix("qwen3-next-80b-a3b", "natural")
         for behind, more in ((100, 100), (500, 380)):
             server.serve(more)
@@ -338,7 +338,7 @@ def scenarios() -> Mapping[str, Callable[[Bench], None]]:
 
 
 def measure(names: list[str] | None = None) -> Rows:
-    """Counted work of all scenarios, or of those named. Each runs once before: first uses are nobody's."""
+    """Count the work of all scenarios, or of the named ones, after each ran once without being counted."""
     found: Rows = {}
     for name, run in scenarios().items():
         if names is None or name in names:
@@ -350,12 +350,12 @@ def measure(names: list[str] | None = None) -> Rows:
 
 
 def versions() -> dict[str, str]:
-    """What counts depend on."""
+    """Return the versions on which the counts depend."""
     return {"python": "{}.{}".format(*sys.version_info), "numpy": ".".join(np.__version__.split(".")[:2])}
 
 
 def grown(before: Mapping[str, list[int]], now: Rows) -> list[str]:
-    """A line for each row that grew too far, or that only one of both has."""
+    """Yield a line for each row that grew too far, or that only one of the two has."""
     lines = [f"{row}: not declared" for row in now if row not in before]
     for row, (codes, calls) in now.items():
         if row not in before:

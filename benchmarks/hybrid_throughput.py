@@ -47,7 +47,7 @@ def engine_for(loaded: LoadedModel, asked: Sequence[Sequence[int]], new_tokens: 
 
 
 def best(rounds: int, work: Callable[[int], object]) -> float:
-    """The shortest of ``rounds`` in seconds; each has a number of its own, so that nothing is cached from the last."""
+    """Return the shortest of ``rounds`` in seconds; each has its own number, so that it hits nothing."""
     seconds = []
     for number in range(rounds):
         begun = time.perf_counter()
@@ -57,7 +57,7 @@ def best(rounds: int, work: Callable[[int], object]) -> float:
 
 
 def beside_generate(rounds: int) -> None:
-    """The first measurement."""
+    """Print the first measurement."""
     loaded = load("tiny:qwen3_next")
     greedy = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -98,7 +98,7 @@ class Clock:
 
 
 def share_outside(steps: int) -> None:
-    """The second measurement."""
+    """Print the second measurement."""
     loaded = qwen3_next_100m()
     parameters = sum(one.numel() for one in loaded.model.parameters())
     asked = prompts(1, 32_000)
@@ -139,7 +139,7 @@ def share_outside(steps: int) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)

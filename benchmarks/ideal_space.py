@@ -55,12 +55,12 @@ class IdealSpace:
         return (self.units(self._referenced) - self.units(reserved)) / (self.num_units - self.units(reserved))
 
     def usages(self, reserved: Sequence[int], more: Int64) -> NDArray[np.float64]:
-        """The same with ``more[i, c]`` blocks of class c held besides."""
+        """Return the usage, 0 to 1, for each row of ``more``: with ``more[i, c]`` more blocks of class c held."""
         held: Int64 = self.units(self._referenced) - self.units(reserved) + more @ np.array(self._bytes)
         return held / (self.num_units - self.units(reserved))
 
     def order(self) -> Int32:
-        """What is cached, class by class, the next to be evicted first."""
+        """Return the cached blocks by class, the next to be evicted first."""
         parts = [lru.order() + base for lru, base in zip(self._lru, self.bases, strict=True)]
         return np.concatenate(parts).astype(np.int32)
 
@@ -82,7 +82,7 @@ class IdealSpace:
         return self._used() + self.units(needs) <= self.num_units and not drops()
 
     def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """The same: nothing moves."""
+        """Return the ids unchanged, because nothing moves."""
         return self.takes_in_any_order(needs, drops)
 
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:  # noqa: ARG002 - nothing moves
@@ -99,7 +99,7 @@ class IdealSpace:
         return (ids + self.bases[of]).astype(np.int32)
 
     def take_one(self, of: int) -> int:
-        """A block, if bytes for it are free; else 0."""
+        """Take a block if its bytes are free; return 0 otherwise."""
         ids = self.take(1, of)
         return ids.item(0) if ids.size else 0
 
@@ -115,7 +115,7 @@ class IdealSpace:
         return np.empty(0, np.int32)
 
     def make_room(self, of: int, ref: Int32) -> Room:  # noqa: ARG002 - the oldest goes, whoever asks
-        """The block that was used longest ago goes, whatever its class."""
+        """Evict the least recently used block of any class."""
         able = [i for i, lru in enumerate(self._lru) if len(lru)]
         if not able:
             raise BlockError("nothing can be evicted: weigh before taking")
@@ -127,7 +127,7 @@ class IdealSpace:
         return Room(np.array([block + self.bases[oldest]], np.int32), _NO_MOVES)
 
     def remove(self, ids: Ids) -> None:
-        """Cached blocks get a holder."""
+        """Take cached blocks out of the order, because they have a holder."""
         self._given[ids] = False
         for of, local in self._parts(ids):
             self._lru[of].remove(local)
@@ -163,7 +163,7 @@ class IdealSpace:
             self._stamps[of][local] = _OLDEST
 
     def take_unneeded_first(self) -> None:
-        """It always does."""
+        """Return True: it always fits."""
 
     def mark_unneeded(self, ids: Ids) -> None:
         """Blocks that no kept end needs go before all others."""
@@ -206,7 +206,7 @@ class IdealSpace:
         return iter(())
 
     def forget_all(self) -> None:
-        """Cached blocks have no keys any longer."""
+        """Note that cached blocks lost their keys."""
         self._given.fill(False)  # noqa: FBT003 - numpy's own signature
         for of, lru in enumerate(self._lru):
             local = lru.order()

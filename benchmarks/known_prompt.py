@@ -38,14 +38,14 @@ class Clock:
         self.parts: dict[str, list[int]] = {}
 
     def timed(self, part: str, call: Callable[..., T], *arguments: object) -> T:
-        """What ``call`` gives."""
+        """Return the result of ``call``, and record its time as ``part``."""
         before = thread_time_ns()
         given = call(*arguments)
         self.parts.setdefault(part, []).append(thread_time_ns() - before)
         return given
 
     def table(self) -> str:
-        """A line a part, in microseconds."""
+        """Yield a line for each part, in microseconds."""
         return "\n".join(
             f"  {part:44} {np.median(spent) / 1000:8.1f} {min(spent) / 1000:8.1f}" for part, spent in self.parts.items()
         )
@@ -77,12 +77,12 @@ class Bench:
         self.cache.free(request)
 
     def again(self) -> Int32:
-        """The prompt with another last block."""
+        """Return the prompt with another last block."""
         return np.concatenate((self.prompt[:-BLOCK], self.tokens(BLOCK)))
 
 
 def whole(bench: Bench) -> Clock:
-    """Requests as they come: arrays of two widths, and lists."""
+    """Return the tokens as callers pass them: arrays of two widths, and lists."""
     clock = Clock()
     forms: dict[str, Callable[[Int32], Int32 | NDArray[np.int64] | list[int]]] = {
         "int32": lambda tokens: tokens,

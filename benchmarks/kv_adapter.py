@@ -84,7 +84,7 @@ class HybridKVAdapter:
         return ["sha256_cbor"]
 
     def hasher(self, algo: str, block_size: int) -> BlockHasher:
-        """The hasher that later managers get, since a manager and its requests must share one."""
+        """Return the hasher that later managers get, because a manager and its requests must share one."""
         self._hasher = BlockHasher(block_size, algo)
         return self._hasher
 
@@ -96,7 +96,7 @@ class HybridKVAdapter:
     # -- requests
 
     def request(self, rid: str, tokens: list[int], hasher: BlockHasher, continues: Request | None = None) -> Request:
-        """A new request, its prompt hashed; what it shares with ``continues`` is not hashed anew."""
+        """Return a new request with a hashed prompt; blocks shared with ``continues`` are not hashed again."""
         return Request(rid, tokens, ENDLESS, hasher=hasher, continues=continues)
 
     def append(self, req: Request, token: int) -> None:
@@ -112,7 +112,7 @@ class HybridKVAdapter:
     def manager(
         self, groups: Sequence[GroupLike], num_blocks: int, max_model_len: int, observe: bool = False
     ) -> KVCacheManager:
-        """A manager whose requests are hashed by the hasher made last."""
+        """Return a manager whose requests are hashed by the hasher made last."""
         self._groups = len(groups)
         return KVCacheManager(
             _config(groups, num_blocks),
@@ -126,13 +126,13 @@ class HybridKVAdapter:
         """Nothing: a manager driven without a scheduler has no notion of a step."""
 
     def lookup(self, mgr: KVCacheManager, req: Request) -> tuple[KVCacheBlocks, int]:
-        """The longest cached prefix and its tokens."""
+        """Return the blocks of the longest cached prefix and its tokens."""
         return mgr.get_computed_blocks(req)
 
     def allocate(
         self, mgr: KVCacheManager, req: Request, n_new: int, n_hit: int = 0, hit: KVCacheBlocks | None = None
     ) -> Ids | bool:
-        """New block ids of each group, False when they do not fit; the tokens are marked computed."""
+        """Return new block ids of each group, or False if they do not fit; mark the tokens computed."""
         blocks = mgr.allocate_slots(req, n_new, n_hit, hit)
         if blocks is None:
             return False
@@ -206,7 +206,7 @@ class HybridKVAdapter:
     # -- block table of a worker
 
     def table(self, block_size: int, max_reqs: int, max_blocks: int, max_tokens: int) -> BlockTable:
-        """A table with its mirror, both on the CPU."""
+        """Return a table with its mirror, both on the CPU."""
         try:
             from hybridkv.worker import BlockTable  # noqa: PLC0415 - all but the tables works without torch
         except ModuleNotFoundError as error:
@@ -214,11 +214,11 @@ class HybridKVAdapter:
         return BlockTable(block_size, max_reqs, max_blocks, max_tokens)
 
     def table_add_row(self, t: BlockTable, ids: list[int], row: int) -> None:
-        """A row is replaced."""
+        """Replace a row."""
         t.add_row(ids, row)
 
     def table_append_row(self, t: BlockTable, ids: list[int], row: int) -> None:
-        """A row grows."""
+        """Extend a row."""
         t.append_row(ids, row)
 
     def table_append_many(self, t: BlockTable, rows: list[int], ids: list[int]) -> None:
@@ -226,11 +226,11 @@ class HybridKVAdapter:
         t.write_cells(rows, t.num_blocks_per_row[rows] // t.blocks_per_kv_block, ids)
 
     def table_commit(self, t: BlockTable, num_reqs: int) -> None:
-        """The mirror catches up."""
+        """Update the mirror."""
         t.commit_block_table(num_reqs)
 
     def table_committed(self, t: BlockTable, row: int, n: int) -> Int32:
-        """The first ids of a row of the mirror."""
+        """Return the first ids of a row of the mirror."""
         ids: Int32 = t.get_device_tensor(row + 1)[row, :n].numpy()
         return ids
 
@@ -239,29 +239,29 @@ class HybridKVAdapter:
         return query_start_loc, positions
 
     def table_compute_slots(self, t: BlockTable, num_reqs: int, prepared: tuple[Int64, Int64]) -> None:
-        """The row of each token, its slot, and the slots on the device."""
+        """Compute the row of each token, its slot, and the slots on the device."""
         starts, positions = prepared
         t.compute_slot_mapping(np.repeat(np.arange(num_reqs), np.diff(starts)), positions)
         t.commit_slot_mapping(len(positions))
 
     def table_slots(self, t: BlockTable, n: int) -> Int64:
-        """The first slots on the device."""
+        """Return the first slots on the device."""
         slots: Int64 = t.slot_mapping[:n].numpy()
         return slots
 
     # -- scheduler
 
     def scheduler(self, groups: Sequence[GroupLike], max_seqs: int, max_tokens: int, num_blocks: int) -> Scheduler:
-        """A scheduler with a manager of its own."""
+        """Return a scheduler with its own manager."""
         cache = KVCacheManager(_config(groups, num_blocks), SCHEDULER_MAX_MODEL_LEN)
         return Scheduler(cache, SchedulerLimits(max_running=max_seqs, max_batched_tokens=max_tokens))
 
     def sched_add(self, s: Scheduler, rid: str, tokens: list[int], hasher: BlockHasher) -> None:  # noqa: ARG002
-        """A request joins the queue, hashed by the scheduler's own hasher, which is the same as ``hasher``."""
+        """Queue a request, hashed by the scheduler's own hasher, which equals ``hasher``."""
         s.add(Request(rid, tokens, ENDLESS, hasher=s.cache.hasher))
 
     def sched_schedule(self, s: Scheduler) -> tuple[Step, list[str]]:
-        """The step, and who is in it."""
+        """Return the step and its requests."""
         step = s.schedule()
         return step, [request.request_id for request in s.cache.rows.owners(step.rows)]
 
@@ -291,7 +291,7 @@ class HybridKVAdapter:
         return StepResult(step.id, Csr.from_lists([[token] if samples else [] for samples in step.samples.tolist()]))
 
     def sched_update(self, s: Scheduler, step: Step, model_out: StepResult) -> None:  # noqa: ARG002
-        """The result is taken in."""
+        """Pass the result to the scheduler."""
         s.update(model_out)
 
 

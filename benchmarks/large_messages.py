@@ -50,7 +50,7 @@ class Row:
 
 
 def measured(make: Callable[[int], bytes], size: int) -> Row:
-    """The fastest of some readings of each."""
+    """Return the fastest of some readings of each message."""
     tenth, whole = make(size // 10), make(size)
     small = min(read(tenth)[0] for _ in range(REPEATS))
     large, said = min(read(whole) for _ in range(REPEATS))

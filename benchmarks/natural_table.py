@@ -83,7 +83,7 @@ def cells(limit: int) -> Iterator[Cell]:
 
 
 def model_of(cell: Cell) -> Model:
-    """The model, with the dtype of its cache."""
+    """Return the model with the dtype of its cache."""
     dtype = MODELS[cell.model]
     return read_model(cell.model) if dtype == "auto" else read_model(cell.model, dtype=dtype)
 
@@ -123,7 +123,7 @@ def run(cell: Cell, folder: str) -> dict[str, Any]:
 
 
 def _ideal(plan: Plan, settings: ReplaySettings, clock: SimulatedClock) -> Scheduler:
-    """A scheduler over a manager whose blocks take their content and nothing else."""
+    """Return a scheduler over a manager whose blocks take exactly their content."""
     slabs = plan.config.slabs
     if slabs is None:
         raise SystemExit("the ideal pool stands in for slabs: use the natural layout")
@@ -192,7 +192,7 @@ def run_all(wanted: Sequence[Cell], path: Path, folder: str, jobs: int) -> None:
 
 
 def run_limits(path: Path, folder: str, limit: int, names: Sequence[str]) -> None:
-    """The limit of every workload that has none yet."""
+    """Measure the limit of every workload that has no limit yet."""
     known = {(line["workload"], line["limit"]) for line in read_results(path) if "endless" in line}
     for name in names:
         if (name, limit) not in known:
@@ -202,9 +202,9 @@ def run_limits(path: Path, folder: str, limit: int, names: Sequence[str]) -> Non
 
 
 def run_busy(path: Path, folder: str, limit: int, jobs: int) -> None:
-    """The ideal pool on mix, at time scales that keep about 32 and 64 requests running.
+    """Run the ideal pool on mix, at time scales that keep about 32 and 64 requests running.
 
-    Then slabs, where few enough requests waited for memory that a loss is the slabs'.
+    Then run slabs where few requests waited for memory, so that a loss is caused by slabs.
     """
     alone = {line["model"]: line["mean_running"] for line in read_results(path) if _is_plain(line)}
     cells = [
@@ -219,7 +219,10 @@ def run_busy(path: Path, folder: str, limit: int, jobs: int) -> None:
 
 
 def _is_plain(line: Mapping[str, Any]) -> bool:
-    """A run in memory that suffices: how many requests run then grows with the time scale (Little's law)."""
+    """Return whether a line is a run in enough memory.
+
+    Its number of running requests grows with the time scale (Little's law).
+    """
     wanted = {"workload": "mix", "memory_gib": 80, "placement": "ends", "time_scale": 1.0, "ideal": False}
     return all(line.get(name) == value for name, value in wanted.items())
 
@@ -306,7 +309,7 @@ def show_slabs(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[object, ...
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "slabs", "show", "show-slabs"))
     parser.add_argument("results", type=Path)

@@ -39,7 +39,7 @@ def common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def hinted(requests: Sequence[TraceRequest], block: int) -> list[TraceRequest]:
-    """``requests`` with hints, and marks where a session goes on before its end. block: tokens, of what is compared."""
+    """Yield ``requests`` with hints, and marks where a session resumes before its end; ``block`` is in tokens."""
     prompts = [keys_of(one.prompt.token_ids(), block) for one in requests]
     begins = Counter(key for keys in prompts for key in keys)
     following: dict[bytes, TraceRequest] = {}
@@ -72,7 +72,7 @@ class Hinted:
         self._requests = hinted(list(source), block)
 
     def summary(self) -> TraceSummary:
-        """That of the source."""
+        """Return the summary of the source."""
         return self._source.summary()
 
     def __iter__(self) -> Iterator[TraceRequest]:

@@ -28,7 +28,7 @@ MEMORY = "4GiB"
 
 
 def recorded(source: RequestSource, plan: Plan, path: Path, **form: bool) -> ReplayReport:
-    """The report of ``source``; at ``path`` is what an engine that steps so would have published, as it is recorded."""
+    """Return the report of ``source``; write the events that such an engine publishes to ``path``."""
     simulation = simulation_of(plan, ReplaySettings(hardware=H100_UNBOUNDED, step_by_step=True), events=True)
     replica, writer = simulation.replica(), Writer(plan.config, EventForm(**form))
     lines: list[str] = []

@@ -125,7 +125,7 @@ class Bare:
 
 @contextmanager
 def served(app: Any) -> Iterator[int]:  # noqa: ANN401 - of create_app, or what is as little as Bare
-    """The port of a server in a thread of this process."""
+    """Yield the port of a server in a thread of this process."""
     listening = listen("127.0.0.1", 0)
     ready = threading.Event()
     server = Server(app, ready.set)
@@ -140,7 +140,7 @@ def served(app: Any) -> Iterator[int]:  # noqa: ANN401 - of create_app, or what 
 
 
 def be_clients() -> None:
-    """Rounds from standard input, one a line; seconds and tokens of each to standard output."""
+    """Read rounds from standard input, one a line; write seconds and tokens of each to standard output."""
     told = json.loads(sys.stdin.readline())
     links = [http.client.HTTPConnection("127.0.0.1", told["port"]) for _ in range(told["clients"])]
     for line in sys.stdin:
@@ -174,7 +174,7 @@ def _ask(
 
 
 def main() -> None:
-    """Prints a line a round, and the median of their ratios."""
+    """Print a line for each round, and the median of their ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=32)

@@ -38,14 +38,14 @@ class KnownOutput:
         self._outputs: dict[bytes, tuple[int, ...]] = {}
 
     def learn(self, done: Sequence[Completion]) -> None:
-        """Outputs of the prompts to come."""
+        """Set the outputs of the next prompts."""
         self._outputs = {np.array(one.prompt_token_ids, np.int32).tobytes(): one.token_ids for one in done}
 
     def require(self, target: LoadedModel) -> None:
         """Any model will do."""
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The next tokens, some of them wrong."""
+        """Propose the next tokens, some of them wrong."""
         return [self._next(one) for one in requests]
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ def measure(
     rounds: int,
     drafter: Drafter | None = None,
 ) -> Measured:
-    """The fastest of ``rounds``, each with an empty prefix cache."""
+    """Return the fastest of ``rounds``, each with an empty prefix cache."""
     found: list[Measured] = []
     lengths = [len(one) + sampling.max_tokens for one in prompts]
     for _ in range(rounds):
@@ -113,7 +113,7 @@ def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
 
 
 def known_outputs(rounds: int, new_tokens: int, models: Iterable[LoadedModel]) -> None:
-    """The first two measurements."""
+    """Print the first two measurements."""
     greedy = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     for loaded in models:
         for count in (1, 8):
@@ -128,7 +128,7 @@ def known_outputs(rounds: int, new_tokens: int, models: Iterable[LoadedModel]) -
 
 
 def real_drafters(rounds: int, new_tokens: int) -> None:
-    """The other two."""
+    """Print the other two measurements."""
     repeats = SamplingParams(max_tokens=new_tokens, ignore_eos=True, repetition_penalty=0.2)
     for name in TINY:
         loaded = load(name)
@@ -147,7 +147,7 @@ def real_drafters(rounds: int, new_tokens: int) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)

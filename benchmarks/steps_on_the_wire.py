@@ -46,14 +46,14 @@ def scheduler(name: str, layout: str) -> Scheduler:
 
 
 def result_of(step: Step) -> StepResult:
-    """A token for every row that samples."""
+    """Return a token for every row that samples."""
     indptr = np.zeros(len(step) + 1, np.int64)
     np.cumsum(step.samples, out=indptr[1:])
     return StepResult(step.id, Csr(indptr, np.full(int(indptr[-1]), 7, np.int32)))
 
 
 def timed(seconds: list[float], call: Callable[[A], T], argument: A) -> T:
-    """What ``call`` gives; its time goes to ``seconds``."""
+    """Return the result of ``call``, and add its time to ``seconds``."""
     begun = time.thread_time_ns()
     made = call(argument)
     seconds.append((time.thread_time_ns() - begun) / 1e9)

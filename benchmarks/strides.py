@@ -60,7 +60,7 @@ def row(source: RequestSource, summary: TraceSummary, plan: Plan, asked: argpars
 
 
 def timed(made: Simulation, source: RequestSource, summary: TraceSummary) -> tuple[ReplayReport, float]:
-    """A replay, and the processor time that it took."""
+    """Run a replay, and return its report and its processor time."""
     begun = time.process_time()
     report = made.run(source, summary=summary)
     return report, time.process_time() - begun
@@ -75,7 +75,7 @@ class Counted:
         made.scheduler.fast_forward = self.stride  # type: ignore[method-assign]
 
     def stride(self, choose: Choose, times: FastForwardClock | None = None) -> FastForward:
-        """That of the scheduler, counted."""
+        """Count fast-forwards and pass them to the scheduler."""
         stride = self._stride(choose, times)
         self.strides += stride.steps > 0
         self.steps += stride.steps
@@ -83,7 +83,7 @@ class Counted:
 
 
 def source_of(asked: argparse.Namespace) -> RequestSource:
-    """The workload or trace."""
+    """Return the workload or trace."""
     name: str = asked.source
     if name.startswith("workload:"):
         return Workload(name.removeprefix("workload:"), hours=asked.hours, rate=asked.rate, limit=asked.limit)
@@ -91,7 +91,7 @@ def source_of(asked: argparse.Namespace) -> RequestSource:
 
 
 def arguments() -> argparse.Namespace:
-    """What is asked on the command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="a trace, or workload:NAME")
     parser.add_argument("--model", default="llama-3-8b")

@@ -37,7 +37,7 @@ class Crowd:
         self._random.shuffle(self.names)
 
     def new(self, name: str) -> Request:
-        """A request of a priority of its own."""
+        """Return a request with its own priority."""
         sampling = SamplingParams(max_tokens=20)
         priority = self._random.randrange(1_000_000)
         return Request(name, [1, 2, 3], sampling, hasher=self.cache.hasher, priority=priority)
@@ -52,7 +52,7 @@ class Crowd:
         return [_seconds(lambda: self.scheduler.abort(self.names.pop())) for _ in range(OPERATIONS)]
 
     def come_and_return(self) -> list[float]:
-        """The first comes in, its step fails, and it waits in front again; the step's own cost is part of it."""
+        """Admit the first request, fail its step, and let it wait in front again; the step's cost is included."""
         return [_seconds(lambda: self.scheduler.fail(self.scheduler.schedule().id, "")) for _ in range(OPERATIONS)]
 
     def abort_queued(self) -> float:

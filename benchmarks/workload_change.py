@@ -44,7 +44,7 @@ class Joined:
         return summarise(self._requests, self.name)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests of both."""
+        """Yield the requests of both workloads."""
         return iter(self._requests)
 
 
@@ -70,7 +70,7 @@ def curve(source: Joined, way: str, model: str, memory: str, windows: int) -> li
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first")
     parser.add_argument("second")

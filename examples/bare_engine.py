@@ -68,7 +68,7 @@ class Attention(nn.Module):
         return mixed
 
     def spec(self) -> KVCacheSpec:
-        """What it keeps of every token."""
+        """Return the spec of the keys and values that it keeps of every token."""
         common = {"block_size": BLOCK_SIZE, "num_kv_heads": KV_HEADS, "head_size": WIDTH}
         if self.window is None:
             return FullAttentionSpec(**common, dtype="float32")
@@ -119,7 +119,7 @@ class Delta(nn.Module):
         return torch.zeros(KERNEL - 1, self.channels), torch.zeros(STATES, WIDTH, WIDTH)
 
     def spec(self) -> KVCacheSpec:
-        """What it keeps: one window and one state; the window has room for the inputs of drafts (InPlace)."""
+        """Return the spec of its window and its state; the window has room for the inputs of drafts (InPlace)."""
         shapes = ((KERNEL - 1 + DRAFTS, self.channels), (STATES, WIDTH, WIDTH))
         return MambaSpec(
             block_size=BLOCK_SIZE,
@@ -154,7 +154,7 @@ class Hybrid(nn.Module):
         return F.rms_norm(hidden, (HIDDEN,))
 
     def described(self) -> Model:
-        """What the planner needs to know."""
+        """Return the model as the planner needs it."""
         layers = [Layer(mixer.name, mixer.spec(), number) for number, mixer in enumerate(self.mixers)]
         return Model(
             "bare", "bare", tuple(layers), None, VOCABULARY, "float32", 1, 1, BLOCK_SIZE, num_speculative_tokens=DRAFTS
@@ -187,7 +187,7 @@ def rotate(heads: Tensor, positions: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, sampling: SamplingParams, position: int) -> int:
-    """The token at ``position``: the best, or one by noise of seed and position alone, whatever runs beside it."""
+    """Return the token at ``position``: the best one, or one drawn by noise of seed and position alone."""
     if sampling.temperature:
         noise = torch.rand(len(logits), generator=torch.Generator().manual_seed(sampling.seed << 20 | position))
         logits = logits / sampling.temperature - torch.log(-torch.log(noise))
@@ -204,7 +204,7 @@ class Named:
         self.views = storage.views
 
     def before(self, step: Step) -> Step:
-        """What is left for others to do before the forward: the Step's copies."""
+        """Return the Step whose copies are carried out before the forward."""
         return step
 
     def read(self, step: Step, i: int, group: int, name: str) -> tuple[Tensor, Tensor]:
@@ -214,7 +214,7 @@ class Named:
         return windows[block, : KERNEL - 1], states[block]
 
     def write(self, step: Step, i: int, group: int, name: str, made: Sequence[Tensor]) -> None:
-        """The row's states, each behind so many tokens of its request as the Step says: checkpoints, end, drafts."""
+        """Write the row's states at the token counts that the Step names: checkpoints, the end, drafts."""
         (windows, states), (inputs, behind) = self.views[name], made
         for _, _, tokens, block in step.state_writes[(step.state_writes[:, :2] == (i, group)).all(axis=1)].tolist():
             t = tokens - int(step.num_computed[i])
@@ -335,7 +335,7 @@ class Worker:
 
 
 def ngram(request: Request) -> list[int]:
-    """What stood behind the last two tokens where they stood before."""
+    """Propose the tokens that followed the last two tokens at their earlier position."""
     tokens: list[int] = request.token_ids().tolist()
     for at in range(len(tokens) - 3, -1, -1):
         if tokens[at : at + 2] == tokens[-2:]:

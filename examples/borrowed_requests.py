@@ -91,7 +91,7 @@ class Engine:
         self.number = 0
 
     def add(self, name: str, prompt: list[int]) -> Asked:
-        """A request that waits."""
+        """Queue a request."""
         self.waiting.append(Asked(name, list(prompt), self.size))
         return self.waiting[-1]
 
@@ -124,7 +124,7 @@ class Engine:
             self.waiting.appendleft(request)
 
     def go_on(self, step: Step) -> None:
-        """A token for each that runs, for all at once; the last one gives way where blocks run out."""
+        """Allocate the next token of every running request in one call; preempt the last one if blocks run out."""
         ready = [one for one in self.running if one.num_tokens + one.unknown - one.prompt < OUTPUTS]
         while ready:
             rows = np.array([self.ours[one.name].row for one in ready])
@@ -191,7 +191,7 @@ class Engine:
         request.unknown += request.computed >= request.num_tokens
 
     def preempt(self, request: Asked) -> None:
-        """It begins anew, with what it has said; steps in flight run all the same."""
+        """Restart the request with its output so far; steps in flight still run."""
         while self.flight:
             self.run(self.flight.popleft())
         if request in self.running:
@@ -203,7 +203,7 @@ class Engine:
             self.counts["preemptions"] += 1
 
     def run(self, step: Step) -> None:
-        """The forward, and what comes of it."""
+        """Run the forward and process its results."""
         for request, start, count in step.runs:
             self.write(request, start, count)
             request.in_flight -= count
@@ -231,20 +231,20 @@ class Engine:
             self.counts["blocks published when known"] += 1
 
     def write(self, request: Asked, start: int, count: int) -> None:
-        """What is kept of ``count`` tokens goes where the table says."""
+        """Write a digest for each of ``count`` tokens to its slot, in place of keys and values."""
         (table,) = self.cache.get_block_ids(request.name)
         for place in range(start, start + count):
             kept = digest(request.all_token_ids[: place + 1])
             self.memory[table[place // self.size], place % self.size] = kept
 
     def read(self, request: Asked, tokens: int) -> int:
-        """What attention makes of the first ``tokens`` tokens."""
+        """Return the result of attention over the first ``tokens`` tokens."""
         (table,) = self.cache.get_block_ids(request.name)
         return digest([self.memory[table[place // self.size], place % self.size] for place in range(tokens)])
 
 
 def plain(prompt: list[int]) -> list[int]:
-    """The same model without a cache."""
+    """Run the same model without a cache."""
     tokens = list(prompt)
     kept = [digest(tokens[: place + 1]) for place in range(len(tokens))]
     for _ in range(OUTPUTS):

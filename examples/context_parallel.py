@@ -98,7 +98,7 @@ class Decoder(nn.Module):
         return logits
 
     def described(self) -> Model:
-        """What the planner needs to know."""
+        """Return the model as the planner needs it."""
         spec = MLAAttentionSpec(block_size=BLOCK_SIZE, head_size=LATENT + ROTARY, dtype="float32")
         layers = tuple(Layer(str(number), spec, number) for number in range(LAYERS))
         return Model("latent", "latent", layers, None, VOCABULARY, "float32", 1, 1, BLOCK_SIZE)
@@ -142,7 +142,7 @@ class Worker:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """The Step on this rank; its result is that of every rank."""
+        """Run the Step on this rank; every rank has the same result."""
         self.tables.apply(step)
         self.copier.execute_before(step)
         if not len(step):
@@ -163,7 +163,7 @@ class Worker:
 
 
 def planned(memory: int | str, ranks: int = RANKS) -> Plan:
-    """The cache of each rank."""
+    """Return the plan of the caches, one for each rank."""
     return plan(Decoder().described(), memory, max_model_len=MAX_MODEL_LEN, dcp=ranks)
 
 
@@ -187,14 +187,14 @@ def schedule(worker: Worker, of_all: Plan) -> tuple[list[Request], Scheduler]:
 
 
 def receive(group: dist.ProcessGroup) -> Step | None:
-    """The next Step, or None behind the last."""
+    """Return the next Step, or None after the last."""
     received: list[Step | None] = [None]
     dist.broadcast_object_list(received, src=0, group=group)
     return received[0]
 
 
 def run(rank: int, folder: str, memory: int | str) -> None:
-    """A process's life."""
+    """Run one rank's process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     model, of_all = Decoder(), planned(memory)

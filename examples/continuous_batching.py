@@ -30,7 +30,7 @@ def three_lines(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prom
 
 
 def as_they_grow(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[str]:
-    """The same as streams, read in turns; each step of the engine runs all of them."""
+    """Read the same requests as streams, in turns; each step of the engine runs all of them."""
     texts = [""] * len(prompts)
     with Engine(model, tokenizer=tokenizer, memory=MEMORY) as engine:
         streams = [engine.stream(prompt, SAMPLING) for prompt in prompts]

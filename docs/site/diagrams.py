@@ -14,7 +14,7 @@ class Diagrams(griffe.Extension):
     """Indents paragraphs with columns in them, as code is."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:  # noqa: ANN401 - griffe calls it
-        """A module, class, function or attribute was read."""
+        """Show the drawings of a module, class, function or attribute as code."""
         if obj.docstring is not None:
             first, *behind = obj.docstring.value.split("\n\n")
             obj.docstring.value = "\n\n".join([first, *map(_indented, behind)])

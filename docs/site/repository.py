@@ -14,7 +14,7 @@ LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def _outside(page: str, target: str) -> str | None:
-    """What ``target``, a link of ``page`` (a path below docs/), is in the repository, if that is not below docs/."""
+    """Return the repository path of ``target``, a link of ``page`` (a path below docs/), unless it is below docs/."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
     return None if path.startswith("docs/") or not (ROOT / path).is_file() else path
 
@@ -25,7 +25,7 @@ def _page_of(path: str) -> str:
 
 
 def _text_of(path: str) -> str:
-    """A file of the repository as a page: code in a block, links of documents as they are seen from docs/."""
+    """Return a file of the repository as a page: code as a block, links of documents as seen from docs/."""
     text = (ROOT / path).read_text("utf-8")
     if not path.endswith(".md"):
         return f"# {path}\n\n```python\n{text}```\n"
