@@ -39,7 +39,7 @@ def generated(prompt: str, sampling: SamplingParams) -> str:
 # -- files
 
 
-def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
+def test_chat_conversation_uses_the_chat_template(tmp_path: Path) -> None:
     file = conversations(tmp_path, [ASK], {"messages": [SYSTEM, ASK], "sampling": {"max_tokens": 5}}, [ASK])
     output = tmp_path / "out.jsonl"
     options = ("--temperature", "0.7", "--top-p", "0.9", "--seed", "3", "--stop", "a", "--stop", "e")
@@ -58,7 +58,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["conversations.jsonl", "out.jsonl"]
 
 
-def test_whole_outputs_are_printed_when_asked(tmp_path: Path) -> None:
+def test_chat_whole_output_is_printed_on_request(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a prompt\n", "utf-8")
     arguments = (*GENERATE, "--prompts", prompts, "--max-new-tokens", "80")
@@ -69,7 +69,7 @@ def test_whole_outputs_are_printed_when_asked(tmp_path: Path) -> None:
     assert whole not in run(*arguments).stdout
 
 
-def test_outputs_without_a_conversation_have_none(tmp_path: Path) -> None:
+def test_chat_output_without_conversation_has_none(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text("before", "utf-8")
     run(*GENERATE, "--max-new-tokens", "3", "--repeat", "2", "--output", output)
@@ -97,7 +97,7 @@ def test_outputs_without_a_conversation_have_none(tmp_path: Path) -> None:
         (5, "a line must be an object such as"),
     ],
 )
-def test_a_conversation_that_is_none_is_one_line(line: Any, message: str, tmp_path: Path) -> None:  # noqa: ANN401  # same
+def test_chat_with_invalid_conversation_prints_one_line(line: Any, message: str, tmp_path: Path) -> None:  # noqa: ANN401  # same
     file = conversations(tmp_path, [ASK], line)
     said = error(*GENERATE, "--messages", file)
     assert message in said
@@ -116,11 +116,11 @@ def test_a_conversation_that_is_none_is_one_line(line: Any, message: str, tmp_pa
         (("--stop", ""), "stop must be a list of strings that are not empty"),
     ],
 )
-def test_options_that_cannot_be_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+def test_chat_with_invalid_option_prints_one_line(arguments: tuple[str, ...], message: str) -> None:
     assert message in error(*GENERATE, *arguments)
 
 
-def test_a_folder_without_a_chat_template_has_no_conversations(tmp_path: Path) -> None:
+def test_chat_without_template_is_rejected(tmp_path: Path) -> None:
     tiny = load("tiny:llama")
     tiny.model.save_pretrained(tmp_path)
     tiny.tokenizer.chat_template = None
@@ -134,7 +134,7 @@ def test_a_folder_without_a_chat_template_has_no_conversations(tmp_path: Path) -
 CHAT = ("chat", "--model", "tiny:llama", "--memory", "2MiB", "--max-new-tokens", "12")
 
 
-def test_a_conversation_is_remembered_and_hit() -> None:
+def test_chat_conversation_hits_its_earlier_turns() -> None:
     done = run(*CHAT, "--system", "Rhyme.", stdin="hello\n\n  and \udcff again \n/new\nhello\n/exit\nunread\n")
     assert done.stderr == ""
     answers, summaries = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
@@ -149,7 +149,7 @@ def test_a_conversation_is_remembered_and_hit() -> None:
         assert summary.startswith(f"[{hit} of {prompt} prompt tokens were in the cache; 12 new tokens in ")
 
 
-def test_what_is_too_long_is_said_and_the_conversation_goes_on() -> None:
+def test_chat_with_too_long_message_continues() -> None:
     done = run(*CHAT, stdin=f"{'x' * 5000}\nhello\n")
     assert done.stderr.startswith("error: ")
     assert "/new starts a new conversation" in done.stderr
@@ -197,7 +197,7 @@ class Terminal:
 
 
 @pytest.mark.parametrize("leaves", ["prompt", "answer"])
-def test_a_terminal_is_left_as_it_was(leaves: str) -> None:
+def test_chat_restores_the_terminal(leaves: str) -> None:
     """By Ctrl-C at the prompt, and inside of an answer."""
     terminal = Terminal(*(("--max-new-tokens", "400") if leaves == "answer" else ()))
     try:
@@ -216,7 +216,7 @@ def test_a_terminal_is_left_as_it_was(leaves: str) -> None:
         terminal.close()
 
 
-def test_the_end_of_a_terminal_is_the_end() -> None:
+def test_chat_ends_with_its_terminal() -> None:
     terminal = Terminal()
     try:
         terminal.until("> ")

@@ -21,7 +21,7 @@ class _Outer:
     last: bool = False
 
 
-def test_fields_become_parameters_and_values_again() -> None:
+def test_option_fields_round_trip_through_parameters() -> None:
     said = []
 
     def command(*, first: int = 1, outer: _Outer, other: str) -> None:

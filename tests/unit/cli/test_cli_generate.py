@@ -25,7 +25,7 @@ def prompts(tmp_path: Path, *lines: str) -> Path:
     return path
 
 
-def test_a_first_try_with_a_check() -> None:
+def test_generate_command_with_check_passes() -> None:
     done = run("generate", "--model", "tiny:llama", "--max-new-tokens", "12", "--check")
     for said in ("tiny:llama: llama, natural layout", "320 of 654 prompt tokens", "48 tokens equal to plain"):
         assert said in done.stdout
@@ -34,7 +34,7 @@ def test_a_first_try_with_a_check() -> None:
     assert len([line for line in done.stderr.splitlines() if line.strip() and "requests" not in line]) == 0
 
 
-def test_one_document_on_standard_output(tmp_path: Path) -> None:
+def test_generate_command_prints_one_json_document(tmp_path: Path) -> None:
     file = prompts(
         tmp_path,
         '{"prompt": "a prompt of text that takes more than one block"}',
@@ -69,7 +69,7 @@ def test_one_document_on_standard_output(tmp_path: Path) -> None:
     assert run("generate", *arguments).stdout == done.stdout
 
 
-def test_a_folder_and_a_plan(tmp_path: Path) -> None:
+def test_generate_command_reads_folder_and_plan(tmp_path: Path) -> None:
     tiny = load("tiny:llama")
     tiny.model.save_pretrained(tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
@@ -91,14 +91,14 @@ def test_a_folder_and_a_plan(tmp_path: Path) -> None:
     assert "newer" in error("generate", "--model", tmp_path, "--plan", plan_file)
 
 
-def test_little_memory_preempts_and_changes_nothing() -> None:
+def test_generate_command_with_little_memory_keeps_outputs() -> None:
     roomy = document(*MODEL, "--check")
     tight = document(*MODEL, "--check", "--memory", "228KiB", "--token-budget", "64")
     assert tight["statistics"]["preemptions"] > 0 == roomy["statistics"]["preemptions"]
     assert [one["token_ids"] for one in roomy["requests"]] == [one["token_ids"] for one in tight["requests"]]
 
 
-def test_a_second_round_is_warm() -> None:
+def test_generate_command_second_round_hits_the_cache() -> None:
     found = document(*MODEL, "--repeat", "2", "--max-new-tokens", "8", "--check")["requests"]
     assert [one["round"] for one in found] == [0] * 4 + [1] * 4
     assert [one["token_ids"] for one in found[:4]] == [one["token_ids"] for one in found[4:]]
@@ -113,7 +113,7 @@ def test_a_second_round_is_warm() -> None:
     assert not any(word in out for word in ("slab", "null"))
 
 
-def test_marks_reach_the_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_command_passes_resume_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     added: list[tuple[int, ...]] = []
     add = Scheduler.add
 
@@ -129,7 +129,7 @@ def test_marks_reach_the_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "prompts.jsonl, line 2: marks must be token counts" in error(*MODEL, "--prompts", file)
 
 
-def test_tenants_and_hints_reach_the_requests(tmp_path: Path) -> None:
+def test_generate_command_passes_tenants_and_hints(tmp_path: Path) -> None:
     said = "what a tenant asks again takes nothing of anybody else's share"
     lines = [
         {"prompt": said, "tenant": "a"},
@@ -166,11 +166,11 @@ def test_tenants_and_hints_reach_the_requests(tmp_path: Path) -> None:
         ('{"prompt": "a", "tenant": ""}', "line 1: tenant must"),
     ],
 )
-def test_tenants_and_hints_that_cannot_be_are_refused(tmp_path: Path, line: str, said: str) -> None:
+def test_generate_command_with_invalid_tenants_or_hints_is_rejected(tmp_path: Path, line: str, said: str) -> None:
     assert said in error(*MODEL, "--prompts", prompts(tmp_path, line))
 
 
-def test_bad_lines_are_counted_on_demand(tmp_path: Path) -> None:
+def test_generate_command_counts_bad_lines_on_demand(tmp_path: Path) -> None:
     file = prompts(tmp_path, '{"prompt": "good"}', "bad", '{"prompt": [900]}')
     assert "prompts.jsonl, line 2: not JSON" in error(*MODEL, "--prompts", file)
     out = run(*MODEL, "--prompts", file, "--skip-bad-lines", "--max-new-tokens", "3").stdout
@@ -218,15 +218,15 @@ def test_bad_lines_are_counted_on_demand(tmp_path: Path) -> None:
         (("--share", "a=much"), "a=much"),
     ],
 )
-def test_a_users_mistake_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+def test_generate_command_with_mistake_prints_one_line(arguments: tuple[str, ...], message: str) -> None:
     assert message in error(*MODEL, *arguments)  # a second --model counts
 
 
-def test_a_model_has_to_be_named() -> None:
+def test_generate_command_without_model_is_rejected() -> None:
     assert "--model" in error("generate")
 
 
-def test_a_failed_check_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_command_with_failed_check_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Difference("0", 3, 65, 66, margin=1.0, measured=1e-6, rounding=1e-5)
     report = CheckReport(4, 128, (wrong, replace(wrong, at=5, margin=1e-7)), ())
     monkeypatch.setattr("hybridkv.runner.check.check_completions", lambda *_, **__: report)
@@ -237,7 +237,7 @@ def test_a_failed_check_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert document(*MODEL, "--check", code=1)["check"]["near_ties"] == 1
 
 
-def test_n_outputs_of_one_prompt(tmp_path: Path) -> None:
+def test_generate_command_gives_n_outputs_per_prompt(tmp_path: Path) -> None:
     file = prompts(tmp_path, json.dumps({"prompt": list(range(40)), "sampling": {"n": 3, "temperature": 1.0}}))
     found = document(*MODEL, "--prompts", file, "--max-new-tokens", "8", "--check")
     assert [one["id"] for one in found["requests"]] == ["0", "0#1", "0#2"]
@@ -247,7 +247,7 @@ def test_n_outputs_of_one_prompt(tmp_path: Path) -> None:
     assert found["check"]["ok"]
 
 
-def test_log_probabilities_are_in_the_document_and_nowhere_else(tmp_path: Path) -> None:
+def test_generate_command_puts_logprobs_in_json_only(tmp_path: Path) -> None:
     asked = SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=0)
     sampling = {"logprobs": 2, "prompt_logprobs": 0}
     file = prompts(tmp_path, json.dumps({"prompt": [65, 66, 67], "sampling": sampling}), '{"prompt": [65, 66, 67]}')
@@ -283,7 +283,9 @@ def test_log_probabilities_are_in_the_document_and_nowhere_else(tmp_path: Path) 
         ("natural", "interval:32", [96, 0]),
     ],
 )
-def test_a_recurrent_model_in_either_layout(layout: str, placement: str, hits: list[int], tmp_path: Path) -> None:
+def test_generate_command_of_recurrent_model_works_in_both_layouts(
+    layout: str, placement: str, hits: list[int], tmp_path: Path
+) -> None:
     file = prompts(tmp_path, *(json.dumps({"prompt": [*range(40, 40 + tokens)]}) for tokens in (100, 25)))
     arguments = (
         "generate",
@@ -302,7 +304,7 @@ def test_a_recurrent_model_in_either_layout(layout: str, placement: str, hits: l
     assert [one["hit_tokens"] for one in found["requests"]] == [0, 0, *hits]
 
 
-def test_drafts_change_no_output_and_are_counted(tmp_path: Path) -> None:
+def test_generate_command_with_drafts_keeps_outputs_and_counts_them(tmp_path: Path) -> None:
     file = prompts(
         tmp_path,
         json.dumps({"prompt": list(range(40)), "sampling": {"temperature": 0.8, "seed": 4}}),
@@ -327,7 +329,7 @@ def test_drafts_change_no_output_and_are_counted(tmp_path: Path) -> None:
     assert "drafts            24 of 24 accepted (100.00%)" in out
 
 
-def test_an_encoder_decoder_hears_text_and_encodes_equal_text_once(tmp_path: Path) -> None:
+def test_generate_command_of_encoder_decoder_encodes_equal_text_once(tmp_path: Path) -> None:
     file = prompts(
         tmp_path,
         '{"encoder": "a text that is heard"}',
@@ -357,7 +359,7 @@ def test_an_encoder_decoder_hears_text_and_encodes_equal_text_once(tmp_path: Pat
     run("generate", "--model", "tiny:t5", "--max-new-tokens", "4", "--check")
 
 
-def test_features_come_from_files_beside_the_prompts(tmp_path: Path) -> None:
+def test_generate_command_reads_features_from_files(tmp_path: Path) -> None:
     for number in (1, 2):
         features = np.random.default_rng(number).standard_normal((8, 48)).astype(np.float32)
         np.save(tmp_path / f"sound{number}.npy", features)
@@ -385,13 +387,13 @@ def test_features_come_from_files_beside_the_prompts(tmp_path: Path) -> None:
         assert message in error("generate", "--model", "tiny:whisper", "--prompts", prompts(tmp_path, line))
 
 
-def test_a_line_of_prompts_may_not_nest_without_end(tmp_path: Path) -> None:
+def test_generate_command_with_deeply_nested_line_is_rejected(tmp_path: Path) -> None:
     path = prompts(tmp_path, '{"prompt": "a"}', '{"prompt": ' + "[" * 100_000)
     assert "line 2: not JSON" in error(*MODEL, "--prompts", path)
 
 
 @pytest.mark.parametrize("method", ["forward", "generate"])
-def test_a_model_that_fails_in_plain_transformers_is_one_line(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_command_of_failing_model_prints_one_line(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("shapes cannot be\nmultiplied")
 

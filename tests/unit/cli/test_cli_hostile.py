@@ -108,7 +108,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(("command", "option"), [(one, option) for one, some in OPTIONS.items() for option in some])
-def test_whatever_an_option_says(command: tuple[str, ...], option: str, here: Call) -> None:
+def test_option_with_any_value_is_used_or_rejected(command: tuple[str, ...], option: str, here: Call) -> None:
     for value in NUMBERS:
         assert_ended(here(*command, f"{option}={value}"))
 
@@ -129,7 +129,7 @@ def test_whatever_an_option_says(command: tuple[str, ...], option: str, here: Ca
         (("replay", "workload:mix", "--hours", "1000", "--rate", "1000"), "hours times rate must be at most 100"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_by_name(arguments: tuple[str, ...], said: str, here: Call) -> None:
+def test_option_with_invalid_size_is_rejected(arguments: tuple[str, ...], said: str, here: Call) -> None:
     assert said in assert_one_line(here(*arguments))
 
 
@@ -171,7 +171,7 @@ OTHERS = {one.config["model_type"]: one.name for one in known_models() if one.na
 
 
 @pytest.mark.parametrize("name", [*DESCRIBED, *(pytest.param(one, marks=pytest.mark.thorough) for one in OTHERS)])
-def test_whatever_a_config_says(name: str, here: Call, tmp_path: Path) -> None:
+def test_config_with_any_fields_is_planned_or_rejected(name: str, here: Call, tmp_path: Path) -> None:
     """One value after the other is replaced, by the next of HOSTILE."""
     path = tmp_path / "config.json"
     config = json.loads(json.dumps(next(one.config for one in known_models() if one.name == name)))
@@ -199,9 +199,7 @@ def test_whatever_a_config_says(name: str, here: Call, tmp_path: Path) -> None:
         ({"hidden_size": 10**400}, "hidden_size must be at most 2147483647, got a number of over 38 digits"),
     ],
 )
-def test_what_would_take_forever_is_refused_by_name(
-    changed: dict[str, object], said: str, here: Call, tmp_path: Path
-) -> None:
+def test_config_with_huge_value_is_rejected(changed: dict[str, object], said: str, here: Call, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changed}), "utf-8")
     begun = time.process_time()
     assert said in assert_one_line(here("plan", tmp_path, "--memory", "1GiB", "--max-model-len", "64"))
@@ -220,7 +218,7 @@ def test_what_would_take_forever_is_refused_by_name(
         (" " * (1 << 24) + "{}", "longer than 16777216 bytes"),
     ],
 )
-def test_whatever_a_document_is(text: str | bytes, said: str, here: Call, tmp_path: Path) -> None:
+def test_document_of_any_form_is_read_or_rejected(text: str | bytes, said: str, here: Call, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert said in assert_one_line(here("plan", path, "--memory", "1GiB"))
@@ -244,7 +242,7 @@ def in_time() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["pipe.toml", "folder.toml", "/dev/zero", "/dev/null", "x" * 300])
 @pytest.mark.usefixtures("in_time")
-def test_files_that_are_none(name: str, here: Call, tmp_path: Path) -> None:
+def test_file_that_is_missing_or_special_is_rejected(name: str, here: Call, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "folder.toml").mkdir()
     (prompts := tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
@@ -268,7 +266,7 @@ def test_files_that_are_none(name: str, here: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
-def test_whatever_a_plan_says(layout: str, here: Call, tmp_path: Path) -> None:
+def test_plan_document_with_any_fields_is_read_or_rejected(layout: str, here: Call, tmp_path: Path) -> None:
     """As configs, but a plan that was changed contradicts itself."""
     path = tmp_path / "plan.json"
     text = here("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", "--layout", layout, "--json")[1]
@@ -281,7 +279,7 @@ def test_whatever_a_plan_says(layout: str, here: Call, tmp_path: Path) -> None:
         container[key] = kept
 
 
-def test_a_nested_uniform_spec_is_refused(here: Call, tmp_path: Path) -> None:
+def test_plan_document_with_nested_uniform_spec_is_rejected(here: Call, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = json.loads(here(*PLAN, "--json")[1])
     spec = plan["model"]["specs"][0]
@@ -308,7 +306,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_printed_as_they_are(name: str, here: Call, tmp_path: Path) -> None:
+def test_model_names_with_markup_are_printed_unchanged(name: str, here: Call, tmp_path: Path) -> None:
     literal = "".join(one if one.isprintable() else repr(one)[1:-1] for one in name)
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "_name_or_path": name}), "utf-8")
     for command in (
@@ -320,7 +318,7 @@ def test_names_are_printed_as_they_are(name: str, here: Call, tmp_path: Path) ->
     assert literal.replace("\\n", " ") in assert_one_line(here("plan", tmp_path, "--memory", "1KiB"))
 
 
-def test_names_of_traces_are_printed_as_they_are(here: Call, tmp_path: Path) -> None:
+def test_trace_names_with_markup_are_printed_unchanged(here: Call, tmp_path: Path) -> None:
     path = tmp_path / "[]x[bold]"
     path.write_text('{"timestamp": 0, "prompt": [[1, 0, 40]], "output": [[2, 0, 3]]}\n', "utf-8")
     code, out, err = here("replay", path, "--model", "llama-3-8b", "--memory", "4GiB")
@@ -336,7 +334,7 @@ def test_names_of_traces_are_printed_as_they_are(here: Call, tmp_path: Path) -> 
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     ],
 )
-def test_names_are_printed_in_any_encoding(environment: dict[str, str], tmp_path: Path) -> None:
+def test_names_are_printed_in_any_output_encoding(environment: dict[str, str], tmp_path: Path) -> None:
     folder = Path(os.fsdecode(bytes(tmp_path) + b"/\xff\xe4"))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**LLAMA, "_name_or_path": "Größe"}), "utf-8")
@@ -350,7 +348,7 @@ def test_names_are_printed_in_any_encoding(environment: dict[str, str], tmp_path
 # -- streams and signals
 
 
-def test_streams_that_are_closed_or_full() -> None:
+def test_output_stream_that_is_closed_or_full_is_handled() -> None:
     assert "standard output is closed" in assert_one_line(process(*PLAN, streams=">&-"))
     assert "No space left" in assert_one_line(process(*PLAN, streams=">/dev/full"))
     assert "No space left" in assert_one_line(process("--help", streams=">/dev/full"))
@@ -362,7 +360,7 @@ def test_streams_that_are_closed_or_full() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("slow", ["typer", "numpy"])
-def test_a_signal_during_imports(number: int, code: int, slow: str, tmp_path: Path) -> None:
+def test_signal_during_imports_ends_quietly(number: int, code: int, slow: str, tmp_path: Path) -> None:
     (tmp_path / f"{slow}.py").write_text(
         "import sys, time\n"
         "class Field:\n"
@@ -385,7 +383,7 @@ def test_a_signal_during_imports(number: int, code: int, slow: str, tmp_path: Pa
         assert running.wait(20) == code
 
 
-def test_a_signal_that_is_ignored_stays_so() -> None:
+def test_ignored_signal_stays_ignored() -> None:
     ignoring = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     code = f"{ignoring}sys.argv = ['hybridkv', '--version']\nfrom hybridkv.cli import main\ntry: main()\nfinally: "
     asked = "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN"
@@ -405,7 +403,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
         ("transformers", ("generate", "--model", "tiny:llama"), "needs torch and transformers: pip install 'hybridkv["),
     ],
 )
-def test_what_is_missing_is_named(missing: str, arguments: tuple[str, ...], said: str) -> None:
+def test_missing_package_is_named(missing: str, arguments: tuple[str, ...], said: str) -> None:
     code = (
         "import sys\n"
         "class Missing:\n"
@@ -423,7 +421,7 @@ def test_what_is_missing_is_named(missing: str, arguments: tuple[str, ...], said
     assert said in assert_one_line((done.returncode, done.stdout, done.stderr))
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybridkv.cli import plan  # noqa: PLC0415  # to be broken
 
     def broken(*_: object, **__: object) -> None:
@@ -439,7 +437,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- traces
 
 
-def test_an_endless_line_of_a_trace(tmp_path: Path) -> None:
+def test_endless_trace_line_is_rejected(tmp_path: Path) -> None:
     """3 GB in 3 MB."""
     path = tmp_path / "bomb.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:

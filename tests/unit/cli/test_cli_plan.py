@@ -15,7 +15,7 @@ from hybridkv.models.reader import text_fields
 from hybridkv.planner import plan, plan_from_json
 
 
-def test_a_plan_for_people() -> None:
+def test_plan_command_prints_text() -> None:
     text = run("plan", "llama-3-70b", "--memory", "40GiB").stdout
     for said in (
         "llama-3-70b: llama, 80 layers, bfloat16 cache, tp 1",
@@ -43,14 +43,14 @@ INSIDE = ("null", "Spec", "admission_limit", "stops kept")
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
 @pytest.mark.parametrize("model", ["llama-3-8b", "gemma-3-27b", "nemotron-3-super-120b-a12b", "whisper-large-v3"])
-def test_plans_fit_a_terminal_and_speak_to_readers(model: str, layout: str) -> None:
+def test_plan_command_output_fits_a_terminal(model: str, layout: str) -> None:
     text = run("plan", model, "--memory", "40GiB", "--layout", layout).stdout
     assert max(map(len, text.splitlines())) <= 80
     assert [word for word in INSIDE if word in text] == []
 
 
 @pytest.mark.parametrize("command", ["plan", "replay", "generate", "chat", "models", "demo"])
-def test_help_has_panels_and_defaults(command: str) -> None:
+def test_help_shows_panels_and_defaults(command: str) -> None:
     text = run(command, "--help").stdout
     assert max(map(len, text.splitlines())) <= 80
     assert "╭─" in text
@@ -63,7 +63,7 @@ def test_help_has_panels_and_defaults(command: str) -> None:
         assert re.search(r"; \d+\.", text) is None
 
 
-def test_a_plan_for_programs(tmp_path: Path) -> None:
+def test_plan_command_prints_json(tmp_path: Path) -> None:
     options = ("--memory", "80GiB", "--tp", "8", "--max-model-len", "8000", "--block-size", "32", "--dtype", "fp32")
     text = run("plan", "llama-3-70b", *options, "--json").stdout
     model = read_model("llama-3-70b", block_size=32, tp=8, dtype="float32")
@@ -76,7 +76,7 @@ def test_a_plan_for_programs(tmp_path: Path) -> None:
     assert "float32 cache, tp 8" in shown
 
 
-def test_a_hybrid_plan_for_people() -> None:
+def test_plan_command_of_hybrid_prints_text() -> None:
     text = run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", "--layout", "reference").stdout
     # 2,146,304 bytes of state in a page of 1056 tokens of 2048 bytes, in each of 10 layers
     assert re.search(r"0 +10 x recurrent state +1,056 +2\.06 MiB +20\.47 MiB +160 KiB *\n", text)
@@ -91,7 +91,7 @@ def test_a_hybrid_plan_for_people() -> None:
     assert [group.blocks_per_request for group in found.capacity.groups] == [1, 1, 1, 126]
 
 
-def test_a_natural_plan_for_people_and_programs(tmp_path: Path) -> None:
+def test_plan_command_in_natural_layout_prints_text_and_json(tmp_path: Path) -> None:
     options = ("gemma-3-27b", "--memory", "40GiB", "--layout", "natural")
     text = run("plan", *options).stdout
     assert re.search(r"0 +10 x window +16 +128 KiB +1\.25 MiB +0 B +1 *\n", text)
@@ -104,7 +104,7 @@ def test_a_natural_plan_for_people_and_programs(tmp_path: Path) -> None:
     assert re.search(r"layout natural, no recurrent states", replayed)
 
 
-def test_a_natural_plan_keeps_its_placement() -> None:
+def test_plan_command_keeps_the_placement() -> None:
     options = ("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", "--layout", "natural")
     model = read_model("qwen3.5-35b-a3b")
     for name in (None, "align", "interval:64", "none"):
@@ -114,7 +114,7 @@ def test_a_natural_plan_keeps_its_placement() -> None:
         assert made.placement == name or (name, made.placement) == (None, "ends")
 
 
-def test_layouts_side_by_side() -> None:
+def test_plan_command_compares_layouts() -> None:
     text = run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", "--compare").stdout
     assert re.search(r"attention block, tokens +1,056 +16 *\n", text)
     assert re.search(r"blocks in a unit, by group +1 x4 +1, 196 *\n", text)
@@ -130,7 +130,7 @@ def test_layouts_side_by_side() -> None:
     assert re.search(r"longest request, tokens +does not fit +45,776 *\n", narrow)
 
 
-def test_windows_count_the_tokens_in_flight_and_states_their_rule() -> None:
+def test_plan_command_shows_tokens_in_flight_and_placement() -> None:
     text = run("plan", "gemma-3-27b", "--memory", "40GiB", "--layout", "reference").stdout
     assert "windows           plus 8,192 tokens in flight\n" in text
     assert "requests          2.81 at once" in text
@@ -147,7 +147,7 @@ def test_windows_count_the_tokens_in_flight_and_states_their_rule() -> None:
     assert "drop --max-batched-tokens" in error("plan", "--plan", "p.json", "--max-batched-tokens", "1")
 
 
-def test_windows_managed_as_full_attention() -> None:
+def test_plan_command_with_windows_as_full_shows_them() -> None:
     text = run("plan", "gpt-oss-120b", "--memory", "40GiB", "--windows-as-full").stdout
     assert re.search(r"0 +36 x full attention +16 +32 KiB", text)
     assert "36 KiB, 36 KiB in windows" in text
@@ -155,7 +155,7 @@ def test_windows_managed_as_full_attention() -> None:
     assert "160 KiB, 160 KiB for an encoder token" in text
 
 
-def test_a_folder_is_planned(tmp_path: Path) -> None:
+def test_plan_command_reads_a_folder(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 4, "vocab_size": 9, "max_position_embeddings": 64, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
@@ -212,17 +212,17 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
         (("no-such-command",), "no-such-command"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_to_change(arguments: tuple[str, ...], said: str) -> None:
+def test_plan_command_with_mistake_prints_one_line(arguments: tuple[str, ...], said: str) -> None:
     assert said in error(*arguments)
 
 
-def test_an_unsupported_model_says_what_its_layers_keep(tmp_path: Path) -> None:
+def test_plan_command_of_unsupported_model_names_its_layers(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "deepseek_v4", "num_hidden_layers": 32}), "utf-8")
     assert "its layers keep compressed keys and values" in error("plan", path, "--memory", "40GiB")
 
 
-def test_models_are_listed_with_facts_and_sources() -> None:
+def test_models_command_lists_facts_and_sources() -> None:
     text = run("models").stdout
     for said in ("llama-3-8b", "llama-3-70b", "qwen2.5-7b", "deepseek-v3", " 320 KiB ", "68.62 KiB", "  read in "):
         assert said in text
@@ -245,7 +245,7 @@ def test_version_and_help() -> None:
     assert run().stdout == run("--help").stdout
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_closed_output_pipe_is_no_error() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "hybridkv", "plan", "llama-3-70b", "--memory", "40GiB", "--json"],
         stdout=subprocess.PIPE,
@@ -258,7 +258,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         assert running.stderr.read() == ""
 
 
-def test_planning_needs_no_torch() -> None:
+def test_plan_command_needs_no_torch() -> None:
     code = (
         "import sys; sys.argv = ['hybridkv', 'plan', 'llama-3-8b', '--memory', '40GiB']\n"
         "from hybridkv.cli import main\n"
@@ -283,7 +283,7 @@ def test_planning_needs_no_torch() -> None:
         ("kimi-linear-48b-a3b", 27),
     ],
 )
-def test_titles_count_the_layers_of_the_model(name: str, layers: int) -> None:
+def test_plan_command_titles_count_the_layers(name: str, layers: int) -> None:
     assert read_model(name).depth == layers
     options = ("--memory", "80GiB", "--max-model-len", "400")
     assert f", {layers} layers, " in run("plan", name, *options).stdout.splitlines()[0]
@@ -292,7 +292,7 @@ def test_titles_count_the_layers_of_the_model(name: str, layers: int) -> None:
     assert next(one["layers"] for one in known if one["name"] == name) == layers
 
 
-def test_every_known_model_has_the_layers_of_its_config() -> None:
+def test_plan_command_of_known_models_counts_config_layers() -> None:
     keys = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "num_layers")
     for known in known_models():
         fields = text_fields(known.config, known.name)

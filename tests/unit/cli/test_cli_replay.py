@@ -48,7 +48,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_report_for_people() -> None:
+def test_replay_command_prints_text() -> None:
     text = run("replay", "workload:uniform", *BASE).stdout
     hits = UniformWorkload().hit_tokens(16, exact=True)
     for pattern in (
@@ -81,7 +81,7 @@ def test_a_report_for_people() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_a_report_for_programs(trace: Path) -> None:
+def test_replay_command_prints_json(trace: Path) -> None:
     made = document("replay", trace, *BASE, "--tp", "2", "--max-running", "9", "--token-budget", "100")
     hits = UniformWorkload().hit_tokens(16, exact=True)
     assert (made["schema"], made["version"], made["source"]) == ("hybridkv.replay", 1, "uniform.jsonl")
@@ -138,14 +138,14 @@ def test_a_report_for_programs(trace: Path) -> None:
     assert group["published"] == group["cached_blocks"] + group["evictions"] > 0
 
 
-def test_reports_are_byte_equal_and_gzip_changes_nothing(trace: Path, tmp_path: Path) -> None:
+def test_replay_command_reports_are_byte_equal_with_gzip(trace: Path, tmp_path: Path) -> None:
     zipped = tmp_path / "uniform.jsonl"
     zipped.write_bytes(gzip.compress(trace.read_bytes()))
     first, again, other = (run("replay", path, *BASE, "--json").stdout for path in (trace, trace, zipped))
     assert first == again == other
 
 
-def test_workloads_are_drawn_from_their_seed() -> None:
+def test_replay_command_workload_follows_its_seed() -> None:
     first, again, other = (run(*CHAT, "--seed", seed, "--json").stdout for seed in ("7", "7", "8"))
     assert first == again
     assert first != other
@@ -159,7 +159,7 @@ def test_workloads_are_drawn_from_their_seed() -> None:
     }
 
 
-def test_time_block_size_limit_and_caching(trace: Path) -> None:
+def test_replay_command_options_are_applied(trace: Path) -> None:
     made = document("replay", trace, *BASE, "--time-scale", "0", "--block-size", "32", "--limit", "11")
     assert made["simulated_s"] == 100
     assert made["requests"] == 11
@@ -168,7 +168,7 @@ def test_time_block_size_limit_and_caching(trace: Path) -> None:
     assert document("replay", trace, *BASE, "--no-prefix-caching")["hit_tokens"] == 0
 
 
-def test_a_mooncake_trace(tmp_path: Path) -> None:
+def test_replay_command_reads_a_mooncake_trace(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.jsonl"
     lines = [
         {"timestamp": 0, "input_length": 1030, "output_length": 3, "hash_ids": [0, 1, 2]},
@@ -183,7 +183,7 @@ def test_a_mooncake_trace(tmp_path: Path) -> None:
     assert "--trace-block-size" in error("replay", path, *BASE, "--trace-block-size", "256")
 
 
-def test_memory_that_is_short_preempts(tmp_path: Path) -> None:
+def test_replay_command_with_little_memory_preempts(tmp_path: Path) -> None:
     path = tmp_path / "crowd.jsonl"
     path.write_text(
         "".join(f'{{"timestamp": 0, "prompt": [[{k}, 0, 40]], "output": [[{k}, 99, 60]]}}\n' for k in range(20))
@@ -208,7 +208,7 @@ def test_memory_that_is_short_preempts(tmp_path: Path) -> None:
     assert short["computed_tokens"] > 20 * (40 + 59)
 
 
-def test_a_plan_file_is_used(trace: Path, tmp_path: Path) -> None:
+def test_replay_command_uses_a_plan_file(trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(run("plan", "llama-3-8b", "--memory", "4GiB", "--tp", "2", "--json").stdout, "utf-8")
     assert document("replay", trace, "--plan", path) == document("replay", trace, *BASE, "--tp", "2")
@@ -223,7 +223,7 @@ def test_a_plan_file_is_used(trace: Path, tmp_path: Path) -> None:
 HYBRID = ("workload:uniform", "--model", "qwen3.5-35b-a3b", "--memory", "4GiB")
 
 
-def test_options_of_a_plan_are_those_of_plan() -> None:
+def test_replay_command_plan_options_match_the_plan_command() -> None:
     made = document("replay", *HYBRID, "--layout", "reference", "--placement", "align", "--kv-dtype", "fp8")
     assert {name: made["settings"][name] for name in ("dtype", "layout", "placement", "prefix_caching")} == {
         "dtype": "fp8",
@@ -238,7 +238,7 @@ def test_options_of_a_plan_are_those_of_plan() -> None:
     assert re.search(r"0 +62 x full attention +16 ", text)
 
 
-def test_states_that_are_not_kept_are_said_to_be() -> None:
+def test_replay_command_reports_states_not_kept() -> None:
     text = run("replay", *HYBRID, "--placement", "none").stdout
     assert "layout natural, placement none, bfloat16 cache\n" in text
     assert "prefix caching is off: placement none keeps no state to resume from\n" in text
@@ -261,7 +261,7 @@ NATURAL = ("workload:uniform", "--model", "jamba-1.5-mini", "--memory", "4GiB", 
         ("none", "none"),
     ],
 )
-def test_placements_of_the_natural_layout(asked: str | None, used: str) -> None:
+def test_replay_command_placements_are_applied(asked: str | None, used: str) -> None:
     done = run("replay", *NATURAL, *(() if asked is None else ("--placement", asked)))
     assert f"layout natural, placement {used}, bfloat16 cache\n" in done.stdout
     assert re.search(r"blocks moved +[\d,]+, ", done.stdout)
@@ -272,7 +272,7 @@ def test_placements_of_the_natural_layout(asked: str | None, used: str) -> None:
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
-def test_evictions_of_the_natural_layout(eviction: str) -> None:
+def test_replay_command_evictions_are_applied(eviction: str) -> None:
     text = run("replay", *NATURAL, "--eviction", eviction).stdout
     assert f"layout natural, placement ends, eviction {eviction}, bfloat16 cache\n" in text
     found = re.search(r"hit tokens +([\d,]+) ", text)
@@ -286,7 +286,7 @@ def test_evictions_of_the_natural_layout(eviction: str) -> None:
     assert any(kind["hits"] for kind in kinds) == bool(kinds)
 
 
-def test_tenants_and_hints_of_a_trace(tmp_path: Path) -> None:
+def test_replay_command_uses_tenants_and_hints(tmp_path: Path) -> None:
     """Of three equal prompts of ``a`` the first is secret: the third finds what the second left."""
     path = tmp_path / "tenants.jsonl"
     line: dict[str, Any] = {"prompt": [[1, 0, 100]], "output": [[2, 0, 3]], "tenant": "a"}
@@ -301,7 +301,7 @@ def test_tenants_and_hints_of_a_trace(tmp_path: Path) -> None:
     assert re.search(r"a +3 +300 +99 +33\.0+ ?% +[\d.]+ [KM]iB", run("replay", *asked).stdout)
 
 
-def test_a_natural_plan_keeps_its_placement(tmp_path: Path) -> None:
+def test_replay_command_keeps_the_plan_placement(tmp_path: Path) -> None:
     path, reference = tmp_path / "plan.json", tmp_path / "reference.json"
     options = ("plan", "jamba-1.5-mini", "--memory", "4GiB", "--max-model-len", "400", "--json")
     path.write_text(run(*options, "--layout", "natural", "--placement", "interval:64").stdout, "utf-8")
@@ -326,7 +326,7 @@ def test_a_natural_plan_keeps_its_placement(tmp_path: Path) -> None:
         *(pytest.param(one, marks=pytest.mark.thorough) for one in ("gpt-oss-120b", "llama-4-scout")),
     ],
 )
-def test_a_plan_in_a_pipe(model: str) -> None:
+def test_replay_command_reads_a_plan_from_a_pipe(model: str) -> None:
     options = ("--memory", "8GiB", "--max-model-len", "400")
     plan = run("plan", model, *options, "--json").stdout
     piped = subprocess.run(
@@ -361,7 +361,7 @@ def test_a_plan_in_a_pipe(model: str) -> None:
     assert broken.stderr.startswith("error: standard input: not JSON: ")
 
 
-def test_the_maximum_length(trace: Path, tmp_path: Path) -> None:
+def test_replay_command_maximum_length_is_applied(trace: Path, tmp_path: Path) -> None:
     assert (
         "longest request   500 tokens, set by --max-model-len\n"
         in run("replay", trace, *BASE, "--max-model-len", "500").stdout
@@ -377,7 +377,7 @@ def test_the_maximum_length(trace: Path, tmp_path: Path) -> None:
     assert -1 < shown.find(said) < shown.find("prompt tokens")  # at the start
 
 
-def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
+def test_replay_command_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     good = trace.read_text("utf-8").splitlines()
     path.write_text("\n".join([*good[:3], '{"timestamp": 1}', *good[3:], "oops"]), "utf-8")
@@ -443,13 +443,13 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+def test_replay_command_with_mistake_prints_one_line(arguments: tuple[str, ...], message: str) -> None:
     root = Path(__file__).parents[3]
     placed = [str(root / one) if one in {"pyproject.toml", "tests"} else one for one in arguments]
     assert message in error("replay", *placed).replace(f"{root}/", "")
 
 
-def test_a_replay_reaches_neither_torch_nor_transformers() -> None:
+def test_replay_command_imports_no_torch_or_transformers() -> None:
     arguments = ["hybridkv", "replay", "workload:uniform", *BASE]
     code = (
         f"import sys; sys.argv = {arguments}; from hybridkv.cli import main\n"

@@ -43,7 +43,7 @@ def plan(tmp_path: Path, *asked: str) -> Path:
 # -- plans
 
 
-def test_a_healthy_plan(tmp_path: Path) -> None:
+def test_doctor_of_healthy_plan_finds_nothing(tmp_path: Path) -> None:
     assert wrong(plan(tmp_path, "qwen3.5-35b-a3b", "--memory", "40GiB")) == {}
     shown = run("doctor", tmp_path / "plan.json").stdout
     assert "no problems found" in shown
@@ -51,13 +51,13 @@ def test_a_healthy_plan(tmp_path: Path) -> None:
     assert wrong(plan(tmp_path, "gemma-3-27b", "--memory", "40GiB", "--layout", "reference")) == {}
 
 
-def test_a_plan_of_large_blocks(tmp_path: Path) -> None:
+def test_doctor_of_plan_with_large_blocks_reports_them(tmp_path: Path) -> None:
     found = wrong(plan(tmp_path, "qwen3.5-35b-a3b", "--memory", "80GiB", "--layout", "reference"))
     assert found.keys() == {"blocks_and_prefixes"}
     assert "1,056 tokens" in found["blocks_and_prefixes"]["figure"]
 
 
-def test_a_plan_of_heavy_states(tmp_path: Path) -> None:
+def test_doctor_of_plan_with_heavy_states_reports_them(tmp_path: Path) -> None:
     asked = ("qwen3.5-35b-a3b", "--memory", "40GiB", "--placement")
     found = wrong(plan(tmp_path, *asked, "interval:128"))
     assert found.keys() == {"states_read_again"}
@@ -65,7 +65,7 @@ def test_a_plan_of_heavy_states(tmp_path: Path) -> None:
     assert wrong(plan(tmp_path, *asked, "interval:2048")) == {}
 
 
-def test_a_plan_with_room_for_few_states(tmp_path: Path) -> None:
+def test_doctor_of_plan_with_few_states_reports_it(tmp_path: Path) -> None:
     path = plan(tmp_path, "qwen3.5-35b-a3b", "--memory", "8GiB")
     found = wrong(path)
     assert found.keys() == {"states_and_requests"}
@@ -73,7 +73,7 @@ def test_a_plan_with_room_for_few_states(tmp_path: Path) -> None:
     assert wrong(path, "--max-running", "32") == {}
 
 
-def test_a_plan_with_windows_as_full(tmp_path: Path) -> None:
+def test_doctor_of_plan_with_windows_as_full_reports_it(tmp_path: Path) -> None:
     found = wrong(plan(tmp_path, "gemma-3-27b", "--memory", "80GiB", "--windows-as-full"))
     assert found.keys() == {"windows"}
     proof = found["windows"]["proof"]
@@ -84,14 +84,14 @@ def test_a_plan_with_windows_as_full(tmp_path: Path) -> None:
 # -- traces
 
 
-def test_a_healthy_trace(tmp_path: Path) -> None:
+def test_doctor_of_healthy_trace_finds_nothing(tmp_path: Path) -> None:
     trace(tmp_path / "t.jsonl", *([[1, 0, 3000], [2 + at, 0, 50]] for at in range(12)))
     for more in ((), ("--layout", "reference")):
         assert wrong(tmp_path / "t.jsonl", *HYBRID, "--memory", "8GiB", *more) == {}
     assert wrong(tmp_path / "t.jsonl", "--model", "gemma-3-27b", "--memory", "8GiB") == {}
 
 
-def test_a_trace_whose_prompts_share_less_than_a_block(tmp_path: Path) -> None:
+def test_doctor_of_trace_sharing_less_than_a_block_reports_it(tmp_path: Path) -> None:
     trace(tmp_path / "t.jsonl", *([[1, 0, 800], [2 + at, 0, 50]] for at in range(12)))
     found = wrong(tmp_path / "t.jsonl", *HYBRID, "--memory", "8GiB", "--layout", "reference")
     assert found.keys() == {"blocks_and_prefixes"}
@@ -101,7 +101,7 @@ def test_a_trace_whose_prompts_share_less_than_a_block(tmp_path: Path) -> None:
     assert wrong(tmp_path / "t.jsonl", *HYBRID, "--memory", "8GiB") == {}
 
 
-def test_a_trace_whose_states_nobody_reads(tmp_path: Path) -> None:
+def test_doctor_of_trace_with_unread_states_reports_it(tmp_path: Path) -> None:
     """Forty conversations that nobody resumes, in the memory of some."""
     trace(tmp_path / "t.jsonl", *([[at, 0, 4000]] for at in range(40)))
     asked = (tmp_path / "t.jsonl", *HYBRID, "--memory", "4GiB", "--eviction", "lru")
@@ -114,7 +114,7 @@ def test_a_trace_whose_states_nobody_reads(tmp_path: Path) -> None:
     assert wrong(*roomy, "--hardware", "b200") == {}  # they are in nobody's way
 
 
-def test_a_trace_with_room_for_few_states(tmp_path: Path) -> None:
+def test_doctor_of_trace_with_few_states_reports_it(tmp_path: Path) -> None:
     trace(tmp_path / "t.jsonl", *([[1, 0, 400], [2 + at, 0, 100]] for at in range(40)), gap_s=0.01, output=200)
     found = wrong(tmp_path / "t.jsonl", *HYBRID, "--memory", "1GiB")
     assert found.keys() == {"states_and_requests"}
@@ -123,7 +123,7 @@ def test_a_trace_with_room_for_few_states(tmp_path: Path) -> None:
     assert wrong(tmp_path / "t.jsonl", *HYBRID, "--memory", "8GiB") == {}
 
 
-def test_a_short_trace_whose_requests_come_at_once(tmp_path: Path) -> None:
+def test_doctor_of_short_burst_trace_reports_it(tmp_path: Path) -> None:
     """It is over before the first 64 steps are."""
     trace(tmp_path / "t.jsonl", *([[at, 0, 200]] for at in range(24)), gap_s=0.0, output=8)
     found = wrong(tmp_path / "t.jsonl", *HYBRID, "--memory", "1GiB")
@@ -132,7 +132,9 @@ def test_a_short_trace_whose_requests_come_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
-def test_remedies_are_replayed_on_as_many_ranks(ranks: tuple[int, int], tmp_path: Path, replayed: list[Plan]) -> None:
+def test_doctor_remedy_is_replayed_on_the_same_ranks(
+    ranks: tuple[int, int], tmp_path: Path, replayed: list[Plan]
+) -> None:
     source = trace(tmp_path / "t.jsonl", *([[1, 0, 800], [2 + at, 0, 50]] for at in range(4)))
     made = make_plan(read_model("llama-3-8b", block_size=512), "8GiB", layout="reference", dcp=ranks[0], pcp=ranks[1])
     found = doctor.examine_trace(source, made, ReplaySettings())
@@ -154,7 +156,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return seen
 
 
-def test_remedies_are_replayed_with_as_much_of_an_encoder(tmp_path: Path, replayed: list[Plan]) -> None:
+def test_doctor_remedy_is_replayed_with_the_same_encoder_tokens(tmp_path: Path, replayed: list[Plan]) -> None:
     source = trace(tmp_path / "t.jsonl", *([[1, 0, 450], [2 + at, 0, 50]] for at in range(4)))
     model = read_model("flan-t5-large", block_size=512)
     given = make_plan(model, "4GiB", max_model_len=1024, max_encoder_tokens=10, layout="reference")
@@ -162,7 +164,7 @@ def test_remedies_are_replayed_with_as_much_of_an_encoder(tmp_path: Path, replay
     assert [one.limits.max_encoder_tokens for one in replayed] == [10, 10]
 
 
-def test_remedies_are_replayed_with_blocks_that_the_kernel_reads(tmp_path: Path, replayed: list[Plan]) -> None:
+def test_doctor_remedy_is_replayed_with_valid_kernel_blocks(tmp_path: Path, replayed: list[Plan]) -> None:
     source = trace(tmp_path / "t.jsonl", *([[at % 4, 0, 6000], [100 + at, 0, 20]] for at in range(8)))
     model = read_model("gemma-3-27b", block_size=32)
     given = make_plan(model, "6GiB", max_model_len=8000, windows_as_full=True, kernel_block_size=16)
@@ -172,7 +174,7 @@ def test_remedies_are_replayed_with_blocks_that_the_kernel_reads(tmp_path: Path,
     assert make_plan(model, "6GiB", max_model_len=8000).kernel_block_size is None
 
 
-def test_a_trace_with_windows_as_full(tmp_path: Path) -> None:
+def test_doctor_of_trace_with_windows_as_full_reports_it(tmp_path: Path) -> None:
     prompts = [[[at % 4, 0, 6000], [100 + at, 0, 20]] for at in range(16)]
     trace(tmp_path / "t.jsonl", *prompts)
     asked = (tmp_path / "t.jsonl", "--model", "gemma-3-27b", "--memory", "6GiB")
@@ -186,7 +188,7 @@ def test_a_trace_with_windows_as_full(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("salted", [True, False])
-def test_a_trace_of_a_salt_for_each_request(salted: bool, tmp_path: Path) -> None:
+def test_doctor_of_trace_with_a_salt_per_request_reports_it(salted: bool, tmp_path: Path) -> None:
     system = "You are a helpful assistant. " * 40
     lines = [
         {
@@ -242,7 +244,7 @@ def ends(made: int, hits: int, gone: int, unused: int) -> str:
     )
 
 
-def test_healthy_metrics(tmp_path: Path) -> None:
+def test_doctor_of_healthy_metrics_finds_nothing(tmp_path: Path) -> None:
     assert wrong(metrics(tmp_path, block_edge=100, other_salt=0, ends=ends(1000, 900, 500, 200))) == {}
 
 
@@ -256,7 +258,7 @@ def test_healthy_metrics(tmp_path: Path) -> None:
         ("found", {"hits": 0}),
     ],
 )
-def test_metrics_that_show_something(name: str, given: dict[str, Any], tmp_path: Path) -> None:
+def test_doctor_of_metrics_reports_findings(name: str, given: dict[str, Any], tmp_path: Path) -> None:
     assert wrong(metrics(tmp_path, **given)).keys() == {name}
 
 
@@ -282,14 +284,14 @@ def server(tmp_path: Path) -> Iterator[str]:
     listening.server_close()
 
 
-def test_a_server_is_asked(server: str) -> None:
+def test_doctor_of_server_reads_its_metrics(server: str) -> None:
     assert wrong(server).keys() == wrong(f"{server}/metrics").keys() == {"salts"}
 
 
 # -- what is none of these
 
 
-def test_bad_input_gets_one_line(tmp_path: Path) -> None:
+def test_doctor_with_bad_input_prints_one_line(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps({"a": 1, "b": [2]}, indent=2), "utf-8")
     assert "is not a plan" in error("doctor", tmp_path / "other.json")
     (tmp_path / "broken.json").write_text('{"schema": "hybridkv.plan", "version": 1}', "utf-8")

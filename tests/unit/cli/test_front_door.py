@@ -35,7 +35,7 @@ def python(*lines: str) -> subprocess.CompletedProcess[str]:
 # -- names
 
 
-def test_every_name_is_there_and_told_to_type_checkers() -> None:
+def test_public_names_exist_and_are_typed() -> None:
     source = ast.parse(Path(hybridkv.__file__).read_text("utf-8"))
     typed = next(one for one in source.body if isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING")
     told = [alias.name for line in typed.body if isinstance(line, ast.ImportFrom) for alias in line.names]
@@ -45,7 +45,7 @@ def test_every_name_is_there_and_told_to_type_checkers() -> None:
     assert set(hybridkv.__all__) <= set(dir(hybridkv))
 
 
-def test_unknown_names_are_refused_and_folders_are_found() -> None:
+def test_public_name_that_is_unknown_is_rejected() -> None:
     with pytest.raises(AttributeError, match="module 'hybridkv' has no attribute 'Manager'"):
         _ = hybridkv.Manager  # type: ignore[attr-defined]  # that is the point
     from hybridkv import planner, simulator  # noqa: PLC0415 - folders, not names of the front door
@@ -54,7 +54,7 @@ def test_unknown_names_are_refused_and_folders_are_found() -> None:
     assert simulator.replay is hybridkv.replay
 
 
-def test_what_decides_is_imported_without_torch() -> None:
+def test_control_plane_imports_without_torch() -> None:
     names = sorted({*hybridkv.__all__} - TORCH - {"load"})
     done = python(
         "import sys, hybridkv",
@@ -67,7 +67,7 @@ def test_what_decides_is_imported_without_torch() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TORCH))
-def test_without_torch_the_rest_says_what_to_install(name: str) -> None:
+def test_missing_torch_names_the_extra(name: str) -> None:
     done = python("import sys", "sys.modules['torch'] = None", f"from hybridkv import {name}")
     assert done.returncode == 1
     assert f"ImportError: hybridkv.{name} needs torch: pip install 'hybridkv[runner]'" in done.stderr
@@ -77,7 +77,7 @@ def test_without_torch_the_rest_says_what_to_install(name: str) -> None:
 
 
 @pytest.mark.parametrize("placement", ["ends", "interval:512", "align", "align:1024", "none"])
-def test_a_manager_keeps_states_where_the_plan_says(placement: str) -> None:
+def test_manager_of_plan_keeps_its_placement(placement: str) -> None:
     made = planned(placement=placement)
     cache = KVCacheManager(made)
     assert cache.placement is not None
@@ -87,7 +87,7 @@ def test_a_manager_keeps_states_where_the_plan_says(placement: str) -> None:
     assert cache.enable_caching == (placement != "none")
 
 
-def test_a_manager_has_the_ranks_of_its_plan() -> None:
+def test_manager_of_plan_has_its_ranks() -> None:
     made = plan(read_model("llama-3-8b"), "40GiB", max_model_len=4096, dcp=2, pcp=2, layout="reference")
     cache = KVCacheManager(made)
     assert (cache.dcp_world_size, cache.pcp_world_size) == (2, 2)
@@ -95,7 +95,7 @@ def test_a_manager_has_the_ranks_of_its_plan() -> None:
     assert cache.groups[0].policy.block_size == 64
 
 
-def test_what_contradicts_the_plan_is_refused() -> None:
+def test_manager_option_that_contradicts_the_plan_is_rejected() -> None:
     made = planned(placement="interval:512")
     for wrong, said in (
         ({"max_model_len": 8192}, "max_model_len 8192 contradicts the plan, which was made for 4096"),
@@ -113,7 +113,7 @@ def test_what_contradicts_the_plan_is_refused() -> None:
         KVCacheManager(reference, options=CacheOptions(placement=AlignPlacement(16)))
 
 
-def test_a_config_alone_needs_the_longest_request() -> None:
+def test_manager_of_config_without_max_model_len_is_rejected() -> None:
     config = planned().config
     with pytest.raises(ConfigError, match="max_model_len is missing: a config does not contain it"):
         KVCacheManager(config)
@@ -122,14 +122,14 @@ def test_a_config_alone_needs_the_longest_request() -> None:
         KVCacheManager("plan")  # type: ignore[arg-type]  # that is the point
 
 
-def test_requests_longer_than_the_plan_are_refused() -> None:
+def test_manager_with_longer_requests_than_the_plan_is_rejected() -> None:
     cache = KVCacheManager(planned(max_model_len=64))
     sched = hybridkv.Scheduler(cache)
     with pytest.raises(ConfigError, match="64"):
         sched.add(Request("long", list(range(64)), hasher=cache.hasher))
 
 
-def test_a_worker_of_ones_own_answers_with_names_of_the_front_door() -> None:
+def test_custom_worker_uses_public_names_only() -> None:
     cache = hybridkv.KVCacheManager(planned())
     sched = hybridkv.Scheduler(cache, hybridkv.SchedulerLimits())
     sched.add(hybridkv.Request("a", [1, 2, 3], hybridkv.SamplingParams(max_tokens=2), hasher=cache.hasher))
@@ -140,6 +140,6 @@ def test_a_worker_of_ones_own_answers_with_names_of_the_front_door() -> None:
     assert [one.request.token_ids().tolist() for one in outcome.finished] == [[1, 2, 3, 7, 7]]
 
 
-def test_copies_have_the_same_words_in_steps_and_in_transfers() -> None:
+def test_copy_kinds_of_steps_and_transfers_agree() -> None:
     in_steps = [field.name for field in fields(Copy)]
     assert [name for name in in_steps if name in Transfer._fields] == [*Transfer._fields]

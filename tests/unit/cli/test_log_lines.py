@@ -6,7 +6,7 @@ from hybridkv import Csr, KVCacheManager, Request, SamplingParams, Scheduler, Sc
 from hybridkv.testing import attention_config
 
 
-def test_a_request_cannot_forge_lines_of_the_log_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_line_of_request_id_with_newline_stays_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     cache = KVCacheManager(attention_config(7, (4,)), 24)
     sched = Scheduler(cache, SchedulerLimits())

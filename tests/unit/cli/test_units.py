@@ -25,12 +25,12 @@ from hybridkv.units import GiB, KiB, MiB, TiB, ceil_div, dtype_bytes, dtype_name
         ("9007199254740993", 9007199254740993),
     ],
 )
-def test_sizes_are_read(text: str | int, size_bytes: int) -> None:
+def test_size_text_is_parsed(text: str | int, size_bytes: int) -> None:
     assert parse_bytes(text) == size_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "40 GiBs", "-4GiB", "1e9", "4,0GiB", "0", "0GiB", "0.0001KiB", -5, "nan"])
-def test_what_is_no_size_is_refused(text: str | int) -> None:
+def test_size_text_that_is_invalid_is_rejected(text: str | int) -> None:
     with pytest.raises(ConfigError):
         parse_bytes(text)
 
@@ -47,18 +47,18 @@ def test_what_is_no_size_is_refused(text: str | int) -> None:
         (-MiB, "-1 MiB"),
     ],
 )
-def test_sizes_are_written(size_bytes: int, text: str) -> None:
+def test_size_is_formatted(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text
 
 
 @given(st.integers(0, 10**6), st.integers(1, 1000))
-def test_rounding(n: int, unit: int) -> None:
+def test_size_rounding_is_exact(n: int, unit: int) -> None:
     blocks = ceil_div(n, unit)
     assert (blocks - 1) * unit < n <= blocks * unit
     assert round_up(n, unit) == blocks * unit
 
 
-def test_dtypes() -> None:
+def test_dtype_names_are_parsed() -> None:
     assert dtype_name("torch.bfloat16") == "bfloat16"
     assert [dtype_bytes(one) for one in ("bfloat16", "float16", "float32", "fp8", "float8_e4m3fn")] == [2, 2, 4, 1, 1]
     with pytest.raises(ConfigError, match="bfloat16"):

@@ -50,7 +50,7 @@ class InPool:
         pass
 
 
-def test_hits_and_tables_are_those_of_the_manager_itself() -> None:
+def test_vllm_manager_hits_and_tables_match_the_core() -> None:
     cache = manager(FullAttentionSpec(), SlidingWindowSpec())
     itself = KVCacheManager(cache_config(cache.kv_cache_config), 64)
     for name in "ab":
@@ -66,7 +66,7 @@ def test_hits_and_tables_are_those_of_the_manager_itself() -> None:
     cache.cache.check()
 
 
-def test_outputs_are_taken_over_and_published() -> None:
+def test_vllm_manager_publishes_outputs() -> None:
     cache = manager(FullAttentionSpec())
     first = Asked("a", PROMPT)
     run(cache, first, len(PROMPT))
@@ -80,7 +80,7 @@ def test_outputs_are_taken_over_and_published() -> None:
     assert cache.get_computed_blocks(second)[1] == 16
 
 
-def test_a_preempted_request_begins_anew_and_its_outputs_are_no_prompt() -> None:
+def test_vllm_manager_preempted_request_restarts_without_prompt_growth() -> None:
     cache = manager(FullAttentionSpec(), MambaSpec(), retention=0)
     request = Asked("a", PROMPT)
     run(cache, request, len(PROMPT))
@@ -96,7 +96,7 @@ def test_a_preempted_request_begins_anew_and_its_outputs_are_no_prompt() -> None
     cache.cache.check()
 
 
-def test_a_state_is_not_hit_before_its_step_has_run() -> None:
+def test_vllm_manager_state_is_not_hit_before_its_step() -> None:
     cache = manager(FullAttentionSpec(), MambaSpec())
     first, second = Asked("a", PROMPT[:9]), Asked("b", PROMPT[:9])
     with cache.step():
@@ -113,7 +113,7 @@ def test_a_state_is_not_hit_before_its_step_has_run() -> None:
         assert cache.allocate_slots(second, 1, hits, blocks) is not None
 
 
-def test_steps_without_output_are_passed_over() -> None:
+def test_vllm_manager_skips_steps_without_output() -> None:
     cache = manager(FullAttentionSpec())
     outputs = [object() for _ in range(3)]
     for number, output in enumerate(outputs):
@@ -128,7 +128,7 @@ def test_steps_without_output_are_passed_over() -> None:
         cache.cache.mark_written(2)
 
 
-def test_what_does_not_fit_is_none_and_the_whole_sequence_is_asked_for() -> None:
+def test_vllm_manager_returns_none_when_the_sequence_does_not_fit() -> None:
     cache = manager(FullAttentionSpec(), num_blocks=4)
     request = Asked("a", PROMPT)
     assert cache.allocate_slots(request, 4, full_sequence_must_fit=True) is None
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_none_and_the_whole_sequence_is_asked_for() -> None
     assert cache.get_block_ids("a") == ([1],)
 
 
-def test_the_watermark_stays_free_beside_others() -> None:
+def test_vllm_manager_keeps_the_watermark_free() -> None:
     cache = manager(FullAttentionSpec(), num_blocks=11, watermark=0.5)
     assert cache.allocate_slots(Asked("a", PROMPT), len(PROMPT)) is not None
     assert cache.allocate_slots(Asked("b", PROMPT[1:9]), 8) is None
@@ -153,7 +153,7 @@ def test_of_states_an_admission_asks_for_that_which_the_chunk_leaves() -> None:
     assert cache.allocate_slots(Asked("a", PROMPT), 4, full_sequence_must_fit=True) is None
 
 
-def test_blocks_in_flight_are_held_past_the_end() -> None:
+def test_vllm_manager_holds_blocks_in_flight_after_the_end() -> None:
     cache = manager(FullAttentionSpec())
     request = Asked("a", PROMPT)
     run(cache, request, len(PROMPT))
@@ -165,7 +165,7 @@ def test_blocks_in_flight_are_held_past_the_end() -> None:
     assert cache.pop_blocks_for_free(request) == []
 
 
-def test_windows_behind_settled_tokens_are_given_back() -> None:
+def test_vllm_manager_frees_windows_after_settled_tokens() -> None:
     cache = manager(SlidingWindowSpec())
     request = Asked("a", PROMPT)
     run(cache, request, len(PROMPT))
@@ -187,7 +187,7 @@ def test_ids_to_clear_are_those_of_attention() -> None:
     assert cache.take_new_block_ids() == attention[2:]
 
 
-def test_blocks_answer_as_vllms() -> None:
+def test_vllm_manager_blocks_have_the_vllm_interface() -> None:
     cache = manager(FullAttentionSpec(), FullAttentionSpec())
     request = Asked("a", PROMPT)
     new = run(cache, request, len(PROMPT))
@@ -208,7 +208,7 @@ def test_engines_ask_groups_for_their_spec() -> None:
     assert [(one.block_size, one.kv_cache_spec) for one in found] == [(SIZE, spec) for spec in specs]
 
 
-def test_statistics_are_vllms() -> None:
+def test_vllm_manager_statistics_match_vllm() -> None:
     cache = manager(FullAttentionSpec(), new_stats=Stats)
     request = Asked("a", PROMPT)
     cache.record_prefix_cache_stats(request, 8)
@@ -220,7 +220,7 @@ def test_statistics_are_vllms() -> None:
     assert manager(FullAttentionSpec()).make_prefix_cache_stats() is None
 
 
-def test_without_caching_nothing_is_looked_up_or_hashed() -> None:
+def test_vllm_manager_without_caching_neither_looks_up_nor_hashes() -> None:
     cache = manager(FullAttentionSpec(), MambaSpec(mamba_cache_mode="none", block_size=64), enable_caching=False)
     for name in "ab":
         request = Asked(name, PROMPT)
@@ -231,7 +231,7 @@ def test_without_caching_nothing_is_looked_up_or_hashed() -> None:
         assert cache.estimate_cached_tokens(request) == 0
 
 
-def test_what_an_encoder_reads_is_no_part_of_the_prompt() -> None:
+def test_vllm_manager_encoder_input_is_not_in_the_prompt() -> None:
     """vLLM caches no prefixes of such models; where the input's features lie says nothing of the decoder's tokens."""
     cache = manager(FullAttentionSpec(), enable_caching=False)
     request = Asked("a", PROMPT)
@@ -249,7 +249,7 @@ def test_states_inside_a_step_are_left_to_chunk_ends() -> None:
 
 
 @pytest.mark.parametrize("given", [{"secret": True}, '{"secret": true}'])
-def test_hints_are_heard(given: object) -> None:
+def test_vllm_manager_applies_hints(given: object) -> None:
     cache = manager(FullAttentionSpec())
     for name, extra in (("secret", {HINTS: given, "others": 1}), ("said", None)):
         request = Asked(name, PROMPT)
@@ -269,7 +269,7 @@ def test_hints_are_heard(given: object) -> None:
         (7, "must be an object"),
     ],
 )
-def test_hints_that_cannot_be_end_no_scheduler(given: object, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_vllm_manager_ignores_invalid_hints(given: object, said: str, caplog: pytest.LogCaptureFixture) -> None:
     cache = manager(FullAttentionSpec())
     request = Asked("wrong", PROMPT)
     request.sampling_params = Sampling({HINTS: given})
@@ -278,7 +278,7 @@ def test_hints_that_cannot_be_end_no_scheduler(given: object, said: str, caplog:
     assert "wrong" in caplog.text
 
 
-def test_events_speak_of_the_engines_hashes() -> None:
+def test_vllm_manager_events_use_the_engine_hashes() -> None:
     cache = manager(FullAttentionSpec(), enable_events=True)
     request = Asked("a", PROMPT)
     request.cache_salt = "tenant"
@@ -296,7 +296,7 @@ def test_events_speak_of_the_engines_hashes() -> None:
         (MambaSpec(mamba_cache_mode="all"), "--mamba-cache-mode all"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(spec: object, message: str) -> None:
+def test_vllm_manager_rejects_unsupported_options(spec: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spec_of(spec)
 
@@ -374,7 +374,7 @@ def test_what_it_cannot_do_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", vllm.__all__)
-def test_without_vllm_the_schedulers_say_what_to_install(name: str) -> None:
+def test_vllm_scheduler_without_vllm_names_the_package(name: str) -> None:
     code = f"import sys, hybridkv.vllm; assert 'vllm' not in sys.modules; hybridkv.vllm.{name}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603 - ours
     assert done.returncode
@@ -478,7 +478,7 @@ def test_a_connector_that_has_less_than_is_here_is_taken_at_its_word() -> None:
         )
 
 
-def test_blocks_that_a_transfer_writes_are_not_cleared() -> None:
+def test_vllm_manager_does_not_clear_blocks_a_transfer_writes() -> None:
     cache = manager(FullAttentionSpec())
     admit_load(cache, Asked("a", PROMPT), 8, skip_zeroing_group_ids=(0,))
     assert cache.take_new_block_ids() == []
@@ -486,7 +486,7 @@ def test_blocks_that_a_transfer_writes_are_not_cleared() -> None:
     assert len(cache.take_new_block_ids()) == 2
 
 
-def test_blocks_that_were_not_loaded_are_found_no_longer() -> None:
+def test_vllm_manager_blocks_with_failed_load_are_not_hit() -> None:
     cache = manager(FullAttentionSpec())
     request = Asked("a", PROMPT)
     run(cache, request, len(PROMPT))
@@ -496,7 +496,7 @@ def test_blocks_that_were_not_loaded_are_found_no_longer() -> None:
 
 
 @pytest.mark.parametrize(("external", "hits"), [(13, 0), (12, 12)])
-def test_a_state_that_came_with_its_tokens_is_gone_on_from(external: int, hits: int) -> None:
+def test_vllm_manager_resumes_at_a_loaded_state(external: int, hits: int) -> None:
     """And hit by others where it lies at a block's edge; not before it is there."""
     cache = manager(FullAttentionSpec(), MambaSpec())
     request = Asked("a", PROMPT)
@@ -514,7 +514,7 @@ def test_a_state_that_came_with_its_tokens_is_gone_on_from(external: int, hits: 
     cache.cache.check()
 
 
-def test_part_of_what_a_state_needs_is_nothing() -> None:
+def test_vllm_manager_partly_loaded_state_is_not_hit() -> None:
     cache = manager(FullAttentionSpec(), MambaSpec())
     request = Asked("a", PROMPT)
     assert admit_load(cache, request, 13) is not None
@@ -566,7 +566,7 @@ def test_a_state_is_loaded_within_a_step_only_where_no_copy_of_it_goes_before(
     cache.cache.check()
 
 
-def test_who_ends_hands_over_the_state_behind_its_last_token() -> None:
+def test_vllm_manager_finished_request_hands_over_its_final_state() -> None:
     """And what its windows still have: all else was given back before a connector is told."""
     cache = manager(FullAttentionSpec(), SlidingWindowSpec(), MambaSpec())
     request = Asked("a", PROMPT)

@@ -117,7 +117,7 @@ def test_events_are_of_blocks_of_attention_and_name_their_tokens(memory: int, sp
         ((STATE,), SMALL, "align:16"),
     ],
 )
-def test_tokens_are_those_without_a_cache(
+def test_vllm_natural_tokens_match_no_cache(
     specs: Sequence[object], memory: int, placement: str | None, *, ahead: bool
 ) -> None:
     engine = Engine(manager(memory, specs, Options(SIZE, placement)), ahead=ahead)
@@ -202,13 +202,13 @@ def test_what_a_step_in_flight_computes_is_known_when_its_request_ends(
     assert set(ahead) == {-1, 0}
 
 
-def test_where_no_state_is_kept_nothing_is_hit() -> None:
+def test_vllm_natural_without_kept_state_has_no_hit() -> None:
     engine = Engine(manager(options=Options(SIZE, "none")))
     assert play(engine) == (0, 0)
     assert not engine.worker.counts
 
 
-def test_states_are_kept_where_rows_that_decode_pass_a_stop() -> None:
+def test_vllm_natural_keeps_states_at_checkpoints_while_decoding() -> None:
     """Though they need no block there."""
     engine = Engine(manager(specs=[STATE], options=Options(SIZE, "interval:6")))
     request = engine.add("a", [3] * 10, OUTPUTS)
@@ -232,7 +232,7 @@ def test_blocks_are_cleared_where_a_state_may_have_lain(specs: Sequence[object],
     assert any(zeroed) == cleared
 
 
-def test_blocks_that_move_are_found_again() -> None:
+def test_vllm_natural_moved_blocks_are_hit() -> None:
     engine = Engine(manager(SMALL))
     play(engine)
     assert engine.worker.counts["moved"]
@@ -241,7 +241,7 @@ def test_blocks_that_move_are_found_again() -> None:
 
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "a class one block off"])
-def test_faults_are_seen(fault: str) -> None:
+def test_vllm_natural_faults_are_detected(fault: str) -> None:
     engine = Engine(manager(SMALL), change=FAULTS[fault]())
     assert play(engine)[1]
 
@@ -257,7 +257,7 @@ def hit_behind(head: int, **wishes: Any) -> int:  # noqa: ANN401 - whatever call
     return engine.hits["second"]
 
 
-def test_a_state_is_kept_where_a_request_says_so() -> None:
+def test_vllm_natural_keeps_states_at_resume_marks() -> None:
     assert hit_behind(19) == 0
     assert hit_behind(19, marks=[19]) == 19
     assert hit_behind(19, hints={"shared_tokens": 18}) == 18
@@ -272,7 +272,7 @@ def test_a_state_is_kept_where_a_request_says_so() -> None:
         ({"hints": "{"}, "an invalid hybridkv_hints"),
     ],
 )
-def test_wishes_that_cannot_be_are_told_and_left_out(
+def test_vllm_natural_invalid_hints_are_reported_and_ignored(
     wishes: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert hit_behind(19, **wishes) == 0
@@ -296,7 +296,7 @@ def test_blocks_are_those_of_the_kernel() -> None:
     assert default_block_size(config(LARGE, [STATE])) == 32
 
 
-def test_the_plan_fills_vllms_memory() -> None:
+def test_vllm_natural_plan_fills_the_vllm_memory() -> None:
     found = manager(SMALL).cache.config
     assert found.slabs is not None
     assert SMALL - found.slabs.slab_bytes < found.slabs.arena_bytes <= SMALL
@@ -323,7 +323,7 @@ def test_options_are_those_of_the_additional_config() -> None:
         ({"block_size": 0}, r"Expected `int` >= 1 - at `\$\.block_size`"),
     ],
 )
-def test_options_that_are_none_are_refused(asked: object, message: str) -> None:
+def test_vllm_natural_invalid_option_is_rejected(asked: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Options.of({"hybridkv": asked}, 32)
 
