@@ -150,7 +150,7 @@ def test_a_reader_alone_that_stops_reading_stops_the_engine() -> None:
     run(work)
 
 
-def test_a_slow_reader_holds_nobody_up_and_finds_larger_parts() -> None:
+def test_async_slow_reader_delays_no_other_and_gets_larger_parts() -> None:
     expected = generated(LLAMA, PROMPTS[0], 60)
     expected_too = generated(LLAMA, PROMPTS[1], 60)
 
@@ -207,7 +207,7 @@ def test_requests_read_together_come_with_all_there_is() -> None:
     run(work)
 
 
-def test_who_reads_requests_together_hears_what_went_wrong_last() -> None:
+def test_async_joint_reader_gets_the_error_last() -> None:
     async def work() -> None:
         async with engines() as (front, engine):
             with (
@@ -230,7 +230,7 @@ def test_who_reads_requests_together_hears_what_went_wrong_last() -> None:
     run(work)
 
 
-def test_what_ends_one_output_of_several_is_not_lost_on_who_reads_late() -> None:
+def test_async_late_reader_gets_the_error_of_one_output() -> None:
     async def work() -> None:
         opened: list[Stream] = []
 
@@ -295,7 +295,7 @@ def test_ids_are_checked_without_asking_the_model_for_each(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_cancelled_reader_aborts_its_request_and_no_other(in_flight: int) -> None:
+def test_async_cancelled_reader_aborts_its_request_only(in_flight: int) -> None:
     expected = generated(LLAMA, PROMPTS[1], 60)
 
     async def work() -> None:
@@ -442,7 +442,7 @@ def test_stop_strings_and_salts_go_through() -> None:
 @pytest.mark.parametrize(
     "raised", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()], ids=repr
 )
-def test_what_is_no_exception_in_a_forward_leaves_nobody_waiting(raised: BaseException) -> None:
+def test_async_forward_with_base_exception_ends_every_stream(raised: BaseException) -> None:
     """The event loop goes on, every stream ends, and ``close`` raises what it was."""
 
     def fail(*_: object) -> None:

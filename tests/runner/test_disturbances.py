@@ -48,7 +48,7 @@ def test_memory_for_three_requests_evicts_and_moves(name: str, eviction: str, ma
         LAYOUTS, {"llama4": ["reference"], "mamba": ["natural"], "qwen3_next": LAYOUTS, "falcon_h1": ["natural"]}
     ),
 )
-def test_who_was_preempted_goes_on_from_what_was_kept(name: str, layout: str, make_engine: EngineFactory) -> None:
+def test_preempted_request_resumes_at_its_kept_prefix(name: str, layout: str, make_engine: EngineFactory) -> None:
     prompts = unlike_prompts(3, 5)
     checked = CheckedEngine(make_engine, name, prompts, OUTPUT, layout=layout, room_for=8, token_budget=70)
     engine = checked.engine
@@ -75,7 +75,7 @@ def test_who_was_preempted_goes_on_from_what_was_kept(name: str, layout: str, ma
 
 
 @pytest.mark.parametrize("name", models("gpt_oss", *STATES_AND_ATTENTION))
-def test_two_steps_in_flight_in_little_memory(name: str, make_engine: EngineFactory) -> None:
+def test_steps_in_flight_with_little_memory_keep_outputs(name: str, make_engine: EngineFactory) -> None:
     prompts = [*shared_prompts(4, 6), *unlike_prompts(4, 6)]
     checked = CheckedEngine(make_engine, name, prompts, OUTPUT, room_for=2, in_flight=2, token_budget=90)
     engine, done, preempted = checked.engine, list[Completion](), 0
@@ -94,7 +94,7 @@ def test_two_steps_in_flight_in_little_memory(name: str, make_engine: EngineFact
 
 
 @pytest.mark.parametrize(("name", "in_flight"), models_with([1, 2], {"gemma3": [1], "falcon_h1": [2]}))
-def test_aborts_at_random_moments(name: str, in_flight: int, make_engine: EngineFactory) -> None:
+def test_random_aborts_keep_other_outputs(name: str, in_flight: int, make_engine: EngineFactory) -> None:
     prompts = [*shared_prompts(6, 7), *unlike_prompts(4, 7)]
     checked = CheckedEngine(make_engine, name, prompts, OUTPUT, room_for=10, in_flight=in_flight, token_budget=100)
     rng = np.random.default_rng(7)
@@ -126,7 +126,7 @@ def module_at(model: PreTrainedModel, where: str) -> torch.nn.Module:
     ("name", "where", "in_flight"),
     models_with(FAILING, {"mamba": [("last layer", 1), ("head", 2)], "qwen3_next": [("last layer", 2), ("head", 1)]}),
 )
-def test_forwards_that_raise_leave_no_wrong_state(
+def test_failed_forward_leaves_no_wrong_state(
     name: str, where: str, in_flight: int, make_engine: EngineFactory
 ) -> None:
     prompts = [*shared_prompts(4, 8), *unlike_prompts(2, 8)]

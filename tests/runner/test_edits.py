@@ -92,7 +92,7 @@ def any_params(rng: np.random.Generator) -> SamplingParams:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_draws_of_a_step_are_those_told_one_by_one(seed: int) -> None:
+def test_logit_edits_of_a_step_match_single_rows(seed: int) -> None:
     rng, count = np.random.default_rng(seed), 6
     rows = RowState(count, VOCABULARY)
     params = [any_params(rng) for _ in range(count)]
@@ -151,7 +151,7 @@ def test_draws_of_a_step_are_those_told_one_by_one(seed: int) -> None:
     ids=["repetition", "min tokens", "bad words"],
 )
 @pytest.mark.parametrize("output", [[], [6], [3, 8, 9], [7, 6], [11, 11, 11, 9]], ids=str)
-def test_what_transformers_has_too_is_the_same(
+def test_logit_edits_match_transformers_processors(
     params: SamplingParams, theirs: Callable[[int], Any], output: list[int]
 ) -> None:
     prompt, rows = [1, 3, 0], RowState(1, VOCABULARY)
@@ -162,7 +162,7 @@ def test_what_transformers_has_too_is_the_same(
     torch.testing.assert_close(scores(logits, batch), expected)
 
 
-def test_rows_that_ask_for_nothing_are_not_copied() -> None:
+def test_logit_edits_without_requests_copy_nothing() -> None:
     rows = RowState(3, VOCABULARY)
     for row, params in enumerate(
         [SamplingParams(), SamplingParams(min_tokens=1), SamplingParams(presence_penalty=1.0)]
@@ -500,7 +500,7 @@ def test_what_fails_behind_a_refused_draft_never_was() -> None:
         ({"logits_processors": [lambda logits: logits]}, "must take .output ids, logits. or"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+def test_logit_edit_with_invalid_value_is_rejected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingParams(**change)
 

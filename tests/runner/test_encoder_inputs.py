@@ -107,7 +107,7 @@ def test_planned_bytes_are_what_a_forward_shows(name: str) -> None:
 
 
 @NAMES
-def test_tenants_share_no_output(name: str, make_engine: EngineFactory) -> None:
+def test_encoder_outputs_of_tenants_are_separate(name: str, make_engine: EngineFactory) -> None:
     """Nor a decoder's prefix behind it."""
     listening = Listening(make_engine, name)
     engine, prompt, given = listening.engine, listening.prompts[2], sound(name, 7)
@@ -172,7 +172,7 @@ def test_an_encoder_decoder_cannot_draft(make_engine: EngineFactory) -> None:
 
 
 @NAMES
-def test_inputs_that_cannot_be_heard(name: str, make_engine: EngineFactory) -> None:
+def test_encoder_input_that_is_invalid_is_rejected(name: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name)
     engine = listening.engine
     with pytest.raises(ConfigError, match="is an encoder-decoder: give the input of its encoder"):
@@ -225,7 +225,7 @@ def test_steps_whose_encoders_cannot_run_change_nothing(name: str, make_engine: 
 
 
 @NAMES
-def test_an_input_of_other_length_than_promised_fails_its_step(name: str, make_engine: EngineFactory) -> None:
+def test_encoder_input_of_undeclared_length_fails_its_step(name: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name)
     engine = listening.engine
     engine.add([0], greedy(4), encoder=sound(name, 1))
@@ -273,7 +273,7 @@ def step_while(engine: Engine, leaving: Sequence[str]) -> list[Completion]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @NAMES
-def test_who_leaves_before_the_encoder_runs_fails_nobody(name: str, layout: str, make_engine: EngineFactory) -> None:
+def test_encoder_request_aborted_early_fails_no_other(name: str, layout: str, make_engine: EngineFactory) -> None:
     """Its step is in flight already, and whoever else wanted its input has left, too."""
     listening = Listening(make_engine, name, layout=layout, in_flight=2)
     engine, sounds = listening.engine, {"first": sound(name, 1), "stays": sound(name, 3)}

@@ -38,7 +38,7 @@ def expected(*which: int) -> list[tuple[int, ...]]:
 # -- closed
 
 
-def test_a_closed_engine_says_so_and_nothing_runs() -> None:
+def test_engine_that_is_closed_rejects_calls() -> None:
     with Engine(LLAMA, memory="2MiB", max_model_len=128) as engine:
         engine.add(PROMPTS[0], greedy(OUTPUT))
         stream = engine.stream(PROMPTS[1], greedy(OUTPUT), request_id="read")
@@ -103,7 +103,7 @@ WRONG_PROMPTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "message"), WRONG_PROMPTS)
-def test_what_is_no_prompt_is_refused(prompt: object, message: str) -> None:
+def test_engine_prompt_that_is_invalid_is_rejected(prompt: object, message: str) -> None:
     with pytest.raises(ConfigError, match=f"a prompt must be text or a list of token ids, {message}"):
         encode(LLAMA, prompt)  # type: ignore[arg-type]  # what is refused
 
@@ -117,7 +117,7 @@ def test_prompts_in_every_form_of_integers() -> None:
         assert all(type(one) is int for one in ids)
 
 
-def test_what_is_no_batch_or_no_sampling_is_refused(make_engine: EngineFactory) -> None:
+def test_engine_batch_or_sampling_that_is_invalid_is_rejected(make_engine: EngineFactory) -> None:
     engine = make_engine(LLAMA, PROMPTS, OUTPUT)
     batches: list[tuple[Any, str]] = [
         ("Hello", "got 'Hello'"),
@@ -169,7 +169,7 @@ def test_a_placement_that_is_none_is_refused_when_it_is_planned() -> None:
 
 @pytest.mark.parametrize("name", ["max_running", "token_budget", "max_model_len"])
 @pytest.mark.parametrize("value", [0, -5, 1.5, "5", True])
-def test_counts_that_are_none_are_refused(name: str, value: object) -> None:
+def test_engine_count_that_is_invalid_is_rejected(name: str, value: object) -> None:
     counts: dict[str, Any] = {name: value}
     with pytest.raises(ConfigError, match=f"{name} must be (at least 1|an integer), got"):
         Engine(LLAMA, **counts) if name == "max_model_len" else EngineOptions(**counts)
@@ -359,7 +359,7 @@ def test_closing_goes_on_when_a_stream_cannot_be_ended() -> None:
 # -- logits, and schedulers that are stuck
 
 
-def test_logits_that_are_no_numbers_are_refused(make_engine: EngineFactory) -> None:
+def test_engine_with_nan_logits_ends_the_request(make_engine: EngineFactory) -> None:
     engine = make_engine(LLAMA, PROMPTS, OUTPUT)
     for prompt in PROMPTS:
         engine.add(prompt, greedy(OUTPUT))

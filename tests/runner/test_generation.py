@@ -204,7 +204,7 @@ def test_jobs_and_answers_pass_as_files(tmp_path: Path) -> None:
     assert job["options"] == {"max_model_len": 512, "block_size": 64, "enable_prefix_caching": True}
 
 
-def test_what_fails_is_told_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_failure_is_reported_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "fails.py"
     script.write_text("raise IndexError('index 12 is out of bounds')", "utf-8")
     with pytest.raises(VllmError, match=r"^IndexError: index 12 is out of bounds$"):

@@ -272,7 +272,7 @@ def hits(make_engine: EngineFactory, first: ImagePrompt, then: ImagePrompt, layo
 
 
 @pytest.mark.parametrize("layout", ["natural", REFERENCE])
-def test_equal_images_are_hit_and_others_never(layout: str, make_engine: EngineFactory) -> None:
+def test_images_that_are_equal_hit_and_others_do_not(layout: str, make_engine: EngineFactory) -> None:
     base = prompt_of("qwen3_vl", [HEAD, (WIDE, 1), MIDDLE, TAIL])
     other = prompt_of("qwen3_vl", [HEAD, (WIDE, 2), MIDDLE, TAIL])
     again = prompt_of("qwen3_vl", [HEAD, (WIDE, 1), MIDDLE, HEAD])
@@ -397,7 +397,7 @@ DAMAGES: list[Callable[[pytest.MonkeyPatch], None]] = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_would_be_wrong_shows(
+def test_images_with_a_fault_are_detected(
     damage: Callable[[pytest.MonkeyPatch], None], make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = Compared("qwen3_vl", make_engine)

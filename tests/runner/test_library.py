@@ -160,7 +160,7 @@ def test_streams_read_in_turns_say_what_completions_say(
     assert engine.idle
 
 
-def test_nothing_runs_ahead_of_every_reader(make_engine: EngineFactory) -> None:
+def test_engine_does_not_run_ahead_of_every_reader(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(2, 6)
     engine = make_engine(loaded, prompts, 24)
     quick, slow = (engine.stream(prompt, greedy(24)) for prompt in prompts)
@@ -183,7 +183,7 @@ def test_nothing_runs_ahead_of_every_reader(make_engine: EngineFactory) -> None:
     assert last.completion.token_ids == generated(loaded, prompts[1], 24)
 
 
-def test_a_stream_that_is_closed_frees_its_blocks(make_engine: EngineFactory) -> None:
+def test_engine_stream_that_is_closed_frees_its_blocks(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(2, 6)
     engine = make_engine(loaded, prompts, 24)
     other = engine.stream(prompts[1], greedy(24))

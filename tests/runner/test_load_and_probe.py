@@ -130,7 +130,7 @@ def test_attention_without_an_eager_function_is_refused() -> None:
 
 
 @pytest.mark.parametrize("number", ["float", "int"])
-def test_a_quantized_cache_that_is_not_applied_is_told_of(number: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_quantized_cache_that_is_not_applied_is_logged(number: str, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama")
     wrap(model)
     assert not caplog.records

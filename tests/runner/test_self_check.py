@@ -53,7 +53,7 @@ def averaged(model: LlamaForCausalLM) -> None:
 
 
 @pytest.mark.parametrize("break_it", [shifted, own_positions, averaged], ids=lambda one: one.__name__)
-def test_a_layer_that_does_more_than_attend_is_refused(break_it: Callable[[LlamaForCausalLM], None]) -> None:
+def test_self_check_rejects_layer_that_does_more_than_attend(break_it: Callable[[LlamaForCausalLM], None]) -> None:
     model = tiny_model("llama", 0)
     break_it(model)
     with pytest.raises(UnsupportedModelError, match=r"other logits on paged caches .* after token \d+ .*bound"):
@@ -64,7 +64,7 @@ def test_a_layer_that_does_more_than_attend_is_refused(break_it: Callable[[Llama
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2"])
-def test_what_says_the_same_runs(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_self_check_of_equal_logits_passes(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hybridkv"), engine(tiny_model(name, 0)) as made:
         assert len(made.generate([[1, 2, 3]])[0].token_ids) > 0
     assert "would not show" not in caplog.text
@@ -121,13 +121,13 @@ def test_rows_that_run_one_by_one_say_why_and_the_model_speaks_alone_once(
     assert len(alone) == 4
 
 
-def test_logits_that_are_no_numbers_differ() -> None:
+def test_self_check_of_nan_logits_fails() -> None:
     nan = torch.tensor([float("nan"), 1.0])
     assert difference(nan, torch.ones(2)) == difference(torch.ones(2), nan) == float("inf")
     assert difference(torch.ones(2), torch.full((2,), 2.0)) == 0.5
 
 
-def test_weights_that_would_hide_a_wrong_context_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_self_check_with_insensitive_weights_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=97,
