@@ -547,7 +547,7 @@ OMISSIONS = {
     "drafts": Omission(AcceptsAll, "natural", "drafts"),
     "draws": Omission(DrawsBehindTheLastOne, "natural", "drafts"),
     "samples": Omission(DrawsForEverybody, "natural", "hits", "one token for each row that samples"),
-    "num-accepted": Omission(DoesNotCount, "natural", "drafts", "its result must say num_accepted"),
+    "num-accepted": Omission(DoesNotCount, "natural", "drafts", "its result must set num_accepted"),
     "in-place-before": Omission(in_place(NotBefore), "in place", "hits"),
     "in-place-after": Omission(in_place(NotAfter), "in place", "all"),
     "in-place-accepted": Omission(in_place(NothingAccepted), "in place", "drafts"),

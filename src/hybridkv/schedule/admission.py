@@ -206,7 +206,7 @@ class AdmissionControl:
                             break
                         continue
                     plan = None if hit is None else self._plan_after_hit(entry, hit, builder)
-                except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
+                except Exception as error:  # noqa: BLE001 - planning changes nothing, so only this request must end
                     self.running.end([Finished(entry.request, FinishReason.ERROR, error)])
                     continue
                 if plan is not None:
@@ -278,7 +278,7 @@ class AdmissionControl:
                 return 0
             alone = not self.running.seats_taken
             plan = self._plan(request, hit, hit.tokens, builder, alone=alone)
-        except Exception:  # noqa: BLE001 - its request ends for it when it is its turn
+        except Exception:  # noqa: BLE001 - the request ends with this error when it is its turn
             return 0
         return plan.certain_tokens - plan.hit_tokens if isinstance(plan, SlotPlan) else 0
 

@@ -296,11 +296,9 @@ def _with_drafts(tokens: Csr, drafts: Csr) -> Csr:
 
 
 def _gather_tokens(requests: RequestRows, rows: Int64, computed: Int64, counts: Int64) -> Csr:
-    """Return tokens computed[i] ..
+    """Return ``counts[i]`` tokens of each row, from position ``computed[i]`` on; SAMPLED_BY_WORKER for unknown tokens.
 
-    computed[i] + counts[i] - 1 of each row; SAMPLED_BY_WORKER for a token not known yet.
-
-    A decoding row takes part in a few array operations; every other row costs a Python call.
+    Decoding rows share a few array operations; every other row costs a Python call.
     """
     indptr = np.zeros(len(rows) + 1, np.int64)
     counts.cumsum(out=indptr[1:])

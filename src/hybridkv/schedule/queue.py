@@ -1,17 +1,17 @@
-"""Requests that have not begun: they arrive, wait in order, or wait for the parent that they branch off.
+"""WaitingQueue: the requests that do not run yet, and all requests of a scheduler by id.
 
-    arriving   asked for by any thread, until the owner of the scheduler looks
-    waiting    first come first served, or by priority
-    branches   wait for their parent, which waits or runs
+    arriving   added or aborted by any thread; the owner of the scheduler has not taken them in yet
+    queued     in order: first come, first served, or by priority
+    branches   children of a fork, which wait for their parent; the parent is queued or runs
 
-A forked parent that runs waits for its steps in flight and stops before its last known token, so that every branch
-computes that token itself. Then its children are admitted with its blocks, before requests that wait:
+A running parent of a fork waits for its steps in flight, and computes no further than before its last known token. So
+each child computes that token itself. Then the children are admitted with the parent's blocks, before queued requests:
 
-    parent   [ computed ............ c | token c, known ]       c = known - 1, no step in flight
-    child    [ shared: full blocks | copied: tail, state | token c ] ...
+    parent   [ computed ..................... c | token c, known ]       c = known - 1, no step in flight
+    child    [ shared: full blocks | copied: partial block, state | token c ] ...
 
-Where that is impossible (no room, or the parent has ended or gone further), children wait in front like any other
-request, and find what is cached.
+If a child does not fit, or the parent was preempted, ended or computed more, its children move to the front of the
+queue. From then on they are admitted like other requests and use the prefix cache.
 """
 
 from __future__ import annotations
@@ -29,17 +29,24 @@ from hybridkv.errors import CacheError, ConfigError, OwnershipError
 from hybridkv.request import Request, branch_id
 
 QueueKey = tuple[float, float, int]
-"""What requests are sorted by; unique."""
+"""Sort key of a queued request: priority, arrival time and a unique number. With "fcfs", only the number counts."""
 
-_FEW: Final = 64  # keys of entries that left: as many are never looked for
+_FEW: Final = 64  # chosen by hand: the heap is not rebuilt for fewer keys of entries that left
 
 
 class WaitReason(StrEnum):
     """Why a request waits.
 
-    arrived: no step was made since it came. parent: it branches off one that is not so far. seats: as many run as may.
-    in_flight: steps that it was preempted in are not done. turn: those before it did not let it pass, or the step's
-    tokens were spent. The others: what it lacked when it was last looked at, as Reason has it.
+    Attributes:
+        ARRIVED: no step was scheduled since it was added.
+        PARENT: it is a branch of a request that is not ready for it.
+        SEATS: max_running requests hold rows.
+        IN_FLIGHT: it was preempted while a step in flight ran it, and the result of that step is not there yet.
+        TURN: an earlier request did not let it pass, or the step had no tokens left.
+        NO_SPACE: see Reason. This and the following members say why the last step refused it.
+        FRAGMENTED: see Reason.
+        ADMISSION_LIMIT: see Reason.
+        PREFIX_NOT_WRITTEN: see Reason.
     """
 
     ARRIVED = "arrived"
@@ -54,7 +61,12 @@ class WaitReason(StrEnum):
 
 
 class Wait(NamedTuple):
-    """A request that waits, and why."""
+    """A request that waits, and the reason.
+
+    Attributes:
+        request: the request.
+        reason: why it waits.
+    """
 
     request: Request
     reason: WaitReason
@@ -62,12 +74,16 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class Waiting:
-    """One waiting request.
+    """The entry of one queued request.
 
-    queue_key: its place. in_flight_steps: steps in flight that still sample for it (it was preempted meanwhile): it is
-    admitted when their results are in. hit: the look-up remembered.
-    lacked: why it did not come in when it was last looked at; None for the budget, or before.
-    overtaken: admissions of requests behind it since it was refused, first at ``refused_at`` seconds.
+    Attributes:
+        request: the request.
+        queue_key: its place in the order.
+        in_flight_steps: steps in flight that ran it before it was preempted. It is admitted after their results.
+        hit: its longest cached prefix at the last look-up.
+        lacked: why the last step refused it. Not set before the first refusal, or if the step only lacked tokens.
+        overtaken: how many later requests were admitted by steps that refused it.
+        refused_at: time of its first refusal in seconds.
     """
 
     request: Request
@@ -80,9 +96,14 @@ class Waiting:
 
 
 class Arrival(NamedTuple):
-    """A request that arrived, or the abort of one: of that very one, since its id may be used again by then.
+    """A request to add, or a request to abort.
 
-    children: that branch off it.
+    An abort holds the request itself, because its id may belong to another request when the abort is taken in.
+
+    Attributes:
+        request: the request.
+        abort: whether to abort the request; otherwise it is added.
+        children: branches of an added request.
     """
 
     request: Request
@@ -92,7 +113,13 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True)
 class Family:
-    """A parent and its children that wait, in order. order: when it forked; before its children did."""
+    """A parent and the children that wait for it.
+
+    Attributes:
+        parent: the request that forked.
+        order: number of its first fork. A parent forks before its children, so its number is lower than theirs.
+        children: the waiting children in order, as the keys of a dict.
+    """
 
     parent: Request
     order: int
@@ -100,19 +127,18 @@ class Family:
 
 
 class WaitingQueue:
-    """Requests that have not begun, and all that are known by id.
+    """The requests that do not run yet, and all requests of the scheduler by id.
 
-    A request is known from its arrival until it ends; its id is in use until its blocks are back, too.
+    A request is known from its arrival until it ends. Its id stays in use until its blocks are freed, too.
 
-    policy: "fcfs", where a preempted request returns to the front, or "priority": least Request.priority first, then
-    the earliest arrival. cache: hears who waits, where that changes what it keeps. shares_in_part: whether a branch can
-    begin inside a block; else no child waits for its parent.
+    The order is a heap of keys, so adding and removing an entry are O(log waiting), amortised. The key of an entry that
+    left stays in the heap until it comes up, or until the heap is rebuilt because it holds more keys of entries that
+    left than of queued entries.
 
-    For reading: arrivals (requests and aborts that were not taken in yet, in order), num_arriving (of requests, their
-    children among them), families (parents with children that wait for them, by the parent's id).
-
-    The order is a heap of keys: adding and removing are O(log waiting), amortised. The key of an entry that leaves
-    stays there until it comes up, or until more keys are of entries that left than of those that wait.
+    Attributes:
+        arrivals: requests and aborts that were not taken in yet, in order.
+        num_arriving: number of requests in ``arrivals``, children included.
+        families: parents with waiting children, by the parent's id.
     """
 
     def __init__(
@@ -122,6 +148,14 @@ class WaitingQueue:
         *,
         shares_in_part: bool = False,
     ) -> None:
+        """Start an empty queue.
+
+        Args:
+            policy: "fcfs" (first come, first served; a preempted request returns to the front), or "priority" (the
+                least Request.priority is first, and of equal ones the earliest).
+            cache: if its eviction policy ranks resume points, it learns which requests wait.
+            shares_in_part: whether a branch can begin inside a block. If not, children are queued at once.
+        """
         self._cache = cache if cache is not None and cache.eviction_policy.ranks else None
         self._by_priority = policy == "priority"
         self._shares_in_part = shares_in_part
@@ -139,30 +173,30 @@ class WaitingQueue:
         self._parent_of: dict[Request, str] = {}
 
     def __len__(self) -> int:
-        """Requests that wait in order."""
+        """Return the number of queued requests, without branches and arrivals."""
         return len(self._entries)
 
     @property
     def num_all(self) -> int:
-        """All that have not begun: those that arrive, wait in order, or wait for their parents."""
+        """Number of all requests that do not run: arriving, queued, or waiting for their parents."""
         return len(self._entries) + len(self._parent_of) + self.num_arriving
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing arrives, aborts among it, and nobody waits."""
+        """Whether no request or abort arrives, and no request waits."""
         return not (self.arrivals or self._entries or self.families)
 
-    # -- the owner, and what other threads ask for
+    # -- the owner, and arrivals from other threads
 
     def claim(self) -> None:
-        """The calling thread is the owner from its first call on. OwnershipError for any other one."""
+        """Make the first thread that calls it the owner; raise OwnershipError for any other thread."""
         me = threading.get_ident()
         if self._owner is None:
             self._owner = me
         elif self._owner != me:
             raise OwnershipError(
-                "another thread drives this scheduler: only its owner may schedule, update, fail and finish; "
-                "add and abort may come from anywhere"
+                "another thread owns this scheduler: call only add, abort and statistics from this thread, "
+                "and all other methods from the thread that first called one of them"
             )
 
     @property
@@ -171,25 +205,25 @@ class WaitingQueue:
         return self._owner == threading.get_ident()
 
     def arrive(self, request: Request, children: tuple[Request, ...] = ()) -> None:
-        """A request arrives, and those that branch off it. ConfigError, and none of them known, if an id is in use."""
+        """Add ``request`` and its branches to ``arrivals``. Raise ConfigError and add no request if an id is in use."""
         with self._lock:
             self._know((request, *children))
             self.arrivals.append(Arrival(request, abort=False, children=children))
             self.num_arriving += 1 + len(children)
 
     def know(self, requests: Sequence[Request]) -> None:
-        """``requests`` are here without having arrived. ConfigError, and none of them known, if an id is in use."""
+        """Register ids of ``requests`` without ``arrivals``. Raise ConfigError and register no id if one is in use."""
         with self._lock:
             self._know(requests)
 
     def _know(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.request_id in self._known or request.request_id in self._ended:
-                raise ConfigError(f"a request {request.request_id!r} is already here: request ids must be unique")
+                raise ConfigError(f"request id {request.request_id!r} is in use: give each request an id of its own")
         self._known.update({request.request_id: request for request in requests})
 
     def abort(self, request_id: str) -> bool:
-        """An abort arrives. False, and nothing done, for an unknown id."""
+        """Add an abort to ``arrivals``; return whether the id is known."""
         with self._lock:
             request = self._known.get(request_id)
             if request is not None:
@@ -197,7 +231,7 @@ class WaitingQueue:
             return request is not None
 
     def take_arrivals(self) -> Generator[Request]:
-        """Take in what arrived, in order: requests wait from now on. Those to abort, each once it is its turn."""
+        """Queue all arrived requests in order, and yield each known request to abort at the place of its abort."""
         while self.arrivals:
             with self._lock:
                 request, abort, children = self.arrivals.popleft()
@@ -210,11 +244,11 @@ class WaitingQueue:
                 yield request
 
     def find(self, request_id: str) -> Request | None:
-        """The request known by ``request_id``."""
+        """Return the request with this id, from its arrival until it ends."""
         return self._known.get(request_id)
 
     def end(self, request: Request) -> bool:
-        """``request`` ends but may still hold blocks; whether it was known. Its children wait in front of the queue."""
+        """Record that ``request`` ended, and queue its children at the front; return whether it was known."""
         with self._lock:
             if self._known.pop(request.request_id, None) is None:
                 return False
@@ -223,21 +257,22 @@ class WaitingQueue:
         return True
 
     def forget(self, request: Request) -> None:
-        """A request that ended holds nothing any longer: its id is free."""
+        """Release the id of a request that ended and holds no blocks."""
         with self._lock:
             self._ended.discard(request.request_id)
 
     def arriving(self) -> tuple[Request, ...]:
-        """Requests that arrived and were not taken in yet, their children among them. O(arrivals)."""
+        """Return the arrived requests that were not taken in yet, children included. O(arrivals)."""
         with self._lock:
             return tuple(one for item in self.arrivals if not item.abort for one in (item.request, *item.children))
 
     # -- in order
 
     def in_order(self) -> Generator[Waiting]:
-        """Entries in order, O(log waiting) each; to be closed when done: only then are those handed out in order again.
+        """Yield the entries in order, O(log waiting) each.
 
-        Entries may leave and come meanwhile; one that comes is handed out before those left that are behind it.
+        Close the generator when you are done. Until then, any other generator yields only the entries after these.
+        Entries may be added and removed meanwhile. An added entry is yielded at its place, or next if that is past.
         """
         seen: list[QueueKey] = []
         try:
@@ -252,17 +287,17 @@ class WaitingQueue:
                     heappush(self._queue_keys, key)
 
     def append(self, request: Request) -> None:
-        """A new request."""
+        """Queue a new request."""
         self._insert(self.entry(request))
 
     def entry(self, request: Request) -> Waiting:
-        """An entry for ``request``, which arrives now."""
+        """Return an entry for ``request``, with the place of a request that arrives now."""
         self._arrived += 1
         key = (request.priority, request.arrival_time) if self._by_priority else (0.0, 0.0)
         return Waiting(request, (*key, self._arrived))
 
     def return_to_front(self, entries: Sequence[Waiting]) -> None:
-        """Requests that ran already, in the order they are to be admitted again; by priority, to their places."""
+        """Queue ``entries`` before all others, in their order. With "priority", each keeps its own place instead."""
         for entry in reversed(entries):
             if not self._by_priority:
                 self._returned -= 1
@@ -276,14 +311,14 @@ class WaitingQueue:
             self._cache.eviction_policy.expect(entry.request)
 
     def complete(self, request: Request) -> bool:
-        """A step in flight has nothing more to say about ``request``; whether it waits in order."""
+        """Count one step in flight less for a preempted ``request``; return whether it is queued."""
         entry = self._entries.get(request)
         if entry is not None:
             entry.in_flight_steps -= 1
         return entry is not None
 
     def remove(self, request: Request) -> None:
-        """Take ``request`` out, if it waits, in order or for its parent."""
+        """Remove ``request`` if it is queued or waits for its parent."""
         entry = self._entries.pop(request, None)
         if entry is not None:
             del self._at[entry.queue_key]
@@ -299,13 +334,13 @@ class WaitingQueue:
                 del self.families[parent_id]
 
     def entries(self) -> list[Waiting]:
-        """All that wait in order. O(waiting * log waiting)."""
+        """Return all queued entries in order. O(waiting * log waiting)."""
         return [self._at[key] for key in sorted(self._at)]
 
     # -- branches
 
     def add_children(self, parent: Request, children: Sequence[Request]) -> None:
-        """``children`` wait for ``parent``, or in the queue where no blocks can be shared in part."""
+        """Let ``children`` wait for ``parent``. Queue them at once if a branch cannot begin inside a block."""
         if not self._shares_in_part:
             for child in children:
                 self.append(child)
@@ -317,19 +352,16 @@ class WaitingQueue:
                 self._parent_of[child] = parent.request_id
 
     def parents(self, running: Sequence[Request]) -> list[tuple[int, Request]]:
-        """Return the requests of ``running`` with children that wait for them, in the order of their forks. O(running).
-
-        Each comes with its place in that order.
-        """
+        """Return (Family.order, parent) of each request in ``running`` with waiting children, sorted. O(running)."""
         found = [self.families[one.request_id] for one in running if one.request_id in self.families]
         return sorted((family.order, family.parent) for family in found)
 
     def branches(self) -> tuple[Request, ...]:
-        """All children that wait for their parents."""
+        """Return all children that wait for their parents."""
         return tuple(self._parent_of)
 
     def take_children(self, parent: Request) -> list[Request]:
-        """The children of ``parent``, which wait for it no longer."""
+        """Remove and return the children that wait for ``parent``."""
         family = self.families.get(parent.request_id)
         if family is None or family.parent is not parent:
             return []
@@ -339,28 +371,31 @@ class WaitingQueue:
         return list(family.children)
 
     def queue_children(self, parent: Request) -> None:
-        """``parent`` gives up its row, or ends: its children wait in front of the queue."""
+        """Move the waiting children of ``parent``, which loses its row or ends, to the front of the queue."""
         if self.families:
             self.return_to_front([self.entry(child) for child in self.take_children(parent)])
 
     # -- invariants
 
     def check(self, running: Sequence[Request]) -> None:
-        """Known are exactly the requests that arrive, wait, run or are to branch off; who waits holds no row."""
+        """Raise CacheError unless arriving, waiting and running requests are known and only running ones hold rows."""
         queued = (*self._entries, *self._parent_of)
         with self._lock:
             known = set(self._known)
         if {request.request_id for request in (*self.arriving(), *queued, *running)} != known:
-            raise CacheError("the requests known are not those that arrive, wait or run")
+            raise CacheError("the known requests differ from the requests that arrive, wait or run")
         if any(request.row >= 0 for request in queued):
-            raise CacheError("a request waits and holds a row")
+            raise CacheError("a request that waits holds a row")
         keys = set(self._queue_keys)
         if untried := [entry.request for key, entry in self._at.items() if key not in keys]:
-            raise CacheError(f"request {untried[0].request_id!r} waits, and nobody would try it")
+            raise CacheError(f"request {untried[0].request_id!r} waits, but its key is not in the heap")
 
 
 def branches_of(parent: Request, n: int) -> tuple[Request, ...]:
-    """``n`` more requests PARENT#1, #2, ... with the parent's tokens; number k draws with the parent's seed + k."""
+    """Return ``n`` new requests PARENT#1, PARENT#2, ... with the parent's tokens.
+
+    Their numbers continue after the parent's earlier branches. SamplingParams.of_branch gives number k its seed.
+    """
     first = parent.branches + 1
     parent.branches += n
     return tuple(

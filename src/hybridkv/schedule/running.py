@@ -1,15 +1,21 @@
-"""Running requests as columns, the steps in flight that hold their rows, and how requests give rows up.
+"""RunningRows: the running requests as columns, the steps in flight that use their rows, and how rows are freed.
 
-    row     [ scheduled, results in flight | free to schedule | dead: ended, results still in flight ]
+A row is in one of these states:
+
+    idle        its request runs, and no step in flight uses the row
+    scheduled   its request runs, and steps in flight use the row
+    dead        its request ended, and steps in flight use the row
 
 A dead row keeps its blocks until the last step that reads or writes them is complete. A request that is preempted, or
-had a step fail, gives its row up at once; tokens that steps in flight still sample for it are appended while it waits.
-A row is *distrusted* after a step failed that may have left anything in its blocks: then none of them is published.
+whose step failed, loses its row at once. Tokens that steps in flight still sample for it are appended while it waits.
+A dead row is *distrusted* if a failed step may have left wrong data in its blocks. These blocks are not published.
 
-    drafts    [ d0 | d1 | d2 ]                 of a row with K known tokens, all computed by the step
-    sampled   [ d0 | d1 | x  ]                 two accepted, and the token that the model drew after them
-    appended  [ d0 | d1 ]                      as far as the request goes: d1 is a stop token here
-    computed  K + 2                            the drafts accepted and appended; later steps overwrite the rest
+The result of a step with drafts, for a row with K known tokens before them:
+
+    drafts    [ d0 | d1 | d2 ]                 the step computes all of them
+    sampled   [ d0 | d1 | x  ]                 two drafts are accepted; the model sampled x after them
+    appended  [ d0 | d1 ]                      d1 is a stop token here, so the request ends there
+    computed  K + 2                            appended drafts count; later steps overwrite d2
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 Ended = dict[int, tuple[FinishReason, HashError | None]]
-"""Who is done, by place in the step, and why."""
+"""Finish reason, and the error if there is one, of each request that is done, by its place in the step."""
 
 _NO_STOP = -1
 
@@ -43,10 +49,15 @@ _NO_STOP = -1
 class InFlight:
     """A Step that has no result yet, and the rows it holds.
 
-    moved: blocks, the cache's numbers, that the moves of the step end in. num_drafts: drafts of each row, int64[R];
-    None without any. held: rows that still belong to the request they were scheduled for, bool[R].
-    released: position in the step -> request that gave up its row since, to wait again; another request may have the
-    row by now.
+    Attributes:
+        step: the Step.
+        rows: int64[R], rows of the Step.
+        requests: requests of the rows when the Step was scheduled.
+        moved: int64[n], pool numbers of the blocks to which the step moves other blocks.
+        num_drafts: int64[R], drafts of each row; omitted if the step has no drafts.
+        held: bool[R], rows that still belong to the request that they were scheduled for.
+        released: requests that lost their row since and wait again, by place in the step. Another request may have the
+            row meanwhile.
     """
 
     step: Step
@@ -58,7 +69,7 @@ class InFlight:
     released: dict[int, Request] = field(default_factory=dict)
 
     def release(self, request: Request, row: int) -> bool:
-        """Take ``row`` from ``request``; return whether this step held it."""
+        """Record that ``request`` lost ``row``; return whether this step held it."""
         for position in np.flatnonzero((self.rows == row) & self.held).tolist():
             if self.requests[position] is request:
                 self.released[position] = request
@@ -68,13 +79,20 @@ class InFlight:
 
 
 class RunningRows:
-    """Running requests, what steps sample for them, and the rows of those that end, are preempted or had a step fail.
+    """The running requests, and columns of numbers about them, indexed by row of the cache manager.
 
-    Columns indexed by row, ``max_running`` long; rows are those of the cache manager.
-    order: int64[running], rows in order of admission. pending: tokens that steps in flight sample.
-    steps: steps in flight that hold the row. limit: most tokens. dead: ended with steps in flight. num_drafts: of the
-    step in flight, whose result must come before the row runs again.
-    num_finished, num_preempted, failed_steps: so far.
+    Attributes:
+        order: int64[running], rows of running requests in order of admission, or of priority.
+        requests: the running requests in the same order.
+        pending: int64[max_running], tokens that steps in flight sample for the row.
+        steps: int64[max_running], steps in flight that hold the row.
+        limit: int64[max_running], most tokens of its request, prompt and output.
+        num_drafts: int64[max_running], drafts of the row in flight. The row runs again only after their result.
+        dead: bool[max_running], rows of ended requests that steps in flight still hold.
+        num_dead: number of dead rows.
+        num_finished: requests that ended so far.
+        num_preempted: preemptions so far.
+        failed_steps: steps that failed so far.
     """
 
     def __init__(self, cache: KVCacheManager, limits: SchedulerLimits, waiting: WaitingQueue) -> None:
@@ -91,7 +109,7 @@ class RunningRows:
         self.num_drafts = np.zeros(limits.max_running, np.int64)
         self.dead = np.zeros(limits.max_running, np.bool_)
         self.num_dead = 0
-        self._stop_ids = np.full((limits.max_running, 1), _NO_STOP, np.int32)  # of each row, filled up
+        self._stop_ids = np.full((limits.max_running, 1), _NO_STOP, np.int32)  # stop tokens of each row, padded
         self.num_finished = self.num_preempted = self.failed_steps = 0
         self._ended_rows: list[int] = []
         self._finished: list[Finished] = []
@@ -99,20 +117,20 @@ class RunningRows:
 
     @property
     def seats_taken(self) -> int:
-        """Rows that hold blocks."""
+        """Number of rows that hold blocks, dead ones included."""
         return len(self.requests) + self.num_dead
 
     @property
     def seats_free(self) -> int:
-        """How many more may run."""
+        """Number of requests that can still be admitted before max_running rows are taken."""
         return self._max_running - len(self.requests) - self.num_dead
 
     def limit_tokens(self, request: Request) -> int:
-        """Most tokens that ``request`` may have, prompt and output."""
+        """Return the most tokens that ``request`` may have, prompt and output."""
         return min(request.num_prompt_tokens + request.sampling.max_tokens, self._cache.max_model_len)
 
     def admit(self, request: Request, queue_key: QueueKey) -> None:
-        """``request``, which has a row, runs from now on: last in order, or by priority, where ``queue_key`` says."""
+        """Add ``request``, which has a row, at the end of the order; with "priority", at the place of ``queue_key``."""
         row, stops = request.row, request.stop_ids
         place = len(self._queue_keys) if self._in_turn else bisect(self._queue_keys, queue_key)
         self._queue_keys.insert(place, queue_key)
@@ -129,8 +147,8 @@ class RunningRows:
             self._stop_ids[row, : len(stops)] = stops
 
     def _remove(self, rows: list[int]) -> None:
-        """``rows`` run no longer."""
-        runs = np.ones(self._max_running, np.bool_)  # np.isin takes six times as long
+        """Remove ``rows`` from the running requests."""
+        runs = np.ones(self._max_running, np.bool_)  # a mask by row takes a sixth of the time of np.isin
         runs[rows] = False
         keep = runs[self.order]
         kept = keep.tolist()
@@ -139,14 +157,14 @@ class RunningRows:
         self.order = self.order[keep]
 
     def schedule(self, flight: InFlight) -> None:
-        """Rows of ``flight`` wait for it."""
+        """Record that the rows of ``flight`` wait for its result."""
         self.pending[flight.rows] += flight.step.samples
         self.steps[flight.rows] += 1
         if flight.num_drafts is not None:
             self.num_drafts[flight.rows] = flight.num_drafts
 
     def _complete(self, flight: InFlight) -> NDArray[np.bool_]:
-        """Rows of ``flight`` wait for it no longer; which of them still belong to the request it ran, bool[R]."""
+        """Record that the rows of ``flight`` no longer wait for it; return its ``held``, bool[R]."""
         held = flight.held
         self.steps[flight.rows[held]] -= 1
         self.pending[flight.rows[held & flight.step.samples]] -= 1
@@ -155,13 +173,13 @@ class RunningRows:
         return held
 
     def may_stop(self, rows: Int64) -> bool:
-        """Whether any of ``rows`` has a stop token."""
+        """Return whether a request of ``rows`` has stop tokens."""
         return bool((self._stop_ids[rows] != _NO_STOP).any())
 
     # -- results
 
     def append(self, flight: InFlight, sampled: Csr) -> Csr:
-        """Append the ``sampled`` tokens of ``flight`` and end who is done; what was really appended, CSR."""
+        """Append the ``sampled`` tokens of ``flight``, end requests that are done, and return the appended tokens."""
         rows, num_drafts, held = flight.rows, flight.num_drafts, self._complete(flight)
         self._cache.rows.in_flight[rows[held]] -= flight.step.num_scheduled[held]
         alive = held & ~self.dead[rows] if self.num_dead else held
@@ -174,7 +192,7 @@ class RunningRows:
             ended = self._append_several(rows, places, sampled, appended)
             kept = np.minimum(np.diff(sampled.indptr) - 1, appended)
             some = (held & (num_drafts > 0)).nonzero()[0]
-            self._cache.accept_drafts(rows[some], num_drafts[some], kept[some])  # what is not kept was never there
+            self._cache.accept_drafts(rows[some], num_drafts[some], kept[some])  # drafts not appended count as rejected
         if ended:
             self.end(Finished(flight.requests[i], *ended[i]) for i in sorted(ended))
         for place, request in flight.released.items():
@@ -184,7 +202,17 @@ class RunningRows:
         return _heads(sampled, appended)
 
     def _append_several(self, rows: Int64, places: Int64, sampled: Csr, appended: Int64) -> Ended:
-        """Token after token of all ``places``, up to where each is done. ``appended``: tokens of each, is filled in."""
+        """Append several tokens to each row, the first of all rows first, until its request is done.
+
+        Args:
+            rows: int64[R], rows of the step.
+            places: int64[n], places in the step of the rows that take tokens.
+            sampled: sampled tokens of each row.
+            appended: int64[R], receives the number of appended tokens of each row.
+
+        Returns:
+            Requests that are done.
+        """
         ended: Ended = {}
         counts, taken = np.diff(sampled.indptr), 0
         while places.size:
@@ -199,9 +227,9 @@ class RunningRows:
         return ended
 
     def _append_rows(self, rows: Int64, places: Int64, tokens: NDArray[np.int32], appended: Int64) -> Ended:
-        """One token for each of ``rows``: the places of those that are done, and why.
+        """Append one token to each of ``rows``; return the requests that are done, by ``places``.
 
-        ``appended`` is one less where the token could not be taken.
+        Subtracts one from ``appended`` for a row whose token could not be hashed.
         """
         failed = self._cache.rows.append(rows, tokens)
         stopped = np.logical_or.reduce(self._stop_ids[rows] == tokens[:, None], axis=1)
@@ -218,9 +246,9 @@ class RunningRows:
         return ended
 
     def _append_waiting(self, request: Request, sampled: list[int]) -> int:
-        """A result for a request that gave up its row after its step was scheduled; how many tokens were appended."""
+        """Append ``sampled`` to a request that lost its row since; return how many tokens were appended."""
         if not self._waiting.complete(request):
-            return 0  # it was aborted since
+            return 0  # the request ended meanwhile
         for count, token in enumerate(sampled, 1):
             try:
                 request.append(token)
@@ -236,7 +264,7 @@ class RunningRows:
     # -- to wait again
 
     def preempt_last(self, in_flight: Iterable[InFlight]) -> None:
-        """The last in order gives its blocks back and waits, with the steps ``in_flight`` that hold it."""
+        """Preempt the last running request: free its blocks and queue it again."""
         request = self.requests[-1]
         logger.debug("request %r is preempted", request.request_id)
         self.num_preempted += 1
@@ -244,9 +272,12 @@ class RunningRows:
         self._send_back([request], in_flight, written=True)
 
     def _send_back(self, requests: Sequence[Request], in_flight: Iterable[InFlight], *, written: bool) -> None:
-        """Running ``requests`` give up their rows and wait at the front, in this order, with 0 computed.
+        """Free the rows of running ``requests``, and queue these at the front, in this order, with 0 computed tokens.
 
-        written: what they have computed is there, but for the steps ``in_flight``.
+        Args:
+            requests: running requests.
+            in_flight: steps that may still sample tokens for them.
+            written: whether their blocks are valid, so that a resume point is kept if no step in flight holds the row.
         """
         flights, rows = tuple(in_flight), [request.row for request in requests]
         entries = []
@@ -265,20 +296,20 @@ class RunningRows:
     # -- for good
 
     def end(self, ended: Iterable[Finished]) -> None:
-        """Requests leave: from the queue at once, from their rows when no step in flight holds them.
+        """End requests. A queued one leaves the queue; a running one frees its row when no step in flight holds it.
 
-        O(log waiting) each and their blocks; O(running) together.
+        Costs O(log waiting + blocks) for each request, and O(running) once.
         """
         rows: list[int] = []
         try:
             for one in ended:
                 self._end(one, rows)
-        finally:  # one that raises leaves those before it ended
+        finally:  # if a request raises, the requests before it have ended all the same
             if rows:
                 self._remove(rows)
 
     def _end(self, one: Finished, rows: list[int]) -> None:
-        """One leaves; its row joins ``rows``, which run no longer."""
+        """End one request; add its row to ``rows``, which the caller removes."""
         request = one.request
         if not self._waiting.end(request):
             return
@@ -298,17 +329,17 @@ class RunningRows:
             self._free(request)
 
     def take_ended_rows(self) -> list[int]:
-        """Rows freed since the last call, in order."""
+        """Return the rows freed since the last call, in order."""
         ended, self._ended_rows = self._ended_rows, []
         return ended
 
     def take_finished(self) -> tuple[Finished, ...]:
-        """Who ended since the last call."""
+        """Return the requests that ended since the last call."""
         finished, self._finished = tuple(self._finished), []
         return finished
 
     def free_dead(self, flight: InFlight, *, written: bool = True) -> None:
-        """Dead rows of ``flight`` that no other step holds give their blocks back. written: it ran."""
+        """Free the dead rows of ``flight`` that no other step holds. written: whether the step was executed."""
         mask = flight.held & self.dead[flight.rows] & (self.steps[flight.rows] == 0)
         for i in mask.nonzero()[0].tolist():
             self.dead[flight.rows[i]] = False
@@ -316,7 +347,7 @@ class RunningRows:
             self._free(flight.requests[i], written=written)
 
     def _free(self, request: Request, *, written: bool = True) -> None:
-        """Free the row; what it computed is published before, if it was ``written``."""
+        """Free the row of an ended request; publish its blocks before, if they were ``written`` and can be trusted."""
         if written and request.row not in self._distrusted:
             self._cache.cache_blocks(request, request.num_computed_tokens)
             self._cache.keep_resume_point(request)
@@ -328,10 +359,13 @@ class RunningRows:
     # -- after a failure
 
     def take_back(self, failed: Sequence[InFlight], in_flight: Sequence[InFlight]) -> None:
-        """``failed``, all from some step on, will not run; ``in_flight`` are those before them.
+        """Undo failed steps: unpublish their blocks, and return their requests in order to the front of the queue.
 
-        What they should have written can be hit no longer; their requests return to the front of the queue with
-        0 computed, in order. O(rows of the steps + blocks that they published).
+        O(rows of the steps + blocks that they published).
+
+        Args:
+            failed: a step in flight and all later ones.
+            in_flight: the steps before them, which may still bring results.
         """
         self.failed_steps += len(failed)
         self._cache.revoke(failed[0].step.id)
@@ -339,7 +373,7 @@ class RunningRows:
         for flight in failed:
             touched.update(self._undo(flight))
         moved = self._cache.fields.forget_moved(np.concatenate([flight.moved for flight in failed]))
-        self._distrust(moved)  # where a move ended may be anything: those blocks lost their keys
+        self._distrust(moved)  # the data there is unknown, so these blocks lost their keys
         touched |= moved
         requests = [request for request in self.requests if request.row in touched]
         self._send_back(requests, in_flight, written=False)
@@ -347,7 +381,7 @@ class RunningRows:
             self.free_dead(flight, written=False)
 
     def _undo(self, flight: InFlight) -> list[int]:
-        """Rows and waiting requests expect nothing more of ``flight``; its rows that still belong to those it held."""
+        """Undo the counts of a failed step, report its freed rows again, and return the rows that it still holds."""
         self._ended_rows += flight.step.finished_rows.tolist()
         held = self._complete(flight)
         rows = flight.rows[held]
@@ -361,13 +395,13 @@ class RunningRows:
         return numbers
 
     def _distrust(self, rows: Iterable[int]) -> None:
-        """Blocks of ``rows`` may hold anything: of those that are dead nothing more is published."""
+        """Publish no more blocks of the dead rows among ``rows``, because their data is unknown."""
         self._distrusted.update(row for row in rows if self.dead[row])
 
     # -- invariants
 
     def check(self, in_flight: Iterable[InFlight]) -> None:
-        """Rows that hold blocks run or are dead, and expect exactly what the steps ``in_flight`` will bring."""
+        """Raise CacheError unless rows that hold blocks run or are dead, and their counts agree with ``in_flight``."""
         resident = {request.row for request in self._cache.engine.resident_requests()}
         dead, rows = set(np.flatnonzero(self.dead).tolist()), set(self.order.tolist())
         if rows & dead or (rows | dead) != resident:
@@ -384,11 +418,11 @@ class RunningRows:
         live = sorted(resident)
         pairs = (steps, self.steps), (pending, self.pending), (num_drafts, self.num_drafts)
         if not all(np.array_equal(found[live], expected[live]) for found, expected in pairs):
-            raise CacheError("the steps in flight differ from what the rows expect of them")
+            raise CacheError("the counts of rows differ from the steps in flight")
 
 
 def _heads(lists: Csr, counts: Int64) -> Csr:
-    """The first ``counts[i]`` of each list."""
+    """Return the first ``counts[i]`` values of each list."""
     indptr = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=indptr[1:])
     place = np.arange(int(indptr[-1])) - np.repeat(indptr[:-1], counts)
@@ -396,31 +430,36 @@ def _heads(lists: Csr, counts: Int64) -> Csr:
 
 
 def check_result(step: Step, result: StepResult) -> None:
-    """WorkerError unless ``result`` has the accepted drafts and one token, 0 or more, for each row that samples."""
+    """Raise WorkerError unless ``result`` has accepted drafts and one more token for each row that samples."""
     if type(result.id) is not int or type(result.schema_version) is not int:
-        raise WorkerError(f"step {step.id}: id and schema_version of its result must be integers")
+        raise WorkerError(f"step {step.id}: id and schema_version of the result must be integers")
     if result.schema_version > step.schema_version:
         raise WorkerError(
             f"the result of step {result.id} has schema {result.schema_version}, newer than {step.schema_version}: "
             "upgrade hybridkv on this side"
         )
     if result.id != step.id:
-        raise WorkerError(f"the result of step {result.id} came where step {step.id} is next: hand results in in order")
+        raise WorkerError(
+            f"got the result of step {result.id}, but step {step.id} is next: pass results in the order of their steps"
+        )
     sampled = result.sampled
     if not isinstance(sampled, Csr) or not _is_row(sampled.indptr) or not _is_row(sampled.values):
         raise WorkerError(f"step {step.id}: the result must hold sampled tokens as a Csr of integer arrays")
     if len(sampled) != len(step.rows):
-        raise WorkerError(f"step {step.id} has {len(step.rows)} rows, its result {len(sampled)}")
+        raise WorkerError(f"step {step.id} has {len(step.rows)} rows, but its result has {len(sampled)}")
     indptr = sampled.indptr
     if indptr[0] != 0 or indptr[-1] != len(sampled.values) or np.count_nonzero(indptr[1:] < indptr[:-1]):
         raise WorkerError(
-            f"step {step.id}: the result has {len(result.sampled.values)} tokens, its indptr ends at {indptr[-1]}"
+            f"step {step.id}: indptr of the result must rise from 0 to its number of tokens, {len(sampled.values)}, "
+            f"but it ends at {indptr[-1]}"
         )
     _check_counts(step, result)
     if np.count_nonzero(sampled.values > MAX_TOKEN_ID):
-        raise WorkerError(f"step {step.id}: sampled tokens must be integers up to 2**31 - 1")
+        raise WorkerError(
+            f"step {step.id}: the result has token {sampled.values.max()}, but token ids are at most 2**31 - 1"
+        )
     if np.count_nonzero(sampled.values < 0):
-        raise WorkerError(f"step {step.id}: token {sampled.values.min()} was sampled: ids are 0 or more")
+        raise WorkerError(f"step {step.id}: the result has token {sampled.values.min()}, but token ids are 0 or more")
 
 
 def _is_row(values: object) -> bool:
@@ -428,23 +467,25 @@ def _is_row(values: object) -> bool:
 
 
 def _check_counts(step: Step, result: StepResult) -> None:
-    """WorkerError unless rows have as many tokens as they sample and accept, and accepted drafts are the drafts."""
+    """Raise WorkerError unless rows have as many tokens as they sample, and accepted drafts equal the proposed ones."""
     counts = result.sampled.indptr[1:] - result.sampled.indptr[:-1]
     if result.num_accepted is not None and not np.array_equal(result.num_accepted, counts):
-        raise WorkerError(f"step {step.id}: num_accepted of the result must be the number of its tokens of each row")
+        raise WorkerError(f"step {step.id}: num_accepted of the result must be the number of tokens of each row")
     if not len(step.drafts.values):
         if np.count_nonzero(counts != step.samples):
-            raise WorkerError(f"step {step.id}: the result must hold one token for each row that samples, none else")
+            raise WorkerError(f"step {step.id}: the result must hold one token for each row that samples, no others")
         return
     if result.num_accepted is None:
-        raise WorkerError(f"step {step.id} has drafts: its result must say num_accepted")
+        raise WorkerError(f"step {step.id} has drafts, so its result must set num_accepted")
     num_drafts = np.diff(step.drafts.indptr)
     if not (np.array_equal(counts > 0, step.samples) and (counts <= num_drafts + 1).all()):
         raise WorkerError(
-            f"step {step.id}: the result must hold 1 .. drafts + 1 tokens for each row that samples, none else"
+            f"step {step.id}: the result must hold 1 .. drafts + 1 tokens for each row that samples, no others"
         )
     kept = np.maximum(counts - 1, 0)
     wrong = _heads(result.sampled, kept).values != _heads(step.drafts, kept).values
     if wrong.any():
         row = np.repeat(step.rows, kept)[wrong.argmax()]
-        raise WorkerError(f"step {step.id}: tokens accepted of row {row} are not its drafts: accept equal ones only")
+        raise WorkerError(
+            f"step {step.id}: tokens accepted for row {row} differ from its drafts: accept equal ones only"
+        )

@@ -233,11 +233,11 @@ def waits_with_a_row(sched: Scheduler) -> None:
     [
         (row_that_is_dead_and_runs, "are dead, but"),
         (order_mixed_up, "the order of running requests and their rows differ"),
-        (steps_miscounted, "the steps in flight differ"),
-        (samples_miscounted, "the steps in flight differ"),
-        (a_known_request_lost, "the requests known are not those"),
-        (a_turn_lost, "waits, and nobody would try it"),
-        (waits_with_a_row, "a request waits and holds a row"),
+        (steps_miscounted, "differ from the steps in flight"),
+        (samples_miscounted, "differ from the steps in flight"),
+        (a_known_request_lost, "the known requests differ"),
+        (a_turn_lost, "waits, but its key is not in the heap"),
+        (waits_with_a_row, "a request that waits holds a row"),
     ],
 )
 def test_scheduler_check_reports_each_corruption(corrupt: Callable[[Scheduler], None], message: str) -> None:

@@ -149,9 +149,9 @@ def drafted() -> tuple[Scheduler, Step]:
 @pytest.mark.parametrize(
     ("tokens", "accepted", "why"),
     [
-        ([[1, 2, 7], [7]], None, "has drafts: its result must say num_accepted"),
-        ([[1, 2, 7], [7]], [2, 1], "num_accepted of the result must be the number of its tokens"),
-        ([[1, 3, 7], [7]], [3, 1], "tokens accepted of row 0 are not its drafts"),
+        ([[1, 2, 7], [7]], None, "has drafts, so its result must set num_accepted"),
+        ([[1, 2, 7], [7]], [2, 1], "num_accepted of the result must be the number of tokens"),
+        ([[1, 3, 7], [7]], [3, 1], "tokens accepted for row 0 differ from its drafts"),
         ([[1, 2, 7, 7], [7]], [4, 1], "must hold 1 .. drafts \\+ 1 tokens"),
         ([[], [7]], [0, 1], "must hold 1 .. drafts \\+ 1 tokens"),
         ([[7], [7, 7]], [1, 2], "must hold 1 .. drafts \\+ 1 tokens"),

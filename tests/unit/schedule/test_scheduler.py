@@ -134,11 +134,11 @@ def test_scheduler_rejects_requests_of_another_hasher() -> None:
 def test_request_id_in_use_is_rejected() -> None:
     sched = scheduler(in_flight=2)
     add(sched, "a", range(3))
-    with pytest.raises(ConfigError, match="a request 'a' is already here"):
+    with pytest.raises(ConfigError, match="request id 'a' is in use"):
         add(sched, "a", range(3))
     step = sched.schedule()
     assert sched.abort("a")
-    with pytest.raises(ConfigError, match="a request 'a' is already here"):
+    with pytest.raises(ConfigError, match="request id 'a' is in use"):
         add(sched, "a", range(3))  # its blocks are still in use
     update(sched, step)
     add(sched, "a", range(3))
@@ -181,8 +181,8 @@ def test_result_that_does_not_fit_changes_nothing() -> None:
     first, second = sched.schedule(), sched.schedule()
     good = result(first)
     for bad, message in (
-        (result(second), "the result of step 1 came where step 0 is next"),
-        (StepResult(0, Csr.empty(2)), "step 0 has 1 rows, its result 2"),
+        (result(second), "got the result of step 1, but step 0 is next"),
+        (StepResult(0, Csr.empty(2)), "step 0 has 1 rows, but its result has 2"),
         (StepResult(0, Csr.empty(1)), "one token for each row that samples"),
         (StepResult(0, Csr.from_lists([[1, 2]])), "one token for each row that samples"),
         (StepResult(0, Csr.from_lists([[-1]])), "token -1"),
@@ -269,7 +269,7 @@ def test_scheduler_call_from_another_thread_is_rejected() -> None:
     ):
         (error,) = in_thread(action)
         assert isinstance(error, OwnershipError)
-        assert "another thread drives this scheduler" in str(error)
+        assert "another thread owns this scheduler" in str(error)
     update(sched, step)
 
 
@@ -330,7 +330,7 @@ def test_result_with_inconsistent_lists_changes_nothing() -> None:
     add(sched, "a", range(3))
     step = sched.schedule()
     wrong = StepResult(step.id, Csr(np.array([0, 1]), np.empty(0, np.int32)))
-    with pytest.raises(WorkerError, match="the result has 0 tokens, its indptr ends at 1"):
+    with pytest.raises(WorkerError, match="its number of tokens, 0, but it ends at 1"):
         sched.update(wrong)
     sched.check()
     update(sched, step)
