@@ -59,7 +59,7 @@ def fed(drafter: AdaptiveDrafter, told: Told, right: Sequence[bool], name: str =
 # -- what steps take
 
 
-def test_a_line_is_found_once_steps_differ() -> None:
+def test_step_seconds_fit_a_line_once_step_sizes_differ() -> None:
     seconds = StepSeconds()
     for _ in range(5):
         seconds.took(8, 0.5)
@@ -76,7 +76,7 @@ def test_a_line_is_found_once_steps_differ() -> None:
     np.testing.assert_allclose(seconds.of(np.array([32, 34])), [17, 18], rtol=0.01)
 
 
-def test_longer_steps_never_look_faster() -> None:
+def test_step_seconds_never_fall_with_more_tokens() -> None:
     """A slow hour in which steps were short: the line is level, and no seconds are below zero."""
     seconds = StepSeconds()
     for tokens in (40, 30, 20, 10):
@@ -89,7 +89,7 @@ def test_longer_steps_never_look_faster() -> None:
 # -- what is handed out
 
 
-def test_all_are_handed_out_until_steps_were_timed() -> None:
+def test_adaptive_drafter_before_timings_proposes_all_drafts() -> None:
     told = Told()
     drafter = AdaptiveDrafter(told)
     told.drafts = {"a": [1, 2, 3], "b": []}
@@ -99,7 +99,7 @@ def test_all_are_handed_out_until_steps_were_timed() -> None:
     assert told.closed == 1
 
 
-def test_it_learns_from_drafts_that_it_did_not_hand_out() -> None:
+def test_adaptive_drafter_learns_from_drafts_it_withheld() -> None:
     told = Told()
     drafter = AdaptiveDrafter(told)
     timed(drafter, 0.02, 0.01)
@@ -112,7 +112,7 @@ def test_it_learns_from_drafts_that_it_did_not_hand_out() -> None:
     assert len(drafter.propose([Request("x", [1])])[0]) >= 1
 
 
-def test_after_right_drafts_more_are_handed_out() -> None:
+def test_adaptive_drafter_proposes_more_after_accepted_drafts() -> None:
     """First drafts are wrong four times in five, those behind three right ones never."""
     told = Told()
     drafter = AdaptiveDrafter(told)
@@ -137,7 +137,7 @@ def test_after_right_drafts_more_are_handed_out() -> None:
     ("came", "run"),
     [([], 0), ([5], 1), ([5, 6], 2), ([5, 6, 7], 0), ([5, 7], 0), ([7], 0)],  # the third was foreseen by nobody
 )
-def test_a_run_is_of_right_drafts_alone(came: list[int], run: int) -> None:
+def test_adaptive_drafter_run_counts_right_drafts_only(came: list[int], run: int) -> None:
     told = Told()
     drafter, request = AdaptiveDrafter(told), Request("x", [1])
     told.drafts = {"x": [5, 6]}
@@ -148,7 +148,7 @@ def test_a_run_is_of_right_drafts_alone(came: list[int], run: int) -> None:
     assert drafter._proposed["x"].run == run
 
 
-def test_what_was_right_long_ago_counts_less() -> None:
+def test_adaptive_drafter_weighs_old_results_less() -> None:
     told = Told()
     drafter = AdaptiveDrafter(told)
     fed(drafter, told, [False] * 2000)
@@ -159,7 +159,7 @@ def test_what_was_right_long_ago_counts_less() -> None:
     assert len(drafter._proposed) == 501
 
 
-def test_requests_that_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adaptive_drafter_forgets_old_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.runner.drafters._KEPT", 10)
     drafter = AdaptiveDrafter(Told())
     for at in range(40):
@@ -168,7 +168,7 @@ def test_requests_that_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_other_choice_of_drafts_has_more_tokens_a_second(seed: int) -> None:
+def test_adaptive_drafter_choice_has_the_most_tokens_per_second(seed: int) -> None:
     """Against all of them."""
     random = np.random.default_rng(seed)
     told = Told()
@@ -200,7 +200,7 @@ def test_no_other_choice_of_drafts_has_more_tokens_a_second(seed: int) -> None:
     assert speed(handed) == pytest.approx(best if best > 1.05 * none else none, rel=1e-3)
 
 
-def test_what_is_no_drafter() -> None:
+def test_adaptive_drafter_without_a_drafter_is_rejected() -> None:
     with pytest.raises(ConfigError, match="drafter must be a Drafter, got 4"):
         AdaptiveDrafter(4)  # type: ignore[arg-type]
 
@@ -208,7 +208,7 @@ def test_what_is_no_drafter() -> None:
 # -- in an engine
 
 
-def test_an_engine_says_what_its_steps_took(make_engine: EngineFactory) -> None:
+def test_engine_reports_decode_step_times_to_its_drafter(make_engine: EngineFactory) -> None:
     """Tokens are those without drafts, and each step that only decodes is told before drafts are asked for again."""
     told = list[tuple[int, float]]()
 
@@ -228,7 +228,7 @@ def test_an_engine_says_what_its_steps_took(make_engine: EngineFactory) -> None:
     assert sum(map(len, prompts)) not in {tokens for tokens, _ in told}  # no prompt
 
 
-def test_the_command_line_drafts_where_it_pays() -> None:
+def test_ngram_option_of_the_command_line_makes_an_adaptive_drafter() -> None:
     drafts = Speculate.parse("ngram:3")
     assert drafts is not None
     drafter = drafts.drafter(EngineOptions(), [8])

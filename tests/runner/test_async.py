@@ -41,7 +41,7 @@ def tokens(parts: list[Increment]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_tasks_share_steps_and_read_what_the_model_gives(in_flight: int) -> None:
+def test_async_tasks_share_steps_and_get_tokens_of_plain_model(in_flight: int) -> None:
     lengths = [20, 1, 7, 20, 13, 20]
 
     async def work() -> tuple[list[list[Increment]], int, str]:
@@ -62,7 +62,7 @@ def test_tasks_share_steps_and_read_what_the_model_gives(in_flight: int) -> None
     assert LLAMA.model.config._attn_implementation == "eager"
 
 
-def test_generate_keeps_the_order_of_prompts_and_outputs() -> None:
+def test_async_generate_keeps_the_order_of_prompts_and_outputs() -> None:
     drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, n=3)
     with Engine(LLAMA, memory="2MiB", max_model_len=256) as plain:
         first, second, _ = plain.generate(PROMPTS[1:2], drawn)
@@ -77,7 +77,7 @@ def test_generate_keeps_the_order_of_prompts_and_outputs() -> None:
     assert run(work) == [one.token_ids for one in expected]
 
 
-def test_a_batch_with_a_prompt_that_is_refused_aborts_the_others() -> None:
+def test_async_batch_with_invalid_prompt_aborts_its_other_prompts() -> None:
     async def work() -> None:
         async with engines() as (front, engine):
             with pytest.raises(ConfigError, match="outside the vocabulary"):
@@ -92,7 +92,7 @@ def test_a_batch_with_a_prompt_that_is_refused_aborts_the_others() -> None:
     run(work)
 
 
-def test_the_engine_answers_between_steps() -> None:
+def test_between_steps_returns_the_result_and_raises_when_closed() -> None:
     async def work() -> None:
         async with engines() as (front, engine):
             parts = front.stream(PROMPTS[0], greedy(200))
@@ -109,7 +109,7 @@ def test_the_engine_answers_between_steps() -> None:
     run(work)
 
 
-def test_a_stream_begins_with_the_prompts_log_probabilities() -> None:
+def test_prompt_logprobs_come_with_the_first_part_of_a_stream() -> None:
     asked = replace(greedy(5), prompt_logprobs=2, n=2)
     with Engine(LLAMA, memory="2MiB", max_model_len=256) as plain:
         expected = plain.generate([PROMPTS[0]], asked)
@@ -130,7 +130,7 @@ def test_a_stream_begins_with_the_prompts_log_probabilities() -> None:
 # -- slow readers
 
 
-def test_a_reader_alone_that_stops_reading_stops_the_engine() -> None:
+def test_engine_with_one_paused_reader_stops_at_max_unread() -> None:
     expected = generated(LLAMA, PROMPTS[0], 60)
 
     async def work() -> None:
@@ -180,7 +180,7 @@ async def all_of(reading: Reading) -> None:
         pass
 
 
-def test_requests_read_together_come_with_all_there_is() -> None:
+def test_joint_reader_gets_all_unread_parts_at_once() -> None:
     lengths = [20, 1, 7]
     expected = [generated(LLAMA, *one) for one in zip(PROMPTS, lengths, strict=False)]
 
@@ -251,7 +251,7 @@ def test_async_late_reader_gets_the_error_of_one_output() -> None:
     run(work)
 
 
-def test_a_request_that_ends_without_a_part_keeps_nobody_waiting() -> None:
+def test_joint_reader_of_a_closed_stream_ends_at_once() -> None:
     async def work() -> None:
         def closed(engine: Engine) -> Stream:
             stream = queued(PROMPTS[0], 9, engine)
@@ -266,7 +266,7 @@ def test_a_request_that_ends_without_a_part_keeps_nobody_waiting() -> None:
     run(work)
 
 
-def test_a_reading_that_is_left_ends_who_waits_for_it() -> None:
+def test_joint_reader_that_leaves_ends_waiters_and_requests() -> None:
     async def work() -> None:
         async with engines() as (front, engine):
             with front.read([partial(queued, PROMPTS[0], 180)]) as reading:
@@ -285,7 +285,7 @@ def test_a_reading_that_is_left_ends_who_waits_for_it() -> None:
     run(work)
 
 
-def test_ids_are_checked_without_asking_the_model_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_encoding_reads_the_vocabulary_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter([LLAMA.vocab_size])
     monkeypatch.setattr(LoadedModel, "vocab_size", property(lambda _: next(sizes)))
     assert encode(LLAMA, [1, 2, 3] * 100) == [1, 2, 3] * 100
@@ -315,7 +315,7 @@ def test_async_cancelled_reader_aborts_its_request_only(in_flight: int) -> None:
     run(work)
 
 
-def test_a_reader_that_breaks_off_aborts() -> None:
+def test_stream_that_is_closed_early_aborts_its_request() -> None:
     async def work() -> None:
         async with engines() as (front, engine):
             async with aclosing(front.stream(PROMPTS[0], greedy(180))) as parts:
@@ -351,7 +351,7 @@ def test_abort_from_another_thread_ends_the_stream() -> None:
 # -- failures
 
 
-def test_a_forward_that_fails_reaches_every_stream_and_later_requests_run() -> None:
+def test_failed_forward_ends_every_stream_and_later_requests_run() -> None:
     expected = generated(LLAMA, PROMPTS[0], 20)
 
     async def work() -> None:
@@ -371,7 +371,7 @@ def test_a_forward_that_fails_reaches_every_stream_and_later_requests_run() -> N
     run(work)
 
 
-def test_a_forward_that_always_fails_does_not_spin() -> None:
+def test_forward_that_always_fails_runs_once_per_batch() -> None:
     async def work() -> None:
         async with engines() as (front, _):
             with failing(LLAMA.model.model.layers[0]) as calls:
@@ -384,7 +384,7 @@ def test_a_forward_that_always_fails_does_not_spin() -> None:
     run(work)
 
 
-def test_closing_ends_every_stream_by_an_error() -> None:
+def test_closed_engine_ends_every_stream_with_an_error() -> None:
     async def work() -> None:
         async with engines() as (front, _):
             task = asyncio.create_task(read(front, PROMPTS[0], greedy(180)))
@@ -401,7 +401,7 @@ def test_closing_ends_every_stream_by_an_error() -> None:
     assert not any(name.startswith("hybridkv") for name in names)
 
 
-def test_engines_that_cannot_be_fronted() -> None:
+def test_engine_of_another_thread_is_rejected_by_async_engine() -> None:
     async def work() -> None:
         engine = Engine(LLAMA, memory="2MiB", max_model_len=256)
         engine.generate(PROMPTS[:1], greedy(1))
@@ -424,7 +424,7 @@ def test_engines_that_cannot_be_fronted() -> None:
     run(work)
 
 
-def test_stop_strings_and_salts_go_through() -> None:
+def test_async_stream_applies_stop_strings_and_cache_salt() -> None:
     text = LLAMA.tokenizer.decode(list(generated(LLAMA, PROMPTS[0], 20)))
 
     async def work() -> list[Increment]:

@@ -53,7 +53,7 @@ def noise(rows: int, heads: tuple[int, int], tokens: tuple[int, int], widths: tu
 @pytest.mark.parametrize("widths", [(16, 16), (24, 16), (16, 24)])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (5, 1)])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_dense_attention_is_the_formula(
+def test_dense_attention_matches_the_float64_formula(
     queries: int, heads: tuple[int, int], widths: tuple[int, int], softcap: float | None
 ) -> None:
     states = noise(3, heads, (queries, 7), widths)
@@ -68,7 +68,7 @@ def test_dense_attention_is_the_formula(
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_causal_attention_over_the_queries_own_tokens(softcap: float | None) -> None:
+def test_causal_attention_matches_the_float64_formula(softcap: float | None) -> None:
     states = noise(1, (6, 2), (5, 5), (16, 16))
     mask = torch.full((5, 5), -torch.inf).triu(1)
     found = dense_attention(states, 0.7, causal=True, softcap=softcap)
@@ -81,7 +81,7 @@ def forms(name: str) -> list[AttentionForm]:
         return list(engine.runner._context.forms.values())
 
 
-def test_what_models_attend_by() -> None:
+def test_attention_forms_have_the_caps_and_sinks_of_the_model() -> None:
     """Each attention layer by a form of its own; of T5, whose biases are no part of any form, by none."""
     assert [(one.softcap, one.sinks) for one in forms("llama")] == [(None, None)] * 3
     assert [(one.softcap, one.sinks, one.scale) for one in forms("gemma2")] == [(50.0, None, 16**-0.5)] * 4
@@ -115,13 +115,13 @@ def heads_swapped(eager: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_what_attends_otherwise_has_no_form(name: str) -> None:
+def test_changed_attention_function_has_no_form(name: str) -> None:
     assert form_of_changed(name, lambda eager: eager) is not None
     for change in (louder, biased, heads_swapped):
         assert form_of_changed(name, change) is None, change.__name__
 
 
-def test_a_form_without_its_cap_or_its_sinks_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_form_without_cap_or_sinks_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     every = formulas._forms
     monkeypatch.setattr(formulas, "_forms", lambda *args: every(*args)[:1])
     assert not forms("gemma2")
@@ -158,7 +158,7 @@ def batches(seen: list[GatherBatch]) -> Iterator[None]:
 
 @pytest.mark.parametrize("budget", [2048, 23])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "falcon_h1"])
-def test_tokens_are_those_of_the_model_alone_whatever_is_shared(name: str, budget: int) -> None:
+def test_gathered_parts_with_shared_prefix_give_tokens_of_plain_model(name: str, budget: int) -> None:
     model, seen = tiny_model(name, 0), list[GatherBatch]()
     asked = prompts(model)
     with torch.inference_mode():
@@ -171,7 +171,7 @@ def test_tokens_are_those_of_the_model_alone_whatever_is_shared(name: str, budge
     assert any(batch.pasts for batch in seen)
 
 
-def test_a_beginning_in_common_is_gathered_once() -> None:
+def test_shared_prefix_is_gathered_once() -> None:
     model, seen = tiny_model("llama", 0), list[GatherBatch]()
     asked, sampling = prompts(model), SamplingParams(max_tokens=2, ignore_eos=True)
     with Engine(model, memory="8MiB", max_model_len=256) as engine:
@@ -189,7 +189,7 @@ def test_a_beginning_in_common_is_gathered_once() -> None:
 
 
 @pytest.mark.parametrize("fault", ["past weighs as own", "own weighs alone", "past one key short"])
-def test_parts_put_together_wrongly_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_parts_merged_wrongly_give_other_tokens(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "past one key short":
         of_past = gather._of_past
         monkeypatch.setattr(

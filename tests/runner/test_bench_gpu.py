@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.parametrize("model", ["llama-1b", "qwen3-next-like", "nemotron-h-like"])
-def test_every_engine_and_share_of_hits(
+def test_gpu_benchmark_times_every_engine_and_hit_rate(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "found.json"
@@ -25,7 +25,7 @@ def test_every_engine_and_share_of_hits(
     assert capsys.readouterr().out.count(model) == len(rows)
 
 
-def test_models_that_cannot_be_captured_say_so(
+def test_gpu_benchmark_without_graph_support_reports_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "found.json"

@@ -30,7 +30,7 @@ def check(name: str, done: list[Completion], recorder: LogitRecorder) -> CheckRe
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_runs_equal_plain_transformers(name: str, make_engine: EngineFactory) -> None:
+def test_check_of_correct_outputs_finds_no_difference(name: str, make_engine: EngineFactory) -> None:
     report = check(name, *run(name, make_engine))
     assert report == CheckReport(4, 64, (), ())
     assert report.ok
@@ -49,7 +49,7 @@ EDITED = [
 ]
 
 
-def test_what_is_asked_of_draws_is_checked_too(make_engine: EngineFactory) -> None:
+def test_check_applies_sampling_edits_of_each_request(make_engine: EngineFactory) -> None:
     loaded, prompts, recorder = loaded_model("llama"), shared_prompts(4, 8), LogitRecorder()
     engine = make_engine(loaded, prompts, 16, observer=recorder, token_budget=30)  # type: ignore[arg-type]  # as above
     done = engine.generate(prompts, EDITED)
@@ -65,7 +65,7 @@ def test_what_is_asked_of_draws_is_checked_too(make_engine: EngineFactory) -> No
 
 
 @pytest.mark.parametrize("which", range(4))
-def test_a_wrong_token_is_found(which: int, make_engine: EngineFactory) -> None:
+def test_check_reports_a_wrong_token(which: int, make_engine: EngineFactory) -> None:
     done, recorder = run("llama", make_engine)
     tokens = list(done[which].token_ids)
     right, tokens[9] = tokens[9], (tokens[9] + 1) % 256
@@ -78,7 +78,7 @@ def test_a_wrong_token_is_found(which: int, make_engine: EngineFactory) -> None:
 
 
 @pytest.mark.parametrize(("share", "near"), [(1e-4, 1), (3e-4, 0)])
-def test_only_what_rounding_makes_is_a_near_tie(
+def test_check_accepts_a_near_tie_within_rounding_only(
     share: float, near: int, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, recorder = run("llama", make_engine)
@@ -96,14 +96,16 @@ def test_only_what_rounding_makes_is_a_near_tie(
     assert ([one.at for one in report.differences], report.near_ties, report.ok) == ([15], near, bool(near))
 
 
-def test_a_near_tie_is_measured_and_within_rounding() -> None:
+def test_near_tie_needs_margin_and_difference_within_rounding() -> None:
     found = Difference("0", 1, 2, 3, margin=0.39, measured=0.1, rounding=0.1)
     assert found.near_tie
     assert not replace(found, margin=0.4).near_tie
     assert not replace(found, measured=0.11, margin=0.1).near_tie
 
 
-def test_generate_decides_not_the_forward(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_compares_greedy_tokens_with_generate(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done, recorder = run("llama", make_engine)
     said = list(done[0].token_ids)
     said[4] = (said[4] + 1) % 256
@@ -114,7 +116,7 @@ def test_generate_decides_not_the_forward(make_engine: EngineFactory, monkeypatc
     ]
 
 
-def test_wrong_ends_are_found(make_engine: EngineFactory) -> None:
+def test_check_reports_a_wrong_finish_reason(make_engine: EngineFactory) -> None:
     done, recorder = run("llama", make_engine)
     done[0] = replace(done[0], finish_reason=FinishReason.STOP)
     assert check("llama", done, recorder).wrong_ends == ("request 0 ended by stop, but its output has no stop",)
@@ -126,7 +128,7 @@ def test_wrong_ends_are_found(make_engine: EngineFactory) -> None:
     assert report.wrong_ends == ("request 3 continued after a stop token",)
 
 
-def test_the_recorder_keeps_the_largest_logits() -> None:
+def test_logit_recorder_compares_the_largest_logits_only() -> None:
     recorder = LogitRecorder()
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(0))
     best = logits.topk(1024)

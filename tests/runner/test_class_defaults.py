@@ -9,7 +9,7 @@ from config_classes import classes, document
 PATH = files("hybridkv.models").joinpath("classes", "defaults.json")
 
 
-def test_the_table_is_what_its_script_writes() -> None:
+def test_class_defaults_table_matches_its_script() -> None:
     """With another version: what both know is alike, but for what that version changed on purpose, which is counted."""
     kept = json.loads(PATH.read_text("utf-8"))
     if kept["written_with"]["transformers"] == transformers.__version__:

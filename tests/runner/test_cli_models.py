@@ -10,7 +10,7 @@ from hybridkv.runner import load
 
 
 @pytest.mark.parametrize("name", models("gemma3", "deepseek_v3", "mamba", "qwen3_next"))
-def test_a_folder_drafts_for_itself(name: str, tmp_path: Path) -> None:
+def test_saved_model_as_its_own_draft_model_has_every_draft_accepted(name: str, tmp_path: Path) -> None:
     """Cold, then warm; each token is compared with plain transformers."""
     tiny = load(f"tiny:{name}")
     tiny.model.save_pretrained(tmp_path)

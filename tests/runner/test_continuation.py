@@ -81,7 +81,7 @@ def token_by_token(name: str, *, begins: bool) -> tuple[torch.Tensor, list[State
 
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize(("name", "how"), WAYS)
-def test_segments_cut_anywhere_are_token_by_token(name: str, how: Continuation, begins: bool) -> None:
+def test_mixer_in_segments_equals_token_by_token(name: str, how: Continuation, begins: bool) -> None:
     mixer = mixers_of(name)[-1]
     hidden = noise(1, TOKENS, mixer.width)
     outputs, seen = token_by_token(name, begins=begins)
@@ -100,7 +100,7 @@ def test_segments_cut_anywhere_are_token_by_token(name: str, how: Continuation, 
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_batch_of_single_tokens_is_one_by_one(name: str) -> None:
+def test_mixer_batch_of_single_tokens_equals_one_by_one(name: str) -> None:
     mixer, rows = mixers_of(name)[0], 5
     hidden = noise(rows, 1, mixer.width)
     states = random_states(mixer, rows)
@@ -118,7 +118,7 @@ def test_a_batch_of_single_tokens_is_one_by_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_mixer_on_its_states_is_a_mixer_on_transformers_own_cache(name: str) -> None:
+def test_mixer_on_own_states_equals_transformers_cache_bitwise(name: str) -> None:
     """Prompt, two single tokens; bit for bit. The last mixer: OlmoHybrid asks the cache for that one's state."""
     model = tiny_model(name)
     mixer = probe(model).mixers[-1]
@@ -134,7 +134,7 @@ def test_a_mixer_on_its_states_is_a_mixer_on_transformers_own_cache(name: str) -
                 assert torch.equal(state, getattr(layer, f"{part.kind}_states")[part.index])
 
 
-def test_states_handed_in_are_left_alone() -> None:
+def test_mixer_does_not_change_its_input_states() -> None:
     for name, how in WAYS:
         mixer = mixers_of(name)[0]
         states = random_states(mixer)
@@ -147,7 +147,7 @@ def test_states_handed_in_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("name", SUPERPOSED)
-def test_superposition_in_half_precision(name: str) -> None:
+def test_superposition_in_half_precision_matches_token_by_token(name: str) -> None:
     model = tiny_model(name).to(torch.bfloat16)
     mixer = probe(model).mixers[0]
     assert continuation(mixer) is Continuation.SUPERPOSITION
@@ -175,7 +175,7 @@ class Asking(torch.nn.Module):
         return hidden + state[:, None]
 
 
-def test_only_what_begins_has_no_previous_state() -> None:
+def test_previous_state_is_missing_for_new_requests_only() -> None:
     module = Asking()
     mixer = RecurrentMixer(module, 5, "cached", 4, (MixerState(StateKind.RECURRENT, 0, (4,), torch.float32),))
     with torch.inference_mode():
@@ -190,12 +190,12 @@ def test_only_what_begins_has_no_previous_state() -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_every_architecture_continues_as_expected(name: str) -> None:
+def test_continuation_of_each_architecture_is_the_expected_kind(name: str) -> None:
     found = of_each_kind(dict(enumerate(mixers_of(name))), continuation)
     assert set(found.values()) == {EXPECTED[name]}
 
 
-def test_a_check_leaves_the_mixer_alone() -> None:
+def test_continuation_check_does_not_change_the_mixer() -> None:
     model = tiny_model("mamba2").to(torch.bfloat16)
     mixer = probe(model).mixers[0]
     before = {name: parameter.clone() for name, parameter in mixer.module.named_parameters()}
@@ -232,7 +232,7 @@ def zeroed(kinds: Sequence[str], least: int) -> Callable[[Cache, int], None]:
 
 @pytest.mark.parametrize("kinds", [("conv",), ("recurrent",), ("conv", "recurrent")])
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "kimi_linear"])
-def test_a_mixer_that_drops_its_state_over_several_tokens_goes_token_by_token(name: str, kinds: Sequence[str]) -> None:
+def test_mixer_that_drops_state_in_segments_runs_token_by_token(name: str, kinds: Sequence[str]) -> None:
     assert continuation(broken(name, zeroed(kinds, least=2))) is Continuation.TOKEN
 
 
@@ -240,12 +240,12 @@ def test_a_mixer_that_drops_its_state_over_several_tokens_goes_token_by_token(na
     ("name", "kinds"),
     [("mamba2", ("recurrent",)), ("mamba", ("conv",)), ("lfm2", ("conv",)), ("olmo_hybrid", ("conv", "recurrent"))],
 )
-def test_a_mixer_that_always_drops_its_state_is_refused(name: str, kinds: Sequence[str]) -> None:
+def test_mixer_that_always_drops_its_state_is_rejected(name: str, kinds: Sequence[str]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"Broken does not continue from its own state: .*token \d.\de"):
         continuation(broken(name, zeroed(kinds, least=1)))
 
 
-def test_a_state_that_hardly_matters_on_noise_is_not_forgotten_unseen() -> None:
+def test_mixer_that_drops_a_weak_state_runs_token_by_token() -> None:
     """The states are right, but over several tokens the output is that from zero; inputs and states are tiny."""
     mixer = probe(tiny_model("mamba2")).mixers[0]
     own = type(mixer.module)
@@ -272,7 +272,7 @@ def test_a_state_that_hardly_matters_on_noise_is_not_forgotten_unseen() -> None:
     assert continuation(mixer) is Continuation.TOKEN
 
 
-def test_a_mixer_that_leaves_a_wrong_state_behind_goes_token_by_token() -> None:
+def test_mixer_with_wrong_final_state_runs_token_by_token() -> None:
     mixer = probe(tiny_model("qwen3_5")).mixers[0]
     own = type(mixer.module)
 
@@ -288,7 +288,7 @@ def test_a_mixer_that_leaves_a_wrong_state_behind_goes_token_by_token() -> None:
     assert continuation(mixer) is Continuation.TOKEN
 
 
-def test_a_mixer_that_gives_no_numbers_is_refused() -> None:
+def test_mixer_with_nan_output_is_rejected() -> None:
     mixer = probe(tiny_model("mamba2")).mixers[0]
     with torch.no_grad():
         mixer.module.get_parameter("out_proj.weight").fill_(torch.nan)
@@ -296,9 +296,7 @@ def test_a_mixer_that_gives_no_numbers_is_refused() -> None:
         continuation(mixer)
 
 
-def test_a_mixer_whose_prompts_and_decoding_differ_continues_natively_and_the_log_tells(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_mixer_whose_decoding_differs_continues_natively_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """NemotronH bounds the step size over several tokens only: its prompts are right in one call."""
     model = tiny_model("nemotron_h")
     fields = {**model.config.to_dict(), "time_step_min": 0.05}
@@ -312,7 +310,7 @@ def test_a_mixer_whose_prompts_and_decoding_differ_continues_natively_and_the_lo
     assert "NemotronHMamba2Mixer: a prompt in one call and token by token differ by" in caplog.text
 
 
-def test_each_class_and_layout_is_checked_once() -> None:
+def test_continuation_is_checked_once_per_class_and_layout() -> None:
     asked: list[RecurrentMixer] = []
 
     def counted(mixer: RecurrentMixer) -> Continuation:
@@ -327,7 +325,7 @@ def test_each_class_and_layout_is_checked_once() -> None:
 # -- bad input
 
 
-def test_shapes_that_are_not_the_mixers_are_refused() -> None:
+def test_mixer_inputs_of_wrong_shape_are_rejected() -> None:
     mixer = mixers_of("mamba2")[0]
     states, native = random_states(mixer), Continuation.NATIVE
     with pytest.raises(WorkerError, match=r"a segment is one request's \[1, tokens, width\], got \(2, 3, 64\)"):
@@ -347,7 +345,7 @@ def test_shapes_that_are_not_the_mixers_are_refused() -> None:
         assert all(torch.equal(a, b) for a, b in zip(wrong, before, strict=True))
 
 
-def test_what_cannot_be_superposed_is_refused() -> None:
+def test_superposition_of_unsupported_mixers_is_rejected() -> None:
     mamba2, zamba = mixers_of("mamba2")[0], mixers_of("zamba")[0]
     assert SCAN not in functions_of(mamba2.module)
     with pytest.raises(WorkerError, match="Mamba2Mixer runs no mamba_selective_scan"):

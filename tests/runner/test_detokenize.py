@@ -73,14 +73,14 @@ def taken_in(one: Detokenizer, tokens: Sequence[int]) -> str:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 256), max_size=120) | TEXTS.map(lambda text: list(text.encode())))
-def test_text_grows_and_ends_as_the_whole_decodes(tokens: list[int]) -> None:
+def test_incremental_text_ends_as_the_decoded_whole(tokens: list[int]) -> None:
     assert taken_in(Detokenizer(LEVEL), tokens) == LEVEL.decode(tokens, skip_special_tokens=True)
 
 
 @settings(max_examples=200, deadline=None)
 @given(TEXTS, st.lists(st.integers(0, 80), max_size=3))
 @example("\u6771\u4eac" * 12, [])
-def test_byte_fallback_ends_as_the_whole_decodes(text: str, special: list[int]) -> None:
+def test_byte_fallback_text_ends_as_the_decoded_whole(text: str, special: list[int]) -> None:
     tokens = in_pieces(text)
     for at in special:
         tokens.insert(at, SPECIAL)
@@ -92,12 +92,12 @@ def test_byte_fallback_ends_as_the_whole_decodes(text: str, special: list[int]) 
 @given(st.lists(FALLBACK_TOKENS | st.sampled_from([*"\u00e9\u6771\u4eac".encode(), SPECIAL]), max_size=120))
 @example([*"\U0001f999".encode(), 0xF0, BYTES + 1])
 @example([0xFF, *"\u6771".encode() * 20, BYTES + 1, *"\u6771".encode()])
-def test_byte_fallback_keeps_the_beginning_of_what_is_no_text(tokens: list[int]) -> None:
+def test_byte_fallback_of_invalid_bytes_shows_their_valid_prefix(tokens: list[int]) -> None:
     assert taken_in(Detokenizer(FALLBACK), tokens) == as_shown(tokens)
 
 
 @BOTH
-def test_a_character_comes_when_it_is_whole(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_character_of_several_tokens_is_shown_when_complete(tokenizer: PreTrainedTokenizerFast) -> None:
     one = Detokenizer(tokenizer)
     shown = []
     for token in "a🦙é".encode():
@@ -112,7 +112,7 @@ def test_a_character_comes_when_it_is_whole(tokenizer: PreTrainedTokenizerFast) 
     )
 
 
-def test_whole_characters_come_in_front_of_an_unfinished_one() -> None:
+def test_complete_characters_before_an_incomplete_one_match_stop_strings() -> None:
     tokenizer = Tokenizer(models.WordLevel({"x\ufffd": 0, BEGIN: 1}, unk_token=BEGIN))
     one = Detokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), ("x",))
     assert one.add([0])
@@ -147,7 +147,7 @@ class Counting:
 
 @BOTH
 @pytest.mark.parametrize("text", ["plain text", "\u6771\u4eac", "\U0001f999", "a\u00e9"])
-def test_a_token_costs_a_bounded_decode(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_detokenizer_decodes_few_tokens_per_call(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
     counting = Counting(tokenizer)
     tokens = list(text.encode()) * 60
     assert taken_in(Detokenizer(counting), tokens) == text * 60
@@ -157,7 +157,7 @@ def test_a_token_costs_a_bounded_decode(text: str, tokenizer: PreTrainedTokenize
 
 @BOTH
 @pytest.mark.parametrize("token", [0xFF, 0x80, SPECIAL])
-def test_tokens_that_never_become_text_cost_no_more(token: int, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokens_without_text_cost_a_bounded_decode(token: int, tokenizer: PreTrainedTokenizerFast) -> None:
     counting = Counting(tokenizer)
     tokens = [*b"a", *[token] * 1000, *b"bc"]
     expected = as_shown(tokens) if tokenizer is FALLBACK else tokenizer.decode(tokens, skip_special_tokens=True)
@@ -165,7 +165,7 @@ def test_tokens_that_never_become_text_cost_no_more(token: int, tokenizer: PreTr
     assert sum(counting.decoded) <= 30 * len(tokens)
 
 
-def test_what_is_held_back_may_complete_a_stop_string(make_engine: EngineFactory) -> None:
+def test_incomplete_character_at_the_end_can_match_a_stop_string(make_engine: EngineFactory) -> None:
     """Its last token is a byte of a character, which shows as U+FFFD: text and reason agree that it ends there."""
     loaded, prompt = loaded_model("llama"), [65, 66, 67]
     sampling = replace(greedy(60), temperature=3.0, seed=1)

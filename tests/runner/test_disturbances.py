@@ -27,7 +27,9 @@ def unlike_prompts(count: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "eviction"), models_with(EVICTIONS, {"mamba": ["lru"], "qwen3_next": EVICTIONS, "falcon_h1": ["hazard"]})
 )
-def test_memory_for_three_requests_evicts_and_moves(name: str, eviction: str, make_engine: EngineFactory) -> None:
+def test_engine_with_memory_for_three_requests_evicts_and_moves_blocks(
+    name: str, eviction: str, make_engine: EngineFactory
+) -> None:
     prompts = unlike_prompts(12, 3)
     checked = CheckedEngine(make_engine, name, prompts, OUTPUT, room_for=3, max_running=4, eviction=eviction)
     first = checked.run(prompts, greedy(OUTPUT))
@@ -153,7 +155,7 @@ def test_failed_forward_leaves_no_wrong_state(
 
 
 @pytest.mark.parametrize("name", models("mamba", "qwen3_next"))
-def test_who_ends_while_its_step_fails_leaves_no_state(name: str, make_engine: EngineFactory) -> None:
+def test_request_aborted_in_a_failed_step_leaves_no_state(name: str, make_engine: EngineFactory) -> None:
     prompt, more = unlike_prompts(2, 9)
     checked = CheckedEngine(make_engine, name, [[*prompt, *more] * 2], OUTPUT, in_flight=2, room_for=4)
     engine, done = checked.engine, list[Completion]()

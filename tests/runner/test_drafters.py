@@ -41,12 +41,12 @@ def looked_up(tokens: list[int], count: int, most: int, least: int) -> list[int]
     least=st.integers(1, 3),
     more=st.integers(0, 3),
 )
-def test_drafts_are_what_stood_behind_the_longest_match(tokens: list[int], count: int, least: int, more: int) -> None:
+def test_ngram_drafts_follow_the_longest_match(tokens: list[int], count: int, least: int, more: int) -> None:
     drafter = NgramDrafter(count, least + more, least)
     assert drafter.propose([request(tokens)]) == [looked_up(tokens, count, least + more, least)]
 
 
-def test_each_request_is_looked_up_in_its_own_text() -> None:
+def test_ngram_drafts_come_from_the_text_of_their_request() -> None:
     drafter = NgramDrafter(3, 4, 2)
     texts = [[1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 5, 2], [7, 8, 9, 7, 8], [7]]
     assert drafter.propose([request(text) for text in texts]) == [[3, 4, 1], [], [9, 7, 8], []]
@@ -55,7 +55,7 @@ def test_each_request_is_looked_up_in_its_own_text() -> None:
 
 
 @pytest.mark.parametrize("counts", [(0, 2, 1), (MOST_TOKENS + 1, 2, 1), (1, 1, 2), (1, 2, 0)])
-def test_counts_that_cannot_be(counts: tuple[int, int, int]) -> None:
+def test_ngram_drafter_with_invalid_counts_is_rejected(counts: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match=r"num_speculative_tokens must be in 1 \.\. 8|n-grams need 1 <= min_ngram"):
         NgramDrafter(*counts)
 
@@ -86,7 +86,7 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=40, repetition_penalty=1.2, seed
 
 
 @pytest.mark.parametrize("name", models("llama", "mamba"))
-def test_a_draft_model_that_is_the_target_knows_what_comes_next(name: str) -> None:
+def test_draft_model_equal_to_target_proposes_the_next_tokens(name: str) -> None:
     prompts = shared_prompts(3, 4)
     sampling = [greedy(40), SAMPLED, replace(SAMPLED, seed=6)]
     with drafting(name) as drafter:
@@ -101,7 +101,7 @@ def test_a_draft_model_that_is_the_target_knows_what_comes_next(name: str) -> No
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("name", models("llama", "mamba"))
-def test_all_but_the_newest_tokens_are_found_in_the_prefix_cache(name: str, in_flight: int) -> None:
+def test_draft_model_computes_only_the_newest_tokens(name: str, in_flight: int) -> None:
     prompt = shared_prompts(1, 5, prefix=90)[0]
     with drafting(name, in_flight=in_flight) as drafter:
 
@@ -119,7 +119,7 @@ def test_all_but_the_newest_tokens_are_found_in_the_prefix_cache(name: str, in_f
         assert ran(*all_right, drafts[1][0], 9, 11) <= 2 + behind
 
 
-def test_drafts_end_where_the_output_would_and_where_the_plan_does() -> None:
+def test_draft_model_stops_at_stop_tokens_and_plan_length() -> None:
     prompts = [shared_prompts(1, 6)[0], np.random.default_rng(1).integers(32, 127, 198).tolist()]
     with drafting("llama") as drafter:
         (plain,) = drafter.propose([target_request(prompts[0], greedy(40))])
@@ -132,7 +132,7 @@ def test_drafts_end_where_the_output_would_and_where_the_plan_does() -> None:
         drafter.engine.scheduler.check()
 
 
-def test_a_forward_that_raises_leaves_no_request_behind() -> None:
+def test_draft_model_after_failed_forward_has_no_requests() -> None:
     prompts = shared_prompts(2, 7)
     asked = [target_request(prompt, greedy(40)) for prompt in prompts]
 
@@ -150,7 +150,7 @@ def test_a_forward_that_raises_leaves_no_request_behind() -> None:
         assert drafter.engine.cache.usage == 0
 
 
-def test_a_draft_model_needs_the_vocabulary_of_its_target() -> None:
+def test_draft_model_with_another_vocabulary_is_rejected() -> None:
     target = loaded_model("llama")
     with drafting("mamba") as drafter:
         drafter.require(target)

@@ -199,7 +199,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_runs_are_what_plain_forwards_and_the_telling_say(name: str, make_engine: EngineFactory) -> None:
+def test_edited_sampling_matches_reference_edits_of_plain_logits(name: str, make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model(name), shared_prompts(len(EVERY), 5)
     done = make_engine(loaded, prompts, 20, token_budget=24).generate(prompts, EVERY)
     changed = 0
@@ -219,7 +219,7 @@ def settings_of(name: str) -> Sequence[dict[str, int]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon_h1"])
-def test_drafts_change_no_output(name: str, make_engine: EngineFactory) -> None:
+def test_edited_sampling_with_drafts_gives_outputs_without_drafts(name: str, make_engine: EngineFactory) -> None:
     """Also chunked, preempted, with steps ahead, and with the prompt found in the cache."""
     loaded = loaded_model(name)
     repeated = [
@@ -243,7 +243,7 @@ def test_drafts_change_no_output(name: str, make_engine: EngineFactory) -> None:
         assert (sum(one.preemptions for one in drafted) > 0) == ("memory_blocks" in options)
 
 
-def test_a_draft_model_follows_what_its_target_asks(make_engine: EngineFactory) -> None:
+def test_draft_model_applies_the_edits_of_its_target(make_engine: EngineFactory) -> None:
     """Same weights: every draft would be accepted, if it were drawn from the same logits."""
     loaded, prompts = loaded_model("llama"), shared_prompts(len(EVERY), 5)
     asked = [replace(one, repetition_penalty=1.0, presence_penalty=0.0) for one in EVERY]
@@ -257,7 +257,9 @@ def test_a_draft_model_follows_what_its_target_asks(make_engine: EngineFactory) 
         assert one.accepted_tokens >= one.drafted_tokens - 3, one  # bad words that begin before the drafts
 
 
-def test_a_worker_behind_the_wire_draws_the_same(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoded_step_gives_the_same_edited_outputs(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(4, 5)
     (end,) = loaded.eos_token_ids
     held = SamplingParams(logit_bias={end: 9.0}, min_tokens=4, frequency_penalty=0.5, max_tokens=20)
@@ -270,7 +272,7 @@ def test_a_worker_behind_the_wire_draws_the_same(make_engine: EngineFactory, mon
     assert len(here[3].token_ids) > 4
 
 
-def test_branches_count_their_own_outputs(make_engine: EngineFactory) -> None:
+def test_penalties_of_a_branch_count_its_own_output(make_engine: EngineFactory) -> None:
     loaded, (prompt,) = loaded_model("llama"), shared_prompts(1, 6)
     params = SamplingParams(temperature=1.0, seed=4, frequency_penalty=1.0, repetition_penalty=1.2, max_tokens=16)
     engine = make_engine(loaded, [prompt] * 3, 16)
@@ -283,7 +285,7 @@ def test_branches_count_their_own_outputs(make_engine: EngineFactory) -> None:
 # -- least tokens
 
 
-def test_nothing_ends_an_output_before_its_least_tokens(make_engine: EngineFactory) -> None:
+def test_output_does_not_end_before_min_tokens(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), [[*b"a first prompt"]] * 3
     (end,) = loaded.eos_token_ids
     ends = {end: 100.0, 66: 60.0}
@@ -331,12 +333,12 @@ class Spaced:
         (("b", "b", (5, 4)), ((4,), (5,), (5, 4))),
     ],
 )
-def test_words_are_tokens_alone_and_behind_a_space(words: Any, ids: Any) -> None:  # noqa: ANN401  # any words
+def test_bad_words_are_encoded_with_and_without_a_leading_space(words: Any, ids: Any) -> None:  # noqa: ANN401  # any words
     loaded = LoadedModel("spaced", loaded_model("llama").model, Spaced(), ())
     assert with_word_ids(SamplingParams(bad_words=words), loaded).bad_words == ids
 
 
-def test_bad_words_of_text_never_come(make_engine: EngineFactory) -> None:
+def test_bad_words_never_appear_in_the_text(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), [[*b"say: "]] * 2
     free = SamplingParams(logit_bias={97: 100.0, 98: 99.5, 99: 99.0}, frequency_penalty=1.0, max_tokens=12)
     bound = replace(free, bad_words=("ab", "ca"))
@@ -364,7 +366,7 @@ class Choice:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_caller_can_choose_what_comes(temperature: float, make_engine: EngineFactory) -> None:
+def test_logits_processor_restricts_output_to_given_choices(temperature: float, make_engine: EngineFactory) -> None:
     loaded, options = loaded_model("llama"), ["yes", "yesterday", "no"]
     prompts, (end,) = [[*f"{at} is it so?".encode()] for at in range(6)], loaded.eos_token_ids
     choice = Choice([[*one.encode()] for one in options], end)
@@ -404,7 +406,7 @@ def numberless(_: list[int], logits: torch.Tensor) -> torch.Tensor:
         (numberless, ConfigError, "numbers and -inf alone, got nan"),
     ],
 )
-def test_a_function_that_fails_ends_its_request_alone(
+def test_failed_logits_processor_ends_its_request_only(
     function: Any,  # noqa: ANN401  # one each
     error: type[Exception],
     message: str,
@@ -425,7 +427,7 @@ def test_a_function_that_fails_ends_its_request_alone(
     assert [one.token_ids for one in engine.generate(prompts, params)] == [one.token_ids for one in expected]
 
 
-def test_a_reader_hears_of_its_function_and_the_others_read_on() -> None:
+def test_async_failed_logits_processor_reaches_its_reader_only() -> None:
     async def read() -> tuple[list[int], Exception | None]:
         tokens: list[int] = []
         async with AsyncEngine(Engine(loaded_model("llama"), memory="4MiB")) as engine:
@@ -451,7 +453,7 @@ def test_a_reader_hears_of_its_function_and_the_others_read_on() -> None:
     assert "no such state" in str(found)
 
 
-def test_what_fails_behind_a_refused_draft_never_was() -> None:
+def test_logits_processor_error_after_a_rejected_draft_is_ignored() -> None:
     """The second of two drafts is none that the function knows: it raises there, and the first is refused."""
     expected = [HandRows(loaded_model("llama"), [[*b"ab"]], [SamplingParams()], max_tokens=32)]
     expected[0].step()
@@ -505,7 +507,7 @@ def test_logit_edit_with_invalid_value_is_rejected(change: dict[str, Any], messa
         SamplingParams(**change)
 
 
-def test_any_form_of_the_same_is_the_same() -> None:
+def test_sampling_params_of_equivalent_forms_are_equal() -> None:
     given: dict[str, Any] = {
         "logit_bias": {7: 1, "3": np.float32(0.5)},
         "bad_words": ["ab", np.array([1, 2])],
@@ -518,7 +520,7 @@ def test_any_form_of_the_same_is_the_same() -> None:
     assert len({one, replace(one)}) == 1
 
 
-def test_tokens_that_are_not_there_are_refused(make_engine: EngineFactory) -> None:
+def test_edits_with_tokens_outside_the_vocabulary_are_rejected(make_engine: EngineFactory) -> None:
     loaded, prompt = loaded_model("llama"), [1, 2, 3]
     engine = make_engine(loaded, [prompt], 8)
     for change in ({"logit_bias": {257: 1.0}}, {"bad_words": ((1, 257),)}):
@@ -537,7 +539,7 @@ def test_tokens_that_are_not_there_are_refused(make_engine: EngineFactory) -> No
         (SamplingParams(logit_bias={400: 1.0}), "of '0' name token 400: ids are 0 .. 256"),
     ],
 )
-def test_a_worker_refuses_what_it_cannot_read(params: SamplingParams, message: str) -> None:
+def test_worker_rejects_edits_that_it_cannot_apply(params: SamplingParams, message: str) -> None:
     rows = HandRows(loaded_model("llama"), [[1, 2]], [params], max_tokens=16)
     try:
         with pytest.raises(WorkerError, match=message):

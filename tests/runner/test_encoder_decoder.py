@@ -29,7 +29,7 @@ ONE_LAYOUT_EACH = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @NAMES
-def test_cold_and_warm(name: str, layout: str, make_engine: EngineFactory) -> None:
+def test_encoder_runs_once_per_input_and_warm_outputs_match(name: str, layout: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name, layout=layout)
     cold = listening.run()
     distinct, natural = len(set(HEARD)), layout == "natural"
@@ -42,7 +42,7 @@ def test_cold_and_warm(name: str, layout: str, make_engine: EngineFactory) -> No
 
 
 @ONE_LAYOUT_EACH
-def test_chunks_of_a_prompt_in_mixed_steps(name: str, layout: str, make_engine: EngineFactory) -> None:
+def test_encoder_decoder_prompt_chunks_run_in_mixed_steps(name: str, layout: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name, layout=layout, token_budget=13, prefix_caching=False)
     listening.run()
     steps = listening.seen.steps
@@ -51,7 +51,9 @@ def test_chunks_of_a_prompt_in_mixed_steps(name: str, layout: str, make_engine: 
 
 
 @ONE_LAYOUT_EACH
-def test_preempted_and_failed(name: str, layout: str, make_engine: EngineFactory) -> None:
+def test_encoder_decoder_outputs_survive_preemption_and_failed_step(
+    name: str, layout: str, make_engine: EngineFactory
+) -> None:
     listening = Listening(make_engine, name, layout=layout, room_for=2, token_budget=64, in_flight=2)
     engine = listening.engine
     for place, (prompt, given) in enumerate(zip(listening.prompts, listening.sounds, strict=True)):
@@ -76,7 +78,7 @@ def test_preempted_and_failed(name: str, layout: str, make_engine: EngineFactory
 
 
 @NAMES
-def test_branches_read_what_their_parent_reads(name: str, make_engine: EngineFactory) -> None:
+def test_encoder_input_of_a_parent_is_shared_by_its_branches(name: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name, room_for=2 * len(HEARD))
     sampling = replace(greedy(OUTPUT), n=2)
     done = listening.engine.generate(listening.prompts, sampling, encoders=listening.sounds)
@@ -90,7 +92,9 @@ def test_branches_read_what_their_parent_reads(name: str, make_engine: EngineFac
 
 
 @ONE_LAYOUT_EACH
-def test_drafts_are_verified_several_tokens_at_a_time(name: str, layout: str, make_engine: EngineFactory) -> None:
+def test_encoder_decoder_with_drafts_gives_outputs_without_drafts(
+    name: str, layout: str, make_engine: EngineFactory
+) -> None:
     """All right, all wrong, and some of each, in rows that run beside each other."""
     plain = Listening(make_engine, name)
     sampling = [replace(greedy(OUTPUT), seed=seed) for seed in range(len(HEARD))]  # by which the drafter knows them
@@ -129,7 +133,7 @@ def alias_cross(engine: Engine, layer: int, column: int) -> None:
 @pytest.mark.parametrize("damage", [zero_cross, alias_cross])
 @pytest.mark.parametrize("layer", range(3))
 @NAMES
-def test_damage_of_the_encoders_output_moves_the_logits(
+def test_damaged_encoder_blocks_change_the_logits(
     name: str, layer: int, damage: Callable[[Engine, int, int], None], make_engine: EngineFactory
 ) -> None:
     listening = Listening(make_engine, name)
@@ -145,7 +149,7 @@ def test_damage_of_the_encoders_output_moves_the_logits(
     assert moved[4:].max() > 10 * TOLERANCE
 
 
-def test_biases_of_another_position_move_the_logits(
+def test_position_biases_of_another_position_change_the_logits(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listening = Listening(make_engine, "t5")
@@ -158,7 +162,7 @@ def test_biases_of_another_position_move_the_logits(
 
 @pytest.mark.parametrize("careless", ["cross attention", "decoder"])
 @NAMES
-def test_a_digest_that_is_ignored_is_seen(
+def test_ignored_encoder_digest_changes_the_logits(
     name: str, careless: str, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if careless == "decoder":
@@ -183,7 +187,7 @@ def test_a_digest_that_is_ignored_is_seen(
 
 
 @NAMES
-def test_nothing_behind_an_output_is_read(name: str, make_engine: EngineFactory) -> None:
+def test_encoder_blocks_are_not_read_beyond_the_output(name: str, make_engine: EngineFactory) -> None:
     """What a block's former owner left, were it NaN, never reaches anybody."""
     listening = Listening(make_engine, name, token_budget=30)
     for views in listening.engine.runner.storage.views.values():

@@ -23,7 +23,7 @@ from hybridkv.step import Step
 
 
 @NAMES
-def test_equal_inputs_are_encoded_once_and_others_share_nothing(name: str, make_engine: EngineFactory) -> None:
+def test_equal_encoder_inputs_are_encoded_once_and_others_have_no_hits(name: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name)
     prompt = listening.prompts[2]
     done: list[Completion] = []
@@ -36,7 +36,7 @@ def test_equal_inputs_are_encoded_once_and_others_share_nothing(name: str, make_
 
 
 @NAMES
-def test_a_caller_may_name_the_content_and_eviction_makes_it_heard_again(name: str, make_engine: EngineFactory) -> None:
+def test_evicted_encoder_input_with_digest_is_encoded_again(name: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name, room_for=1, max_running=1, eviction="lru")
     engine, prompt = listening.engine, [0]
     heard = (1, 1, *range(2, 13), 1)
@@ -50,7 +50,7 @@ def test_a_caller_may_name_the_content_and_eviction_makes_it_heard_again(name: s
 
 
 @NAMES
-def test_streams_of_an_encoder_decoder(name: str, make_engine: EngineFactory) -> None:
+def test_stream_of_an_encoder_decoder_gives_tokens_of_generate(name: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name)
     given = sound(name, 3)
     with listening.engine.stream([], greedy(10), encoder=given) as stream:
@@ -59,7 +59,7 @@ def test_streams_of_an_encoder_decoder(name: str, make_engine: EngineFactory) ->
     assert tuple(tokens) == again.token_ids
 
 
-def test_tasks_of_an_event_loop_hear(make_engine: EngineFactory) -> None:
+def test_async_generate_reads_encoder_inputs(make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, "t5")
     prompts, sounds = listening.prompts[:3], listening.sounds[:3]
 
@@ -72,7 +72,9 @@ def test_tasks_of_an_event_loop_hear(make_engine: EngineFactory) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @NAMES
-def test_the_check_of_generate_knows_encoders(name: str, temperature: float, make_engine: EngineFactory) -> None:
+def test_check_with_swapped_encoder_inputs_reports_differences(
+    name: str, temperature: float, make_engine: EngineFactory
+) -> None:
     loaded, recorder = loaded_model(name), LogitRecorder()
     sampling = replace(greedy(12), temperature=temperature, seed=3)
     engine = make_engine(loaded, [[0]] * 2, 12, observer=recorder)  # type: ignore[arg-type]  # an observer as well
@@ -90,7 +92,7 @@ def test_the_check_of_generate_knows_encoders(name: str, temperature: float, mak
 
 
 @NAMES
-def test_planned_bytes_are_what_a_forward_shows(name: str) -> None:
+def test_planned_encoder_layers_match_the_probed_forward(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_model(name).to(dtype)
         planned, probed = planner_model(model, block_size=16), probe(model)
@@ -123,7 +125,7 @@ def test_encoder_outputs_of_tenants_are_separate(name: str, make_engine: EngineF
 
 
 @NAMES
-def test_a_name_is_that_of_one_tenant_and_one_length(name: str, make_engine: EngineFactory) -> None:
+def test_encoder_digest_is_separate_per_tenant_and_length(name: str, make_engine: EngineFactory) -> None:
     """While the other is held, and when it is long gone."""
     listening = Listening(make_engine, name)
     engine, prompt = listening.engine, listening.prompts[2]
@@ -150,7 +152,9 @@ def test_a_name_is_that_of_one_tenant_and_one_length(name: str, make_engine: Eng
 
 @pytest.mark.parametrize("drafter", ["prompt lookup", "draft model"])
 @NAMES
-def test_real_drafters(name: str, drafter: str, make_engine: EngineFactory) -> None:
+def test_encoder_decoder_with_real_drafters_gives_outputs_without_drafts(
+    name: str, drafter: str, make_engine: EngineFactory
+) -> None:
     """A causal model that never heard the input may draft: it is seldom right, and changes nothing."""
     given, prompt = sound(name, 4), [0, *[65, 66, 67] * 6]
     sampling = [greedy(OUTPUT), replace(greedy(OUTPUT), repetition_penalty=0.2)]
@@ -166,7 +170,7 @@ def test_real_drafters(name: str, drafter: str, make_engine: EngineFactory) -> N
     listening.check(done[:1], [given])
 
 
-def test_an_encoder_decoder_cannot_draft(make_engine: EngineFactory) -> None:
+def test_encoder_decoder_as_draft_model_is_rejected(make_engine: EngineFactory) -> None:
     with pytest.raises(ConfigError, match="tiny:t5 is an encoder-decoder, and drafts have no encoder input"):
         DraftModel(make_engine(loaded_model("t5"), [[0]], 4))
 
@@ -205,7 +209,7 @@ def test_encoder_input_that_is_invalid_is_rejected(name: str, make_engine: Engin
 
 
 @NAMES
-def test_steps_whose_encoders_cannot_run_change_nothing(name: str, make_engine: EngineFactory) -> None:
+def test_step_with_invalid_encoder_input_changes_nothing(name: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name)
     engine = listening.engine
     engine.add([0], greedy(4), encoder=sound(name, 1))
@@ -238,7 +242,7 @@ def test_encoder_input_of_undeclared_length_fails_its_step(name: str, make_engin
 
 
 @NAMES
-def test_a_model_is_itself_again_when_the_engine_is_closed(name: str, make_engine: EngineFactory) -> None:
+def test_encoder_decoder_after_engine_close_is_unchanged(name: str, make_engine: EngineFactory) -> None:
     loaded = loaded_model(name)
     before = forced_logits(loaded.model, [0], [5, 6], encoder=feed(loaded, sound(name, 1)).values)
     engine = make_engine(loaded, [[0]], 4)
@@ -248,7 +252,7 @@ def test_a_model_is_itself_again_when_the_engine_is_closed(name: str, make_engin
     assert torch.equal(before, after)
 
 
-def test_room_for_inputs_is_planned() -> None:
+def test_plan_has_memory_for_the_encoder_inputs() -> None:
     loaded = loaded_model("whisper")
     one, two = (plan_for(loaded, [20] * count).config.arena_bytes for count in (1, 2))
     model = planner_model(loaded.model, block_size=16)
@@ -293,7 +297,7 @@ def test_encoder_request_aborted_early_fails_no_other(name: str, layout: str, ma
 
 
 @NAMES
-def test_inputs_of_steps_that_failed_are_given_back(name: str, make_engine: EngineFactory) -> None:
+def test_encoder_inputs_of_failed_steps_are_freed(name: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name, in_flight=2)
     engine = listening.engine
     for number in (1, 2):

@@ -65,7 +65,9 @@ REGIMES: dict[str, tuple[Callable[[Listening], None], dict[str, int | bool]]] = 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 @NAMES
-def test_six_regimes_equal_plain_transformers(name: str, seed: int, make_engine: EngineFactory) -> None:
+def test_encoder_decoder_in_six_regimes_equals_plain_transformers(
+    name: str, seed: int, make_engine: EngineFactory
+) -> None:
     """Tokens and all: a near-tie would fail."""
     ran: list[Listening] = []
     for layout in LAYOUTS:

@@ -16,7 +16,7 @@ ENGINE_SETTINGS = [{"in_flight": 1}, {"in_flight": 2}]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_steps_in_flight_use_tokens_the_worker_sampled(name: str, make_engine: EngineFactory) -> None:
+def test_two_steps_in_flight_use_tokens_sampled_by_the_worker(name: str, make_engine: EngineFactory) -> None:
     loaded, prompts, observer = loaded_model(name), shared_prompts(4, 1), EveryLogit()
     done = make_engine(loaded, prompts, 20, in_flight=2, observer=observer).generate(prompts, greedy(20))
     assert sum(int((step.token_ids.values == -1).sum()) for step in observer.steps) >= 4 * 18
@@ -24,7 +24,7 @@ def test_two_steps_in_flight_use_tokens_the_worker_sampled(name: str, make_engin
 
 
 @pytest.mark.parametrize("options", ENGINE_SETTINGS)
-def test_stop_tokens_end_the_output_and_are_part_of_it(options: dict[str, int], make_engine: EngineFactory) -> None:
+def test_stop_token_ends_the_output_and_is_part_of_it(options: dict[str, int], make_engine: EngineFactory) -> None:
     loaded, prompt = loaded_model("llama"), shared_prompts(1, 2)[0]
     whole = generated(loaded, prompt, 30)
     stop = whole[12]
@@ -42,7 +42,7 @@ def test_stop_tokens_end_the_output_and_are_part_of_it(options: dict[str, int], 
 
 
 @pytest.mark.parametrize("options", ENGINE_SETTINGS)
-def test_stop_strings_cut_the_text(options: dict[str, int], make_engine: EngineFactory) -> None:
+def test_stop_string_cuts_the_text(options: dict[str, int], make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(3, 2)
     plain = make_engine(loaded, prompts, 30).generate(prompts, greedy(30))
     text = plain[1].text
@@ -63,7 +63,7 @@ def test_stop_strings_cut_the_text(options: dict[str, int], make_engine: EngineF
 
 @pytest.mark.parametrize("options", ENGINE_SETTINGS)
 @pytest.mark.parametrize("at_call", [0, 3, 7])
-def test_a_forward_that_raises_fails_its_steps_and_the_next_goes_on(
+def test_failed_forward_fails_its_steps_and_outputs_are_complete(
     options: dict[str, int], at_call: int, make_engine: EngineFactory
 ) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(5, 6)
@@ -90,7 +90,7 @@ def test_a_forward_that_raises_fails_its_steps_and_the_next_goes_on(
     assert [done[one].token_ids for one in ids] == [one.token_ids for one in expected]
 
 
-def test_counts_of_a_completion(make_engine: EngineFactory) -> None:
+def test_completion_counts_computed_and_hit_tokens(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(4, 1)
     engine = make_engine(loaded, prompts, 10)
     cold = engine.generate(prompts, greedy(10))
@@ -106,7 +106,7 @@ def test_counts_of_a_completion(make_engine: EngineFactory) -> None:
     assert stats.hit_tokens == sum(one.hit_tokens for one in cold + warm)
 
 
-def test_abort_and_salt(make_engine: EngineFactory) -> None:
+def test_aborted_request_ends_and_cache_salt_prevents_hits(make_engine: EngineFactory) -> None:
     loaded, prompt = loaded_model("llama"), shared_prompts(1, 1)[0]
     engine = make_engine(loaded, [prompt] * 3, 20)
     engine.generate([prompt], greedy(2))
@@ -128,7 +128,7 @@ def test_abort_and_salt(make_engine: EngineFactory) -> None:
     assert engine.step() == []
 
 
-def test_the_model_gets_its_own_attention_back(make_engine: EngineFactory) -> None:
+def test_closed_engine_restores_the_attention_of_the_model(make_engine: EngineFactory) -> None:
     loaded, prompt = loaded_model("qwen2"), shared_prompts(1, 1)[0]
     engine = make_engine(loaded, [prompt], 4)
     assert loaded.model.config._attn_implementation == "hybridkv_gather"
@@ -138,7 +138,7 @@ def test_the_model_gets_its_own_attention_back(make_engine: EngineFactory) -> No
         assert loaded.model(torch.tensor([prompt])).logits.isfinite().all()
 
 
-def test_prompts_that_cannot_run(make_engine: EngineFactory) -> None:
+def test_invalid_prompts_are_rejected(make_engine: EngineFactory) -> None:
     loaded = loaded_model("llama")
     engine = make_engine(loaded, [[65] * 40], 8)
     with pytest.raises(ConfigError, match="empty"):
@@ -161,7 +161,7 @@ def test_prompts_that_cannot_run(make_engine: EngineFactory) -> None:
     assert engine.generate([[65]], greedy(3))[0].text is None
 
 
-def test_plans_of_other_models_and_too_little_memory() -> None:
+def test_plan_of_another_model_or_too_little_memory_is_rejected() -> None:
     llama = loaded_model("llama")
     with pytest.raises(ConfigError, match="plan is not of tiny:qwen2"):
         Engine(loaded_model("qwen2"), plan_for(loaded_model("deepseek_v3"), [32]))
@@ -179,7 +179,7 @@ def test_plans_of_other_models_and_too_little_memory() -> None:
         EngineOptions(in_flight=3)
 
 
-def test_steps_the_runner_cannot_run_change_nothing(make_engine: EngineFactory) -> None:
+def test_invalid_steps_are_rejected_and_change_nothing(make_engine: EngineFactory) -> None:
     prompt = shared_prompts(1, 1)[0]
     engine = make_engine(loaded_model("falcon_h1"), [prompt], 8)
     engine.add(prompt, greedy(8))
@@ -203,7 +203,7 @@ def test_steps_the_runner_cannot_run_change_nothing(make_engine: EngineFactory) 
     engine.runner.execute(step)
 
 
-def test_n_outputs_are_those_of_n_requests_with_seeds_in_a_row(make_engine: EngineFactory) -> None:
+def test_n_outputs_equal_n_requests_with_consecutive_seeds(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(2, 1)
     drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, n=3)
     together = make_engine(loaded, prompts * 3, 8).generate(prompts, drawn)

@@ -61,7 +61,7 @@ def test_engine_that_is_closed_rejects_calls() -> None:
     assert engine.statistics().steps == steps
 
 
-def test_a_model_in_hand_trains_again_once_its_engine_is_closed() -> None:
+def test_closed_engine_restores_the_training_mode_of_the_model() -> None:
     model = tiny_model("llama").train()
     model.model.layers[0].eval()
     before = [module.training for module in model.modules()]
@@ -108,7 +108,7 @@ def test_engine_prompt_that_is_invalid_is_rejected(prompt: object, message: str)
         encode(LLAMA, prompt)  # type: ignore[arg-type]  # what is refused
 
 
-def test_prompts_in_every_form_of_integers() -> None:
+def test_prompt_ids_of_any_integer_type_are_encoded_as_ints() -> None:
     forms: list[Any] = [(65, 66), range(65, 67), np.array([65, 66]), np.array([65, 66], np.uint8)]
     forms += [torch.tensor([65, 66]), torch.tensor([65, 66], dtype=torch.int32), [np.int64(65), 66], "AB"]
     for form in forms:
@@ -148,7 +148,7 @@ def test_engine_batch_or_sampling_that_is_invalid_is_rejected(make_engine: Engin
     assert engine.generate([], []) == []
 
 
-def test_ids_that_are_not_given_are_none_that_is_in_use(make_engine: EngineFactory) -> None:
+def test_generated_request_ids_differ_from_given_ids(make_engine: EngineFactory) -> None:
     engine = make_engine(LLAMA, PROMPTS * 4, OUTPUT)
     given = ["0", "2#1", "x", "9" * 5000, "\u0663"]
     for name in given:
@@ -161,7 +161,7 @@ def test_ids_that_are_not_given_are_none_that_is_in_use(make_engine: EngineFacto
     assert sorted(ended) == sorted([*given, *own, *(f"{one}#1" for one in own)])
 
 
-def test_a_placement_that_is_none_is_refused_when_it_is_planned() -> None:
+def test_unknown_placement_is_rejected_by_the_plan() -> None:
     for name in ("llama", "qwen3_next"):
         with pytest.raises(ConfigError, match="unknown placement 'adaptive': use none, ends"):
             plan_for(loaded_model(name), [32], placement="adaptive")
@@ -179,7 +179,7 @@ def test_engine_count_that_is_invalid_is_rejected(name: str, value: object) -> N
 
 
 @pytest.mark.parametrize("options", ENGINE_SETTINGS)
-def test_a_batch_that_fails_leaves_nothing_behind(options: dict[str, int], make_engine: EngineFactory) -> None:
+def test_failed_batch_leaves_no_requests_and_others_finish(options: dict[str, int], make_engine: EngineFactory) -> None:
     engine = make_engine(LLAMA, PROMPTS, OUTPUT, **options)  # type: ignore[arg-type]  # ints by name
     other = engine.add(PROMPTS[2], greedy(OUTPUT))
     with pytest.raises(ConfigError, match="got None"):
@@ -226,7 +226,7 @@ def of_second(_: int, ids: Sequence[int]) -> bool:
 
 
 @pytest.mark.parametrize("options", ENGINE_SETTINGS)
-def test_text_that_cannot_be_decoded_ends_its_request_alone(options: dict[str, int]) -> None:
+def test_decoding_error_ends_its_request_only(options: dict[str, int]) -> None:
     with engine_with(Failing(of_second), **options) as engine:
         asked = replace(greedy(OUTPUT), logprobs=1)
         for prompt in PROMPTS:
@@ -254,7 +254,7 @@ def test_text_that_cannot_be_decoded_ends_its_request_alone(options: dict[str, i
 
 
 @pytest.mark.parametrize("at_call", [1, OUTPUT, OUTPUT + 1])
-def test_the_last_token_and_the_end_of_a_text_may_fail(at_call: int) -> None:
+def test_decoding_error_at_first_or_last_token_frees_the_request(at_call: int) -> None:
     with engine_with(Failing(lambda call, _: call == at_call)) as engine:
         engine.add(PROMPTS[0], greedy(OUTPUT))
         with pytest.raises(ValueError, match="cannot decode this"):
@@ -263,7 +263,7 @@ def test_the_last_token_and_the_end_of_a_text_may_fail(at_call: int) -> None:
         assert engine.cache.usage == 0
 
 
-def test_streams_hear_of_their_own_text_alone() -> None:
+def test_decoding_error_reaches_its_own_stream_only() -> None:
     with engine_with(Failing(of_second)) as engine:
         streams = [engine.stream(prompt, greedy(OUTPUT)) for prompt in PROMPTS]
         with pytest.raises(ValueError, match="cannot decode this"):
@@ -276,7 +276,7 @@ def test_streams_hear_of_their_own_text_alone() -> None:
 
 
 @pytest.mark.parametrize("step", [1, OUTPUT - 1])
-def test_an_interrupt_while_text_is_decoded_loses_nothing(step: int) -> None:
+def test_interrupt_during_decoding_loses_no_output(step: int) -> None:
     def interrupted(call: int, _: Sequence[int]) -> bool:
         if call == step * len(PROMPTS) + 2:  # the second request's
             raise KeyboardInterrupt
@@ -299,7 +299,7 @@ async def read(front: AsyncEngine, prompt: list[int], tokens: int = OUTPUT) -> l
     return [part async for part in front.stream(prompt, greedy(tokens))]
 
 
-def test_a_task_hears_of_its_own_text_alone() -> None:
+def test_async_decoding_error_reaches_its_own_task_only() -> None:
     async def work() -> list[list[Increment] | BaseException]:
         async with AsyncEngine(engine_with(Failing(of_second))) as front:
             return await asyncio.gather(*(read(front, prompt) for prompt in PROMPTS), return_exceptions=True)
@@ -314,7 +314,7 @@ class Gone(BaseException):
     """No error of a forward."""
 
 
-def test_what_ended_the_thread_is_not_hidden_and_closing_ends_it() -> None:
+def test_error_that_ended_the_engine_thread_is_raised_by_close() -> None:
     engine = Engine(LLAMA, memory="2MiB", max_model_len=128)
     front = AsyncEngine(engine)
 
@@ -336,7 +336,7 @@ def test_what_ended_the_thread_is_not_hidden_and_closing_ends_it() -> None:
     assert LLAMA.model.config._attn_implementation == "eager"
 
 
-def test_closing_goes_on_when_a_stream_cannot_be_ended() -> None:
+def test_close_with_an_unendable_stream_still_closes_the_engine() -> None:
     engine = Engine(LLAMA, memory="2MiB", max_model_len=128)
     front = AsyncEngine(engine)
 
@@ -379,7 +379,9 @@ def test_engine_with_nan_logits_ends_the_request(make_engine: EngineFactory) -> 
     assert [one.token_ids for one in sorted(done, key=lambda one: one.request_id)] == expected(0, 1, 2)
 
 
-def test_a_scheduler_that_is_stuck_can_go_on(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_after_a_stuck_scheduler_error_finishes_requests(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(LLAMA, PROMPTS, OUTPUT)
     name = engine.add(PROMPTS[0], greedy(OUTPUT))
     monkeypatch.setattr(engine.scheduler._admission, "admit", lambda *_, **__: None)

@@ -37,7 +37,7 @@ def expected(*which: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_task_hears_of_its_own_hashes_alone(in_flight: int) -> None:
+def test_async_hash_error_reaches_its_own_task_only(in_flight: int) -> None:
     async def read(front: AsyncEngine, prompt: list[int]) -> list[Increment]:
         return [part async for part in front.stream(prompt, greedy(OUTPUT))]
 
@@ -54,7 +54,7 @@ def test_a_task_hears_of_its_own_hashes_alone(in_flight: int) -> None:
 
 
 @pytest.mark.parametrize("known", [{"request_id": "\ud800"}, {"cache_salt": "\ud800"}, {"cache_salt": ""}])
-def test_a_stream_whose_names_are_no_text_is_refused_and_the_others_go_on(known: dict[str, str]) -> None:
+def test_stream_with_invalid_id_or_salt_is_rejected_and_others_finish(known: dict[str, str]) -> None:
     """The prompt is shorter than a block: nothing of it is hashed before its output is long."""
 
     async def read(front: AsyncEngine, prompt: list[int], **more: str) -> list[Increment]:

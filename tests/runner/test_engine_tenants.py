@@ -12,7 +12,7 @@ SHARES = TenantShares((Share("a", 0.3), Share("salty", 0.2)))
 SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
-def test_what_is_said_of_a_request_reaches_the_cache() -> None:
+def test_tenant_salt_and_hints_of_a_request_reach_the_cache() -> None:
     options = EngineOptions(eviction="hazard", shares=SHARES, self_check=False)
     prompt = list(range(3, 43))
     with Engine(loaded_model("llama"), memory="2MiB", max_model_len=256, options=options) as engine:
@@ -29,12 +29,12 @@ def test_what_is_said_of_a_request_reaches_the_cache() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"eviction": "lruu"}, {"eviction": 5}, {"shares": ["a=30%"]}])
-def test_what_is_no_eviction_or_share_is_refused(wrong: dict[str, object]) -> None:
+def test_invalid_eviction_or_shares_are_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"eviction|shares must be"):
         EngineOptions(**wrong)  # type: ignore[arg-type]
 
 
-def test_shares_with_lru_are_refused() -> None:
+def test_shares_with_lru_are_rejected() -> None:
     options = EngineOptions(eviction="lru", shares=SHARES)
     with pytest.raises(ConfigError, match="eviction lru evicts the blocks"):
         Engine(loaded_model("llama"), memory="2MiB", max_model_len=256, options=options)

@@ -28,7 +28,7 @@ HITS = {
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
-def test_six_regimes_in_short(name: str, make_engine: EngineFactory) -> None:
+def test_six_short_regimes_equal_plain_transformers(name: str, make_engine: EngineFactory) -> None:
     room = 1 if name in {"llama4", "qwen3_next", "falcon_h1", "zamba2"} else 2  # so that requests are preempted
     prompts = shared_prompts(4, 1, prefix=8, longest=16)
     found = Regimes(make_engine, loaded_model(name, 1), prompts, 20, failing=(6, 14), room=room).compare()
@@ -55,7 +55,7 @@ def test_six_regimes_equal_plain_transformers(name: str, seed: int, make_engine:
 
 
 @pytest.mark.parametrize(("name", "cut"), models_with([64, 70], HITS))
-def test_a_hit_is_bitwise_a_cold_run_with_the_same_chunks(name: str, cut: int, make_engine: EngineFactory) -> None:
+def test_hit_equals_cold_run_with_same_chunks_bitwise(name: str, cut: int, make_engine: EngineFactory) -> None:
     """Where a block ends, and inside one, which is copied before it is written."""
     loaded = loaded_model(name)
     prompt = shared_prompts(1, 5, prefix=cut, longest=20)[0]

@@ -71,7 +71,7 @@ def pairs(names: Sequence[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("backend", "name"), pairs(MODELS))
-def test_tokens_are_those_of_the_model_alone(backend: AttentionBackend, name: str) -> None:
+def test_paged_attention_cold_and_warm_gives_tokens_of_plain_model(backend: AttentionBackend, name: str) -> None:
     """Cold and warm, with a budget that cuts prompts in two."""
     model = tiny_model(name, 0)
     asked = prompts(model)
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_the_model_alone(backend: AttentionBackend, name: st
         assert made.runner._pages.keys() == made.runner._reads.keys()
 
 
-def test_triton_in_its_interpreter_in_short() -> None:
+def test_triton_attention_in_the_interpreter_gives_tokens_of_plain_model() -> None:
     """One chunk, one step behind it: `make test-all` runs the rest."""
     model = tiny_model("llama", 0)
     asked = [one[:20] for one in prompts(model)[:2]]
@@ -94,7 +94,7 @@ def test_triton_in_its_interpreter_in_short() -> None:
 
 
 @pytest.mark.parametrize(("backend", "_"), pairs(["drafts"]))
-def test_drafts(backend: AttentionBackend, _: str) -> None:
+def test_paged_attention_with_drafts_gives_tokens_of_plain_model(backend: AttentionBackend, _: str) -> None:
     """Two right ones, then a wrong one: rows of several queries, whose last keys are written over."""
     model = tiny_model("gemma3", 0)
     asked = prompts(model)
@@ -109,7 +109,7 @@ def test_drafts(backend: AttentionBackend, _: str) -> None:
         assert 0 < statistics.accepted_tokens < statistics.drafted_tokens
 
 
-def test_layers_that_attend_to_other_keys_than_they_cache_are_gathered(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_with_uncached_keys_fall_back_to_gathering(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("deepseek_v3", 0)
     asked = prompts(model)
     wanted = alone(model, asked)
@@ -118,7 +118,7 @@ def test_layers_that_attend_to_other_keys_than_they_cache_are_gathered(caplog: p
     assert "contexts of 3 layers are gathered all the same" in caplog.text
 
 
-def test_eager_runs_the_models_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_attention_calls_the_function_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model, called = tiny_model("llama", 0), list[int]()
     asked = prompts(model)
     wanted = alone(model, asked)
@@ -136,7 +136,9 @@ def test_eager_runs_the_models_own_function(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("backend", "fault"), pairs(FAULTS))
-def test_faults_show(backend: AttentionBackend, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_backend_with_fault_gives_other_tokens(
+    backend: AttentionBackend, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("gpt_oss", 0)
     asked = prompts(model)
     wanted = alone(model, asked)
@@ -164,14 +166,14 @@ def test_faults_show(backend: AttentionBackend, fault: str, monkeypatch: pytest.
         assert [one.token_ids for one in made.generate(asked, SAMPLING)] != wanted
 
 
-def test_names_of_backends() -> None:
+def test_unknown_attention_backend_is_rejected() -> None:
     with pytest.raises(ConfigError, match="one of gather, eager, triton, torch, got 'paged'"):
         EngineOptions(attention="paged")
     assert EngineOptions(attention="torch").attention is AttentionBackend.TORCH
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_triton_without_a_gpu_or_its_interpreter_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_without_gpu_or_interpreter_is_rejected_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(ConfigError, match="Triton has no compiler for CPUs: use attention=gather, or set TRITON_INTER"):
         engine(tiny_model("llama", 0), "triton")

@@ -52,7 +52,7 @@ def sizes(made: Engine) -> list[int]:
     return sorted(made.runner.decode_graphs._graphs)
 
 
-def test_three_rows_run_as_four() -> None:
+def test_decode_of_three_rows_is_padded_to_four_without_writes() -> None:
     """The fourth has no slot: the null block keeps its zeros."""
     model = tiny_model("llama", 0, fields={"num_hidden_layers": 2})
     asked = prompts(model, (5, 3, 4))
@@ -66,7 +66,7 @@ def test_three_rows_run_as_four() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4", "gemma2"])
-def test_rows_that_come_and_go(name: str) -> None:
+def test_decode_graphs_reused_for_other_rows_give_tokens_of_plain_model(name: str) -> None:
     """Windows, sinks, chunks and caps; graphs of one to four rows, used again for other requests and lengths."""
     model = tiny_model(name, 0)
     asked = prompts(model, (33, 3, 20, 9, 14))
@@ -84,7 +84,7 @@ FAULTS = ["lengths of before", "table of before", "slots of before", "positions 
 @pytest.mark.parametrize(
     "fault", [pytest.param(one, marks=[] if one == FAULTS[0] else pytest.mark.thorough) for one in FAULTS]
 )
-def test_what_is_not_sent_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_graph_with_stale_inputs_gives_other_tokens(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the second of two rounds, whose requests have other blocks."""
     model = tiny_model("llama", 0, fields={"num_hidden_layers": 2})
     first, *asked = prompts(model, (3, 7, 5))
@@ -113,7 +113,7 @@ def test_what_is_not_sent_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert [one.token_ids for one in made.generate(asked, SAMPLING)] != wanted
 
 
-def test_a_step_that_cannot_be_captured_runs_as_it_is(
+def test_failed_graph_capture_is_logged_and_step_runs_without_graph(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(_run: Run) -> Run:
@@ -130,7 +130,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(
     assert said in caplog.text
 
 
-def test_what_a_replay_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_graph_replay_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only capturing may fail."""
 
     def once(run: Run) -> Run:
@@ -147,7 +147,7 @@ def test_what_a_replay_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
         made.generate(prompts(model, (3,)), SAMPLING)
 
 
-def test_a_graph_made_in_inference_mode_serves_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_captured_in_inference_mode_runs_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(run: Run) -> Run:
         out = torch.zeros_like(run())
         return lambda: out
@@ -169,7 +169,7 @@ def test_a_graph_made_in_inference_mode_serves_outside_of_it(monkeypatch: pytest
         ("deepseek_v3", {}, "contexts of layer 0 are gathered"),
     ],
 )
-def test_models_that_it_is_not_for_say_so(
+def test_decode_graphs_for_unsupported_models_are_off_with_a_warning(
     name: str, kept: Mapping[str, str], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "hybridkv"), engine(tiny_model(name, 0), **kept) as made:
@@ -177,14 +177,16 @@ def test_models_that_it_is_not_for_say_so(
     assert f"steps that only decode run as they are: {why}" in caplog.text
 
 
-def test_on_a_cpu_they_run_as_they_are(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_decode_graphs_on_a_cpu_are_off_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.undo()
     with caplog.at_level(logging.WARNING, "hybridkv"), engine(tiny_model("llama", 0)) as made:
         assert made.runner.decode_graphs is None
     assert "graphs are captured on CUDA devices, but the model is on cpu" in caplog.text
 
 
-def test_names_of_what_is_compiled() -> None:
+def test_unknown_compile_option_is_rejected() -> None:
     with pytest.raises(ConfigError, match="compile must be 'decode', or None to compile nothing, got 'all'"):
         EngineOptions(compile="all")
     assert EngineOptions().compile is None
@@ -193,7 +195,7 @@ def test_names_of_what_is_compiled() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "llama4", "gemma2"])
-def test_graphs_on_a_gpu(name: str) -> None:
+def test_decode_graphs_on_a_gpu_give_tokens_of_plain_model(name: str) -> None:
     model = tiny_model(name, 0).to("cuda")
     asked = prompts(model, (33, 3, 20, 9, 14))
     wanted = alone(model, asked)
