@@ -243,7 +243,7 @@ def test_images_that_cannot_run_whole_are_refused(make_engine: EngineFactory) ->
     for ids, images, match in (
         (touching, two.images, "must be one run of 9 placeholders, with text before it"),
         (parted, prompt.images, "must be one run of 9 placeholders"),
-        (prompt.ids[: at + 9], prompt.images, "ends with item .* end it with text"),
+        (prompt.ids[: at + 9], prompt.images, "ends with item .* add text after the item"),
     ):
         with pytest.raises(ConfigError, match=match):
             engine.add(ids, greedy(OUTPUT), images=images)
@@ -251,7 +251,7 @@ def test_images_that_cannot_run_whole_are_refused(make_engine: EngineFactory) ->
     require_nothing_held(engine)
     make_engine.close()
     engine = make_engine(loaded, [two.ids], OUTPUT, token_budget=8)
-    with pytest.raises(ConfigError, match="9 tokens that run in one step, of 8 tokens at most: raise"):
+    with pytest.raises(ConfigError, match="9 tokens, which must run in one step, but a step has at most 8: raise"):
         engine.add(prompt.ids, greedy(OUTPUT), images=prompt.images)
     make_engine.close()
     reads_pages: Any = "torch"

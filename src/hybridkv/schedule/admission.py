@@ -94,12 +94,14 @@ class AdmissionControl:
         cache = self.cache
         if request.is_lent:
             raise ConfigError(
-                f"tokens of {request.request_id!r} are another engine's: give a Scheduler tokens of its own"
+                f"request {request.request_id!r} uses the token array of another engine: "
+                "make a Request with tokens of its own"
             )
         cache.bounds.refuse_stranger(request)
         if request.num_encoder_tokens and not cache.bounds.reads_encoder:
             raise ConfigError(
-                f"request {request.request_id!r} has an encoder input, but the model has no cross attention"
+                f"request {request.request_id!r} has an encoder input, but the model has no cross attention: "
+                "remove the input"
             )
         if request.row >= 0 or request.num_computed_tokens:
             raise ConfigError(
@@ -107,8 +109,8 @@ class AdmissionControl:
             )
         if request.num_tokens >= cache.max_model_len:
             raise ConfigError(
-                f"request {request.request_id!r} has {request.num_tokens} tokens, max_model_len is "
-                f"{cache.max_model_len}: shorten the prompt or raise max_model_len"
+                f"request {request.request_id!r} has {request.num_tokens} tokens, but the limit is max_model_len - 1, "
+                f"{cache.max_model_len - 1}: shorten the prompt or raise max_model_len"
             )
         if self.limits.whole_items:
             self._refuse_items(request)
@@ -123,8 +125,8 @@ class AdmissionControl:
         unit_bytes = cache.config.unit_bytes
         size = f", {format_bytes((needed + 1) * unit_bytes)} with the null {unit}" if unit_bytes else ""
         raise CapacityError(
-            f"request {request.request_id!r} may reach {tokens} tokens: {needed} {unit}s{size}; the pool has {usable}: "
-            "give it more memory, or lower max_tokens"
+            f"request {request.request_id!r} may reach {tokens} tokens, which need {needed} {unit}s{size}, "
+            f"but the pool has {usable}: give it more memory, or lower max_tokens"
         )
 
     def _refuse_items(self, request: Request) -> None:
@@ -133,13 +135,13 @@ class AdmissionControl:
         for item in request.multimodal:
             if item.length > most:
                 raise ConfigError(
-                    f"request {request.request_id!r}: item {item.id!r} has {item.length} tokens that run in one step, "
-                    f"of {most} tokens at most: raise max_batched_tokens"
+                    f"request {request.request_id!r}: item {item.id!r} has {item.length} tokens, which must run in one "
+                    f"step, but a step has at most {most}: raise max_batched_tokens"
                 )
             if item.offset + item.length >= request.num_prompt_tokens:
                 raise ConfigError(
-                    f"request {request.request_id!r} ends with item {item.id!r}, which runs in one piece, but the last "
-                    "token of a prompt may run by itself: end it with text"
+                    f"request {request.request_id!r} ends with item {item.id!r}, which must run in one step, but the "
+                    "last token of a prompt may run alone: add text after the item"
                 )
 
     def _room_for(self, tokens: int) -> int:

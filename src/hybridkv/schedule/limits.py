@@ -7,18 +7,12 @@ from enum import StrEnum
 from functools import partial
 from typing import Annotated, Final, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hybridkv.arguments import check_types, integer, or_none, real
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.specs import BATCHED_TOKENS
 from hybridkv.step import Csr
 from hybridkv.units import MOST_COUNT, shown
-
-Int32 = NDArray[np.int32]
-Int64 = NDArray[np.int64]
 
 SHORT_SHARE: Final = 0.5
 """Default of SchedulerLimits.short_share in the natural layout (measured in docs/design/0030)."""
@@ -36,13 +30,13 @@ def short_share(name: str, value: object) -> float:
     """
     share = real(name, value)
     if not 0 <= share < 1:
-        raise ConfigError(f"{name} (--short-share) is a share of a step, 0 or more and below 1, got {share}")
+        raise ConfigError(f"{name} (--short-share) must be a share of a step, 0 or more and below 1, got {share}")
     return share
 
 
 def _watermark(name: str, value: object) -> object:
     if not 0 <= real(name, value) < 1:
-        raise ConfigError(f"{name} is a share of the pool, 0 or more and below 1, got {value}")
+        raise ConfigError(f"{name} must be a share of the pool, 0 or more and below 1, got {value}")
     return value
 
 
@@ -123,7 +117,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that ended. Its tokens are complete; its blocks are freed when no step in flight uses them.
+    """A request that ended. Its tokens are complete. Its blocks are freed when no step in flight uses them.
 
     Attributes:
         request: the request.
@@ -141,7 +135,7 @@ class Outcome:
     """The effect of one update.
 
     Attributes:
-        step_id: id of the Step whose result was applied.
+        step_id: id of the Step; its result was applied.
         requests: one request for each row of the Step.
         appended: tokens that were appended, CSR over the same rows. Empty for a request that had ended.
         finished: requests that ended since the previous update.

@@ -11,7 +11,7 @@ A request, and the Steps that run it:
     in flight    at most max_in_flight Steps; the worker executes them in order
        |
        +-- update(result)   its blocks are written and can be hit; sampled tokens are appended
-       |                      running   -> goes on, or finishes and frees its row
+       |                      running   -> continues, or finishes and frees its row
        |                      preempted -> the token is appended while the request waits
        |                      aborted   -> the token is dropped; the last Step in flight frees the row
        |
@@ -141,7 +141,7 @@ class Scheduler:
         self._empty_inbox()
         parent = self._waiting.find(instance("parent_id", parent_id, str))
         if parent is None:
-            raise ConfigError(f"cannot fork {parent_id!r}: name a request that waits or runs")
+            raise ConfigError(f"cannot fork {parent_id!r}, which does not wait or run: name a request that does")
         children = branches_of(parent, n)
         self._waiting.know(children)
         self._waiting.add_children(parent, children)
@@ -191,8 +191,8 @@ class Scheduler:
     def explained(self) -> tuple[ExplainedRequest, ...]:
         """Requests that the last ``schedule()`` admitted for the first time, with the reasons for their misses.
 
-        Empty unless the cache was constructed with ``remembered_losses``. A reason may tell what other tenants hold,
-        so show it to operators alone.
+        Empty unless the cache was constructed with ``remembered_losses``. Show the reasons only to operators, because
+        they may reveal which prompts other tenants cached.
         """
         return tuple(self._admission.explained)
 
@@ -279,7 +279,10 @@ class Scheduler:
         """
         self._waiting.claim()
         if len(self._in_flight) >= self.limits.max_in_flight:
-            raise CacheError(f"{len(self._in_flight)} steps are in flight: update or fail the oldest before the next")
+            raise CacheError(
+                f"{len(self._in_flight)} steps are in flight, the most that max_in_flight allows: "
+                "update or fail the oldest first"
+            )
         now = self._clock()
         self._empty_inbox()
         self._admission.explained.clear()
@@ -411,7 +414,7 @@ class Scheduler:
         if type(result) is not StepResult:
             instance("result", result, StepResult)
         if not self._in_flight:
-            raise CacheError(f"result of step {result.id}, but no step is in flight")
+            raise CacheError(f"got the result of step {result.id}, but no step is in flight: schedule a step first")
         flight = self._in_flight[0]
         check_result(flight.step, result)
         self._in_flight.popleft()
@@ -515,7 +518,7 @@ class Scheduler:
             raise ConfigError(f"error must be an exception or a message, got {shown(error)}")
         failed = [flight for flight in self._in_flight if flight.step.id >= step_id]
         if not failed or failed[0].step.id != step_id:
-            raise CacheError(f"step {step_id} is not in flight: there is nothing to fail")
+            raise CacheError(f"step {step_id} is not in flight: fail only a step that waits for its result")
         logger.warning("step %d and %d after it failed: %r", step_id, len(failed) - 1, error)
         for _ in failed:
             self._in_flight.pop()

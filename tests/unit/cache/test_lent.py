@@ -271,7 +271,7 @@ def test_lent_request_with_invalid_hash_source_is_rejected() -> None:
 def test_lent_request_in_our_scheduler_is_rejected() -> None:
     cache = KVCacheManager(REFERENCE, 200)
     one, _ = lent(cache, "r", list(range(9)))
-    with pytest.raises(ConfigError, match="another engine's"):
+    with pytest.raises(ConfigError, match="of another engine"):
         Scheduler(cache, SchedulerLimits(2, 16)).add(one)
     branch = one.branch("b", SamplingParams())
     assert not branch.is_lent

@@ -108,7 +108,9 @@ def test_caller_finish_ends_the_request_with_stop() -> None:
 
 def test_request_that_can_never_fit_is_rejected() -> None:
     sched = scheduler(num_blocks=4)
-    with pytest.raises(CapacityError, match=r"may reach 13 tokens: 4 blocks, 160 B with the null block; .* has 3"):
+    with pytest.raises(
+        CapacityError, match=r"may reach 13 tokens, which need 4 blocks, 160 B with the null block, .* has 3"
+    ):
         add(sched, "a", range(4), max_tokens=10)
     add(sched, "a", range(4), max_tokens=9)  # 12 tokens are computed, the 13th is not
     while not sched.drained:
@@ -118,7 +120,7 @@ def test_request_that_can_never_fit_is_rejected() -> None:
 
 def test_prompt_as_long_as_the_model_is_rejected() -> None:
     sched = scheduler(max_model_len=8)
-    with pytest.raises(ConfigError, match="has 8 tokens, max_model_len is 8: shorten the prompt"):
+    with pytest.raises(ConfigError, match="has 8 tokens, but the limit is max_model_len - 1, 7: shorten the prompt"):
         add(sched, "a", range(8))
     add(sched, "a", range(7))
 
@@ -166,7 +168,7 @@ def test_scheduler_limit_below_one_is_rejected(name: str) -> None:
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0])
 def test_watermark_outside_a_share_is_rejected(watermark: float) -> None:
-    with pytest.raises(ConfigError, match="watermark is a share"):
+    with pytest.raises(ConfigError, match="watermark must be a share"):
         SchedulerLimits(watermark=watermark)
 
 

@@ -183,7 +183,9 @@ def test_replay_time_scale_changes_time_only() -> None:
 def test_replay_with_request_that_never_fits_names_it() -> None:
     source = Given([request(0, 4, 2, 1), request(1, 90, 10, 7)])
     plan = plan_for_trace(Given(source.requests[:1]).summary(), MODEL, GiB)
-    with pytest.raises(ConfigError, match=r"given, request 7: request '1' has 90 tokens, max_model_len is 6"):
+    with pytest.raises(
+        ConfigError, match=r"given, request 7: request '1' has 90 tokens, but the limit is max_model_len - 1, 5"
+    ):
         replay(source, plan, ReplaySettings())
 
 
@@ -223,7 +225,10 @@ def test_replay_plan_with_another_length_is_checked() -> None:
     [
         ({"max_running": 0}, r"max_running \(--max-running\) must be at least 1, got 0"),
         ({"token_budget": -3}, r"token_budget \(--token-budget\) must be at least 1, got -3"),
-        ({"short_share": 1.0}, r"short_share \(--short-share\) is a share of a step, 0 or more and below 1, got 1"),
+        (
+            {"short_share": 1.0},
+            r"short_share \(--short-share\) must be a share of a step, 0 or more and below 1, got 1",
+        ),
         ({"time_scale": -1.0}, r"time_scale \(--time-scale\) must be 0 or more"),
         ({"time_scale": float("nan")}, r"time_scale \(--time-scale\) must be 0 or more"),
     ],
