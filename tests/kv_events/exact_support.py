@@ -58,7 +58,7 @@ def some_prompt(random: Random) -> list[int]:
 
 
 class Known:
-    """What of prompts that were ever seen a consumer of ``Exact`` events believes, and what the cache finds."""
+    """What of prompts that were ever seen a consumer of ``ExactEvents`` events believes, and what the cache finds."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, bytes], tuple[bytes | None, Prompt]] = {}

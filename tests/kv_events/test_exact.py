@@ -15,8 +15,8 @@ from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import eviction_named
 from hybridkv.kv_events import SNAPSHOT, KVEventPublisher
-from hybridkv.kv_events.exact import Exact
-from hybridkv.kv_events.publisher import Told
+from hybridkv.kv_events.exact import ExactEvents
+from hybridkv.kv_events.publisher import PublishedBlocks
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler
@@ -36,19 +36,19 @@ def test_exact_events_match_what_can_be_hit(layers: str, natural: bool, seed: in
     config, cache = cache_of_layers(
         CACHES[layers], natural=natural, size=random.choice([16, 30]), placement=placement, eviction=eviction
     )
-    exact, known, told, run = Exact(config), Known(), Told(), Run(cache, random)
+    exact, known, published, run = ExactEvents(config), Known(), PublishedBlocks(), Run(cache, random)
     most = compared = 0
     for _ in range(100):
         run.turn()
-        events = exact.hear(cache.take_events())
+        events = exact.filter(cache.take_events())
         known.hear(events)
-        told.hear(events)
+        published.add(events)
         if run.settled:
             hittable = can_be_hit(cache, run.prompts())
             assert known.prefixes() == hittable
             most, compared = max(most, len(hittable)), compared + 1
     late = Known()
-    late.hear(told.snapshot())
+    late.hear(published.snapshot())
     assert late.prefixes() == known.prefixes()
     assert (most > 4, compared > 25) == (True, True)
     cache.check()
@@ -90,11 +90,11 @@ def test_exact_events_with_lost_messages_recover(context: zmq.Context[Any]) -> N
 
 def test_exact_events_of_full_attention_report_every_block() -> None:
     config, cache = cache_of()
-    random, exact = Random(1), Exact(config)
+    random, exact = Random(1), ExactEvents(config)
     for number in range(40):
         run_full(cache, random, number)
         events = cache.take_events()
-        assert exact.hear(events) == events
+        assert exact.filter(events) == events
 
 
 def test_exact_events_off_report_no_resume_points(context: zmq.Context[Any]) -> None:
@@ -164,4 +164,4 @@ def test_exact_events_for_unsupported_config_are_rejected(config: KVCacheConfig,
     anywhere = "tcp://127.0.0.1:0"
     with pytest.raises(ConfigError, match=what):
         KVEventPublisher(config, anywhere, exact=True)
-    assert Exact(attention_config(9, (4, 8))).changes_nothing
+    assert ExactEvents(attention_config(9, (4, 8))).changes_nothing

@@ -28,7 +28,7 @@ from events_support import (
 from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events import SNAPSHOT, EventForm, KVEventPublisher
-from hybridkv.kv_events.publisher import Told
+from hybridkv.kv_events.publisher import PublishedBlocks
 
 FLOODED_MS = 3_000
 
@@ -113,14 +113,14 @@ def test_full_event_queue_drops_and_sends_a_reset(context: zmq.Context[Any]) -> 
     random = Random(1)
     with publisher_of(config, max_queued=2) as publisher:
         held, go_on = Event(), Event()
-        hear = publisher._told.hear
+        add = publisher._published.add
 
-        def slow(events: Any) -> None:  # noqa: ANN401  # as hear
+        def slow(events: Any) -> None:  # noqa: ANN401  # as add
             held.set()
             assert go_on.wait(WAIT_MS / 1000)
-            hear(events)
+            add(events)
 
-        publisher._told.hear = slow  # type: ignore[method-assign]  # the thread is held up
+        publisher._published.add = slow  # type: ignore[method-assign]  # the thread is held up
         for number in range(6):
             run(cache, random, number, [100 + number] * 9)
             publisher.publish(cache.take_events())
@@ -180,17 +180,17 @@ def test_event_message_has_the_documented_fields(context: zmq.Context[Any]) -> N
 
 
 def test_snapshot_lists_parents_first_and_every_copy() -> None:
-    told = Told()
+    published = PublishedBlocks()
     a, b, c = (bytes([one]) * 32 for one in range(3))
-    told.hear([BlockStored((a, b), None, tuple(range(8)), BLOCK), BlockRemoved((a,))])
-    told.hear([BlockStored((c,), b, (8, 9, 10, 11), BLOCK), BlockStored((a,), None, (0, 1, 2, 3), BLOCK)])
-    told.hear([BlockStored((c,), b, (8, 9, 10, 11), BLOCK)])
-    keys = [one.block_hashes[0] for one in told.snapshot()]
+    published.add([BlockStored((a, b), None, tuple(range(8)), BLOCK), BlockRemoved((a,))])
+    published.add([BlockStored((c,), b, (8, 9, 10, 11), BLOCK), BlockStored((a,), None, (0, 1, 2, 3), BLOCK)])
+    published.add([BlockStored((c,), b, (8, 9, 10, 11), BLOCK)])
+    keys = [one.block_hashes[0] for one in published.snapshot()]
     assert keys == [a, b, c, c]
-    told.hear([BlockRemoved((c,))])
-    assert [one.block_hashes[0] for one in told.snapshot()] == [a, b, c]
-    told.hear([AllBlocksCleared()])
-    assert told.snapshot() == []
+    published.add([BlockRemoved((c,))])
+    assert [one.block_hashes[0] for one in published.snapshot()] == [a, b, c]
+    published.add([AllBlocksCleared()])
+    assert published.snapshot() == []
 
 
 def test_invalid_replay_request_gets_an_end_marker(context: zmq.Context[Any]) -> None:

@@ -112,7 +112,7 @@ def test_recording_to_existing_file_is_rejected(tmp_path: Path, monkeypatch: pyt
         record("nowhere", path, seconds=0)
     assert not path.exists()
     monkeypatch.setattr("hybridkv.kv_events.recorder._ANSWER_MS", 50)
-    with pytest.raises(ConfigError, match="nobody answers at"):
+    with pytest.raises(ConfigError, match="no answer from"):
         record("tcp://127.0.0.1:1", path, replay_endpoint="tcp://127.0.0.1:1", seconds=0)
     assert not path.exists()
     path.write_text("mine", "utf-8")
@@ -157,7 +157,7 @@ def test_record_command_writes_a_trace(
 def test_recording_of_invalid_batch_is_rejected_and_leaves_no_file(
     batch: bytes, context: zmq.Context[Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="batch 3 is none of vLLM's schema"):
+    with pytest.raises(ConfigError, match="batch 3 is not in vLLM's schema"):
         line_of(3, batch, known=False)
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -170,7 +170,7 @@ def test_recording_of_invalid_batch_is_rejected_and_leaves_no_file(
     thread = Thread(target=answer)
     thread.start()
     address, path = f"tcp://127.0.0.1:{port}", tmp_path / "events.jsonl"
-    with pytest.raises(ConfigError, match="batch 0 is none of vLLM's schema"):
+    with pytest.raises(ConfigError, match="batch 0 is not in vLLM's schema"):
         record(address, path, replay_endpoint=address, seconds=0)
     thread.join()
     router.close(linger=0)

@@ -1,13 +1,13 @@
-"""Cache events on the wire, for routers and stores: the messages of vLLM's schema, over ZeroMQ.
+"""Send cache events to routers and stores: messages in vLLM's schema, over ZeroMQ.
 
-    manager.take_events() -> KVEventPublisher.publish      whoever steps: puts them in a queue that never blocks
+    manager.take_events() -> KVEventPublisher.publish      puts a batch in a queue; the engine's step never waits
                                   |  one thread
                                   v
-              Told (what can be hit) -> messages with sequence numbers -> PUB; replay and snapshot -> ROUTER
+              ExactEvents, if asked for -> messages with sequence numbers -> PUB; replays and snapshots -> ROUTER
 
-    record(endpoint, file)                                 a publisher's batches as lines, for replays
+    record(endpoint, file)                                 writes a publisher's batches to a file, for replays
 
-Needs pyzmq (extra ``events``), and nothing of a model.
+Needs pyzmq (extra ``events``). It needs no model and no torch.
 """
 
 from hybridkv.kv_events.publisher import SNAPSHOT, EventForm, KVEventPublisher

@@ -1,13 +1,16 @@
-"""Events of what can really be hit, worked out of those of what every group has.
+"""Filter the events of a cache: publish only the blocks from which a hit can resume.
 
-    position   a whole block of tokens at its place in a prompt: its hash is that of all tokens up to its end
-    end        at a position, or inside the block behind it: a hit can end there, since full attention has every block
-               before it, windows have those that they read, and each recurrent layer has its state
+The events of a cache report the blocks of each group alone. A hit needs all groups at one resume point: every block of
+full attention before it, the windows that it reads, and the state of each recurrent layer. The blocks form a tree:
 
-        position --- position --- position --- position          backed: an end lies there or behind
-                                   `--- position, end            only those are told
+    position          a full block of tokens at its place in a prompt; its hash covers all tokens up to its end
+    resume point      after a position, or inside the block that follows it
+    backed            a position with a resume point at it or after it; only backed positions are published
 
-A chain of blocks is told as far as its last end; inside a block an end is told as the whole blocks before it.
+    root --- position --- position --- position          the branch is published up to its last resume point
+                             `--- position, resume point
+
+A resume point inside a block counts for the full blocks before it.
 """
 
 from __future__ import annotations
@@ -39,13 +42,14 @@ from hybridkv.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from hybridkv.units import ceil_div
 
-_Part = tuple[bytes, bytes]  # parent, tail
+_Part = tuple[bytes, bytes]  # parent key, tokens inside the block (bytes of int32)
 _TOKEN_BYTES: Final = 4
 
 
 def single_blocks(event: BlockStored) -> Iterator[BlockStored]:
-    """``event`` as one event a block."""
+    """Yield ``event`` as one event for each block."""
     size, parent = event.block_size, event.parent_block_hash
     for at, key in enumerate(event.block_hashes):
         yield replace(
@@ -58,20 +62,32 @@ def single_blocks(event: BlockStored) -> Iterator[BlockStored]:
         parent = key
 
 
-def without_ends(events: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
-    """``events`` but those that are not for the wire."""
+def without_resume_points(events: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
+    """Return ``events`` without the events of resume points, which never go over the wire."""
     return [event for event in events if not isinstance(event, ResumePointStored | ResumePointRemoved)]
 
 
 class _Position:
-    """key: None of the root, before the first block. parent: None where no event has told it.
+    """A full block of tokens in the tree of prompts.
 
-    blocks: by group, as they are stored; copies: of each. parts: by group, stored resume points, with extra keys.
-    whole: every full attention group has all blocks up to here. ends: one lies here. backed: children that are,
-    and itself for its ends. told: groups whose block is told.
+    Attributes:
+        key: hash of the block; ``None`` for the root, which is before the first block.
+        parent: position of the block before; ``None`` if no event has reported it.
+        children: positions of the blocks that follow, by hash.
+        blocks: group -> event that stored its block.
+        copies: group -> number of stored copies.
+        parts: group -> stored resume points at or after this position -> extra keys.
+        published: group -> hash of its published block.
+        depth: full blocks up to this position; valid if ``whole``.
+        whole: whether every full attention group has all blocks up to this position.
+        has_resume_point: whether a hit can resume at this position or inside the block that follows.
+        backed: number of backed children, plus 1 for ``has_resume_point``.
     """
 
-    __slots__ = ("backed", "blocks", "children", "copies", "depth", "ends", "key", "parent", "parts", "told", "whole")
+    __slots__ = (
+        *("backed", "blocks", "children", "copies", "depth", "has_resume_point"),
+        *("key", "parent", "parts", "published", "whole"),
+    )
 
     def __init__(self, key: bytes | None) -> None:
         self.key = key
@@ -80,21 +96,29 @@ class _Position:
         self.blocks: dict[int, BlockStored] = {}
         self.copies: dict[int, int] = {}
         self.parts: dict[int, dict[_Part, object]] = {}
-        self.told: dict[int, bytes] = {}
+        self.published: dict[int, bytes] = {}
         self.depth = 0
-        self.whole = self.ends = False
+        self.whole = self.has_resume_point = False
         self.backed = 0
 
     @property
-    def is_of_no_use(self) -> bool:
-        """Whether nothing is known of it."""
-        return self.key is not None and not (self.blocks or self.parts or self.children or self.told)
+    def is_unused(self) -> bool:
+        """Whether nothing refers to the position any more."""
+        return self.key is not None and not (self.blocks or self.parts or self.children or self.published)
 
 
-class Exact:
-    """Of the events of a cache of ``config``, those of what can be hit. Not for groups that drop blocks for EAGLE.
+class ExactEvents:
+    """Filters the events of one cache.
 
-    ConfigError for a config of which that is not worked out.
+    Args:
+        config: the config of the cache's plan.
+
+    Attributes:
+        changes_nothing: whether the config has full attention alone, so that a hit can resume at every block.
+
+    Raises:
+        ConfigError: the config has chunked attention, groups that drop blocks for EAGLE, no full attention, or blocks
+            of several sizes.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
@@ -119,14 +143,17 @@ class Exact:
         self._touched: dict[_Position, None] = {}
         self._stale: dict[_Position, None] = {}
 
-    def hear(self, events: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
-        """What to tell of ``events``, a batch: removals, then what is stored, parents first.
+    def filter(self, events: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
+        """Return the events to publish for a batch: removals, then stored blocks with parents first.
 
-        O(their blocks, and those behind a block of full attention that comes or goes).
+        O(blocks of the events, and blocks that follow a stored or removed block of full attention).
+
+        Args:
+            events: the events of the cache since the last call, oldest first.
         """
         if self.changes_nothing:
-            return without_ends(events)
-        told: list[KVCacheEvent] = []
+            return without_resume_points(events)
+        cleared: list[KVCacheEvent] = []
         for event in events:
             match event:
                 case BlockStored():
@@ -136,15 +163,15 @@ class Exact:
                     for key in event.block_hashes:
                         self._remove(event.group_idx, key)
                 case ResumePointStored():
-                    self._keep(event)
+                    self._add_resume_point(event)
                 case ResumePointRemoved():
-                    self._lose(event)
+                    self._remove_resume_point(event)
                 case AllBlocksCleared() | EventsDropped():
                     self._clear()
-                    told = [event]
-        return told + self._changes()
+                    cleared = [event]
+        return cleared + self._changes()
 
-    # -- what groups have
+    # -- the blocks and resume points of each group
 
     def _position(self, key: bytes | None) -> _Position:
         if key is None:
@@ -173,26 +200,26 @@ class Exact:
             del at.copies[group], at.blocks[group]
             self._note(at)
 
-    def _keep(self, end: ResumePointStored) -> None:
-        at, part = self._position(end.block_hash), (end.parent, end.partial_tokens)
-        at.parts.setdefault(end.group_idx, {})[part] = end.extra_keys
-        self._part_at[end.group_idx, part] = at
+    def _add_resume_point(self, event: ResumePointStored) -> None:
+        at, part = self._position(event.block_hash), (event.parent, event.partial_tokens)
+        at.parts.setdefault(event.group_idx, {})[part] = event.extra_keys
+        self._part_at[event.group_idx, part] = at
         self._touched[at] = self._stale[at] = None
 
-    def _lose(self, end: ResumePointRemoved) -> None:
-        part = end.parent, end.partial_tokens
-        at = self._part_at.pop((end.group_idx, part), None)
+    def _remove_resume_point(self, event: ResumePointRemoved) -> None:
+        part = event.parent, event.partial_tokens
+        at = self._part_at.pop((event.group_idx, part), None)
         if at is not None:
-            del at.parts[end.group_idx][part]
-            if not at.parts[end.group_idx]:
-                del at.parts[end.group_idx]
+            del at.parts[event.group_idx][part]
+            if not at.parts[event.group_idx]:
+                del at.parts[event.group_idx]
             self._touched[at] = self._stale[at] = None
 
     def _note(self, at: _Position) -> None:
-        """A group has a block at ``at`` now, or none any more."""
+        """Record that a group got or lost its block at ``at``, and mark all resume points that depend on it."""
         self._touched[at] = self._stale[at] = None
         if at.parent is not None:
-            self._stale[at.parent] = None  # ends inside that block
+            self._stale[at.parent] = None  # it has the resume points inside this block
         self._follow_whole(at)
         reach = max((_columns(window, self._block_size) for window in self._windows.values()), default=0)
         level = [at]
@@ -201,7 +228,7 @@ class Exact:
             self._stale.update(zip(level, repeat(None)))
 
     def _follow_whole(self, at: _Position) -> None:
-        """Whether ``at`` and those behind it are whole, since that changed at ``at``."""
+        """Update ``whole`` of ``at`` and of the positions that follow it."""
         changed = [at]
         while changed:
             one = changed.pop()
@@ -214,28 +241,28 @@ class Exact:
                 self._stale[one] = None
                 changed += one.children.values()
 
-    # -- where hits can end
+    # -- where a hit can resume
 
-    def _has_end(self, at: _Position) -> bool:
-        """At ``at``, or inside the block behind it."""
+    def _has_resume_point(self, at: _Position) -> bool:
+        """Return whether a hit can resume at ``at`` or inside the block that follows it."""
         if not at.whole or at is self._root:
             return False
-        if all(self._has_state(at, group) for group in self._states) and self._reads(at, 0):
+        if all(self._has_state(at, group) for group in self._states) and self._has_windows(at, 0):
             return True
-        return self._is_natural and any(self._ends_inside(at, part) for part in self._candidates(at))
+        return self._is_natural and any(self._has_partial(at, part) for part in self._candidates(at))
 
     def _has_state(self, at: _Position, group: int) -> bool:
-        """That after ``at``."""
+        """Return whether ``group`` has the state after ``at``."""
         if not self._is_natural:
             return group in at.blocks
         return at.key is not None and (at.key, b"") in at.parts.get(group, ())
 
-    def _reads(self, at: _Position, inside: int) -> bool:
-        """Whether windows have the whole blocks that are read behind ``inside`` tokens more."""
-        return all(self._reads_in(group, window, at, inside) for group, window in self._windows.items())
+    def _has_windows(self, at: _Position, partial_tokens: int) -> bool:
+        """Return whether the window groups have the full blocks that a token ``partial_tokens`` after ``at`` reads."""
+        return all(self._has_window(group, window, at, partial_tokens) for group, window in self._windows.items())
 
-    def _reads_in(self, group: int, window: int, at: _Position, inside: int) -> bool:
-        end = at.depth * self._block_size + inside
+    def _has_window(self, group: int, window: int, at: _Position, partial_tokens: int) -> bool:
+        end = at.depth * self._block_size + partial_tokens
         first = max(0, end - max(window - 1, 1)) // self._block_size
         one: _Position | None = at
         for _ in range(at.depth - first):
@@ -245,7 +272,7 @@ class Exact:
         return True
 
     def _candidates(self, at: _Position) -> list[_Part]:
-        """What might be such an end: each has its states, or is where attention ends, where there are none."""
+        """Return the resume points inside the next block that all state groups have; without such groups, all."""
         if self._states:
             first, *others = (at.parts.get(group, {}).keys() for group in self._states)
             found = [part for part in first if all(part in other for other in others)]
@@ -253,10 +280,13 @@ class Exact:
             found = [part for group in at.parts.values() for part in group]
         return [part for part in dict.fromkeys(found) if part[1]]
 
-    def _ends_inside(self, at: _Position, part: _Part) -> bool:
-        """Whether attention has the tokens of ``part`` for one prompt that goes on behind them."""
+    def _has_partial(self, at: _Position, part: _Part) -> bool:
+        """Return whether one prompt has the tokens of ``part`` in all attention groups.
+
+        Each group may store blocks with more tokens after these; the blocks of all groups must agree.
+        """
         parent, tail = part
-        if not self._reads(at, len(tail) // _TOKEN_BYTES):
+        if not self._has_windows(at, len(tail) // _TOKEN_BYTES):
             return False
         extras = next(parts[part] for parts in at.parts.values() if part in parts)
         covers = [set(self._covers(at, group, parent, tail, extras)) for group in (*self._full, *self._windows)]
@@ -268,7 +298,7 @@ class Exact:
 
     @staticmethod
     def _covers(at: _Position, group: int, parent: bytes, tail: bytes, extras: object) -> Iterator[bytes]:
-        """Tokens that begin with ``tail`` of blocks of ``group`` behind ``at``."""
+        """Yield the tokens of the blocks of ``group`` after ``at`` that begin with ``tail``, as bytes."""
         for found, tokens in at.parts.get(group, ()):
             if found == parent and tokens.startswith(tail):
                 yield tokens
@@ -279,30 +309,30 @@ class Exact:
                 if tokens.startswith(tail):
                     yield tokens
 
-    # -- what is told
+    # -- the events to publish
 
     def _changes(self) -> list[KVCacheEvent]:
-        """What is to be told differently from now on."""
+        """Return the events for all changes since the last call."""
         for at in self._stale:
-            ends = self._has_end(at)
-            if ends != at.ends:
-                at.ends = ends
-                self._back(at, 1 if ends else -1)
+            has_resume_point = self._has_resume_point(at)
+            if has_resume_point != at.has_resume_point:
+                at.has_resume_point = has_resume_point
+                self._change_backing(at, 1 if has_resume_point else -1)
         self._stale.clear()
         removed, stored = list[KVCacheEvent](), list[tuple[int, BlockStored]]()
         for at in self._touched:
-            for group in [group for group in at.told if not at.backed or group not in at.blocks]:
-                removed.append(BlockRemoved((at.told.pop(group),), group_idx=group))
+            for group in [group for group in at.published if not at.backed or group not in at.blocks]:
+                removed.append(BlockRemoved((at.published.pop(group),), group_idx=group))
             for group, block in at.blocks.items() if at.backed else ():
-                if group not in at.told:
-                    at.told[group] = block.block_hashes[0]
+                if group not in at.published:
+                    at.published[group] = block.block_hashes[0]
                     stored.append((at.depth, block))
         touched, self._touched = self._touched, {}
-        self._drop(touched)
+        self._drop_unused(touched)
         return removed + [block for _, block in sorted(stored, key=itemgetter(0))]
 
-    def _back(self, at: _Position, more: int) -> None:
-        """One thing more, or less, backs ``at``; what is not backed backs nothing."""
+    def _change_backing(self, at: _Position, more: int) -> None:
+        """Add ``more`` to ``backed`` of ``at``, and update its ancestors if it became backed or unbacked."""
         one: _Position | None = at
         while one is not None and one is not self._root:
             was, one.backed = one.backed, one.backed + more
@@ -311,11 +341,11 @@ class Exact:
             self._touched[one] = None
             one = one.parent
 
-    def _drop(self, positions: Iterable[_Position]) -> None:
-        """Those of which nothing is known any more, and parents that stay for them alone."""
+    def _drop_unused(self, positions: Iterable[_Position]) -> None:
+        """Delete the unused ones of ``positions``, and parents that become unused by that."""
         for at in positions:
             one: _Position | None = at
-            while one is not None and one.key in self._at and one.is_of_no_use:
+            while one is not None and one.key in self._at and one.is_unused:
                 del self._at[one.key]
                 parent, one.parent = one.parent, None
                 if parent is not None:
@@ -324,8 +354,8 @@ class Exact:
 
 
 def _columns(window: int, block_size: int) -> int:
-    """Whole blocks that are read before one, at most."""
-    return -(-max(window - 1, 1) // block_size)
+    """Return how many full blocks before a token its window includes at most."""
+    return ceil_div(max(window - 1, 1), block_size)
 
 
 def _extras_of(block: BlockStored) -> object:
@@ -333,20 +363,20 @@ def _extras_of(block: BlockStored) -> object:
 
 
 def kind_of(spec: KVCacheSpec) -> KVCacheSpec:
-    """Return the spec of one layer of a group of ``spec``."""
+    """Return the spec of the layers in a group of ``spec``."""
     return spec.layers[0][1] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def _require_known(config: KVCacheConfig, kinds: Sequence[tuple[int, KVCacheSpec]], *, natural: bool) -> None:
-    """ConfigError for groups of which it is not worked out where hits can end."""
-    instead = "publish them raw, all that is cached"
+    """Raise ConfigError if exact events do not support one of the groups."""
+    instead = "publish raw events instead (exact=False, --kv-events-form raw)"
     if any(isinstance(spec, ChunkedLocalAttentionSpec) for _, spec in kinds):
-        raise ConfigError(f"exact events are not worked out for chunked attention: {instead}")
+        raise ConfigError(f"exact events do not support chunked attention: {instead}")
     if any(group.is_eagle_group for group in config.groups):
-        raise ConfigError(f"exact events are not worked out for groups that drop blocks for EAGLE: {instead}")
+        raise ConfigError(f"exact events do not support groups that drop a block for EAGLE: {instead}")
     if not any(spec.keeps is Keeps.TOKENS for _, spec in kinds):
-        raise ConfigError(f"exact events are told by the blocks of full attention, and there is none: {instead}")
+        raise ConfigError(f"exact events need a group of full attention, and the plan has no such group: {instead}")
     in_blocks = {Keeps.TOKENS, Keeps.WINDOW} if natural else {Keeps.TOKENS, Keeps.WINDOW, Keeps.STATE}
     sizes = {spec.block_size for _, spec in kinds if spec.keeps in in_blocks}
     if len(sizes) > 1:
-        raise ConfigError(f"exact events need blocks of one size, got {sorted(sizes)} tokens: {instead}")
+        raise ConfigError(f"exact events need blocks of one size, but the plan has {sorted(sizes)} tokens: {instead}")

@@ -1,20 +1,20 @@
-"""A thread that publishes events as messages of vLLM's schema: whoever steps only puts events in a queue.
+"""Publish cache events in vLLM's message schema, from a thread of its own.
 
     PUB      topic, sequence number (8 bytes, big-endian), batch
-    ROUTER   asked with a sequence number: the batches from there on
-             asked with "snapshot": all that can be hit, as batches that bear the number of the last batch in them
-             each answer: topic, number, batch; behind the last one: empty, -1, empty
+    ROUTER   request: a sequence number     answer: all batches from this number on
+             request: "snapshot"            answer: all published blocks, as batches with the number of the last batch
+             each answer: topic, number, batch; the last answer: empty, -1, empty
 
-A consumer that comes late asks for a snapshot, or for batches from 0 on, and goes on with the next number. Where those
-that it asks for are not kept any more, it gets a clearing and all that can be hit in their place, under their numbers.
+A late consumer asks for a snapshot, or for batches from 0 on, and continues with the next number. If the publisher no
+longer keeps these batches, it answers under their numbers with a clearing and all published blocks.
 
-Batches are MessagePack, events tagged maps or positional arrays:
+Batches are MessagePack. Events are tagged maps or positional arrays:
 
     batch   [seconds, [event, ...], rank]
     event   {"type": "BlockStored", "block_hashes": [...], ...}        or ["BlockStored", [...], ...]
 
-A salt stands in both places where consumers look: among the extra keys of a prompt's first block, as its hash has it,
-and, in maps, as ``cache_salt`` of every event of such a prompt.
+Consumers look for a salt in two places, so events have it twice: in the extra keys of a prompt's first block, which its
+hash includes, and, in maps, as ``cache_salt`` of every event of the prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import zmq
 from hybridkv.arguments import check_fields, flag, instance, integer
 from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.errors import ConfigError
-from hybridkv.kv_events.exact import Exact, kind_of, single_blocks, without_ends
+from hybridkv.kv_events.exact import ExactEvents, kind_of, single_blocks, without_resume_points
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.units import ceil_div
 
@@ -57,32 +57,41 @@ _KINDS: Final = {
 NUMBER_BYTES: Final = 8
 _END: Final = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 _SNAPSHOT_BLOCKS: Final = 1024
-"""Of one batch of a snapshot."""
+"""Blocks of one batch of a snapshot, chosen by hand."""
 _POLL_SECONDS: Final = 0.02
-"""How long a replay may wait while nothing is published."""
+"""Longest time that a replay request waits while nothing is published, chosen by hand."""
 _MOST_READ: Final = 64
-"""Requests that one turn reads from the replay socket."""
+"""Requests that one turn reads from the replay socket, chosen by hand, so that a flood cannot delay batches."""
 _MOST_ANSWERS: Final = 4
 """Answers to one client in one turn. A consumer has one request in flight, so it never reaches this."""
 _MOST_REQUEST_BYTES: Final = 4096
-"""Of one frame. ZeroMQ disconnects a client that sends a longer one."""
+"""Bytes of one frame of a request. ZeroMQ disconnects a client that sends a longer one."""
 
 
 class KVEventPublisher:
-    """Publish the events of one cache at ``endpoint``. Use it as a context manager, or call ``close``.
+    """Publishes the events of one cache. Use it as a context manager, or call ``close``.
 
-    config: the config of the cache's plan.
-    endpoint, replay_endpoint: addresses to listen at, in ZeroMQ's form (``tcp://127.0.0.1:5557``, ``ipc://...``).
-    Port 0 takes any free port, and the attributes of the same names say which. None: no replays and no snapshots.
-    form: how events are written. topic: sent in front of every message.
-    kept_batches: how many batches are replayed as they were.
-    max_queued: batches that may wait for the thread. Further ones are dropped and counted in ``dropped``, and
-    consumers are told to forget everything.
-    exact: publish what can be hit, not all that is cached (docs/events.md). In the natural layout this needs a
-    manager with ``end_events``.
+    Args:
+        config: the config of the cache's plan.
+        endpoint: address of the PUB socket, as ZeroMQ writes it (``tcp://127.0.0.1:5557``, ``ipc://...``). Port 0 takes
+            any free port.
+        replay_endpoint: address of the ROUTER socket; without it, there are no replays and no snapshots.
+        form: how to write events.
+        topic: first frame of every message.
+        kept_batches: number of batches to keep for replays.
+        max_queued: batches that may wait for the thread. Further batches are dropped, and the next batch begins with
+            a clearing.
+        exact: whether to publish only blocks from which a hit can resume (docs/events.md). In the natural layout, this
+            needs a manager with ``resume_point_events``.
 
-    ``unanswered`` counts replay requests that were dropped because one client sent many at once.
-    Raises ConfigError if an endpoint cannot be listened at, or if ``exact`` is not worked out for the config.
+    Attributes:
+        endpoint: address of the PUB socket, with its real port.
+        replay_endpoint: address of the ROUTER socket, with its real port.
+        dropped: batches that were dropped.
+        unanswered: replay requests that were dropped because one client sent many at once.
+
+    Raises:
+        ConfigError: the publisher cannot bind an endpoint, or ``exact`` does not support the config.
     """
 
     def __init__(
@@ -102,14 +111,16 @@ class KVEventPublisher:
         self._topic = instance("topic", topic, str).encode()
         self._kept = deque[tuple[int, bytes]](maxlen=integer("kept_batches", kept_batches, 0))
         self._queue = Queue[tuple[int, Sequence[KVCacheEvent]] | None](integer("max_queued", max_queued, 1))
-        self._filtered = Exact(config).hear if flag("exact", exact) else without_ends
-        self._told = Told()
+        self._filtered = ExactEvents(config).filter if flag("exact", exact) else without_resume_points
+        self._published = PublishedBlocks()
         self._next_number = 0
-        self._last_told = -1
+        self._last_published = -1
         self.dropped = 0
         self.unanswered = 0
         self._context = zmq.Context()
-        self._context.setsockopt(zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES)  # of what comes in, at both sockets
+        self._context.setsockopt(
+            zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES
+        )  # limits requests; all sockets of the context have it
         try:
             self._pub, self.endpoint = self._listen(zmq.PUB, endpoint)
             self._router = None
@@ -132,7 +143,11 @@ class KVEventPublisher:
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def publish(self, events: Sequence[KVCacheEvent]) -> None:
-        """``events``, oldest first, are one batch; nothing for none. It never waits. O(1)."""
+        """Queue one batch; an empty batch is ignored. It never blocks. O(1).
+
+        Args:
+            events: the events since the last call, oldest first. Do not change the list afterwards.
+        """
         if not events:
             return
         number = self._next_number
@@ -143,7 +158,7 @@ class KVEventPublisher:
             self.dropped += 1
 
     def close(self) -> None:
-        """Publish what waits, and stop listening. Again: nothing."""
+        """Publish the waiting batches, then close the sockets. A second call does nothing."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
@@ -156,7 +171,7 @@ class KVEventPublisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- in the thread
+    # -- the thread
 
     def _work(self) -> None:
         while True:
@@ -166,21 +181,21 @@ class KVEventPublisher:
                     found = self._queue.get(timeout=_POLL_SECONDS)
                     if found is None:
                         return
-                    self._tell(*found)
+                    self._send(*found)
 
-    def _tell(self, number: int, events: Sequence[KVCacheEvent]) -> None:
-        """Send a batch. Behind a gap nothing is known of what was told before."""
-        if number != self._last_told + 1:
+    def _send(self, number: int, events: Sequence[KVCacheEvent]) -> None:
+        """Publish a batch. After a gap it begins with a clearing, because consumers missed events."""
+        if number != self._last_published + 1:
             events = [AllBlocksCleared(), *events]
         try:
             events = self._filtered(events)
             batch = self._writer.batch(events, time.time())
-        except Exception:  # a batch that cannot be told is one that was dropped
+        except Exception:  # count it as dropped; the next batch begins with a clearing
             logger.exception("events of batch %d could not be written", number)
             self.dropped += 1
             return
-        self._last_told = number
-        self._told.hear(events)
+        self._last_published = number
+        self._published.add(events)
         self._kept.append((number, batch))
         self._pub.send_multipart((self._topic, _bytes_of(number), batch))
 
@@ -210,25 +225,25 @@ class KVEventPublisher:
     def _asked_for(self, asked: bytes) -> Sequence[tuple[int, bytes]]:
         """Return the batches of a replay or a snapshot. Any other request has none."""
         if asked == SNAPSHOT:
-            return [(self._last_told, batch) for batch in self._snapshot()]
+            return [(self._last_published, batch) for batch in self._snapshot()]
         if len(asked) == NUMBER_BYTES:
             return self._from(int.from_bytes(asked, "big"))
         return ()
 
     def _from(self, first: int) -> list[tuple[int, bytes]]:
-        """The batches from number ``first`` on, or what stands for them."""
-        if first > self._last_told:
+        """Return the batches from number ``first`` on, or a snapshot under their numbers."""
+        if first > self._last_published:
             return []
         if self._kept and first >= self._kept[0][0]:
             return [(number, batch) for number, batch in self._kept if number >= first]
-        batches = self._snapshot(most=self._last_told - first + 1)
-        return [*enumerate(batches[:-1], first), (self._last_told, batches[-1])]
+        batches = self._snapshot(most=self._last_published - first + 1)
+        return [*enumerate(batches[:-1], first), (self._last_published, batches[-1])]
 
     def _snapshot(self, most: int | None = None) -> list[bytes]:
-        """All that can be hit behind the last batch that was told, behind a clearing. most: batches; None for any."""
-        if self._last_told < 0:
+        """Return a clearing and all published blocks, in at most ``most`` batches if given."""
+        if self._last_published < 0:
             return []
-        events: list[KVCacheEvent] = [AllBlocksCleared(), *self._told.snapshot()]
+        events: list[KVCacheEvent] = [AllBlocksCleared(), *self._published.snapshot()]
         size, now = max(_SNAPSHOT_BLOCKS, ceil_div(len(events), most or len(events))), time.time()
         return [self._writer.batch(events[at : at + size], now) for at in range(0, len(events), size)]
 
@@ -242,9 +257,12 @@ def _bytes_of(number: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EventForm:
-    """How events are written. as_arrays: by position, without ``cache_salt``. whole_hashes: bytes, not 64 bits of them.
+    """How to write events.
 
-    Integers are the last 64 bits of a hash, which is what most routers take.
+    Attributes:
+        as_arrays: whether events are arrays, without ``cache_salt``, instead of maps.
+        whole_hashes: whether hashes are all 32 bytes instead of an integer of the last 64 bits, which most routers
+            expect.
     """
 
     as_arrays: bool = False
@@ -254,12 +272,21 @@ class EventForm:
         check_fields(self, flag, "as_arrays", "whole_hashes")
 
     def hash(self, key: bytes | None) -> int | bytes | None:
-        """``key`` as it is told."""
+        """Return a hash in the form of the messages.
+
+        Args:
+            key: the hash; ``None`` stays.
+        """
         return key if key is None or self.whole_hashes else int.from_bytes(key[-8:], "big")
 
 
 class Writer:
-    """Batches of one cache's events. config: of its plan, whose groups are told by number, kind and window."""
+    """Writes batches of one cache's events.
+
+    Args:
+        config: the config of the cache's plan; events name the kind and the window of their group.
+        form: how to write events.
+    """
 
     def __init__(self, config: KVCacheConfig, form: EventForm) -> None:
         self._form = form
@@ -270,11 +297,16 @@ class Writer:
         self._encoder = msgspec.msgpack.Encoder()
 
     def batch(self, events: Sequence[KVCacheEvent], seconds: float) -> bytes:
-        """One message. O(blocks)."""
+        """Return a batch as bytes. O(blocks).
+
+        Args:
+            events: the events, oldest first.
+            seconds: time of the batch, Unix time.
+        """
         return self._encoder.encode([seconds, [self._written(one) for one in events], 0])
 
     def _written(self, event: KVCacheEvent) -> object:
-        """By name, in the order of positions."""
+        """Return an event as a map in the order of vLLM's array positions, or as an array."""
         match event:
             case BlockStored():
                 fields = self._stored(event)
@@ -285,7 +317,7 @@ class Writer:
                     "medium": event.medium,
                     "group_idx": event.group_idx,
                 }
-            case _:  # cleared, or unknown what was lost: who forgets all believes in nothing that is not there
+            case _:  # cleared, or events were dropped: a consumer that forgets all blocks expects no missing block
                 fields = {"type": CLEARED}
         return list(fields.values()) if self._form.as_arrays else fields
 
@@ -310,18 +342,18 @@ class Writer:
         return fields
 
 
-# -- for consumers that come late
+# -- snapshots
 
 
-class Told:
-    """Blocks that events told of, each as an event of its own; several blocks of one key count as often."""
+class PublishedBlocks:
+    """The blocks that consumers know: one event for each key and group, and how many copies there are."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, bytes], BlockStored] = {}
         self._copies = Counter[tuple[int, bytes]]()
 
-    def hear(self, events: Iterable[KVCacheEvent]) -> None:
-        """``events`` are told. O(blocks)."""
+    def add(self, events: Iterable[KVCacheEvent]) -> None:
+        """Record published events. O(blocks)."""
         for event in events:
             match event:
                 case BlockStored():
@@ -341,8 +373,8 @@ class Told:
                     self._copies.clear()
 
     def snapshot(self) -> list[BlockStored]:
-        """All of them, parents in front of their children. O(blocks)."""
-        told: list[BlockStored] = []
+        """Return one event for each block and copy, parents before children. O(blocks)."""
+        found: list[BlockStored] = []
         seen: set[tuple[int, bytes]] = set()
         for key in self._blocks:
             chain: list[BlockStored] = []
@@ -353,5 +385,5 @@ class Told:
                 chain += [block] * self._copies[at]
                 parent = block.parent_block_hash
                 at = None if parent is None else (at[0], parent)
-            told += reversed(chain)
-        return told
+            found += reversed(chain)
+        return found
