@@ -87,7 +87,7 @@ class AdmissionControl:
         )
         self._num_passed = 0  # requests that this step passed over
 
-    # -- ever
+    # -- requests that can never run
 
     def refuse_impossible(self, request: Request) -> None:
         """Raise ConfigError or CapacityError for a request that could not run even alone."""
@@ -148,7 +148,7 @@ class AdmissionControl:
         """Return how many tokens a request needs room for while it computes ``tokens``, drafts included."""
         return max(min(tokens + self.limits.num_lookahead_tokens, self.cache.max_model_len), 1)
 
-    # -- now
+    # -- admission to one step
 
     def admit(self, builder: StepBuilder, now: float, *, room: bool) -> None:
         """Admit requests while budget, rows and blocks last.
@@ -284,7 +284,7 @@ class AdmissionControl:
             return 0
         return plan.certain_tokens - plan.hit_tokens if isinstance(plan, SlotPlan) else 0
 
-    # -- many steps
+    # -- admission to a fast-forward
 
     def standstill(self, builder: StepBuilder, now: float) -> Standstill | None:
         """Return the outcome of the next step for waiting requests; ``None`` if it may admit one.

@@ -291,8 +291,8 @@ def _new_row(request: Request, *, encodes: bool) -> NewRow:
 
 def _with_drafts(tokens: Csr, drafts: Csr) -> Csr:
     """Append each row of ``drafts`` to the same row of ``tokens``. O(tokens) in array operations."""
-    behind = np.repeat(tokens.indptr[1:], np.diff(drafts.indptr))
-    return Csr(tokens.indptr + drafts.indptr, np.insert(tokens.values, behind, drafts.values))
+    places = np.repeat(tokens.indptr[1:], np.diff(drafts.indptr))
+    return Csr(tokens.indptr + drafts.indptr, np.insert(tokens.values, places, drafts.values))
 
 
 def _gather_tokens(requests: RequestRows, rows: Int64, computed: Int64, counts: Int64) -> Csr:

@@ -77,7 +77,9 @@ class SchedulerLimits:
         ConfigError: a value is out of range or has another type. The error names the field.
     """
 
-    max_running: Annotated[int, partial(integer, least=1, most=1 << 20)] = 256  # every row has its columns at once
+    max_running: Annotated[int, partial(integer, least=1, most=1 << 20)] = (
+        256  # columns for all rows are allocated at once
+    )
     max_batched_tokens: Annotated[int, partial(integer, least=1, most=MOST_COUNT)] = BATCHED_TOKENS
     max_in_flight: Annotated[int, partial(integer, least=1, most=1 << 10)] = 1
     watermark: Annotated[float, _watermark] = 0.0

@@ -261,7 +261,7 @@ class RunningRows:
                 return count
         return len(sampled)
 
-    # -- to wait again
+    # -- preemption
 
     def preempt_last(self, in_flight: Iterable[InFlight]) -> None:
         """Preempt the last running request: free its blocks and queue it again."""
@@ -293,7 +293,7 @@ class RunningRows:
         self._ended_rows += rows
         self._waiting.return_to_front(entries)
 
-    # -- for good
+    # -- end of requests
 
     def end(self, ended: Iterable[Finished]) -> None:
         """End requests. A queued one leaves the queue; a running one frees its row when no step in flight holds it.

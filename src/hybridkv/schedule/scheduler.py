@@ -458,7 +458,7 @@ class Scheduler:
         self._running.end([Finished(request, reason)])
         return True
 
-    # -- many steps as one
+    # -- fast-forward
 
     def fast_forward(self, choose: Choose, times: FastForwardClock | None = None) -> FastForward:
         """Take uniform steps at once, for callers that know the sampled tokens beforehand. No Step is made.
@@ -538,7 +538,7 @@ class Scheduler:
         self._running.check(self._in_flight)
         self._waiting.check(self._running.requests)
 
-    # -- inside
+    # -- arrivals
 
     def _empty_inbox(self) -> None:
         """Queue the requests that arrived, and end the requests to abort."""
