@@ -52,7 +52,7 @@ ROOM: dict[str, int | None] = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # as gpt_bigcode is imported
 @pytest.mark.parametrize("model_type", ALL)
-def test_six_regimes_of_any_model_equal_plain_transformers(model_type: str, make_engine: EngineFactory) -> None:
+def test_every_model_type_in_six_regimes_equals_plain_transformers(model_type: str, make_engine: EngineFactory) -> None:
     model = small_model(model_type)
     assert context(model) > 10 * TOLERANCE
     prompts = shared_prompts(PROMPTS, 1, PREFIX, LONGEST_TAIL)
@@ -65,17 +65,17 @@ def test_six_regimes_of_any_model_equal_plain_transformers(model_type: str, make
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
-def test_how_a_step_becomes_forwards_is_seen_at_load(model_type: str) -> None:
+def test_forward_kind_of_a_model_is_detected_at_load(model_type: str) -> None:
     with Engine(small_model(model_type), memory=MEMORY, max_model_len=LONGEST) as engine:
         assert engine.runner.forwards is SAMPLE[model_type]
 
 
 @pytest.mark.parametrize("model_type", [pytest.param(one, marks=pytest.mark.thorough) for one in MODEL_TYPES])
-def test_the_document_says_which_models_run(model_type: str) -> None:
+def test_documented_model_types_run(model_type: str) -> None:
     assert (tried(model_type).outcome == "runs") == (model_type in _runs())
 
 
-def test_an_eager_attention_that_needs_a_mask_runs_together() -> None:
+def test_eager_attention_with_required_mask_runs_rows_together() -> None:
     with Engine(small_model("modernbert-decoder"), memory=MEMORY, max_model_len=LONGEST) as engine:
         assert engine.runner.forwards is Forwards.TOGETHER
 
@@ -95,7 +95,7 @@ def test_at_least_149_model_types_run() -> None:
         ("zaya", "does not run on paged caches, so it is not supported"),
     ],
 )
-def test_what_cannot_be_right_is_refused(model_type: str, match: str) -> None:
+def test_unsupported_models_are_rejected_and_keep_their_attention(model_type: str, match: str) -> None:
     model = small_model(model_type)
     own = {id(one): one._attn_implementation for one in configs(model)}
     with pytest.raises(HybridKVError, match=match):
@@ -103,7 +103,7 @@ def test_what_cannot_be_right_is_refused(model_type: str, match: str) -> None:
     assert {id(one): one._attn_implementation for one in configs(model)} == own
 
 
-def test_an_attention_that_cannot_be_switched_leaves_every_part_as_it_was() -> None:
+def test_failed_attention_switch_restores_every_part() -> None:
     model = small_model("got_ocr2")  # its whole has no attention of its own to switch, its text part has
     own = [one._attn_implementation for one in configs(model)]
     with pytest.raises(UnsupportedModelError, match="AttentionInterface"), attention_implementation(model, NAME):

@@ -29,7 +29,7 @@ HALF = [(name, torch.bfloat16, 0.05) for name in ("qwen3_next", "mamba", "mamba2
 
 
 @pytest.mark.parametrize(("name", "dtype", "tolerance"), [*SINGLE, *HALF])
-def test_every_state_of_a_batch_is_that_of_token_by_token(name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_states_of_a_batched_call_equal_token_by_token(name: str, dtype: torch.dtype, tolerance: float) -> None:
     """Another number of rows and tokens than was looked at, one of the rows from zeros; two mixers of the model."""
     mixers = probe(tiny_model(name).to(dtype)).mixers
     for mixer in (mixers[0], mixers[-1]):
@@ -51,7 +51,7 @@ def test_every_state_of_a_batch_is_that_of_token_by_token(name: str, dtype: torc
                 assert [one.dtype for one in behind[token]] == [part.dtype for part in mixer.parts]
 
 
-def test_drafts_are_run_as_decoding_does_where_prompts_are_run_otherwise() -> None:
+def test_drafts_of_a_bounded_mixer_run_as_in_decoding() -> None:
     """NemotronH bounds the step size over several tokens only: a draft that is accepted was none of a prompt."""
     model = tiny_model("nemotron_h")
     mixer = probe(model).mixers[0]
@@ -74,7 +74,7 @@ def test_drafts_are_run_as_decoding_does_where_prompts_are_run_otherwise() -> No
         ("mamba", "in_proj", 5),
     ],
 )
-def test_a_step_calls_a_mixer_once_for_rows_that_run_equally_many_tokens(
+def test_mixer_is_called_once_per_number_of_tokens(
     name: str, projection: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of 3, 1, 5 and 3 tokens: calls for 1, 3 and 5 of them; where nothing is seen, one for each of 5 tokens."""
@@ -113,7 +113,7 @@ def changed(name: str, make: Callable[[type[torch.nn.Module]], type[torch.nn.Mod
     return mixer
 
 
-def test_a_forward_that_hands_its_state_on_is_not_looked_into(caplog: pytest.LogCaptureFixture) -> None:
+def test_wrapped_forward_verifies_drafts_token_by_token(caplog: pytest.LogCaptureFixture) -> None:
     def wrapped(own: type[torch.nn.Module]) -> type[torch.nn.Module]:
         class Wrapped(own):  # type: ignore[misc, valid-type]  # made on the spot
             def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_a_forward_that_hands_its_state_on_is_not_looked_into(caplog: pytest.Log
     assert "Wrapped verifies drafts token by token" in caplog.text
 
 
-def test_what_differs_from_token_by_token_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrence_that_differs_from_token_by_token_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a recurrence that is called with its tokens in another order, and of one that raises."""
     mixer = mixers_of("qwen3_next")[0]
     found = recurrence(mixer)
@@ -143,7 +143,7 @@ def test_what_differs_from_token_by_token_is_not_used(monkeypatch: pytest.Monkey
         assert recurrence(mixer) is None
 
 
-def test_a_forward_that_runs_another_way_than_before_is_refused() -> None:
+def test_forward_without_the_expected_recurrence_is_rejected() -> None:
     mixer = mixers_of("qwen3_next")[0]
     states = random_states(mixer, 2)
     with torch.inference_mode(), pytest.raises(WorkerError, match="did not run its recurrence once"):

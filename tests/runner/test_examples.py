@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "continuous_batching.py"
 HIT = re.compile(r"request (\d): (\d+) of (\d+) hit, (.*)")
 
 
-def test_three_lines_give_what_the_model_gives_by_itself() -> None:
+def test_library_example_prints_outputs_of_plain_model() -> None:
     done = warm.run([EXAMPLE], environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     names = runpy.run_path(str(EXAMPLE))  # its constants; nothing runs

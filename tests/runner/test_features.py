@@ -57,7 +57,7 @@ def expected_hit(checked: CheckedEngine, placement: str | None, block: int, prom
         {"gemma3": [SETTINGS[0], SETTINGS[-1]], "qwen3_next": SETTINGS, "falcon_h1": [("natural", "interval:24", 16)]},
     ),
 )
-def test_layouts_placements_and_block_sizes(
+def test_hits_match_the_placement_for_every_layout_and_block_size(
     name: str, layout: str, placement: str | None, block: int, make_engine: EngineFactory
 ) -> None:
     prompts = random_prompts([50, 97, 130], 1)
@@ -75,7 +75,7 @@ def test_layouts_placements_and_block_sizes(
     ("name", "layout"),
     models_with(LAYOUTS, {"llama4": ["natural"], "qwen3_next": ["reference"], "falcon_h1": ["natural"]}),
 )
-def test_a_salt_parts_what_is_cached_and_changes_no_output(name: str, layout: str, make_engine: EngineFactory) -> None:
+def test_cache_salt_separates_hits_and_keeps_outputs(name: str, layout: str, make_engine: EngineFactory) -> None:
     prompt = random_prompts([70], 2)[0]
     checked = CheckedEngine(make_engine, name, [prompt], OUTPUT, layout=layout, room_for=8)
 
@@ -91,7 +91,7 @@ def test_a_salt_parts_what_is_cached_and_changes_no_output(name: str, layout: st
 
 
 @pytest.mark.parametrize("name", models("gemma3", "deepseek_v3", "mamba", *STATES_AND_ATTENTION))
-def test_marked_positions_are_hit_to_the_token(name: str, make_engine: EngineFactory) -> None:
+def test_resume_marks_are_hit_to_the_token(name: str, make_engine: EngineFactory) -> None:
     marks = (37, 53)
     first, other, *_ = prompts = random_prompts([80, 90], 3)
     checked = CheckedEngine(make_engine, name, prompts, OUTPUT, room_for=8)

@@ -70,7 +70,7 @@ def patched(name: str, *, tells: bool) -> PreTrainedModel:
         ("qwen3_next", patched("qwen3_next", tells=False)),
     ],
 )
-def test_positions_reach_a_model_whose_forward_hands_on_what_it_gets(name: str, model: PreTrainedModel) -> None:
+def test_forward_that_passes_arguments_on_gets_positions(name: str, model: PreTrainedModel) -> None:
     given: list[object] = []
     model.get_submodule("model" if name != "mamba" else "backbone").register_forward_pre_hook(
         lambda _module, _args, kwargs: given.append(kwargs.get("position_ids")), with_kwargs=True
@@ -93,14 +93,14 @@ class Wrapping(PreTrainedModel):  # type: ignore[misc]  # transformers is not ty
         return self.inner(input_ids, **kwargs)
 
 
-def test_a_forward_that_names_nothing_is_given_positions_where_there_is_attention() -> None:
+def test_forward_without_named_arguments_gets_positions_for_attention_only() -> None:
     positions = torch.arange(3)[None]
     for name, wanted in (("llama", True), ("mamba", False)):
         arguments = ModelCall(Wrapping(loaded_model(name).model)).arguments(Cache(layers=[]), positions)
         assert ("position_ids" in arguments) == wanted
 
 
-def test_a_model_that_takes_no_positions_runs_row_by_row() -> None:
+def test_model_without_positions_runs_row_by_row() -> None:
     model = as_class("llama", NoPositions)
     with Engine(model, memory="2MiB", max_model_len=256) as engine:
         assert engine.runner.forwards is Forwards.BY_ROW
@@ -109,7 +109,7 @@ def test_a_model_that_takes_no_positions_runs_row_by_row() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def test_what_is_no_transformers_model_is_refused() -> None:
+def test_model_of_another_type_is_rejected() -> None:
     compiled = torch.compile(tiny_model("llama"), backend="eager")
     for model, kind in ((compiled, "OptimizedModule"), (torch.nn.Linear(1, 1), "Linear"), ("llama", "str")):
         with pytest.raises(ConfigError, match=f"must be a transformers PreTrainedModel, got {kind}"):

@@ -59,12 +59,12 @@ def loaded(match: Match) -> LoadedModel:
 # -- comparing
 
 
-def test_the_bound_is_that_of_the_equality_tests() -> None:
+def test_comparison_bounds_match_the_equality_tests() -> None:
     assert BOUND == TOLERANCE
     assert NEAR_TIE_GAP == NEAR_TIE_FACTOR * TOLERANCE
 
 
-def test_equal_answers() -> None:
+def test_comparison_of_equal_answers_has_no_differences() -> None:
     gaps = Gaps(0.0)
     found = Comparison.of(PROMPTS, EQUAL, EQUAL, gaps)
     assert found == Comparison(prompts=2, tokens=6, theirs=16, ours=16, differences=(), fewer=())
@@ -72,7 +72,7 @@ def test_equal_answers() -> None:
 
 
 @pytest.mark.parametrize(("gap", "near_ties"), [(NEAR_TIE_GAP * 0.99, 1), (NEAR_TIE_GAP, 0)])
-def test_the_first_difference_is_a_near_tie_or_a_fault_and_ends_the_comparison(gap: float, near_ties: int) -> None:
+def test_comparison_stops_at_the_first_difference(gap: float, near_ties: int) -> None:
     gaps = Gaps(gap)
     found = Comparison.of(PROMPTS, EQUAL, [EQUAL[0], Answer((7, 6, 5), 16)], gaps)
     assert gaps.asked == [((4, 5, 6), (7,), 7, 6)]
@@ -82,7 +82,7 @@ def test_the_first_difference_is_a_near_tie_or_a_fault_and_ends_the_comparison(g
     assert found.faults == (() if near_ties else found.differences)
 
 
-def test_every_prompt_hits_at_least_as_much() -> None:
+def test_comparison_with_fewer_hits_is_a_fault() -> None:
     ours = [Answer((7, 8, 9), 100), Answer((7, 7, 7), 15)]
     found = Comparison.of(PROMPTS, EQUAL, ours, Gaps(0.0))
     assert (found.theirs, found.ours) == (16, 115)
@@ -96,14 +96,14 @@ def test_every_prompt_hits_at_least_as_much() -> None:
         ([EQUAL[0], Answer((7, 7), 16)], r"outputs of \[2, 3\] tokens"),
     ],
 )
-def test_answers_of_another_number_or_length_are_refused(theirs: list[Answer], message: str) -> None:
+def test_comparison_of_answers_of_other_sizes_is_rejected(theirs: list[Answer], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Comparison.of(PROMPTS, theirs, EQUAL, Gaps(0.0))
     with pytest.raises(ConfigError, match=r"outputs of \[0\] tokens"):
         Comparison.of(PROMPTS, [Answer((), 0)] * 2, [Answer((), 0)] * 2, Gaps(0.0))
 
 
-def test_the_gap_is_that_of_the_lower_token_as_a_share_of_the_range() -> None:
+def test_logit_gap_is_relative_to_the_range() -> None:
     prompt, output = (40, 41, 42, 43), (50, 51)
     with torch.inference_mode():
         logits = loaded(LLAMA).model(torch.tensor([[*prompt, *output]])).logits[0, 3:]
@@ -118,7 +118,7 @@ def test_the_gap_is_that_of_the_lower_token_as_a_share_of_the_range() -> None:
 # -- prompts
 
 
-def test_later_rounds_repeat_what_earlier_ones_said() -> None:
+def test_later_rounds_repeat_earlier_prompts() -> None:
     rounds = make_rounds(3, lambda prompt: (prompt[-1],) * 5)
     cold, seen, again, same, turns = (one.prompts for one in rounds)
     assert [one.parting for one in rounds] == [False, True, False, False, False]
@@ -160,7 +160,7 @@ def compared(rounds: Sequence[Round], theirs: list[list[Answer]], ours: list[lis
     return [Comparison.of(one.prompts, a, b, gap) for one, a, b in zip(rounds, theirs, ours, strict=True)]
 
 
-def test_a_damaged_cache_is_found(
+def test_comparison_finds_a_damaged_cache(
     rounds: tuple[Round, ...], sound: list[list[Answer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert all(not one.faults for one in compared(rounds, sound, our_answers(loaded(LLAMA), rounds, NATURAL_WAY)))
@@ -191,7 +191,7 @@ json.dump({"version": str(job["options"]["block_size"]), "rounds": answers}, ope
 """
 
 
-def test_jobs_and_answers_pass_as_files(tmp_path: Path) -> None:
+def test_vllm_jobs_and_answers_are_exchanged_as_files(tmp_path: Path) -> None:
     script = tmp_path / "echo.py"
     script.write_text(ECHO, "utf-8")
     rounds = [Round("cold", PROMPTS), Round("again", PROMPTS[:1])]
@@ -218,7 +218,7 @@ def test_generation_failure_is_reported_with_its_error(tmp_path: Path, monkeypat
         their_answers(tmp_path / "model", [], {"no_such_option": 1})
 
 
-def test_the_error_of_the_worker_counts() -> None:
+def test_last_error_of_a_log_is_the_error_of_the_worker() -> None:
     log = """
 (Worker pid=7) ERROR 11-21 16:26:00 [multiproc_executor.py:1063] IndexError: index 12 is out of bounds
 (EngineCore pid=5) ERROR 11-21 16:26:00 [core.py:1512] RuntimeError: Worker failed
@@ -241,7 +241,7 @@ def theirs(rounds: tuple[Round, ...], sound: list[list[Answer]], monkeypatch: py
 
 
 @pytest.mark.usefixtures("theirs")
-def test_a_run_without_differences_passes(sound: list[list[Answer]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_duel_without_differences_passes(sound: list[list[Answer]], capsys: pytest.CaptureFixture[str]) -> None:
     assert generate_duel.main(["--models", "llama"]) == 0
     said, head, _, *rows = capsys.readouterr().out.splitlines()
     assert said == "tiny:llama ran in vLLM 0"
@@ -259,7 +259,7 @@ def columns(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_one_other_token_or_hit_fails_a_run(theirs: list[list[Answer]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_duel_with_another_token_or_hit_fails(theirs: list[list[Answer]], capsys: pytest.CaptureFixture[str]) -> None:
     right, last = theirs[0][1], theirs[1][0]
     theirs[0][1] = replace(right, tokens=(*right.tokens[:4], right.tokens[4] ^ 1, *right.tokens[5:]))
     theirs[1][0] = replace(last, hit_tokens=last.hit_tokens + 1)
@@ -275,7 +275,7 @@ def test_one_other_token_or_hit_fails_a_run(theirs: list[list[Answer]], capsys: 
 
 
 @pytest.mark.usefixtures("theirs")
-def test_a_model_that_vllm_refuses_fails_a_run(
+def test_duel_with_a_model_that_vllm_rejects_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -296,7 +296,7 @@ def test_a_model_that_vllm_refuses_fails_a_run(
         (LLAMA, True, NATURAL_WAY, False),
     ],
 )
-def test_fewer_hits_are_explained_where_states_are_not_kept_yet(
+def test_fewer_hits_are_accepted_where_states_are_not_kept_yet(
     match: Match, *, parting: bool, way: generators.Way, explained: bool
 ) -> None:
     fewer, other = FewerHits(0, 64, 0), Difference(0, 0, 1, 2, 0.5)

@@ -28,7 +28,7 @@ def is_right(name: str, done: list[Completion]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["llama", HYBRID])
-def test_a_second_engine_is_refused_until_the_first_is_closed(name: str) -> None:
+def test_second_engine_of_a_model_is_rejected_until_the_first_closes(name: str) -> None:
     model = tiny_model(name)
     plain = model(torch.tensor([PROMPTS[0]])).logits
     first = engine_of(model)
@@ -46,7 +46,7 @@ def test_a_second_engine_is_refused_until_the_first_is_closed(name: str) -> None
     assert torch.equal(model(torch.tensor([PROMPTS[0]])).logits, plain)
 
 
-def test_what_a_model_raises_while_an_engine_is_made_leaves_it_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_engine_construction_releases_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise TypeError("no mask")
 
@@ -59,7 +59,7 @@ def test_what_a_model_raises_while_an_engine_is_made_leaves_it_free(monkeypatch:
     assert not any({"forward", "hybridkv_context"} & set(vars(module)) for module in model.modules())
 
 
-def test_a_runner_that_gave_its_model_back_runs_nothing() -> None:
+def test_detached_runner_rejects_steps() -> None:
     engine = engine_of(tiny_model("llama"))
     engine.add(PROMPTS[0], greedy(2))
     step = engine.scheduler.schedule()
@@ -69,7 +69,7 @@ def test_a_runner_that_gave_its_model_back_runs_nothing() -> None:
     engine.close()
 
 
-def test_a_model_that_is_held_says_so_where_it_is_called_or_copied() -> None:
+def test_held_model_rejects_calls_and_copies() -> None:
     model = tiny_model(HYBRID)
     with engine_of(model) as engine:
         with pytest.raises(WorkerError, match=r"an engine holds this model.*close it first"):
@@ -85,7 +85,7 @@ def first_mixer(model: PreTrainedModel) -> RecurrentMixer:
     return probe(model).mixers[0]
 
 
-def test_a_mixer_with_a_forward_of_its_own_is_refused_and_left_alone() -> None:
+def test_patched_mixer_is_rejected_and_keeps_its_forward() -> None:
     model = tiny_model(HYBRID)
     module = first_mixer(model).module
     own = module.forward

@@ -148,7 +148,7 @@ REGIMES = [cold, warm, chunked, chunked_two_in_flight, preempted, drafted, forke
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_regime_equals_plain_transformers(name: str, make_engine: EngineFactory) -> None:
+def test_image_prompts_in_every_regime_equal_plain_transformers(name: str, make_engine: EngineFactory) -> None:
     compared = Compared(name, make_engine)
     assert len(set(compared.expected)) == len(compared.prompts), "images that make no difference would hide everything"
     for regime in REGIMES:
@@ -165,7 +165,9 @@ def test_every_regime_equals_plain_transformers(name: str, make_engine: EngineFa
         pytest.param("eager", "gemma3", marks=pytest.mark.thorough),
     ],
 )
-def test_every_backend_reads_images(attention: str, name: str, make_engine: EngineFactory) -> None:
+def test_image_prompts_with_every_backend_equal_plain_transformers(
+    attention: str, name: str, make_engine: EngineFactory
+) -> None:
     compared = Compared(name, make_engine)
     engine = compared.engine(attention=attention, token_budget=13)
     compared.run(engine)
@@ -173,7 +175,9 @@ def test_every_backend_reads_images(attention: str, name: str, make_engine: Engi
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
-def test_row_by_row_reads_the_same(name: str, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_prompts_row_by_row_equal_plain_transformers(
+    name: str, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compared = Compared(name, make_engine)
     model = compared.loaded.model
     if hasattr(model.model, "rope_deltas"):  # what generate leaves there would move rows of text
@@ -184,7 +188,7 @@ def test_row_by_row_reads_the_same(name: str, make_engine: EngineFactory, monkey
     compared.run(engine)
 
 
-def test_placeholders_that_were_sampled_are_tokens_like_others(make_engine: EngineFactory) -> None:
+def test_sampled_placeholders_are_ordinary_tokens(make_engine: EngineFactory) -> None:
     """While another row's images run in the same steps."""
     compared = Compared("qwen3_vl", make_engine)
     drawn = [IMAGE] * OUTPUT
@@ -207,7 +211,7 @@ def test_placeholders_that_were_sampled_are_tokens_like_others(make_engine: Engi
 # -- images whose tokens see each other in both directions
 
 
-def test_a_hit_may_end_inside_an_image_that_runs_whole(make_engine: EngineFactory) -> None:
+def test_hit_inside_an_image_keeps_the_output(make_engine: EngineFactory) -> None:
     loaded = image_model("gemma3")
     prompt = prompt_of("gemma3", [HEAD[:10], (WIDE, 1), TAIL])
     expected = generated(loaded, prompt, OUTPUT)
@@ -219,7 +223,7 @@ def test_a_hit_may_end_inside_an_image_that_runs_whole(make_engine: EngineFactor
 
 
 @pytest.mark.parametrize("wrong", ["chunks", "masks"])
-def test_a_part_of_an_image_or_a_causal_one_would_show(
+def test_split_or_causal_images_give_other_outputs(
     wrong: str, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = Compared("gemma3", make_engine)
@@ -232,7 +236,7 @@ def test_a_part_of_an_image_or_a_causal_one_would_show(
         compared.run(engine)
 
 
-def test_images_that_cannot_run_whole_are_refused(make_engine: EngineFactory) -> None:
+def test_images_that_cannot_run_whole_are_rejected(make_engine: EngineFactory) -> None:
     loaded = image_model("gemma3")
     prompt = prompt_of("gemma3", [HEAD, (WIDE, 1), TAIL])
     at = prompt.ids.index(IMAGE)
@@ -288,7 +292,7 @@ def test_images_that_are_equal_hit_and_others_do_not(layout: str, make_engine: E
     assert hits(make_engine, base, ImagePrompt(base.ids, None), layout) <= len(HEAD) + 1
 
 
-def test_the_same_patches_in_another_grid_are_another_image(make_engine: EngineFactory) -> None:
+def test_images_of_equal_patches_and_other_grid_share_no_hit(make_engine: EngineFactory) -> None:
     first = prompt_of("qwen3_vl", [HEAD, (Size(3, 4), 1), TAIL])
     second = prompt_of("qwen3_vl", [HEAD, (Size(4, 3), 1), TAIL])
     assert first.ids == second.ids
@@ -298,7 +302,7 @@ def test_the_same_patches_in_another_grid_are_another_image(make_engine: EngineF
     assert hits(make_engine, first, second, "natural") <= len(HEAD) + 1
 
 
-def test_features_are_made_once_per_content_while_it_lives(make_engine: EngineFactory) -> None:
+def test_image_features_are_computed_once_per_content(make_engine: EngineFactory) -> None:
     prompts = [prompt_of("qwen3_vl", [HEAD[:n], (WIDE, 1), TAIL]) for n in (1, 2, 3)]
     engine = make_engine(image_model("qwen3_vl"), [one.ids for one in prompts], OUTPUT)
     engine.generate([one.ids for one in prompts], greedy(OUTPUT), images=[one.images for one in prompts])
@@ -313,7 +317,7 @@ def test_features_are_made_once_per_content_while_it_lives(make_engine: EngineFa
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_aborted_and_failed_requests_leave_no_image_behind(in_flight: int, make_engine: EngineFactory) -> None:
+def test_aborted_and_failed_requests_free_their_images(in_flight: int, make_engine: EngineFactory) -> None:
     compared = Compared("qwen3_vl", make_engine)
     engine = compared.engine(token_budget=13, in_flight=in_flight)
     ids = [engine.add(one.ids, greedy(OUTPUT), images=one.images) for one in compared.prompts]
@@ -328,7 +332,7 @@ def test_aborted_and_failed_requests_leave_no_image_behind(in_flight: int, make_
     require_nothing_held(engine)
 
 
-def test_streams_and_tasks_take_images(make_engine: EngineFactory) -> None:
+def test_streams_and_async_generate_read_images(make_engine: EngineFactory) -> None:
     compared = Compared("qwen3_vl", make_engine)
     first = compared.prompts[0]
     with compared.engine().stream(first.ids, greedy(OUTPUT), images=first.images) as stream:

@@ -48,7 +48,7 @@ def processor(*, text: list[str], images: list[int], return_tensors: str) -> dic
     }
 
 
-def test_pictures_go_through_the_processor_of_the_model() -> None:
+def test_pictures_are_prepared_by_the_processor_of_the_model() -> None:
     loaded = image_model("qwen3_vl")
     prompt = prompt_of("qwen3_vl", [[65, 66], (WIDE, 1), [67], (WIDE, 2), [68]])
     expected = generated(loaded, prompt, OUTPUT)
@@ -84,7 +84,7 @@ GRID = PIXELS["image_grid_thw"]
         (GIVEN.ids, "a cat", "must be a list of pictures"),
     ],
 )
-def test_images_that_do_not_fit_are_refused_by_name(
+def test_images_that_do_not_fit_the_prompt_are_rejected(
     ids: list[int],
     images: Any,  # noqa: ANN401  # wrong ones, too
     match: str,
@@ -99,7 +99,9 @@ def test_images_that_do_not_fit_are_refused_by_name(
     assert len(done.token_ids) == OUTPUT
 
 
-def test_models_without_images_say_so(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_for_models_without_image_support_are_rejected(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(loaded_model("llama"), [GIVEN.ids], OUTPUT)
     with pytest.raises(ConfigError, match="LlamaForCausalLM takes no images"):
         engine.add(HEAD, greedy(OUTPUT), images=PIXELS)
@@ -109,7 +111,7 @@ def test_models_without_images_say_so(make_engine: EngineFactory, monkeypatch: p
         engine.add(GIVEN.ids, greedy(OUTPUT), images=PIXELS)
 
 
-def test_as_many_images_as_prompts(make_engine: EngineFactory) -> None:
+def test_images_for_another_number_of_prompts_are_rejected(make_engine: EngineFactory) -> None:
     engine = make_engine(image_model("qwen3_vl"), [GIVEN.ids], OUTPUT)
     with pytest.raises(ConfigError, match="images of 2 prompts for 1"):
         engine.generate([GIVEN.ids], greedy(OUTPUT), images=[PIXELS, None])
@@ -118,12 +120,12 @@ def test_as_many_images_as_prompts(make_engine: EngineFactory) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["a", 3])
-def test_a_processor_must_be_one(wrong: object) -> None:
+def test_processor_that_is_not_callable_is_rejected(wrong: object) -> None:
     with pytest.raises(ConfigError, match="the processor must be callable"):
         wrap(image_model("qwen3_vl").model, processor=wrong)
 
 
-def test_what_a_processor_raises_is_said() -> None:
+def test_processor_error_is_reported() -> None:
     def fails(**_: object) -> None:
         raise ValueError("no such picture")
 
@@ -145,7 +147,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_multimodal_model_loads_from_a_folder(folder: Path) -> None:
+def test_multimodal_model_loaded_from_a_folder_gives_the_same_tokens(folder: Path) -> None:
     loaded, expected = load(folder), generated(image_model("qwen3_vl"), GIVEN, OUTPUT)
     assert loaded.processor is None
     with Engine(loaded, memory="1MiB", max_model_len=128) as engine:
@@ -153,7 +155,7 @@ def test_a_multimodal_model_loads_from_a_folder(folder: Path) -> None:
     assert done.token_ids == expected
 
 
-def test_a_processor_comes_with_its_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_is_loaded_from_the_model_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "preprocessor_config.json").write_text("{}")
     asked = dict[str, Any]()
 
@@ -166,13 +168,13 @@ def test_a_processor_comes_with_its_folder(folder: Path, monkeypatch: pytest.Mon
     assert asked == {"where": folder, "local_files_only": True, "trust_remote_code": False}
 
 
-def test_a_processor_that_cannot_be_made_is_said_in_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_processor_that_cannot_be_made_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "preprocessor_config.json").write_text("[]")
     assert load(folder).processor is None
     assert "takes no pictures here, because its processor cannot be made" in caplog.text
 
 
-def test_the_example_says_what_transformers_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_example_prints_outputs_of_plain_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     pictures.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["sunset", "sunset", "harbour"]

@@ -43,7 +43,7 @@ DIFFERING = [
 
 
 @pytest.mark.parametrize("model_type", ALL)
-def test_the_plan_is_what_the_model_keeps(model_type: str) -> None:
+def test_plan_matches_the_measured_cache_of_every_model(model_type: str) -> None:
     found = compare(model_type)
     note(found)
     assert found.outcome in {"equal", "refused", "not built"}, found.reason
@@ -58,13 +58,13 @@ REFUSED = (
 """Model types whose defaults are not planned."""
 
 
-def test_no_more_than_13_of_178_are_refused() -> None:
+def test_at_most_13_of_178_model_types_are_rejected() -> None:
     assert len(MODEL_TYPES) == 178
     assert len(REFUSED) <= 13
 
 
 @pytest.mark.parametrize("model_type", [one for one in DIFFERING if one.values[0] not in NOT_YET])
-def test_so_it_is_where_one_thing_differs_or_is_left_out(model_type: str) -> None:
+def test_plan_of_a_config_variant_matches_or_is_rejected(model_type: str) -> None:
     """A plan of a variant is right or refused: never another's."""
     compared = 0
     for label, file in variants(model_type):
@@ -104,13 +104,13 @@ def llama() -> dict[str, Any]:
     return as_file(LlamaConfig(**{**sizes, "num_key_value_heads": 2, "head_dim": 24}))
 
 
-def test_the_oracle_counts_by_hand() -> None:
+def test_measured_cache_of_llama_matches_hand_count() -> None:
     """Two heads of 24 in keys and values of 2 bytes."""
     config = CONFIG_MAPPING["llama"].from_dict(llama())
     assert kept(config) == dict.fromkeys(range(3), KeptLayer(token_bytes=2 * 2 * 24 * 2))
 
 
-def test_a_window_is_proved_by_a_long_run() -> None:
+def test_long_run_measures_the_window_size() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = CONFIG_MAPPING["mistral"](**sizes, head_dim=16, sliding_window=24)
     assert kept(config, long_run=True) == dict.fromkeys(range(2), KeptLayer(window_bytes=256, window=24))
@@ -159,14 +159,14 @@ FAULTS: dict[str, tuple[str, Fault]] = {
         for fault, (model_type, _) in FAULTS.items()
     ],
 )
-def test_a_wrong_reading_is_caught(fault: str) -> None:
+def test_wrong_config_reading_differs_from_the_measured_cache(fault: str) -> None:
     model_type, break_it = FAULTS[fault]
     file, measured = as_file(config_of(model_type)), kept_by_default(model_type)
     assert list(differences(read(file), measured)) == []
     assert list(differences(read(break_it(file)), measured)) != []
 
 
-def test_a_cache_of_8_bits_and_states_of_32() -> None:
+def test_cache_dtype_and_state_dtype_change_their_own_bytes_only() -> None:
     """Of the convolutions' inputs nothing but state_dtype changes the dtype."""
     file = as_file(config_of("lfm2_moe"))
     models = read_model(file), read_model(file, state_dtype="fp32"), read_model(file, dtype="fp8")
@@ -178,13 +178,13 @@ def test_a_cache_of_8_bits_and_states_of_32() -> None:
 
 
 @pytest.mark.parametrize("model_type", [pytest.param(one, marks=pytest.mark.thorough) for one in WRAPPERS])
-def test_text_parts_are_measured_inside(model_type: str) -> None:
+def test_plan_of_a_wrapper_matches_its_measured_text_part(model_type: str) -> None:
     config = config_of(model_type)
     file = as_file(config)
     assert list(differences(read(file), kept(config))) == []
 
 
-def test_wrappers_are_read_as_their_text_parts() -> None:
+def test_plan_of_a_wrapper_equals_plan_of_its_text_part() -> None:
     for model_type in ("gemma3", "qwen3_5", "llama4", "fuyu", "got_ocr2", "emu3"):
         config = config_of(model_type)
         assert read(as_file(config)) == read(as_file(config.get_text_config(decoder=True)))

@@ -33,7 +33,7 @@ ENGINE_SETTINGS = [{"in_flight": 1}, {"in_flight": 2}]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_a_model_in_hand_runs_in_the_memory_given(name: str) -> None:
+def test_engine_of_a_model_object_uses_the_given_memory(name: str) -> None:
     loaded, prompts = loaded_model(name), shared_prompts(4, 3)
     expected = [generated(loaded, prompt, 12) for prompt in prompts]
     with Engine(loaded.model, tokenizer=TOKENIZER, memory="2MiB", max_model_len=200) as engine:
@@ -45,7 +45,7 @@ def test_a_model_in_hand_runs_in_the_memory_given(name: str) -> None:
     assert [one.text for one in done] == [TOKENIZER.decode(list(one)) for one in expected]
 
 
-def test_without_a_tokenizer_ids_go_in_and_out() -> None:
+def test_engine_without_tokenizer_takes_and_returns_ids() -> None:
     with Engine(tiny_model("llama"), memory="1MiB") as engine:
         request_id = engine.add([1, 2, 3], greedy(4))
         done: list[Completion] = []
@@ -56,7 +56,7 @@ def test_without_a_tokenizer_ids_go_in_and_out() -> None:
             engine.add("text")
 
 
-def test_the_longest_request_is_the_models_or_what_the_memory_holds() -> None:
+def test_default_max_model_len_is_limited_by_model_and_memory() -> None:
     loaded = loaded_model("llama")
     limit = loaded.model.config.max_position_embeddings
     assert plan_within(loaded).max_model_len == limit
@@ -73,7 +73,7 @@ def test_the_longest_request_is_the_models_or_what_the_memory_holds() -> None:
         plan_within(loaded, max_model_len=limit + 1)
 
 
-def test_steps_in_flight_count_against_windows() -> None:
+def test_window_plan_has_room_for_tokens_in_flight() -> None:
     loaded = loaded_model("mistral")
     limit = loaded.model.config.max_position_embeddings
     assert plan_within(loaded, "64KiB", max_batched_tokens=0).max_model_len == limit  # a window is all that it keeps
@@ -82,7 +82,7 @@ def test_steps_in_flight_count_against_windows() -> None:
         assert engine.plan.max_model_len < limit
 
 
-def test_arguments_that_contradict_each_other() -> None:
+def test_engine_with_contradicting_arguments_is_rejected() -> None:
     loaded = loaded_model("llama")
     plan = plan_for(loaded, [32])
     with pytest.raises(ConfigError, match="leave the plan out"):
@@ -98,7 +98,9 @@ def test_arguments_that_contradict_each_other() -> None:
 
 
 @pytest.mark.parametrize("options", ENGINE_SETTINGS)
-def test_a_batch_leaves_the_completions_of_others_to_step(options: dict[str, int], make_engine: EngineFactory) -> None:
+def test_generate_leaves_completions_of_other_requests_to_step(
+    options: dict[str, int], make_engine: EngineFactory
+) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(3, 4)
     engine = make_engine(loaded, prompts, 20, **options)  # type: ignore[arg-type]  # ints by name
     early = engine.add(prompts[0], greedy(3))
@@ -114,7 +116,7 @@ def test_a_batch_leaves_the_completions_of_others_to_step(options: dict[str, int
     }
 
 
-def test_a_batch_with_a_prompt_that_is_refused_runs_none_of_them(make_engine: EngineFactory) -> None:
+def test_batch_with_invalid_prompt_runs_no_prompt(make_engine: EngineFactory) -> None:
     prompts = shared_prompts(2, 4)
     engine = make_engine(loaded_model("llama"), prompts, 8)
     with pytest.raises(ConfigError, match="outside the vocabulary"):
@@ -133,7 +135,7 @@ def joined(parts: Sequence[Increment]) -> tuple[tuple[int, ...], str]:
 
 @pytest.mark.parametrize("options", ENGINE_SETTINGS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_streams_read_in_turns_say_what_completions_say(
+def test_streams_read_in_turns_match_their_completions(
     name: str, options: dict[str, int], make_engine: EngineFactory
 ) -> None:
     loaded, prompts = loaded_model(name), shared_prompts(4, 5)
@@ -202,7 +204,7 @@ def test_engine_stream_that_is_closed_frees_its_blocks(make_engine: EngineFactor
     assert [one.finish_reason for one in aborted] == [FinishReason.ABORT]
 
 
-def test_a_stream_of_several_outputs_tells_them_apart(make_engine: EngineFactory) -> None:
+def test_stream_of_several_outputs_names_the_output_of_each_part(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(1, 7)
     drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True, n=3)
     expected = make_engine(loaded, prompts * 3, 8).generate(prompts, drawn)
@@ -215,7 +217,7 @@ def test_a_stream_of_several_outputs_tells_them_apart(make_engine: EngineFactory
     assert max(map(len, read.values())) >= 7  # none waits for another's end
 
 
-def test_outputs_take_turns_where_only_one_is_taken_a_step(make_engine: EngineFactory) -> None:
+def test_stream_read_once_per_step_alternates_its_outputs(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(1, 7)
     engine = make_engine(loaded, prompts * 2, 8)
     stream = engine.stream(prompts[0], SamplingParams(max_tokens=8, ignore_eos=True, n=2))
@@ -230,7 +232,7 @@ def test_outputs_take_turns_where_only_one_is_taken_a_step(make_engine: EngineFa
     assert found == [0, 1, 0, 1]
 
 
-def test_a_failed_forward_reaches_the_reader_and_the_stream_goes_on(make_engine: EngineFactory) -> None:
+def test_stream_after_a_failed_forward_is_complete(make_engine: EngineFactory) -> None:
     loaded, (prompt,) = loaded_model("llama"), shared_prompts(1, 8)
     expected = generated(loaded, prompt, 10)
     stream = make_engine(loaded, [prompt], 10).stream(prompt, greedy(10))
@@ -265,7 +267,7 @@ def read_bytes(
 
 @settings(max_examples=400, deadline=None)
 @given(st.data(), st.sampled_from(BYTE_TOKENIZERS))
-def test_increments_hold_whole_characters_and_no_beginning_of_a_stop_string(
+def test_increments_hold_back_partial_characters_and_stop_strings(
     data: st.DataObject, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     text = data.draw(st.text("ab\u00e9\U0001f999", max_size=30))
@@ -283,7 +285,7 @@ def test_increments_hold_whole_characters_and_no_beginning_of_a_stop_string(
     assert "".join(shown) == whole
 
 
-def test_what_may_begin_a_stop_string_is_held_back_until_it_does_not() -> None:
+def test_possible_stop_string_is_held_back_until_it_is_excluded() -> None:
     detokenizer = Detokenizer(TOKENIZER, ("abcd", "bx"))
     held = []
     for token in b"zabca":

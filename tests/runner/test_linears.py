@@ -21,7 +21,7 @@ from hybridkv.runner.tiny import tiny_model
         ([1.0, 1.05, 1.0], 3),  # a twentieth is noise
     ],
 )
-def test_padding_begins_where_all_that_follow_are_slower(took: list[float], first: int) -> None:
+def test_padding_starts_where_all_larger_sizes_are_slower(took: list[float], first: int) -> None:
     """From there on, whatever was slow before."""
     assert first_slower(took) == first
 
@@ -43,7 +43,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", [(1, 12, 1024), (12, 1024), (3, 4, 1024)])
-def test_a_padded_layer_has_its_own_output(shape: tuple[int, ...], counted: list[int]) -> None:
+def test_padded_linear_layer_has_the_plain_output(shape: tuple[int, ...], counted: list[int]) -> None:
     """Of the rows that were asked for, in their shape."""
     module = torch.nn.Linear(1024, 512)
     hidden = torch.randn(shape)
@@ -60,7 +60,7 @@ def test_a_padded_layer_has_its_own_output(shape: tuple[int, ...], counted: list
 
 
 @pytest.mark.usefixtures("counted")
-def test_only_large_layers_of_float32_that_nobody_changed() -> None:
+def test_only_large_plain_float32_layers_are_padded() -> None:
     """Small ones, other types, other dtypes and replaced forwards stay as they are."""
     changed = torch.nn.Linear(1024, 512)
     changed.forward = changed.forward  # type: ignore[method-assign]
@@ -75,7 +75,7 @@ def test_only_large_layers_of_float32_that_nobody_changed() -> None:
     assert len(padded_linears(torch.nn.Linear(1024, 512))) == 1
 
 
-def test_a_step_of_twelve_requests_multiplies_sixteen_rows(counted: list[int]) -> None:
+def test_engine_step_of_twelve_requests_multiplies_sixteen_rows(counted: list[int]) -> None:
     """Its tokens are those of plain generation; a closed engine's model multiplies what it is given."""
     loaded = wrap(tiny_model("llama", fields={"intermediate_size": 8192}))
     prompts = [[1 + at, 5, 9 + at] for at in range(12)]

@@ -19,7 +19,7 @@ from hybridkv.specs import EncoderOnlyAttentionSpec
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_saved_folder_generates_the_same(name: str, tmp_path: Path, make_engine: EngineFactory) -> None:
+def test_saved_model_generates_the_same_tokens(name: str, tmp_path: Path, make_engine: EngineFactory) -> None:
     tiny, prompts = loaded_model(name), shared_prompts(3, 1)
     tiny.model.save_pretrained(tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
@@ -31,7 +31,7 @@ def test_a_saved_folder_generates_the_same(name: str, tmp_path: Path, make_engin
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_half_precision_runs_in_half_the_pages(name: str, make_engine: EngineFactory) -> None:
+def test_half_precision_model_uses_half_the_page_bytes(name: str, make_engine: EngineFactory) -> None:
     whole, prompts = loaded_model(name), shared_prompts(2, 1)
     half = wrap(tiny_model(name).to(torch.bfloat16), whole.tokenizer, "half")
     engine = make_engine(half, prompts, 8)
@@ -40,7 +40,7 @@ def test_half_precision_runs_in_half_the_pages(name: str, make_engine: EngineFac
     assert [len(one.token_ids) for one in engine.generate(prompts, greedy(8))] == [8, 8]
 
 
-def test_a_config_that_does_not_describe_the_model_is_refused() -> None:
+def test_plan_that_differs_from_the_probed_model_is_rejected() -> None:
     model = tiny_model("llama")
     planned = planner_model(model, block_size=16)
     fewer = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "num_key_value_heads": 1}))
@@ -51,7 +51,7 @@ def test_a_config_that_does_not_describe_the_model_is_refused() -> None:
         page_layout(planned, probe(shorter))
 
 
-def test_the_byte_tokenizer_takes_every_text() -> None:
+def test_byte_tokenizer_decodes_its_own_encoding() -> None:
     tokenizer = byte_tokenizer()
     for text in ("plain", " lead and trail ", "Zürich, 東京, 🦙", "\n\t\x00", "".join(map(chr, range(32, 400)))):
         ids = tokenizer.encode(text)
@@ -60,7 +60,7 @@ def test_the_byte_tokenizer_takes_every_text() -> None:
     assert tokenizer.decode([72, 105, tokenizer.eos_token_id], skip_special_tokens=True) == "Hi"
 
 
-def test_a_model_whose_positions_depend_on_others_is_refused(tmp_path: Path) -> None:
+def test_model_with_dynamic_rope_is_rejected(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model.save_pretrained(tmp_path)
@@ -69,7 +69,7 @@ def test_a_model_whose_positions_depend_on_others_is_refused(tmp_path: Path) -> 
         load(str(tmp_path))
 
 
-def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
+def test_folders_without_a_loadable_model_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a folder nor tiny:NAME"):
         load(str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="use tiny:llama, tiny:qwen2"):
@@ -85,7 +85,7 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
-def test_layers_that_no_backend_runs_are_refused() -> None:
+def test_layers_without_a_backend_are_rejected() -> None:
     spec = EncoderOnlyAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="float32")
     planned = planner_model(tiny_model("llama"), block_size=16)
     mixed = replace(planned, layers=(*planned.layers, Layer("odd", spec, 3), Layer("odder", spec, 4)))
@@ -94,7 +94,7 @@ def test_layers_that_no_backend_runs_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", TINY_ENCODER_DECODERS)
-def test_a_saved_encoder_decoder_generates_the_same(name: str, tmp_path: Path, make_engine: EngineFactory) -> None:
+def test_saved_encoder_decoder_generates_the_same_tokens(name: str, tmp_path: Path, make_engine: EngineFactory) -> None:
     tiny = loaded_model(name)
     tiny.model.save_pretrained(tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
@@ -107,7 +107,7 @@ def test_a_saved_encoder_decoder_generates_the_same(name: str, tmp_path: Path, m
     assert [(one.token_ids, one.text) for one in done] == [(one.token_ids, one.text) for one in expected]
 
 
-def test_a_checkpoint_with_missing_or_misshapen_weights_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_missing_or_misshapen_weights_is_rejected(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -121,7 +121,7 @@ def test_a_checkpoint_with_missing_or_misshapen_weights_is_refused(tmp_path: Pat
         load(str(tmp_path))
 
 
-def test_attention_without_an_eager_function_is_refused() -> None:
+def test_attention_without_an_eager_function_is_rejected() -> None:
     class Odd(torch.nn.Module):
         layer_idx, is_causal = 0, True
 
@@ -143,7 +143,7 @@ def test_quantized_cache_that_is_not_applied_is_logged(number: str, caplog: pyte
     assert told.endswith("the pages hold them in the model's dtype, float32")
 
 
-def test_an_engine_runs_what_the_planner_cannot_read(tmp_path: Path) -> None:
+def test_model_with_a_config_that_the_planner_rejects_loads(tmp_path: Path) -> None:
     """A scheme that costs the planner an option is none of the engine's: it keeps what the model computes."""
     tiny_model("llama").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)

@@ -82,9 +82,7 @@ SAMPLINGS = [
     ("budget", "in_flight"), [(2048, 2), (13, 1), *(pytest.param(*one, marks=MORE) for one in ((2048, 1), (13, 2)))]
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_values_are_those_of_a_plain_forward(
-    name: str, budget: int, in_flight: int, make_engine: EngineFactory
-) -> None:
+def test_logprobs_match_a_plain_forward(name: str, budget: int, in_flight: int, make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model(name), [*shared_prompts(5, 21), [65]]
     engine = make_engine(loaded, prompts, OUTPUT, token_budget=budget, in_flight=in_flight)
     engine.generate(prompts, greedy(2))  # a warm cache, which prompt log probabilities do not read
@@ -100,7 +98,7 @@ def test_values_are_those_of_a_plain_forward(
 
 @pytest.mark.parametrize("in_flight", [pytest.param(1, marks=MORE), 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_preempted_requests_keep_theirs_and_double_none(name: str, in_flight: int, make_engine: EngineFactory) -> None:
+def test_logprobs_of_preempted_requests_are_complete(name: str, in_flight: int, make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model(name), shared_prompts(6, 22)
     blocks = 22 if name == "llama" else 12
     engine = make_engine(
@@ -114,7 +112,7 @@ def test_preempted_requests_keep_theirs_and_double_none(name: str, in_flight: in
         check(loaded, one, sampling)
 
 
-def test_a_failed_step_neither_loses_nor_doubles_any(make_engine: EngineFactory) -> None:
+def test_logprobs_after_a_failed_step_are_complete(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(3, 23)
     engine = make_engine(loaded, prompts, OUTPUT, token_budget=30, in_flight=2)
     done: list[Completion] = []
@@ -132,7 +130,7 @@ def test_a_failed_step_neither_loses_nor_doubles_any(make_engine: EngineFactory)
         check(loaded, one, asking(2, 2))
 
 
-def test_all_outputs_of_a_prompt_have_its_values(make_engine: EngineFactory) -> None:
+def test_prompt_logprobs_are_in_every_output_of_a_prompt(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(1, 24)
     sampling = asking(2, 3, temperature=1.0, seed=4, n=3)
     done = make_engine(loaded, prompts * 3, OUTPUT).generate(prompts, sampling)
@@ -142,7 +140,7 @@ def test_all_outputs_of_a_prompt_have_its_values(make_engine: EngineFactory) -> 
     assert sum(one.computed_tokens for one in done) < 2 * len(prompts[0]) + 3 * OUTPUT  # the prompt ran once
 
 
-def test_streams_bring_those_of_their_tokens(make_engine: EngineFactory) -> None:
+def test_stream_parts_have_the_logprobs_of_their_tokens(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(2, 25)
     engine = make_engine(loaded, prompts, OUTPUT)
     asked, plain = (engine.stream(prompt, one) for prompt, one in zip(prompts, (asking(2, 1), greedy(5)), strict=True))
@@ -159,7 +157,7 @@ def test_streams_bring_those_of_their_tokens(make_engine: EngineFactory) -> None
     check(loaded, done, asking(2, 1))
 
 
-def test_an_aborted_request_has_those_of_what_ran() -> None:
+def test_aborted_request_has_the_logprobs_computed_so_far() -> None:
     loaded, prompt = loaded_model("llama"), shared_prompts(1, 26, prefix=60)[0]
     with Engine(loaded, memory="1MiB", options=EngineOptions(token_budget=16)) as engine:
         request_id = engine.add(prompt, asking(1, 1))
@@ -176,7 +174,7 @@ def test_an_aborted_request_has_those_of_what_ran() -> None:
     agree(done[0].prompt_logprobs, values[:32], prompt[1:33], 1)
 
 
-def test_more_than_the_vocabulary_is_refused(make_engine: EngineFactory) -> None:
+def test_logprobs_beyond_the_vocabulary_are_rejected(make_engine: EngineFactory) -> None:
     engine = make_engine(loaded_model("llama"), [[65] * 20], 4)
     with pytest.raises(ConfigError, match="prompt_logprobs is 258, but tiny:llama has 257 tokens"):
         engine.add([65], SamplingParams(prompt_logprobs=258))
@@ -185,7 +183,7 @@ def test_more_than_the_vocabulary_is_refused(make_engine: EngineFactory) -> None
     assert engine.idle
 
 
-def test_many_targets_come_in_pieces_that_change_nothing() -> None:
+def test_logprobs_of_many_targets_match_log_softmax() -> None:
     count, vocabulary = 600, 30
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(700, vocabulary, generator=generator).bfloat16()
@@ -220,7 +218,7 @@ def test_equal_logits_share_the_best_rank() -> None:
     assert found.best.values.size == 0
 
 
-def test_rows_forget_what_the_request_before_asked_for(make_engine: EngineFactory) -> None:
+def test_logprob_rows_forget_the_previous_request(make_engine: EngineFactory) -> None:
     prompts = shared_prompts(1, 27)
     engine = make_engine(loaded_model("llama"), prompts, OUTPUT)
     engine.add(prompts[0], asking(2, 2))

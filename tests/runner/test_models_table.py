@@ -30,7 +30,7 @@ def test_table_with_missing_seeds_is_marked_unfinished(seeds: tuple[int, ...]) -
     assert [row[3] for row in rows] == [f"unfinished: {len(set(seeds))} of 3", "3"]
 
 
-def test_limits_name_models_that_exist() -> None:
+def test_table_limits_name_existing_models() -> None:
     assert LIMITS.keys() <= set(TINY_MODELS)
     (row,) = table([replace(one, continues=()) for one in of_seeds("zamba2", 0, 1, 2)])
     assert row[-2:] == ("-", LIMITS["zamba2"])

@@ -155,7 +155,7 @@ def run_damaged(engine: Engine, observer: EveryLogit, prompt: list[int]) -> Mapp
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)
-def test_damage_in_one_layer_moves_the_logits_of_its_request_alone(name: str, make_engine: EngineFactory) -> None:
+def test_damaged_layer_changes_the_logits_of_its_request_only(name: str, make_engine: EngineFactory) -> None:
     loaded, observer = loaded_model(name), EveryLogit()
     prompt = shared_prompts(1, 3, prefix=START, longest=1)[0][:START]
     engine = make_engine(loaded, [prompt] * 40, OUTPUT, observer=observer, token_budget=40 * START)
@@ -170,7 +170,7 @@ def test_damage_in_one_layer_moves_the_logits_of_its_request_alone(name: str, ma
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)
-def test_nothing_behind_a_context_is_read(name: str, make_engine: EngineFactory) -> None:
+def test_blocks_are_not_read_beyond_the_context(name: str, make_engine: EngineFactory) -> None:
     """What a block's former owner left, were it NaN, never reaches anybody; nor does an unwritten page."""
     loaded = loaded_model(name)
     prompts = shared_prompts(5, 4)

@@ -18,7 +18,7 @@ PATIENCE = 10.0
 """Seconds until a test that hangs fails."""
 
 
-def test_the_next_step_is_scheduled_while_a_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_step_is_scheduled_while_a_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second forward on: it ends when the scheduler was asked for a step, which waits for it to have begun."""
     loaded, prompts = loaded_model("llama"), shared_prompts(2, 5)
     begun, scheduled, beside = threading.Event(), threading.Event(), list[bool]()
@@ -53,7 +53,7 @@ def test_the_next_step_is_scheduled_while_a_forward_runs(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "llama"])
-def test_an_engine_made_and_run_in_inference_mode(name: str) -> None:
+def test_engine_in_inference_mode_gives_tokens_of_plain_model(name: str) -> None:
     """Its pages are tensors that only this mode may write, in any thread."""
     loaded, prompts = loaded_model(name), shared_prompts(3, 6)
     options = EngineOptions(in_flight=2, max_running=2)
@@ -67,7 +67,7 @@ def test_an_engine_made_and_run_in_inference_mode(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_no_step_is_empty_because_all_rows_wait_for_drafts(name: str, make_engine: EngineFactory) -> None:
+def test_two_steps_in_flight_with_drafts_add_at_most_one_step(name: str, make_engine: EngineFactory) -> None:
     prompts, steps = shared_prompts(3, 4), list[int]()
     plain = make_engine(loaded_model(name), prompts, 21).generate(prompts, greedy(21))
     for in_flight in (1, 2):
@@ -99,7 +99,7 @@ class Counting:
         """Nothing is held."""
 
 
-def test_rows_run_one_step_ahead_where_nobody_had_drafts(make_engine: EngineFactory) -> None:
+def test_rows_without_drafts_run_one_step_ahead(make_engine: EngineFactory) -> None:
     """And are asked again behind it, so that drafts found later are verified as without steps ahead."""
     loaded, (prompt,) = loaded_model("llama"), shared_prompts(1, 9)
     wanted = generated(loaded, prompt, 20)

@@ -66,7 +66,7 @@ def huge_png(width: int = 60000, height: int = 60000) -> bytes:
 @pytest.mark.parametrize(
     "named", ["a b.png", "{folder}/a b.png", "file://{folder}/a%20b.png", "file:a%20b.png", "data"]
 )
-def test_files_and_data_urls_are_read(named: str, tmp_path: Path) -> None:
+def test_pictures_from_files_and_data_urls_are_read(named: str, tmp_path: Path) -> None:
     (tmp_path / "a b.png").write_bytes(stored(drawn(1)))
     name = data_url(stored(drawn(1))) if named == "data" else named.format(folder=tmp_path)
     picture = open_picture(name, tmp_path)
@@ -74,7 +74,7 @@ def test_files_and_data_urls_are_read(named: str, tmp_path: Path) -> None:
     assert picture.tobytes() == drawn(1).tobytes()
 
 
-def test_a_picture_is_upright_and_has_three_colours(tmp_path: Path) -> None:
+def test_picture_is_rotated_by_exif_and_converted_to_rgb(tmp_path: Path) -> None:
     turned = Image.Exif()
     turned[0x0112] = 6  # the camera was held sideways
     (tmp_path / "a.jpg").write_bytes(stored(drawn(1).convert("L"), "JPEG", exif=turned))
@@ -105,7 +105,7 @@ def test_a_picture_is_upright_and_has_three_colours(tmp_path: Path) -> None:
         ("data:image/png;base64," + "a" * 100000, "more than 85.33 KiB"),
     ],
 )
-def test_what_is_no_picture_is_refused_by_name(
+def test_unreadable_pictures_are_rejected_with_the_reason(
     named: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(picture_files, "MOST_BYTES", 64 << 10)
@@ -120,14 +120,16 @@ def test_what_is_no_picture_is_refused_by_name(
 
 
 @pytest.mark.parametrize("bound", [None, 1 << 40, 89_478_485])
-def test_pixels_are_counted_before_they_are_decoded(bound: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_with_too_many_pixels_is_rejected_before_decoding(
+    bound: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever bound the application has given pillow."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", bound)
     with pytest.raises(ConfigError, match=r"has 8192 x 8193 pixels, more than 67,108,864: give it in a smaller size"):
         open_picture(data_url(huge_png(8192, 8193)), None)
 
 
-def test_files_are_read_only_where_the_caller_says_so(tmp_path: Path) -> None:
+def test_picture_files_without_a_folder_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(stored(drawn(1)))
     for named in (str(tmp_path / "a.png"), f"file://{tmp_path}/a.png"):
         with pytest.raises(ConfigError, match="is a file, which is not read here"):
@@ -138,7 +140,7 @@ def test_files_are_read_only_where_the_caller_says_so(tmp_path: Path) -> None:
 # -- messages
 
 
-def test_parts_of_a_content_in_both_spellings() -> None:
+def test_picture_parts_of_every_spelling_are_equal() -> None:
     content = [
         {"type": "text", "text": "a"},
         {"type": "image_url", "image_url": {"url": "b.png", "detail": "low"}},
@@ -168,7 +170,7 @@ def test_parts_of_a_content_in_both_spellings() -> None:
         ([{"type": "image", "image": {"url": "a.png"}}], "must name its image"),
     ],
 )
-def test_parts_that_are_none_are_refused(content: list[Any], message: str) -> None:
+def test_invalid_content_parts_are_rejected(content: list[Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked_messages([{"role": "user", "content": content}])
 
@@ -246,7 +248,7 @@ def test_conversations_with_pictures_equal_plain_transformers(folder: Path, tmp_
     assert (found[2]["prompt_tokens"], found[2]["token_ids"]) == (len(prompt), expected)
 
 
-def test_what_a_check_compares_with_sees_the_pictures(
+def test_check_without_pictures_reports_differences(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "asked.jsonl"
@@ -256,7 +258,7 @@ def test_what_a_check_compares_with_sees_the_pictures(
     assert found["check"]["differences"] != []
 
 
-def test_chat_remembers_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_keeps_pictures_in_the_conversation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     talk = ("/image 1.png", "What?", "And?", "/image none.png", "/image", "/new", "/image 1.png", "What?", "/exit")
     done = run("chat", "--model", folder, "--max-new-tokens", "6", "--memory", "2MiB", stdin="\n".join(talk))
@@ -286,7 +288,7 @@ def test_chat_remembers_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "is not fetched"),
     ],
 )
-def test_a_picture_that_cannot_be_read_is_one_line(
+def test_unreadable_picture_is_an_error_of_one_line(
     part: dict[str, str], message: str, folder: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "asked.jsonl"
@@ -294,7 +296,7 @@ def test_a_picture_that_cannot_be_read_is_one_line(
     assert message in error("generate", "--model", folder, "--messages", file)
 
 
-def test_models_and_machines_without_pictures_say_so(
+def test_pictures_without_model_or_pillow_support_are_rejected(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages = checked_messages([asked({"type": "image", "path": "1.png"}, "?")])
@@ -327,7 +329,7 @@ def test_models_and_machines_without_pictures_say_so(
         ("no\nsuch  thing", "no such thing"),
     ],
 )
-def test_why_there_is_no_processor_is_one_line(
+def test_missing_processor_reason_is_one_line(
     said: str, reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object, **__: object) -> None:

@@ -54,7 +54,7 @@ def states_in(layer: object) -> Iterator[tuple[StateKind, int, tuple[int, ...], 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_the_probe_finds_what_transformers_caches(name: str, dtype: torch.dtype) -> None:
+def test_probe_finds_the_cache_parts_of_transformers(name: str, dtype: torch.dtype) -> None:
     model = model_of(name, dtype)
     probed, held = probe(model), own_cache(model, 9)
     attention = {
@@ -72,7 +72,7 @@ def test_the_probe_finds_what_transformers_caches(name: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_the_planner_counts_the_probes_bytes(name: str, dtype: torch.dtype) -> None:
+def test_planned_page_bytes_match_the_probe(name: str, dtype: torch.dtype) -> None:
     model = model_of(name, dtype)
     planned, probed = planned_of(model), probe(model)
     pages, states = page_layout(planned, probed), state_layout(planned, probed)
@@ -90,7 +90,7 @@ def test_the_planner_counts_the_probes_bytes(name: str, dtype: torch.dtype) -> N
             assert layer.spec.page_size_bytes == 16 * sum(part.token_bytes for part in pages[layer.name])
 
 
-def test_a_probe_leaves_the_model_as_it_was() -> None:
+def test_probe_does_not_change_the_model() -> None:
     model = tiny_model("falcon_h1")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     probe(model)
@@ -99,7 +99,7 @@ def test_a_probe_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
-def test_which_argument_the_cache_is() -> None:
+def test_probe_finds_the_cache_argument_of_mixers() -> None:
     names = {name: {mixer.cache_parameter for mixer in probe(model_of(name)).mixers} for name in RECURRENT}
     assert names == {name: {"past_key_values" if name == "lfm2" else "cache_params"} for name in RECURRENT}
 
@@ -117,7 +117,7 @@ def config_of(model_type: str, **fields: object) -> PreTrainedModel:
         ("rwkv", {"num_hidden_layers": 2, "attention_hidden_size": 64}, "cached nothing in a forward"),
     ],
 )
-def test_other_caches_are_refused(model_type: str, fields: dict[str, object], message: str) -> None:
+def test_models_with_unsupported_caches_are_rejected(model_type: str, fields: dict[str, object], message: str) -> None:
     model = config_of(model_type, **fields)
     with pytest.raises(UnsupportedModelError, match=message):
         probe(model)
@@ -169,7 +169,7 @@ def with_mixer(mixer: torch.nn.Module) -> PreTrainedModel:
     return model
 
 
-def test_states_belong_to_the_innermost_module_that_was_handed_the_cache() -> None:
+def test_probe_assigns_states_to_the_innermost_module() -> None:
     model = with_mixer(Outside())
     outer = model.model.layers[0].mixer
     mixers = probe(model).mixers
@@ -185,7 +185,7 @@ def test_states_belong_to_the_innermost_module_that_was_handed_the_cache() -> No
     assert [mixer.parts for mixer in mixers] == [parts, (MixerState(StateKind.RECURRENT, 0, (64,), torch.float32),)]
 
 
-def test_a_module_with_the_states_of_two_layers_is_refused() -> None:
+def test_module_with_states_of_two_layers_is_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="one module keeps the states of several layers"):
         probe(with_mixer(Shared()))
 
@@ -196,7 +196,7 @@ def changed(mixers: tuple[RecurrentMixer, ...], part: int, **fields: object) -> 
     return mixers[0], replace(mixers[1], parts=tuple(parts)), *mixers[2:]
 
 
-def test_a_plan_of_other_states_is_refused() -> None:
+def test_plan_of_other_states_is_rejected() -> None:
     model = model_of("qwen3_next")
     planned, probed = planned_of(model), probe(model)
     fewer = Probed(probed.attention, probed.mixers[:-1])

@@ -22,7 +22,7 @@ def read(tmp_path: Path, text: str, *, skip: bool = False, name: str = "prompts.
     return read_prompts(path, checked, DEFAULTS, vocab_size=257, skip_bad_lines=skip)
 
 
-def test_json_lines(tmp_path: Path) -> None:
+def test_json_lines_are_read_as_prompts_and_sampling(tmp_path: Path) -> None:
     found = read(
         tmp_path,
         '{"prompt": "Hi"}\n\n{"prompt": [1, 2], "sampling": {"temperature": 1, "top_k": 3, "top_p": 0.5, "min_p": 0, '
@@ -35,13 +35,13 @@ def test_json_lines(tmp_path: Path) -> None:
     assert found.bad_lines == 0
 
 
-def test_marks(tmp_path: Path) -> None:
+def test_resume_marks_of_json_lines_are_sorted(tmp_path: Path) -> None:
     found = read(tmp_path, '{"prompt": "Hi", "marks": [70, 1]}\n{"prompt": "Hi", "marks": []}\n{"prompt": "Hi"}\n')
     # 70 lies in the output, or behind its end, where it does nothing
     assert [one.marks for one in found.prompts] == [(1, 70), (), ()]
 
 
-def test_plain_text_and_detection(tmp_path: Path) -> None:
+def test_prompts_file_format_is_detected(tmp_path: Path) -> None:
     found = read(tmp_path, "One\r\n\n Two {}\n", name="prompts.txt")
     assert [bytes(one.token_ids).decode() for one in found.prompts] == ["One", " Two {}"]
     found = read(tmp_path, '\n{"prompt": "A"}\n', name="prompts.txt")
@@ -90,7 +90,7 @@ def test_plain_text_and_detection(tmp_path: Path) -> None:
         ('{"prompt": "x", "sampling": {"stop_token_ids": [900]}}', "stop token id 900"),
     ],
 )
-def test_malformed_lines_are_named_or_counted(line: str, message: str, tmp_path: Path) -> None:
+def test_malformed_lines_are_rejected_or_counted(line: str, message: str, tmp_path: Path) -> None:
     text = f'{{"prompt": "good"}}\n{line}\n{{"prompt": "also good"}}\n'
     with pytest.raises(TraceError, match=rf"prompts\.jsonl, line 2: .*{message}"):
         read(tmp_path, text)
@@ -100,14 +100,14 @@ def test_malformed_lines_are_named_or_counted(line: str, message: str, tmp_path:
     assert "line 2" in found.first_bad
 
 
-def test_log_probabilities_are_asked_for_by_number_or_null(tmp_path: Path) -> None:
+def test_logprobs_of_json_lines_are_numbers_or_null(tmp_path: Path) -> None:
     lines = ('{"logprobs": 3}', '{"prompt_logprobs": 0}', '{"logprobs": null, "prompt_logprobs": null}')
     found = read(tmp_path, "".join(f'{{"prompt": "x", "sampling": {one}}}\n' for one in lines))
     asked = [(one.sampling.logprobs, one.sampling.prompt_logprobs) for one in found.prompts]
     assert asked == [(3, None), (None, 0), (None, None)]
 
 
-def test_files_without_prompts(tmp_path: Path) -> None:
+def test_files_without_prompts_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="holds no prompt: the file is empty"):
         read(tmp_path, "\n\n")
     with pytest.raises(TraceError, match=r"holds no prompt: 1 bad lines, the first: .*line 1"):

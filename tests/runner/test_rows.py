@@ -25,7 +25,7 @@ def seen(rows: RowState, at: tuple[int, ...] = (1,), before: tuple[int, ...] = (
     return found
 
 
-def test_a_row_that_begins_remembers_nothing_of_the_one_before() -> None:
+def test_new_row_has_no_state_of_the_previous_request() -> None:
     rows = RowState(3, VOCABULARY)
     rows.begin(new([4, 2, 4], SamplingParams(temperature=0.5, top_k=3, repetition_penalty=2.0, seed=-1)))
     rows.drawn(np.array([1, 2, 0], np.int32), Csr.from_lists([[7], [], [8]]))
@@ -43,7 +43,7 @@ def test_a_row_that_begins_remembers_nothing_of_the_one_before() -> None:
     assert (seen(rows), rows.last_token[1]) == ([None], NONE_DRAWN)
 
 
-def test_a_draw_has_seen_the_drafts_in_front_of_it_and_a_row_those_that_were_accepted() -> None:
+def test_penalties_see_earlier_drafts_and_rows_keep_accepted_ones() -> None:
     rows = RowState(3, VOCABULARY)
     rows.begin(new([4, 2], SamplingParams(repetition_penalty=2.0)))
     found = seen(rows, (0, 1, 1, 1, 2), (NO_DRAFT, NO_DRAFT, 9, 5, NO_DRAFT))

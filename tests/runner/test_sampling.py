@@ -49,7 +49,7 @@ def drawn(logits: torch.Tensor, one: SamplingBatch) -> torch.Tensor:
         SamplingParams(temperature=0.8, repetition_penalty=0.6, top_k=12, top_p=0.8, min_p=0.05),
     ],
 )
-def test_filters_are_those_of_transformers(params: SamplingParams) -> None:
+def test_sampling_filters_match_transformers(params: SamplingParams) -> None:
     logits = logits_of(20)
     seen = [[1, 2, 3, 7]] * 20
     chain = [TemperatureLogitsWarper(params.temperature)]
@@ -69,7 +69,7 @@ def test_filters_are_those_of_transformers(params: SamplingParams) -> None:
     torch.testing.assert_close(ours[kept].float(), expected[kept], rtol=1e-5, atol=1e-5)
 
 
-def test_rows_of_any_kind_are_drawn_as_if_alone() -> None:
+def test_batched_draws_equal_single_draws() -> None:
     params = [
         SamplingParams(),
         SamplingParams(temperature=1.0, seed=3),
@@ -91,7 +91,7 @@ def test_rows_of_any_kind_are_drawn_as_if_alone() -> None:
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2**31 - 1}])
-def test_the_least_temperature_draws_the_best_token(filters: dict[str, Any]) -> None:
+def test_smallest_temperature_draws_the_best_token(filters: dict[str, Any]) -> None:
     logits = torch.cat([logits_of(4), 1e38 * logits_of(4).clamp(-1, 1)])
     logits[4:, 7] = 2e38
     one = batch([SamplingParams(temperature=1e-200, **filters)] * 8)
@@ -100,7 +100,7 @@ def test_the_least_temperature_draws_the_best_token(filters: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
-def test_the_strongest_penalties_leave_finite_scores(penalty: float, temperature: float) -> None:
+def test_extreme_penalties_give_finite_scores(penalty: float, temperature: float) -> None:
     params = [SamplingParams(temperature=temperature, repetition_penalty=penalty)] * 4
     assert scores(1e30 * logits_of(4), batch(params, [[3, 4, 5]] * 4)).isfinite().all()
 
@@ -152,7 +152,7 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(one, marks=pytest.mark.thorough) for one in MODELS[1:])])
-def test_sampled_runs_do_not_depend_on_what_runs_beside_them(name: str, make_engine: EngineFactory) -> None:
+def test_sampled_outputs_do_not_depend_on_other_requests(name: str, make_engine: EngineFactory) -> None:
     loaded = loaded_model(name)
     prompts = shared_prompts(len(SAMPLED), 9)
     alone = []

@@ -71,9 +71,7 @@ def test_self_check_of_equal_logits_passes(name: str, caplog: pytest.LogCaptureF
     assert len(self_check._COMPARED) == 1
 
 
-def test_models_that_are_alike_are_compared_once_unless_they_have_code_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_self_check_runs_once_per_config_and_again_for_changed_code(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     compare = self_check.compare
 
@@ -104,7 +102,7 @@ def counts_behind_its_cache(model: LlamaForCausalLM) -> None:
     model.model.register_forward_pre_hook(count, with_kwargs=True)
 
 
-def test_rows_that_run_one_by_one_say_why_and_the_model_speaks_alone_once(
+def test_self_check_that_falls_back_to_single_rows_logs_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, alone, plain = tiny_model("llama", 0), list[Sequence[int]](), self_check._plain

@@ -78,7 +78,7 @@ def write_gguf(path: Path, model: Qwen2ForCausalLM, *, without: str | None = Non
     writer.close()
 
 
-def test_a_gguf_file_and_its_folder_generate_what_its_weights_do(tmp_path: Path, make_engine: EngineFactory) -> None:
+def test_gguf_file_generates_tokens_of_its_weights(tmp_path: Path, make_engine: EngineFactory) -> None:
     model, prompts = small_model(), shared_prompts(3, 1)
     write_gguf(tmp_path / "small.gguf", model)
     model.save_pretrained(tmp_path / "saved")
@@ -93,7 +93,7 @@ def test_a_gguf_file_and_its_folder_generate_what_its_weights_do(tmp_path: Path,
         assert not hasattr(loaded.model.config, "quantization_config")
 
 
-def test_a_gguf_file_that_is_none_or_lacks_weights_is_refused(tmp_path: Path) -> None:
+def test_invalid_gguf_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "small.gguf"
     write_gguf(path, small_model(), without="blk.1.ffn_up.weight")
     with pytest.raises(ConfigError, match=r"small.gguf lacks 1 of the weights .*model.layers.1.mlp.up_proj.weight"):
@@ -104,7 +104,7 @@ def test_a_gguf_file_that_is_none_or_lacks_weights_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("missing", [("gguf",), ("gguf", "accelerate")])
-def test_what_reads_gguf_files_is_named(
+def test_gguf_file_without_its_packages_names_the_extra(
     missing: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "small.gguf").touch()
@@ -116,7 +116,7 @@ def test_what_reads_gguf_files_is_named(
         load(tmp_path)
 
 
-def test_a_folder_says_which_file_it_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_file_of_a_folder_is_found_or_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LOADING, "find_spec", lambda _: object())
     with pytest.raises(ConfigError, match=r"has no config.json and no .gguf file"):
         files_of(str(tmp_path))
@@ -146,7 +146,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return model / "snapshots" / ("0" * 40)
 
 
-def test_a_name_on_the_hub_is_found_in_its_cache(hub: Path, make_engine: EngineFactory) -> None:
+def test_hub_name_is_loaded_from_the_local_cache(hub: Path, make_engine: EngineFactory) -> None:
     tiny, prompts = load("tiny:llama"), shared_prompts(2, 1)
     tiny.model.save_pretrained(hub)
     tiny.tokenizer.save_pretrained(hub)
@@ -158,7 +158,7 @@ def test_a_name_on_the_hub_is_found_in_its_cache(hub: Path, make_engine: EngineF
     ]
 
 
-def test_what_comes_from_the_hub_is_looked_at_like_any_folder(hub: Path) -> None:
+def test_hub_model_without_safetensors_is_rejected(hub: Path) -> None:
     tiny = load("tiny:llama")
     tiny.model.save_pretrained(hub)
     (hub / "model.safetensors").unlink()
@@ -178,7 +178,7 @@ def test_what_comes_from_the_hub_is_looked_at_like_any_folder(hub: Path) -> None
     ],
 )
 @pytest.mark.usefixtures("hub")
-def test_what_is_nowhere_is_refused_by_name(name: str, message: str) -> None:
+def test_unknown_model_name_is_rejected(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"--model '{name}' is neither a folder nor tiny:NAME") as raised:
         load(name)
     assert message in str(raised.value)
@@ -186,7 +186,7 @@ def test_what_is_nowhere_is_refused_by_name(name: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("code", "fetched"), [(False, False), (True, True)])
-def test_code_is_fetched_only_where_it_is_trusted(
+def test_code_from_the_hub_is_fetched_only_if_trusted(
     code: bool, fetched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []

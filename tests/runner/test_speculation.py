@@ -104,7 +104,9 @@ EDGES = [
 
 
 @pytest.mark.parametrize(("name", "layout"), EDGES)
-def test_every_pattern_over_every_edge(name: str, layout: str, make_engine: EngineFactory) -> None:
+def test_draft_patterns_across_block_boundaries_keep_the_outputs(
+    name: str, layout: str, make_engine: EngineFactory
+) -> None:
     loaded = loaded_model(name)
     probe = make_engine(loaded, [[1] * 40], OUTPUT, layout=layout, speculate=ScriptedDrafter(random_script(0)))
     size = max(group.spec.block_size for group in probe.plan.config.groups)
@@ -139,7 +141,9 @@ def test_every_pattern_over_every_edge(name: str, layout: str, make_engine: Engi
 
 @pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.thorough), 2])
 @pytest.mark.parametrize("name", models("llama", "gemma3", "mamba", "qwen3_next"))
-def test_outputs_end_inside_and_behind_accepted_drafts(name: str, in_flight: int, make_engine: EngineFactory) -> None:
+def test_outputs_that_end_in_or_after_drafts_match_plain_outputs(
+    name: str, in_flight: int, make_engine: EngineFactory
+) -> None:
     """At every place: by a stop token, by a stop string, by their length; and what they leave cached is right.
 
     All drafts are right, or the first so many of them: then most ends are the tokens drawn behind.
@@ -203,7 +207,9 @@ def salted(
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2))])
 @pytest.mark.parametrize("name", models("gemma3", "gpt_oss", "deepseek_v3", "mamba", "qwen3_next", "zamba2"))
-def test_random_patterns_in_little_memory(name: str, seed: int, make_engine: EngineFactory) -> None:
+def test_random_draft_patterns_in_little_memory_keep_the_outputs(
+    name: str, seed: int, make_engine: EngineFactory
+) -> None:
     """Prefix hits, chunked prefill, preemption for lack of memory or for no reason, forks; one and two steps ahead."""
     layout, in_flight = ("natural", "reference")[seed % 2], 1 + (TINY_MODELS.index(name) + seed // 2) % 2
     prompts = [*shared_prompts(3, seed), *unlike_prompts(2, seed)]
@@ -243,7 +249,7 @@ def test_random_patterns_in_little_memory(name: str, seed: int, make_engine: Eng
 
 
 @pytest.mark.parametrize("name", models("llama", "mamba", "qwen3_next"))
-def test_as_many_drafts_as_there_may_be(name: str, make_engine: EngineFactory) -> None:
+def test_largest_number_of_drafts_keeps_the_outputs(name: str, make_engine: EngineFactory) -> None:
     prompts = shared_prompts(4, 11)
     pair = Pair(
         make_engine, name, prompts, drawn(4, 40), script=random_script(11, MOST_TOKENS), drafts=MOST_TOKENS, room_for=12
@@ -256,7 +262,7 @@ def test_as_many_drafts_as_there_may_be(name: str, make_engine: EngineFactory) -
 
 
 @pytest.mark.parametrize("name", models("qwen3_next", "falcon_h1"))
-def test_blocks_move_while_drafts_are_verified(name: str, make_engine: EngineFactory) -> None:
+def test_blocks_moved_in_steps_with_drafts_keep_the_outputs(name: str, make_engine: EngineFactory) -> None:
     prompts = unlike_prompts(12, 3)
     pair = Pair(make_engine, name, prompts, drawn(12, OUTPUT), script=random_script(3), room_for=3, max_running=4)
     pair.run()
@@ -267,7 +273,9 @@ def test_blocks_move_while_drafts_are_verified(name: str, make_engine: EngineFac
 
 
 @pytest.mark.parametrize(("name", "in_flight"), models_with([1, 2], {"mamba": [2]}))
-def test_aborts_and_forwards_that_raise(name: str, in_flight: int, make_engine: EngineFactory) -> None:
+def test_aborts_and_failed_forwards_with_drafts_keep_the_outputs(
+    name: str, in_flight: int, make_engine: EngineFactory
+) -> None:
     prompts = [*shared_prompts(4, 7), *unlike_prompts(2, 7)]
     pair = Pair(
         make_engine,
@@ -307,7 +315,7 @@ def test_aborts_and_forwards_that_raise(name: str, in_flight: int, make_engine: 
 
 
 @pytest.mark.parametrize("name", models("mamba"))
-def test_marks_inside_drafts_are_hit_to_the_token(name: str, make_engine: EngineFactory) -> None:
+def test_resume_marks_inside_drafts_are_hit_to_the_token(name: str, make_engine: EngineFactory) -> None:
     """Where drafts were accepted across a mark, and where it was behind the last accepted one."""
     (prompt,) = shared_prompts(1, 5)
     sampling = [greedy(40)]
@@ -324,7 +332,7 @@ def test_marks_inside_drafts_are_hit_to_the_token(name: str, make_engine: Engine
             assert after.hit_tokens == mark, (good, mark - len(prompt))
 
 
-def test_streams_bring_several_tokens_at_a_time(make_engine: EngineFactory) -> None:
+def test_stream_parts_with_drafts_have_several_tokens(make_engine: EngineFactory) -> None:
     (prompt,) = shared_prompts(1, 6)
     asked = replace(greedy(OUTPUT), logprobs=0)
     pair = Pair(make_engine, "qwen3_next", [prompt], [asked], script=lambda *_: (DRAFTS, DRAFTS))
@@ -337,7 +345,7 @@ def test_streams_bring_several_tokens_at_a_time(make_engine: EngineFactory) -> N
     assert max(len(part.token_ids) for part in parts) == DRAFTS + 1
 
 
-def test_an_engine_closes_its_drafter_and_refuses_one_that_does_not_fit(make_engine: EngineFactory) -> None:
+def test_engine_closes_its_drafter_and_rejects_unsuitable_ones(make_engine: EngineFactory) -> None:
     loaded = loaded_model("mamba")
     drafter = ScriptedDrafter(random_script(0))
     with Engine(loaded, memory="64MiB", max_model_len=64, speculate=drafter) as engine:

@@ -43,7 +43,7 @@ def in_calls(loaded: LoadedModel, done: Completion, ends: Sequence[int]) -> torc
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
-def test_outputs_depend_on_calls_of_one_token_as_in_plain_transformers(name: str, make_engine: EngineFactory) -> None:
+def test_bounded_step_size_outputs_equal_transformers_with_equal_calls(name: str, make_engine: EngineFactory) -> None:
     loaded = wrap(tiny_model(name, fields={"time_step_min": BOUND}), byte_tokenizer(), name)
     (prompt,) = shared_prompts(1, 3)
 

@@ -13,7 +13,7 @@ PROMPT = 60
 
 
 @pytest.mark.parametrize("name", [*TINY_MODELS, *TINY_ENCODER_DECODERS])
-def test_weights_are_a_function_of_the_seed(name: str) -> None:
+def test_tiny_weights_depend_on_the_seed_only(name: str) -> None:
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
     one = tiny_model(name, 1)
@@ -28,14 +28,14 @@ def test_weights_are_a_function_of_the_seed(name: str) -> None:
     assert sum(changed) > len(changed) / 2
 
 
-def test_there_are_24_models_of_24_architectures() -> None:
+def test_tiny_models_have_24_architectures() -> None:
     built = {type(tiny_model(name)).__name__ for name in TINY_MODELS}
     assert len(built) == len(TINY_MODELS) == 24
     with pytest.raises(ConfigError, match="unknown tiny model 'rwkv': use tiny:llama, tiny:qwen2, tiny:mistral"):
         tiny_model("rwkv")
 
 
-def test_other_sizes_are_built_with_the_same_care() -> None:
+def test_tiny_model_of_another_size_has_weights_of_equal_scale() -> None:
     wide = tiny_model("llama", 1, {"head_dim": 32})
     queries, usual = (one.model.layers[0].self_attn.q_proj.weight.detach() for one in (wide, tiny_model("llama", 1)))
     assert (queries.shape, usual.shape) == ((4 * 32, 64), (4 * 16, 64))
@@ -45,7 +45,7 @@ def test_other_sizes_are_built_with_the_same_care() -> None:
         tiny_model("llama", fields={"head_size": 32})
 
 
-def test_llama4_scales_the_queries_of_short_requests() -> None:
+def test_tiny_llama4_scales_the_queries_of_short_requests() -> None:
     scaled, plain = tiny_model("llama4"), tiny_model("llama4", fields={"attn_temperature_tuning": False})
     tokens = torch.randint(32, 127, (1, PROMPT), generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():

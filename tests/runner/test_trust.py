@@ -40,7 +40,7 @@ def generates(loaded: LoadedModel) -> bool:
         return len(engine.generate(["a prompt"], greedy(4))[0].token_ids) == 4
 
 
-def test_a_tokenizer_of_code_is_refused(folder: Path) -> None:
+def test_tokenizer_with_code_is_rejected(folder: Path) -> None:
     put(folder, "tokenizer_config.json", auto_map=TOKENIZER_CODE, tokenizer_class=UNKNOWN)
     with pytest.raises(ConfigError, match=r"Python code .*--trust-remote-code \(trust_remote_code=True\)"):
         load(str(folder))
@@ -48,14 +48,14 @@ def test_a_tokenizer_of_code_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("auto_map", [TOKENIZER_CODE["AutoTokenizer"], {"AutoTokenizer": ["x--y.Z", None]}, [], 5])
-def test_other_forms_of_a_tokenizers_code_are_refused(folder: Path, auto_map: object) -> None:
+def test_tokenizer_with_code_in_other_forms_is_rejected(folder: Path, auto_map: object) -> None:
     put(folder, "tokenizer_config.json", auto_map=auto_map, tokenizer_class=None)
     with pytest.raises(ConfigError, match=r"Python code|cannot load the tokenizer"):
         load(str(folder))
     assert not ran(folder)
 
 
-def test_code_beside_a_known_model_is_not_run(folder: Path) -> None:
+def test_code_of_a_known_model_is_not_run(folder: Path) -> None:
     put(folder, "config.json", auto_map=CONFIG_CODE)
     put(folder, "tokenizer_config.json", auto_map=TOKENIZER_CODE, tokenizer_class="PreTrainedTokenizerFast")
     loaded = load(str(folder))
@@ -65,7 +65,7 @@ def test_code_beside_a_known_model_is_not_run(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["AutoImageProcessor", "AutoConfig", "LlavaProcessor", "AutoModelForImageToImage", 5])
-def test_a_tokenizer_class_that_is_none_is_refused(folder: Path, name: object) -> None:
+def test_tokenizer_class_of_another_kind_is_rejected(folder: Path, name: object) -> None:
     """Others load more than a tokenizer, by rules of their own."""
     put(folder, "config.json", auto_map={"AutoModelForImageToImage": "modeling_x.XForCausalLM"})
     put(folder, "preprocessor_config.json", auto_map={"AutoImageProcessor": "modeling_x.XForCausalLM"})
@@ -87,7 +87,7 @@ def pickled(folder: Path, name: str) -> None:
     torch.save({"model.embed_tokens.weight": Runs()}, folder / name)
 
 
-def test_a_pickled_checkpoint_is_never_opened(folder: Path) -> None:
+def test_pickled_checkpoint_is_never_opened(folder: Path) -> None:
     for name in ("pytorch_model.bin", "adapter_model.bin", "model.pt", "training_args.bin"):
         pickled(folder, name)
     assert generates(load(str(folder)))
@@ -105,7 +105,7 @@ def test_a_pickled_checkpoint_is_never_opened(folder: Path) -> None:
     assert not ran(folder)
 
 
-def test_the_folders_code_is_run_on_demand(folder: Path) -> None:
+def test_trusted_code_of_a_folder_is_run(folder: Path) -> None:
     put(folder, "config.json", auto_map=CONFIG_CODE)
     put(folder, "tokenizer_config.json", auto_map=TOKENIZER_CODE, tokenizer_class=UNKNOWN)
     loaded = load(str(folder), trust_remote_code=True)
@@ -114,13 +114,13 @@ def test_the_folders_code_is_run_on_demand(folder: Path) -> None:
     assert ran(folder) >= {"configuration_x", "modeling_x", "tokenization_x"}
 
 
-def test_what_is_no_yes_or_no_is_refused(folder: Path) -> None:
+def test_trust_option_that_is_not_a_boolean_is_rejected(folder: Path) -> None:
     for given in ("yes", 1, None):
         with pytest.raises(ConfigError, match="trust_remote_code must be true or false"):
             load(str(folder), trust_remote_code=given)  # type: ignore[arg-type]  # what is refused
 
 
-def test_plans_never_run_code(folder: Path) -> None:
+def test_plan_of_a_folder_runs_no_code(folder: Path) -> None:
     put(folder, "config.json", auto_map=CONFIG_CODE)
     put(folder, "tokenizer_config.json", auto_map=TOKENIZER_CODE, tokenizer_class=UNKNOWN)
     assert read_model(folder).model_type == "llama"
@@ -128,7 +128,7 @@ def test_plans_never_run_code(folder: Path) -> None:
     assert not ran(folder)
 
 
-def test_the_command_asks_nothing_and_runs_code_on_demand(folder: Path) -> None:
+def test_generate_command_runs_code_with_the_option_only(folder: Path) -> None:
     put(folder, "config.json", auto_map=CONFIG_CODE)
     put(folder, "tokenizer_config.json", auto_map=TOKENIZER_CODE, tokenizer_class=UNKNOWN)
     models = [("--model", folder), ("--model", "tiny:llama", "--speculate", f"draft:{folder}")]

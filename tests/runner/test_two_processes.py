@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "two_processes.py"
 LINE = re.compile(r"(request \d|after a loss): (\d+) of (\d+) hit, (.*)")
 
 
-def test_the_example_gives_the_tokens_of_one_process(make_engine: EngineFactory) -> None:
+def test_two_process_example_gives_tokens_of_one_process(make_engine: EngineFactory) -> None:
     done = run_example(EXAMPLE)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -44,7 +44,7 @@ def test_the_example_gives_the_tokens_of_one_process(make_engine: EngineFactory)
     assert lines[7:] == ["the worker ended with exit code 0"]
 
 
-def test_the_parent_needs_no_torch() -> None:
+def test_two_process_example_parent_does_not_import_torch() -> None:
     code = f"import runpy, sys; runpy.run_path({str(EXAMPLE)!r}); print('torch' in sys.modules)"
     done = subprocess.run(  # noqa: S603 - our own code
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -82,7 +82,7 @@ def whole(rows: HandRows, prompts: Sequence[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("offset", [1, -1])
 @pytest.mark.parametrize("name", models("mamba", "lfm2"))
-def test_the_state_of_another_position_moves_the_logits(name: str, offset: int) -> None:
+def test_state_of_another_position_changes_the_logits(name: str, offset: int) -> None:
     prompts = shared_prompts(2, 1)
     truth = [[*prompt, *generated(loaded_model(name), prompt, OUTPUT)] for prompt in prompts]
     with rows_of(name, prompts, [greedy(OUTPUT)] * 2, offset=offset) as rows:
@@ -107,7 +107,7 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize("name", models("llama", "mamba"))
-def test_sampled_tokens_and_their_logprobs_do_not_depend_on_drafts(name: str) -> None:
+def test_sampled_tokens_and_logprobs_do_not_depend_on_drafts(name: str) -> None:
     prompts = shared_prompts(5, 9)
     with rows_of(name, prompts, SAMPLED) as rows:
         truth, plain = whole(rows, prompts), logprobs(rows)
@@ -194,7 +194,7 @@ def chi_square(draw_again: bool) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def test_accepted_and_other_tokens_together_follow_the_distribution() -> None:
+def test_tokens_with_drafts_follow_the_distribution() -> None:
     assert chi_square(draw_again=False) < CHI_SQUARE
     assert chi_square(draw_again=True) > 10 * CHI_SQUARE
 
@@ -203,7 +203,7 @@ def test_accepted_and_other_tokens_together_follow_the_distribution() -> None:
 
 
 @given(data=st.data(), rows=st.integers(1, 6))
-def test_draws_are_those_of_the_definition(data: st.DataObject, rows: int) -> None:
+def test_kept_draws_match_the_definition(data: st.DataObject, rows: int) -> None:
     few = st.lists(st.integers(0, 3), max_size=4)
     certain = [data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)) for _ in range(rows)]
     samples = [data.draw(st.booleans()) for _ in range(rows)]
@@ -264,14 +264,14 @@ def step_of(
         ({"token_ids": Csr.from_lists([[3, 4, -1]]), "drafts": Csr.from_lists([[4, -1]])}, "drafts are token ids"),
     ],
 )
-def test_drafts_that_are_none(change: dict[str, object], said: str) -> None:
+def test_invalid_drafts_of_a_step_are_rejected(change: dict[str, object], said: str) -> None:
     good = step_of([7], [[3]], [[4, 5]], [True])
     check_drafts(good)
     with pytest.raises(WorkerError, match=said):
         check_drafts(replace(good, **change))  # type: ignore[arg-type]  # by name
 
 
-def test_a_runner_refuses_drafts_and_states_that_do_not_fit_and_writes_nothing() -> None:
+def test_runner_rejects_invalid_drafts_and_states_and_writes_nothing() -> None:
     prompts = shared_prompts(2, 3)
     with rows_of("qwen3_next", prompts, [greedy(4)] * 2) as rows:
         first = rows.make()

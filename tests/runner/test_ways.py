@@ -22,7 +22,7 @@ PROMPTS = shared_prompts(3, 9)
         ("jamba", Continuation.TOKEN),
     ],
 )
-def test_engines_cold_warm_and_forked(
+def test_cold_warm_and_forked_runs_give_tokens_of_plain_model(
     name: str, how: Continuation | None, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how is Continuation.TOKEN:  # which no tiny model needs

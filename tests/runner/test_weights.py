@@ -49,7 +49,7 @@ def counted(file: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("model_type", ALL)
-def test_counted_weights_are_those_of_the_model(model_type: str) -> None:
+def test_counted_weights_match_the_model(model_type: str) -> None:
     config = config_of(built_as(model_type))
     for key, value in NO_WIDTH.get(model_type, {}).items():
         setattr(config, key, value)
@@ -75,7 +75,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model_type", ALL)
-def test_so_they_are_where_one_thing_differs(model_type: str) -> None:
+def test_counted_weights_of_a_config_variant_match_or_are_missing(model_type: str) -> None:
     """Counted as measured, or not counted: never another number."""
     if built_as(model_type) != model_type:
         pytest.skip("a part: its whole's file has no such fields")
@@ -108,7 +108,7 @@ def changed(model_type: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def test_a_file_without_a_width_is_planned_and_not_counted() -> None:
+def test_config_without_a_width_has_no_counted_weights() -> None:
     file = as_file(config_of("mixtral"))
     assert counted(file)[0] > 0
     stranger = {key: value for key, value in file.items() if key != "intermediate_size"} | {"model_type": "stranger"}
