@@ -43,9 +43,9 @@ class Belady:
     def note_request(self, now: float) -> None:
         """Nothing: the clock says it."""
 
-    def promised(self, end: ResumePoint, promise: int, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
+    def note_hint(self, end: ResumePoint, hint: int, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
         """Nothing to learn."""
-        end.promise = promise
+        end.hint = hint
 
     def hit(self, end: ResumePoint, now: float) -> None:
         """Note that the point was used."""
@@ -74,7 +74,7 @@ class Belady:
         """Note that the request of ``now`` keeps ``end``."""
         end.used = now
 
-    def given_up(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:  # noqa: ARG002 - as above
+    def evicted(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:  # noqa: ARG002 - as above
         """Whoever would go on from it goes on from the one before."""
         if end.serial in self._ends:
             row, _ = self._ends.pop(end.serial)
@@ -85,7 +85,7 @@ class Belady:
 
     def forget(self, end: ResumePoint, now: float) -> None:
         """Nothing is known of those that are not kept."""
-        self.given_up(end, None, now, declined=False)
+        self.evicted(end, None, now, declined=False)
 
     def _disturb(self, end: ResumePoint) -> None:
         """Note that the nearest kept point before ``end`` now serves other requests, so its next use is unknown."""

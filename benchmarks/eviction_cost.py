@@ -182,7 +182,7 @@ def a_turn(eviction: str, ends: int) -> Iterator[float]:
             begun = time.process_time()
         if serial >= ends and (lowest := ranking.lowest(now)) is not None:
             ranking.remove(lowest)
-            ranking.given_up(lowest, None, now, declined=False)
+            ranking.evicted(lowest, None, now, declined=False)
             ranking.forget(lowest, now)
             del kept[lowest.serial]
             hit = next(iter(kept.values()))

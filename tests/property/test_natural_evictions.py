@@ -20,7 +20,7 @@ from hybridkv.errors import CacheError
 from hybridkv.eviction import HAZARD, hazard
 from hybridkv.eviction.blocks import PointBlocks
 from hybridkv.eviction.ranked import RankedResumePoints
-from hybridkv.eviction.resume_points import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN, ResumePoint, promise_of
+from hybridkv.eviction.resume_points import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN, ResumePoint, hint_of
 from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from hybridkv.testing.event_follower import DifferenceError
@@ -144,19 +144,19 @@ HINTS = (
 
 
 def test_natural_eviction_random_runs_with_hints_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    promised = set[int]()
+    seen_hints = set[int]()
 
     def hinted(name: str, *asked: object, **others: object) -> Request:
         hints = HINTS[zlib.crc32(name.encode()) % len(HINTS)]
         request = Request(name, *asked, hints=hints, **others)  # type: ignore[arg-type]
-        promised.update(promise_of(request, tokens) for tokens in range(1, request.num_tokens))
+        seen_hints.update(hint_of(request, tokens) for tokens in range(1, request.num_tokens))
         return request
 
     monkeypatch.setattr(sys.modules["oracles.rig"], "Request", hinted)
     for seed in range(how_many(4)):
         random = Random(f"hints {seed}")
         random_run(Twins(random_natural_options(random, MODELS["full and states"]), PAIR), random)
-    assert promised >= {NOTHING, NEVER, BY_ALL, SOMETIME, WITHIN}
+    assert seen_hints >= {NOTHING, NEVER, BY_ALL, SOMETIME, WITHIN}
 
 
 # -- faults
@@ -170,7 +170,7 @@ def learns_soon(patch: pytest.MonkeyPatch) -> None:
 
 
 def loses_heirs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hazard.HazardRanking, "given_up", lambda *_, **__: None)
+    patch.setattr(hazard.HazardRanking, "evicted", lambda *_, **__: None)
 
 
 def leaves_decay_out(patch: pytest.MonkeyPatch) -> None:

@@ -512,7 +512,7 @@ def assemble(
         publisher=publisher,
         transfers=transfers,
         placement=placement,
-        prefix_multiple=layout.eviction.corner if placement.keeps_states else 0,
+        prefix_multiple=layout.eviction.prefix_multiple if placement.keeps_states else 0,
         eviction_policy=eviction_policy,
     )
     lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, eviction_policy=eviction_policy)

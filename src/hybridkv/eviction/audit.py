@@ -31,7 +31,7 @@ def check_points(kept: RankedResumePoints) -> Iterator[str]:
         yield from _behind(point, at)
         yield from _worth(kept, point)
     for point in kept._tree.points.values():
-        if point.kept == (point.serial in kept._ghosts[point.tenant]):
+        if point.kept == (point.serial in kept._ghost_entries[point.tenant]):
             yield f"the resume point of {point.tokens} tokens is kept: {point.kept}, and a ghost or not as well"
     given, cached = needs.space.unneeded_blocks(), kept._pool.cached()
     for block in np.flatnonzero(cached & (given != (needs.counts == 0))).tolist():

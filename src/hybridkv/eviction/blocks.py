@@ -324,10 +324,10 @@ class PointBlocks:
                         self.counts[needed] = 0
                 case Moved(moves):
                     lost = self._follow(moves, lost)
-        self._give_up(released)
+        self._mark_unneeded(released)
         return lost
 
-    def _give_up(self, released: Sequence[Int64]) -> None:
+    def _mark_unneeded(self, released: Sequence[Int64]) -> None:
         """Give up those of ``released`` that nothing needs or holds, each where it was released last."""
         if not released:
             return

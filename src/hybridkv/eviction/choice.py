@@ -26,13 +26,13 @@ class Eviction:
     """name: as it is written on the command line. ranking: makes what says which kept end goes next.
 
     Without a ranking, blocks go in the order of their last use, whatever they serve, superseded states before them.
-    corner: besides the stops of the placement, keep a prefix of each prompt at its last multiple of so many tokens.
+    prefix_multiple: besides the checkpoints of the placement, keep a prefix of each prompt at this multiple of tokens.
     Requests that differ after a long common beginning then find a state the first time they differ; 0: none.
     """
 
     name: str
     ranking: Callable[[], Ranking] | None = None
-    corner: int = 0
+    prefix_multiple: int = 0
 
 
 LRU: Final = Eviction("lru")

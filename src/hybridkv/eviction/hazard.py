@@ -1,7 +1,7 @@
 """Ends by value: how soon their like were hit, times the tokens that they save a byte (docs/design/0019).
 
 value    (worth of its class at its age + that of its heir) * tokens saved a byte
-class    kind and what hints promise, hits so far (3 and more are one), gap: of its own hits, or of its session when
+class    kind and what hints hint, hits so far (3 and more are one), gap: of its own hits, or of its session when
          it has none
 heir     the most valuable of the ends given up that this one serves instead, until it is hit itself
 rings    one for each class and power of two of what is saved, in the order of last use: only its two ends are
@@ -11,7 +11,7 @@ rings    one for each class and power of two of what is saved, in the order of l
 How soon ends of a class are hit: rates by age, learned while ends wait, and what waiting for one is worth.
 
 class    any > kind > kind, hits > kind, hits, gap       a class with little seen leans on the one before it, one of
-                                                        ends of which hints promise something on that promise
+                                                        ends of which hints hint something on that hint
 age      [0, 1) s, then each bucket 1.5 times as far as the last
 rate     (hits + 4 w * rate of the class before) / (seconds at risk + 4 w), w the bucket's seconds
 worth    the greatest, over what one might wait for, of P(hit by then) / E[seconds waited] (a Gittins index)
@@ -26,7 +26,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.eviction.resume_points import KINDS, Heir, ResumePoint, is_promised, note_hit, promised_rate
+from hybridkv.eviction.resume_points import KINDS, Heir, ResumePoint, hinted_rate, is_hinted, note_hit
 from hybridkv.request_rows import grown
 
 Float = NDArray[np.float64]
@@ -137,11 +137,11 @@ class Ranking(Protocol):
         """``end``, not added now, was hit, or would have been; its ``used`` is that before."""
         ...
 
-    def promised(self, end: ResumePoint, promise: int, now: float) -> None:
-        """``promise`` is what hints say of ``end``, not added now, from now on."""
+    def note_hint(self, end: ResumePoint, hint: int, now: float) -> None:
+        """``hint`` is what hints say of ``end``, not added now, from now on."""
         ...
 
-    def given_up(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
+    def evicted(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
         """``end`` is kept no longer, or was declined. parent: the kept end that serves its requests now."""
         ...
 
@@ -186,7 +186,7 @@ class HazardRanking:
         self.hits: Float = np.zeros((16, BUCKETS))
         self._at_risk: Float = np.zeros((16, BUCKETS))
         self._waited: list[tuple[int, float, float]] = []
-        self.worth: list[list[float]] = [[]]
+        self.gittins: list[list[float]] = [[]]
         self.learned = 0
         self.learn()
         self._rings: dict[tuple[int, int], Ring] = {}
@@ -267,13 +267,13 @@ class HazardRanking:
         self._parents.append(parent)
         self._chains.append(np.append(self._chains[parent], number))
         self._levels[len(key)].append(number)
-        self.worth.append(self.worth[parent])
+        self.gittins.append(self.gittins[parent])
         if len(key) == 1:
             self._kinds += key
         if number == len(self.hits):
             more = np.zeros_like(self.hits)
             self.hits, self._at_risk = np.concatenate((self.hits, more)), np.concatenate((self._at_risk, more))
-        if len(key) == 1 and is_promised(key[0]):
+        if len(key) == 1 and is_hinted(key[0]):
             self.learn()  # it counts from the first end on
         return number
 
@@ -319,15 +319,15 @@ class HazardRanking:
         for level in self._levels[1:]:
             before = rates[[self._parents[number] for number in level]]
             if level is self._levels[1]:
-                self._lean_on_promises(before)
+                self._lean_on_hints(before)
             rates[level] = (self.hits[level] + before * lean) / (at_risk[level] + lean)
         return rates
 
-    def _lean_on_promises(self, usual: Float) -> None:
-        """``usual``, one row a class of kinds, becomes what hints promise of those of which they do."""
+    def _lean_on_hints(self, usual: Float) -> None:
+        """``usual``, one row a class of kinds, becomes what hints hint of those of which they do."""
         for place, kind in enumerate(self._kinds):
-            if is_promised(kind):
-                usual[place] = [promised_rate(kind, *one) for one in zip(usual[place], _STARTS, strict=True)]
+            if is_hinted(kind):
+                usual[place] = [hinted_rate(kind, *one) for one in zip(usual[place], _STARTS, strict=True)]
 
     def learn(self) -> None:
         """Work out what each class is worth at each age. O(classes x buckets squared) in array operations."""
@@ -340,7 +340,7 @@ class HazardRanking:
             waited[:, :upto] += np.exp(-passed[:, :upto]) * waits[:, further:]
             passed[:, :upto] += risk[:, further:]
             np.maximum(best[:, :upto], -np.expm1(-passed[:, :upto]) / waited[:, :upto], out=best[:, :upto])
-        self.worth = best.tolist()
+        self.gittins = best.tolist()
         self.learned += 1
 
     # -- rings
@@ -399,7 +399,7 @@ class HazardRanking:
 
     def _value_point(self, point: ResumePoint, now: float) -> None:
         """Work out the value of ``point``, and how long it holds."""
-        worths, heir = self.worth, point.heir
+        worths, heir = self.gittins, point.heir
         bucket = bucket_of(now - point.used)
         worth, until = worths[point.class_number][bucket], point.used + NEXT[bucket]
         if heir is not None:
@@ -410,13 +410,13 @@ class HazardRanking:
     def value(self, point: ResumePoint, now: float) -> float:
         """Return the tokens a second and byte that ``point`` is expected to save."""
         self._row(point)
-        worth = self.worth[point.class_number][bucket_of(now - point.used)]
+        worth = self.gittins[point.class_number][bucket_of(now - point.used)]
         if point.heir is not None:
-            worth += self._worth(point.heir, now)
+            worth += self._index_of(point.heir, now)
         return worth * point.saved
 
-    def _worth(self, heir: Heir, now: float) -> float:
-        return self.worth[heir.class_number][bucket_of(now - heir.used)]
+    def _index_of(self, heir: Heir, now: float) -> float:
+        return self.gittins[heir.class_number][bucket_of(now - heir.used)]
 
     def prefers(self, point: ResumePoint, other: ResumePoint, now: float) -> bool:
         """Return whether ``point`` is of more value than ``other``."""
@@ -424,22 +424,22 @@ class HazardRanking:
 
     # -- inheritance
 
-    def promised(self, point: ResumePoint, promise: int, now: float) -> None:
-        """Give ``point`` the class of ``promise``, from its present age on."""
+    def note_hint(self, point: ResumePoint, hint: int, now: float) -> None:
+        """Give ``point`` the class of ``hint``, from its present age on."""
         row = self._row(point)
-        if promise != point.promise:
+        if hint != point.hint:
             self._wait(point, now - point.used)
-            point.promise = promise
+            point.hint = hint
             point.class_number = self._class[row] = self._number_of(*class_of(point))
 
-    def given_up(self, point: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
+    def evicted(self, point: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
         """Let ``parent`` inherit the hits that ``point`` would have had; of one declined only if it was never hit."""
         self._row(point)
         if parent is None or (declined and point.hits):
             return
         self._row(parent)
         heirs = [one for one in (parent.heir, Heir(point.class_number, point.used), point.heir) if one is not None]
-        parent.heir = max(heirs, key=lambda heir: self._worth(heir, now))
+        parent.heir = max(heirs, key=lambda heir: self._index_of(heir, now))
         parent.until = -math.inf
         if parent.ring is not None and parent in (ring := self._rings[parent.ring]).outer():
             ring.until = -math.inf
@@ -471,7 +471,7 @@ class HazardRanking:
 
 
 def class_of(point: ResumePoint) -> tuple[int, int, int]:
-    """Return kind and promise, hits so far up to 3, and gap; see ``least_gap_s``."""
+    """Return kind and hint, hits so far up to 3, and gap; see ``least_gap_s``."""
     if point.hits:
         gap_s = math.exp(point.log_gap)
         gap = 0 if gap_s < 1.0 else min(10, 1 + int(math.log2(gap_s)))
@@ -479,7 +479,7 @@ def class_of(point: ResumePoint) -> tuple[int, int, int]:
         gap = -1
     else:
         gap = 0 if point.session_gap < 1.0 else min(6, 1 + int(math.log(point.session_gap, 3)))
-    return int(point.kind) + KINDS * point.promise, min(point.hits, 3), gap
+    return int(point.kind) + KINDS * point.hint, min(point.hits, 3), gap
 
 
 def least_gap_s(hits: int, gap: int) -> float | None:

@@ -38,19 +38,19 @@ from hybridkv.eviction.resume_points import (
     Place,
     ResumePoint,
     ResumePointTree,
+    hint_of,
     in_words,
     is_of_session,
     kind_of,
     of_session,
     parts_of,
-    promise_of,
 )
 from hybridkv.eviction.tenants import Standing, TenantShares, Weights
 from hybridkv.request import NO_HINTS, Request
 
 Int64 = NDArray[np.int64]
 
-_MOST_GHOSTS: Final = 4000
+_MOST_GHOST_ENTRIES: Final = 4000
 """Of each tenant; the oldest go first."""
 
 _MORE_BYTES: Final = 1 << 30
@@ -72,7 +72,7 @@ class PointCounts:
     asked: by tenant, its requests, their prompt tokens and hit tokens.
     missed_tokens: that the deepest ghosts would have been hit for.
     missed_a_gib_more: of these, those of ghosts that a GiB more of memory would have kept.
-    given_up_bytes: so far. gone_at: what they were when each ghost, by its serial, was given up.
+    evicted_bytes: so far. evicted_at: what they were when each ghost, by its serial, was given up.
     """
 
     by_kind: dict[Kind, list[int]] = field(default_factory=lambda: {kind: [0] * 6 for kind in Kind})
@@ -80,26 +80,26 @@ class PointCounts:
     asked: dict[int, list[int]] = field(default_factory=dict)
     missed_tokens: int = 0
     missed_a_gib_more: int = 0
-    given_up_bytes: int = 0
-    gone_at: dict[int, int] = field(default_factory=dict)
+    evicted_bytes: int = 0
+    evicted_at: dict[int, int] = field(default_factory=dict)
 
     def note_missed(self, point: ResumePoint, tokens: int) -> None:
         """Count that ``point``, a ghost, would have been hit for ``tokens`` more tokens."""
         self.by_kind[point.kind][2] += 1
         self.by_class[class_of(point)][1] += 1
         self.missed_tokens += tokens
-        if self.given_up_bytes - self.gone_at.get(point.serial, 0) <= _MORE_BYTES:
+        if self.evicted_bytes - self.evicted_at.get(point.serial, 0) <= _MORE_BYTES:
             self.missed_a_gib_more += tokens
 
-    def note_gone(self, point: ResumePoint, size: int, *, declined: bool) -> None:
+    def note_evicted(self, point: ResumePoint, size: int, *, declined: bool) -> None:
         """Count that ``point``, which needed ``size`` bytes alone, becomes a ghost."""
         counts = self.by_kind[point.kind]
         counts[3 if declined else 4] += 1
         counts[5] += not (declined or point.hits)
         if not declined:
             self.by_class[class_of(point)][2] += 1
-        self.given_up_bytes += size
-        self.gone_at[point.serial] = self.given_up_bytes
+        self.evicted_bytes += size
+        self.evicted_at[point.serial] = self.evicted_bytes
 
     def kinds(self, kept: Iterable[ResumePoint]) -> tuple[ResumePointStatistics, ...]:
         """Return the counts of each kind. kept: the resume points kept now. O(kept)."""
@@ -107,10 +107,10 @@ class PointCounts:
         classes: dict[Kind, list[ResumePointClassStatistics]] = {kind: [] for kind in Kind}
         kept_of: Counter[Kind] = Counter()
         for key in sorted({*of_class, *self.by_class}):
-            (kind, promise), hits, gap = parts_of(key[0]), key[1], key[2]
+            (kind, hint), hits, gap = parts_of(key[0]), key[1], key[2]
             kept_of[kind] += of_class[key]
             counts = self.by_class.get(key, [0] * 3)
-            found = ResumePointClassStatistics(in_words(promise), hits, least_gap_s(hits, gap), of_class[key], *counts)
+            found = ResumePointClassStatistics(in_words(hint), hits, least_gap_s(hits, gap), of_class[key], *counts)
             classes[kind].append(found)
         return tuple(
             ResumePointStatistics(kind.name.lower(), tuple(classes[kind]), kept_of[kind], *counts)
@@ -272,7 +272,7 @@ class RankedResumePoints:
         self._hash_block = hash_block
         self._none = [0] * len(pool.bases)
         self._tree = ResumePointTree(hash_block)
-        self._ghosts = defaultdict[int, dict[int, ResumePoint]](dict)  # by tenant and serial, the oldest first
+        self._ghost_entries = defaultdict[int, dict[int, ResumePoint]](dict)  # by tenant and serial, the oldest first
         self._known = defaultdict[int, KnownTokens](lambda: KnownTokens(_REMEMBERED * pool.num_blocks))
         self._sessions: dict[int, _Session] = {}
         self._parked: dict[int, ResumePoint] = {}  # those whose blocks are all held, by serial
@@ -329,8 +329,8 @@ class RankedResumePoints:
         self._ranking_of(point.tenant).hit(point, now)
         if was_ranked:
             self._rank(point, now)
-        if is_of_session(point.promise):  # it was kept: what does the session promise now?
-            self._promise(point, of_session(request.hints), now)
+        if is_of_session(point.hint):  # it was kept: what does the session hint now?
+            self._note_hint(point, of_session(request.hints), now)
 
     def _note_branch(self, request: Request, consumed: ResumePoint | None, hit_tokens: int, now: float) -> None:
         """Keep a resume point where ``request`` leaves what others had, though its blocks were there without one."""
@@ -389,7 +389,7 @@ class RankedResumePoints:
             point.saved = self._blocks.saving(request, point, parent, wanted)
         admitted = self._give_way(wanted, now, point)
         if not point.kept and not admitted:
-            self._bury(point, parent, now, declined=True)
+            self._record_evicted(point, parent, now, declined=True)
         elif known is None:
             self._forget(point, now)  # it is made when its blocks are there
         return admitted
@@ -409,7 +409,7 @@ class RankedResumePoints:
             return
         point = self._tree.at(place) or self._make(request, place, tokens, now, ended=ended)
         if request.hints is not NO_HINTS:
-            self._promise(point, promise_of(request, tokens), now)
+            self._note_hint(point, hint_of(request, tokens), now)
         if point.kept and states:
             self._release(point, now)  # some of its states were lost, and are there again
         if point.kept or self._insert(request, point, now):
@@ -422,22 +422,22 @@ class RankedResumePoints:
         if session is None or passed is None or passed.tokens >= tokens:
             return
         session.consumed = None
-        if passed.tenant == self._tenant_of(request) and is_of_session(passed.promise):
-            self._promise(passed, NEVER, now)  # other tenants may still resume there
+        if passed.tenant == self._tenant_of(request) and is_of_session(passed.hint):
+            self._note_hint(passed, NEVER, now)  # other tenants may still resume there
 
     def _make(self, request: Request, place: Place, tokens: int, now: float, *, ended: bool) -> ResumePoint:
         session = self._sessions.get(request.row)
         gap = None if session is None else session.gap
         kind, tenant = kind_of(request, tokens, ended=ended), self._tenant_of(request)
         point = self._tree.make(place, kind, tokens, now, gap, tenant)
-        self._promise(point, promise_of(request, tokens), now)
+        self._note_hint(point, hint_of(request, tokens), now)
         return point
 
-    def _promise(self, point: ResumePoint, promise: int, now: float) -> None:
-        """Note what hints promise of ``point``."""
-        if promise != point.promise:
+    def _note_hint(self, point: ResumePoint, hint: int, now: float) -> None:
+        """Note what hints hint of ``point``."""
+        if hint != point.hint:
             was_ranked = self._unrank(point)
-            self._ranking_of(point.tenant).promised(point, promise, now)
+            self._ranking_of(point.tenant).note_hint(point, hint, now)
             if was_ranked:
                 self._rank(point, now)
 
@@ -446,7 +446,7 @@ class RankedResumePoints:
         tenant = self._tenant_of(request)
         if point.tenant != tenant:
             self._ranking_of(point.tenant).forget(point, now)
-            self._ghosts[point.tenant].pop(point.serial, None)
+            self._ghost_entries[point.tenant].pop(point.serial, None)
             point.tenant = tenant
 
     def _insert(self, request: Request, point: ResumePoint, now: float, *, is_hit: bool = False) -> bool:
@@ -460,8 +460,8 @@ class RankedResumePoints:
             self._forget(point, now)
             return False
         self._counts.by_kind[point.kind][0] += 1
-        self._counts.gone_at.pop(point.serial, None)
-        self._ghosts[point.tenant].pop(point.serial, None)
+        self._counts.evicted_at.pop(point.serial, None)
+        self._ghost_entries[point.tenant].pop(point.serial, None)
         if not is_hit:
             self._ranking_of(point.tenant).kept(point, now)
         if self._tree.waiting:
@@ -474,8 +474,8 @@ class RankedResumePoints:
         self._unlist(point)
         parent, changed = self._blocks.take_out(point)
         if point.awaited:
-            self._await(self._tree.note_gone(point))
-        self._bury(point, parent, now, declined=False)
+            self._await(self._tree.note_evicted(point))
+        self._record_evicted(point, parent, now, declined=False)
         self._note_stale(changed)
 
     def _unlist(self, point: ResumePoint) -> None:
@@ -486,27 +486,27 @@ class RankedResumePoints:
 
     # -- ghosts
 
-    def _bury(self, point: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
+    def _record_evicted(self, point: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
         """Make ``point``, not kept, a ghost; forget the oldest of too many. parent: serves its requests now.
 
         A parent of another tenant inherits nothing.
         """
         is_heir = parent is not None and parent is not self._tree.root and parent.tenant == point.tenant
-        self._ranking_of(point.tenant).given_up(point, parent if is_heir else None, now, declined=declined)
+        self._ranking_of(point.tenant).evicted(point, parent if is_heir else None, now, declined=declined)
         before = 0 if parent is None else parent.tokens
         size = round((point.tokens - before) / point.saved) if point.saved else 0
-        self._counts.note_gone(point, size, declined=declined)
-        ghosts = self._ghosts[point.tenant]
+        self._counts.note_evicted(point, size, declined=declined)
+        ghosts = self._ghost_entries[point.tenant]
         ghosts.pop(point.serial, None)
         ghosts[point.serial] = point
-        if len(ghosts) > _MOST_GHOSTS:
+        if len(ghosts) > _MOST_GHOST_ENTRIES:
             self._forget(next(iter(ghosts.values())), now)
 
     def _forget(self, point: ResumePoint, now: float) -> None:
         """Know ``point``, not kept, no longer."""
-        self._ghosts[point.tenant].pop(point.serial, None)
+        self._ghost_entries[point.tenant].pop(point.serial, None)
         self._tree.forget(point)
-        self._counts.gone_at.pop(point.serial, None)
+        self._counts.evicted_at.pop(point.serial, None)
         self._ranking_of(point.tenant).forget(point, now)
 
     # -- room
@@ -639,7 +639,7 @@ class RankedResumePoints:
             self._unrank(point)
             self._ranking_of(point.tenant).forget(point, now)
         self._tree.clear()
-        for remembered in (self._ghosts, self._blocks, self._sessions, self._parked, self._stale, self._known):
+        for remembered in (self._ghost_entries, self._blocks, self._sessions, self._parked, self._stale, self._known):
             remembered.clear()
 
     def _recount(self, broken: set[ResumePoint]) -> None:
@@ -653,8 +653,8 @@ class RankedResumePoints:
         for point in reversed(gone):  # children first
             self._unlist(point)
             self._blocks.cut(point)
-            self._await(self._tree.note_gone(point))
-            self._bury(point, None, now, declined=False)
+            self._await(self._tree.note_evicted(point))
+            self._record_evicted(point, None, now, declined=False)
         left = self._tree.kept()
         self._blocks.recount(left)
         self._note_stale(left)

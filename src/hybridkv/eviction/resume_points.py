@@ -13,13 +13,13 @@ Each resume point has a kind:
 PROMPT    before the last token of a prompt          BRANCH    where requests went different ways, or a mark
 OUTPUT    where a request ended                      GRID      any other place that a placement asks for
 
-and hints promise something of it (docs/design/0026):
+and hints hint something of it (docs/design/0026):
 
 NOTHING   no hint, or none that concerns it          NEVER     its session is over, or goes on elsewhere
 BY_ALL    it is within what many begin with          SOMETIME  its session continues from here
 WITHIN    and those above: within 4, 16, 64 ... seconds
 
-A promise is a class of its own for what learns, with a rate to begin with; hits of its like outweigh that.
+A hint is a class of its own for what learns, with a rate to begin with; hits of its like outweigh that.
 
 The tree also knows which requests wait, and the deepest kept resume point that each begins with: it goes after all
 others of its tenant. Tokens that a request gets while it waits (from steps in flight when it was preempted) are
@@ -68,7 +68,7 @@ class ResumePoint:
 
     Attributes
         serial: number in the order in which resume points were first made.
-        kind, promise: what it was made as, and what hints promise of it; see the module.
+        kind, hint: what it was made as, and what hints hint of it; see the module.
         tokens: of the prefix.
         used: seconds, when it was kept or last hit.
         session_gap: seconds that its session had paused when it was made; None for a new session.
@@ -103,7 +103,7 @@ class ResumePoint:
     hits: int = 0
     log_gap: float = 0.0
     saved: float = 0.0
-    promise: int = NOTHING
+    hint: int = NOTHING
     awaited: bool = False
     class_number: int = -1
     row: int = -1
@@ -143,7 +143,7 @@ def kind_of(request: Request, tokens: int, *, ended: bool) -> Kind:
     return Kind.PROMPT if tokens == request.num_prompt_tokens - 1 else Kind.GRID
 
 
-def promise_of(request: Request, tokens: int) -> int:
+def hint_of(request: Request, tokens: int) -> int:
     """What is promised of the end at ``tokens`` of ``request``. O(marks)."""
     hints = request.hints
     if hints is NO_HINTS:
@@ -174,43 +174,43 @@ def _step_of(seconds: float) -> int:
     return step
 
 
-def is_of_session(promise: int) -> bool:
+def is_of_session(hint: int) -> bool:
     """Whether it holds for one session, which keeps it by going on."""
-    return promise not in {NOTHING, BY_ALL}
+    return hint not in {NOTHING, BY_ALL}
 
 
-def in_words(promise: int) -> str:
+def in_words(hint: int) -> str:
     """What hints said, as they are named."""
-    if promise >= WITHIN:
-        return f"within {_BASE ** (1 + promise - WITHIN):.0f} s"
-    return {NOTHING: "", NEVER: "never", BY_ALL: "by all", SOMETIME: "some time"}[promise]
+    if hint >= WITHIN:
+        return f"within {_BASE ** (1 + hint - WITHIN):.0f} s"
+    return {NOTHING: "", NEVER: "never", BY_ALL: "by all", SOMETIME: "some time"}[hint]
 
 
 # -- as part of a class
 
 
-def class_kind(kind: Kind, promise: int) -> int:
+def class_kind(kind: Kind, hint: int) -> int:
     """One number for both."""
-    return int(kind) + KINDS * promise
+    return int(kind) + KINDS * hint
 
 
 def parts_of(number: int) -> tuple[Kind, int]:
-    """Kind and promise of a ``class_kind``."""
+    """Kind and hint of a ``class_kind``."""
     return Kind(number % KINDS), number // KINDS
 
 
-def is_promised(number: int) -> bool:
+def is_hinted(number: int) -> bool:
     """Whether anything is promised of ends of ``class_kind`` ``number``."""
     return number >= KINDS
 
 
-def promised_rate(number: int, usual: float, age: float) -> float:
+def hinted_rate(number: int, usual: float, age: float) -> float:
     """Hits a second to begin with, of ends of ``class_kind`` ``number`` at ``age`` seconds; of all together: usual."""
-    promise = number // KINDS
-    if promise >= WITHIN:
-        bound = _BASE ** (1 + promise - WITHIN)
+    hint = number // KINDS
+    if hint >= WITHIN:
+        bound = _BASE ** (1 + hint - WITHIN)
         return max(usual, 2 / bound) if age < bound else usual
-    return usual * {NOTHING: 1.0, NEVER: 1e-3, BY_ALL: 100.0, SOMETIME: 10.0}[promise]
+    return usual * {NOTHING: 1.0, NEVER: 1e-3, BY_ALL: 100.0, SOMETIME: 10.0}[hint]
 
 
 # -- the tree
@@ -544,7 +544,7 @@ class ResumePointTree:
             if least < point.tokens < one.tokens and self._begins_with(one.request, point):
                 yield from self._move(one, point)
 
-    def note_gone(self, point: ResumePoint) -> Iterator[tuple[ResumePoint, bool]]:
+    def note_evicted(self, point: ResumePoint) -> Iterator[tuple[ResumePoint, bool]]:
         """Let requests that waited for ``point``, kept no longer, wait for another. O(waiting, hash blocks)."""
         for one in list(self.waiting.values()) if point.awaited else ():
             if one.point is point:

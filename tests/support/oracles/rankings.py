@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from hybridkv.eviction import HAZARD, Eviction
 from hybridkv.eviction.hazard import HazardRanking, Ranking
-from hybridkv.eviction.resume_points import ResumePoint, class_kind, is_promised, promised_rate
+from hybridkv.eviction.resume_points import ResumePoint, class_kind, hinted_rate, is_hinted
 from hybridkv.testing.event_follower import DifferenceError
 
 EDGES = [0.0, *(1.5**k for k in range(23))]
@@ -36,7 +36,7 @@ class Record:
     end: ResumePoint
     of: Key
     used: float
-    promise: int
+    hint: int
     hits: int = 0
     log_gap: float = 0.0
     counted: float = 0.0
@@ -50,7 +50,7 @@ def bucket(age: float) -> int:
 
 
 def class_of(end: ResumePoint, record: Record) -> Key:
-    """Kind and promise, hits up to three, and how long it, or its session, paused."""
+    """Kind and hint, hits up to three, and how long it, or its session, paused."""
     if record.hits:
         gap = math.exp(record.log_gap)
         pause = 0 if gap < 1 else min(10, 1 + math.floor(math.log2(gap)))
@@ -58,7 +58,7 @@ def class_of(end: ResumePoint, record: Record) -> Key:
         pause = -1
     else:
         pause = 0 if end.session_gap < 1 else min(6, 1 + math.floor(math.log(end.session_gap, 3)))
-    return class_kind(end.kind, record.promise), min(record.hits, 3), pause
+    return class_kind(end.kind, record.hint), min(record.hits, 3), pause
 
 
 def chain(of: Key) -> list[Key]:
@@ -99,7 +99,7 @@ class NaiveHazard:
         """Its record."""
         record = self.records.get(end.serial)
         if record is None:
-            record = self.records[end.serial] = Record(end, (), end.used, end.promise, end.hits, end.log_gap)
+            record = self.records[end.serial] = Record(end, (), end.used, end.hint, end.hits, end.log_gap)
             self.classify(end, record)
         return record
 
@@ -107,8 +107,8 @@ class NaiveHazard:
         """Into its class; one that hints make counts from its first end on."""
         record.of = class_of(end, record)
         is_new = record.of[:1] not in self.classes
-        self.classes.update(chain(record.of)[: 2 if is_new and is_promised(record.of[0]) else None])
-        if is_new and is_promised(record.of[0]):
+        self.classes.update(chain(record.of)[: 2 if is_new and is_hinted(record.of[0]) else None])
+        if is_new and is_hinted(record.of[0]):
             self.learn()
         self.classes.update(chain(record.of))
 
@@ -130,8 +130,8 @@ class NaiveHazard:
         rates: dict[Key, list[float]] = {}
         for of in sorted({(), *self.classes}, key=len):
             before = rates[of[:-1]] if of else [1e-6] * 23
-            if len(of) == 1 and is_promised(of[0]):
-                before = [promised_rate(of[0], rate, age) for rate, age in zip(before, EDGES[:23], strict=True)]
+            if len(of) == 1 and is_hinted(of[0]):
+                before = [hinted_rate(of[0], rate, age) for rate, age in zip(before, EDGES[:23], strict=True)]
             rates[of] = []
             for place, (low, high) in enumerate(pairwise(EDGES)):
                 lean = 4 * (high - low)
@@ -182,15 +182,15 @@ class NaiveHazard:
         record.used, record.counted, record.heir = now, 0.0, None
         self.classify(end, record)
 
-    def promised(self, end: ResumePoint, promise: int, now: float) -> None:
+    def note_hint(self, end: ResumePoint, hint: int, now: float) -> None:
         """Another class from now on."""
         record = self.know(end)
-        if promise != record.promise:
+        if hint != record.hint:
             self.waited(record, now - record.used)
-            record.promise = promise
+            record.hint = hint
             self.classify(end, record)
 
-    def given_up(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
+    def evicted(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
         """The parent inherits, of one declined what nobody had hit; it has one heir, the most valuable."""
         record = self.know(end)
         if parent is None or (declined and record.hits):
@@ -307,15 +307,15 @@ class Beside:
         self.naive.hit(end, now)
         self.real.hit(end, now)
 
-    def promised(self, end: ResumePoint, promise: int, now: float) -> None:
+    def note_hint(self, end: ResumePoint, hint: int, now: float) -> None:
         """See Ranking."""
-        self.naive.promised(end, promise, now)
-        self.real.promised(end, promise, now)
+        self.naive.note_hint(end, hint, now)
+        self.real.note_hint(end, hint, now)
 
-    def given_up(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
+    def evicted(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
         """See Ranking."""
-        self.naive.given_up(end, parent, now, declined=declined)
-        self.real.given_up(end, parent, now, declined=declined)
+        self.naive.evicted(end, parent, now, declined=declined)
+        self.real.evicted(end, parent, now, declined=declined)
         if parent is not None:
             self.naive.agree(parent, self.real)
 
@@ -350,4 +350,4 @@ def _name(end: ResumePoint | None) -> str:
 
 def beside(naive: Callable[[], NaiveHazard] = NaiveHazard) -> Eviction:
     """The eviction by value, each of its rankings beside a naive one."""
-    return Eviction(HAZARD.name, lambda: Beside(HazardRanking(), naive()), HAZARD.corner)
+    return Eviction(HAZARD.name, lambda: Beside(HazardRanking(), naive()), HAZARD.prefix_multiple)

@@ -105,16 +105,16 @@ def test_placement_checkpoints_in_steps_of_any_size_come_once(
 
 
 @pytest.mark.parametrize("placement", [IntervalPlacement(7), EndsPlacement(), NoStates()])
-@pytest.mark.parametrize("corner", [1, 8, 40])
+@pytest.mark.parametrize("multiple", [1, 8, 40])
 @given(of=requests, cuts=st.lists(st.integers(0, 130), max_size=6))
 def test_checkpoints_with_eviction_corner_add_one_to_each_prompt(
-    placement: Placement, corner: int, of: Request, cuts: list[int]
+    placement: Placement, multiple: int, of: Request, cuts: list[int]
 ) -> None:
-    options = CacheOptions(placement=placement, eviction=replace(HAZARD, corner=corner))
+    options = CacheOptions(placement=placement, eviction=replace(HAZARD, prefix_multiple=multiple))
     cache = KVCacheManager(natural_model_config(9, (full_spec(4), state_spec(4)), (4, 1)), 200, options=options)
     edges = [0, *sorted(cuts), 130]
     met = [t for start, end in pairwise(edges) for t in cache.checkpoints.positions(of, start, end)]
-    corners = {(of.num_prompt_tokens - 1) // corner * corner} - {0} if placement.keeps_states else set()
+    corners = {(of.num_prompt_tokens - 1) // multiple * multiple} - {0} if placement.keeps_states else set()
     assert met == [t for t in range(1, of.num_tokens + 1) if kept(placement, of, t, 130) or t in corners]
 
 

@@ -127,10 +127,10 @@ def test_known_prefixes_are_forgotten_by_generation() -> None:
 
 def test_ghost_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(slabs=7)
-    monkeypatch.setattr(ranked, "_MOST_GHOSTS", 3)
+    monkeypatch.setattr(ranked, "_MOST_GHOST_ENTRIES", 3)
     for person in range(12):
         cache.run(chat(person))
-    assert sum(map(len, cache.eviction_policy._ghosts.values())) <= 3
+    assert sum(map(len, cache.eviction_policy._ghost_entries.values())) <= 3
     assert len(cache.eviction_policy._tree.points) <= 3 + len(cache.ends())
 
 

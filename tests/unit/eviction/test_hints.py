@@ -18,9 +18,9 @@ from hybridkv.eviction.resume_points import (
     WITHIN,
     Kind,
     ResumePoint,
+    hint_of,
     keys_of,
     of_session,
-    promise_of,
 )
 from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.simulator import Pieces, TraceRequest
@@ -62,21 +62,21 @@ def test_request_with_hints_gets_a_shared_resume_mark() -> None:
 
 
 def test_hint_of_each_resume_point_matches_its_position() -> None:
-    def promised(hints: Hints, tokens: int, marks: tuple[int, ...] = ()) -> int:
+    def hinted(hints: Hints, tokens: int, marks: tuple[int, ...] = ()) -> int:
         request = Request("r", list(range(100)), hints=hints, marks=marks)
         request.branch_tokens = 20
-        return promise_of(request, tokens)
+        return hint_of(request, tokens)
 
     soon, late = Hints(within_s=3.0), Hints(within_s=5.0, shared_tokens=10)
-    assert [promised(NO_HINTS, tokens) for tokens in (20, 99)] == [NOTHING] * 2
-    assert (promised(soon, 99), promised(late, 99), promised(Hints(within_s=4.1**12), 99)) == (
+    assert [hinted(NO_HINTS, tokens) for tokens in (20, 99)] == [NOTHING] * 2
+    assert (hinted(soon, 99), hinted(late, 99), hinted(Hints(within_s=4.1**12), 99)) == (
         WITHIN,
         WITHIN + 1,
         WITHIN + 11,
     )
-    assert (promised(late, 10), promised(late, 5), promised(late, 20)) == (BY_ALL, BY_ALL, NOTHING)
-    assert (promised(Hints(goes_on=True), 99), promised(Hints(scratch=True), 99)) == (SOMETIME, NEVER)
-    assert [promised(late, tokens, (50,)) for tokens in (50, 99, 101)] == [WITHIN + 1, NEVER, NEVER]
+    assert (hinted(late, 10), hinted(late, 5), hinted(late, 20)) == (BY_ALL, BY_ALL, NOTHING)
+    assert (hinted(Hints(goes_on=True), 99), hinted(Hints(scratch=True), 99)) == (SOMETIME, NEVER)
+    assert [hinted(late, tokens, (50,)) for tokens in (50, 99, 101)] == [WITHIN + 1, NEVER, NEVER]
     assert [of_session(one) for one in (NO_HINTS, Hints(over=True), soon)] == [NOTHING, NEVER, WITHIN]
 
 
@@ -132,23 +132,23 @@ def test_hint_of_shared_prefix_keeps_it() -> None:
 
 def test_hint_moves_with_its_session() -> None:
     cache = Cache(EVERYBODY, 30)
-    promised = Hints(within_s=60)
-    cache.run(chat(1, 1), hints=promised)
-    cache.run(chat(1, 2), hints=promised)
-    found = {node.tokens: node.promise for node in cache.eviction_policy._tree.kept()}
+    hinted = Hints(within_s=60)
+    cache.run(chat(1, 1), hints=hinted)
+    cache.run(chat(1, 2), hints=hinted)
+    found = {node.tokens: node.hint for node in cache.eviction_policy._tree.kept()}
     assert (found[11], found[16], found[17]) == (NEVER, WITHIN + 2, WITHIN + 2)
     cache.run(chat(1, 2)[:-1], hints=Hints(over=True))  # on from 16, and nothing new is kept behind it
-    assert {node.tokens: node.promise for node in cache.eviction_policy._tree.kept()}[16] == NEVER
+    assert {node.tokens: node.hint for node in cache.eviction_policy._tree.kept()}[16] == NEVER
     cache.cache.check()
 
 
 def test_hint_that_fails_often_is_ignored() -> None:
     ranking = HazardRanking()
 
-    def end(serial: int, promise: int, used: float) -> ResumePoint:
+    def end(serial: int, hint: int, used: float) -> ResumePoint:
         made = ResumePoint(serial, Kind.OUTPUT, 100, used, None)
         made.saved = 1.0
-        ranking.promised(made, promise, used)
+        ranking.note_hint(made, hint, used)
         return made
 
     def is_believed(now: float) -> bool:

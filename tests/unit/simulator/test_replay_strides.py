@@ -163,7 +163,7 @@ def test_fast_forward_with_waiting_requests_is_exact(kind: str, seed: int, layou
 def at_what_time(monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[object]]:
     """When ends were kept and given up in a replay step by step, and when in strides."""
     told: list[object] = []
-    keep, given_up = RankedResumePoints.keep, HazardRanking.given_up
+    keep, evicted = RankedResumePoints.keep, HazardRanking.evicted
 
     def keeps(one: RankedResumePoints, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
         told.append(("kept", request.request_id, tokens, one._clock()))
@@ -171,10 +171,10 @@ def at_what_time(monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[ob
 
     def gives_up(one: HazardRanking, end: ResumePoint, heir: ResumePoint | None, now: float, *, declined: bool) -> None:
         told.append(("given up", end.serial, now))
-        given_up(one, end, heir, now, declined=declined)
+        evicted(one, end, heir, now, declined=declined)
 
     monkeypatch.setattr(RankedResumePoints, "keep", keeps)
-    monkeypatch.setattr(HazardRanking, "given_up", gives_up)
+    monkeypatch.setattr(HazardRanking, "evicted", gives_up)
     source = Workload("chat", seed=2, limit=8, hours=0.01, rate=20)
     report, singles = compared(source, tight("llama-3-8b", source, "natural", 2), eviction="hazard")
     assert singles < report.steps / 4
