@@ -1,7 +1,7 @@
-"""Which resume points are kept, and what is given up next (docs/design/0019, 0026).
+"""Choose which resume points to keep and which one to evict next (docs/design/0019, 0026).
 
-The core (hybridkv.cache) knows none of it: a manager composes the two. ``lru`` has only its name here: its order is
-that of the space (hybridkv.cache.spaces), and hybridkv.cache.eviction_policy supersedes states.
+The core (hybridkv.cache) does not import this package: a manager composes the two. Of ``lru`` this package holds only
+the name. Its order is the order of the space (hybridkv.cache.spaces); hybridkv.cache.eviction_policy supersedes states.
 """
 
 import hybridkv.cache  # noqa: F401 - the manager composes this package: its modules come first

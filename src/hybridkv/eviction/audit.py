@@ -1,6 +1,6 @@
-"""What must always hold of ends that are kept by what they are worth, made anew from the ends and compared.
+"""Check the invariants of kept resume points: recompute the counts, segments and ranks, and compare them.
 
-Each function yields one line a violation.
+Each function yields one line per violation.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
 
 
 def check_points(kept: RankedResumePoints) -> Iterator[str]:
-    """Every invariant of ``kept`` that does not hold. O(ends and segments)."""
+    """Yield a line for each violated invariant of ``kept``. O(resume points and segments)."""
     needs, points = kept._blocks, kept._tree.kept()
     wrong = np.flatnonzero(kept._blocks.counted(points) != needs.counts)
-    yield from (f"block {block} is needed by {needs.counts[block]} ends by count" for block in wrong.tolist())
+    yield from (f"block {block} has the wrong count {needs.counts[block]} of resume points" for block in wrong.tolist())
     at: dict[bytes, list[ResumePoint]] = {}
     for point in points:
         at.setdefault(point.chain, []).append(point)
     for point in points:
         yield from _place(kept, point)
-        yield from _behind(point, at)
-        yield from _worth(kept, point)
+        yield from _follows_nearest(point, at)
+        yield from _saved_and_ranked(kept, point)
     for point in kept._tree.points.values():
         if point.kept == (point.serial in kept._ghost_entries[point.tenant]):
-            yield f"the resume point of {point.tokens} tokens is kept: {point.kept}, and a ghost or not as well"
-    given, cached = needs.space.unneeded_blocks(), kept._pool.cached()
-    for block in np.flatnonzero(cached & (given != (needs.counts == 0))).tolist():
-        yield f"block {block}, cached, is given up: {bool(given[block])}, needed by {needs.counts[block]}"
+            yield f"the resume point of {point.tokens} tokens must be either kept or a ghost entry; kept: {point.kept}"
+    unneeded, cached = needs.space.unneeded_blocks(), kept._pool.cached()
+    for block in np.flatnonzero(cached & (unneeded != (needs.counts == 0))).tolist():
+        count = needs.counts[block]
+        yield f"cached block {block} is unneeded: {bool(unneeded[block])}, but {count} resume points need it"
     if needs.weights.of != needs.charged():
         yield f"tenants are charged {needs.weights.of} bytes, not {needs.charged()}"
     yield from kept._rankings.check(Counter(point.tenant for point in points if point.ranked))
@@ -45,37 +46,37 @@ def check_points(kept: RankedResumePoints) -> Iterator[str]:
 def _place(kept: RankedResumePoints, point: ResumePoint) -> Iterator[str]:
     parent = point.parent
     if parent is None or not parent.kept or point not in parent.children.get(first_key(point), ()):
-        yield f"the resume point of {point.tokens} tokens has no parent that is kept and knows it"
+        yield f"the resume point of {point.tokens} tokens is not a child of a kept parent"
     elif parent.depth + len(point.segment) != point.depth or (point.segment and point.segment[-1] != point.chain):
         yield f"the segment of the resume point of {point.tokens} tokens does not reach from its parent to itself"
     if any(point not in kept._blocks.owners.get(block, ()) for block in point.own):
-        yield f"a block of the resume point of {point.tokens} tokens does not know it"
+        yield f"a block of the resume point of {point.tokens} tokens does not list it as its owner"
 
 
-def _behind(point: ResumePoint, at: Mapping[bytes, Sequence[ResumePoint]]) -> Iterator[str]:
-    """at: kept ends by their chains. The parent is the last end that ``point`` is known to begin with."""
+def _follows_nearest(point: ResumePoint, at: Mapping[bytes, Sequence[ResumePoint]]) -> Iterator[str]:
+    """Check that the parent is the nearest resume point before ``point``. at: kept resume points by their chains."""
     parent = point.parent
     if parent is None:
         return
-    wrong = f"the resume point of {point.tokens} tokens stands behind that of {parent.tokens}"
+    wrong = f"the resume point of {point.tokens} tokens follows that of {parent.tokens}"
     if not point.segment and not begins_block_of(parent, point):
-        yield f"{wrong}, with which it does not begin"
+        yield f"{wrong}, which is not its prefix"
     for chain, key in pairwise([parent.chain, *point.segment]):
         for other in at.get(key, ()):
             if parent.tokens < other.tokens < point.tokens and not other.inside[1]:
-                yield f"{wrong}, not behind that of {other.tokens}"
+                yield f"{wrong}, but should follow that of {other.tokens}"
         for other in at.get(chain, ()):
             if other is not parent and key in other.children:
-                yield f"{wrong}, and others with its key behind that of {other.tokens}"
+                yield f"{wrong}, but others with its key follow that of {other.tokens}"
     for other in at.get(point.chain, ()):
         if parent.tokens < other.tokens < point.tokens and begins_block_of(other, point):
-            yield f"{wrong}, not behind that of {other.tokens}, inside the same block"
+            yield f"{wrong}, but should follow that of {other.tokens} inside the same block"
 
 
-def _worth(kept: RankedResumePoints, point: ResumePoint) -> Iterator[str]:
+def _saved_and_ranked(kept: RankedResumePoints, point: ResumePoint) -> Iterator[str]:
     saved = kept._blocks.saved(point)
     if point.saved != saved and not is_crowded(point) and not kept._blocks.overlaps:
-        yield f"the resume point of {point.tokens} tokens saves {saved} a byte, not {point.saved}"
+        yield f"the resume point of {point.tokens} tokens saves {saved} tokens per byte, not {point.saved}"
     may_go = point.saved > 0.0 and point.serial not in kept._parked
     if point.ranked != may_go:
-        yield f"the resume point of {point.tokens} tokens is ranked: {point.ranked}, and should not be, or should"
+        yield f"the resume point of {point.tokens} tokens is ranked: {point.ranked}, but should be: {may_go}"

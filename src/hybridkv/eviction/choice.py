@@ -1,10 +1,10 @@
-"""Evictions: frozen values that say what is given up next, and their names (docs/design/0019).
+"""Name the evictions: frozen values that say which blocks or resume points are evicted next (docs/design/0019).
 
-    lru      the block used longest ago
-    hazard   blocks that no kept resume point needs; then the resume point of least value, by how soon similar ones
-             were hit
+    lru      the least recently used block
+    hazard   blocks that no kept resume point needs; then the resume point of least value, estimated from the hits
+             of similar resume points
 
-A value knows no blocks: it says how resume points are ranked. RankedResumePoints keeps them and gives up blocks.
+A value does not refer to blocks. It says how resume points are ranked; RankedResumePoints keeps and evicts them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from hybridkv.planner.plan import NATURAL, REFERENCE
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """name: as it is written on the command line. ranking: makes what says which kept end goes next.
+    """Say how a cache chooses the next block or resume point to evict.
 
-    Without a ranking, blocks go in the order of their last use, whatever they serve, superseded states before them.
-    prefix_multiple: besides the checkpoints of the placement, keep a prefix of each prompt at this multiple of tokens.
-    Requests that differ after a long common beginning then find a state the first time they differ; 0: none.
+    Attributes:
+        name: The name on the command line.
+        ranking: Makes a ranking of resume points, for each tenant. Without a ranking, superseded states are evicted
+            first, and then the least recently used blocks.
+        prefix_multiple: A checkpoint is also kept at the last multiple of this many tokens in each prompt; 0 for no
+            checkpoint. Requests that diverge after a long common beginning then find a state the first time.
     """
 
     name: str
@@ -38,15 +41,23 @@ class Eviction:
 LRU: Final = Eviction("lru")
 
 HAZARD: Final = Eviction("hazard", HazardRanking, 1024)
+"""Its multiple of 1,024 tokens serves long documents that diverge at an unmarked token (docs/design/0019)."""
 
 _NAMED: Final = {one.name: one for one in (LRU, HAZARD)}
 
 EVICTIONS: Final = tuple(_NAMED)
-"""Names."""
+"""The names that ``eviction_named`` accepts."""
 
 
 def eviction_named(name: str) -> Eviction:
-    """The value that ``name`` says. ConfigError, with what to write, for another name."""
+    """Return the eviction with a name.
+
+    Args:
+        name: A name in ``EVICTIONS``.
+
+    Raises:
+        ConfigError: The name is unknown. The message lists the names and the closest one.
+    """
     if name in _NAMED:
         return _NAMED[name]
     close = difflib.get_close_matches(name.lower(), _NAMED, n=1, cutoff=0.5)
@@ -55,12 +66,17 @@ def eviction_named(name: str) -> Eviction:
 
 
 DEFAULT_EVICTIONS: Final[Mapping[str, Eviction]] = MappingProxyType({REFERENCE: LRU, NATURAL: HAZARD})
-"""Of each layout, whatever its groups are (docs/design/0019)."""
+"""The default eviction of each layout. It does not depend on the groups (docs/design/0019)."""
 
 
 def eviction_of(plan: Plan, asked: str | None = None) -> Eviction:
-    """What is given up next in a cache of ``plan``: what is ``asked`` for by name, else that of its layout.
+    """Return the eviction of a cache.
 
-    ConfigError for a name that is none.
+    Args:
+        plan: The plan of the cache.
+        asked: The name of an eviction; None for the default of the plan's layout.
+
+    Raises:
+        ConfigError: The name is unknown.
     """
     return DEFAULT_EVICTIONS[plan.layout] if asked is None else eviction_named(asked)

@@ -1,20 +1,20 @@
-"""Ends by value: how soon their like were hit, times the tokens that they save a byte (docs/design/0019).
+"""Rank resume points by value: how soon similar ones were hit, times the tokens saved per byte (docs/design/0019).
 
-value    (worth of its class at its age + that of its heir) * tokens saved a byte
-class    kind and what hints hint, hits so far (3 and more are one), gap: of its own hits, or of its session when
-         it has none
-heir     the most valuable of the ends given up that this one serves instead, until it is hit itself
-rings    one for each class and power of two of what is saved, in the order of last use: only its two ends are
-         compared, for value falls with age or rises; which is less is known until one's age is in another bucket, or
-         another end stands there
+value    (index of its class at its age + index of its heir) * tokens saved per byte
+class    kind and hint, hits so far (3 or more count as one), gap between its own hits; without hits, the gap of its
+         session
+heir     the most valuable evicted resume point that this one serves instead; a hit of this one clears it
+rings    one for each class and power of two of the tokens saved per byte, in the order of last use. Value rises or
+         falls with age, so only the first and the last resume point of a ring are compared. The result holds until
+         the age of one of them enters another bucket, or another resume point becomes first or last.
 
-How soon ends of a class are hit: rates by age, learned while ends wait, and what waiting for one is worth.
+The ranking learns rates of hits by age while resume points wait, and computes an index from them:
 
-class    any > kind > kind, hits > kind, hits, gap       a class with little seen leans on the one before it, one of
-                                                        ends of which hints hint something on that hint
-age      [0, 1) s, then each bucket 1.5 times as far as the last
-rate     (hits + 4 w * rate of the class before) / (seconds at risk + 4 w), w the bucket's seconds
-worth    the greatest, over what one might wait for, of P(hit by then) / E[seconds waited] (a Gittins index)
+class    any > kind > kind, hits > kind, hits, gap       a class with few observations leans on the one before it; a
+                                                        kind with a hint leans on the rate of that hint
+age      [0, 1) s, then each bucket ends at 1.5 times its start
+rate     (hits + 4 w * rate of the class before) / (seconds at risk + 4 w); w is the width of the bucket
+index    the greatest P(hit by then) / E[seconds waited] over all times to stop waiting: a Gittins index
 """
 
 from __future__ import annotations
@@ -37,41 +37,44 @@ _STARTS: Final = [0.0, *(1.5**k for k in range(BUCKETS - 1))]
 _LOWER: Final = np.array(_STARTS)
 _WIDTH: Final = np.diff([*_STARTS, 1.5 ** (BUCKETS - 1)])
 _AT_RISK: Final = np.array([*_WIDTH[:-1], np.inf])
-"""Seconds that an end can wait in each bucket: in the last one without end."""
+"""Seconds that a resume point can wait in each bucket. The last bucket has no limit."""
 
 _PRIOR: Final = 1e-6
+"""Hits per second of all classes together before the first observation; chosen by hand."""
+
 _LEAN: Final = 4.0
+"""Weight of the class before, in widths of the bucket. Hit rates did not depend on it between 1 and 16."""
 
 
 NEXT: Final = [*_STARTS[1:], math.inf]
-"""The age at which an end passes from each bucket into another."""
+"""The age at which a resume point leaves each bucket."""
 
 
 def bucket_of(age: float) -> int:
-    """The bucket of ``age`` seconds, 0 or more."""
+    """Return the bucket of ``age`` seconds, 0 or more."""
     return bisect_right(_STARTS, age) - 1
 
 
 def _between(start: Float, end: Float) -> Float:
-    """Seconds in each bucket between two ages, float64[ends, BUCKETS]."""
+    """Return the seconds in each bucket between two ages, float64[resume points, BUCKETS]."""
     before, after = (np.clip(age[:, None] - _LOWER, 0.0, _AT_RISK) for age in (start, end))
     spent: Float = after - before
     return spent
 
 
 _LEARN_EVERY: Final = 100
-"""Requests."""
+"""Requests between two updates. Hit rates did not depend on it between 25 and 100."""
 
 _HALVED_EVERY: Final = 1000
-"""Requests after which a hit counts half."""
+"""Requests after which a hit counts half. Without decay, a change of workload cost 15 points (.618 against .764)."""
 
 _MOST_LOOKED_AT: Final = 8192
-"""Resume points whose waiting is counted at once; more take turns."""
+"""Resume points that one update counts; if there are more, they take turns. Chosen by hand."""
 
 _FREE: Final = -1
 
 _ROUNDING: Final = 1e-6
-"""Seconds: what sums of times may be wrong by."""
+"""Allowed rounding error of sums of times, in seconds; chosen by hand."""
 
 
 class Ring:
@@ -79,7 +82,8 @@ class Ring:
 
     Attributes
         points: (used, serial, resume point), ascending.
-        least, value, until: the end of the ring of less value, as of ``until``; kept by the ranking that owns the ring.
+        least, value, until: The less valuable of the first and the last resume point, its value, and the time until
+            which both hold. The ranking that owns the ring sets them.
     """
 
     __slots__ = ("least", "points", "until", "value")
@@ -92,7 +96,7 @@ class Ring:
     def add(self, point: ResumePoint) -> bool:
         """Add ``point``, which is in no ring. Return whether it is the first or the last one now."""
         points, entry = self.points, (point.used, point.serial, point)
-        if not points or points[-1] < entry:  # as nearly always
+        if not points or points[-1] < entry:  # nearly always
             points.append(entry)
             return True
         place = bisect_left(points, entry)
@@ -112,53 +116,53 @@ class Ring:
 
 
 class Ranking(Protocol):
-    """Which kept end goes next. ``now``: seconds, never less than before.
+    """Choose which kept resume point is evicted next. ``now`` is in seconds and never decreases.
 
-    An end changes between ``remove`` and ``add`` only. Only ``kept`` and ``hit`` change when it was used.
+    A resume point changes only between ``remove`` and ``add``. Only ``kept`` and ``hit`` change its last use.
     """
 
     def note_request(self, now: float) -> None:
-        """One more request begins."""
+        """Count a request that begins."""
         ...
 
-    def add(self, end: ResumePoint, now: float) -> None:
-        """``end`` is kept, and may be given up."""
+    def add(self, point: ResumePoint, now: float) -> None:
+        """Add ``point``, a kept resume point that may be evicted."""
         ...
 
-    def remove(self, end: ResumePoint) -> None:
-        """``end``, added before, may not be given up, or is kept no longer."""
+    def remove(self, point: ResumePoint) -> None:
+        """Remove ``point``, which was added: it may not be evicted, or is no longer kept."""
         ...
 
-    def kept(self, end: ResumePoint, now: float) -> None:
-        """``end``, a ghost or new and not added now, is kept from now on: it is used now, and a new age begins."""
+    def kept(self, point: ResumePoint, now: float) -> None:
+        """Note that ``point``, new or a ghost entry and not added, is kept. Its age starts again at 0."""
         ...
 
-    def hit(self, end: ResumePoint, now: float) -> None:
-        """``end``, not added now, was hit, or would have been; its ``used`` is that before."""
+    def hit(self, point: ResumePoint, now: float) -> None:
+        """Note that ``point``, not added, was hit, or would have been hit. Its ``used`` is still the last use."""
         ...
 
-    def note_hint(self, end: ResumePoint, hint: int, now: float) -> None:
-        """``hint`` is what hints say of ``end``, not added now, from now on."""
+    def note_hint(self, point: ResumePoint, hint: int, now: float) -> None:
+        """Set the hint of ``point``, which is not added."""
         ...
 
-    def evicted(self, end: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
-        """``end`` is kept no longer, or was declined. parent: the kept end that serves its requests now."""
+    def evicted(self, point: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
+        """Note that ``point`` was evicted or declined. parent: the kept one that serves its requests instead."""
         ...
 
-    def forget(self, end: ResumePoint, now: float) -> None:
-        """``end``, a ghost, is remembered no longer."""
+    def forget(self, point: ResumePoint, now: float) -> None:
+        """Forget ``point``, a ghost entry."""
         ...
 
     def lowest(self, now: float) -> ResumePoint | None:
-        """The end to give up next, None where there is none."""
+        """Return the resume point to evict next; None if the ranking is empty."""
         ...
 
-    def prefers(self, end: ResumePoint, other: ResumePoint, now: float) -> bool:
-        """Whether ``other``, which is kept, is to be given up for ``end``."""
+    def prefers(self, point: ResumePoint, other: ResumePoint, now: float) -> bool:
+        """Return whether ``other``, which is kept, is evicted to keep ``point``."""
         ...
 
     def check(self) -> list[str]:
-        """A line for each thing kept that is not what it would be when made anew. O(ends)."""
+        """Return a line for each violated invariant. O(resume points)."""
         ...
 
 
@@ -166,15 +170,15 @@ class HazardRanking:
     """Rank resume points by value, learned from hits.
 
     A resume point that the ranking knows has a ``row`` in its columns: class, last use, and the age up to which its
-    waiting was counted. Its ``value`` holds before ``until``, while it stands in its ring and inherits nothing, as of
-    what was ``learned``.
+    waiting was counted. Its ``value`` holds before ``until``, while it stays in its ring, inherits nothing, and its
+    ``learned`` is current.
 
-    Classes are numbers, 0 the class of all; those of other keys are made when they are first asked for.
+    A class is a number. Class 0 contains all resume points; the others are made at their first use.
 
-    Attributes
-        hits: of each class in each bucket, float64[classes or more, BUCKETS].
-        worth: a list of BUCKETS numbers, hits a second, for each class, as of the last ``learn``.
-        learned: how often ``learn`` was called.
+    Attributes:
+        hits: Hits of each class in each bucket, float64[classes or more, BUCKETS].
+        gittins: For each class, the index of each bucket in hits per second, as of the last ``learn``.
+        learned: Number of calls of ``learn``.
     """
 
     def __init__(self) -> None:
@@ -202,7 +206,7 @@ class HazardRanking:
     # -- learning
 
     def note_request(self, now: float) -> None:
-        """Count a request. Every hundredth one, learn from what was seen, and let all that was seen before fade."""
+        """Count a request. At every hundredth request, update the indices and let past observations fade."""
         self._requests += 1
         if self._requests % _LEARN_EVERY == 0:
             self._count_waiting(now)
@@ -210,7 +214,7 @@ class HazardRanking:
             self.decay(0.5 ** (_LEARN_EVERY / _HALVED_EVERY))
 
     def _count_waiting(self, now: float) -> None:
-        """Count the waiting of all resume points, or of the next of many, in turns."""
+        """Count the seconds that resume points waited; at most ``_MOST_LOOKED_AT`` of them, in turns."""
         count = min(self._rows, _MOST_LOOKED_AT)
         if not count:
             return
@@ -222,7 +226,7 @@ class HazardRanking:
         self._counted[rows] = ages
 
     def kept(self, point: ResumePoint, now: float) -> None:
-        """Count how long a ghost waited, now: what is counted later belongs to its new age."""
+        """Count how long a ghost entry waited, before its new age begins."""
         row = point.row
         if row >= 0 and point.used != now:
             self._wait(point, now - point.used)
@@ -230,7 +234,7 @@ class HazardRanking:
         point.used = now
 
     def hit(self, point: ResumePoint, now: float) -> None:
-        """Count a hit of the class of ``point`` at its age. It has no heir now, and a class of its own hits."""
+        """Count a hit of the class of ``point`` at its age. Clear its heir and give it the class of its own hits."""
         row, age = self._row(point), now - point.used
         self._wait(point, age)
         self._count_hit(point.class_number, age)
@@ -255,10 +259,10 @@ class HazardRanking:
             self._used[row], self._counted[row] = point.used, 0.0
         return row
 
-    # -- what each class is worth
+    # -- rates and indices of classes
 
     def _number_of(self, *key: int) -> int:
-        """The number of kind, hits, gap, or of the first few of them. O(1)."""
+        """Return the number of the class (kind, hits, gap), or of a class with the first few of them. O(1)."""
         number = self._numbers.get(key)
         if number is not None:
             return number
@@ -274,16 +278,16 @@ class HazardRanking:
             more = np.zeros_like(self.hits)
             self.hits, self._at_risk = np.concatenate((self.hits, more)), np.concatenate((self._at_risk, more))
         if len(key) == 1 and is_hinted(key[0]):
-            self.learn()  # it counts from the first end on
+            self.learn()  # its hint counts from the first resume point on
         return number
 
     def _count_hit(self, of: int, age: float) -> None:
-        """An end of class ``of`` was hit at ``age`` seconds; those before it in the chain, too."""
+        """Count a hit of class ``of`` at ``age`` seconds, and of all classes before it in its chain."""
         self.hits[self._chains[of], bucket_of(age)] += 1.0
 
     @property
     def at_risk(self) -> Float:
-        """Seconds that ends of each class waited in each bucket, float64[classes or more, BUCKETS]."""
+        """The seconds that resume points of each class waited in each bucket, float64[classes or more, BUCKETS]."""
         if self._waited:
             of, start, end = zip(*self._waited, strict=True)
             self._waited = []
@@ -291,10 +295,13 @@ class HazardRanking:
         return self._at_risk
 
     def wait_all(self, of: Int64, start: Float, end: Float) -> None:
-        """``wait`` of many ends at once, in array operations. O(ends), x buckets for those that pass into another."""
+        """Count the seconds that resume points of classes ``of`` waited from ages ``start`` to ages ``point``.
+
+        O(resume points), times the buckets for the few that pass into another bucket, in array operations.
+        """
         size, added = len(self._parents), np.zeros((len(self._parents), BUCKETS))
         first, last = (_LOWER.searchsorted(age, "right") - 1 for age in (start, end))
-        stay = first == last  # as nearly all
+        stay = first == last  # nearly all
         places = of[stay] * BUCKETS + first[stay]
         added += np.bincount(places, (end - start)[stay], size * BUCKETS).reshape(size, BUCKETS)
         if not stay.all():
@@ -306,12 +313,12 @@ class HazardRanking:
         self._at_risk[:size] += added
 
     def decay(self, factor: float) -> None:
-        """All that was seen counts ``factor`` times as much."""
+        """Multiply the weight of all observations by ``factor``."""
         self.hits *= factor
         self.at_risk[:] *= factor
 
     def rates(self) -> Float:
-        """Hits a second of each class and bucket, float64[classes, BUCKETS]."""
+        """Return the hits per second of each class and bucket, float64[classes, BUCKETS]."""
         size, at_risk = len(self._parents), self.at_risk
         rates = np.empty((size, BUCKETS))
         lean = _LEAN * _WIDTH
@@ -324,16 +331,16 @@ class HazardRanking:
         return rates
 
     def _lean_on_hints(self, usual: Float) -> None:
-        """``usual``, one row a class of kinds, becomes what hints hint of those of which they do."""
+        """Replace rows of ``usual``, one for each class of a kind, by the rates of their hints."""
         for place, kind in enumerate(self._kinds):
             if is_hinted(kind):
                 usual[place] = [hinted_rate(kind, *one) for one in zip(usual[place], _STARTS, strict=True)]
 
     def learn(self) -> None:
-        """Work out what each class is worth at each age. O(classes x buckets squared) in array operations."""
+        """Compute the index of each class at each age. O(classes * buckets squared) in array operations."""
         rates = self.rates()
         risk = rates * _WIDTH
-        waits = -np.expm1(-risk) / rates  # seconds spent in a bucket by who enters it
+        waits = -np.expm1(-risk) / rates  # expected seconds in a bucket after its start
         best, waited, passed = (np.zeros_like(rates) for _ in range(3))
         for further in range(BUCKETS):
             upto = BUCKETS - further
@@ -345,8 +352,8 @@ class HazardRanking:
 
     # -- rings
 
-    def add(self, point: ResumePoint, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
-        """Put ``point`` into the ring of its class and of what it saves."""
+    def add(self, point: ResumePoint, now: float) -> None:  # noqa: ARG002 - the signature of a ranking
+        """Put ``point`` into the ring of its class and of the tokens that it saves per byte."""
         self._row(point)
         key = point.ring = point.class_number, math.frexp(point.saved)[1]
         point.until = -math.inf
@@ -367,7 +374,7 @@ class HazardRanking:
             point.ring = None
 
     def lowest(self, now: float) -> ResumePoint | None:
-        """Return the least of the two ends of every ring. O(rings)."""
+        """Return the least valuable first or last resume point of all rings. O(rings)."""
         if self._looked != self.learned:
             self._looked = self.learned
             for ring in self._rings.values():
@@ -377,14 +384,14 @@ class HazardRanking:
         for ring in self._rings.values():
             if now >= ring.until:
                 self._value_ring(ring, now)
-            if ring.value <= least:  # as few are
+            if ring.value <= least:  # for few rings
                 point = ring.least
                 if point and (ring.value < least or lowest is None or point.serial < lowest.serial):
                     least, lowest = ring.value, point
         return lowest
 
     def _value_ring(self, ring: Ring, now: float) -> None:
-        """Find the least of the two ends of ``ring``, and how long that holds."""
+        """Find the less valuable of the first and the last resume point of ``ring``, and how long that holds."""
         ring.least, ring.value, ring.until = None, math.inf, math.inf
         for point in ring.outer():
             if now >= point.until or point.learned != self._looked:
@@ -398,34 +405,34 @@ class HazardRanking:
                 ring.least, ring.value = point, point.value
 
     def _value_point(self, point: ResumePoint, now: float) -> None:
-        """Work out the value of ``point``, and how long it holds."""
-        worths, heir = self.gittins, point.heir
+        """Compute the value of ``point``, and how long it holds."""
+        indices, heir = self.gittins, point.heir
         bucket = bucket_of(now - point.used)
-        worth, until = worths[point.class_number][bucket], point.used + NEXT[bucket]
+        index, until = indices[point.class_number][bucket], point.used + NEXT[bucket]
         if heir is not None:
             bucket = bucket_of(now - heir.used)
-            worth, until = worth + worths[heir.class_number][bucket], min(until, heir.used + NEXT[bucket])
-        point.value, point.until, point.learned = worth * point.saved, until - _ROUNDING, self._looked
+            index, until = index + indices[heir.class_number][bucket], min(until, heir.used + NEXT[bucket])
+        point.value, point.until, point.learned = index * point.saved, until - _ROUNDING, self._looked
 
     def value(self, point: ResumePoint, now: float) -> float:
-        """Return the tokens a second and byte that ``point`` is expected to save."""
+        """Return the tokens per second and byte that ``point`` is expected to save."""
         self._row(point)
-        worth = self.gittins[point.class_number][bucket_of(now - point.used)]
+        index = self.gittins[point.class_number][bucket_of(now - point.used)]
         if point.heir is not None:
-            worth += self._index_of(point.heir, now)
-        return worth * point.saved
+            index += self._index_of(point.heir, now)
+        return index * point.saved
 
     def _index_of(self, heir: Heir, now: float) -> float:
         return self.gittins[heir.class_number][bucket_of(now - heir.used)]
 
     def prefers(self, point: ResumePoint, other: ResumePoint, now: float) -> bool:
-        """Return whether ``point`` is of more value than ``other``."""
+        """Return whether the value of ``point`` is above the value of ``other``."""
         return self.value(point, now) > self.value(other, now)
 
     # -- inheritance
 
     def note_hint(self, point: ResumePoint, hint: int, now: float) -> None:
-        """Give ``point`` the class of ``hint``, from its present age on."""
+        """Give ``point`` the class of ``hint``; its age continues."""
         row = self._row(point)
         if hint != point.hint:
             self._wait(point, now - point.used)
@@ -433,7 +440,7 @@ class HazardRanking:
             point.class_number = self._class[row] = self._number_of(*class_of(point))
 
     def evicted(self, point: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
-        """Let ``parent`` inherit the hits that ``point`` would have had; of one declined only if it was never hit."""
+        """Let ``parent`` inherit the value of ``point``. A declined one that was hit before passes nothing on."""
         self._row(point)
         if parent is None or (declined and point.hits):
             return
@@ -452,15 +459,15 @@ class HazardRanking:
             self._free.append(point.row)
             point.row, point.class_number, point.heir, point.until = -1, -1, None, -math.inf
 
-    # -- what must hold
+    # -- invariants
 
     def check(self) -> list[str]:
-        """Return a line for each violated invariant: rings hold their class, columns say what resume points say."""
+        """Return a line for each violated invariant: rings hold one class, columns agree with their resume points."""
         wrong = []
         for key, ring in self._rings.items():
             for used, _, point in ring.points:
                 if point.ring != key or (self._number_of(*class_of(point)), math.frexp(point.saved)[1]) != key:
-                    wrong.append(f"a resume point of {point.tokens} tokens stands in the ring {key}")
+                    wrong.append(f"a resume point of {point.tokens} tokens is in the wrong ring {key}")
                 elif self._used.item(point.row) != used or self._class.item(point.row) != point.class_number:
                     wrong.append(f"the columns of the resume point of {point.tokens} tokens belong to another")
         if int(np.count_nonzero(self._class[: self._rows] != _FREE)) + len(self._free) != self._rows:
@@ -471,7 +478,7 @@ class HazardRanking:
 
 
 def class_of(point: ResumePoint) -> tuple[int, int, int]:
-    """Return kind and hint, hits so far up to 3, and gap; see ``least_gap_s``."""
+    """Return the class key: kind and hint, hits so far up to 3, and the gap (see ``least_gap_s``)."""
     if point.hits:
         gap_s = math.exp(point.log_gap)
         gap = 0 if gap_s < 1.0 else min(10, 1 + int(math.log2(gap_s)))
@@ -483,7 +490,7 @@ def class_of(point: ResumePoint) -> tuple[int, int, int]:
 
 
 def least_gap_s(hits: int, gap: int) -> float | None:
-    """Return the seconds from which on a resume point of so many hits has ``gap``; None for that of new sessions."""
+    """Return the smallest gap in seconds of classes with ``hits`` and ``gap``; None for new sessions."""
     if gap < 0:
         return None
     return float((2 if hits else 3) ** (gap - 1)) if gap else 0.0

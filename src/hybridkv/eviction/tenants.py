@@ -1,10 +1,11 @@
-"""Shares of memory that tenants have of what is kept, and which tenant gives way (docs/design/0026).
+"""Divide the memory of resume points between tenants, and choose the tenant that evicts next (docs/design/0026).
 
-    within its guaranteed share     gives way last
-    above it                        before those
-    above its greatest share        first of all; of each of the three, the tenant that has the most too much
+    above its greatest share        evicts first
+    above its guaranteed share      evicts next
+    within its guaranteed share     evicts last
 
-A tenant may use memory that no other wants: shares only say whose resume points go when room is short.
+Among tenants of one line, the tenant with the largest excess evicts first. A tenant may use memory that no other tenant
+wants: shares matter only when room is short.
 """
 
 from __future__ import annotations
@@ -20,17 +21,27 @@ from hybridkv.errors import ConfigError
 from hybridkv.units import shown
 
 Standing = tuple[bool, float, int]
-"""Whether a tenant is within its greatest share, its bytes that are left of the share, and its number."""
+"""The order of a tenant among all: the smallest one evicts first.
+
+It holds whether the tenant is within its greatest share, the bytes left until the next share, and the tenant's number.
+"""
 
 _OTHERS: Final = "*"
 _ROUNDING: Final = 1e-9
+"""The allowed rounding error of a sum of shares; chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """tenant: the label of its requests, or their salt where they have none; None for all that are not named.
+    """Give one tenant a share of the memory.
 
-    guaranteed, greatest: of memory, 0 .. 1. ConfigError for others, and for a greatest below the guaranteed.
+    Attributes:
+        tenant: The tenant label of its requests, or their salt if they have no label; None for all unnamed tenants.
+        guaranteed: Fraction of the memory, 0 to 1, up to which the tenant evicts last.
+        greatest: Fraction of the memory, ``guaranteed`` to 1, above which the tenant evicts first.
+
+    Raises:
+        ConfigError: A fraction is outside its limits.
     """
 
     tenant: str | None
@@ -48,15 +59,20 @@ class Share:
 
     @property
     def name(self) -> str:
-        """For messages, and as ``parse`` reads it."""
+        """The tenant as ``parse`` reads it: ``*`` for all unnamed tenants."""
         return _OTHERS if self.tenant is None else self.tenant
 
 
 @dataclass(frozen=True, slots=True)
 class TenantShares:
-    """of: in any order; made to begin with that of all who are not named, who are one tenant, number 0.
+    """Hold the shares of all tenants.
 
-    ConfigError for a tenant named twice, and for guaranteed shares of more than all memory.
+    Attributes:
+        of: The shares in any order. The constructor moves the share of unnamed tenants to the front, or adds it:
+            they count as one tenant, number 0.
+
+    Raises:
+        ConfigError: A tenant has two shares, or the guaranteed shares exceed the memory.
     """
 
     of: tuple[Share, ...] = ()
@@ -74,13 +90,16 @@ class TenantShares:
         object.__setattr__(self, "of", (*others, *(one for one in self.of if one.tenant is not None)))
 
     def numbers(self) -> dict[str, int]:
-        """Of the tenants that are named."""
+        """Return the number of each named tenant. O(tenants)."""
         return {one.tenant: number for number, one in enumerate(self.of) if one.tenant is not None}
 
     def standing(self, tenant: int, weight: int, memory_bytes: int) -> Standing:
-        """Return where a tenant stands among all: of two, the one that stands lower gives way first.
+        """Return the order of a tenant among all: the tenant with the smallest value evicts first.
 
-        tenant: its number. weight: bytes that are kept of it. memory_bytes: of which the shares are.
+        Args:
+            tenant: The number of the tenant.
+            weight: Bytes that the tenant is charged.
+            memory_bytes: Bytes of the memory that the shares divide.
         """
         share = self.of[tenant]
         above = weight > share.greatest * memory_bytes
@@ -89,15 +108,20 @@ class TenantShares:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Self:
-        """Of ``NAME=GUARANTEED`` or ``NAME=GUARANTEED..GREATEST`` each, * for all not named: ``team-a=30%..60%``.
+        """Read shares from the command line.
 
-        ConfigError for anything else.
+        Args:
+            texts: ``NAME=GUARANTEED`` or ``NAME=GUARANTEED..GREATEST`` each, for example ``team-a=30%..60%``. The name
+                ``*`` means all unnamed tenants.
+
+        Raises:
+            ConfigError: A text has another form, or the shares contradict each other.
         """
         return cls(tuple(map(_parsed, texts)))
 
 
 EVERYBODY: Final = TenantShares()
-"""All requests are of one tenant."""
+"""No tenant has a share: all requests count as one tenant."""
 
 
 def _parsed(asked: str) -> Share:
@@ -113,14 +137,19 @@ def _parsed(asked: str) -> Share:
 
 
 def _fraction(number: str) -> float:
-    """``30%`` or ``0.3``."""
+    """Return the fraction of ``30%`` or ``0.3``."""
     return float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
 
 
 class Weights:
-    """Bytes that each tenant is charged, not followed for a single one.
+    """Count the bytes that each tenant is charged. With a single tenant the counts stay 0.
 
-    For reading: of, by number; changed, the tenants whose bytes were changed, until the one reader clears it.
+    Args:
+        tenants: Number of tenants.
+
+    Attributes:
+        of: Bytes of each tenant, by its number.
+        changed: Tenants with changed bytes. Its only reader clears it.
     """
 
     __slots__ = ("changed", "of")
@@ -130,11 +159,11 @@ class Weights:
         self.changed = set[int]()
 
     def add(self, tenant: int, size: int) -> None:
-        """Charge ``tenant`` for ``size`` bytes more, or less where it is negative."""
+        """Charge ``tenant`` for ``size`` more bytes; a negative size reduces the charge."""
         self.of[tenant] += size
         self.changed.add(tenant)
 
     def replace(self, sizes: Sequence[int]) -> None:
-        """Charge each tenant for so many bytes. O(tenants)."""
+        """Set the charge of each tenant to its entry of ``sizes``, in bytes. O(tenants)."""
         self.of[:] = sizes
         self.changed.update(range(len(sizes)))

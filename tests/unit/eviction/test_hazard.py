@@ -76,4 +76,4 @@ def test_hazard_check_reports_resume_point_in_wrong_ring() -> None:
     one = end(1)
     ranking.add(one, 0.0)
     one.saved *= 4
-    assert ranking.check() == ["a resume point of 100 tokens stands in the ring (3, 1)"]
+    assert ranking.check() == ["a resume point of 100 tokens is in the wrong ring (3, 1)"]
