@@ -32,14 +32,14 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_plan_is_the_golden_one(name: str) -> None:
+def test_plan_equals_the_golden_file(name: str) -> None:
     path = HERE / f"{name}.plan.json"
     made = plan(read_model(name), 40 * GiB, max_model_len=SHORTER.get(name), layout="reference")
     assert plan_to_json(made) == path.read_text("utf-8")
     assert read_plan(path) == made
 
 
-def test_the_plan_with_a_narrow_cache_is_the_golden_one() -> None:
+def test_plan_with_fp8_cache_equals_the_golden_file() -> None:
     path = HERE / "nemotron-3-super-120b-a12b.fp8.plan.json"
     made = plan(read_model("nemotron-3-super-120b-a12b", dtype="fp8"), 40 * GiB, layout="reference")
     assert plan_to_json(made) == path.read_text("utf-8")
@@ -67,7 +67,7 @@ def test_the_plan_with_a_narrow_cache_is_the_golden_one() -> None:
         ("lfm2-1.2b", 16, 3, 6),
     ],
 )
-def test_reference_blocks_of_golden_plans(name: str, block_size: int, groups: int, tensors: int) -> None:
+def test_golden_plans_have_the_reference_block_sizes(name: str, block_size: int, groups: int, tensors: int) -> None:
     golden = read_plan(HERE / f"{name}.plan.json")
     assert {group.spec.block_size for group in golden.config.groups} == {block_size}
     assert (len(golden.config.groups), len(golden.config.tensors)) == (groups, tensors)
@@ -89,7 +89,7 @@ def test_reference_blocks_of_golden_plans(name: str, block_size: int, groups: in
         ("deepseek-v3", 70_272, 163_840, 38_199, 611_168),
     ],
 )
-def test_golden_plans_hold_what_arithmetic_says(
+def test_golden_plan_capacity_matches_arithmetic(
     name: str, kv_bytes_per_token: int, longest: int, num_blocks: int, tokens: int
 ) -> None:
     golden = read_plan(HERE / f"{name}.plan.json")
@@ -105,7 +105,7 @@ def test_golden_plans_hold_what_arithmetic_says(
     assert len(golden.config.groups) == 1
 
 
-def test_a_plan_of_the_first_release_is_read() -> None:
+def test_plan_file_of_the_first_release_is_read() -> None:
     # written before pages could be padded, before there were encoder and speculative tokens, and before plans told the
     # hidden size, query heads and bytes of the weights; its limits are its own
     old = read_plan(HERE / "first-version.plan.json")

@@ -52,7 +52,7 @@ def groups_of(config: KVCacheConfig) -> str:
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=NAMES)
-def test_the_natural_plan_is_the_golden_one(golden: tuple[str, int, str, int, int, float, int, int | None]) -> None:
+def test_natural_plan_equals_the_golden_facts(golden: tuple[str, int, str, int, int, float, int, int | None]) -> None:
     name, slab_bytes, groups, padding, longest, requests, tokens, states = golden
     made = natural(name)
     facts = facts_of(made)
@@ -68,7 +68,7 @@ def test_the_natural_plan_is_the_golden_one(golden: tuple[str, int, str, int, in
 
 @pytest.mark.parametrize("gibibytes", [20, 40, 80, 640])
 @pytest.mark.parametrize("name", NAMES)
-def test_padding_stays_below_1_percent_and_blocks_natural(name: str, gibibytes: int) -> None:
+def test_natural_plan_has_at_most_1_percent_padding_and_blocks_of_16(name: str, gibibytes: int) -> None:
     made = natural(name, gibibytes)
     config = made.config
     assert config.slabs is not None
@@ -81,7 +81,7 @@ def test_padding_stays_below_1_percent_and_blocks_natural(name: str, gibibytes: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nearly_all_of_the_memory_holds_something(name: str) -> None:
+def test_natural_plan_uses_99_percent_of_the_memory(name: str) -> None:
     facts, model = facts_of(natural(name)), natural(name).model
     # padding, the null slab and what is left over: 1 % beside a quantum of what is counted
     if facts.attention_tokens is not None:
@@ -91,7 +91,7 @@ def test_nearly_all_of_the_memory_holds_something(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3", "gpt-oss-120b", "llama-4-scout", "whisper-large-v3"])
-def test_one_class_and_whole_slabs_are_the_reference(name: str) -> None:
+def test_natural_plan_of_one_class_equals_the_reference_plan(name: str) -> None:
     ours = natural(name)
     reference = plan(read_model(name), 40 * GiB, max_model_len=SHORTER.get(name), layout="reference")
     assert ours.config.num_blocks == reference.config.num_blocks

@@ -60,7 +60,7 @@ def drawn(view: top.View) -> list[str]:
     return [" ".join(line.split()) for line in out.getvalue().splitlines() if line.strip()]
 
 
-def test_a_recorded_exposition() -> None:
+def test_top_draws_rates_of_recorded_metrics() -> None:
     view = top.View("http://there/metrics")
     view.add(Exposition.parse(RECORDED, 10.0))
     lines = drawn(view)
@@ -76,14 +76,14 @@ def test_a_recorded_exposition() -> None:
     assert "output tokens/s 10.0 120" in lines
 
 
-def test_a_server_that_was_begun_anew_counts_from_nothing() -> None:
+def test_top_counts_from_zero_after_a_server_restart() -> None:
     later, again = Exposition.parse(LATER, 1.0), Exposition.parse(RECORDED, 2.0)
     assert again.rate(later, "generation_tokens_total") == 100
     assert again.hit_rate(later) == 0.25
 
 
 @given(st.lists(st.floats(0, 0.35), min_size=1, max_size=40), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-def test_quantiles_lie_in_the_right_bucket(times: list[float], share: float) -> None:
+def test_top_quantile_lies_in_its_bucket(times: list[float], share: float) -> None:
     edges = [0.1, 0.2, 0.3]
     counts = [sum(one <= edge for one in times) for edge in edges] + [len(times)]
     text = "x:num_requests_running 0\n" + "".join(
@@ -97,7 +97,7 @@ def test_quantiles_lie_in_the_right_bucket(times: list[float], share: float) -> 
         assert ([0.0, *edges][here]) <= found <= [*edges, edges[-1]][here]
 
 
-def test_a_server_beside_its_own_counts(llama: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_shows_the_counts_of_a_running_server(llama: Served, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         llama.post(PATH, prompt="a prompt that comes twice, of two blocks", max_tokens=6, ignore_eos=True)
     assert look(url=llama.url) == 0
@@ -111,7 +111,7 @@ def test_a_server_beside_its_own_counts(llama: Served, capsys: pytest.CaptureFix
     assert f"finished {now.requests_finished} 0 since top started" in lines
 
 
-def test_it_goes_on_in_a_terminal(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_refreshes_in_a_terminal(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     class EnoughError(Exception):
         pass
 
@@ -130,7 +130,7 @@ def test_it_goes_on_in_a_terminal(llama: Served, monkeypatch: pytest.MonkeyPatch
     assert out.getvalue().count("hit rate") >= 3
 
 
-def test_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_with_an_invalid_key_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ApiKeys({"sk-all": None, "sk-one": "salt"})
     with serving(engine_of("llama"), ServeOptions(keys=keys, metrics_prefix="vllm")) as served:
         for key, status in ((None, "401 Unauthorized"), ("sk-one", "403 Forbidden")):
@@ -153,7 +153,7 @@ class Other(Quiet, BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     ("path", "said"), [("/page", "not metrics"), ("/other", "no metric is named"), ("/bytes", "cannot read")]
 )
-def test_what_is_no_such_server(path: str, said: str) -> None:
+def test_top_of_a_page_without_metrics_is_rejected(path: str, said: str) -> None:
     with answering(Other) as there, pytest.raises(ConfigError, match=said):
         look(url=there + path)
 
@@ -177,7 +177,7 @@ def asked(to: str | None = None) -> Iterator[tuple[str, list[str | None]]]:
         yield url, keys
 
 
-def test_a_key_goes_to_no_other_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_does_not_send_its_key_to_a_redirect(capsys: pytest.CaptureFixture[str]) -> None:
     with asked() as (other, keys), asked(other) as (url, _):
         with pytest.raises(ConfigError, match=f"redirects to '{other}', which must not get the key"):
             look(url=url, api_key="sk-all")
@@ -192,12 +192,12 @@ def test_a_key_goes_to_no_other_server(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     "url", ["", "file:///etc/passwd", "http://", "ftp://a", "http://a b", "http://[", "a:0", "a:x"]
 )
-def test_what_is_no_address(url: str) -> None:
+def test_top_with_an_invalid_address_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match="is not the address of a server"):
         look(url=url)
 
 
-def test_nobody_there() -> None:
+def test_top_without_a_server_is_rejected() -> None:
     with answering(Other) as there:
         pass
     with pytest.raises(
@@ -220,12 +220,12 @@ def looked_at(*salts: str | None) -> Diagnosis:
         return examine_server(served.url, Exposition.parse(read_metrics(metrics_url(served.url), None), 0.0))
 
 
-def test_a_server_whose_requests_share() -> None:
+def test_doctor_with_shared_prompts_has_no_findings() -> None:
     told = looked_at(*[None] * 6)
     assert told.findings == ()
     assert told.figures.keys() == {"found", "blocks_and_prefixes", "salts", "states_read_again", "states_and_requests"}
 
 
-def test_a_server_of_a_salt_for_each_request() -> None:
+def test_doctor_reports_a_salt_per_request() -> None:
     told = looked_at(*(f"salt-{number}" for number in range(6)))
     assert [one.name for one in told.findings] == ["salts"]

@@ -199,12 +199,12 @@ def test_tables_kernel_sizes_are_per_group_or_shared() -> None:
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
     ],
 )
-def test_arguments_that_cannot_work(arguments: dict[str, Any], message: str) -> None:
+def test_tables_with_invalid_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 8], **arguments)  # noqa: FBT003  # vLLM's positions
 
 
-def test_each_group_has_its_own_bound_of_ids() -> None:
+def test_tables_check_block_ids_against_the_limit_of_their_group() -> None:
     t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 8], num_blocks=[100, 10])  # noqa: FBT003  # vLLM's positions
     t.apply(step(0, cells((0, 0, 0, 99), (1, 0, 0, 9)), new=(0,)))
     with pytest.raises(WorkerError, match=r"cells.block must lie in 0 \.\. 9 in group 1, got 10"):
@@ -212,7 +212,7 @@ def test_each_group_has_its_own_bound_of_ids() -> None:
     assert (blocks(t, 0, 0), blocks(t, 1, 0)) == ([99], [9])
 
 
-def test_steps_name_memory_blocks() -> None:
+def test_tables_split_memory_blocks_into_kernel_blocks() -> None:
     t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [32], [16], num_blocks=8)  # noqa: FBT003  # vLLM's positions
     t.apply(step(0, cells((0, 1, 0, 3), (0, 1, 1, 7)), new=(1,)))
     assert blocks(t, 0, 1) == [6, 7, 14, 15]
@@ -220,7 +220,7 @@ def test_steps_name_memory_blocks() -> None:
         t.apply(step(1, cells((0, 1, 2, 3))))
 
 
-def test_a_new_row_has_nothing_of_the_old_one() -> None:
+def test_tables_clear_a_row_for_a_new_request() -> None:
     """A window's hit sends its live columns alone; what lies before them must not be the last request's blocks."""
     t = tables(1)
     t.apply(step(0, cells((0, 0, 0, 11), (0, 0, 1, 12), (0, 0, 2, 13)), new=(0,)))
@@ -230,7 +230,7 @@ def test_a_new_row_has_nothing_of_the_old_one() -> None:
     assert blocks(t, 0, 0) == t[0].get_device_tensor()[0, :4].tolist() == [0, 0, 21, 22]
 
 
-def test_no_slot_is_written_when_a_position_lies_outside_one_group() -> None:
+def test_tables_with_an_invalid_position_write_no_slot() -> None:
     t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 4], max_num_blocks=[4, 2])  # noqa: FBT003  # vLLM's positions
     t.add_row([[1, 2, 3], [4, 5]], 0)
     t.commit_block_table(2)
@@ -241,7 +241,7 @@ def test_no_slot_is_written_when_a_position_lies_outside_one_group() -> None:
         assert (one.slot_mapping == -1).all()
 
 
-def test_a_step_clears_finished_rows_begins_new_ones_then_writes_in_order() -> None:
+def test_tables_clear_finished_rows_then_write_cells_in_order() -> None:
     t = tables()
     t.apply(step(0, cells((0, 0, 0, 11), (0, 0, 1, 12), (1, 0, 0, 13), (0, 1, 0, 14)), new=(0, 1)))
     assert (blocks(t, 0, 0), blocks(t, 1, 0), blocks(t, 0, 1)) == ([11, 12], [13], [14])
@@ -257,7 +257,7 @@ def test_a_step_clears_finished_rows_begins_new_ones_then_writes_in_order() -> N
     assert t.last_step_id == 4
 
 
-def test_a_missed_or_repeated_step_is_refused() -> None:
+def test_missed_or_repeated_step_is_rejected() -> None:
     t = tables()
     t.apply(step(0, cells((0, 0, 0, 11)), new=(0,)))
     for wrong in (step(2, cells((0, 0, 1, 12))), step(0, cells((0, 0, 1, 12)))):
@@ -268,7 +268,7 @@ def test_a_missed_or_repeated_step_is_refused() -> None:
     assert (blocks(t, 0, 0), t.last_step_id) == ([11], 0)
 
 
-def test_after_a_failure_ids_jump_and_are_taken() -> None:
+def test_step_id_after_a_failed_step_may_jump() -> None:
     t = tables()
     t.apply(step(0, cells((0, 0, 0, 11)), new=(0,)))
     t.apply(step(1, cells((0, 0, 1, 12))))  # its forward raised; step 2 was in flight and never came here
@@ -291,7 +291,7 @@ def test_after_a_failure_ids_jump_and_are_taken() -> None:
         (replace(step(1, cells((0, 0, 1, 5))), rows=np.asarray([7], np.int32)), "rows must lie"),
     ],
 )
-def test_a_step_that_does_not_fit_changes_nothing(wrong: Step, message: str) -> None:
+def test_invalid_step_changes_no_table(wrong: Step, message: str) -> None:
     t = tables()
     t.apply(step(0, cells((0, 0, 0, 11), (1, 0, 0, 12)), new=(0,)))
     t.commit_block_table(4)
@@ -302,7 +302,7 @@ def test_a_step_that_does_not_fit_changes_nothing(wrong: Step, message: str) -> 
     t.apply(step(1, cells((0, 0, 1, 5))))
 
 
-def test_no_group_is_written_when_one_does_not_fit() -> None:
+def test_invalid_rows_of_one_group_change_no_group() -> None:
     t = tables()
     calls: list[Callable[[], None]] = [
         lambda: t.append_row([[1], [1] * 9], 0),
@@ -317,7 +317,7 @@ def test_no_group_is_written_when_one_does_not_fit() -> None:
         assert [one.num_blocks_per_row.tolist() for one in t] == [[0] * 4] * 2
 
 
-def test_tables_of_a_plan() -> None:
+def test_tables_of_a_plan_have_its_sizes() -> None:
     specs = [full(4, 8), mamba(16, "align"), cross(4)]
     config = natural_model_config(6, specs, [2, 1, 4], kernel_blocks=[2, 1, 1])
     t = MultiGroupBlockTable.of_config(
@@ -368,7 +368,7 @@ def made(of: MultiGroupBlockTable) -> StepBatch:
     return step_batch(two_rows(), of)
 
 
-def test_every_token_has_its_position_and_slot() -> None:
+def test_step_batch_has_position_and_slot_of_every_token() -> None:
     batch = made(three_groups())
     assert batch.positions.tolist() == [7, 8, 9, 0, 1, 2, 3, 4]
     assert list(batch.groups) == [0, 2]  # states have no slots
@@ -378,7 +378,7 @@ def test_every_token_has_its_position_and_slot() -> None:
         assert group.slots.offsets.tolist() == [3, 0, 1, 0, 1, 2, 3, 0]
 
 
-def test_every_row_reads_its_own_blocks_up_to_its_last_token() -> None:
+def test_step_batch_rows_read_their_blocks_up_to_the_last_token() -> None:
     reads = made(three_groups()).groups[0].reads
     assert (reads.query_start_loc, reads.seq_lens) == ((0, 3, 8), (10, 5))
     assert reads.block_table[0].tolist() == ROWS[2]
@@ -387,19 +387,19 @@ def test_every_row_reads_its_own_blocks_up_to_its_last_token() -> None:
     assert (reads.block_size, reads.num_blocks) == (4, 12)
 
 
-def test_a_rank_has_the_slots_of_its_own_tokens() -> None:
+def test_step_batch_of_a_rank_has_slots_of_its_own_tokens() -> None:
     first, second = (made(three_groups(2, rank)).groups[0] for rank in (0, 1))
     assert first.slots.tokens.tolist() == [1, 3, 5, 7]  # positions 8, 0, 2, 4
     assert second.slots.tokens.tolist() == [0, 2, 4, 6]
     assert [one.reads.share.rank for one in (first, second)] == [0, 1]
 
 
-def test_a_step_that_the_tables_do_not_know_is_refused() -> None:
+def test_step_batch_of_an_unapplied_step_is_rejected() -> None:
     with pytest.raises(WorkerError, match="row 2 has blocks for 0 tokens in group 0 and needs them for 10: apply"):
         step_batch(two_rows(), three_groups())
 
 
-def test_what_the_tables_hold_is_committed() -> None:
+def test_step_batch_commits_the_tables() -> None:
     of = three_groups()
     made(of)
     assert torch.equal(of[0].get_device_tensor()[[2, 0], :2].cpu(), torch.tensor([[5, 3], [4, 6]], dtype=torch.int32))
@@ -432,11 +432,11 @@ def found(dcp: int = 1, pcp: int = 1, interleave: int = 1, ranks: Sequence[int] 
 @pytest.mark.parametrize(
     ("dcp", "pcp", "interleave"), [(2, 1, 1), (2, 1, 4), (1, 2, 2), (2, 2, 1), (4, 1, 4), (1, 3, 2)]
 )
-def test_ranks_find_together_what_one_finds_alone(dcp: int, pcp: int, interleave: int) -> None:
+def test_attention_over_ranks_equals_attention_on_one_rank(dcp: int, pcp: int, interleave: int) -> None:
     torch.testing.assert_close(found(dcp, pcp, interleave), found(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 0], [1, 1]])
-def test_a_rank_that_is_missing_is_noticed(ranks: list[int]) -> None:
+def test_attention_without_one_rank_gives_another_result(ranks: list[int]) -> None:
     with pytest.raises(AssertionError):
         torch.testing.assert_close(found(2, ranks=ranks), found(), rtol=1e-5, atol=1e-5)

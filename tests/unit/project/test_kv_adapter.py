@@ -48,7 +48,7 @@ def prompts(count: int, tokens: int) -> list[list[int]]:
     return rows
 
 
-def test_a_prompt_is_allocated_found_and_freed(bench: ModuleType) -> None:
+def test_adapter_allocates_hits_and_frees_a_prompt(bench: ModuleType) -> None:
     adapter = bench.HybridKVAdapter()
     hasher = adapter.hasher("sha256_cbor", BLOCK)
     manager = adapter.manager([FULL], 9, 1024, observe=True)
@@ -77,7 +77,7 @@ def test_a_prompt_is_allocated_found_and_freed(bench: ModuleType) -> None:
     assert adapter.stats_row(adapter.observe(manager)[1]) == (0.0, 0, 0)
 
 
-def test_windows_and_states(bench: ModuleType) -> None:
+def test_adapter_allocates_windows_and_states(bench: ModuleType) -> None:
     adapter = bench.HybridKVAdapter()
     groups = [Group("full", 4), Group("swa", 4, 6), Group("mamba_align", 8)]
     request = adapter.request("a", list(range(20)), adapter.hasher("sha256_cbor", 4))
@@ -89,7 +89,7 @@ def test_windows_and_states(bench: ModuleType) -> None:
         adapter.manager([Group("cross")], 16, 1024)
 
 
-def test_a_scheduler_of_several_kinds_shows_null_columns(bench: ModuleType) -> None:
+def test_adapter_scheduler_of_several_kinds_shows_null_columns(bench: ModuleType) -> None:
     adapter = bench.HybridKVAdapter()
     sched = adapter.scheduler([Group("full", 4), Group("mamba_align", 8)], 4, 64, 8192)
     adapter.sched_add(sched, "a", list(range(20)), sched.cache.hasher)
@@ -98,7 +98,7 @@ def test_a_scheduler_of_several_kinds_shows_null_columns(bench: ModuleType) -> N
     assert adapter.sched_view(sched, step) == [("a", 16, ([1, 2, 3, 4], [0, 5]))]
 
 
-def test_a_scheduler_runs_prompts_and_then_decodes(bench: ModuleType) -> None:
+def test_adapter_scheduler_runs_prompts_then_decodes(bench: ModuleType) -> None:
     adapter = bench.HybridKVAdapter()
     scheduler = adapter.scheduler([FULL], 2, 40, 2100)
     hasher = adapter.hasher("sha256_cbor", BLOCK)

@@ -25,31 +25,31 @@ ELSEWHERE = ("make vllm-env", ".venv/vllm-", "hybridkv serve")
 RUN = [(line, shown) for line, shown in BLOCKS if not line.startswith(ELSEWHERE)]
 
 
-def test_there_is_something_to_test() -> None:
+def test_readme_has_snippets_and_commands() -> None:
     assert SNIPPETS
     assert {"plan", "replay", "generate", "models"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
-def test_snippet_runs(snippet: str) -> None:
+def test_readme_snippet_runs(snippet: str) -> None:
     names: dict[str, object] = {}
     exec(compile(snippet, str(README), "exec"), names)  # noqa: S102 - our own README
     assert len(names["step"].rows) == 1  # type: ignore[attr-defined]  # a Step, made by the snippet
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_exists(command: str) -> None:
+def test_readme_command_exists(command: str) -> None:
     assert f"hybridkv {command}" in run(command, "--help").stdout
 
 
-def test_commands_of_blocks_show_their_output() -> None:
+def test_readme_command_blocks_show_their_output() -> None:
     assert len(BLOCKS) - len(RUN) == len(ELSEWHERE)
     assert {line.split()[1] for line, _ in RUN} == {"sweep", "examples/continuous_batching.py"}
     assert all(len(shown) >= 2 for _, shown in RUN)
 
 
 @pytest.mark.parametrize(("line", "shown"), RUN, ids=lambda one: one.split()[1] if isinstance(one, str) else "")
-def test_the_output_shown_is_what_the_command_prints(
+def test_readme_output_is_printed_by_the_command(
     line: str, shown: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The README leaves lines out; what it shows is there, in order, to the character."""
@@ -67,5 +67,5 @@ def test_the_output_shown_is_what_the_command_prints(
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)#]+)", TEXT))
-def test_link_leads_somewhere(link: str) -> None:
+def test_readme_link_target_exists(link: str) -> None:
     assert (README.parent / link).exists()

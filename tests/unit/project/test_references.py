@@ -54,7 +54,7 @@ def cited(text: str) -> Iterator[str]:
             yield f"docs/design/{number}"
 
 
-def test_there_is_something_to_test() -> None:
+def test_reference_checks_find_code_documents_and_missing_sections() -> None:
     assert len(CODE) > 300
     assert len(DOCUMENTS) > 15
     text = "\n".join(path.read_text("utf-8") for path in CODE)
@@ -65,7 +65,7 @@ def test_there_is_something_to_test() -> None:
     assert list(cited("see docs/design/0999")) == ["docs/design/0999"]
 
 
-def test_documents_that_code_cites_are_here() -> None:
+def test_documents_cited_in_code_exist() -> None:
     wrong = {}
     for path in CODE:
         text = re.sub(r"[\"'][\w/{}.-]*\.md[\"']", "", path.read_text("utf-8"))  # files that a test writes
@@ -75,7 +75,7 @@ def test_documents_that_code_cites_are_here() -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_of_documents_lead_somewhere(path: Path) -> None:
+def test_link_targets_of_documents_exist(path: Path) -> None:
     text = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", text):
         file, _, anchor = target.partition("#")
@@ -87,7 +87,7 @@ def test_links_of_documents_lead_somewhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_files_and_tests_that_documents_name_are_there(path: Path) -> None:
+def test_files_and_tests_named_in_documents_exist(path: Path) -> None:
     if path.name == "CHANGELOG.md":
         return  # it tells of what was
     for name in re.findall(r"`((?:src|tests|benchmarks|examples|docs)/[\w./-]+)`", path.read_text("utf-8")):
@@ -102,7 +102,7 @@ def test_files_and_tests_that_documents_name_are_there(path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["cache", "eviction", "observe", "schedule"])
-def test_the_tables_of_modules_have_every_module(folder: str) -> None:
+def test_module_tables_list_every_module(folder: str) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     table = text.partition(f"| in `{folder}/` |")[2].partition("\n\n")[0]
     told = {name for line in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}

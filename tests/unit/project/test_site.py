@@ -31,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def test_every_link_leads_somewhere(site: Path) -> None:
+def test_site_link_targets_exist(site: Path) -> None:
     pages = {path: path.read_text("utf-8") for path in site.rglob("*.html")}
     ids = {path: set(IDS.findall(text)) for path, text in pages.items()}
     wrong, seen = [], 0
@@ -49,12 +49,12 @@ def test_every_link_leads_somewhere(site: Path) -> None:
     assert seen > 1000
 
 
-def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+def test_site_loads_no_external_resources(site: Path) -> None:
     text = "".join(path.read_text("utf-8") for path in site.rglob("*.html"))
     assert not re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="(?:https?:)?//[^"]*"', text)
 
 
-def test_documents_files_and_the_api_are_in_it(site: Path) -> None:
+def test_site_has_documents_files_and_api(site: Path) -> None:
     for name in ("glossary", "contracts", "design/0009-natural-cache", "repository/examples/foreign_engine.py"):
         assert (site / name / "index.html").exists(), name
     text = "".join(path.read_text("utf-8") for path in (site / "api").rglob("*.html"))
@@ -63,7 +63,7 @@ def test_documents_files_and_the_api_are_in_it(site: Path) -> None:
     assert {"allocate_slots", "take_transfers", "get_computed_blocks", "schedule", "generate"} <= anchors
 
 
-def test_diagrams_of_docstrings_keep_their_columns(site: Path) -> None:
+def test_site_keeps_columns_of_docstring_diagrams(site: Path) -> None:
     """What has columns stands in a block of code: a paragraph would squash it."""
     text = "".join(path.read_text("utf-8") for path in (site / "api").rglob("*.html"))
     assert re.findall(r"<p>[^<]*\S {2,}\S[^<]*", text) == []

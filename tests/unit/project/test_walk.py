@@ -98,7 +98,7 @@ CEILINGS = {
 
 
 @pytest.mark.parametrize(("model", "layout"), CEILINGS)
-def test_a_request_travels_no_further_than_before(model: str, layout: str) -> None:
+def test_request_walk_stays_below_its_ceilings(model: str, layout: str) -> None:
     found = tuple(one.counts() for one in walk(model, layout))
     over = [
         (step, name, count, ceiling)

@@ -145,7 +145,7 @@ def test_vllm_manager_keeps_the_watermark_free() -> None:
     assert cache.allocate_slots(Asked("b", PROMPT[1:9]), 8, has_scheduled_reqs=False) is not None
 
 
-def test_of_states_an_admission_asks_for_that_which_the_chunk_leaves() -> None:
+def test_vllm_manager_admission_counts_one_state_per_chunk() -> None:
     """As vLLM's: it finds no block later, and another request gives way then."""
     cache = manager(FullAttentionSpec(), MambaSpec(), num_blocks=6)
     assert cache.allocate_slots(Asked("a", PROMPT), 4, full_sequence_must_fit=True) is not None
@@ -175,7 +175,7 @@ def test_vllm_manager_frees_windows_after_settled_tokens() -> None:
     assert cache.get_block_ids("a")[0][:2] == [0, 0]
 
 
-def test_ids_to_clear_are_those_of_attention() -> None:
+def test_vllm_manager_clears_attention_blocks_only() -> None:
     cache = manager(FullAttentionSpec(), MambaSpec())
     request = Asked("a", PROMPT)
     run(cache, request, len(PROMPT))
@@ -201,7 +201,7 @@ def test_vllm_manager_blocks_have_the_vllm_interface() -> None:
     assert cache.estimate_cached_tokens(request) == 12
 
 
-def test_engines_ask_groups_for_their_spec() -> None:
+def test_vllm_manager_groups_have_their_spec_and_block_size() -> None:
     """EngineCore looks at each when it starts."""
     specs = FullAttentionSpec(), SlidingWindowSpec()
     found = manager(*specs).coordinator.single_type_managers
@@ -240,7 +240,7 @@ def test_vllm_manager_encoder_input_is_not_in_the_prompt() -> None:
     assert run(cache, request, len(PROMPT)) is not None
 
 
-def test_states_inside_a_step_are_left_to_chunk_ends() -> None:
+def test_vllm_manager_keeps_states_at_chunk_ends_only() -> None:
     """The block that vLLM would take for one is never taken: its column is null."""
     cache = manager(FullAttentionSpec(), MambaSpec(num_prefill_checkpoint_blocks=1))
     request = Asked("a", PROMPT)
@@ -301,7 +301,7 @@ def test_vllm_manager_rejects_unsupported_options(spec: object, message: str) ->
         spec_of(spec)
 
 
-def test_states_are_shapes_with_their_dtypes_as_vllm_counts_their_bytes() -> None:
+def test_vllm_state_spec_pairs_shapes_with_dtypes() -> None:
     spec = spec_of(MambaSpec(shapes=((2, 2), (3,)), dtypes=("torch.float32",)))
     assert (spec.shapes, spec.dtypes) == (((2, 2),), ("float32",))  # type: ignore[attr-defined]
 
@@ -345,12 +345,12 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
         ({"dcp_world_size": 2, "dcp_sharded": False}, "whole on every rank"),
     ],
 )
-def test_what_vllm_was_started_with_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+def test_vllm_manager_rejects_unsupported_vllm_settings(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"hybridkv.vllm does not support .*{message}"):
         refuse(started(**changed))
 
 
-def test_what_is_supported_is_not_refused() -> None:
+def test_vllm_manager_accepts_supported_vllm_settings() -> None:
     refuse(started())
     refuse(started(transfer=SimpleNamespace(kv_connector="ExampleConnector"), num_prefill_lookahead=1))
     refuse(started(transfer=SimpleNamespace(kv_connector="NixlConnector"), spec=MambaSpec()))
@@ -358,7 +358,7 @@ def test_what_is_supported_is_not_refused() -> None:
     refuse(started(dcp_world_size=2))
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_vllm_manager_rejects_impossible_calls() -> None:
     cache = manager(FullAttentionSpec())
     request = Asked("a", PROMPT)
     with pytest.raises(ConfigError, match="end at blocks"):
@@ -405,7 +405,7 @@ def other_hits(cache: CacheManager) -> int:
     return int(cache.get_computed_blocks(Asked("other", [*PROMPT, 1]))[1])
 
 
-def test_what_a_connector_brings_beside_the_steps_is_found_when_it_is_there() -> None:
+def test_vllm_manager_loaded_blocks_are_hit_after_the_load() -> None:
     cache = manager(FullAttentionSpec())
     request = Asked("a", PROMPT)
     assert admit_load(cache, request, 8) is not None
@@ -420,7 +420,7 @@ def test_what_a_connector_brings_beside_the_steps_is_found_when_it_is_there() ->
     cache.cache.check()
 
 
-def test_a_prompt_that_comes_whole_has_its_last_token_computed() -> None:
+def test_vllm_manager_fully_loaded_prompt_computes_its_last_token() -> None:
     cache = manager(FullAttentionSpec())
     request = Asked("a", PROMPT[:13])
     assert admit_load(cache, request, 13) is not None
@@ -432,7 +432,7 @@ def test_a_prompt_that_comes_whole_has_its_last_token_computed() -> None:
     cache.cache.check()
 
 
-def test_where_the_end_of_a_window_did_not_come_it_begins_anew() -> None:
+def test_vllm_manager_partly_loaded_window_is_recomputed() -> None:
     cache = manager(SlidingWindowSpec())
     request = Asked("a", PROMPT)
     assert admit_load(cache, request, 12) is not None
@@ -443,7 +443,7 @@ def test_where_the_end_of_a_window_did_not_come_it_begins_anew() -> None:
     cache.cache.check()
 
 
-def test_a_load_leaves_those_that_prefill_what_they_need() -> None:
+def test_vllm_manager_load_keeps_the_blocks_reserved_for_prefills() -> None:
     cache = manager(FullAttentionSpec(), num_blocks=10)  # 9 blocks
     first = Asked("first", list(range(100, 124)))  # 6 blocks, 2 of them now
     run(cache, first, 8)
@@ -456,7 +456,7 @@ def test_a_load_leaves_those_that_prefill_what_they_need() -> None:
     cache.cache.check()
 
 
-def test_a_connector_that_has_less_than_is_here_is_taken_at_its_word() -> None:
+def test_vllm_manager_connector_with_fewer_tokens_shortens_the_hit() -> None:
     """As ExampleConnector says it: 12 tokens are here, it has 4, so it brings -8."""
     cache = manager(FullAttentionSpec())
     run(cache, Asked("a", PROMPT), len(PROMPT))
@@ -528,7 +528,7 @@ def test_vllm_manager_partly_loaded_state_is_not_hit() -> None:
     cache.cache.check()
 
 
-def test_the_state_behind_a_whole_prompt_is_none_that_its_last_token_is_computed_from() -> None:
+def test_vllm_manager_state_after_the_whole_prompt_is_not_resumed() -> None:
     """It begins anew, and may be brought all tokens but the last; not the whole prompt for ever."""
     cache = manager(FullAttentionSpec(), MambaSpec())
     request = Asked("a", PROMPT)
@@ -551,7 +551,7 @@ def test_the_state_behind_a_whole_prompt_is_none_that_its_last_token_is_computed
     ("external", "new", "mode", "fits"),
     [(9, 3, "align", True), (9, 4, "align", False), (8, 1, "align", False), (8, 6, "none", True)],
 )
-def test_a_state_is_loaded_within_a_step_only_where_no_copy_of_it_goes_before(
+def test_vllm_manager_load_of_a_copied_state_in_a_step_is_rejected(
     external: int, new: int, mode: str, *, fits: bool
 ) -> None:
     """vLLM's worker copies a row's state to the column where its step ends, and lets the connector load thereafter."""

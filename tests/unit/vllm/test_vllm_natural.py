@@ -78,7 +78,7 @@ def play(engine: Engine) -> tuple[int, int]:
 
 @pytest.mark.parametrize("specs", [HYBRID, WINDOWS])
 @pytest.mark.parametrize("memory", [SMALL, LARGE])
-def test_events_are_of_blocks_of_attention_and_name_their_tokens(memory: int, specs: Sequence[object]) -> None:
+def test_vllm_natural_events_name_the_tokens_of_cached_blocks(memory: int, specs: Sequence[object]) -> None:
     """Keys are ours. What was stored, and not removed, is what can be hit."""
     engine = Engine(manager(memory, specs, events=True))
     play(engine)
@@ -143,7 +143,7 @@ def test_vllm_natural_tokens_match_no_cache(
         ((STATE,), SMALL, 2),
     ],
 )
-def test_what_a_connector_brings_and_what_it_reads_is_what_was_computed(
+def test_vllm_natural_connector_loads_and_reads_computed_tokens(
     specs: Sequence[object], memory: int, delay: int, tears: int, *, ahead: bool
 ) -> None:
     """Beside steps that move blocks: who is loaded or read keeps its own where the connector was told."""
@@ -160,14 +160,14 @@ def test_what_a_connector_brings_and_what_it_reads_is_what_was_computed(
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("specs", [HYBRID, WINDOWS])
-def test_by_priority_who_has_its_slots_may_be_preempted(specs: Sequence[object], *, ahead: bool) -> None:
+def test_vllm_natural_by_priority_preempts_requests_with_slots(specs: Sequence[object], *, ahead: bool) -> None:
     engine = Engine(manager(SMALL, specs), ahead=ahead, by_priority=True)
     assert play(engine)[1] == 0
     assert engine.preempted_late
 
 
 @pytest.mark.parametrize("specs", [HYBRID, WINDOWS])
-def test_what_a_step_does_not_write_after_all_is_not_found(specs: Sequence[object]) -> None:
+def test_vllm_natural_blocks_of_a_request_freed_in_its_step_are_not_hit(specs: Sequence[object]) -> None:
     """Slots for 16 tokens behind 8, and then it is preempted in that very step."""
     cache, writer = (made := manager(specs=specs)), StepWriter(made)
     first, second = Asked("first", list(range(1, 25))), Asked("second", list(range(1, 25)))
@@ -186,9 +186,7 @@ def test_what_a_step_does_not_write_after_all_is_not_found(specs: Sequence[objec
 
 
 @pytest.mark.parametrize("memory", [SMALL, LARGE])
-def test_what_a_step_in_flight_computes_is_known_when_its_request_ends(
-    memory: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_natural_final_resume_point_covers_steps_in_flight(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two steps at once no end goes without its label: the token that the last one runs was sampled before it."""
     ahead = Counter[int]()
     keep_resume_point = KVCacheManager.keep_resume_point
@@ -221,7 +219,7 @@ def test_vllm_natural_keeps_states_at_checkpoints_while_decoding() -> None:
 
 
 @pytest.mark.parametrize(("specs", "cleared"), [(HYBRID, True), (WINDOWS, False)])
-def test_blocks_are_cleared_where_a_state_may_have_lain(specs: Sequence[object], *, cleared: bool) -> None:
+def test_vllm_natural_clears_blocks_if_the_model_has_states(specs: Sequence[object], *, cleared: bool) -> None:
     zeroed = list[int]()
 
     def seen(step: NaturalStep) -> NaturalStep:
@@ -280,7 +278,7 @@ def test_vllm_natural_invalid_hints_are_reported_and_ignored(
     assert message in caplog.text
 
 
-def test_embeddings_are_not_taken_for_each_other() -> None:
+def test_vllm_natural_prompts_of_embeddings_share_no_hits() -> None:
     """vLLM has the same token for each of them."""
     engine = Engine(manager())
     for name in "ab":
@@ -289,7 +287,7 @@ def test_embeddings_are_not_taken_for_each_other() -> None:
     assert engine.hits == {"a": 0, "b": 0}
 
 
-def test_blocks_are_those_of_the_kernel() -> None:
+def test_vllm_natural_default_block_size_is_that_of_the_kernel() -> None:
     """vLLM's are larger, to fill the page of a state."""
     assert default_block_size(config(LARGE, HYBRID)) == 2 * SIZE
     assert default_block_size(config(LARGE, [replace(FULL, block_size=400)])) == 32
@@ -305,7 +303,7 @@ def test_vllm_natural_plan_fills_the_vllm_memory() -> None:
         manager(8 << 10)
 
 
-def test_options_are_those_of_the_additional_config() -> None:
+def test_vllm_natural_options_are_read_from_additional_config() -> None:
     asked = {"placement": "interval:64", "eviction": "lru", "block_size": 16}
     assert Options.of({"hybridkv": asked}, 32) == Options(16, "interval:64", "lru")
     assert Options.of({}, 32) == Options(32)
@@ -328,7 +326,7 @@ def test_vllm_natural_invalid_option_is_rejected(asked: object, message: str) ->
         Options.of({"hybridkv": asked}, 32)
 
 
-def test_pages_that_are_not_ours_are_refused() -> None:
+def test_vllm_natural_unknown_page_sizes_are_rejected() -> None:
     """Such as those of quantized keys with their scales."""
     spec = replace(FULL, more_bytes=8)
     with pytest.raises(ConfigError, match="a page of layer0 has 520 bytes"):
@@ -374,18 +372,18 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
         ({"speculative_config": {"method": "ngram"}}, "speculative_config for models with recurrent states"),
     ],
 )
-def test_what_vllm_was_started_with_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+def test_vllm_natural_unsupported_vllm_settings_are_rejected(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"NaturalScheduler .*{message}"):
         refuse_natural(started(**changed), config(LARGE, HYBRID), None)
 
 
-def test_connectors_say_whether_they_go_by_this_layout() -> None:
+def test_vllm_natural_connector_without_layout_support_is_rejected() -> None:
     refuse_natural(started(), config(LARGE, HYBRID), SimpleNamespace(supports_natural_layout=True))
     with pytest.raises(ConfigError, match="does not support connectors whose class does not say supports_natural_lay"):
         refuse_natural(started(), config(LARGE, HYBRID), object())
 
 
-def test_what_is_supported_is_not_refused() -> None:
+def test_vllm_natural_supported_vllm_settings_are_accepted() -> None:
     refuse_natural(started(), config(LARGE, HYBRID), None)
     refuse_natural(started(speculative_config={"method": "ngram"}), config(LARGE, WINDOWS), None)
     with pytest.raises(ConfigError, match="another method than ngram"):

@@ -191,7 +191,7 @@ def begun(mixed: type[Any], **changed: Any) -> Any:  # noqa: ANN401 - a worker
     return worker
 
 
-def test_kernels_are_warmed_up_over_the_views_that_they_read(mixed: type[Any]) -> None:
+def test_natural_worker_warms_up_after_the_first_step_makes_the_views(mixed: type[Any]) -> None:
     """Graphs that are captured before there is an arena would read what is not there."""
     worker = begun(mixed)
     assert worker.compile_or_warm_up_model() == (3.0, 1.0)
@@ -206,7 +206,7 @@ def replace_config(step: NaturalStep) -> NaturalStep:
     return step._replace(config=plan_of())
 
 
-def test_blocks_are_copied_and_cleared_around_the_forward(mixed: type[Any]) -> None:
+def test_natural_worker_copies_and_clears_blocks_around_the_forward(mixed: type[Any]) -> None:
     worker = begun(mixed)
     worker.execute_model(output(replace_config(STEP)))
     (storage,) = worker.model_runner.kv_caches
@@ -222,7 +222,7 @@ def test_blocks_are_copied_and_cleared_around_the_forward(mixed: type[Any]) -> N
     assert storage[: 6 * size : size].tolist() == [1, 7, 7, 7, 1, 0]
 
 
-def test_an_arena_copies_blocks_of_each_class_in_order(mixed: type[Any]) -> None:
+def test_natural_arena_copies_and_clears_blocks_of_each_class(mixed: type[Any]) -> None:
     """Two classes over the same bytes: blocks of 256 and of 512 in slabs of 512."""
     slabs = SlabLayout(512, 4, (SlabClass(256, 2, (0,)), SlabClass(512, 1, (1,))), (1, 1))
     storage = torch.arange(4 * 2, dtype=torch.uint8).repeat_interleave(256)
@@ -233,7 +233,7 @@ def test_an_arena_copies_blocks_of_each_class_in_order(mixed: type[Any]) -> None
     assert storage[::256].tolist() == [0, 1, 0, 0, 2, 2, 0, 7]
 
 
-def test_tables_are_rewritten_when_the_step_before_has_read_them(mixed: type[Any]) -> None:
+def test_natural_worker_rewrites_tables_after_the_previous_step_read_them(mixed: type[Any]) -> None:
     worker = begun(mixed)
     worker.execute_model(output(replace_config(STEP)))
     runner = worker.model_runner
@@ -251,19 +251,19 @@ def test_tables_are_rewritten_when_the_step_before_has_read_them(mixed: type[Any
     assert runner.input_batch.block_table[1].block_table.np.tolist() == [[0, 0, 0, 0], [0, 9, 0, 0]]
 
 
-def test_orders_of_a_page_that_do_not_pack_are_left_out(mixed: type[Any]) -> None:
+def test_natural_worker_offers_packable_page_layouts_only(mixed: type[Any]) -> None:
     assert mixed(layouts=[one.name for one in Layout]).get_supported_kv_cache_layouts() == ["BLNHC"]
     with pytest.raises(ConfigError, match=r"side by side \(LBNHC\).*--attention-backend"):
         mixed(layouts=["LBNHC"]).get_supported_kv_cache_layouts()
 
 
 @pytest.mark.parametrize("kernel_block", [SIZE // 2, 3])
-def test_blocks_that_a_kernel_cuts_are_refused(mixed: type[Any], kernel_block: int) -> None:
+def test_natural_worker_rejects_kernels_with_other_block_sizes(mixed: type[Any], kernel_block: int) -> None:
     with pytest.raises(ConfigError, match=f"kernel of layer2 does not read blocks of {SIZE} tokens"):
         begun(mixed, kernel_block=kernel_block)
 
 
-def test_steps_of_another_scheduler_are_refused(mixed: type[Any]) -> None:
+def test_natural_worker_rejects_steps_of_another_scheduler(mixed: type[Any]) -> None:
     worker = begun(mixed)
     with pytest.raises(ConfigError, match="NaturalWorker takes its steps from --scheduler-cls"):
         worker.execute_model(output(None))
@@ -272,9 +272,7 @@ def test_steps_of_another_scheduler_are_refused(mixed: type[Any]) -> None:
 
 
 @pytest.mark.parametrize("specs", [HYBRID, WINDOWS, (HYBRID[0],), (FULL,)])
-def test_layers_of_a_group_share_no_byte_and_begin_where_kernels_read_fast(
-    mixed: type[Any], specs: Sequence[object]
-) -> None:
+def test_natural_worker_layers_of_a_group_are_disjoint_and_aligned(mixed: type[Any], specs: Sequence[object]) -> None:
     worker = mixed()
     worker.initialize_from_config(theirs(specs))
     ours = plan_of(specs)
@@ -303,7 +301,7 @@ def test_layers_of_a_group_share_no_byte_and_begin_where_kernels_read_fast(
     not (torch.cuda.is_available() and os.environ.get("VLLM_PYTHON")),
     reason="needs a GPU, and VLLM_PYTHON: a Python with vllm's CUDA build and hybridkv",
 )
-def test_whole_engines_on_a_gpu() -> None:
+def test_natural_engines_on_a_gpu_pass_the_duel() -> None:
     script = Path(__file__).parents[2] / "vllm" / "natural_duel.py"
     regimes = ("as started", "captured", "a step ahead", "little memory")
     command = (os.environ["VLLM_PYTHON"], str(script), "--models", "llama", "granite_hybrid", "--regimes", *regimes)

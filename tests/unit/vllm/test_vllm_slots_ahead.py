@@ -23,7 +23,7 @@ def ids_of(blocks: Any) -> Any:  # noqa: ANN401 - Blocks or None
     return None if blocks is None else blocks.get_block_ids()
 
 
-def test_slots_of_a_step_in_one_batch_are_those_one_by_one() -> None:
+def test_prepared_slots_of_a_step_equal_single_allocations() -> None:
     specs = FullAttentionSpec(), SlidingWindowSpec()
     together, alone = manager(*specs, num_blocks=180), manager(*specs, num_blocks=180)
     batch, single = running(together, 12), running(alone, 12)
@@ -48,7 +48,7 @@ def test_slots_of_a_step_in_one_batch_are_those_one_by_one() -> None:
     together.cache.check()
 
 
-def test_blocks_that_were_not_asked_for_come_with_the_next_step() -> None:
+def test_prepared_blocks_that_were_not_taken_come_in_the_next_step() -> None:
     cache = manager(FullAttentionSpec(), num_blocks=60)
     first, second, *others = running(cache, 9)
     with cache.step():
@@ -71,7 +71,7 @@ def test_blocks_that_were_not_asked_for_come_with_the_next_step() -> None:
     assert cache.get_block_ids("1") == ([],)
 
 
-def test_what_is_prepared_ends_at_the_first_that_prefills() -> None:
+def test_prepared_slots_end_before_the_first_prefill() -> None:
     cache = manager(FullAttentionSpec(), num_blocks=60)
     third, *leading = running(cache, 12)
     prefills, behind = leading.pop(), leading.pop()
@@ -91,7 +91,7 @@ QUIET = {1: {1, 2}, 2: {2}}
 
 
 @pytest.mark.parametrize("specs", [(FullAttentionSpec(),), (FullAttentionSpec(), MambaSpec())])
-def test_who_needs_nothing_is_not_looked_at(specs: Sequence[Any]) -> None:
+def test_requests_that_need_nothing_are_skipped_with_equal_slots(specs: Sequence[Any]) -> None:
     """Call for call all is one. Of four tokens one takes a block, one drops a state, one publishes what is full."""
     some, each = manager(*specs), manager(*specs)
     requests = [running(cache, 2) for cache in (some, each)]
@@ -119,7 +119,7 @@ def test_who_needs_nothing_is_not_looked_at(specs: Sequence[Any]) -> None:
     assert hits[0] == hits[1] > 8
 
 
-def test_slots_that_do_not_fit_are_asked_for_one_by_one() -> None:
+def test_prepared_slots_that_do_not_fit_are_allocated_singly() -> None:
     cache = manager(FullAttentionSpec(), num_blocks=6)
     first, second = running(cache, 2)
     with cache.step():
@@ -144,7 +144,7 @@ def settle(cache: CacheManager, several: Sequence[Asked], token: int) -> None:
 @pytest.mark.parametrize(
     "specs", [(FullAttentionSpec(),), (FullAttentionSpec(), SlidingWindowSpec()), (FullAttentionSpec(), MambaSpec())]
 )
-def test_a_step_of_one_token_each_gives_what_one_call_each_gives(specs: Sequence[Any], count: int) -> None:
+def test_decode_of_one_token_each_equals_single_allocations(specs: Sequence[Any], count: int) -> None:
     """Ids, what is to be cleared and what can be hit; of requests that cross a block's edge together, and apart."""
     told, asked = (manager(*specs, num_blocks=40 * count) for _ in range(2))
     sides = [running(cache, count) for cache in (told, asked)]
@@ -170,7 +170,7 @@ def test_a_step_of_one_token_each_gives_what_one_call_each_gives(specs: Sequence
     assert hits[0] > SIZE * 2
 
 
-def test_what_is_not_one_token_each_is_left_to_the_loop() -> None:
+def test_decode_of_other_than_one_token_each_is_declined() -> None:
     cache = manager(FullAttentionSpec())
     first, second = running(cache, 2)
     with cache.step():
@@ -190,7 +190,7 @@ def test_what_is_not_one_token_each_is_left_to_the_loop() -> None:
         assert short.decode(ends) is None
 
 
-def test_who_waits_for_the_last_token_is_left_out() -> None:
+def test_decode_omits_requests_that_wait_for_their_last_token() -> None:
     cache = manager(FullAttentionSpec())
     first, second = running(cache, 2)
     second.num_output_placeholders, second.num_computed_tokens, second.max_tokens = 1, SIZE * 2 + 1, 2
@@ -200,7 +200,7 @@ def test_who_waits_for_the_last_token_is_left_out() -> None:
     assert decoded.requests == [first]
 
 
-def test_where_blocks_run_out_the_loop_finds_given_what_was_given() -> None:
+def test_decode_without_enough_blocks_leaves_allocation_to_the_loop() -> None:
     cache = manager(FullAttentionSpec(), num_blocks=8)  # one is none, each of two holds two: four are left, less one
     several = running(cache, 3)
     with cache.step():
@@ -210,7 +210,7 @@ def test_where_blocks_run_out_the_loop_finds_given_what_was_given() -> None:
     assert sum(map(len, given[0])) == 1
 
 
-def test_slots_are_not_taken_for_who_runs_no_more() -> None:
+def test_prepared_slots_skip_requests_with_no_token_left() -> None:
     """Its last token is on the way: the only free block is the other's."""
     cache = manager(FullAttentionSpec(), num_blocks=6)
     first, second = running(cache, 2)

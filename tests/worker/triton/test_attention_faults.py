@@ -97,7 +97,9 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in IN_CI else pytest.mark.thorough) for one in MUTANTS]
 )
-def test_a_fault_in_the_kernel_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_kernel_with_a_fault_fails_the_comparison(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new, case = MUTANTS[name]
     changed = mutant(kernels, old, new, tmp_path)
     call = Call(MATRIX[case].on(DEVICE))
@@ -106,7 +108,7 @@ def test_a_fault_in_the_kernel_is_noticed(name: str, tmp_path: Path, monkeypatch
         call.check()
 
 
-def test_a_fault_in_what_it_is_given_is_noticed() -> None:
+def test_attention_kernel_with_faulty_inputs_fails_the_comparison() -> None:
     call = Call(KernelCase(replace(ONE, requests=((37, 3), (20, 1))), splits=2).on(DEVICE))
     good = call.prepared()
     call.check(good)

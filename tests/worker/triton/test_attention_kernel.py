@@ -30,13 +30,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("name", MATRIX)
-def test_what_the_reference_gives(name: str) -> None:
+def test_attention_kernel_cases_match_the_reference(name: str) -> None:
     Call(MATRIX[name].on(DEVICE)).check()
 
 
 @settings(max_examples=settings().max_examples // 5)
 @given(case=kernel_cases())
-def test_any_call_gives_what_the_reference_gives(case: KernelCase) -> None:
+def test_attention_kernel_random_calls_match_the_reference(case: KernelCase) -> None:
     Call(case.on(DEVICE)).check()
 
 
@@ -69,7 +69,9 @@ def prepared(
     st.sampled_from((None, 1, 3)),
     st.sampled_from((1, 40)),
 )
-def test_every_row_has_its_programs(requests: list[tuple[int, int]], splits: int | None, programs: int) -> None:
+def test_attention_programs_cover_every_row_once(
+    requests: list[tuple[int, int]], splits: int | None, programs: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_attention, "_programs", lambda device: programs)  # noqa: ARG005
         batch = prepared([new for new, _ in requests], [new + before for new, before in requests], splits=splits)
@@ -98,7 +100,7 @@ def test_every_row_has_its_programs(requests: list[tuple[int, int]], splits: int
         ([], 66, []),
     ],
 )
-def test_long_requests_are_split_where_programs_are_few(keys: list[int], programs: float, expected: list[int]) -> None:
+def test_attention_requests_are_split_for_few_programs(keys: list[int], programs: float, expected: list[int]) -> None:
     assert triton_attention.splits_of(np.array(keys, dtype=np.int64), programs).tolist() == expected
 
 
@@ -111,7 +113,7 @@ def test_long_requests_are_split_where_programs_are_few(keys: list[int], program
         (AttentionMask(causal=False), [201, 201, 30]),
     ],
 )
-def test_keys_of_a_tile_are_counted_under_the_mask(mask: AttentionMask, expected: list[int]) -> None:
+def test_attention_tile_keys_are_counted_under_the_mask(mask: AttentionMask, expected: list[int]) -> None:
     """Tiles of 16 rows, 3 heads: a request's queries 0 .. 5 and 5 .. 6."""
     table = torch.zeros(2, 13, dtype=torch.int32)
     batch = paged_batch([0, 7, 8], [201, 30], table, block_size=16, num_blocks=1)
@@ -133,11 +135,11 @@ def test_keys_of_a_tile_are_counted_under_the_mask(mask: AttentionMask, expected
         (576, (512, 64)),
     ],
 )
-def test_widths_are_taken_apart(width: int, parts: tuple[int, int]) -> None:
+def test_attention_head_width_is_split_into_powers_of_two(width: int, parts: tuple[int, int]) -> None:
     assert triton_attention._columns(width) == parts
 
 
-def test_a_batch_is_refilled_in_place() -> None:
+def test_attention_batch_is_refilled_in_place() -> None:
     """What a captured graph reads: other lengths and other pages, at the same addresses and with the same splits."""
     first = Call(KernelCase(replace(CASE, requests=((60, 2), (31, 1))), splits=3).on(DEVICE))
     made = first.prepared()
@@ -156,7 +158,7 @@ def test_a_batch_is_refilled_in_place() -> None:
         assert batch.block_table.equal(given_table)
 
 
-def test_what_does_not_fit_refills_nothing() -> None:
+def test_attention_refill_that_does_not_fit_changes_nothing() -> None:
     made = prepared([2, 1], [30, 40])
     before = (made.lengths.tolist(), made.table.tolist())
 
@@ -175,7 +177,7 @@ def test_what_does_not_fit_refills_nothing() -> None:
 # -- calls
 
 
-def test_cross_attention_reads_more_queries_than_tokens_and_none_at_all() -> None:
+def test_cross_attention_with_more_queries_than_tokens_matches_the_reference() -> None:
     call = Call(KernelCase(replace(ONE, requests=((0, 5),), mask=AttentionMask(causal=False))).on(DEVICE))
     table = call.batch.block_table.expand(3, -1)
     call.batch = paged_batch([0, 9, 9, 11], [5, 3, 0], table, block_size=16, num_blocks=call.batch.num_blocks)
@@ -188,14 +190,14 @@ def test_cross_attention_reads_more_queries_than_tokens_and_none_at_all() -> Non
     assert (lse[9:] == -torch.inf).all()
 
 
-def test_a_step_without_queries() -> None:
+def test_attention_step_without_queries_gives_empty_output() -> None:
     batch = prepared([0, 0], [5, 0])
     out, lse = triton_paged_attention(torch.zeros(0, 6, 16, device=DEVICE), empty_pages(), batch, 1.0)
     assert (out.shape, lse.shape) == ((0, 6, 16), (0, 6))
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-def test_output_goes_where_it_is_wanted(splits: int) -> None:
+def test_attention_output_is_written_to_the_given_tensor(splits: int) -> None:
     call = Call(KernelCase(ONE, splits=splits).on(DEVICE))
     expected, _ = call.attended()
     room = torch.full((*expected.shape[:2], 40), 7.0, dtype=torch.float16, device=DEVICE)
@@ -207,7 +209,7 @@ def test_output_goes_where_it_is_wanted(splits: int) -> None:
     assert (room[..., 24:] == 7).all()
 
 
-def test_native_float8_is_the_same() -> None:
+def test_attention_with_native_float8_gives_equal_output() -> None:
     """The instruction of newer GPUs; elsewhere bits are moved."""
     call = Call(MATRIX["fp8"].on(DEVICE))
     moved = call.prepared()
@@ -226,7 +228,7 @@ def test_native_float8_is_the_same() -> None:
     assert got.isnan().sum() == 1
 
 
-def test_what_it_cannot_compute_with() -> None:
+def test_attention_kernel_rejects_unsupported_inputs() -> None:
     call = Call(MATRIX["mixed step"].on(DEVICE))
     batch, query, pages = call.prepared(), call.query, call.pages
     wide = KVPages(pages.keys[..., :8], pages.values)
@@ -258,7 +260,7 @@ def test_what_it_cannot_compute_with() -> None:
         prepared([2], [1])
 
 
-def test_without_triton_or_a_device_for_it_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_kernel_without_triton_or_gpu_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     if DEVICE == "cpu":
         with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):

@@ -14,18 +14,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @given(case=state_cases(most_rows=3, most_parts=3, most_layers=2))
-def test_triton_copies_what_a_loop_copies(case: StateCase) -> None:
+def test_triton_state_copies_match_a_loop(case: StateCase) -> None:
     check_states(case, triton_kernels(), device=DEVICE)
 
 
 @settings(max_examples=settings().max_examples // 2)
 @given(case=step_cases(most=4))
-def test_triton_does_to_blocks_what_a_loop_does(case: StepCase) -> None:
+def test_triton_block_copies_match_a_loop(case: StepCase) -> None:
     check_step(case, triton_kernels(), device=DEVICE)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_states_of_several_tiles_shift_into_their_own_block(axis: int) -> None:
+def test_triton_states_of_several_tiles_shift_in_their_own_block(axis: int) -> None:
     """5 columns are 8 in a tile, so that 300 channels take two; 600 fp32 words of a temporal state one, 1500 two."""
     row = Row(held=1, computed=5, scheduled=3, drafts=2, before=1, after=3)
     conv = StatePart((300, 5) if axis else (5, 300), torch.bfloat16, "conv", axis)
@@ -35,7 +35,7 @@ def test_states_of_several_tiles_shift_into_their_own_block(axis: int) -> None:
         assert check_states(case, triton_kernels(), device=DEVICE) == 1
 
 
-def test_without_triton_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_kernels_without_triton_raise_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "hybridkv.worker.kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ConfigError, match=r"pip install 'hybridkv\[gpu\]'"):

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @settings(max_examples=settings().max_examples)
 @given(case=slot_cases())
-def test_slots_on_a_gpu_are_those_of_a_loop(case: SlotCase) -> None:
+def test_gpu_slot_mapping_matches_a_loop(case: SlotCase) -> None:
     table, expected = case.table("cuda"), case.slots()
     table.compute_slot_mapping([row for row, _ in case.tokens], [position for _, position in case.tokens])
     table.slot_mapping.fill_(-7)
@@ -48,7 +48,7 @@ def test_slots_on_a_gpu_are_those_of_a_loop(case: SlotCase) -> None:
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])
-def test_what_is_sent_is_what_stood_there_when_it_was_sent(pin_memory: bool) -> None:
+def test_gpu_tables_have_the_values_at_the_time_of_commit(pin_memory: bool) -> None:
     """The host writes on at once, while a busy device has not fetched what was sent."""
     table = BlockTable(16, 256, 512, 8192, pin_memory, "cuda")
     busy = torch.randn(4096, 4096, device="cuda")
@@ -72,13 +72,13 @@ KERNELS: dict[str, Callable[[], CopyKernels]] = {"torch": lambda: TORCH, "triton
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @given(case=state_cases())
-def test_states(kernels: str, case: StateCase) -> None:
+def test_gpu_state_copies_match_a_loop(kernels: str, case: StateCase) -> None:
     check_states(case, KERNELS[kernels](), device="cuda")
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @given(case=step_cases())
-def test_blocks(kernels: str, case: StepCase) -> None:
+def test_gpu_block_copies_match_a_loop(kernels: str, case: StepCase) -> None:
     check_step(case, KERNELS[kernels](), device="cuda")
 
 
@@ -95,7 +95,7 @@ def seconds(work: Callable[[], object], times: int = 20) -> float:
 
 @pytest.mark.parametrize("bias", [0, 2])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_bandwidth_of_states(kernels: str, bias: int) -> None:
+def test_gpu_state_copies_have_a_minimum_bandwidth(kernels: str, bias: int) -> None:
     """64 rows of 12 layers, a conv state of 6 x 8192 in bfloat16 and a temporal one of 2 MiB in float32 each."""
     rows, layers = 64, 12
     conv = StatePart((6, 8192), torch.bfloat16, "conv", 0)
@@ -125,7 +125,7 @@ LONG = replace(
 
 @pytest.mark.parametrize("name", MATRIX)
 @pytest.mark.parametrize("keys_of_a_tile", [16, 64])
-def test_the_matrix(name: str, keys_of_a_tile: int) -> None:
+def test_gpu_attention_cases_match_the_reference(name: str, keys_of_a_tile: int) -> None:
     """Also in tiles as large as are used, where they fit."""
     case = MATRIX[name]
     wide = case.case.widths[0] > 128
@@ -134,20 +134,22 @@ def test_the_matrix(name: str, keys_of_a_tile: int) -> None:
 
 @settings(max_examples=settings().max_examples // 4)
 @given(case=kernel_cases())
-def test_any_call(case: KernelCase) -> None:
+def test_gpu_attention_random_calls_match_the_reference(case: KernelCase) -> None:
     Call(case.on("cuda")).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=400), AttentionMask(chunk=256)])
-def test_long_mixed_steps(dtype: torch.dtype, fp8: bool, mask: AttentionMask) -> None:
+def test_gpu_attention_of_long_mixed_steps_matches_the_reference(
+    dtype: torch.dtype, fp8: bool, mask: AttentionMask
+) -> None:
     case = KernelCase(replace(LONG, dtype=dtype, mask=mask, sinks=True), query=dtype, fp8=fp8).on("cuda")
     call = Call(replace(case, keys_of_a_tile=32))
     call.check()
 
 
-def test_a_captured_graph_reads_what_is_refilled_and_waits_for_nothing() -> None:
+def test_gpu_captured_graph_reads_refilled_batches() -> None:
     lengths = ((900, 1), (40, 1), (300, 1))
     first = Call(KernelCase(replace(LONG, requests=lengths), splits=4, keys_of_a_tile=32).on("cuda"))
     made, query, pages, scale = first.prepared(), first.query.clone(), first.pages, first.case.case.scale
@@ -184,7 +186,7 @@ def test_a_captured_graph_reads_what_is_refilled_and_waits_for_nothing() -> None
 
 
 @pytest.mark.parametrize("case", attention_bandwidth.CASES, ids=str)
-def test_bandwidth_of_reads(case: Decode, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_attention_reads_have_a_minimum_bandwidth(case: Decode, capsys: pytest.CaptureFixture[str]) -> None:
     found = attention_bandwidth.read_bandwidth(case)
     with capsys.disabled():
         print(f"\n{case}: {found.reached:.0f} GB/s, plain copy {found.plain_copy:.0f} GB/s")  # noqa: T201 - what it is for
@@ -192,7 +194,7 @@ def test_bandwidth_of_reads(case: Decode, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_bandwidth_of_writes(fp8: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_writes_have_a_minimum_bandwidth(fp8: bool, capsys: pytest.CaptureFixture[str]) -> None:
     found = attention_bandwidth.write_bandwidth(Decode(64, 2048, fp8=fp8), 8192)
     with capsys.disabled():
         print(f"\nwrites: {found.reached:.0f} GB/s, plain copy {found.plain_copy:.0f} GB/s")  # noqa: T201 - as above

@@ -197,7 +197,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_attention_compiles_for_gpus(name: str, compiled: dict[str, Any]) -> None:
+def test_attention_kernels_compile_for_gpus(name: str, compiled: dict[str, Any]) -> None:
     shape = SHAPES[name]
     kernel, combining = compiled[name]
     assert 0 < kernel["shared"] <= SHARED[shape.capability]
@@ -207,18 +207,18 @@ def test_attention_compiles_for_gpus(name: str, compiled: dict[str, Any]) -> Non
     assert combining["stores"]
 
 
-def test_steps_of_other_sizes_are_not_compiled_anew(compiled: dict[str, Any]) -> None:
+def test_attention_steps_of_other_sizes_reuse_the_compiled_kernel(compiled: dict[str, Any]) -> None:
     """That would take seconds, in the middle of serving: a table's width, addresses within what was sent at once."""
     first, *others = compiled["steps"]
     assert others == [first] * 4
 
 
-def test_writes_compile_for_gpus(compiled: dict[str, Any]) -> None:
+def test_write_kernels_compile_for_gpus(compiled: dict[str, Any]) -> None:
     assert all(kernel["stores"] for kernel in compiled["writes"])
 
 
 @pytest.mark.parametrize("stride", ["channel_stride", "column_stride"])
-def test_all_columns_are_read_before_one_is_written(stride: str, compiled: dict[str, Any]) -> None:
+def test_state_shift_reads_all_columns_before_it_writes(stride: str, compiled: dict[str, Any]) -> None:
     """A state shifts into its own block; the interpreter runs one thread after the other."""
     lines = compiled[stride].splitlines()
     reads = [i for i, line in enumerate(lines) if re.search(r"ld\.global\S*b16", line)]

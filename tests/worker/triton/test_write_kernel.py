@@ -66,7 +66,7 @@ def check(
 
 @settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
-def test_bytes_are_those_of_torch(data: st.DataObject) -> None:
+def test_write_kernel_leaves_the_bytes_of_torch(data: st.DataObject) -> None:
     size = data.draw(st.sampled_from((1, 4, 16)))
     slots = data.draw(st.lists(st.integers(0, BLOCKS * size - 1), unique=True, max_size=5))
     kept = [slot if data.draw(st.booleans()) else -1 for slot in slots]
@@ -92,7 +92,7 @@ def every_kind_of_float() -> torch.Tensor:
     return torch.cat((halves, positive, -positive))
 
 
-def test_every_rounding_to_float8() -> None:
+def test_write_kernel_rounds_every_float_to_the_nearest_float8() -> None:
     states = every_kind_of_float()
     states = torch.nn.functional.pad(states, (0, -len(states) % 64)).view(1, 1, -1).to(DEVICE)
     wide = states.shape[2]
@@ -114,7 +114,7 @@ def test_every_rounding_to_float8() -> None:
     assert (held - values).abs().equal(best)
 
 
-def test_latents_and_their_rotary_parts() -> None:
+def test_write_kernel_of_latents_leaves_the_bytes_of_torch() -> None:
     for dtype, states in ((torch.bfloat16, torch.bfloat16), (FP8, torch.float32)):
         made = [torch.zeros(BLOCKS, 4, 10, device=DEVICE).to(dtype) for _ in range(2)]
         latent, rotary = states_of(3, 8, states, 1)[:, 0], states_of(3, 2, states, 2)[:, 0]
@@ -125,7 +125,7 @@ def test_latents_and_their_rotary_parts() -> None:
         assert made[1].view(torch.uint8).any()
 
 
-def test_slots_that_do_not_exist_are_left_out() -> None:
+def test_write_kernel_ignores_slots_outside_the_pages() -> None:
     pages = pages_of(PageOrder.NHD, 4, (8, 8), torch.float32)
     behind = BLOCKS * 4
     slots = torch.tensor([-1, behind, -2, behind + 1000, 3], device=DEVICE)
@@ -135,7 +135,7 @@ def test_slots_that_do_not_exist_are_left_out() -> None:
     assert int(pages.keys[0, 3].sum()) == 16
 
 
-def test_slots_do_not_overflow_int32() -> None:
+def test_write_kernel_slots_do_not_overflow_int32() -> None:
     """The last slot of 4 Gi, in pages whose blocks all lie in one place."""
     huge = torch.zeros(1, device=DEVICE).as_strided((1 << 28, 16, 1, 1), (0, 0, 1, 1))
     triton_write_kv(
@@ -166,11 +166,13 @@ MUTANTS = {
 
 def check_both() -> None:
     check(torch.tensor([3, -1, 6, 9], device=DEVICE), PageOrder.NHD, 4, (16, 16), (FP8, torch.float32))
-    test_every_rounding_to_float8()
+    test_write_kernel_rounds_every_float_to_the_nearest_float8()
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_fault_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_kernel_with_a_fault_fails_the_comparison(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = MUTANTS[name]
     monkeypatch.setattr(kernels, "launch_write", mutant(kernels, old, new, tmp_path).launch_write)
     with pytest.raises(AssertionError):
@@ -186,7 +188,7 @@ def test_a_fault_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         (torch.tensor([1]), torch.bfloat16, "keys of shape"),
     ],
 )
-def test_what_does_not_fit_writes_nothing(slots: torch.Tensor, given: torch.dtype, message: str) -> None:
+def test_write_kernel_with_invalid_inputs_writes_nothing(slots: torch.Tensor, given: torch.dtype, message: str) -> None:
     pages = pages_of(PageOrder.NHD, 4, (8, 8), torch.float32)
     states = torch.ones(1, 2, 8, dtype=given, device=DEVICE)
     with pytest.raises(WorkerError, match=message):
@@ -194,7 +196,7 @@ def test_what_does_not_fit_writes_nothing(slots: torch.Tensor, given: torch.dtyp
     assert not pages.keys.any()
 
 
-def test_keys_and_values_are_rounded_alike() -> None:
+def test_write_kernel_rejects_mixed_dtypes_and_zero_scale() -> None:
     pages = pages_of(PageOrder.NHD, 4, (8, 8), FP8)
     states = torch.ones(1, 2, 8, device=DEVICE)
     with pytest.raises(WorkerError, match="give both in one dtype"):
@@ -205,7 +207,7 @@ def test_keys_and_values_are_rounded_alike() -> None:
         )
 
 
-def test_without_triton_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_kernel_without_triton_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "hybridkv.worker.kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     pages = pages_of(PageOrder.NHD, 4, (8, 8), torch.float32)
