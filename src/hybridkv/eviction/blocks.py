@@ -1,12 +1,12 @@
-"""The blocks that resume points need, and what they cost.
+"""Count the blocks that resume points need, and their cost.
 
-A resume point needs, in each group, what a hit that ends there reads:
+A resume point needs, in each group, the blocks that a hit at its token count reads:
 
 full attention      every block of its segment (those before are its parent's), and the one that holds its last tokens
 windows, chunks     the blocks that the next token reads, and that one
-states              the state after its very tokens
+states              the state at exactly its token count
 
-A block that no kept resume point needs and no request holds can never be hit with profit: it goes first.
+A block that no kept resume point needs and no request holds is unneeded: no useful hit reads it, so it is reused first.
 
     counts[block]   how many kept resume points need it
     payers[block]   of several tenants, the one whose resume point needed it first; charged until no one needs it

@@ -1,12 +1,11 @@
-"""Resume points kept by value: their blocks counted, the least valuable given up, others remembered.
+"""Keep resume points by value: count their blocks, evict the least valuable, and remember the evicted ones.
 
-    kept      in the tree (resume_points), its blocks needed (blocks); ranked unless giving it up would free nothing
-    ghost     given up or declined, and still credited with the hits that it would have had
+    kept           in the tree (resume_points); its blocks are needed (blocks). ranked if its eviction frees blocks
+    ghost entry    evicted or declined; it is still credited with the hits that it would have had
 
-A block that no kept resume point needs and no request holds is given up at once: it can never be hit with profit. So a
-step that needs room takes nothing but blocks given up, and resume points are given up until there are enough
-(docs/design/0019). Prefixes are known by their keys long after their blocks are gone: so it stays known where
-requests branch off.
+A block that no kept resume point needs and no request holds is marked as unneeded at once, because no useful hit can
+read it. A step takes only unneeded blocks, and resume points are evicted until there are enough (docs/design/0019). The
+keys of prefixes are remembered longer than their blocks, to find the tokens at which requests diverge.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ from hybridkv.request import NO_HINTS, Request
 Int64 = NDArray[np.int64]
 
 _MOST_GHOST_ENTRIES: Final = 4000
-"""Of each tenant; the oldest go first."""
+"""Ghost entries of each tenant. Hit rates did not depend on it between 2,000 and 40,000 (docs/design/0019)."""
 
 _MORE_BYTES: Final = 1 << 30
 
 _REMEMBERED: Final = 5
-"""Keys that are known, of as many as there can be blocks: those cached, and four times as many."""
+"""Known keys as a multiple of the blocks: the cached ones, and four times as many (one time cost 2.3 points)."""
 
 
 def _three() -> list[int]:
@@ -65,14 +64,14 @@ def _three() -> list[int]:
 
 @dataclass(slots=True)
 class PointCounts:
-    """What became of resume points so far, by kind and class, and what tenants found.
+    """Count the events of resume points by kind and class, and the hits of each tenant.
 
-    by_kind: kept, hits, missed, declined, given up, and given up or declined without a hit.
-    by_class: hits, missed, given up.
+    by_kind: kept, hits, missed, declined, evicted, and evicted without a hit.
+    by_class: hits, missed, evicted.
     asked: by tenant, its requests, their prompt tokens and hit tokens.
-    missed_tokens: that the deepest ghosts would have been hit for.
-    missed_a_gib_more: of these, those of ghosts that a GiB more of memory would have kept.
-    evicted_bytes: so far. evicted_at: what they were when each ghost, by its serial, was given up.
+    missed_tokens: tokens that hits of the deepest ghost entries would have added.
+    missed_a_gib_more: the part of them that one more GiB of memory would have kept.
+    evicted_bytes: so far. evicted_at: their count at the eviction of each ghost entry, by its serial.
     """
 
     by_kind: dict[Kind, list[int]] = field(default_factory=lambda: {kind: [0] * 6 for kind in Kind})
@@ -84,7 +83,7 @@ class PointCounts:
     evicted_at: dict[int, int] = field(default_factory=dict)
 
     def note_missed(self, point: ResumePoint, tokens: int) -> None:
-        """Count that ``point``, a ghost, would have been hit for ``tokens`` more tokens."""
+        """Count that ``point``, a ghost entry, would have been hit for ``tokens`` more tokens."""
         self.by_kind[point.kind][2] += 1
         self.by_class[class_of(point)][1] += 1
         self.missed_tokens += tokens
@@ -92,7 +91,7 @@ class PointCounts:
             self.missed_a_gib_more += tokens
 
     def note_evicted(self, point: ResumePoint, size: int, *, declined: bool) -> None:
-        """Count that ``point``, which needed ``size`` bytes alone, becomes a ghost."""
+        """Count that ``point``, which needed ``size`` bytes alone, becomes a ghost entry."""
         counts = self.by_kind[point.kind]
         counts[3 if declined else 4] += 1
         counts[5] += not (declined or point.hits)
@@ -120,7 +119,7 @@ class PointCounts:
 
 @dataclass(slots=True)
 class _Session:
-    """What a row resumed from: the kept resume point that it consumed, and how long its prefix was not used."""
+    """Hold the kept resume point at which a row resumed, and the seconds since the last use of its prefix."""
 
     consumed: ResumePoint | None = None
     gap: float | None = None
@@ -128,9 +127,9 @@ class _Session:
 
 @dataclass(slots=True)
 class _Tenant:
-    """What is kept of a tenant that has had a request. points: how many may be given up. standing: its place in order.
+    """Hold the ranking of a tenant. points: how many may be evicted. standing: its place in the order of tenants.
 
-    awaited: those that a request waits for, which go after all that ``ranking`` ranks.
+    awaited: resume points that a request waits for. They are evicted after all points of ``ranking``.
     """
 
     ranking: Ranking
@@ -140,10 +139,10 @@ class _Tenant:
 
 
 class TenantRankings:
-    """Rank the ends of each tenant, and say whose end goes next. What a tenant needs is made for its first request.
+    """Rank the resume points of each tenant, and choose the next one to evict over all tenants.
 
-    ranking: makes one. memory_bytes: of which ``shares`` are. weights: bytes kept of each tenant, followed from now on.
-    For reading: shares; tenants, by number, that have had a request.
+    ranking: makes the ranking of a tenant at its first request. memory_bytes: the memory that ``shares`` divide.
+    weights: bytes that each tenant is charged, read at each choice. For reading: shares; tenants, by number.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class TenantRankings:
             self._moved.add(point.tenant)
 
     def lowest(self, now: float) -> ResumePoint | None:
-        """Return the resume point to give up next: of the tenants that have one, the first that gives way.
+        """Return the resume point to evict next: from the first tenant in order that has one.
 
         O(log tenants) and a shift of a list, for each tenant whose bytes have changed since the last call.
         """
@@ -249,12 +248,11 @@ class TenantRankings:
 
 
 class RankedResumePoints:
-    """Keep resume points by what they are worth.
+    """Keep resume points by their value per byte.
 
-    blocks: what resume points need of the pool.
-    rankings: which resume point goes next.
-    facts: what happened to blocks since it was read last, see Journal.blocks.
-    hash_block: tokens.
+    pool: the blocks. blocks: counts the blocks that resume points need. rankings: chooses the next resume point.
+    facts: changes of blocks since the last read; see Journal.blocks.
+    hash_block: tokens of a hash block.
     """
 
     ranks = True
@@ -276,7 +274,7 @@ class RankedResumePoints:
         self._known = defaultdict[int, KnownTokens](lambda: KnownTokens(_REMEMBERED * pool.num_blocks))
         self._sessions: dict[int, _Session] = {}
         self._parked: dict[int, ResumePoint] = {}  # those whose blocks are all held, by serial
-        self._stale: dict[int, ResumePoint] = {}  # those whose worth may have changed, by serial
+        self._stale: dict[int, ResumePoint] = {}  # those with a value that may have changed, by serial
 
     def _tenant_of(self, request: Request) -> int:
         return 0 if request.tenant is None else self._rankings.tenant_of(request)
@@ -329,7 +327,7 @@ class RankedResumePoints:
         self._ranking_of(point.tenant).hit(point, now)
         if was_ranked:
             self._rank(point, now)
-        if is_of_session(point.hint):  # it was kept: what does the session hint now?
+        if is_of_session(point.hint):  # the hint was followed: read the next one of the session
             self._note_hint(point, of_session(request.hints), now)
 
     def _note_branch(self, request: Request, consumed: ResumePoint | None, hit_tokens: int, now: float) -> None:
@@ -373,7 +371,7 @@ class RankedResumePoints:
     # -- resume points come and go
 
     def admits(self, request: Request, tokens: int, needs: Sequence[int]) -> bool:
-        """Return whether all that must be given up for a resume point is worth less. One declined is remembered."""
+        """Return whether all victims of a new resume point have less value. A declined one becomes a ghost entry."""
         self.settle()
         wanted, now = self._pool.by_class(needs), self._clock()
         if self._space.spares(wanted, self._none):
@@ -416,7 +414,7 @@ class RankedResumePoints:
             self._pass(request, tokens, now)
 
     def _pass(self, request: Request, tokens: int, now: float) -> None:
-        """Promise no more hits of what ``request`` resumed from, now that its session has reached ``tokens``."""
+        """Set the hint NEVER where ``request`` resumed, because its session has reached ``tokens``."""
         session = self._sessions.get(request.row)
         passed = None if session is None else session.consumed
         if session is None or passed is None or passed.tokens >= tokens:
@@ -434,7 +432,7 @@ class RankedResumePoints:
         return point
 
     def _note_hint(self, point: ResumePoint, hint: int, now: float) -> None:
-        """Note what hints hint of ``point``."""
+        """Set the hint of ``point``."""
         if hint != point.hint:
             was_ranked = self._unrank(point)
             self._ranking_of(point.tenant).note_hint(point, hint, now)
@@ -450,7 +448,7 @@ class RankedResumePoints:
             point.tenant = tenant
 
     def _insert(self, request: Request, point: ResumePoint, now: float, *, is_hit: bool = False) -> bool:
-        """Keep ``point``, a ghost or new; forget it, and return False, if its tokens are not there.
+        """Keep ``point``, new or a ghost entry. Forget it and return False if its blocks are missing.
 
         is_hit: its age ends with the hit that follows, not now.
         """
@@ -479,15 +477,15 @@ class RankedResumePoints:
         self._note_stale(changed)
 
     def _unlist(self, point: ResumePoint) -> None:
-        """Neither give ``point`` up nor look at what it saves."""
+        """Neither evict ``point`` nor recompute its saved tokens per byte."""
         self._unrank(point)
         self._parked.pop(point.serial, None)
         self._stale.pop(point.serial, None)
 
-    # -- ghosts
+    # -- ghost entries
 
     def _record_evicted(self, point: ResumePoint, parent: ResumePoint | None, now: float, *, declined: bool) -> None:
-        """Make ``point``, not kept, a ghost; forget the oldest of too many. parent: serves its requests now.
+        """Make ``point``, not kept, a ghost entry; forget the oldest above the limit. parent: serves its requests.
 
         A parent of another tenant inherits nothing.
         """
@@ -512,7 +510,7 @@ class RankedResumePoints:
     # -- room
 
     def make_way(self, n: int, group: int) -> None:
-        """Give up resume points until ``n`` blocks of ``group`` are free or given up. O(rings) each."""
+        """Evict resume points until ``n`` blocks of ``group`` are free or unneeded. O(rings) each."""
         self.settle()
         of = self._pool.classes[group]
         if self._space.has_spare(n, of):
@@ -526,7 +524,7 @@ class RankedResumePoints:
             self._release(point, now)
 
     def _give_way(self, needs: Sequence[int], now: float, wants: ResumePoint) -> bool:
-        """Give up resume points worth less than ``wants`` until ``needs`` fit. Return whether they do."""
+        """Evict resume points of less value than ``wants`` until ``needs`` fit. Return whether they fit."""
         more, victims, gone = list(self._none), list[ResumePoint](), Counter[int]()
         enough, taken = True, dict[int, int]()
         while not self._space.spares(needs, more):
@@ -546,7 +544,7 @@ class RankedResumePoints:
         return enough
 
     def _lowest(self, now: float) -> ResumePoint | None:
-        """Return the resume point to give up next, still ranked. Those whose blocks are all held are set aside."""
+        """Return the resume point to evict next, still ranked. Points with no block to free are set aside."""
         self._renew_stale(now)
         again = bool(self._parked)
         while True:
@@ -569,13 +567,13 @@ class RankedResumePoints:
     # -- ranked
 
     def _rank(self, point: ResumePoint, now: float) -> None:
-        """Let ``point`` be given up, if that frees anything as far as that is known."""
+        """Rank ``point`` if its eviction may free blocks."""
         if point.saved > 0.0 and point.kept and not point.ranked and point.serial not in self._parked:
             point.ranked = True
             self._rankings.add(point, now)
 
     def _unrank(self, point: ResumePoint) -> bool:
-        """Let ``point`` not be given up. Return whether it was ranked."""
+        """Take ``point`` from its ranking. Return whether it was ranked."""
         was, point.ranked = point.ranked, False
         if was:
             self._rankings.remove(point)

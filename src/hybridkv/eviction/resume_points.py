@@ -1,28 +1,34 @@
-r"""Resume points by prefix: those kept in a tree, each below the nearest one before it, and those remembered.
+r"""Find resume points by prefix: a tree of the kept ones, and ghost entries for evicted or declined ones.
 
-root --- point --- point        segment: the keys of the hash blocks between a resume point and its parent
-  \        `---- point          chain: the key of the last whole hash block before it, under which it is found
-   `---- point                  inside: what tells the tokens after that block apart
+A ghost entry (ARC: Megiddo & Modha, FAST 2003) records a resume point without its blocks. The parent of a kept resume
+point is the nearest kept one before it:
 
-A parent is a prefix of its children, token for token. Whole blocks are known by their keys alone, so one case stays
-open: a resume point that stops inside a block, and an older one that continues after the same whole blocks. Neither is
-then before the other. Of all that continue with the same key, the first is before every one, or before none.
+    root ---- A ----- B         segment: the keys of the hash blocks between a resume point and its parent
+      \        `----- C         chain: the key of the last whole hash block before it, under which it is found
+       `----- D                 inside: the tokens after that block, with the key that they continue
+
+    tokens    0 ........ A ............ B
+    blocks    |  segment of A  |  segment of B  |inside|
+
+A parent is a prefix of its children, token for token. The tree knows whole blocks only by their keys, so it cannot
+order a resume point inside a block and an older one that continues after the same whole blocks: neither becomes the
+parent of the other. Of all resume points that continue with one key, the first is before all of them or before no one.
 
 Each resume point has a kind:
 
-PROMPT    before the last token of a prompt          BRANCH    where requests went different ways, or a mark
-OUTPUT    where a request ended                      GRID      any other place that a placement asks for
+PROMPT    before the last token of a prompt          BRANCH    where requests diverged, or a resume mark
+OUTPUT    after the output of a request              GRID      any other checkpoint position of a placement
 
-and hints hint something of it (docs/design/0026):
+and a hint (docs/design/0026):
 
-NOTHING   no hint, or none that concerns it          NEVER     its session is over, or goes on elsewhere
-BY_ALL    it is within what many begin with          SOMETIME  its session continues from here
-WITHIN    and those above: within 4, 16, 64 ... seconds
+NOTHING   no hint concerns it                        NEVER     its session is over, or continues elsewhere
+BY_ALL    within the prefix shared by many           SOMETIME  its session resumes here
+WITHIN    and greater values: its session resumes here within 4, 16, 64 ... seconds
 
-A hint is a class of its own for what learns, with a rate to begin with; hits of its like outweigh that.
+For the ranking each hint is a class of its own with an initial rate, which observed hits outweigh.
 
-The tree also knows which requests wait, and the deepest kept resume point that each begins with: it goes after all
-others of its tenant. Tokens that a request gets while it waits (from steps in flight when it was preempted) are
+The tree also knows the requests that wait, and the deepest kept resume point of each: it is evicted after all others of
+its tenant. Tokens that a request gets while it waits (from steps in flight when it was preempted) are
 ignored.
 """
 
@@ -47,14 +53,14 @@ SOMETIME: Final = 3
 WITHIN: Final = 4
 
 WHOLE: Final = (b"", b"")
-"""``ResumePoint.inside`` at the edge of a hash block."""
+"""``ResumePoint.inside`` at the boundary of a hash block."""
 
 _SHORTEST_GAP: Final = 1e-3
-"""Seconds between two hits: at less they count as this."""
+"""The smallest counted number of seconds between two hits; chosen by hand."""
 
 
 class Kind(IntEnum):
-    """See the module."""
+    """Say where a resume point was made; see the module."""
 
     PROMPT = 0
     OUTPUT = 1
@@ -64,23 +70,23 @@ class Kind(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class ResumePoint:
-    """A token count of a prefix at which a later request can resume: kept, or remembered (a ghost).
+    """A token count of a prefix at which a later request can resume: kept, or a ghost entry.
 
-    Attributes
+    Attributes:
         serial: number in the order in which resume points were first made.
-        kind, hint: what it was made as, and what hints hint of it; see the module.
+        kind, hint: where it was made, and its hint; see the module.
         tokens: of the prefix.
         used: seconds, when it was kept or last hit.
         session_gap: seconds that its session had paused when it was made; None for a new session.
         tenant: number of the tenant that is charged for its blocks.
         depth, chain, inside, parent, children, segment: its place in the tree (hybridkv.eviction.resume_points).
         own: blocks that no other kind of resume point shares: its states, and those that hold its last tokens.
-        kept: whether it is no ghost.
-        ranked: whether it may be given up.
+        kept: whether it is kept; otherwise it is a ghost entry.
+        ranked: whether it may be evicted.
         hits: so far.
         log_gap: mean of the natural logarithm of the seconds between hits, in which the last counts half; 0.0 before
             the first.
-        saved: tokens behind its parent for each byte that it needs.
+        saved: tokens after its parent for each byte that it needs.
         awaited: whether a waiting request will resume here.
         class_number, row, ring, heir, value, until, learned: kept by its ranking (hybridkv.eviction.hazard).
     """
@@ -115,7 +121,7 @@ class ResumePoint:
 
 
 class Heir(NamedTuple):
-    """A resume point that was given up: its class, and when it was last used."""
+    """Hold the class and the last use of an evicted resume point."""
 
     class_number: int
     used: float
@@ -135,7 +141,7 @@ KINDS: Final = len(Kind)
 
 
 def kind_of(request: Request, tokens: int, *, ended: bool) -> Kind:
-    """Of the end at ``tokens`` of ``request``. ended: it ends there."""
+    """Return the kind of a resume point at ``tokens`` of ``request``. ended: the request ended there."""
     if ended:
         return Kind.OUTPUT
     if tokens == request.branch_tokens or tokens in request.marks:
@@ -144,7 +150,7 @@ def kind_of(request: Request, tokens: int, *, ended: bool) -> Kind:
 
 
 def hint_of(request: Request, tokens: int) -> int:
-    """What is promised of the end at ``tokens`` of ``request``. O(marks)."""
+    """Return the hint of ``request`` about the resume point at ``tokens``. O(marks)."""
     hints = request.hints
     if hints is NO_HINTS:
         return NOTHING
@@ -159,7 +165,7 @@ def hint_of(request: Request, tokens: int) -> int:
 
 
 def of_session(hints: Hints) -> int:
-    """What is promised of where a session goes on."""
+    """Return the hint about the resume point from which a session continues."""
     if hints.over or hints.scratch:
         return NEVER
     if hints.within_s is not None:
@@ -175,12 +181,12 @@ def _step_of(seconds: float) -> int:
 
 
 def is_of_session(hint: int) -> bool:
-    """Whether it holds for one session, which keeps it by going on."""
+    """Return whether a hint concerns a single session, and ends when the session continues."""
     return hint not in {NOTHING, BY_ALL}
 
 
 def in_words(hint: int) -> str:
-    """What hints said, as they are named."""
+    """Return a hint as the reports name it."""
     if hint >= WITHIN:
         return f"within {_BASE ** (1 + hint - WITHIN):.0f} s"
     return {NOTHING: "", NEVER: "never", BY_ALL: "by all", SOMETIME: "some time"}[hint]
@@ -190,22 +196,22 @@ def in_words(hint: int) -> str:
 
 
 def class_kind(kind: Kind, hint: int) -> int:
-    """One number for both."""
+    """Return one number for a kind and a hint."""
     return int(kind) + KINDS * hint
 
 
 def parts_of(number: int) -> tuple[Kind, int]:
-    """Kind and hint of a ``class_kind``."""
+    """Return the kind and the hint of a ``class_kind``."""
     return Kind(number % KINDS), number // KINDS
 
 
 def is_hinted(number: int) -> bool:
-    """Whether anything is promised of ends of ``class_kind`` ``number``."""
+    """Return whether ``number``, a ``class_kind``, has a hint."""
     return number >= KINDS
 
 
 def hinted_rate(number: int, usual: float, age: float) -> float:
-    """Hits a second to begin with, of ends of ``class_kind`` ``number`` at ``age`` seconds; of all together: usual."""
+    """Return the initial hits per second of ``class_kind`` ``number`` at ``age`` seconds. usual: the rate of all."""
     hint = number // KINDS
     if hint >= WITHIN:
         bound = _BASE ** (1 + hint - WITHIN)
