@@ -1,4 +1,4 @@
-"""Natural plans of public models in 40 GiB, and what the layout promises of each."""
+"""Natural plans of public models in 40 GiB, and the bounds of the layout for each."""
 
 import math
 from itertools import groupby

@@ -63,7 +63,9 @@ class History:
         counts["preemptions"] += statistics.preemptions
         counts["tokens hit"] += statistics.hit_tokens
         counts["requests"] += len(self._stories)
-        counts["prompts of several tenants"] += sum(len(tenants) > 1 for tenants in self._writer.told.values())
+        counts["prompts of several tenants"] += sum(
+            len(tenants) > 1 for tenants in self._writer.tenants_of_prompts.values()
+        )
         counts[f"layout {self.world.plan.layout}"] += 1
         counts["context parallel worlds"] += self.world.plan.limits.cp > 1
 

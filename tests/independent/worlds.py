@@ -261,10 +261,10 @@ class Writer:
         self._names = 0
         self._encoder_tokens = world.plan.limits.max_encoder_tokens
         self._earlier: list[Request] = []
-        self.told: dict[tuple[int, ...], set[object]] = {}
+        self.tenants_of_prompts: dict[tuple[int, ...], set[object]] = {}
 
     def write(self) -> Story:
-        """The next request. told: which tenants sent the same prompt."""
+        """Write the next request, and note in ``tenants_of_prompts`` which tenants sent its prompt."""
         rng, cache = self._rng, self._world.cache
         seen = self._prompt()
         self._names += 1
@@ -298,7 +298,7 @@ class Writer:
             marks=rng.sample(range(1, 60), rng.choice((0, 0, 2))),
         )
         self._earlier.append(request)
-        self.told.setdefault(tuple(seen.tokens), set()).add(tenant)
+        self.tenants_of_prompts.setdefault(tuple(seen.tokens), set()).add(tenant)
         return Story(request, VOCAB, seen.embeds)
 
     def remember(self, story: Story) -> None:

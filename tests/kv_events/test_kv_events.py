@@ -145,7 +145,7 @@ def test_event_message_has_the_documented_fields(context: zmq.Context[Any]) -> N
     removed = BlockRemoved((key,))
     integer = int.from_bytes(key[24:], "big")
 
-    def told(form: EventForm) -> Any:  # noqa: ANN401  # of any form
+    def published_events(form: EventForm) -> Any:  # noqa: ANN401  # of any form
         with publisher_of(config, form) as publisher:
             publisher.publish([stored, removed, AllBlocksCleared()])
             settled(publisher, context, 0)
@@ -155,7 +155,7 @@ def test_event_message_has_the_documented_fields(context: zmq.Context[Any]) -> N
             assert rank == 0
             return events
 
-    first, second, third = told(EventForm())
+    first, second, third = published_events(EventForm())
     assert first == {
         "type": "BlockStored",
         "block_hashes": [integer],
@@ -173,7 +173,7 @@ def test_event_message_has_the_documented_fields(context: zmq.Context[Any]) -> N
     }
     assert second == {"type": "BlockRemoved", "block_hashes": [integer], "medium": "GPU", "group_idx": 0}
     assert third == {"type": "AllBlocksCleared"}
-    first, second, third = told(EventForm(as_arrays=True, whole_hashes=True))
+    first, second, third = published_events(EventForm(as_arrays=True, whole_hashes=True))
     assert first[:5] == ["BlockStored", [key], other, [1, 2, 3, 4], BLOCK]
     assert first[8:] == [[["one"]], 0, "full_attention", None]
     assert (second, third) == (["BlockRemoved", [key], "GPU", 0], ["AllBlocksCleared"])

@@ -1,4 +1,4 @@
-"""An engine whose every output is compared with plain transformers, and which must end without a block in use."""
+"""An engine whose every output is compared with plain transformers. At its end it must use no block."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

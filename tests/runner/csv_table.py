@@ -1,4 +1,4 @@
-"""Tables of the documentation: CSV files below docs/data, which the pages show."""
+"""CSV files in docs/data: tables that the pages of the documentation show."""
 
 import csv
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""A model folder with code in it: each file of it leaves a trace beside the folder when it is run."""
+"""A model folder with Python code. Each of its files leaves a trace next to the folder when it runs."""
 
 import json
 from collections.abc import Mapping

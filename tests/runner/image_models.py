@@ -1,4 +1,4 @@
-"""Tiny multimodal models, pictures as their processors make them, and what plain transformers says to both."""
+"""Tiny multimodal models, pictures in the form of their processors, and the outputs of plain transformers for both."""
 
 from __future__ import annotations
 

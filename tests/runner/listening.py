@@ -1,4 +1,4 @@
-"""An engine over a tiny encoder-decoder whose every logit and token is compared with plain transformers."""
+"""An engine for a tiny encoder-decoder. Every logit and token is compared with plain transformers."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Real tiny models, prompts that share prefixes, and an observer that keeps every logit."""
+"""Tiny models with real weights, prompts that share prefixes, and an observer that keeps every logit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence

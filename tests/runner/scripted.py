@@ -1,4 +1,4 @@
-"""A drafter that knows what will be drawn, and is right as often as a script says."""
+"""A drafter that knows the next tokens. A script sets how many of its drafts are right."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

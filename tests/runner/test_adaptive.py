@@ -1,4 +1,7 @@
-"""Which drafts are handed out: those of the most tokens a second, by what steps took and how many were right."""
+"""AdaptiveDrafter proposes the number of drafts with the most tokens per second.
+
+It estimates the speed from the measured step times and from the share of accepted drafts.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from hybridkv.runner.drafters import AdaptiveDrafter, NgramDrafter, StepSeconds
 from hybridkv.runner.load import LoadedModel
 
 
-class Told:
-    """Proposes what it is told to, by request."""
+class GivenDrafts:
+    """Propose the drafts that a test gave for each request."""
 
     num_speculative_tokens = 4
 
@@ -30,7 +33,7 @@ class Told:
         """Any model will do."""
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """What it was told."""
+        """Return the given drafts."""
         return [self.drafts.get(one.request_id, []) for one in requests]
 
     def close(self) -> None:
@@ -45,14 +48,14 @@ def timed(drafter: AdaptiveDrafter, fixed: float, each: float) -> None:
             drafter.took(tokens, fixed + each * tokens)
 
 
-def fed(drafter: AdaptiveDrafter, told: Told, right: Sequence[bool], name: str = "taught") -> None:
+def fed(drafter: AdaptiveDrafter, given: GivenDrafts, right: Sequence[bool], name: str = "taught") -> None:
     """A request of which every draft is proposed alone and comes true or not; nothing of it is decoded in a step."""
     request = Request(name, [1])
     for one in right:
-        told.drafts[name] = [5]
+        given.drafts[name] = [5]
         drafter.propose([request])
         request.append(5 if one else 6)
-    told.drafts[name] = []
+    given.drafts[name] = []
     drafter.propose([request])
 
 
@@ -90,43 +93,43 @@ def test_step_seconds_never_fall_with_more_tokens() -> None:
 
 
 def test_adaptive_drafter_before_timings_proposes_all_drafts() -> None:
-    told = Told()
-    drafter = AdaptiveDrafter(told)
-    told.drafts = {"a": [1, 2, 3], "b": []}
+    given = GivenDrafts()
+    drafter = AdaptiveDrafter(given)
+    given.drafts = {"a": [1, 2, 3], "b": []}
     assert drafter.propose([Request("a", [1]), Request("b", [1])]) == [[1, 2, 3], []]
     assert drafter.num_speculative_tokens == 4
     drafter.close()
-    assert told.closed == 1
+    assert given.closed == 1
 
 
 def test_adaptive_drafter_learns_from_drafts_it_withheld() -> None:
-    told = Told()
-    drafter = AdaptiveDrafter(told)
+    given = GivenDrafts()
+    drafter = AdaptiveDrafter(given)
     timed(drafter, 0.02, 0.01)
-    fed(drafter, told, [False] * 60)
-    told.drafts = {"x": [1, 2]}
+    fed(drafter, given, [False] * 60)
+    given.drafts = {"x": [1, 2]}
     assert drafter.propose([Request("x", [1])]) == [[]]
     for at in range(80):
-        fed(drafter, told, [True], f"right {at}")  # first drafts of new requests, none of them handed out at first
-    told.drafts = {"x": [1, 2]}
+        fed(drafter, given, [True], f"right {at}")  # first drafts of new requests, none of them handed out at first
+    given.drafts = {"x": [1, 2]}
     assert len(drafter.propose([Request("x", [1])])[0]) >= 1
 
 
 def test_adaptive_drafter_proposes_more_after_accepted_drafts() -> None:
     """First drafts are wrong four times in five, those behind three right ones never."""
-    told = Told()
-    drafter = AdaptiveDrafter(told)
+    given = GivenDrafts()
+    drafter = AdaptiveDrafter(given)
     timed(drafter, 0.02, 0.01)
     for at in range(60):
-        fed(drafter, told, [at % 5 == 0, True, True, True, True, True], f"{at}") if at % 5 == 0 else fed(
-            drafter, told, [False], f"{at}"
+        fed(drafter, given, [at % 5 == 0, True, True, True, True, True], f"{at}") if at % 5 == 0 else fed(
+            drafter, given, [False], f"{at}"
         )
     new, going = Request("new", [1]), Request("going", [1])
     for _ in range(4):
-        told.drafts = {"going": [5]}
+        given.drafts = {"going": [5]}
         drafter.propose([going])
         going.append(5)
-    told.drafts = {"new": [5, 5], "going": [5, 5]}
+    given.drafts = {"new": [5, 5], "going": [5, 5]}
     assert drafter.propose([new]) == [[]]
     assert drafter.propose([going]) == [[5, 5]]
     again = Request("going", [1, 5, 5, 5, 5])  # another request by the same name: nothing is known of it
@@ -138,9 +141,9 @@ def test_adaptive_drafter_proposes_more_after_accepted_drafts() -> None:
     [([], 0), ([5], 1), ([5, 6], 2), ([5, 6, 7], 0), ([5, 7], 0), ([7], 0)],  # the third was foreseen by nobody
 )
 def test_adaptive_drafter_run_counts_right_drafts_only(came: list[int], run: int) -> None:
-    told = Told()
-    drafter, request = AdaptiveDrafter(told), Request("x", [1])
-    told.drafts = {"x": [5, 6]}
+    given = GivenDrafts()
+    drafter, request = AdaptiveDrafter(given), Request("x", [1])
+    given.drafts = {"x": [5, 6]}
     drafter.propose([request])
     for token in came:
         request.append(token)
@@ -149,11 +152,11 @@ def test_adaptive_drafter_run_counts_right_drafts_only(came: list[int], run: int
 
 
 def test_adaptive_drafter_weighs_old_results_less() -> None:
-    told = Told()
-    drafter = AdaptiveDrafter(told)
-    fed(drafter, told, [False] * 2000)
+    given = GivenDrafts()
+    drafter = AdaptiveDrafter(given)
+    fed(drafter, given, [False] * 2000)
     for at in range(500):
-        fed(drafter, told, [True], f"right {at}")
+        fed(drafter, given, [True], f"right {at}")
     assert 0.5 < drafter._right[0] / drafter._tried[0] < 0.9
     assert drafter._tried[0] <= 501
     assert len(drafter._proposed) == 501
@@ -161,7 +164,7 @@ def test_adaptive_drafter_weighs_old_results_less() -> None:
 
 def test_adaptive_drafter_forgets_old_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.runner.drafters._KEPT", 10)
-    drafter = AdaptiveDrafter(Told())
+    drafter = AdaptiveDrafter(GivenDrafts())
     for at in range(40):
         drafter.propose([Request(str(at), [1])])
     assert len(drafter._proposed) <= 11
@@ -171,19 +174,19 @@ def test_adaptive_drafter_forgets_old_requests(monkeypatch: pytest.MonkeyPatch) 
 def test_adaptive_drafter_choice_has_the_most_tokens_per_second(seed: int) -> None:
     """Against all of them."""
     random = np.random.default_rng(seed)
-    told = Told()
-    drafter = AdaptiveDrafter(told)
+    given = GivenDrafts()
+    drafter = AdaptiveDrafter(given)
     fixed, each = random.uniform(0.001, 0.1), random.uniform(0.001, 0.02)
     timed(drafter, fixed, each)
     for at in range(40):
-        fed(drafter, told, (random.random(6) < random.uniform(0.3, 1)).tolist(), f"taught {at}")
+        fed(drafter, given, (random.random(6) < random.uniform(0.3, 1)).tolist(), f"taught {at}")
     rows = [Request(str(at), [1]) for at in range(4)]
     for _ in range(3):
-        told.drafts = {one.request_id: [5] for one in rows}
+        given.drafts = {one.request_id: [5] for one in rows}
         drafter.propose(rows)
         for one in rows:
             one.append(5 if random.random() < 0.8 else 6)
-    told.drafts = {one.request_id: [5] * int(random.integers(0, 4)) for one in rows}
+    given.drafts = {one.request_id: [5] * int(random.integers(0, 4)) for one in rows}
     handed = [len(one) for one in drafter.propose(rows)]
     runs = [drafter._proposed[one.request_id].run for one in rows]
     right = drafter._right / drafter._tried
@@ -195,7 +198,7 @@ def test_adaptive_drafter_choice_has_the_most_tokens_per_second(seed: int) -> No
         )
         return float(tokens / (fixed + each * (len(rows) + sum(counts))))
 
-    best = max(map(speed, product(*(range(len(told.drafts[one.request_id]) + 1) for one in rows))))
+    best = max(map(speed, product(*(range(len(given.drafts[one.request_id]) + 1) for one in rows))))
     none = speed([0] * 4)
     assert speed(handed) == pytest.approx(best if best > 1.05 * none else none, rel=1e-3)
 
@@ -209,23 +212,23 @@ def test_adaptive_drafter_without_a_drafter_is_rejected() -> None:
 
 
 def test_engine_reports_decode_step_times_to_its_drafter(make_engine: EngineFactory) -> None:
-    """Tokens are those without drafts, and each step that only decodes is told before drafts are asked for again."""
-    told = list[tuple[int, float]]()
+    """Tokens are those without drafts, and the time of a decode-only step is reported before the next proposal."""
+    reported = list[tuple[int, float]]()
 
     class Noted(AdaptiveDrafter):
-        """Notes what it is told."""
+        """Notes the reported times."""
 
         def took(self, tokens: int, seconds: float) -> None:
-            told.append((tokens, seconds))
+            reported.append((tokens, seconds))
             super().took(tokens, seconds)
 
     prompts = [[65, 66, 67, 68] * 8, [7, 8, 9]]
     plain = make_engine(loaded_model("llama"), prompts, 30).generate(prompts, greedy(30))
     engine = make_engine(loaded_model("llama"), prompts, 30, speculate=Noted(NgramDrafter(3)))
     assert [one.token_ids for one in engine.generate(prompts, greedy(30))] == [one.token_ids for one in plain]
-    assert len(told) >= engine.statistics().steps // 2
-    assert all(1 <= tokens <= 8 and seconds > 0 for tokens, seconds in told)
-    assert sum(map(len, prompts)) not in {tokens for tokens, _ in told}  # no prompt
+    assert len(reported) >= engine.statistics().steps // 2
+    assert all(1 <= tokens <= 8 and seconds > 0 for tokens, seconds in reported)
+    assert sum(map(len, prompts)) not in {tokens for tokens, _ in reported}  # no prompt
 
 
 def test_ngram_option_of_the_command_line_makes_an_adaptive_drafter() -> None:

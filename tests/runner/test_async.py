@@ -1,4 +1,4 @@
-"""The engine behind asyncio: many tasks, slow ones, cancelled ones, forwards that fail."""
+"""AsyncEngine with many tasks: slow readers, cancelled tasks and failed forwards."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Attention over gathered contexts, part by part: each formula against itself in float64, and what is gathered."""
+"""Attention over gathered contexts in parts: each formula against float64, and the blocks that are gathered."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The benchmark for GPUs runs on any machine with models of nothing: what it prints and writes is what a GPU will."""
+"""The GPU benchmark runs on any machine with tiny models and writes the same columns as on a GPU."""
 
 import json
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The check of generated outputs against plain transformers finds wrong tokens and wrong ends."""
+
 from dataclasses import replace
 
 import pytest

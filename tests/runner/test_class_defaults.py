@@ -1,4 +1,4 @@
-"""The table of transformers' config classes is what its script writes, with the version that it was written with."""
+"""The table of transformers' config classes equals the output of its script in the same version of transformers."""
 
 import json
 from importlib.resources import files

@@ -1,4 +1,4 @@
-"""`hybridkv generate` on any architecture, saved to a folder and loaded from there as a user's own model is."""
+"""`hybridkv generate` with models of several architectures that were saved to a folder."""
 
 from pathlib import Path
 

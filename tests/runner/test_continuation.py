@@ -1,4 +1,4 @@
-"""Recurrent mixers from given states: in segments cut anywhere, token by token, in batches; and the self-check."""
+"""Recurrent mixers resume from given states: in segments, token by token and in batches. The self-check is tested too."""
 
 import logging
 from collections.abc import Callable, Sequence

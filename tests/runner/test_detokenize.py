@@ -1,3 +1,5 @@
+"""Incremental decoding of tokens to text, with stop strings and characters of several tokens."""
+
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Memory that is short, steps in flight, requests that are aborted, forwards that raise: every output is right."""
+"""Outputs stay right with little memory, steps in flight, aborted requests and failed forwards."""
 
 import numpy as np
 import pytest

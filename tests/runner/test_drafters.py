@@ -1,4 +1,4 @@
-"""Prompt lookup against its definition; a draft model that knows its target's tokens, noise and prefix cache."""
+"""Prompt lookup against its definition, and a draft model that knows its target's tokens, noise and prefix cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What requests change in logits, against a row-by-row telling of it, transformers' processors, and whole runs."""
+"""Edits of logits by requests, against a row-by-row reference, transformers' processors and whole runs."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -36,10 +36,10 @@ INFINITE = float("inf")
 # -- one row, one token at a time
 
 
-def told(
+def edited_logits(
     logits: torch.Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], held: Sequence[int]
 ) -> torch.Tensor:
-    """``logits`` of one draw as ``params`` ask, token by token, from vLLM's description."""
+    """Return the ``logits`` of one draw with the edits of ``params``, token by token, after vLLM's description."""
     values = logits.tolist()
     for word in params.bad_words:
         before = list(word[:-1])
@@ -117,7 +117,7 @@ def test_logit_edits_of_a_step_match_single_rows(seed: int) -> None:
         batch = rows.batch(np.array(at, np.int32), np.array(positions), np.array(before))
         expected = torch.stack(
             [
-                told(logits[i], params[row], prompts[row], outputs[row] + behind, held[:2])
+                edited_logits(logits[i], params[row], prompts[row], outputs[row] + behind, held[:2])
                 for i, (row, behind) in enumerate(draws)
             ]
         )
@@ -206,7 +206,7 @@ def test_edited_sampling_matches_reference_edits_of_plain_logits(name: str, make
     for one, params in zip(done, EVERY, strict=True):
         plain = reference_logits(loaded, one)
         for at, token in enumerate(one.token_ids):
-            expected = told(plain[at], params, one.prompt_token_ids, one.token_ids[:at], ())
+            expected = edited_logits(plain[at], params, one.prompt_token_ids, one.token_ids[:at], ())
             assert expected.max() - expected[token] < 1e-3, (params, at)
             changed += int(plain[at].argmax()) != token
     assert changed > 20

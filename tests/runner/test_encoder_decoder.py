@@ -1,4 +1,4 @@
-"""T5 and Whisper against plain transformers, in every regime and layout, and what these tests must notice."""
+"""T5 and Whisper against plain transformers in every regime and layout, and faults that these tests must find."""
 
 from collections.abc import Callable
 from dataclasses import replace

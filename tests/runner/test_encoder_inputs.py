@@ -1,4 +1,4 @@
-"""Who hears what: encoders run once for equal inputs, no input hears another, and bad ones are refused."""
+"""Encoder inputs: equal ones are encoded once, different ones share nothing, and invalid ones are rejected."""
 
 import asyncio
 from collections.abc import Sequence

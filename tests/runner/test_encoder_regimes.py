@@ -1,4 +1,4 @@
-"""T5 and Whisper, whole outputs in six regimes and both layouts: the table of docs/models.md."""
+"""T5 and Whisper: whole outputs in six regimes and both layouts, for the table of docs/models.md."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""The engine: stops, aborts, failed forwards, counts, and rejected prompts, plans and steps."""
+
 from dataclasses import replace
 
 import pytest

@@ -1,4 +1,4 @@
-"""Engines that were closed, inputs of the wrong kind, and errors of forwards, tokenizers and drafters on the way."""
+"""Errors of engines: closed engines, inputs of wrong types, and failed forwards, tokenizers and drafters."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -322,7 +322,7 @@ def test_error_that_ended_the_engine_thread_is_raised_by_close() -> None:
         raise Gone("the thread is gone")
 
     async def work() -> None:
-        engine.step = broken  # type: ignore[assignment, method-assign]  # what no reader can be told of
+        engine.step = broken  # type: ignore[assignment, method-assign]  # an error that reaches no reader
         with pytest.raises(CacheError, match="ended with Gone: close the engine") as found:
             await read(front, PROMPTS[0])
         assert isinstance(found.value.__cause__, Gone)

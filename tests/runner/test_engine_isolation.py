@@ -1,4 +1,4 @@
-"""What goes wrong with one request in cache and scheduler ends it alone, behind Engine and AsyncEngine as well."""
+"""An error of one request in the cache or scheduler ends that request only, in Engine and AsyncEngine."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Tenants and hints through an engine: what is said of a request is what the cache hears."""
+"""Tenants, salts and hints of a request pass through the engine to the cache."""
 
 import pytest
 from runner_support import loaded_model
@@ -20,10 +20,10 @@ def test_tenant_salt_and_hints_of_a_request_reach_the_cache() -> None:
         engine.add(prompt, SHORT, cache_salt="salty")
         engine.generate([prompt], SHORT)
         list(engine.stream(prompt, SHORT, tenant="a", hints=Hints(over=True)))
-        told = {one.tenant: one for one in engine.cache.statistics().tenants}
-        assert {name: one.requests for name, one in told.items()} == {"*": 1, "a": 2, "salty": 1}
-        assert (told["a"].hit_tokens, told["salty"].hit_tokens) == (39, 0)
-        assert told["salty"].kept_bytes > 0
+        by_tenant = {one.tenant: one for one in engine.cache.statistics().tenants}
+        assert {name: one.requests for name, one in by_tenant.items()} == {"*": 1, "a": 2, "salty": 1}
+        assert (by_tenant["a"].hit_tokens, by_tenant["salty"].hit_tokens) == (39, 0)
+        assert by_tenant["salty"].kept_bytes > 0
         with pytest.raises(ConfigError, match="tenant"):
             engine.add(prompt, SHORT, tenant="")
 

@@ -1,4 +1,4 @@
-"""Drafts of several rows in one call of a mixer: the states behind every token are those of token by token."""
+"""Drafts of several rows in one call of a mixer give the states of token by token after every token."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Examples of the engine as a library run, and say what transformers says."""
+"""The examples of the engine as a library print the outputs of plain transformers."""
 
 import re
 import runpy

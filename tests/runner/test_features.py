@@ -1,4 +1,4 @@
-"""What a runner does beside running prompts, with real tensors: every output right, every hit as long as promised."""
+"""Layouts, placements, salts and resume marks with real tensors: outputs are right, and hits have the expected length."""
 
 import numpy as np
 import pytest

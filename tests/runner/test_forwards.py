@@ -1,4 +1,4 @@
-"""Models whose forward is not that of transformers' class: subclasses, patches, wrappers, compiled ones."""
+"""Models with changed forwards: subclasses, patches, wrappers and compiled models."""
 
 import functools
 

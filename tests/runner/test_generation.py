@@ -1,4 +1,4 @@
-"""What `make test-vllm-generate` compares, without vLLM: differences made on purpose are found."""
+"""The comparison of `make test-vllm-generate`, without vLLM, finds differences that were made on purpose."""
 
 import json
 from collections.abc import Iterator, Sequence

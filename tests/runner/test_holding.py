@@ -1,4 +1,4 @@
-"""Who holds a model: one engine at a time, which gives back what it found."""
+"""One engine at a time holds a model, and restores the model when it closes."""
 
 import copy
 import functools

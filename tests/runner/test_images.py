@@ -1,4 +1,4 @@
-"""Images in prompts against plain transformers: every regime, what is shared and what is not, and what is refused."""
+"""Images in prompts against plain transformers: every regime, shared and separate content, and rejected prompts."""
 
 import asyncio
 from collections.abc import Callable, Sequence

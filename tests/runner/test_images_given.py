@@ -1,4 +1,4 @@
-"""What callers hand over as images: pictures through a processor, its output, what is refused; models from folders."""
+"""Images from callers: pictures for a processor, outputs of a processor, rejected inputs, and models from folders."""
 
 import math
 from pathlib import Path

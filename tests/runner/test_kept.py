@@ -1,4 +1,4 @@
-"""Plans against what transformers' own models keep (kept.py): every causal language model, its variants, and faults."""
+"""Plans against the measured caches of transformers' models (kept.py): every language model, variants and faults."""
 
 from collections.abc import Callable
 from typing import Any

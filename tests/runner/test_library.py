@@ -1,4 +1,4 @@
-"""The engine as a library: a model in hand, batches, streams."""
+"""The engine as a library: model objects, batches and streams."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Linear layers that are filled up with rows of zeros: which, from when on, and that nothing else changes."""
+"""Linear layers that are padded with rows of zeros: the layers, the row counts, and unchanged outputs."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Models loaded from folders, and the probe that compares a model with its plan."""
+
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -138,9 +140,9 @@ def test_quantized_cache_that_is_not_applied_is_logged(number: str, caplog: pyte
     model.config.quantization_config = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
     with Engine(model, memory="2MiB", max_model_len=128) as engine:
         assert engine.plan.model.dtype == "float32"
-    (told,) = caplog.messages
-    assert "kv_cache_scheme" in told
-    assert told.endswith("the pages hold them in the model's dtype, float32")
+    (message,) = caplog.messages
+    assert "kv_cache_scheme" in message
+    assert message.endswith("the pages hold them in the model's dtype, float32")
 
 
 def test_model_with_a_config_that_the_planner_rejects_loads(tmp_path: Path) -> None:

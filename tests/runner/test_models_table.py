@@ -1,3 +1,5 @@
+"""The tables of docs/models.md sum up the seeds of each model."""
+
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Controls: what the equality tests must notice. A cache that is damaged must move the logits."""
+"""A damaged cache must change the logits: faults that the equality tests must find."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Two steps in flight: the next one is scheduled while a forward runs, and drafts leave no step without rows."""
+"""Two steps in flight: the next step is scheduled while a forward runs, and drafts leave no step without rows."""
 
 import threading
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Pictures that messages name: which are read and which refused, and conversations with them on the command line."""
+"""Pictures that messages name: files, data URLs, rejected ones, and conversations on the command line."""
 
 import base64
 import io

@@ -1,3 +1,5 @@
+"""Prompt files: JSON lines, plain text and rejected lines."""
+
 from collections.abc import Sequence
 from pathlib import Path
 

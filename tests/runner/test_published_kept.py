@@ -1,4 +1,4 @@
-"""The public models known by name against transformers' own models of their configs: caches and weights, measured.
+"""Known public models against transformers' models of their configs: measured caches and weights.
 
 A model is built on the meta device from the fields that are kept of its published file (kept.py, weights_of.py).
 """

@@ -1,4 +1,4 @@
-"""Engines with drafters as users have them: prompt lookup and draft models, in every regime, and ones that fail."""
+"""Engines with prompt lookup and with draft models, in every regime, and drafters that fail."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What shows a real model, shown with tiny ones: examples/real_model.py and the regimes of `make test-real`."""
+"""examples/real_model.py and the regimes of `make test-real`, with tiny models."""
 
 import runpy
 import zipfile

@@ -1,3 +1,5 @@
+"""The sampling state of rows is reset for a new request and follows accepted drafts."""
+
 import numpy as np
 import torch
 

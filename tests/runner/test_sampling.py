@@ -1,3 +1,5 @@
+"""Sampling: filters of transformers, the distribution of draws, and independence of other requests."""
+
 from typing import Any
 
 import numpy as np

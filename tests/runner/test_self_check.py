@@ -1,4 +1,4 @@
-"""The self-check at load: who says something else on pages than alone is refused, with what differs."""
+"""The self-check at load rejects a model whose logits on pages differ from those of the model alone."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence

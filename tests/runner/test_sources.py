@@ -1,4 +1,4 @@
-"""Where models come from beside folders with safetensors: GGUF files, and the hub's cache."""
+"""Model sources other than folders with safetensors: GGUF files and the cache of the hub."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Engines that draft against engines that do not: the same tokens, right logits, nothing left behind."""
+"""Engines with drafts against engines without: equal tokens, right logits, and no state left after the end."""
 
 import itertools
 from collections.abc import Sequence

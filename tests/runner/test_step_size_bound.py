@@ -1,8 +1,8 @@
-"""NemotronH and Zamba2 with the lower bound of their step size at work: what then depends on how a prompt is cut.
+"""NemotronH and Zamba2 with the lower bound of their step size: outputs depend on how a prompt is cut into calls.
 
-transformers raises the step size of their scan to ``time_step_min`` where a call has several tokens, not where it has
-one. So a token's state depends on whether it came in a prompt or was decoded, in plain transformers as well. An engine
-equals plain transformers where both make the same calls.
+transformers raises the step size of their scan to ``time_step_min`` in calls of several tokens, not in calls of one. So
+a token has another state in a prompt than in decoding, in plain transformers as well. An engine equals plain
+transformers where both make the same calls.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Tiny models: their weights, their sizes, and what they do to short requests."""
+"""Tiny models: weights by seed, sizes, and the query scale of Llama 4."""
 
 import pytest
 import torch

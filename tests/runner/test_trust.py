@@ -1,4 +1,4 @@
-"""Code that a model folder brings along: run on demand alone, whatever standard input says."""
+"""Python code in a model folder runs only with trust_remote_code, whatever standard input has."""
 
 import io
 import subprocess

@@ -1,4 +1,4 @@
-"""The example with a scheduler and a worker in two processes says what the engine in one process gives."""
+"""The example with a scheduler and a worker in two processes gives the outputs of the engine in one process."""
 
 import re
 import runpy

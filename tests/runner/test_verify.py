@@ -1,4 +1,4 @@
-"""Steps with drafts, made by hand, on real tiny models: what is drawn, what is accepted, which states go on."""
+"""Hand-made steps with drafts on tiny models: the draws, the accepted drafts and the states that follow."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

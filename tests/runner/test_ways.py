@@ -1,4 +1,4 @@
-"""Engines for every way to go on from a state, cold, warm and forked: with the newest transformers, too."""
+"""Engines with every kind of continuation from a state: cold, warm and forked; also with the newest transformers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Counted weights against the parameters that transformers' own models have (weights_of.py)."""
+"""Counted weights against the parameters of transformers' own models (weights_of.py)."""
 
 from typing import Any
 
@@ -114,8 +114,8 @@ def test_config_without_a_width_has_no_counted_weights() -> None:
     stranger = {key: value for key, value in file.items() if key != "intermediate_size"} | {"model_type": "stranger"}
     assert counted(stranger) == (0, 0)
     # what the caller says comes first
-    told = read_model(file, fields={"parameters": 7, "active_parameters": 5})
-    assert (told.parameters, told.active_parameters) == (7, 5)
+    given = read_model(file, fields={"parameters": 7, "active_parameters": 5})
+    assert (given.parameters, given.active_parameters) == (7, 5)
     assert read_model(file, fields={"parameters": 7}).active_parameters == 7
     with pytest.raises(ConfigError, match="num_local_experts must be an integer"):
         read_model({**file, "num_local_experts": "many"})

@@ -257,7 +257,7 @@ def test_tokenizer_work_error_is_raised() -> None:
     in_turns(work)
 
 
-def test_a_tokenizer_for_one_thread_is_used_by_one() -> None:
+def test_tokenizer_of_one_thread_is_never_used_by_two() -> None:
     async def work(turns: Turns, held: Held) -> None:
         at_once, most = [0], [0]
 
@@ -275,7 +275,7 @@ def test_a_tokenizer_for_one_thread_is_used_by_one() -> None:
     in_turns(work, parallel=False)
 
 
-def test_what_waits_is_cancelled_at_the_end() -> None:
+def test_waiting_turns_are_cancelled_on_close() -> None:
     async def work(turns: Turns, held: Held) -> None:
         tasks = [asyncio.create_task(turns.run("a", [held.piece(str(one))])) for one in range(2)]
         await held_until(lambda: held.begun == ["0"])

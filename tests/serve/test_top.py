@@ -1,4 +1,4 @@
-"""`hybridkv top` and `doctor` show what /metrics say, whatever their prefix, and say in one line why they cannot."""
+"""`hybridkv top` and `doctor` show the values of /metrics with any prefix, and report failures in one line."""
 
 import time
 from collections.abc import Iterator
@@ -221,11 +221,17 @@ def looked_at(*salts: str | None) -> Diagnosis:
 
 
 def test_doctor_with_shared_prompts_has_no_findings() -> None:
-    told = looked_at(*[None] * 6)
-    assert told.findings == ()
-    assert told.figures.keys() == {"found", "blocks_and_prefixes", "salts", "states_read_again", "states_and_requests"}
+    diagnosis = looked_at(*[None] * 6)
+    assert diagnosis.findings == ()
+    assert diagnosis.figures.keys() == {
+        "found",
+        "blocks_and_prefixes",
+        "salts",
+        "states_read_again",
+        "states_and_requests",
+    }
 
 
 def test_doctor_reports_a_salt_per_request() -> None:
-    told = looked_at(*(f"salt-{number}" for number in range(6)))
-    assert [one.name for one in told.findings] == ["salts"]
+    diagnosis = looked_at(*(f"salt-{number}" for number in range(6)))
+    assert [one.name for one in diagnosis.findings] == ["salts"]

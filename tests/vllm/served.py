@@ -166,7 +166,7 @@ def metrics(address: str) -> dict[str, float]:
     return {name.partition("{")[0]: float(value) for name, _, value in lines}
 
 
-def untold(found: Answered, prompts: Sequence[Sequence[int]]) -> Iterator[str]:
+def unexplained_blocks(found: Answered, prompts: Sequence[Sequence[int]]) -> Iterator[str]:
     """What events of blocks say that nobody asked or answered: chains of blocks are beginnings of texts."""
     texts = [[*prompt, *output] for prompt, output in zip(prompts, found.outputs, strict=True)]
     known = dict[Any, list[int]]()
@@ -217,7 +217,7 @@ def main() -> int:
             with server(model, options) as address, subscribed(endpoint) as take:
                 found = ask(address, prompts)._replace(events=take())
             stock = stock or found
-            bad = [*faults(line, stock, found), *untold(found, prompts)]
+            bad = [*faults(line, stock, found), *unexplained_blocks(found, prompts)]
             asked, hits = (f"{found.metrics[what]:,.0f}" for what in (QUERIES, HITS))
             told = f"{len(found.events)}"
             say(

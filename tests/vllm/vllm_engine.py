@@ -78,8 +78,8 @@ class Watched:
                     self.engine.abort_request([name])
         return [done[ask["name"]] for ask in asks]
 
-    def told(self) -> dict[str, Any]:
-        """What is so at the end; an invariant of our cache that does not hold raises."""
+    def final_state(self) -> dict[str, Any]:
+        """Return the state after the last request. Raise an error if an invariant of our cache is broken."""
         name = type(self._manager).__module__
         if name.startswith("hybridkv."):
             self._manager.cache.check()
@@ -102,7 +102,7 @@ def do(job_file: str, out: str) -> None:
         if job.get("priorities"):
             asks = [ask | {"priority": len(prompts) - i} for i, ask in enumerate(asks)]
         found.append(watched.play(asks, job.get("abort", 0)))
-    answers = {"rounds": found, "version": vllm.__version__, **watched.told()}
+    answers = {"rounds": found, "version": vllm.__version__, **watched.final_state()}
     Path(out).write_text(json.dumps(answers), "utf-8")
 
 
@@ -113,7 +113,7 @@ def answer(options: dict[str, Any]) -> None:
     watched = Watched(**options)
     for line in sys.stdin:
         found = watched.play(json.loads(line)["asks"])
-        answers.write(json.dumps({"answers": found, **watched.told()}) + "\n")
+        answers.write(json.dumps({"answers": found, **watched.final_state()}) + "\n")
         answers.flush()
 
 

@@ -126,7 +126,7 @@ def test_block_copy_in_reference_layout_is_one_batch_per_group() -> None:
     assert batches(StepCase("one size", copies=(copy(0, 2, 3), copy(1, 4, 5), copy(0, 2, 6)))) == [2, 1]
 
 
-def test_a_block_onto_itself_is_no_copy() -> None:
+def test_block_copy_onto_itself_is_dropped() -> None:
     assert batches(StepCase("classes", copies=(copy(0, 3, 3), move(1, 2, 2)))) == []
 
 

@@ -1,4 +1,4 @@
-"""Models whose attention reads pages, by every kernel, against the same models alone."""
+"""Every attention backend that reads pages gives the tokens of the model alone."""
 
 import logging
 import sys

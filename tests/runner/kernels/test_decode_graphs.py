@@ -1,4 +1,4 @@
-"""Steps that only decode, over memory that stays: what a CUDA graph would replay runs again, on a CPU."""
+"""Decode-only steps in CUDA graphs. On a CPU, a recorder that runs the step again stands for the graph."""
 
 import logging
 from collections.abc import Mapping, Sequence

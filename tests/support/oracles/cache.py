@@ -27,7 +27,7 @@ class OracleRow:
     allocation, None before: a state beyond them is stored where the accepted tokens turned out to end.
     done: tokens of which all ends inside a column were published (natural layout).
     accepted: the column of the state behind the last accepted draft, None where that is where states always are.
-    rotated: the column that changed places with the first one since the worker was told, 0 for none.
+    rotated: the column that changed places with the first one since the last report to the worker, 0 for none.
     """
 
     table: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class OracleRow:
     rotated: int = 0
 
     @property
-    def told(self) -> list[int]:
+    def worker_table(self) -> list[int]:
         """The table as the worker knows it."""
         table = list(self.table)
         if self.rotated:

@@ -234,7 +234,7 @@ class NaturalComparison(Comparison):
         for request in self._oracle.running:
             name = request.request_id
             for group, held in enumerate(request.rows):
-                table = [self._natural.blocks.local(group, block) for block in held.told]
+                table = [self._natural.blocks.local(group, block) for block in held.worker_table]
                 shadow = self._shadow[rows[name]]
                 found = [shadow.get((group, column), 0) if block else 0 for column, block in enumerate(table)]
                 same(f"step {step.id}: the worker's blocks of {name} in group {group}", found, table)

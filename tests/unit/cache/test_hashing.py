@@ -18,7 +18,7 @@ FIRST = "cd7c51bc5a8fc8643f383a2b9e01522fba7473c669e9270c7b0bf7bf7fd01682"
 SECOND = "2533ea50426b36e9e4d68296cac6bce8cf602e46957d0fe40b368b33d87bf3bf"
 
 
-def judged(parent: bytes, tokens: list[int], extra: Extra | None) -> bytes:
+def reference_hash(parent: bytes, tokens: list[int], extra: Extra | None) -> bytes:
     return hashlib.sha256(cbor2.dumps((parent, tuple(tokens), extra), canonical=True)).digest()
 
 
@@ -76,7 +76,7 @@ def test_hash_encoder_writes_the_bytes_of_cbor2(size: int, tokens: list[int], sa
         extras = [(("cache_salt", "t"),), *[None] * (blocks - 1)]
     expected, parent = [], hasher.root
     for i in range(blocks):
-        parent = judged(parent, tokens[i * size : (i + 1) * size], extras[i] if extras else None)
+        parent = reference_hash(parent, tokens[i * size : (i + 1) * size], extras[i] if extras else None)
         expected.append(parent)
     assert hasher.hash_chain(None, np.array(tokens, np.int64), extras) == expected
     if blocks:

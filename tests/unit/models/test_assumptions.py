@@ -22,8 +22,8 @@ STRANGER: dict[str, object] = {
 }
 
 
-def told(config: dict[str, object] | str, **given: str) -> list[str]:
-    """What one plan warns of."""
+def warnings_of(config: dict[str, object] | str, **given: str) -> list[str]:
+    """Return the warnings of one plan."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         plan(read_model(config), "80GiB", **given)  # type: ignore[arg-type]  # by name
@@ -34,7 +34,7 @@ def told(config: dict[str, object] | str, **given: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
 def test_plan_with_assumptions_warns_once(layout: str) -> None:
-    (message,) = told({**STRANGER, "_name_or_path": "mine"}, layout=layout)
+    (message,) = warnings_of({**STRANGER, "_name_or_path": "mine"}, layout=layout)
     assert message.startswith("the plan of mine assumes: layers an ordinary decoder (no model type 'stranger' is known")
     for said in (
         "layers 4 of full_attention (there are no layer_types)",
@@ -44,12 +44,12 @@ def test_plan_with_assumptions_warns_once(layout: str) -> None:
         assert said in message
 
 
-def test_what_follows_from_the_config_class_is_no_assumption() -> None:
-    assert told("mixtral-8x7b") == []
-    assert told("llama-3-8b") == []
+def test_values_of_the_config_class_are_no_assumption() -> None:
+    assert warnings_of("mixtral-8x7b") == []
+    assert warnings_of("llama-3-8b") == []
     read = {fact.what: fact.source for fact in read_model("mixtral-8x7b").read_from}
     assert read["width of a head"] == read["layers"] == "rule of its config class" or read["layers"] == "config"
-    (message,) = told("glm-4.5-air")
+    (message,) = warnings_of("glm-4.5-air")
     assert message == (
         "the plan of glm-4.5-air assumes: multi-token prediction layers 1 left out "
         "(num_nextn_predict_layers: they draft, where they run)"

@@ -1,4 +1,4 @@
-"""benchmarks/guard.py: work that grows is told by its row, in whatever time it is done; see `make bench-guard`."""
+"""benchmarks/guard.py: work that grows is reported with its row, whatever its time; see `make bench-guard`."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_bench_guard_reports_growth_only(guard: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code counts the same twice; a layer more around one call is told in that call's rows alone."""
+    """The same code counts the same twice; one more layer around a call is reported in the rows of that call only."""
     before = guard.measure(["lookups"])
     assert guard.measure(["lookups"]) == before
     declared = {row: list(work) for row, work in before.items()}
@@ -42,8 +42,8 @@ def test_bench_guard_reports_growth_only(guard: ModuleType, monkeypatch: pytest.
         return own(self, request)
 
     monkeypatch.setattr(KVCacheManager, "get_computed_blocks", layered)
-    told = guard.grown(declared, guard.measure(["lookups"]))
-    rows = {line.partition(":")[0] for line in told}
+    reported = guard.grown(declared, guard.measure(["lookups"]))
+    rows = {line.partition(":")[0] for line in reported}
     assert "lookup.miss.per_call" in rows
     assert rows <= {row for row in before if row.startswith(("lookup.miss", "lookup.hit"))}  # nobody else looks up
 

@@ -1,4 +1,4 @@
-"""benchmarks/floors.py: rows that the table beside vLLM has, each measured."""
+"""benchmarks/floors.py measures rows of the table of comparisons with vLLM."""
 
 import json
 from pathlib import Path

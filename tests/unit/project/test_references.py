@@ -105,9 +105,9 @@ def test_files_and_tests_named_in_documents_exist(path: Path) -> None:
 def test_module_tables_list_every_module(folder: str) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     table = text.partition(f"| in `{folder}/` |")[2].partition("\n\n")[0]
-    told = {name for line in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
-    told |= set(re.findall(r"`(\w+)_\*`", table))
+    in_table = {name for line in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    in_table |= set(re.findall(r"`(\w+)_\*`", table))
     modules = {path.stem for path in (ROOT / "src" / "hybridkv" / folder).glob("*.py")} - {"__init__"}
-    missing = {name for name in modules if not any(name == one or name.startswith(f"{one}_") for one in told)}
+    missing = {name for name in modules if not any(name == one or name.startswith(f"{one}_") for one in in_table)}
     assert missing == set()
-    assert {name for name in told if not any(one == name or one.startswith(f"{name}_") for one in modules)} == set()
+    assert {name for name in in_table if not any(one == name or one.startswith(f"{name}_") for one in modules)} == set()

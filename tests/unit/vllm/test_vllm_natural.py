@@ -99,8 +99,8 @@ def test_vllm_natural_events_name_the_tokens_of_cached_blocks(memory: int, specs
     assert not states & {group for group, _ in known}
     assert min(known.values()) >= 0
     assert (0 in known.values()) is (memory == SMALL)
-    told = {request.request_id: request.all_token_ids for request in engine.asked}
-    assert all(any(ids[: len(found)] == found for ids in told.values()) for found in tokens_of.values())
+    texts = {request.request_id: request.all_token_ids for request in engine.asked}
+    assert all(any(ids[: len(found)] == found for ids in texts.values()) for found in tokens_of.values())
     keys = cache.block_pool.keys.indexes
     assert all((keys[group].get(key) is not None) is (count > 0) for (group, key), count in known.items())
 
@@ -146,7 +146,7 @@ def test_vllm_natural_tokens_match_no_cache(
 def test_vllm_natural_connector_loads_and_reads_computed_tokens(
     specs: Sequence[object], memory: int, delay: int, tears: int, *, ahead: bool
 ) -> None:
-    """Beside steps that move blocks: who is loaded or read keeps its own where the connector was told."""
+    """Beside steps that move blocks: who is loaded or read keeps its own where the connector was texts."""
     connector = Connector(every=2, delay=delay, tears=tears)
     engine = Engine(manager(memory, specs, Options(SIZE, "interval:16")), ahead=ahead, connector=connector)
     _, wrong = play(engine)

@@ -73,18 +73,18 @@ class TheirConfig:
 
 
 class Event:
-    def __init__(self, told: list[str]) -> None:
-        self.synchronize = lambda: told.append("waited")
+    def __init__(self, calls: list[str]) -> None:
+        self.synchronize = lambda: calls.append("waited")
 
 
 class TheirWorker:
-    """What vLLM's workers have, as far as the mix-in minds. told: what was done, in order."""
+    """The methods of vLLM's workers that the mix-in uses. calls: the calls so far, in order."""
 
     def __init__(self, layouts: Sequence[str] = ("LBNHC", "BLNHC"), kernel_block: int = SIZE) -> None:
         backend = SimpleNamespace(size=kernel_block)
         layer = SimpleNamespace(get_attn_backend=lambda: backend)
         compiled = {"compilation_time": 3.0, "encoder_compilation_time": 1.0}
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.layouts = list(layouts)
         self.vllm_config = SimpleNamespace(
             additional_config={"hybridkv": {"block_size": SIZE}},
@@ -105,15 +105,15 @@ class TheirWorker:
         return self.layouts
 
     def initialize_from_config(self, made: TheirConfig) -> None:
-        self.told.append(f"laid out, {made.kv_cache_layout}")
+        self.calls.append(f"laid out, {made.kv_cache_layout}")
         self.made = made
         self.model_runner.kv_caches.append(torch.zeros(made.kv_cache_tensors[0].size, dtype=torch.int8))
 
     def compile_or_warm_up_model(self) -> None:
-        self.told.append("warmed up")
+        self.calls.append("warmed up")
 
     def execute_model(self, output: Any) -> str:  # noqa: ANN401 - vLLM's
-        self.told.append("forward")
+        self.calls.append("forward")
         self.model_runner.kv_caches[0][0] += 1
         return f"output of {output.name}"
 
@@ -195,11 +195,11 @@ def test_natural_worker_warms_up_after_the_first_step_makes_the_views(mixed: typ
     """Graphs that are captured before there is an arena would read what is not there."""
     worker = begun(mixed)
     assert worker.compile_or_warm_up_model() == (3.0, 1.0)
-    assert worker.told == []
+    assert worker.calls == []
     assert worker.execute_model(output(replace_config(STEP), "first")) == "output of first"
-    assert worker.told == ["laid out, BLNHC", "warmed up", "forward"]
+    assert worker.calls == ["laid out, BLNHC", "warmed up", "forward"]
     worker.execute_model(output(STEP))
-    assert worker.told[3:] == ["forward"]
+    assert worker.calls[3:] == ["forward"]
 
 
 def replace_config(step: NaturalStep) -> NaturalStep:
@@ -239,13 +239,13 @@ def test_natural_worker_rewrites_tables_after_the_previous_step_read_them(mixed:
     runner = worker.model_runner
     runner.requests = {"a": SimpleNamespace(block_ids=([1], [2, 3])), "b": SimpleNamespace(block_ids=([4], [5]))}
     runner.input_batch.req_id_to_index = {"a": 1}
-    runner.prepare_inputs_event = Event(worker.told)
-    worker.told.clear()
+    runner.prepare_inputs_event = Event(worker.calls)
+    worker.calls.clear()
     worker.execute_model(output(STEP))
-    assert worker.told == ["forward"]
+    assert worker.calls == ["forward"]
     cells = (Cell("a", 1, 1, 9), Cell("b", 0, 0, 8), Cell("b", 1, 1, 7), Cell("unheard of", 0, 0, 6))
     worker.execute_model(output(STEP._replace(cells=cells)))
-    assert worker.told == ["forward", "waited", "forward"]
+    assert worker.calls == ["forward", "waited", "forward"]
     assert runner.requests["a"].block_ids == ([1], [2, 9])
     assert runner.requests["b"].block_ids == ([8], [5])
     assert runner.input_batch.block_table[1].block_table.np.tolist() == [[0, 0, 0, 0], [0, 9, 0, 0]]

@@ -1,4 +1,4 @@
-"""What `make vllm-env` installs of what vLLM's wheel asks for."""
+"""The requirements that `make vllm-env` installs from the wheel of vLLM."""
 
 from pathlib import Path
 from zipfile import ZipFile

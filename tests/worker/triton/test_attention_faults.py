@@ -1,4 +1,4 @@
-"""Faults written into the attention kernel, and into what it is given, that its comparisons must notice."""
+"""Faults in the attention kernel and in its inputs must fail the comparison with the reference."""
 
 from dataclasses import replace
 from pathlib import Path
