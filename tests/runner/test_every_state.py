@@ -74,7 +74,7 @@ def test_drafts_of_a_bounded_mixer_run_as_in_decoding() -> None:
         ("mamba", "in_proj", 5),
     ],
 )
-def test_mixer_is_called_once_per_number_of_tokens(
+def test_mixer_is_called_once_per_row_length_or_per_token(
     name: str, projection: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of 3, 1, 5 and 3 tokens: calls for 1, 3 and 5 of them; where nothing is seen, one for each of 5 tokens."""

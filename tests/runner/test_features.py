@@ -1,4 +1,4 @@
-"""Layouts, placements, salts and resume marks with real tensors: outputs are right, and hits have the expected length."""
+"""Layouts, placements, salts and resume marks with real tensors: right outputs, and hits of the expected length."""
 
 import numpy as np
 import pytest

@@ -186,7 +186,9 @@ def test_vllm_natural_blocks_of_a_request_freed_in_its_step_are_not_hit(specs: S
 
 
 @pytest.mark.parametrize("memory", [SMALL, LARGE])
-def test_vllm_natural_final_resume_point_covers_steps_in_flight(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_natural_resume_point_at_the_end_is_at_most_one_token_back(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With two steps at once no end goes without its label: the token that the last one runs was sampled before it."""
     ahead = Counter[int]()
     keep_resume_point = KVCacheManager.keep_resume_point

@@ -69,7 +69,7 @@ def prepared(
     st.sampled_from((None, 1, 3)),
     st.sampled_from((1, 40)),
 )
-def test_attention_programs_cover_every_row_once(
+def test_attention_programs_cover_every_tile(
     requests: list[tuple[int, int]], splits: int | None, programs: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
