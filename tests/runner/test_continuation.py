@@ -1,4 +1,4 @@
-"""Recurrent mixers resume from given states: in segments, token by token and in batches. The self-check is tested too."""
+"""Recurrent mixers resume from given states: in segments, token by token and in batches. Also their self-check."""
 
 import logging
 from collections.abc import Callable, Sequence

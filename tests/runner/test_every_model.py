@@ -1,4 +1,4 @@
-"""Every causal language model of transformers that an engine runs, shrunk, in six regimes against plain transformers."""
+"""Every causal language model that an engine runs, shrunk, in six regimes against plain transformers."""
 
 import pytest
 from csv_table import DATA, read
