@@ -91,10 +91,14 @@ Spans = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class CacheTraffic:
-    """What one rank moves; build it with ``of``.
+    """Bytes that one rank moves in a step; build it with ``of``.
 
-    token_bytes: of a token that stays. windows, chunks: of tokens that are read for a while. row_bytes: of a
-    row, whatever its length. copy_bytes: of one copied block, by group.
+    Attributes:
+        token_bytes: bytes of a token in the layers that read every token.
+        windows: bytes of a token, by the window in which it is read.
+        chunks: bytes of a token, by the chunk in which it is read.
+        row_bytes: bytes of a row, independent of its length: states and encoder outputs.
+        copy_bytes: bytes of one copied block, by group.
     """
 
     token_bytes: float = 0.0
@@ -105,7 +109,11 @@ class CacheTraffic:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """That of ``plan``'s model in its cache; every request has an encoder input of the largest size."""
+        """Return the traffic of a plan's model in its cache; every request has an encoder input of the largest size.
+
+        Args:
+            plan: the plan of model and cache.
+        """
         limits = plan.limits
         windows, chunks = defaultdict[int, float](float), defaultdict[int, float](float)
         tokens = rows = 0.0
@@ -128,7 +136,11 @@ class CacheTraffic:
         return cls(tokens, _spans(windows), _spans(chunks), rows, copies)
 
     def bytes_of(self, step: Step) -> float:
-        """Bytes that ``step`` moves. O(rows + copies)."""
+        """Return the bytes that a step moves. O(rows + copies).
+
+        Args:
+            step: the step; its rows, their computed and scheduled tokens, and its copies count.
+        """
         computed, scheduled = step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64)
         context = computed + scheduled
         moved = self.token_bytes * int(context.sum()) + self.row_bytes * len(step)
@@ -141,10 +153,14 @@ class CacheTraffic:
     def decode_bytes(
         self, computed: NDArray[np.int64], steps: int, copies: Sequence[Transfer | Copy] = ()
     ) -> NDArray[np.float64]:
-        """Bytes of each of ``steps`` steps in which rows of ``computed`` tokens, int64[rows], run one token each.
+        """Return the bytes of each of several decode steps, float64[steps], equal to ``bytes_of`` to the bit.
 
-        float64[steps], to the bit those of ``bytes_of``. copies: in each of the steps. O(rows + steps) and, for rows
-        that are not as long as a window yet and for chunks, O(rows * steps).
+        O(rows + steps); O(rows * steps) for chunks, and for rows that are shorter than a window.
+
+        Args:
+            computed: computed tokens of each row before the first step, int64[rows]; each step runs one token of each.
+            steps: number of steps.
+            copies: block copies of every step.
         """
         more = np.arange(1, steps + 1)
         rows = len(computed)
@@ -159,14 +175,14 @@ class CacheTraffic:
 
 
 def window_reads(computed: NDArray[np.int64], more: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-    """Tokens that all rows of ``computed`` tokens read in a window, each in its step ``more``, counted from 1."""
+    """Return the tokens that rows of ``computed`` tokens read in a window, in step ``more`` of each, from 1."""
     short = computed[computed < window]
     read: NDArray[np.int64] = np.minimum(short[:, None] + more, window).sum(axis=0)
     return read + (len(computed) - len(short)) * window
 
 
 def chunk_reads(computed: NDArray[np.int64], more: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
-    """The same in the chunks that their tokens are in."""
+    """Return the same number for chunks of ``chunk`` tokens."""
     read: NDArray[np.int64] = ((computed[:, None] + (more - 1)) % chunk + 1).sum(axis=0)
     return read
 
@@ -180,10 +196,13 @@ _OF_ELEMENT: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Of one rank; build it with ``of``.
+    """Operations of one rank for attention and states; build it with ``of``.
 
-    pair: of a token and one that it sees in all layers that keep every token. windows, chunks: the same by their
-    length. token: of one token, whatever its context.
+    Attributes:
+        pair: for a token and one token that it sees, in all layers that keep every token.
+        windows: the same, by the window's length.
+        chunks: the same, by the chunk's length.
+        token: for one token, independent of its context.
     """
 
     pair: float = 0.0
@@ -193,7 +212,7 @@ class Operations:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """Those of ``plan``'s model."""
+        """Return the operations of ``plan``'s model."""
         limits, heads = plan.limits, plan.model.query_heads / plan.model.tp
         windows, chunks = defaultdict[int, float](float), defaultdict[int, float](float)
         pair = token = 0.0
@@ -216,7 +235,7 @@ class Operations:
         return cls(pair, tuple(sorted(windows.items())), tuple(sorted(chunks.items())), token)
 
     def of_rows(self, computed: NDArray[np.int64], scheduled: NDArray[np.int64]) -> float:
-        """Of rows that run ``scheduled`` tokens behind ``computed``. O(rows)."""
+        """Return the operations of rows that run ``scheduled`` tokens after ``computed`` ones. O(rows)."""
         done = computed + scheduled
         made = self.token * int(scheduled.sum()) + self.pair * int((_triangle(done) - _triangle(computed)).sum())
         for window, of_pair in self.windows:
@@ -226,9 +245,9 @@ class Operations:
         return made
 
     def of_decodes(self, computed: NDArray[np.int64], steps: int) -> NDArray[np.float64]:
-        """Of each of ``steps`` steps in which rows of ``computed`` tokens run one token each, to the bit ``of_rows``.
+        """Return the operations of each of several decode steps, float64[steps], equal to ``of_rows`` to the bit.
 
-        float64[steps]. O(rows + steps); O(rows * steps) where CacheTraffic.decode_bytes is.
+        Each step runs one token of each row. O(rows + steps); O(rows * steps) where CacheTraffic.decode_bytes is.
         """
         more = np.arange(1, steps + 1)
         context = (int(computed.sum()) + len(computed) * more).astype(np.float64)
@@ -244,25 +263,25 @@ NONE_BESIDES: Final = Operations()
 
 
 def _of_pair(spec: AttentionSpec) -> float:
-    """Operations of one query head."""
+    """Return the operations of one query head for one pair."""
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         return 4 * spec.head_size
     return 2 * spec.elements_per_token
 
 
 def _triangle(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Pairs of the first ``tokens`` tokens: each sees itself and those before it."""
+    """Return the pairs of the first ``tokens`` tokens: each sees itself and the tokens before it."""
     return tokens * (tokens + 1) // 2
 
 
 def _windowed(tokens: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-    """Pairs of the first ``tokens`` tokens, each with those in its window."""
+    """Return the pairs of the first ``tokens`` tokens, each with the tokens in its window."""
     behind: NDArray[np.int64] = np.maximum(tokens - window, 0) * window
     return _triangle(np.minimum(tokens, window)) + behind
 
 
 def _chunked(tokens: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
-    """Pairs of the first ``tokens`` tokens, each with those of its chunk."""
+    """Return the pairs of the first ``tokens`` tokens, each with the earlier tokens of its chunk."""
     return tokens // chunk * (chunk * (chunk + 1) // 2) + _triangle(tokens % chunk)
 
 
@@ -287,10 +306,16 @@ class StepCost:
 
     @classmethod
     def of(cls, plan: Plan, *, hardware: Hardware = H100, time_scale: float = 1.0, weights: str = BF16) -> Self:
-        """Cost of the plan's model, its tensor parallel ranks at work side by side.
+        """Return the cost of the plan's model on one kind of machine, its tensor parallel ranks working in parallel.
 
-        time_scale: multiplies durations; 0 is a machine that takes no time. ConfigError for a negative one, for a
-        model whose weights nobody counted, and for weights of another kind.
+        Args:
+            plan: the plan of model and cache.
+            hardware: the machine of one rank.
+            time_scale: factor of all durations; 0: steps take no time.
+            weights: format of the weights, a name of WEIGHT_BYTES.
+
+        Raises:
+            ConfigError: for a negative time_scale, an unknown format, or a model whose weights were not counted.
         """
         if not 0 <= time_scale < float("inf"):
             raise ConfigError(f"the time scale must be 0 or more and finite, got {time_scale}")
@@ -315,7 +340,11 @@ class StepCost:
         )
 
     def seconds(self, step: Step) -> float:
-        """Seconds of ``step``. O(rows + copies)."""
+        """Return the seconds of a step. O(rows + copies).
+
+        Args:
+            step: the step; its rows, tokens and copies count.
+        """
         weights_s, weight_bytes = self._bounds(step.num_tokens, encoded_tokens(step))
         made = self.operations.of_rows(step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64))
         compute_s = weights_s + made / self._attention_per_s
@@ -325,10 +354,14 @@ class StepCost:
     def decode_seconds(
         self, computed: NDArray[np.int64], steps: int, copies: Sequence[Transfer | Copy] = ()
     ) -> NDArray[np.float64]:
-        """Seconds of each of ``steps`` steps in which rows compute one token each, to the bit those of ``seconds``.
+        """Return the seconds of each of several decode steps, float64[steps], equal to ``seconds`` to the bit.
 
-        float64[steps]. computed: int64[rows], tokens computed before the first. copies: of blocks, in each of the
-        steps. O(rows + steps), O(rows * steps) for rows that are not as long as a window yet and for chunks.
+        O(rows + steps); O(rows * steps) for chunks, and for rows that are shorter than a window.
+
+        Args:
+            computed: computed tokens of each row before the first step, int64[rows]; each step runs one token of each.
+            steps: number of steps.
+            copies: block copies of every step.
         """
         rows = len(computed)
         weights_s, weight_bytes = self._bounds(rows)
@@ -338,21 +371,26 @@ class StepCost:
         return self.time_scale * busy_s
 
     def work(self, tokens: int, encoded: int = 0) -> tuple[float, float]:
-        """Operations of the weights for ``tokens`` tokens, ``encoded`` of encoders, and bytes of them that are read."""
+        """Return the operations of the weights, and the bytes of weights that are read.
+
+        Args:
+            tokens: decoder tokens of the step.
+            encoded: encoder tokens of the step.
+        """
         read = min(self.parameters - self.encoder_parameters, self.active_parameters * tokens)
         read += self.encoder_parameters if encoded else 0
         made = 2 * (self.active_parameters * tokens + self.encoder_parameters * encoded)
         return made, read * WEIGHT_BYTES[self.weights]
 
     def _bounds(self, tokens: int, encoded: int = 0) -> tuple[float, float]:
-        """Seconds that such tokens compute, and bytes of the weights that they read."""
+        """Return the seconds that these tokens compute, and the bytes of weights that they read."""
         machine = self.hardware
         peak = machine.fp8_flops_per_s if self.weights == FP8 and machine.fp8_flops_per_s else machine.flops_per_s
         flops, read = self.work(tokens, encoded)
         return flops / (peak * machine.compute_efficiency), read
 
     def _besides_s(self, tokens: int, rows: int) -> float:
-        """Seconds of what overlaps with nothing: ranks that add up their parts, rows, the step itself."""
+        """Return the seconds that overlap with nothing: sums over ranks, rows, and the step itself."""
         machine = self.hardware
         reduced_s = self.sums * machine.link_latency_s
         if machine.link_bytes_per_s:
@@ -361,7 +399,7 @@ class StepCost:
 
     @property
     def _attention_per_s(self) -> float:
-        """Operations a second: attention computes in bf16, whatever weights are kept in."""
+        """Operations per second of attention, which computes in bf16 for every format of weights."""
         machine = self.hardware
         return machine.flops_per_s * (machine.attention_efficiency or machine.compute_efficiency)
 
@@ -371,16 +409,16 @@ class StepCost:
 
 
 def encoded_tokens(step: Step) -> int:
-    """Tokens of all inputs whose encoder runs in ``step``."""
+    """Return the tokens of all inputs whose encoder runs in ``step``."""
     reads = [new.encoder for new in step.new_rows if new.encoder is not None]
     return sum(read.num_tokens for read in reads if read.encodes)
 
 
 def _sums(model: Model) -> int:
-    """Over the ranks of ``model``, in a step."""
+    """Return the number of sums over the ranks of ``model`` in a step."""
     return 2 * len({layer.index for layer in model.layers}) if model.tp > 1 else 0
 
 
 def _reduced_bytes(model: Model) -> float:
-    """That one rank of ``model`` sends for a token."""
+    """Return the bytes that one rank of ``model`` sends for a token."""
     return _sums(model) * model.hidden_size * WEIGHT_BYTES[BF16] * 2 * (model.tp - 1) / model.tp

@@ -1,10 +1,10 @@
-"""What a trace holds, without a replay, and any source as a token-exact trace.
+"""Describe a trace without a replay, and convert any source to a token-exact trace.
 
-describe tells lengths, rates, what prompts share, and what a cache that forgets nothing hits. Shares of prompts by
-length count requests; hit rates count tokens. Both suppose that every request has ended before the next begins, so that
-a replay in any memory finds at most that, and less where requests run side by side.
+``describe`` reports lengths, rates, shared prefixes, and the hits of a cache that forgets nothing. Shares of prompts by
+length count requests; hit rates count tokens. Both assume that every request has ended before the next begins, so they
+bound a replay in any memory from above.
 
-convert writes times, pieces, marks, tenants and hints, and nothing that was text.
+``convert`` writes times, pieces, marks, tenants and hints, but no text.
 
     runs_of([prompt, output])   ->  [((kind, segment), offset, length), ...]
     Prefixes().add(runs)        ->  leading tokens that were there before
@@ -38,7 +38,7 @@ Run = tuple[Hashable, int, int]
 
 
 class Edge:
-    """Tokens that go on behind another edge: who comes through here has them all."""
+    """Tokens that follow another edge of the prefix tree; each request that passes through has them all."""
 
     __slots__ = ("children", "length")
 
@@ -48,13 +48,13 @@ class Edge:
 
 
 class Prefixes:
-    """Every run of tokens that was added, from the first token on. Memory: O(pieces)."""
+    """A tree of every run of tokens that was added, from the first token on. Memory: O(pieces)."""
 
     def __init__(self) -> None:
         self._root = Edge(0)
 
     def add(self, runs: Sequence[Run]) -> int:
-        """How many of the leading tokens were there before; an edge ends behind them, and one behind the last token."""
+        """Add ``runs``; return how many leading tokens were there before. Edges end there and after the last token."""
         at, shared, new = self._root, 0, False
         for segment, first, tokens in runs:
             offset, length = first, tokens
@@ -72,7 +72,7 @@ class Prefixes:
         return shared
 
     def path(self, runs: Sequence[Run]) -> Iterator[Edge]:
-        """The edges of ``runs``, which were added."""
+        """Return the edges of ``runs``, which were added."""
         at = self._root
         for segment, first, tokens in runs:
             offset, end = first, first + tokens
@@ -82,9 +82,9 @@ class Prefixes:
                 offset += at.length
 
     def shared_tokens(self, request: TraceRequest) -> int:
-        """Leading tokens of its prompt that can be found, the last one aside, which runs; then it is added.
+        """Return the leading tokens of the prompt that are there, without its last one, which always runs; then add it.
 
-        Not the last token of its output, which is sampled and never run.
+        The last token of its output is not added, because it is sampled and never run.
         """
         prompt = runs_of([request.prompt])
         shared = self.add(leading(prompt, request.num_prompt_tokens - 1))
@@ -93,7 +93,7 @@ class Prefixes:
 
 
 def leading(runs: Sequence[Run], tokens: int) -> list[Run]:
-    """The first ``tokens``."""
+    """Return the first ``tokens`` tokens of ``runs``."""
     found = list[Run]()
     for segment, offset, length in runs:
         if tokens > 0:
@@ -103,7 +103,7 @@ def leading(runs: Sequence[Run], tokens: int) -> list[Run]:
 
 
 def runs_of(parts: Sequence[Pieces]) -> list[Run]:
-    """Of ``parts``, one behind the other; what goes on in the same segment is one run."""
+    """Return the runs of ``parts`` in sequence; adjacent tokens of one segment form one run."""
     runs = list[Run]()
     for pieces in parts:
         for number, offset, length in pieces.pieces:
@@ -125,7 +125,7 @@ _SPANS: Final = 48
 
 @dataclass(frozen=True, slots=True)
 class LengthBin:
-    """Requests with ``least`` .. ``most`` tokens of something."""
+    """The number of requests with ``least`` to ``most`` tokens."""
 
     least: int
     most: int
@@ -134,7 +134,7 @@ class LengthBin:
 
 @dataclass(frozen=True, slots=True)
 class BlockHits:
-    """What blocks of ``block_size`` tokens find in an endless cache."""
+    """The hits of blocks of ``block_size`` tokens in an endless cache."""
 
     block_size: int
     hit_tokens: int
@@ -143,12 +143,13 @@ class BlockHits:
 
 @dataclass(frozen=True, slots=True)
 class TraceDescription:
-    """seconds: from the first request to the last. arrivals: requests in equal parts of that time.
+    """The description of a trace.
 
-    prompt_tokens, output_tokens, shared_tokens: of all requests. prompts, outputs, shared: of single requests, binned
-    by powers of two; shared is the beginning of a prompt that one before had, its outputs included. Of a trace of
-    lengths alone nobody knows what is shared: shared_tokens and shared_lengths are None, shared and hits empty.
-    busiest_per_s: mean rate in the busiest of the parts. tenants: distinct names.
+    seconds: from the first request to the last. arrivals: requests in equal parts of that time.
+    prompt_tokens, output_tokens, shared_tokens: of all requests. prompts, outputs, shared: of single requests, in bins
+    of powers of two; shared is the longest beginning of a prompt that an earlier request had, outputs included. For a
+    trace of lengths only, shared_tokens and shared_lengths are None, and shared and hits are empty. busiest_per_s:
+    mean rate in the busiest part. tenants: number of distinct names.
     """
 
     source: str
@@ -172,14 +173,20 @@ class TraceDescription:
     hits: tuple[BlockHits, ...]
 
     def to_json(self) -> str:
-        """The document."""
+        """Return the document as text."""
         return json.dumps({"schema": SCHEMA, "version": VERSION, **asdict(self)}, indent=2) + "\n"
 
 
 def describe(source: RequestSource, block_sizes: Sequence[int] = BLOCK_SIZES) -> TraceDescription:
-    """What ``source`` holds, in two passes. O(pieces), and some 100 bytes kept for each piece seen for the first time.
+    """Describe a source in two passes. O(pieces); about 100 bytes are kept for each new piece.
 
-    Raises TraceError as iterating does, ConfigError for block sizes that are none.
+    Args:
+        source: the trace or workload.
+        block_sizes: block sizes, in tokens, for which hits are counted.
+
+    Raises:
+        TraceError: as iterating does.
+        ConfigError: for invalid block sizes.
     """
     sizes = sorted({integer("block_sizes", one, 1, MOST_COUNT) for one in block_sizes})
     if not sizes:
@@ -225,7 +232,7 @@ def describe(source: RequestSource, block_sizes: Sequence[int] = BLOCK_SIZES) ->
 
 
 def _parts(times: Sequence[float], seconds: float) -> list[int]:
-    """How many lie in each of equal parts."""
+    """Return the number of times in each of equal parts."""
     counts = [0] * _SPANS
     for time in times:
         counts[min(int((time - times[0]) / seconds * _SPANS), _SPANS - 1) if seconds else 0] += 1
@@ -233,7 +240,7 @@ def _parts(times: Sequence[float], seconds: float) -> list[int]:
 
 
 def _bins(lengths: Sequence[int]) -> tuple[LengthBin, ...]:
-    """0, 1, 2 .. 3, 4 .. 7 and so on, from the first that holds any to the last."""
+    """Return bins 0, 1, 2 .. 3, 4 .. 7 and so on, from the first to the last that is not empty."""
     counts: dict[int, int] = {}
     for length in lengths:
         counts[length.bit_length()] = counts.get(length.bit_length(), 0) + 1
@@ -246,11 +253,18 @@ _NO_HINTS = asdict(NO_HINTS)
 
 
 def convert(source: RequestSource, path: str | Path) -> int:
-    """Write ``source`` to ``path``, gzip where it ends in .gz, and say how many requests.
+    """Write a source as a token-exact trace; return the number of requests.
 
-    The file is there whole or not at all. Segments are numbered as they come: equal tokens stay equal, and no id of the
-    source is told. O(pieces); some 100 bytes are kept for each segment. Raises TraceError as iterating does, OSError
-    where it cannot be written.
+    The file appears complete or not at all. Segments are numbered in order, so equal tokens stay equal and ids of the
+    source are not written. O(pieces); about 100 bytes are kept for each segment.
+
+    Args:
+        source: the trace or workload.
+        path: the file to write; gzip if it ends in .gz.
+
+    Raises:
+        TraceError: as iterating does.
+        OSError: if the file cannot be written.
     """
     path, requests = Path(path), 0
     with written_whole(path) as raw, _zipped(path, raw) as file:
@@ -261,7 +275,7 @@ def convert(source: RequestSource, path: str | Path) -> int:
 
 
 def _zipped(path: Path, raw: BinaryIO) -> AbstractContextManager[gzip.GzipFile | BinaryIO]:
-    """What writes to ``raw`` as the name of ``path`` says; ``raw`` itself stays open."""
+    """Yield a file that writes to ``raw``, compressed if ``path`` says so; ``raw`` itself stays open."""
     if path.suffix != ".gz":
         return nullcontext(raw)
     return gzip.GzipFile("", "wb", fileobj=raw, mtime=0)

@@ -1,14 +1,14 @@
 """Several replicas of one plan, and the router that chooses one of them for each request.
 
-    round-robin     one after the other
-    least-loaded    where the fewest requests run and wait
-    prefix          where the fewest tokens must run before its first one comes out: those of its prompt that are not
-                    cached there, and those of prompts that have no token out yet; then as least-loaded
-    prefix:S        the same, by what replicas told of their caches S seconds ago
+    round-robin     each replica in turn
+    least-loaded    the replica with the fewest running and waiting requests
+    prefix          the replica where the fewest tokens run before the first token of the request: its uncached tokens,
+                    and those of requests without a first token; ties as least-loaded
+    prefix:S        the same, by KV events that are S seconds old
 
-``prefix`` asks each cache itself. ``prefix:S`` keeps an index of its own of KV events, as routers outside an engine do:
-they tell of attention's blocks alone, so that in the natural layout it believes in prefixes whose state is gone, and
-knows no part of a block.
+``prefix`` asks each cache itself. ``prefix:S`` keeps an index of KV events, as routers outside of an engine do. Events
+describe blocks of attention only. In the natural layout the index therefore credits prefixes whose state is evicted,
+and it knows no partial blocks.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _MOST_DELAY_S: Final = 1e6
 
 
 class Router(Protocol):
-    """Chooses among replicas, and hears of their steps. events: whether it wants what caches tell."""
+    """Chooses a replica for each request. events: whether it needs the KV events of the caches."""
 
     events: bool = False
 
     def choose(self, request: Request, replicas: Sequence[Replica], now_s: float) -> int:
-        """The index of the replica for ``request``."""
+        """Return the index of the replica for ``request``."""
 
     def heard(self, at: int, replica: Replica) -> None:
-        """Replica ``at`` took steps; nothing depends on it unless a router says so."""
+        """Note that replica ``at`` took steps; routers that need events read them here."""
 
 
 def router_named(name: str) -> Callable[[], Router]:
-    """What makes a fresh router of that name. ConfigError for one that is none."""
+    """Return a function that makes a fresh router of that name. Raises ConfigError for an unknown name."""
     if name == ROUND_ROBIN:
         return _RoundRobin
     if name == LEAST_LOADED:
@@ -88,7 +88,7 @@ class _LeastLoaded(Router):
 
 
 class _PrefixAware(Router):
-    """told: what is known of caches; None: they are asked."""
+    """The router ``prefix``. told: the index of events; None: the caches are asked."""
 
     def __init__(self, told: _Told | None) -> None:
         self._told = told
@@ -111,7 +111,7 @@ class _PrefixAware(Router):
         return chosen
 
     def _known(self, request: Request, at: int, replica: Replica, now_s: float) -> int:
-        """Tokens of the prompt that are thought to be cached there."""
+        """Return the prompt tokens that are thought to be cached there."""
         if self._told is not None:
             return min(self._told.known_tokens(request, at, now_s), request.num_prompt_tokens - 1)
         cache = replica.scheduler.cache
@@ -123,7 +123,7 @@ class _PrefixAware(Router):
 
 
 class _Told:
-    """Blocks of each replica, as its events told ``delay_s`` ago."""
+    """The blocks of each replica, by its events of ``delay_s`` ago."""
 
     def __init__(self, delay_s: float) -> None:
         self._delay_s = delay_s
@@ -132,11 +132,11 @@ class _Told:
         self._sizes: dict[int, int] = {}
 
     def hear(self, at: int, events: Sequence[KVCacheEvent], now_s: float) -> None:
-        """``events`` of replica ``at`` were told now."""
+        """Take in ``events`` of replica ``at``, published at ``now_s``."""
         self._coming.setdefault(at, deque()).extend((now_s + self._delay_s, one) for one in events)
 
     def known_tokens(self, request: Request, at: int, now_s: float) -> int:
-        """Tokens that ``request`` begins with, in blocks of any one group."""
+        """Return the leading tokens of ``request`` that blocks of one group hold, by the events."""
         coming, blocks = self._coming.get(at, deque()), self._blocks.setdefault(at, Counter())
         while coming and coming[0][0] <= now_s:
             self._believe(blocks, coming.popleft()[1])
@@ -175,10 +175,13 @@ _DEFAULT: Final = ReplaySettings()
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
-    """What came of several replicas.
+    """The report of several replicas.
 
-    whole: of all together, but for what is told of single caches (ends, tenants). replicas: each by itself.
-    first_token_s, per_token_s: float64, of each request, NaN for an output of one token.
+    Attributes:
+        whole: all replicas together, without the counts of single caches (resume points, tenants).
+        replicas: each replica by itself.
+        first_token_s: time to first token of each request, float64.
+        per_token_s: time per output token of each request, float64; NaN for an output of one token.
     """
 
     router: str
@@ -188,12 +191,21 @@ class FleetReport:
     per_token_s: array[float]
 
     def within(self, first_token_s: float, per_token_s: float) -> int:
-        """Requests whose first token, and each of the others in the mean, came within these seconds."""
+        """Return the number of requests that meet both goals.
+
+        Args:
+            first_token_s: most seconds to the first token.
+            per_token_s: most seconds per later output token, on average.
+        """
         pairs = zip(self.first_token_s, self.per_token_s, strict=True)
         return sum(first <= first_token_s and not later > per_token_s for first, later in pairs)
 
     def to_dict(self, settings: Mapping[str, object]) -> dict[str, object]:
-        """The document of a replay; of several replicas also the router, and what each found."""
+        """Return the document of a replay; for several replicas also the router, and the results of each.
+
+        Args:
+            settings: the settings to write into the document.
+        """
         document = self.whole.to_dict(settings)
         if len(self.replicas) > 1:
             document["router"] = self.router
@@ -211,9 +223,20 @@ def replay_replicas(
     summary: TraceSummary | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> FleetReport:
-    """``source`` through ``replicas`` caches and schedulers of ``plan``; ``router`` chooses for each request.
+    """Replay a trace through several replicas; a router chooses one for each request.
 
-    One replica is replay. Errors as there, and ConfigError for a router that nobody knows.
+    Args:
+        source: the trace or workload.
+        plan: the plan of each replica.
+        settings: how each replica runs.
+        replicas: number of replicas; one replica is ``replay``.
+        router: name of the router.
+        summary: counts of the trace, if you have them already.
+        on_progress: called at most every 64 steps and at the end.
+
+    Raises:
+        ConfigError: as ``replay``, and for an unknown router.
+        TraceError: for a malformed line.
     """
     count = integer("replicas", replicas, 1, MOST_REPLICAS)
     route = router_named(router)()
@@ -242,7 +265,7 @@ def replay_replicas(
 def _together(
     runs: Sequence[Replica], each: Sequence[ReplayReport], firsts: Sequence[float], laters: Sequence[float]
 ) -> ReplayReport:
-    """Counts added up, shares at most, latencies of all requests."""
+    """Return one report: counts added, shares at most, latencies of all requests."""
     added: dict[str, Any] = {name: sum(getattr(one, name) for one in each) for name in _ADDED}
     steps = added["steps"]
     return replace(

@@ -94,7 +94,14 @@ H100_UNBOUNDED: Final = HARDWARE[UNBOUNDED]
 
 
 def hardware_named(name: str) -> Hardware:
-    """That of HARDWARE, or of the TOML file. ConfigError for a name that nobody knows and for a file that is wrong."""
+    """Return a machine of HARDWARE, or of a TOML file.
+
+    Args:
+        name: a name of HARDWARE, or a path that ends in .toml.
+
+    Raises:
+        ConfigError: for an unknown name, and for an invalid file.
+    """
     if name in HARDWARE:
         return HARDWARE[name]
     if not name.endswith(_SUFFIX):
@@ -134,7 +141,7 @@ _MOST_RANKS: Final = 1024
 
 
 def weights_named(name: str) -> str:
-    """``name``. ConfigError for what weights are not kept in."""
+    """Return ``name``. Raises ConfigError for an unknown format of weights."""
     if name not in WEIGHT_BYTES:
         raise ConfigError(f"weights (--weights) must be one of {', '.join(WEIGHT_BYTES)}, got {shown(name)}")
     return name
@@ -174,7 +181,7 @@ def room_for_cache(model: Model, hardware: Hardware, weights: str) -> int | None
 
 
 def _of_checkpoint(model: Model) -> str | None:
-    """The name of WEIGHT_BYTES nearest to what the model's checkpoint takes a weight; None if that is not known."""
+    """Return the name of WEIGHT_BYTES closest to the bytes per weight of the model's checkpoint; None if unknown."""
     if not (model.parameters and model.weight_bytes):
         return None
     each = model.weight_bytes / model.parameters
@@ -186,7 +193,7 @@ def _room(model: Model, hardware: Hardware, weights: str, ranks: int) -> int:
 
 
 def _weight_bytes(model: Model, weights: str) -> float:
-    """Of one rank."""
+    """Return the bytes of the weights of one rank."""
     return (model.parameters or 0) / model.tp * WEIGHT_BYTES[weights]
 
 
@@ -203,7 +210,7 @@ def machine_in_words(plan: Plan, hardware: Hardware, weights: str, time_scale: f
 
 
 def _ranks(model: Model) -> Iterator[int]:
-    """More ranks than the model has that its heads can be split over: powers of two, as machines come."""
+    """Yield larger numbers of ranks over which the model's heads can be split: powers of two, as machines come."""
     specs = [layer.spec for layer in model.layers]
     kv_heads = {spec.num_kv_heads * model.tp for spec in specs if isinstance(spec, AttentionSpec)}
     for ranks in (1 << power for power in range(_MOST_RANKS.bit_length())):

@@ -1,17 +1,16 @@
-"""The replay loop: an open loop of arrivals around the real scheduler; only time is modelled.
+"""The replay loop: arrivals of a trace drive the real scheduler; only time is modelled.
 
     advance to the next arrival:  schedule() -> Step;  now += cost;  update(the trace's next output tokens)
-                                  stride(the trace's next output tokens), where steps up to the arrival are alike
-    then add it, to the one replica or to that which a router chooses
+                                  fast_forward(the trace's next output tokens), while steps before the arrival are equal
+    then add the request, to the one replica or to the one that a router chooses
 
-Simulated time stands still but for steps, and jumps to the next arrival when nothing is left to do; the
-scheduler, too, must know no other (``clock``). A request is built, and hashed, when it arrives and dropped
-when it finishes.
+Simulated time advances only by steps, and jumps to the next arrival when nothing is left to do. The scheduler uses the
+same ``clock``. A request is built, and hashed, when it arrives, and dropped when it finishes.
 
-Speculation: each draft is accepted with one probability if those before it were, the model of Leviathan, Kalman, Matias
-(arXiv 2211.17192, section 3.1): a step of n drafts and acceptance a gives (1 - a**(n + 1)) / (1 - a) tokens on average.
-Whether one comes true is a function of the request's output and the position alone: a replay is the same every time.
-Drafts run as tokens of the step, and take their time there; what proposes them takes none.
+Speculation: each draft is accepted with one probability if the drafts before it were (Leviathan, Kalman, Matias, arXiv
+2211.17192, section 3.1): a step of n drafts and acceptance a gives (1 - a**(n + 1)) / (1 - a) tokens on average.
+Acceptance depends on the request's output and the position alone, so a replay is the same every time. Drafts run as
+tokens of the step and take their time there; proposing them takes no time.
 """
 
 from __future__ import annotations
@@ -48,9 +47,14 @@ ACCEPTANCE: Final = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """drafts: of each row that decodes, in a step. acceptance: of a draft whose forerunners were accepted, 0 .. 1.
+    """How drafts are made and accepted.
 
-    ConfigError for values out of range.
+    Attributes:
+        drafts: drafted tokens of each decoding row in a step.
+        acceptance: probability, 0 to 1, that a draft is accepted if the drafts before it were.
+
+    Raises:
+        ConfigError: for values out of range.
     """
 
     drafts: int
@@ -75,7 +79,12 @@ class Speculation:
         return cls(drafts, ACCEPTANCE if acceptance is None else acceptance) if drafts else None
 
     def accepted(self, starts: UInt64, positions: UInt64) -> NDArray[np.int64]:
-        """How many of its drafts each row would accept, int64[n]. starts, positions: of its next token. O(n)."""
+        """Return how many of its drafts each row accepts, int64[rows]. O(rows).
+
+        Args:
+            starts: start of the output piece of each row's next token, uint64[rows].
+            positions: position of that token in the piece, uint64[rows].
+        """
         if self.acceptance in {0, 1}:
             return np.full(len(starts), self.drafts * int(self.acceptance))
         run = np.log(np.maximum(chances_at(starts, positions), 2.0**-60)) / math.log(self.acceptance)
@@ -83,7 +92,7 @@ class Speculation:
 
 
 class Live:
-    """A request between arrival and end. piece: index of the output piece that comes next."""
+    """A request between its arrival and its end. piece: index of the next output piece."""
 
     __slots__ = ("begun_s", "first_token_s", "piece", "trace")
 
@@ -95,15 +104,19 @@ class Live:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its first token is out."""
+        """Whether its first token was sampled."""
         return self.first_token_s > 0
 
 
 class OutputRows:
-    """What the requests in the scheduler's rows say next, as columns over the rows.
+    """The next output tokens of the requests in the scheduler's rows, as columns.
 
-    starts, positions: uint64, the next output token (tokens.py). left: int64, tokens left of the current
-    piece. silent: bool, no token yet. live: who has the row.
+    Attributes:
+        starts: start of the current piece of the next output token, uint64[rows] (tokens.py).
+        positions: position of that token in the piece, uint64[rows].
+        left: tokens left of the current piece, int64[rows].
+        silent: whether the row has no token yet, bool[rows].
+        live: the request of each row.
     """
 
     def __init__(self) -> None:
@@ -114,7 +127,7 @@ class OutputRows:
         self.live: list[Live | None] = [None] * 64
 
     def begin(self, new: NewRow, live: Live) -> None:
-        """``new`` begins or, after a preemption, goes on. O(pieces of the output)."""
+        """Start the row of ``new``, or resume it after a preemption. O(pieces of the output)."""
         self._make_room(new.row + 1)
         said = len(new.token_ids) - new.num_prompt_tokens
         self.live[new.row] = live
@@ -128,7 +141,7 @@ class OutputRows:
         self.left[new.row] -= said
 
     def sample(self, step: Step) -> tuple[Csr, NDArray[np.int32]]:
-        """The sampled tokens of ``step``, and the rows that gave their first one. A few numpy calls."""
+        """Return the sampled tokens of ``step``, and the rows that sampled their first one. A few numpy calls."""
         rows = step.rows[step.samples]
         indptr = np.zeros(len(step) + 1, np.int64)
         np.cumsum(step.samples, out=indptr[1:])
@@ -143,9 +156,9 @@ class OutputRows:
         return Csr(indptr, tokens), first
 
     def drafts(self, rows: NDArray[np.int64], speculation: Speculation) -> list[list[int]]:
-        """The next tokens of each of ``rows``: as many as drafts, none where it has not had its first one.
+        """Return the next tokens of each row as drafts; an empty list before its first token.
 
-        One token of the piece stays to be sampled behind them. A few numpy calls.
+        One token of the piece is left to be sampled after them. A few numpy calls.
         """
         self._begin_pieces(rows)
         more = np.arange(speculation.drafts).astype(np.uint64)
@@ -154,7 +167,7 @@ class OutputRows:
         return [some[:count] for some, count in zip(tokens, most, strict=True)]
 
     def sample_drafted(self, step: Step, speculation: Speculation) -> tuple[Csr, NDArray[np.int32]]:
-        """As ``sample``, with the drafts of each row that come true in front."""
+        """Return the same as ``sample``, with the accepted drafts of each row before its sampled token."""
         rows = step.rows[step.samples]
         self._begin_pieces(rows)
         starts, positions = self.starts[rows], self.positions[rows]
@@ -173,9 +186,9 @@ class OutputRows:
         return Csr(indptr, tokens), first
 
     def say(self, rows: NDArray[np.int64], most: int) -> NDArray[np.int32]:
-        """What ``rows`` sample in as many of the next ``most`` steps as can be said at once; int32[rows, steps].
+        """Return the tokens that ``rows`` sample in the next steps, int32[rows, steps]; at most ``most`` steps.
 
-        No column where one has its first token to say. Nothing is said until ``pass_by``. A few numpy calls.
+        There is no column if a row has its first token to sample. Nothing advances before ``pass_by``. Few numpy calls.
         """
         if self.silent[rows].any():
             return np.empty((len(rows), 0), np.int32)
@@ -185,12 +198,12 @@ class OutputRows:
         return token_ids_at(self.starts[rows][:, None], positions)
 
     def pass_by(self, rows: NDArray[np.int64], steps: int) -> None:
-        """``rows`` have said their next ``steps`` tokens."""
+        """Advance ``rows`` by ``steps`` sampled tokens."""
         self.positions[rows] += np.uint64(steps)
         self.left[rows] -= steps
 
     def note_first(self, rows: NDArray[np.int32], now_s: float) -> None:
-        """The first token of ``rows`` came out now."""
+        """Record the time of the first token of ``rows``."""
         for row in rows.tolist():
             self._owner(row).first_token_s = now_s
 
@@ -201,7 +214,7 @@ class OutputRows:
         return live
 
     def _begin_pieces(self, rows: NDArray[np.integer]) -> None:
-        """The next piece of each of ``rows`` that has said all of its last one."""
+        """Start the next piece of each row that has sampled all of its last one."""
         for row in rows[self.left[rows] == 0].tolist():
             self._next_piece(row, self._owner(row))
 
@@ -294,11 +307,11 @@ class _Stretch:
         return tokens[:, : len(begins_s)]
 
     def begin(self, step: int) -> None:
-        """It is when ``step`` begins."""
+        """Set the clock to the start of ``step``."""
         self._clock.now_s = self._ends_s.item(step)
 
     def end(self, steps: int, copies: Sequence[Transfer]) -> None:
-        """It is when the last of ``steps`` steps ends, which had ``copies`` to make."""
+        """Set the clock to the end of the last of ``steps`` steps, which made ``copies``."""
         self.begin(steps if not copies else steps - 1)
         if copies:
             self._clock.now_s += self._cost.decode_seconds(self._computed + steps - 1, 1, copies).item()
@@ -306,10 +319,17 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """All that a replay drives, fresh.
+    """The fresh parts that a replay drives.
 
-    encoder_tokens: of every request. caching_off: why nothing can be hit, None where something can. step_by_step,
-    speculation: see ReplaySettings. machine: that times are of, in words.
+    Attributes:
+        scheduler: a fresh scheduler.
+        cost: seconds of its steps.
+        clock: the clock that the scheduler reads.
+        encoder_tokens: encoder tokens of every request.
+        caching_off: the reason why no request can hit, or None.
+        step_by_step: as ReplaySettings has it.
+        speculation: as ReplaySettings has it.
+        machine: the machine of the times, in words.
     """
 
     scheduler: Scheduler
@@ -322,7 +342,7 @@ class Simulation:
     machine: str = ""
 
     def replica(self) -> Replica:
-        """What runs it, to be used once."""
+        """Return a replica that runs these parts, to be used once."""
         return Replica(self)
 
     def run(
@@ -334,7 +354,15 @@ class Simulation:
         recording: Recording | None = None,
         on_explained: Callable[[Explained], None] | None = None,
     ) -> ReplayReport:
-        """Replay ``source``, once. recording: of ``scheduler``. on_explained: as replay_through has it."""
+        """Replay a trace, once, and return the report.
+
+        Args:
+            source: the trace or workload.
+            summary: counts of the trace, if you have them already.
+            on_progress: called at most every 64 steps and at the end.
+            recording: a Recording of ``scheduler``.
+            on_explained: called as each request begins, with the reasons of its misses.
+        """
         counted = source.summary() if summary is None else summary
         replica = Replica(self, recording, on_explained)
         run_replicas(source, [replica], lambda _request, _now_s: 0, on_progress)
@@ -342,11 +370,20 @@ class Simulation:
 
 
 class Replica:
-    """A scheduler in simulated time: the requests alive, what was measured.
+    """A scheduler in simulated time, with its live requests and its measurements.
 
-    recording: what looks on, None for nobody. on_explained: called as each request begins, with the reasons for its
-    misses. For reading: scheduler, clock, live (by request id), most_at_once (of those), first_token_s and per_token_s
-    of what finished, in order, per_token_s NaN for an output of one token.
+    Args:
+        simulation: the parts to run.
+        recording: samples the replay; None: nothing is sampled.
+        on_explained: called as each request begins, with the reasons of its misses.
+
+    Attributes:
+        scheduler: of the simulation.
+        clock: of the simulation.
+        live: unfinished requests, by request id.
+        most_at_once: the largest number of them.
+        first_token_s: time to first token of each finished request, in order.
+        per_token_s: time per output token of each finished request; NaN for an output of one token.
     """
 
     def __init__(
@@ -373,9 +410,9 @@ class Replica:
         self.first_token_s, self.per_token_s = array("d"), array("d")
 
     def advance(self, until_s: float | None, on_steps: Callable[[], None] | None = None) -> None:
-        """Every step that begins before ``until_s``, when something arrives; None: until all is done.
+        """Run every step that begins before ``until_s``, the next arrival; None: until all requests are done.
 
-        on_steps: called behind a step, or several that were taken as one.
+        on_steps: called after each step, and after several steps taken as one.
         """
         while not self.scheduler.drained and (until_s is None or self.clock.now_s < until_s):
             if self.recording is not None:
@@ -390,7 +427,7 @@ class Replica:
             self.recording.look(self.clock.now_s, last=True)
 
     def request_of(self, request_id: str, trace: TraceRequest) -> Request:
-        """``trace`` as a request of this replica, and of others with its hasher. ConfigError for one that cannot be."""
+        """Return ``trace`` as a request for replicas with this hasher. Raises ConfigError for an invalid request."""
         sampling = SamplingParams(max_tokens=trace.num_output_tokens, ignore_eos=True)
         # a trace does not say what encoders read: everybody something else
         size = self.simulation.encoder_tokens
@@ -408,7 +445,7 @@ class Replica:
         )
 
     def add(self, request: Request, trace: TraceRequest) -> None:
-        """``request`` of ``trace`` arrives. ConfigError for one that can never fit."""
+        """Add ``request`` of ``trace``, which arrives now. Raises ConfigError for a request that can never fit."""
         self.scheduler.add(request)
         self.live[request.request_id] = Live(trace)
         self.most_at_once = max(self.most_at_once, len(self.live))  # it grows nowhere else
@@ -446,14 +483,14 @@ class Replica:
             self._finish(done.request)
 
     def _propose(self, speculation: Speculation) -> None:
-        """Drafts for all who run; the scheduler passes over those that cannot have any now."""
+        """Propose drafts for all running requests; the scheduler skips those that cannot have drafts now."""
         running = self.scheduler.running_requests()
         rows = np.array([request.row for request in running], np.int64)
         drafts = self.rows.drafts(rows, speculation)
         self.scheduler.propose({one.request_id: some for one, some in zip(running, drafts, strict=True) if some})
 
     def _stride(self, arrival_s: float | None) -> bool:
-        """As many steps as one as are alike before ``arrival_s``; False, and nothing done, where the next is not."""
+        """Take equal steps before ``arrival_s`` as one; return False, with nothing done, if there are none."""
         plan = _Stretch(self.rows, self.cost, self.clock, arrival_s)
         taken = self.scheduler.fast_forward(plan.choose, plan)
         if not taken.steps:
@@ -476,7 +513,7 @@ class Replica:
                 self.copies[copy.group] += 1
 
     def _check_progress(self, step: Step) -> None:
-        """A scheduler that has work and does none would keep the loop here for ever."""
+        """Raise CacheError if a scheduler with work makes only empty steps, which would run the loop for ever."""
         self.empty_steps = 0 if len(step) else self.empty_steps + 1
         if self.empty_steps > _MOST_EMPTY_STEPS:
             raise CacheError(
@@ -498,7 +535,7 @@ class Replica:
         self.per_token_s.append(spent_s / later_tokens if later_tokens else math.nan)
 
     def report(self, source: str) -> ReplayReport:
-        """What came of it. source: its name."""
+        """Return the report of this replica. source: the trace's name."""
         counts, kept = self.scheduler.statistics(), self.scheduler.cache.statistics()
         counted: dict[str, Any] = {
             name: getattr(owner, name)
@@ -551,14 +588,24 @@ def replay_through(
     recording: Recording | None = None,
     on_explained: Callable[[Explained], None] | None = None,
 ) -> ReplayReport:
-    """``replay`` with a scheduler of one's own, which must be fresh.
+    """Replay a trace through your own scheduler, which must be fresh; return the report.
 
-    clock: that of the scheduler; without it the scheduler's patience with requests that do not fit is one of
-    wall time. encoder_tokens: of every request's encoder input, 0 for none. summary: of the source, when it is
-    at hand already. on_progress: called at most every 64 steps and at the end. step_by_step, speculation: see
-    ReplaySettings. recording: of that scheduler; what the replay looked like on the way. on_explained: called as each
-    request begins, with why its tokens were missed.
-    Raises TraceError for a malformed line, ConfigError naming a request that can never fit.
+    Args:
+        source: the trace or workload.
+        scheduler: the scheduler to drive.
+        cost: seconds of its steps.
+        clock: the clock of the scheduler. Without it, the scheduler measures patience in wall time.
+        encoder_tokens: encoder tokens of every request; 0: none.
+        summary: counts of the trace, if you have them already.
+        on_progress: called at most every 64 steps and at the end.
+        step_by_step: as ReplaySettings has it.
+        speculation: as ReplaySettings has it.
+        recording: a Recording of the scheduler.
+        on_explained: called as each request begins, with the reasons of its misses.
+
+    Raises:
+        TraceError: for a malformed line.
+        ConfigError: for a request that can never fit; the message names it.
     """
     simulation = Simulation(
         scheduler,
@@ -585,10 +632,10 @@ def run_replicas(
     on_progress: Callable[[Progress], None] | None = None,
     on_steps: Callable[[int], None] | None = None,
 ) -> None:
-    """Every request of ``source`` in one of ``replicas``, which have one hasher, until all are done.
+    """Run every request of ``source`` in one of ``replicas``, which share a hasher, until all are done.
 
-    choose: the index of the replica for a request that arrives now, all steps that began before being done.
-    on_progress: called at most every 64 steps and at the end. on_steps: called with a replica's index behind steps.
+    choose: returns the index of the replica for a request that arrives now, after all steps that began before.
+    on_progress: called at most every 64 steps and at the end. on_steps: called with a replica's index after its steps.
     """
     told = 0
 
@@ -616,7 +663,7 @@ def run_replicas(
 
 
 def _progress(replicas: Sequence[Replica]) -> Progress:
-    """Where they stand."""
+    """Return the progress of all replicas together."""
     schedulers = [one.scheduler for one in replicas]
     found = [one.prompt_tokens_found for one in schedulers]
     return Progress(

@@ -46,7 +46,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution:
-        """Of ``values``, in any order. O(n log n)."""
+        """Return the distribution of ``values``, in any order. O(n log n)."""
         if not values:
             return cls(0.0, 0.0, 0.0, 0.0)
         ordered = sorted(values)
@@ -78,22 +78,35 @@ class GroupReport:
 class ReplayReport:
     """The result of a replay.
 
-    source: name of the trace or workload. bad_lines: lines of it that were left out. machine: in words, the one
-    that times are of. prompt_tokens, output_tokens: of the requests. hit_tokens: prompt tokens found in the cache when
-    a request was admitted for the first time; None where the trace tells lengths alone, and nobody knows.
-    computed_tokens: all that ran, recomputation after a preemption included.
-    peak_usage: largest share of the blocks in use, 0 .. 1. mean_running: rows per step.
-    longest_tokens: prompt and output of the longest request. simulated_s: end of the last step, in trace time.
-    time_to_first_token_s: from arrival to the end of the step that gave the first token.
-    time_per_output_token_s: of each request with two or more, the mean over those after the first. timed: False where
-    steps take no time; then both are zeros, and null in the document.
-    caching_off: why no request could hit anything, None when they could. groups: in the order of the plan.
-    refusals: how often a waiting request was looked at and not admitted, by reason; once a step and request.
-    moves, moved_bytes: blocks that passed from slab to slab. checkpoints, declined_checkpoints: stops at which a
-    state was kept, and at which there was no room for it (natural layout). ends, missed_tokens, missed_a_gib_more: of
-    what an eviction kept that ranks ends, as CacheStatistics has them; tenants: as there, where they have shares.
-    misses: prompt tokens that were not hit, by reason (MissReason), where misses are explained.
-    drafted_tokens, accepted_tokens: drafts that were verified, and those that came true, where there is speculation.
+    Attributes:
+        source: name of the trace or workload.
+        bad_lines: lines of the trace that were skipped.
+        machine: the machine of the times, in words.
+        prompt_tokens: of all requests.
+        output_tokens: of all requests.
+        hit_tokens: prompt tokens found in the cache at the first admission; None if the trace has lengths only.
+        computed_tokens: all tokens that ran, including those computed again after a preemption.
+        peak_usage: largest share of blocks in use, 0 to 1.
+        mean_running: rows per step.
+        longest_tokens: prompt and output tokens of the longest request.
+        simulated_s: end of the last step, in seconds of the trace.
+        time_to_first_token_s: from arrival to the end of the step that sampled the first token.
+        time_per_output_token_s: mean over the tokens after the first, for requests with at least two.
+        timed: False if steps take no time; both times are then zeros, and null in the document.
+        caching_off: the reason why no request could hit, or None.
+        groups: in the order of the plan.
+        refusals: how often a waiting request was refused, by reason; at most once per step and request.
+        moves: blocks that moved between slabs.
+        moved_bytes: bytes of these blocks.
+        checkpoints: natural layout: positions at which a state was stored.
+        declined_checkpoints: natural layout: positions at which there was no room for a state.
+        ends: resume points that a ranked eviction kept, as CacheStatistics has them.
+        missed_tokens: as CacheStatistics has them.
+        missed_a_gib_more: as CacheStatistics has them.
+        tenants: as CacheStatistics has them, if there are shares.
+        misses: prompt tokens that were not hit, by MissReason, if misses are explained.
+        drafted_tokens: verified drafts, if there is speculation.
+        accepted_tokens: accepted drafts, if there is speculation.
     """
 
     source: str
@@ -136,12 +149,16 @@ class ReplayReport:
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def without_hits(self) -> ReplayReport:
-        """Return the same, with everything unknown that follows from which tokens are equal."""
+        """Return the same report without every value that depends on which tokens are equal."""
         unknown = replace(self, hit_tokens=None, missed_tokens=None, missed_a_gib_more=None)
         return replace(unknown, ends=(), tenants=(), misses={})
 
     def to_dict(self, settings: Mapping[str, object]) -> dict[str, object]:
-        """The document: schema, the settings it was made under, then every field and the hit rate."""
+        """Return the document: its schema, the settings, every field and the hit rate.
+
+        Args:
+            settings: the settings to write into the document.
+        """
         counts = asdict(self)
         if not counts.pop("timed"):
             counts |= {"time_to_first_token_s": None, "time_per_output_token_s": None}
@@ -155,7 +172,11 @@ class ReplayReport:
         }
 
     def to_json(self, settings: Mapping[str, object]) -> str:
-        """The document as text, one line per value."""
+        """Return the document as text, one line per value.
+
+        Args:
+            settings: the settings to write into the document.
+        """
         return json.dumps(self.to_dict(settings), indent=2) + "\n"
 
 
@@ -204,7 +225,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """All of it. idle: by group, how many cached blocks nobody came for how long, at the end (EDGES_S)."""
+    """A whole recording. idle: cached blocks at the end by group, by their seconds without a hit (EDGES_S)."""
 
     samples: Samples
     requests: RequestTimes
@@ -212,7 +233,7 @@ class Recorded:
 
 
 class Recording:
-    """Of a replay over ``scheduler``, whose cache counts block times."""
+    """Samples of a replay. scheduler: the one that is replayed; its cache must measure block times."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -222,7 +243,7 @@ class Recording:
         self._requests = tuple(array("d") for _ in RequestTimes.__dataclass_fields__)
 
     def look(self, now_s: float, *, last: bool = False) -> None:
-        """A sample, if it is time for one, or the ``last``. O(blocks)."""
+        """Take a sample, if one is due or if it is the ``last``. O(blocks)."""
         if now_s < self._next_s and not last:
             return
         self._samples.append(self._sample(now_s))
@@ -247,12 +268,12 @@ class Recording:
         )
 
     def end(self, times: tuple[float, float, float, float], tokens: tuple[int, int, int]) -> None:
-        """A request: when it arrived, began, said its first token and ended; tokens of prompt, hit and output."""
+        """Record a request: times of arrival, start, first token and end; tokens of prompt, hit and output."""
         for column, value in zip(self._requests, (*times, *tokens), strict=True):
             column.append(value)
 
     def recorded(self) -> Recorded:
-        """So far."""
+        """Return everything recorded so far."""
         table = np.array(self._samples, np.float64).reshape(len(self._samples), -1)
         time_s, running, waiting, prompt, hit, usage = table[:, :6].T
         held, evictable, missed = np.split(table[:, 6:].astype(np.int64), (self._groups, 2 * self._groups), axis=1)
@@ -270,7 +291,7 @@ _PARQUET: Final = ".parquet"
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Request ``number`` of a trace, the first being 0, as it began. misses: of its prompt, in order."""
+    """The misses of request ``number`` of a trace, counted from 0, when it began; in the order of the prompt."""
 
     number: int
     trace: TraceRequest
@@ -279,7 +300,7 @@ class Explained:
     misses: tuple[Miss, ...]
 
     def to_dict(self, *, in_order: bool) -> dict[str, object]:
-        """As a line has it. in_order: KVCacheManager.evicts_in_order, which makes ``more_bytes`` a bound."""
+        """Return the document of a line; ``in_order`` (KVCacheManager.evicts_in_order) makes ``more_bytes`` a bound."""
         return {
             "request": self.number,
             "origin": self.trace.origin,
@@ -292,7 +313,7 @@ class Explained:
 
 
 def _said(miss: Miss, bound: str) -> dict[str, object]:
-    """What there is to say of it."""
+    """Return the known facts of a miss."""
     said = {name: value for name, value in asdict(miss).items() if value is not None}
     interval = said.pop("interval", None)
     if "more_bytes" in said:
@@ -304,10 +325,14 @@ def _said(miss: Miss, bound: str) -> dict[str, object]:
 
 @contextmanager
 def explained_file(path: Path, *, in_order: bool) -> Iterator[Callable[[Explained], None]]:
-    """What to call with each request; the file is there at the end, whole, or not at all.
+    """Yield a function to call with each request; the file exists at the end, complete, or not at all.
 
-    A line of JSON each, or columns where ``path`` ends in .parquet. in_order: as Explained.to_dict. ConfigError for
-    Parquet without pyarrow, and where the file cannot be written.
+    Args:
+        path: the file: JSON lines, or Parquet columns if it ends in .parquet.
+        in_order: as Explained.to_dict.
+
+    Raises:
+        ConfigError: for Parquet without pyarrow, and if the file cannot be written.
     """
     rows: list[dict[str, object]] = []
     form = _parquet if path.suffix == _PARQUET else _lines
@@ -333,7 +358,7 @@ def _lines(file: Any) -> Iterator[Callable[[list[dict[str, object]]], None]]:  #
 
 @contextmanager
 def _parquet(file: Any) -> Iterator[Callable[[list[dict[str, object]]], None]]:  # noqa: ANN401 - as above
-    """Tokens by reason are columns besides, so that they are summed up without unnesting."""
+    """Yield the same function for Parquet, with tokens by reason as columns, so that sums need no unnesting."""
     try:
         import pyarrow as pa  # noqa: PLC0415  # an extra
         from pyarrow import parquet  # noqa: PLC0415

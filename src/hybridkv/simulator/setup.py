@@ -1,4 +1,4 @@
-"""From a plan and settings to a replay: which length is the longest, then manager, scheduler and loop."""
+"""Build a replay from a plan and settings: the longest request, then manager, scheduler and loop."""
 
 from __future__ import annotations
 
@@ -34,19 +34,27 @@ MOST_BLOCKS: Final = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """How a replay runs. max_running: requests at once. token_budget: tokens of a step.
+    """How a replay runs.
 
-    time_scale: multiplies the modelled durations; 0 makes steps take no time. hardware, weights: as StepCost.
-    prefix_caching: whether blocks are shared at all. placement: natural layout: where recurrent states are kept,
-    instead of where the plan says. eviction: what is given up next, by name, instead of what suits the plan.
-    step_by_step: take every step by itself, also where several are alike; the report is the same. shares: natural
-    layout: of tenants of what is kept.
-    remembered_losses: keys of evicted blocks that are remembered to explain misses; 0: none is explained.
-    speculation: drafts of rows that decode, None for none; the plan's model must have been read with room for them
-    (num_speculative_tokens), and every step is taken by itself.
-    block_times: count how long blocks are kept, idle and between hits, as a Recording needs.
-    short_share: as SchedulerLimits.
-    Raises ConfigError for values out of range.
+    Attributes:
+        max_running: most requests that run at once.
+        token_budget: most tokens of a step.
+        time_scale: factor of the modelled durations; 0: steps take no time.
+        hardware: the machine of one rank, as StepCost has it.
+        weights: format of the weights, as StepCost has it.
+        prefix_caching: whether requests share cached prefixes.
+        placement: natural layout: the positions of recurrent states, instead of the plan's.
+        eviction: name of the eviction, instead of the plan's default.
+        step_by_step: take each step by itself, without fast-forward; the report is the same.
+        shares: natural layout: the tenants' shares of the kept memory.
+        remembered_losses: number of evicted keys that are remembered to explain misses; 0: misses are not explained.
+        speculation: drafts of decoding rows, or None. The plan's model must have room for them
+            (num_speculative_tokens), and each step is taken by itself.
+        block_times: measure how long blocks live, idle, and wait between hits, as a Recording needs.
+        short_share: as SchedulerLimits has it.
+
+    Raises:
+        ConfigError: for values out of range.
     """
 
     max_running: int = 256
@@ -116,11 +124,25 @@ def plan_for_trace(
     pcp: int = 1,
     token_budget: int = TOKEN_BUDGET,
 ) -> Plan:
-    """A plan whose maximum length is ``max_model_len`` or, for None, that of the longest request.
+    """Return a plan for the requests of a trace.
 
-    The model's own limit does not count here: a replay runs no model. placement, windows_as_full, layout,
-    dcp and pcp are those of plan. token_budget: tokens of a step, which windows and chunks must have room for.
-    Raises ConfigError for a maximum below the longest request, CapacityError when memory is too small for one.
+    The model's own length limit does not count, because a replay runs no model.
+
+    Args:
+        summary: counts of the trace, from ``source.summary()``.
+        model: the model, from read_model.
+        memory: cache memory of one rank, in bytes or as a size such as "40GiB".
+        max_model_len: most tokens of a request; None: those of the longest request.
+        placement: as ``plan`` has it.
+        windows_as_full: as ``plan`` has it.
+        layout: as ``plan`` has it.
+        dcp: ranks of decode context parallelism.
+        pcp: ranks of prefill context parallelism.
+        token_budget: tokens of a step, for which windows and chunks must have room.
+
+    Raises:
+        ConfigError: if max_model_len is below the longest request.
+        CapacityError: if the memory is too small for one request.
     """
     longest = _maximum(summary, max_model_len)
     try:
@@ -145,9 +167,17 @@ def plan_for_trace(
 def plan_with_length(
     summary: TraceSummary, plan: Plan, max_model_len: int | None = None, *, token_budget: int = TOKEN_BUDGET
 ) -> Plan:
-    """``plan`` with its maximum length replaced, by the same rule; its blocks stay as they are.
+    """Return ``plan`` with another maximum length; its blocks stay the same.
 
-    Raises ConfigError as plan_for_trace, CapacityError when the plan's blocks do not hold one such request.
+    Args:
+        summary: counts of the trace, from ``source.summary()``.
+        plan: the plan to change.
+        max_model_len: most tokens of a request; None: those of the longest request.
+        token_budget: tokens of a step, for which windows and chunks must have room.
+
+    Raises:
+        ConfigError: as plan_for_trace.
+        CapacityError: if the plan's blocks do not hold one such request.
     """
     longest = _maximum(summary, max_model_len)
     changed = replace(
@@ -181,10 +211,17 @@ def _maximum(summary: TraceSummary, max_model_len: int | None) -> int:
 def simulation_of(
     plan: Plan, settings: ReplaySettings, *, hasher: Hasher | None = None, events: bool = False
 ) -> Simulation:
-    """A manager and a scheduler for ``plan``. ConfigError for settings that cannot work.
+    """Build a manager, a scheduler and a cost model for ``plan``.
 
-    One of them is a machine whose memory does not hold the weights and the cache, unless steps take no time.
-    hasher: that of another, whose requests may come here. events: the manager tells what it stores and forgets.
+    Args:
+        plan: the plan of model and cache.
+        settings: how the replay runs.
+        hasher: the hasher of another simulation, whose requests may come here.
+        events: whether the manager records KV events.
+
+    Raises:
+        ConfigError: for settings that cannot work, such as a machine whose memory does not hold weights and cache
+            (unless steps take no time).
     """
     cost = StepCost.of(plan, hardware=settings.hardware, time_scale=settings.time_scale, weights=settings.weights)
     if settings.time_scale:
@@ -245,10 +282,17 @@ def replay(
     summary: TraceSummary | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ReplayReport:
-    """Run all requests of ``source`` through a fresh scheduler and manager of ``plan``, with time modelled; the report.
+    """Run all requests of a trace through a fresh scheduler and manager, with modelled time; return the report.
 
-    summary: of the source, when it is at hand already. on_progress: called at most every 64 steps and at the end.
-    Raises ConfigError for settings that cannot work and for a request that can never fit, TraceError for a malformed
-    line.
+    Args:
+        source: the trace or workload.
+        plan: the plan of model and cache, for example from plan_for_trace.
+        settings: how the replay runs.
+        summary: counts of the trace, if you have them already.
+        on_progress: called at most every 64 steps and at the end.
+
+    Raises:
+        ConfigError: for settings that cannot work, and for a request that can never fit.
+        TraceError: for a malformed line.
     """
     return simulation_of(plan, settings).run(source, summary=summary, on_progress=on_progress)

@@ -47,10 +47,10 @@ Numbered = Iterator[tuple[int, Record | MalformedLineError]]
 
 
 def records(path: Path, rows: Callable[[Record], bool]) -> Numbered:
-    """Those of the file at ``path``; lines without anything are passed over.
+    """Yield the records of the file at ``path``; blank lines are skipped.
 
-    rows: whether a first line's columns are those of a CSV file. Raises TraceError when the file cannot be read, for an
-    array that is broken off, and for a line that is too long: it ends nobody knows where, so that it is not skipped.
+    rows: whether the columns of a first line belong to a CSV file. Raises TraceError if the file cannot be read, for an
+    array that is cut off, and for a line that is too long: its end is unknown, so it cannot be skipped.
     """
     number = 0
     try:
@@ -79,7 +79,7 @@ def records(path: Path, rows: Callable[[Record], bool]) -> Numbered:
 
 
 def _lines(path: Path, file: gzip.GzipFile | io.BufferedReader) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines that are not blank."""
+    """Yield numbered lines that are not blank."""
     number = 0
     while line := file.readline(MOST_LINE_BYTES + 1):
         number += 1
@@ -103,7 +103,7 @@ def _open(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
 
 
 def _object(line: bytes) -> Record:
-    """The JSON object of one line."""
+    """Return the JSON object of one line."""
     try:
         record = json.loads(line)
     except UnicodeDecodeError:
@@ -118,7 +118,7 @@ def _object(line: bytes) -> Record:
 
 
 def _columns(line: bytes) -> list[str]:
-    """A first line as names; of what is no CSV whatever it gives."""
+    """Return a first line as column names; the result is meaningless if the file is not CSV."""
     try:
         return [name.strip() for name in _cells(line)]
     except MalformedLineError:
@@ -126,7 +126,7 @@ def _columns(line: bytes) -> list[str]:
 
 
 def _row(line: bytes, columns: list[str]) -> Record:
-    """Cells by the names of their columns."""
+    """Return the cells of a line by column name."""
     cells = _cells(line)
     if len(cells) != len(columns):
         raise MalformedLineError(f"{len(cells)} columns, but the first line names {len(columns)}")
@@ -143,7 +143,7 @@ def _cells(line: bytes) -> list[str]:
 
 
 def _array(path: Path, file: io.TextIOWrapper) -> Numbered:
-    """The items of one array, each with the line where it begins. Behind a broken one nothing can be told apart."""
+    """Yield the items of one array, each with its first line. Items after a broken one cannot be told apart."""
     decoder, text, at, number = json.JSONDecoder(), "", 0, 1
     while True:
         while at < len(text) and text[at] in _BETWEEN:
@@ -181,11 +181,14 @@ ARRIVALS_PER_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """What one pass over a source says.
+    """Counts from one pass over a source.
 
-    longest_tokens: prompt and output of the longest request. longest_at: where it stands.
-    bad_lines: lines left out. first_bad: what was wrong with the first of them. tokens_known: False where lengths are
-    all that is known of the prompts, so that nobody can say which of their tokens are equal.
+    Attributes:
+        longest_tokens: prompt and output tokens of the longest request.
+        longest_at: the line or index of that request.
+        bad_lines: lines that were skipped.
+        first_bad: the error of the first of them.
+        tokens_known: False if only lengths are known, so equal tokens cannot be found.
     """
 
     requests: int
@@ -199,21 +202,21 @@ class TraceSummary:
 
 
 class RequestSource(Protocol):
-    """Where requests come from: a trace file or a generated workload. Iterating again starts over."""
+    """A source of requests: a trace file or a generated workload. Iterating again starts over."""
 
     @property
     def name(self) -> str:
-        """For reports and messages."""
+        """The name in reports and messages."""
 
     def summary(self) -> TraceSummary:
-        """Counts over the whole source. O(requests)."""
+        """Return counts of the whole source. O(requests)."""
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """Requests in the order of their timestamps."""
+        """Iterate over requests in the order of their timestamps."""
 
 
 def summarise(items: Iterable[TraceRequest | TraceError], name: str) -> TraceSummary:
-    """Counts over ``items``; an error among them is a line left out. TraceError when no request is left."""
+    """Return counts of ``items``; an error among them is a skipped line. Raises TraceError if no request is left."""
     requests = prompt_tokens = output_tokens = longest_tokens = bad_lines = 0
     longest_at, first_bad, known = "", None, False
     for item in items:
@@ -235,13 +238,17 @@ def summarise(items: Iterable[TraceRequest | TraceError], name: str) -> TraceSum
 
 
 class TraceFile:
-    """The requests of ``path``.
+    """The requests of a trace file.
 
-    format_name: one of FORMATS, instead of what the content says. trace_block_size: tokens of a Mooncake hash block.
-    tokenizer: for formats of text, as encoder_named takes it, or what encodes. arrivals_per_s: of formats without
-    times. limit: read this many requests at most.
-    skip_bad_lines: leave malformed lines out and count them, where otherwise the first raises TraceError.
-    salts: whether requests of different ones share nothing, where a format has any.
+    Args:
+        path: the file.
+        format_name: one of FORMATS; None: detected from the content.
+        trace_block_size: tokens of a Mooncake hash block.
+        tokenizer: for formats of text: a name as encoder_named takes it, or an encoder.
+        arrivals_per_s: requests per second, for formats without timestamps.
+        limit: most requests to read.
+        skip_bad_lines: skip and count malformed lines; otherwise the first raises TraceError.
+        salts: whether requests with different salts share nothing, for formats that have salts.
     """
 
     def __init__(
@@ -281,12 +288,12 @@ class TraceFile:
 
     @property
     def name(self) -> str:
-        """The file's name without its folder: reports must not depend on where a trace lies."""
+        """The file's name without its folder, because reports must not depend on the trace's location."""
         return self.path.name
 
     @property
     def format_name(self) -> str:
-        """The format of the first good record. TraceError where there is none."""
+        """The format of the first good record. Raises TraceError if there is no good record."""
         for item in self._items():
             if isinstance(item, tuple):
                 return item[0].name
@@ -295,15 +302,15 @@ class TraceFile:
         raise TraceError(f"{self.path} holds no requests")
 
     def without_salts(self) -> TraceFile:
-        """The same, as if all requests had one salt."""
+        """Return the same source, as if all requests had one salt."""
         return TraceFile(self.path, **{**self._options, "salts": False})  # type: ignore[arg-type]  # as __reduce__
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Sources cross processes; each opens the file for itself."""
+        """Return a recipe for another process, which opens the file for itself."""
         return partial(TraceFile, **self._options), (self.path,)  # type: ignore[arg-type]  # each its own type
 
     def digest(self) -> str:
-        """Of the file's content and how it is read: equal ones give equal requests. O(bytes)."""
+        """Return a digest of the content and of how it is read: equal digests give equal requests. O(bytes)."""
         found = sha256(repr(sorted(self._options.items())).encode())
         try:
             with open_regular(self.path) as file:
@@ -314,17 +321,17 @@ class TraceFile:
         return found.hexdigest()
 
     def summary(self) -> TraceSummary:
-        """One pass over the file. Raises TraceError as iterating does, and when no request is left."""
+        """Return counts from one pass. Raises TraceError as iterating does, and if no request is left."""
         return summarise(self._requests(), str(self.path))
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """Requests, first line first. Raises TraceError at a malformed line unless these are skipped."""
+        """Iterate over the requests in order. Raises TraceError at a malformed line unless these are skipped."""
         for item in self._requests():
             if isinstance(item, TraceRequest):
                 yield item
 
     def _requests(self) -> Iterator[TraceRequest | TraceError]:
-        """Requests by time, and the errors of the lines that are skipped."""
+        """Yield requests by time, and the errors of skipped lines."""
         good = 0
         for item in self._in_order():
             if isinstance(item, TraceError) and not self.skip_bad_lines:
@@ -335,7 +342,7 @@ class TraceFile:
                 return
 
     def _in_order(self) -> Iterator[TraceRequest | TraceError]:
-        """Those of formats without times, and turns behind others, each where its turn is."""
+        """Yield requests of formats without times, and later turns of conversations, each at its time."""
         later = _Later()
         gaps, begins_s = np.random.default_rng(0), 0.0
         previous_s = 0.0
@@ -362,7 +369,7 @@ class TraceFile:
         yield from later.until(math.inf)
 
     def _items(self) -> Iterator[tuple[Format, int, tuple[TraceRequest, ...]] | TraceError]:
-        """The requests of each record, or what is wrong with it."""
+        """Yield the requests of each record, or its error."""
         line_format, good = self._named, 0
         read = None if line_format is None else line_format.reader()
         number = 0
@@ -386,13 +393,13 @@ class TraceFile:
         return TraceError(f"{self.path}, line {number}: {what}")
 
     def _is_row(self, columns: Record) -> bool:
-        """Whether a first line names the columns of a CSV file."""
+        """Return whether a first line names the columns of a CSV file."""
         if self._named is not None and self._named.in_rows and not self._named.owns(columns):
             raise TraceError(f"{self.path}, line 1: it must name the columns {self._named.fields}")
         return any(one.in_rows and one.owns(columns) for one in self._formats)
 
     def _detect(self, record: Record) -> Format:
-        """The format whose own fields ``record`` has."""
+        """Return the format whose own fields ``record`` has."""
         for line_format in self._formats:
             if line_format.owns(record):
                 return line_format
@@ -403,19 +410,19 @@ class TraceFile:
 
 
 class _Later:
-    """Requests whose turn is to come, by time; of equal times the first first."""
+    """Later requests by time; equal times in the order of ``put``."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, TraceRequest]] = []
         self._made = 0
 
     def put(self, request: TraceRequest) -> None:
-        """``request`` waits."""
+        """Add a request for later."""
         self._made += 1
         heapq.heappush(self._heap, (request.timestamp_s, self._made, request))
 
     def until(self, now_s: float) -> Iterator[TraceRequest]:
-        """Those whose turn it is by then; they wait no more."""
+        """Yield and remove the requests whose time has come."""
         while self._heap and self._heap[0][0] <= now_s:
             yield heapq.heappop(self._heap)[2]
 

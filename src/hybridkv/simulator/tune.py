@@ -38,7 +38,7 @@ _NUMBER: Final = r"([0-9]{1,12}(?:\.[0-9]{1,12})?)"
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """One time of all requests that is to be at most ``most_s``. time: ttft or tpot. statistic: mean, p50, p90, p99."""
+    """A limit on one time of all requests: at most ``most_s``. time: ttft or tpot. statistic: mean, p50, p90 or p99."""
 
     time: str
     statistic: str
@@ -46,16 +46,16 @@ class Aim:
 
     @property
     def name(self) -> str:
-        """As it is said."""
+        """The aim's name on the command line."""
         return f"{self.time}-{self.statistic}"
 
     def reached(self, report: Mapping[str, Any]) -> float:
-        """Seconds in a replay's document."""
+        """Return the seconds in a replay's document."""
         return float(report[_TIMES[self.time]][self.statistic])
 
 
 def parse_aims(given: str) -> tuple[Aim, ...]:
-    """Aims separated by commas. ConfigError for what is none, and for one that is said twice."""
+    """Return aims separated by commas. Raises ConfigError for an invalid or repeated aim."""
     aims: dict[str, Aim] = {}
     for one in given.split(","):
         found = re.fullmatch(rf"\s*([a-z]+)-([a-z0-9]+)\s*=\s*{_NUMBER}\s*([a-z]*)\s*", one)
@@ -76,7 +76,7 @@ def parse_aims(given: str) -> tuple[Aim, ...]:
 
 
 def parse_prices(given: str) -> dict[str, float]:
-    """Per hour, by the name of the hardware. ConfigError for what is none, and for a price without a unit."""
+    """Return prices per hour, by name of the hardware. Raises ConfigError for a price that is invalid or has no unit."""
     prices: dict[str, float] = {}
     for one in given.split(","):
         name, mark, price = (part.strip() for part in one.partition("="))
@@ -93,12 +93,12 @@ def parse_prices(given: str) -> dict[str, float]:
 
 
 def worst(aims: tuple[Aim, ...], report: Mapping[str, Any]) -> tuple[Aim, float]:
-    """The aim that is missed most, or kept most barely, and how much of it is taken: up to 1 it is kept."""
+    """Return the aim that uses the largest part of its limit, and that part; up to 1 it is met."""
     return max(((aim, aim.reached(report) / aim.most_s) for aim in aims), key=lambda of: of[1])
 
 
 def of_requests(aims: tuple[Aim, ...], time: str) -> float:
-    """The least limit among aims of ``time``, which single requests are measured with; infinity where there is none."""
+    """Return the least limit among aims of ``time``, for single requests; infinity if there is none."""
     return min((aim.most_s for aim in aims if aim.time == time), default=math.inf)
 
 
@@ -109,11 +109,11 @@ _REFUSED: Final = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A setting and what came of it. price_per_h: of all its machines.
+    """A setting and its results. price_per_h: of all its machines.
 
-    refused: why it cannot serve the trace. reached: seconds by aim. worst: what is missed most, or kept most barely,
-    and what share of it is taken. goodput_per_s: requests a second whose own times keep the aims. tokens: output tokens
-    for one of the currency.
+    refused: the reason why it cannot serve the trace. reached: seconds by aim. worst: the aim that uses the largest
+    part of its limit, and that part. goodput_per_s: requests per second whose own times meet the aims. tokens: output
+    tokens for one unit of the currency.
     """
 
     cell: Cell
@@ -126,12 +126,12 @@ class Tried:
 
     @property
     def keeps_aims(self) -> bool:
-        """All of them."""
+        """Whether it meets all aims."""
         return self.worst[1] <= 1
 
     @property
     def rank(self) -> tuple[bool, float, float]:
-        """Less is better: the price, then how much of the aims is taken."""
+        """The rank, less is better: the price, then the used part of the worst aim."""
         return (False, self.price_per_h, self.worst[1]) if self.keeps_aims else (True, self.worst[1], self.price_per_h)
 
 
@@ -147,11 +147,22 @@ def tune(
     at_once: int = 1,
     on_done: Callable[[Tried], None] | None = None,
 ) -> list[Tried]:
-    """Settings that were tried, the best first. axes: values by the fields of Cell.
+    """Search for the cheapest setting that meets the aims; return the tried settings, best first.
 
-    prices: per hour of one machine, by hardware. trials: settings that are tried at most, those of earlier runs among
-    them. at_once: how many are asked for before the first is known. Raises as sweep, ConfigError for hardware without a
-    price, ModuleNotFoundError without Optuna.
+    Args:
+        source: the trace or workload.
+        axes: values to try, by the options of Cell.of.
+        aims: limits that a setting must meet.
+        prices: per hour of one machine, by name of the hardware.
+        folder: where cells and the study are kept; a second run resumes there.
+        executor: runs the replays.
+        trials: most settings to try, including those of earlier runs.
+        at_once: settings that are asked for before the first result is known.
+        on_done: called with each tried setting.
+
+    Raises:
+        ConfigError: as sweep, and for hardware without a price.
+        ModuleNotFoundError: without Optuna.
     """
     integer("trials", trials, 1)
     unpriced = [str(one) for one in axes["hardware"] if one not in prices]
@@ -175,7 +186,7 @@ def tune(
 
 
 def _new(cells: Sequence[Cell], tried: Mapping[Cell, Tried]) -> list[Cell]:
-    """Those of ``cells`` that were not tried, each once."""
+    """Return the cells that were not tried, each once."""
     return [cell for cell in dict.fromkeys(cells) if cell not in tried]
 
 
@@ -206,12 +217,12 @@ def _tried(swept: Swept, aims: tuple[Aim, ...], prices: Mapping[str, float]) -> 
 
 
 def _value(tried: Tried, dearest: float) -> float:
-    """What Optuna makes small."""
+    """Return the value that Optuna minimises."""
     return tried.price_per_h if tried.keeps_aims else dearest * min(1 + tried.worst[1], _REFUSED)
 
 
 class _Search:
-    """Which settings to try, kept in a file. about: what else their worth depends on."""
+    """The settings to try, kept in a file. about: everything else on which results depend."""
 
     def __init__(self, axes: Mapping[str, Sequence[object]], folder: Path, trials: int, about: str) -> None:
         import optuna  # noqa: PLC0415  # an extra
@@ -245,7 +256,7 @@ class _Search:
         return [trial for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
 
     def ask(self, most: int) -> list[dict[str, Any]]:
-        """The next settings; none when enough were tried."""
+        """Return the next settings; an empty list when enough were tried."""
         count = min(most, self._left if self._all is None else len(self._all))
         for _ in range(count):
             if self._all is not None:
@@ -255,13 +266,13 @@ class _Search:
         return [self._values(trial.params) for trial in self._open]
 
     def tell(self, values: Sequence[float]) -> None:
-        """What those are worth that were asked for last."""
+        """Report the values of the settings that were asked for last."""
         for trial, value in zip(self._open, values, strict=True):
             self._study.tell(trial, value)
         self._open = []
 
     def known(self) -> list[dict[str, Any]]:
-        """All that were tried, in earlier runs too."""
+        """Return all tried settings, including those of earlier runs."""
         return [self._values(trial.params) for trial in self._finished()]
 
     def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:

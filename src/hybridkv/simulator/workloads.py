@@ -55,7 +55,7 @@ class Lengths:
         object.__setattr__(self, "_log_median", float(np.log(self.median)))
 
     def draw(self, rng: np.random.Generator) -> int:
-        """One count."""
+        """Draw one count."""
         return min(max(round(rng.lognormal(self._log_median, self.sigma)), self.least), self.most)
 
 
@@ -75,7 +75,7 @@ _FORKING: Final = 0.15
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """What a generator works with. segments: numbers not used yet."""
+    """The state of a generator. segments: numbers that are not used yet."""
 
     rng: np.random.Generator
     hours: float
@@ -83,29 +83,29 @@ class _Stream:
     segments: Iterator[int]
 
     def piece(self, tokens: int) -> Piece:
-        """New tokens, seen nowhere before."""
+        """Return new tokens, which no earlier piece has."""
         return (next(self.segments), 0, tokens)
 
     def arrivals_s(self, per_hour: float) -> list[float]:
-        """A Poisson process: times in order, in seconds."""
+        """Yield the times of a Poisson process in order, in seconds."""
         count = self.rng.poisson(per_hour * self.rate * self.hours)
         times: list[float] = np.sort(self.rng.uniform(0, self.hours * _HOUR_S, count)).tolist()
         return times
 
     def shared(self, count: int, least: int, most: int) -> list[Piece]:
-        """``count`` prefixes of log-uniform length."""
+        """Return ``count`` prefixes of log-uniform length."""
         lengths = np.exp(self.rng.uniform(np.log(least), np.log(most), count))
         return [self.piece(round(tokens)) for tokens in lengths.tolist()]
 
     def zipf(self, prefixes: list[Piece], exponent: float, draws: int) -> list[Piece]:
-        """One of ``prefixes`` per draw, the k-th with a weight of k ** -exponent."""
+        """Yield one of ``prefixes`` per draw, the k-th with a weight of k ** -exponent."""
         weights = np.arange(1, len(prefixes) + 1) ** -exponent
         chosen = self.rng.choice(len(prefixes), draws, p=weights / weights.sum())
         return [prefixes[at] for at in chosen.tolist()]
 
 
 def _request(time_s: float, prompt: list[Piece], output: Piece) -> TraceRequest:
-    """Times are whole milliseconds, as in a file."""
+    """Return a request; times are whole milliseconds, as in a file."""
     return TraceRequest(
         round(time_s * 1000) / 1000, Pieces(PROMPT_SEGMENT, tuple(prompt)), Pieces(PROMPT_SEGMENT, (output,))
     )
@@ -135,7 +135,7 @@ think: Final = partial(_conversations, outputs_return=False)
 
 
 def agent(stream: _Stream) -> list[TraceRequest]:
-    """Tasks of agents that act and observe."""
+    """Generate tasks of agents that act and observe."""
     rng = stream.rng
     starts_s = stream.arrivals_s(650)
     agents = stream.zipf(stream.shared(12, 600, 1500), 1.0, len(starts_s))
@@ -153,7 +153,7 @@ def agent(stream: _Stream) -> list[TraceRequest]:
 def _act(
     stream: _Stream, requests: list[TraceRequest], begin: tuple[float, list[Piece]], steps: int
 ) -> tuple[float, list[Piece]]:
-    """Add ``steps`` steps to ``requests``; the time of the last and all that was said then."""
+    """Add ``steps`` steps to ``requests``; return the time of the last and the whole conversation at that time."""
     time_s, said = begin
     for step in range(steps):
         if step:
@@ -166,7 +166,7 @@ def _act(
 
 
 def api(stream: _Stream) -> list[TraceRequest]:
-    """Single calls of templates."""
+    """Generate single calls of templates."""
     times_s = stream.arrivals_s(6000)
     templates = stream.zipf(stream.shared(80, 300, 1500), 0.8, len(times_s))
     return [
@@ -176,12 +176,12 @@ def api(stream: _Stream) -> list[TraceRequest]:
 
 
 def mix(stream: _Stream) -> list[TraceRequest]:
-    """Chat, agents and calls at once."""
+    """Generate chat, agents and calls together."""
     return chat(stream) + agent(stream) + api(stream)
 
 
 def documents(stream: _Stream) -> list[TraceRequest]:
-    """Readers who ask about long documents, and single calls between them."""
+    """Generate readers who ask about long documents, and single calls between them."""
     rng = stream.rng
     requests: list[TraceRequest] = []
     for start_s in stream.arrivals_s(2000):
@@ -196,7 +196,7 @@ def documents(stream: _Stream) -> list[TraceRequest]:
 
 
 def _shared_end(request: TraceRequest) -> tuple[int]:
-    """The tokens of the first piece, which every generator takes from ``shared``."""
+    """Return the tokens of the first piece, which every generator takes from ``shared``."""
     return (request.prompt.pieces[0][2],)
 
 
@@ -240,7 +240,7 @@ class Workload:
 
     @cached_property
     def _requests(self) -> list[TraceRequest]:
-        """All requests, by time; those of one time in the order they were drawn."""
+        """Return all requests by time; those of one time in the order in which they were drawn."""
         stream = _Stream(np.random.default_rng(self.seed), self.hours, self.rate, itertools.count())
         drawn = sorted(WORKLOADS[self.kind](stream), key=lambda request: request.timestamp_s)[: self.limit]
         return [
@@ -249,11 +249,11 @@ class Workload:
         ]
 
     def summary(self) -> TraceSummary:
-        """Counts. Raises TraceError when chance and a low rate made no request."""
+        """Return counts. Raises TraceError if chance and a low rate made no request."""
         return summarise(self._requests, self.name)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """Requests in the order of their timestamps."""
+        """Iterate over requests in the order of their timestamps."""
         return iter(self._requests)
 
 
@@ -287,13 +287,20 @@ class UniformWorkload:
             integer(what, getattr(self, what), 1)
 
     def prompt_tokens(self, turn: int) -> int:
-        """Tokens of a prompt of that turn."""
+        """Return the tokens of a prompt.
+
+        Args:
+            turn: the turn of the conversation, from 0.
+        """
         return self.system_tokens + self.user_tokens + turn * (self.answer_tokens + self.user_tokens)
 
     def hit_tokens(self, block_size: int, *, exact: bool = False) -> int:
-        """Prompt tokens of the whole workload that an endless cache holds: the formulas above.
+        """Return the prompt tokens of the whole workload that an endless cache holds, by the formulas above.
 
-        exact: where a turn ended is hit to the token (natural layout); where prompts part, the edge before.
+        Args:
+            block_size: tokens of a block.
+            exact: whether the end of a turn is hit to the token (natural layout); where prompts part, the block
+                boundary before counts in both cases.
         """
         warm = max(self.conversations - self.templates, 0)
         tokens = warm * (self.system_tokens // block_size * block_size)
@@ -303,11 +310,11 @@ class UniformWorkload:
         return tokens
 
     def summary(self) -> TraceSummary:
-        """Counts. O(requests)."""
+        """Return counts. O(requests)."""
         return summarise(self, self.name)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """Requests in the order of their timestamps."""
+        """Iterate over requests in the order of their timestamps."""
         for turn in range(self.turns):
             for conversation in range(self.conversations):
                 at = turn * self.conversations + conversation
