@@ -2,10 +2,10 @@
 
     plan(read_model(...), memory) -> Plan -> KVCacheManager -> Scheduler -> Step -> a worker      StepResult back
                               |                                                      BlockTable, PagedStorage
-                              +--> replay(TraceFile(...), plan): the same, with time modelled
+                              +--> replay(TraceFile(...), plan): the same, with modelled time
     Engine(model), AsyncEngine(model): all of it around a transformers model
 
-Each name is imported when it is first asked for: torch only with what runs models.
+Each name is imported on first use; torch is imported only by names that run models.
 """
 
 from __future__ import annotations
@@ -85,5 +85,5 @@ if not TYPE_CHECKING:  # who checks types is to find the names above, and no oth
 
 
 def __dir__() -> list[str]:
-    """What there is, imported or not."""
+    """Return all names, imported or not."""
     return sorted({*globals(), *__all__, "__version__"})

@@ -36,7 +36,7 @@ def integer(name: str, value: object, least: float = -math.inf, most: float = ma
 
 
 def _bound(value: int, least: float, most: float) -> str:
-    """Which of the two ``value`` breaks, in words."""
+    """Return the bound that ``value`` violates, in words."""
     if value > most:
         return f"be at most {most}"
     return f"be at least {least}" if least else "not be negative"
@@ -94,7 +94,7 @@ def instances(name: str, values: object, wanted: type[T]) -> Sequence[T]:
 
 
 def integers(name: str, values: object, least: int, most: int = MOST_COUNT) -> NDArray[np.int64]:
-    """``values``, an array or a sequence of integers ``least`` .. ``most``, as int64[n]. O(n)."""
+    """Return ``values``, an array or a sequence of integers ``least`` to ``most``, as int64[n]. O(n)."""
     if not isinstance(values, np.ndarray):
         if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
             raise ConfigError(f"{name} must be a list or array of integers, got {shown(values)}")

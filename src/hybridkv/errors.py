@@ -4,20 +4,20 @@
     ├── ConfigError             a plan, a limit or an option that cannot work
     │   ├── MissingFieldError       a model config without a field that is needed
     │   ├── UnsupportedModelError   a model with layer types that are not handled
-    │   └── CapacityError           memory too small for what was asked
+    │   └── CapacityError           memory too small for the request
     ├── SchemaError             a file or message of another (usually newer) schema
     ├── TraceError              a malformed line in a trace or prompt file
-    ├── SweepError              a sweep that cannot go on; what is finished is kept
+    ├── SweepError              a sweep that cannot continue; finished cells are kept
     ├── CacheError              misuse of the pool, the manager or the scheduler
     │   ├── BlockError              double free, foreign id, more blocks than are free
     │   ├── StalePlanError          a plan committed after the pool moved on
     │   ├── HashError               a hasher that failed; the tokens of the block were not taken
     │   └── OwnershipError          a second thread drives a scheduler
     ├── WorkerError             a Step that the worker cannot apply
-    └── WireError               bytes that are no message, or a Step that cannot be one
-    AssumptionWarning       a UserWarning: a plan rests on something that no config field says
+    └── WireError               bytes that are not a message, or a Step that cannot be sent
+    AssumptionWarning       a UserWarning: a plan rests on an assumption, not on a config field
 
-A message says what is wrong and what to change. A command prints it as one line, without traceback.
+A message names the mistake and the fix. A command prints it as one line, without traceback.
 A cache that is merely full raises nothing: it answers with a reasoned Refusal.
 """
 
@@ -53,11 +53,11 @@ class SchemaError(HybridKVError, ValueError):
 
 
 class TraceError(HybridKVError, ValueError):
-    """A malformed line; the message names file, line and what is wrong."""
+    """A malformed line; the message names file, line and the mistake."""
 
 
 class SweepError(HybridKVError):
-    """A sweep that cannot go on; the message says what is kept and how to go on."""
+    """A sweep that cannot continue; the message says how to resume it."""
 
 
 class CacheError(HybridKVError):
@@ -73,9 +73,9 @@ class StalePlanError(CacheError):
 
 
 class HashError(CacheError):
-    """A block could not be hashed: the token that fills it was not taken. Other requests have theirs.
+    """A block could not be hashed: the token that fills it was not appended. Other requests have their tokens.
 
-    request_ids: whose blocks.
+    request_ids: the requests without their token.
     """
 
     def __init__(self, message: str, request_ids: tuple[str, ...]) -> None:
@@ -83,7 +83,7 @@ class HashError(CacheError):
         self.request_ids = request_ids
 
     def __reduce__(self) -> tuple[type[HashError], tuple[str, tuple[str, ...]]]:
-        """Errors cross processes."""
+        """Return a recipe, because errors cross processes."""
         return HashError, (str(self), self.request_ids)
 
 

@@ -45,17 +45,17 @@ _DTYPE_BYTES: Final = {
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``ceil(a / b)`` for integers, ``b > 0``."""
+    """Return ``ceil(a / b)`` for integers, ``b > 0``."""
     return -(-a // b)
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``n``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``n``."""
     return -(-n // multiple) * multiple
 
 
 def dtype_name(dtype: object) -> str:
-    """The canonical name of ``dtype``: a name, a torch dtype or a numpy dtype.
+    """Return the canonical name of ``dtype``: a name, a torch dtype or a numpy dtype.
 
     Raises ConfigError for a dtype that no cache holds.
     """
@@ -67,15 +67,15 @@ def dtype_name(dtype: object) -> str:
 
 
 def dtype_bytes(dtype: object) -> int:
-    """Bytes of one element of ``dtype``."""
+    """Return the bytes of one element of ``dtype``."""
     return _DTYPE_BYTES[dtype_name(dtype)]
 
 
 def parse_bytes(text: str | int) -> int:
-    """``"40GiB"``, ``"512 MiB"``, ``"1.5GB"`` or a plain count of bytes -> bytes.
+    """Return the bytes of ``"40GiB"``, ``"512 MiB"``, ``"1.5GB"`` or a plain count.
 
-    ``GiB`` and ``G`` are powers of 1024, ``GB`` a power of 1000.
-    Raises ConfigError for anything else, zero, negative sizes and more than MOST_BYTES included.
+    ``GiB`` and ``G`` are powers of 1024, ``GB`` a power of 1000. Raises ConfigError for anything else, for zero and
+    negative sizes, and for more than MOST_BYTES.
     """
     found = _SIZE.fullmatch(digits(text) if type(text) is int else str(text))
     suffix = found.group(2).lower() if found else None
@@ -90,7 +90,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Bytes for people: the largest binary unit that leaves at least 1, two decimals at most."""
+    """Return a readable size: the largest binary unit that leaves at least 1, with two decimals at most."""
     for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if abs(size_bytes) >= unit:
             return f"{size_bytes / unit:.2f}".rstrip("0").rstrip(".") + f" {name}"
@@ -98,12 +98,12 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it, cut where it is long or deep, whatever a file held."""
+    """Return a value as messages show it, cut where it is long or deep."""
     return _SHORT.repr(value)
 
 
 def digits(number: int) -> str:
-    """The number, or that it has more digits than anybody reads: ``str`` refuses thousands of them."""
+    """Return the number as text, or its number of digits: ``str`` rejects integers of thousands of digits."""
     return str(number) if number.bit_length() < 128 else "a number of over 38 digits"
 
 
@@ -111,7 +111,7 @@ class _Short(reprlib.Repr):
     """Limits lengths and depth, of integers too."""
 
     def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002  # the signature of reprlib
-        """Decimal digits, if they are few."""
+        """Return the decimal digits, if they are few."""
         return digits(x)
 
 
@@ -121,5 +121,5 @@ _SHORT.maxlevel = 3
 
 
 def format_count(n: int) -> str:
-    """A count with thousands separators."""
+    """Return a count with thousands separators."""
     return f"{n:,}"

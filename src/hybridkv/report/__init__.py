@@ -1,6 +1,6 @@
-"""Pictures of plans, replays, sweeps and searches: one HTML file each, which needs no network (docs/reports.md).
+"""Charts of plans, replays, sweeps and searches: one HTML file each, which needs no network (docs/reports.md).
 
-caches, settings (which charts there are) -> page (their forms, and the file)
+caches and settings choose the charts -> page draws them and writes the file
 """
 
 from hybridkv.report.caches import plan_page, replay_page

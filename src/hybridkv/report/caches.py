@@ -1,7 +1,7 @@
 """The pages of a plan and of a replay.
 
-A plan: what one request takes, how many fit, and how the memory is cut. A replay: what was found, who waited, what
-filled the cache, how long requests took, what was wasted.
+A plan: the memory of one request, the number of requests that fit, and the layout of the memory. A replay: hits,
+waiting requests, the content of the cache, latencies, and wasted memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ _LENGTHS: Final = 24
 
 
 def plan_page(plan: Plan) -> str:
-    """The file. ConfigError where plotly is not installed."""
+    """Return the HTML page of a plan.
+
+    Args:
+        plan: the plan to draw.
+
+    Raises:
+        ConfigError: if plotly is not installed.
+    """
     title = f"{plan.model.name} in {format_bytes(plan.memory_bytes)}"
     return page(title, _plan_facts(plan), list(_plan_charts(plan)))
 
@@ -54,12 +61,12 @@ def _plan_charts(plan: Plan) -> Iterator[Chart]:
 
 
 def _blocks(plan: Plan, tokens: int) -> tuple[int, ...]:
-    """Of a request of so many tokens, by group."""
+    """Return the blocks of a request of ``tokens`` tokens, by group."""
     return blocks_needed(plan.config.groups, replace(plan.limits, max_model_len=tokens))
 
 
 def _map(plan: Plan, kinds: list[Kind], blocks: NDArray[np.int64]) -> Chart:
-    """To scale: weights, and the cache full of requests of the longest context."""
+    """Return a chart to scale: weights, and the cache full of requests of the longest context."""
     config = plan.config
     copies, _ = copies_that_fit(config, plan.limits, tuple(blocks.tolist()))
     parts = [(one.name, float(copies * blocks @ one.content_bytes), one.colour) for one in kinds]
@@ -107,7 +114,16 @@ Float64 = NDArray[np.float64]
 
 
 def replay_page(plan: Plan, report: ReplayReport, recorded: Recorded) -> str:
-    """The file. recorded: of the replay that ``report`` is of. ConfigError where plotly is not installed."""
+    """Return the HTML page of a replay.
+
+    Args:
+        plan: the plan that was replayed.
+        report: the report of the replay.
+        recorded: the recording of the same replay.
+
+    Raises:
+        ConfigError: if plotly is not installed.
+    """
     title = f"{report.source}: {plan.model.name} in {format_bytes(plan.memory_bytes)}"
     return page(title, _facts(plan, report), list(_charts(plan, report, recorded)))
 
@@ -130,7 +146,7 @@ def _facts(plan: Plan, report: ReplayReport) -> dict[str, str]:
 
 
 def _times(report: ReplayReport) -> dict[str, str]:
-    """Of requests, where steps take time."""
+    """Yield charts of latencies, if steps take time."""
     if not report.timed:
         return {}
     first, later = report.time_to_first_token_s, report.time_per_output_token_s
@@ -231,7 +247,7 @@ def _latencies(recorded: Recorded) -> Iterator[Chart]:
 
 
 def _quantiles(at: Float64, values: Float64) -> list[Any]:
-    """Lines of the median, 90% and 99% over bins of time that have requests."""
+    """Return lines of p50, p90 and p99 over bins of time that have requests."""
     edges = np.linspace(at.min(), at.max(), min(_BINS, max(len(at) // 20, 1)) + 1)
     places = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, len(edges) - 2)
     bins = [place for place in range(len(edges) - 1) if (places == place).any()]
@@ -291,13 +307,13 @@ def _waste(plan: Plan, report: ReplayReport, kinds: list[Kind]) -> Chart:
 
 
 def _share(part: NDArray[Any], whole: NDArray[Any]) -> Float64:
-    """NaN where the whole is nothing."""
+    """Return ``part / whole``, NaN where the whole is 0."""
     shares: Float64 = np.divide(part, whole, out=np.full(len(whole), np.nan), where=whole > 0)
     return shares
 
 
 def _thinned(at: Float64, *columns: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """Samples at the ends of bins of time, the first and the last among them."""
+    """Return samples at the ends of bins of time, the first and the last included."""
     if len(at) <= 2 * _BINS:
         return (at, *columns)
     places = np.unique(np.searchsorted(at, np.linspace(at[0], at[-1], 2 * _BINS)))

@@ -1,7 +1,7 @@
 """One HTML file with everything in it: facts, charts, and the library that draws them (plotly, its minified script).
 
-Charts are Plotly's own JSON, without colours of their own: the page gives them those of light or dark, and says what
-each one shows in a sentence. Forms that charts share: lines that hold until the next one, layers that add up, bars.
+Charts are Plotly's own JSON without colours: the page applies the colours of light or dark mode, and describes each
+chart in a sentence. Shared forms: step lines, stacked areas, bars.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Trace = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """title, and what one sees, in a sentence or two. traces, layout: Plotly's. height: pixels."""
+    """A chart: title, and a description of one or two sentences. traces, layout: Plotly's. height: pixels."""
 
     title: str
     said: str
@@ -38,7 +38,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """title and said as of a Chart. rows: texts; a short row's last cell is wide. named: columns without numbers."""
+    """A table: title and description as a Chart has. rows: texts; a short row ends in a wide cell. named: text columns."""
 
     title: str
     said: str
@@ -48,7 +48,16 @@ class Table:
 
 
 def page(title: str, facts: Mapping[str, str], parts: Sequence[Chart | Table]) -> str:
-    """The file. facts: name and value, in words. ConfigError where plotly is not installed."""
+    """Return the HTML text of a page.
+
+    Args:
+        title: the page's title.
+        facts: values to list at the top, by name.
+        parts: charts and tables, in order.
+
+    Raises:
+        ConfigError: if plotly is not installed.
+    """
     try:
         from plotly.offline import get_plotlyjs  # noqa: PLC0415  # an extra, and slow to import
     except ImportError as error:
@@ -68,7 +77,7 @@ def page(title: str, facts: Mapping[str, str], parts: Sequence[Chart | Table]) -
 
 
 def _section(chart: Chart, at: int) -> str:
-    """Where ``chart``, the ``at``-th, is drawn."""
+    """Return the HTML of the ``at``-th chart."""
     return (
         f"<section><h2>{html.escape(chart.title)}</h2><p>{html.escape(chart.said)}</p>"
         f'<div class="chart" id="chart-{at}" style="height:{chart.height}px" role="img" '
@@ -77,7 +86,7 @@ def _section(chart: Chart, at: int) -> str:
 
 
 def _table(table: Table) -> str:
-    """As it is read."""
+    """Return the HTML of a table."""
     head = "".join(f"<th>{html.escape(one)}</th>" for one in table.columns)
     rows = "".join(f"<tr>{_cells(row, table)}</tr>" for row in table.rows)
     return (
@@ -109,10 +118,10 @@ _SAID: Final[Mapping[str, str]] = {Keeps.TOKENS: "keys and values", Keeps.WINDOW
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What groups of a plan keep, the same in every chart.
+    """A kind of groups in a plan, the same in every chart.
 
-    block_bytes, content_bytes: of each group's blocks, as they lie in memory and what of it is used, float64[groups], 0
-    for groups of other kinds.
+    block_bytes, content_bytes: bytes of each group's blocks in memory, and the used part, float64[groups]; 0 for groups
+    of other kinds.
     """
 
     name: str
@@ -122,12 +131,12 @@ class Kind:
 
     @property
     def padding(self) -> float:
-        """Share of its memory that nothing is in, where blocks of its groups are equally many."""
+        """Share of its memory that is padding, if its groups have equally many blocks."""
         return 1 - float(self.content_bytes.sum() / self.block_bytes.sum())
 
 
 def kinds_of(plan: Plan) -> list[Kind]:
-    """All that the plan has, in the order of its groups."""
+    """Return all kinds of the plan, in the order of its groups."""
     config, index = plan.config, {layer.name: layer.index for layer in plan.model.layers}
     keeps = [str(group.spec.keeps) for group in config.groups]
     blocks = np.array([config.block_bytes_of(at) for at in range(len(keeps))], np.float64)
@@ -143,13 +152,13 @@ def kinds_of(plan: Plan) -> list[Kind]:
 
 
 def numbers(values: ArrayLike, digits: int = 6) -> list[float | None]:
-    """``values`` for JSON, rounded to so many digits that count; None, a gap, for NaN."""
+    """Return ``values`` for JSON, rounded to ``digits`` significant digits; None, a gap, for NaN."""
     each = np.asarray(values, np.float64).tolist()
     return [None if math.isnan(one) else float(f"{one:.{digits}g}") for one in each]
 
 
 def line(name: str, x: ArrayLike, y: ArrayLike, colour: int, **more: Any) -> Trace:  # noqa: ANN401 - Plotly's
-    """A line."""
+    """Return a line."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -162,20 +171,20 @@ def line(name: str, x: ArrayLike, y: ArrayLike, colour: int, **more: Any) -> Tra
 
 
 def steps(name: str, x: ArrayLike, y: ArrayLike, colour: int) -> Trace:
-    """A line that holds until the next point."""
+    """Return a line that holds until the next point."""
     return line(name, x, y, colour, line={"shape": "hv"})
 
 
 def layers(x: ArrayLike, parts: Iterable[tuple[str, ArrayLike, int]], **more: Any) -> list[Trace]:  # noqa: ANN401 - as above
-    """``parts``, name, values and colour, one above the other."""
+    """Return stacked areas of ``parts``: name, values and colour."""
     return [line(name, x, y, colour, stackgroup="all", line={"width": 0.5}, **more) for name, y, colour in parts]
 
 
 def bars(name: str, x: Sequence[str], y: ArrayLike, colour: int, **more: Any) -> Trace:  # noqa: ANN401 - Plotly's
-    """Bars by name."""
+    """Return bars by name."""
     return {"type": "bar", "name": name, "x": list(x), "y": numbers(y), "colour": colour, **more}
 
 
 def lying(name: str, y: Sequence[str], x: ArrayLike, colour: int, **more: Any) -> Trace:  # noqa: ANN401 - Plotly's
-    """Bars that lie, the first at the bottom."""
+    """Return horizontal bars, the first at the bottom."""
     return {"type": "bar", "orientation": "h", "name": name, "y": list(y), "x": numbers(x), "colour": colour, **more}

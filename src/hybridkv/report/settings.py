@@ -1,7 +1,7 @@
 """The pages of many settings: of a sweep and of a search.
 
-A sweep: what settings find and how long requests wait, over memory, side by side, and in numbers. A search: what
-settings cost and serve, how much of the aims they take, and how far the runner-up is.
+A sweep: hit rates and waiting times over memory, compared, and as numbers. A search: price and goodput of settings, how
+far each is from the aims, and the distance to the runner-up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ Report = dict[str, Any]
 
 
 def sweep_page(source: str, done: Sequence[Swept]) -> str:
-    """The file. source: its name. done: at least one cell. ConfigError where plotly is not installed."""
+    """Return the HTML page of a sweep.
+
+    Args:
+        source: name of the trace.
+        done: finished cells, at least one.
+
+    Raises:
+        ConfigError: if plotly is not installed.
+    """
     cells = [one.cell for one in done]
     names = differing(cells) or ["model", "memory"]
     lines = _by_other_settings(done, names)
@@ -49,7 +57,7 @@ def _facts(done: Sequence[Swept], names: Sequence[str]) -> dict[str, str]:
 
 
 def _most_found(served: Sequence[Swept], names: Sequence[str]) -> dict[str, str]:
-    """The setting that finds most, where hits are known."""
+    """Return the setting with the highest hit rate, if hits are known."""
     if not _hits_known(served):
         return {"found in the cache": "unknown: the trace tells lengths alone"}
     best = max(served, key=lambda one: _report(one)["hit_rate"])
@@ -66,7 +74,7 @@ def _parts(done: Sequence[Swept], names: Sequence[str], lines: dict[str, list[Sw
 
 
 def _by_other_settings(done: Sequence[Swept], names: Sequence[str]) -> dict[str, list[Swept]]:
-    """By all that differs but memory, each by memory."""
+    """Return the cells by all options except memory, each list by memory."""
     found: dict[str, list[Swept]] = {}
     others = [name for name in names if name != "memory"]
     for one in sorted(done, key=lambda one: parse_bytes(one.cell.memory)):
@@ -75,7 +83,7 @@ def _by_other_settings(done: Sequence[Swept], names: Sequence[str]) -> dict[str,
 
 
 def _curves(lines: dict[str, list[Swept]]) -> Iterator[Chart]:
-    """The lines that find most, where there are many."""
+    """Yield charts of the lines with the highest hit rates."""
     shown, many = _best(lines, _MOST_LINES)
     share = {"tickformat": ".0%", "range": [0, 1]}
     log = {"type": "log", "rangemode": "normal"}
@@ -105,9 +113,9 @@ def _curves(lines: dict[str, list[Swept]]) -> Iterator[Chart]:
 
 
 def _best(lines: dict[str, list[Swept]], most: int) -> tuple[list[str], str]:
-    """Names of the ``most`` that find most, the best first, and what to say where there are others.
+    """Return the names of the ``most`` best lines, best first, and a sentence if there are others.
 
-    Where hits are unknown, those whose first tokens come soonest.
+    The best lines have the highest hit rate; if hits are unknown, the earliest first tokens.
     """
     known = _hits_known([one for cells in lines.values() for one in _served(cells)])
     worth = {
@@ -128,7 +136,7 @@ def _curve(name: str, cells: Sequence[Swept], value: Callable[[Report], float | 
 
 
 def _heat(lines: dict[str, list[Swept]]) -> Chart:
-    """A row for each line, a column for each memory."""
+    """Return a heat map: a row for each line, a column for each memory."""
     memories = list(dict.fromkeys(one.cell.memory for cells in lines.values() for one in cells))
     memories.sort(key=parse_bytes)
     rows = []
@@ -201,7 +209,7 @@ def _served(cells: Sequence[Swept]) -> list[Swept]:
 
 
 def _hits_known(served: Sequence[Swept]) -> bool:
-    """Whether the trace, which is the same for all of ``served``, tells which tokens are equal."""
+    """Return whether the trace, the same for all of ``served``, has equal tokens."""
     return all(_report(one)["hit_rate"] is not None for one in served)
 
 
@@ -221,7 +229,16 @@ _KEEPS, _BEST, _NEXT = 2, 0, 1
 
 
 def tune_page(source: str, tried: Sequence[Tried], aims: Sequence[Aim]) -> str:
-    """The file. tried: the best first, at least one. ConfigError where plotly is not installed."""
+    """Return the HTML page of a search.
+
+    Args:
+        source: name of the trace.
+        tried: tried settings, best first, at least one.
+        aims: the limits of the search.
+
+    Raises:
+        ConfigError: if plotly is not installed.
+    """
     names = differing([one.cell for one in tried]) or ["model", "memory"]
     kept = sum(one.keeps_aims for one in tried)
     facts = {
@@ -313,7 +330,7 @@ def _lying_layout(title: str, height: int, span: list[float] | None, shapes: lis
 
 
 def _cost(served: Sequence[Tried], names: Sequence[str]) -> Chart:
-    """Price and goodput; the cheapest and the runner-up by themselves."""
+    """Return a chart of price and goodput, with the cheapest setting and the runner-up highlighted."""
     best, *others = served
     parts: list[tuple[str, Sequence[Tried], int, str, int]] = [
         ("cheapest" if best.keeps_aims else "nearest", [best], _BEST, "star", 16),

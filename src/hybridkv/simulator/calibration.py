@@ -1,11 +1,12 @@
-"""A machine's rates from how long its engine took: shapes of requests, the steps that they are, and what fits.
+"""Fit a machine's rates to the times of its engine: shapes of requests, their steps, and the fit.
 
     Shape (rows x prompt + output) -> steps_of: its Steps, of the real scheduler -> measured seconds -> fitted: Hardware
 
-A step takes ``max(a * weights' operations + b * attention's, c * bytes) + d * rows + e`` (hybridkv.simulator.cost).
-Which side of the maximum counts depends on what is sought, so both are found in turn: with each step's side held, the
-rest is linear, and solved in least squares of relative errors, none of the five below zero. It begins with several
-guesses, steps of fewer operations a byte than some ridge (Williams et al.) waiting for bytes; the best end counts.
+A step takes ``max(a * operations of weights + b * operations of attention, c * bytes) + d * rows + e``
+(hybridkv.simulator.cost). The side of the maximum depends on the rates, so both are found in turn. With each step's
+side fixed, the rest is linear and solved by least squares of relative errors, none of the five below zero. The search
+starts from several guesses: steps with fewer operations per byte than some ridge (Williams et al.) wait for bytes. The
+best result counts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FASTEST: Final = 1e21
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``rows`` requests at once, each of ``prompt`` tokens that nobody else has, and ``output`` tokens behind them."""
+    """``rows`` requests at once, each of ``prompt`` tokens of its own, and ``output`` tokens after them."""
 
     rows: int
     prompt: int
@@ -47,11 +48,11 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """All of one request."""
+        """Tokens of one request, prompt and output."""
         return self.prompt + self.output
 
     def scaled(self, times: int) -> Shape:
-        """With a prompt so many times as long."""
+        """Return the shape with a prompt that is ``times`` as long."""
         return Shape(self.rows, self.prompt * times, self.output)
 
 
@@ -84,7 +85,7 @@ class Measured(NamedTuple):
 
 
 def shapes_within(shapes: Iterable[Shape], plan: Plan) -> tuple[Shape, ...]:
-    """Those that ``plan`` has room for without a preemption. ConfigError where these are less than half of them."""
+    """Return the shapes that ``plan`` holds without a preemption. Raises ConfigError if fewer than half of them fit."""
     every = tuple(shapes)
     fit = plan.capacity.tokens_that_fit
     some = tuple(
@@ -101,7 +102,7 @@ def shapes_within(shapes: Iterable[Shape], plan: Plan) -> tuple[Shape, ...]:
 
 
 def steps_of(plan: Plan, limits: SchedulerLimits, shape: Shape) -> tuple[Step, ...]:
-    """What an engine of ``plan`` runs for ``shape``: its Steps, whatever the tokens are. O(steps * rows)."""
+    """Return the Steps that an engine of ``plan`` runs for ``shape``; tokens do not matter. O(steps * rows)."""
     cache = KVCacheManager(plan)
     scheduler = Scheduler(cache, limits)
     sampling = SamplingParams(max_tokens=shape.output, ignore_eos=True)
@@ -118,9 +119,10 @@ def steps_of(plan: Plan, limits: SchedulerLimits, shape: Shape) -> tuple[Step, .
 
 
 def fitted(measured: Sequence[Measured], cost: StepCost, name: str) -> Hardware:
-    """The machine on which ``measured`` took their seconds, as ``name``. cost: of the model that ran.
+    """Return the machine on which ``measured`` took their seconds, named ``name``; ``cost`` is of the model that ran.
 
-    Rates are of what was reached, so that efficiencies are 1. ConfigError where nothing fits, as of too few shapes.
+    Rates are the reached ones, so efficiencies are 1. Raises ConfigError if the fit fails, for example with too few
+    shapes.
     """
     work = [np.array([_work(step, cost) for step in one.steps]) for one in measured]
     seconds = np.array([one.seconds for one in measured])
@@ -156,17 +158,17 @@ def fitted(measured: Sequence[Measured], cost: StepCost, name: str) -> Hardware:
 
 
 def predicted(one: Measured, cost: StepCost) -> float:
-    """Seconds of its steps."""
+    """Return the modelled seconds of its steps."""
     return sum(cost.seconds(step) for step in one.steps)
 
 
 def relative_errors(measured: Iterable[Measured], cost: StepCost) -> NDArray[np.float64]:
-    """By how much ``cost`` is off of each, as a share of what was measured."""
+    """Return the error of ``cost`` for each shape, as a share of the measured seconds."""
     return np.array([predicted(one, cost) / one.seconds - 1 for one in measured])
 
 
 def toml_of(hardware: Hardware, comments: Sequence[str] = ()) -> str:
-    """A file that hardware_named reads."""
+    """Return the text of a file that hardware_named reads."""
     said = {
         "name": '"' + hardware.name.replace("\\", "\\\\").replace('"', '\\"') + '"',
         **{
@@ -183,7 +185,7 @@ def toml_of(hardware: Hardware, comments: Sequence[str] = ()) -> str:
 
 
 def _work(step: Step, cost: StepCost) -> tuple[float, float, float, float, float]:
-    """Of one step: operations of weights, of attention, bytes, rows, and itself."""
+    """Return the work of one step: operations of weights, of attention, bytes, rows, and 1 for the step."""
     computed, scheduled = step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64)
     flops, weight_bytes = cost.work(step.num_tokens, encoded_tokens(step))
     moved = weight_bytes + cost.traffic.bytes_of(step)
@@ -191,7 +193,7 @@ def _work(step: Step, cost: StepCost) -> tuple[float, float, float, float, float
 
 
 def _summed(work: NDArray[np.float64], bound_by_bytes: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Of all steps of a shape, float64[5], with the side that does not count left out."""
+    """Return the work of all steps of a shape, float64[5], without the side of the maximum that does not count."""
     counted = work.copy()
     counted[bound_by_bytes, :2] = 0
     counted[~bound_by_bytes, 2] = 0
@@ -210,7 +212,7 @@ def _of_steps(work: NDArray[np.float64], rates: NDArray[np.float64]) -> NDArray[
 
 
 def _solved(work: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of each kind of work, none below 0, in least squares of relative errors: what would be is left out."""
+    """Return seconds of each kind of work by least squares of relative errors, without kinds below 0."""
     scaled = work / seconds[:, None]
     size = np.where(scaled.any(axis=0), np.abs(scaled).max(axis=0), 1)
     kept: NDArray[np.bool_] = np.array(scaled.any(axis=0), ndmin=1)

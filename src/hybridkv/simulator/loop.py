@@ -269,14 +269,14 @@ class SimulatedClock:
         self.now_s = 0.0
 
     def __call__(self) -> float:
-        """The time."""
+        """Return the time in seconds."""
         return self.now_s
 
 
 class _Stretch:
-    """The steps from now on that a stride may take, and when each ends: none begins at ``arrival_s`` or later.
+    """The next steps that fast-forward may take, and the end of each; none begins at ``arrival_s`` or later.
 
-    clock: says so while they are taken.
+    clock: is set to the step's time while they are taken.
     """
 
     def __init__(self, saying: OutputRows, cost: StepCost, clock: SimulatedClock, arrival_s: float | None) -> None:
@@ -289,7 +289,7 @@ class _Stretch:
         self._ends_s = np.empty(0)
 
     def choose(self, uniform: UniformSteps) -> NDArray[np.int32]:
-        """The tokens of all rows, to the last step that begins before the arrival and before patience ends."""
+        """Return the tokens of all rows, to the last step that begins before the arrival and the end of patience."""
         rows, computed, most = uniform.rows, uniform.computed, uniform.steps
         self.rows, self._computed = rows, computed
         if self._arrival_s is not None:

@@ -54,7 +54,7 @@ def stream_starts(kind: int, segments: UInt64) -> UInt64:
 
 
 def token_ids_at(starts: UInt64, positions: UInt64) -> NDArray[np.int32]:
-    """The id at ``positions[i]`` of the stream at ``starts[i]``, int32[n]. O(n)."""
+    """Return the id at ``positions[i]`` of the stream at ``starts[i]``, int32[n]. O(n)."""
     z = positions * _GOLDEN
     z += starts
     z ^= z >> np.uint64(30)
@@ -66,7 +66,10 @@ def token_ids_at(starts: UInt64, positions: UInt64) -> NDArray[np.int32]:
 
 
 def chances_at(starts: UInt64, positions: UInt64) -> NDArray[np.float64]:
-    """A number in [0, 1) for ``positions[i]`` of the stream at ``starts[i]``, float64[n], whatever its id is. O(n)."""
+    """Return a number in [0, 1) for ``positions[i]`` of the stream at ``starts[i]``, float64[n]. O(n).
+
+    It does not depend on the token id there.
+    """
     drawn = stream_starts(_CHANCE, starts ^ (positions * _GOLDEN))
     return (drawn >> np.uint64(11)).astype(np.float64) / (1 << 53)  # the top 53 bits
 

@@ -76,7 +76,7 @@ def parse_aims(given: str) -> tuple[Aim, ...]:
 
 
 def parse_prices(given: str) -> dict[str, float]:
-    """Return prices per hour, by name of the hardware. Raises ConfigError for a price that is invalid or has no unit."""
+    """Return prices per hour, by name of the hardware. Raises ConfigError for an invalid price or a missing unit."""
     prices: dict[str, float] = {}
     for one in given.split(","):
         name, mark, price = (part.strip() for part in one.partition("="))

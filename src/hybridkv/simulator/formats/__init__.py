@@ -1,7 +1,7 @@
-"""What a trace's records look like: each format by its content, or by name.
+"""The records of traces: each format by its content, or by name.
 
 numbers   Mooncake, token-exact, Azure, BurstGPT      events    KV events of an engine
-texts     ShareGPT, `vllm bench`, aiperf, OpenAI-style logs; what the text was is forgotten at once
+texts     ShareGPT, `vllm bench`, aiperf, OpenAI-style logs; texts are not kept
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["FORMATS", "Format", "MalformedLineError", "Record", "TraceRequest", 
 
 
 def formats(trace_block_size: int, encode: Encoder | None, *, salts: bool = True) -> tuple[Format, ...]:
-    """All of them; the first that owns a record has it. encode: of text, None where none was named.
+    """Return all formats; the first that owns a record reads it. encode: encoder of text, or None.
 
-    salts: whether requests of different ones share nothing.
+    salts: whether requests with different salts share nothing.
     """
     text = encode or _no_encoder
     numbers = (mooncake(trace_block_size), TOKEN_EXACT, AZURE, BURSTGPT)
@@ -40,7 +40,7 @@ FORMATS: Final = tuple(one.name for one in formats(1, None))
 
 
 def format_named(name: str, among: tuple[Format, ...]) -> Format:
-    """That format. ConfigError for another name."""
+    """Return the format of that name. Raises ConfigError for another name."""
     for one in among:
         if one.name == name:
             return one

@@ -1,19 +1,19 @@
-"""KV events as a trace: requests guessed from the blocks that their prompts and outputs stored.
+"""KV events as a trace: requests are inferred from the blocks that their prompts and outputs stored.
 
     {"ts": seconds, "events": [{"type": "BlockStored", "block_hashes": [...], "parent_block_hash": null,
                                 "block_size": 16, "group_idx": 0}, ...]}
 
-A line is a batch; an event may be an object or vLLM's array, ["BlockStored", hashes, parent, tokens, block size, ...].
-Hashes are names, numbers or text; of an event that stores, blocks of one group of full attention on the GPU are read,
-and no token ids. What is stored in a row from a parent on is one chain, and a chain
+A line is a batch. An event is an object or vLLM's array, ["BlockStored", hashes, parent, tokens, block size, ...].
+Hashes are names, numbers or text. Only events that store blocks of one group of full attention on the GPU are read;
+token ids are not read. Blocks stored in sequence after a parent form one chain, and a chain
 
-    goes on with an open request's prompt   behind its last block, within a second, before a single block followed
-    goes on with its output                 behind its last block, one block alone, within ten seconds
-    begins a request                        else; its prompt is all that leads to it from the root
+    continues an open request's prompt   if it follows its last block within a second, before a single block did
+    continues its output                 if it is one block that follows its last block within ten seconds
+    starts a request                     otherwise; its prompt is the path from the root
 
-so that a request is the blocks from the root to its last, and came when its first batch did. Not told, and so not here:
-requests that stored nothing; what of a prompt or an output does not fill a block, and which tokens of the block between
-both are whose; how long a request waited and was read before its first block was stored.
+A request is therefore the path from the root to its last block, and arrived when its first batch did. Events do not
+describe requests that stored nothing, tokens that fill no block, which tokens of the block between prompt and output
+belong to which, and the wait before the first block was stored.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Stored(Struct):
 
 
 class _Segment:
-    """Blocks that follow one another without a fork, from the first behind ``before`` on. depth: tokens up to there."""
+    """Blocks in sequence without a fork, the first after ``before``. depth: tokens from the root to there."""
 
     __slots__ = ("before", "depth", "number", "tokens")
 
@@ -81,14 +81,14 @@ class _Segment:
         self.tokens = 0
 
     def more(self, tokens: int) -> _Block:
-        """One more block. MalformedLineError where no request is so long."""
+        """Add one block. Raises MalformedLineError if the request is longer than a request may be."""
         self.tokens += tokens
         check_total(self.depth + self.tokens)
         return _Block(self, self.tokens)
 
 
 class _Block:
-    """The one of ``segment`` that ends behind ``end`` of its tokens."""
+    """The block of ``segment`` that ends after ``end`` of its tokens."""
 
     __slots__ = ("end", "segment")
 
@@ -104,7 +104,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Chain:
-    """A request so far: the last block of its prompt, and of all."""
+    """An unfinished request: the last block of its prompt, and its last block."""
 
     begun_s: float
     last_s: float
@@ -114,7 +114,7 @@ class _Chain:
 
 
 class Recording:
-    """One pass over batches. known: batches that tell what was there before, and make no requests, say so."""
+    """One pass over batches. known: batches that describe earlier content, and make no requests, say so."""
 
     def __init__(self) -> None:
         self._times = Times()
@@ -126,7 +126,7 @@ class Recording:
         self._has_group = False
 
     def __call__(self, record: Record, origin: str, _number: int) -> tuple[TraceRequest, ...]:
-        """Hear of a batch. O(its blocks)."""
+        """Read a batch. O(its blocks)."""
         batch = read(record, _Batch)
         runs = _runs([one for one in map(_stored, batch.events) if one is not None and self._is_ours(one)])
         at_s = self._times.since_first(batch.ts)
@@ -138,12 +138,12 @@ class Recording:
         return ()
 
     def rest(self) -> list[TraceRequest]:
-        """All requests, by time. O(their blocks)."""
+        """Return all requests by time. O(their blocks)."""
         self._chains.sort(key=lambda one: one.begun_s)
         return [_request(chain, number) for number, chain in enumerate(self._chains)]
 
     def _is_ours(self, event: _Stored) -> bool:
-        """Whether it is of the one group that is read, the first of full attention that is met."""
+        """Return whether the event belongs to the group that is read: the first group of full attention in the file."""
         if event.medium not in {None, "GPU"} or event.kv_cache_spec_kind not in _FULL:
             return False
         group = event.group_idx or 0  # older ones name none
@@ -152,7 +152,7 @@ class Recording:
         return bool(group == self._group)
 
     def _before(self, parent: Name | None) -> _Block | None:
-        """The block of that name; of one that nobody told of, one without tokens."""
+        """Return the block of that name; an unknown one has no tokens."""
         if parent is None:
             return None
         if parent not in self._blocks:
@@ -160,7 +160,7 @@ class Recording:
         return self._blocks[parent]
 
     def _stored(self, before: _Block | None, names: Iterable[Name], size: int) -> _Block | None:
-        """The last of ``names``, which stand behind ``before``."""
+        """Add ``names`` after ``before``, and return the last."""
         at = before
         for name in names:
             found = self._blocks.get(name)
@@ -172,7 +172,7 @@ class Recording:
         return at
 
     def _hear(self, before: _Block | None, last: _Block, blocks: int, at_s: float, origin: str) -> None:
-        """So many ``blocks`` up to ``last`` were stored behind ``before``."""
+        """Note that ``blocks`` blocks up to ``last`` were stored after ``before``."""
         for chain in [] if before is None else self._open[before]:
             reads = chain.asked is chain.last
             if at_s - chain.last_s <= (BLOCK_SECONDS if blocks == 1 else CHUNK_SECONDS if reads else -1.0):
@@ -187,7 +187,7 @@ class Recording:
 
 
 def _stored(event: object) -> _Stored | None:
-    """The fields of an event that stores; None of any other."""
+    """Return the fields of an event that stores blocks; None for other events."""
     if isinstance(event, list) and event and isinstance(event[0], str):
         event = {"type": event[0], **dict(zip(_Stored.__struct_fields__, event[1:], strict=False))}
     if not isinstance(event, Mapping):
@@ -196,7 +196,7 @@ def _stored(event: object) -> _Stored | None:
 
 
 def _runs(events: Iterable[_Stored]) -> list[tuple[Name | None, list[Name], int]]:
-    """Parent, names and block size of what one batch stores in a row: one chain, in however many events."""
+    """Yield parent, names and block size of each chain that one batch stores, in any number of events."""
     runs: list[tuple[Name | None, list[Name], int]] = []
     for event in events:
         if runs and runs[-1][1][-1] == event.parent_block_hash and runs[-1][2] == event.block_size:
@@ -207,7 +207,7 @@ def _runs(events: Iterable[_Stored]) -> list[tuple[Name | None, list[Name], int]
 
 
 def _request(chain: _Chain, number: int) -> TraceRequest:
-    """Of an output that filled no block one token is known, which is its own."""
+    """Return the request of a chain. An output that filled no block has one known token, its own."""
     prompt = Pieces(PROMPT_SEGMENT, _path(chain.asked, None))
     said = _path(chain.last, chain.asked)
     output = Pieces(PROMPT_SEGMENT, said) if said else Pieces(NEW_OUTPUT, ((number, 0, 1),))
@@ -215,7 +215,7 @@ def _request(chain: _Chain, number: int) -> TraceRequest:
 
 
 def _path(last: _Block, before: _Block | None) -> tuple[Piece, ...]:
-    """The tokens up to ``last``, from behind ``before`` on, which leads to it. O(forks)."""
+    """Return the tokens after ``before``, up to ``last``. O(forks)."""
     pieces: list[Piece] = []
     at: _Block | None = last
     while at is not None and (before is None or at.segment is not before.segment):

@@ -55,7 +55,7 @@ _Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 
 
 def _tenant_and_hints(record: Record) -> tuple[str | None, Hints]:
-    """Those of the fields; None and NO_HINTS where they are not there."""
+    """Return the tenant and hints of a record, or None and NO_HINTS."""
     try:
         tenant = text("tenant", record["tenant"]) if "tenant" in record else None
         return tenant, Hints.parse(record["hints"]) if "hints" in record else NO_HINTS
@@ -134,7 +134,7 @@ def _parse_exact(record: Record, origin: str, number: int) -> tuple[TraceRequest
 
 
 def _pieces(given: list[Piece], name: str) -> Pieces:
-    """Pieces of ``name``; those without tokens are dropped, but one token must remain."""
+    """Return the pieces of field ``name`` without empty ones; at least one token must remain."""
     pieces = tuple(one for one in given if one[2])
     if not pieces:
         raise MalformedLineError(f"{name} must have at least 1 token")

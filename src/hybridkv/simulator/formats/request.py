@@ -1,15 +1,15 @@
-"""One request of a trace, whatever its format, and what formats share: checked fields, times, turns of sessions.
+"""A request of any trace format, and code that formats share: checked fields, times, turns of sessions.
 
-A record is what a JSON object or a CSV row holds, by name. Each format says in a struct which fields it reads; ``read``
-checks a record against it. Other fields are left alone.
+A record is a JSON object or a CSV row, by field name. Each format declares the fields that it reads in a struct;
+``read`` checks a record against it. Other fields are ignored.
 
-Turns of a session come some time behind the turn before, as aiperf's traces have them:
+Turns of a session come some time after the turn before, as in aiperf's traces:
 
     {"session_id": "a", "timestamp": 0, "input_length": 600, "output_length": 50}
-    {"session_id": "a", "delay": 2000, "input_length": 80, "output_length": 50}       2 s behind the answer
+    {"session_id": "a", "delay": 2000, "input_length": 80, "output_length": 50}       2 s after the answer
 
-aiperf waits for the answer, sends what was said so far with each turn, and of a turn its own input alone is in the line
-(``messages`` are all of them). How long an answer took nobody knows before it is replayed: 50 tokens a second.
+aiperf waits for the answer and sends the conversation so far with each turn; a line has its own input only
+(``messages`` have all). The time of an answer is unknown before a replay: 50 tokens per second are assumed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class MalformedLineError(Exception):
-    """What is wrong with a line; whoever knows file and line number says so in a TraceError."""
+    """A malformed line; the reader adds file and line number in a TraceError."""
 
 
 def read(record: object, kind: type[T], *, from_text: bool = False) -> T:
@@ -47,7 +47,7 @@ def read(record: object, kind: type[T], *, from_text: bool = False) -> T:
 
 
 def check_total(total: int) -> None:
-    """That no request is longer than one may be."""
+    """Raise MalformedLineError if a request is longer than a request may be."""
     if total > MOST_COUNT:
         raise MalformedLineError(f"a request of {total} tokens is longer than {MOST_COUNT}")
 
@@ -56,9 +56,9 @@ def check_total(total: int) -> None:
 class TraceRequest:
     """One request of a trace.
 
-    timestamp_s: seconds since the trace began. prompt, output: tokens as pieces, ids on demand.
-    marks: token counts, ascending, at which the caller wants a state kept. origin: where it stands, for messages.
-    tenant, hints: as Request has them. delayed: it comes some time behind another, maybe behind what stands below it.
+    timestamp_s: seconds since the trace began. prompt, output: tokens as pieces, with ids on demand. marks: token
+    counts, ascending, where the caller wants a state kept. origin: its line, for messages. tenant, hints: as Request
+    has them. delayed: it comes some time after another request, maybe one on a later line.
     """
 
     timestamp_s: float
@@ -72,7 +72,7 @@ class TraceRequest:
 
     @property
     def tokens_known(self) -> bool:
-        """Whether it is known which tokens of the prompt are equal to others'; else only how many there are."""
+        """Whether equal tokens of prompts are known; otherwise only lengths are known."""
         return self.prompt.kind != NEW_PROMPT
 
     @property
@@ -92,7 +92,7 @@ class TraceRequest:
 
 
 def request_of_lengths(timestamp_s: float, prompt: int, output: int, origin: str, number: int) -> TraceRequest:
-    """Return a request whose tokens, so many, occur nowhere else."""
+    """Return a request with that many tokens, which occur nowhere else."""
     check_total(prompt + output)
     asked, said = Pieces(NEW_PROMPT, ((number, 0, prompt),)), Pieces(NEW_OUTPUT, ((number, 0, output),))
     return TraceRequest(timestamp_s, asked, said, origin=origin)
@@ -104,11 +104,11 @@ Reader = Callable[[Record, str, int], Iterable[TraceRequest]]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format of records. name: for `--format`. fields: what a record has, for messages.
+    """One format of records. name: for `--format`. fields: the fields of a record, for messages.
 
-    owns: whether a record is of this format, complete or not. reader: makes what reads the records of one pass; it may
-    remember lines. timed: records say when requests came; without, requests count seconds from when the record's turn
-    is. in_rows: records are rows of CSV files.
+    owns: whether a record has this format, complete or not. reader: makes the reader of one pass, which may remember
+    lines. timed: records have timestamps; without, a request counts seconds from its record's turn. in_rows: records
+    are CSV rows.
     """
 
     name: str
@@ -126,14 +126,14 @@ class Times:
         self._first: float | None = None
 
     def since_first(self, seconds: float) -> float:
-        """Of ``seconds`` on any clock."""
+        """Return ``seconds``, on any clock, since the first."""
         if self._first is None:
             self._first = seconds
         return round(seconds - self._first, 6)
 
 
 def iso_seconds(written: str) -> float:
-    """Seconds since 1970 of a date and time as ISO 8601 has it; without a zone it is UTC."""
+    """Return the seconds since 1970 of a date and time in ISO 8601; without a zone it is UTC."""
     try:
         time = datetime.fromisoformat(written.strip())
     except ValueError:
@@ -142,7 +142,7 @@ def iso_seconds(written: str) -> float:
 
 
 class Turn(Struct):
-    """What a line says of when it comes."""
+    """The fields of a line that give its time."""
 
     timestamp: Milliseconds | UnsetType = UNSET
     delay: Milliseconds | None = None
@@ -150,13 +150,13 @@ class Turn(Struct):
 
 
 class Sessions:
-    """The last turn of each, in one pass."""
+    """The last turn of each session, in one pass."""
 
     def __init__(self) -> None:
         self._last: dict[str, TraceRequest] = {}
 
     def turn(self, line: Turn) -> tuple[float, TraceRequest | None]:
-        """When the turn comes, in seconds, and behind which one; None where the line itself says when."""
+        """Return the time of the turn in seconds, and the turn before it; None if the line has its own time."""
         if line.timestamp is not UNSET:
             return line.timestamp / 1000, None
         if line.delay is None or line.session_id is UNSET:
@@ -170,7 +170,7 @@ class Sessions:
         return round(answered_s + line.delay / 1000, 6), before
 
     def note(self, line: Turn, made: TraceRequest) -> TraceRequest:
-        """``made`` of ``line``, which the next turn comes behind."""
+        """Remember ``made`` of ``line`` as the session's last turn."""
         if line.session_id is not UNSET:
             self._last[line.session_id] = made
         return made

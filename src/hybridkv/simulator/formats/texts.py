@@ -112,7 +112,7 @@ def _bytes_encoder(size: int) -> Encoder:
 
 
 class _Branch:
-    """Tokens of a segment from ``offset`` on, and what follows behind the last, by its first token."""
+    """Tokens of a segment from ``offset`` on, and the branches that follow, by their first token."""
 
     __slots__ = ("ids", "next", "offset", "segment")
 
@@ -123,21 +123,21 @@ class _Branch:
         self.next: dict[int, _Branch] = {}
 
     def cut(self, tokens: int) -> None:
-        """The branch ends behind ``tokens``; the rest follows."""
+        """End the branch after ``tokens``; the rest becomes a branch that follows."""
         rest = _Branch(self.segment, self.offset + tokens, self.ids[tokens:])
         rest.next, self.next = self.next, {int(rest.ids[0]): rest}
         self.ids = self.ids[:tokens]
 
 
 class TokenTree:
-    """All token runs of one pass that may share a beginning. segments: numbers of those that are new."""
+    """All token runs of one pass that may share a beginning. segments: numbers of new segments."""
 
     def __init__(self, segments: Iterator[int]) -> None:
         self._segments = segments
         self._first: dict[int, _Branch] = {}
 
     def pieces(self, ids: Ids) -> list[Piece]:
-        """``ids``, int32[n], as pieces, from the first on. O(n); tokens that are new are kept, 4 bytes each."""
+        """Return ``ids``, int32[n], as pieces. O(n); new tokens are kept, 4 bytes each."""
         found: list[Piece] = []
         following, at = self._first, 0
         while at < len(ids):
@@ -159,14 +159,14 @@ class TokenTree:
 
 
 def _alike(one: Ids, other: Ids) -> int:
-    """Leading tokens that are equal."""
+    """Return the number of equal leading tokens."""
     most = min(len(one), len(other))
     different = np.flatnonzero(one[:most] != other[:most])
     return int(different[0]) if different.size else most
 
 
 def split(pieces: list[Piece], tokens: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """The first ``tokens``, and the rest."""
+    """Return the first ``tokens`` tokens, and the rest."""
     first: list[Piece] = []
     rest: list[Piece] = []
     for segment, offset, length in pieces:
@@ -190,7 +190,7 @@ class _Written:
     def request(
         self, timestamp_s: float, prompt: Ids, output: Ids | int, origin: str, *, salt: str = ""
     ) -> TraceRequest:
-        """One with an output in hand, or of so many tokens that occur nowhere else."""
+        """Return a request with the given output, or with that many tokens that occur nowhere else."""
         new = output if isinstance(output, int) else 0
         known = prompt if isinstance(output, int) else np.concatenate((prompt, output))
         if not len(prompt):
@@ -206,7 +206,7 @@ class _Written:
     def turn(
         self, before: TraceRequest | None, timestamp_s: float, tokens: int, output: int, origin: str
     ) -> TraceRequest:
-        """One that goes on behind ``before`` with so many ``tokens``, which nobody else has."""
+        """Return a request that continues ``before`` with ``tokens`` new tokens."""
         said = () if before is None else (*before.prompt.pieces, *before.output.pieces)
         prompt = Pieces(PROMPT_SEGMENT, (*said, (next(self._segments), 0, tokens)))
         check_total(prompt.num_tokens + output)
@@ -214,7 +214,7 @@ class _Written:
         return TraceRequest(timestamp_s, prompt, answer, origin=origin)
 
     def conversation(self, said: Iterable[tuple[str, str]]) -> Ids:
-        """Messages, each a role and its content, and the header of what answers them."""
+        """Return the tokens of messages, each a role and its content, and of the header of the answer."""
         texts = [text for role, content in said for text in (f"<|{role}|>\n", content, "\n")]
         return np.concatenate([self.encode(text) for text in (*texts, f"<|{_ANSWERS}|>\n")])
 
@@ -226,7 +226,7 @@ class _Message(Struct):
 
     @property
     def said(self) -> tuple[str, str]:
-        """Role and content; what is no text is the text of its JSON."""
+        """Return role and content; content that is not text becomes its JSON."""
         content = self.content if isinstance(self.content, str) else "".join(map(_part, self.content or ()))
         return self.role, content + (json.dumps(self.tool_calls, sort_keys=True) if self.tool_calls else "")
 
@@ -246,7 +246,7 @@ class _Conversation(Struct):
 
 
 def sharegpt(encode: Encoder) -> Format:
-    """Conversations without times. Turns without an answer, or with an empty one, make no request."""
+    """Read conversations without times. Turns with no answer, or an empty one, make no request."""
 
     def parse(written: _Written, record: Record, origin: str, _number: int) -> list[TraceRequest]:
         said: list[tuple[str, str]] = []
@@ -274,7 +274,7 @@ class _Asked(Struct):
 
 
 def vllm_bench(encode: Encoder) -> Format:
-    """Prompts of a benchmark, without times, one a line."""
+    """Read prompts of a benchmark, without times, one a line."""
 
     def parse(written: _Written, record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
         line = read(record, _Asked)
@@ -297,7 +297,7 @@ class _Sent(Turn, kw_only=True):
 
 
 def aiperf(encode: Encoder) -> Format:
-    """Aiperf's mooncake_trace, where it has no hash ids: one request a line, maybe some time behind another."""
+    """Read aiperf's mooncake_trace without hash ids: one request a line, maybe some time after another."""
 
     def parse(written: _Written, sessions: Sessions, record: Record, origin: str, number: int) -> tuple[TraceRequest]:
         line = read(record, _Sent)
@@ -321,7 +321,7 @@ def aiperf(encode: Encoder) -> Format:
         return (sessions.note(line, replace(made, delayed=before is not None)),)
 
     def owns(record: Record) -> bool:
-        """Whether a prompt stands beside the output's length."""
+        """Return whether the record has a prompt and the output's length."""
         return "text_input" in record or "input_length" in record or {"messages", "output_length"} <= record.keys()
 
     fields = "timestamp, text_input | messages | input_length, output_length"
@@ -347,7 +347,7 @@ class _Limits(Struct):
 
 
 def openai(encode: Encoder, *, salts: bool = True) -> Format:
-    """Logs of requests in OpenAI's forms, one a line. salts: whether different ``cache_salt`` share nothing."""
+    """Read logs of requests in OpenAI's form, one a line. salts: whether different ``cache_salt`` share nothing."""
 
     def parse(written: _Written, times: Times, record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
         given = _object(record, "body") or _object(record, "request") or record
@@ -364,7 +364,7 @@ def openai(encode: Encoder, *, salts: bool = True) -> Format:
         return (replace(made, timestamp_s=times.since_first(_seconds(record))),)
 
     def owns(record: Record) -> bool:
-        """Whether it has a body, or is one with a time."""
+        """Return whether the record has a body, or is a body with a time."""
         timed = isinstance(record.get("prompt"), str) and not record.keys().isdisjoint(_TIMES)
         return timed or not record.keys().isdisjoint(("body", "request", "messages"))
 
