@@ -38,7 +38,10 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table: title and description as a Chart has. rows: texts; a short row ends in a wide cell. named: text columns."""
+    """A table: title and description as in a Chart. rows: texts, of which a short row ends in a wide cell.
+
+    named: the columns of text.
+    """
 
     title: str
     said: str

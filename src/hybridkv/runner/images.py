@@ -67,9 +67,9 @@ _MOST_KINDS: Final = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """Of one image. rows: [tokens, width]. deep: as many for each of the layers that add some.
+    """The features of one image. rows: [tokens, width]. deep: the same number for each layer that adds some.
 
-    listed: whether the model's own function gives a list of images' features, and its forward takes one; else a tensor.
+    listed: whether the model's own function returns a list of images' features and its forward takes one, or a tensor.
     """
 
     rows: torch.Tensor
@@ -82,15 +82,15 @@ class Features:
         return sum(one.nbytes for one in (self.rows, *self.deep))
 
     def __len__(self) -> int:
-        """Placeholders that the image fills."""
+        """Return the placeholders that the image fills."""
         return len(self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageCall:
-    """Of ``model``. token_id: its placeholder. takes: names of what its images are given as.
+    """The image side of ``model``. token_id: its placeholder. takes: names of the values of its images.
 
-    rope_index: makes positions in several axes, [axes, 1, tokens]; None where tokens simply follow each other.
+    rope_index: computes positions in several axes, [axes, 1, tokens]; None if tokens simply follow each other.
     """
 
     model: PreTrainedModel
@@ -118,7 +118,7 @@ class ImageCall:
         return cls(model, token, takes, getattr(model.model, "get_rope_index", None))
 
     def features(self, values: Mapping[str, torch.Tensor]) -> Features:
-        """The model's features of one image. Runs its vision part; raises what that raises."""
+        """Compute the model's features of one image by its vision part, whose errors pass through."""
         device, dtype = self.model.device, self.model.dtype
         given = {name: one.to(device, dtype if one.is_floating_point() else one.dtype) for name, one in values.items()}
         with torch.inference_mode():
@@ -128,14 +128,14 @@ class ImageCall:
         return Features(_rows(pooled), tuple(map(_rows, deep)), isinstance(pooled, list | tuple))
 
     def of_token(self, like: Features, count: int) -> Features:
-        """For ``count`` placeholders outside of images: what the model has for the token. like: of any image."""
+        """Return the token's own embedding for ``count`` placeholders outside of images; ``like`` is of any image."""
         token = torch.tensor([self.token_id], device=self.model.device)
         rows = self.model.get_input_embeddings()(token).to(like.rows.dtype).repeat(count, 1)
         return Features(rows, tuple(one.new_zeros((count, one.shape[1])) for one in like.deep), like.listed)
 
 
 def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """[tokens, width] of one tensor, or of several."""
+    """Return one tensor, or several, as [tokens, width]."""
     parts = [features] if isinstance(features, torch.Tensor) else features
     return torch.cat([one.reshape(-1, one.shape[-1]) for one in parts])
 
@@ -146,7 +146,7 @@ def attends_both_ways(model: PreTrainedModel) -> bool:
 
 
 def towers_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Parts of ``model`` with a config that take no part in its text: they neither are its decoder nor hold it."""
+    """Return the parts of ``model`` that have a config and are outside of its text decoder."""
     if not hasattr(model, "get_image_features"):
         return
     text = set(model.get_decoder().modules())
@@ -159,7 +159,7 @@ def towers_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 class Picture:
     """One image as its model takes it. values: on the CPU, by name. digest: SHA-256 of names, dtypes, shapes, bytes.
 
-    kind: what decides how many placeholders it fills: the shapes, and a digest of whole numbers, which are sizes.
+    kind: the values that decide how many placeholders it fills: shapes, and a digest of whole numbers, which are sizes.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -171,9 +171,9 @@ class Picture:
 class PromptImages:
     """The images of one prompt.
 
-    items: where each stands, by its digest. pictures: in the same order. places: int64[n] of all placeholders in the
-    prompt, ascending. image, row: int64[n], which image fills each, with which of its features.
-    positions: int64[axes, prompt tokens] where a model's tokens have several; None where they follow each other.
+    items: the place of each image, with its digest. pictures: in the same order. places: int64[n] of all placeholders
+    in the prompt, ascending. image, row: int64[n], the image that fills each, and the feature of it. positions:
+    int64[axes, prompt tokens] if the model's tokens have several; None if they follow each other.
     """
 
     pictures: tuple[Picture, ...]
@@ -184,7 +184,7 @@ class PromptImages:
     positions: Int64 | None
 
     def last_seen(self, first: int, behind: int) -> Int64:
-        """int64[behind - first]: the last token that each sees where images attend in both directions. O(items)."""
+        """Return int64[behind - first], the last token that each sees if images attend both ways. O(items)."""
         seen = np.arange(first, behind)
         for item in self.items:
             inside = slice(max(item.offset - first, 0), max(item.offset + item.length - first, 0))
@@ -192,7 +192,10 @@ class PromptImages:
         return seen
 
     def positions_of(self, first: int, behind: int) -> Int64:
-        """int64[axes, behind - first] of tokens of prompt or output. Behind the prompt they follow each other again."""
+        """Return int64[axes, behind - first] for tokens of prompt or output.
+
+        After the prompt they follow each other again.
+        """
         assert self.positions is not None  # noqa: S101 - who asks has looked
         prompt = self.positions.shape[1]
         inside = self.positions[:, first:behind]
@@ -208,10 +211,10 @@ def prompt_images(
     prompt: str | Sequence[int],
     given: Images,
 ) -> tuple[list[int], PromptImages]:
-    """Token ids of ``prompt``, placeholders expanded, and its images.
+    """Return the token ids of ``prompt`` with expanded placeholders, and its images. O(values).
 
-    tokens_of: placeholders that an image fills. Raises ConfigError for images that are none of this model's, pictures
-    without a processor or with a prompt of ids, and placeholders that are not as many as the images fill. O(values).
+    tokens_of: placeholders that an image fills. Raises ConfigError for images that the model does not take, for
+    pictures without a processor or with a prompt of ids, and for a wrong number of placeholders.
     """
     if isinstance(given, Mapping):
         ids, values = encode(loaded, prompt), dict(given)
@@ -249,7 +252,7 @@ def prompt_images(
 
 
 def _require_apart(items: Sequence[MultimodalItem], counts: Sequence[int]) -> None:
-    """ConfigError for images that are not one run of placeholders each: the model takes a run for one image."""
+    """Raise ConfigError unless each image is one run of placeholders: the model takes a run for one image."""
     ends = [0, *(one.offset + one.length for one in items)]
     for item, count, before in zip(items, counts, ends, strict=False):
         if item.length != count or (item.offset == before and before):
@@ -270,7 +273,7 @@ def require_processor(loaded: LoadedModel) -> None:
 
 
 def _processed(loaded: LoadedModel, prompt: str | Sequence[int], pictures: object) -> dict[str, Any]:
-    """What the processor makes of a prompt and its pictures."""
+    """Return the processor's output for a prompt and its pictures."""
     if isinstance(pictures, str | bytes) or not isinstance(pictures, Sequence):
         raise ConfigError(
             f"images must be a list of pictures, or what a processor made of them, by name; got {shown(pictures)}"
@@ -285,7 +288,7 @@ def _processed(loaded: LoadedModel, prompt: str | Sequence[int], pictures: objec
 
 
 def _tensor(name: str, given: object) -> torch.Tensor:
-    """On the CPU, numbers. ConfigError for anything else."""
+    """Return numbers on the CPU. Raises ConfigError for anything else."""
     try:
         value = torch.as_tensor(given).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -296,9 +299,9 @@ def _tensor(name: str, given: object) -> torch.Tensor:
 
 
 def _by_image(loaded: LoadedModel, call: ImageCall, values: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
-    """Split along the first dimension: patches by a grid of (frames, rows, columns), everything else one each.
+    """Split values along the first dimension: patches by a grid of (frames, rows, columns), everything else one each.
 
-    ConfigError for names that the model does not take, and what cannot be told apart by image.
+    Raises ConfigError for names that the model does not take, and for values that cannot be split by image.
     """
     wrong = sorted(values.keys() - call.takes)
     if wrong or _PIXELS not in values:
@@ -335,7 +338,7 @@ def _picture(values: dict[str, torch.Tensor]) -> Picture:
 
 
 def _positions(call: ImageCall, ids: Sequence[int], pictures: Sequence[Picture]) -> Int64 | None:
-    """int64[axes, tokens]. ConfigError for images whose placeholders do not stand as their sizes say."""
+    """Return int64[axes, tokens]. Raises ConfigError for images whose placeholders do not match their sizes."""
     if call.rope_index is None:
         return None
     tokens = torch.tensor([ids])
@@ -369,18 +372,19 @@ class ImageStore:
         self._tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Distinct images."""
+        """Return the number of distinct images."""
         return len(self._holders)
 
     @property
     def nbytes(self) -> int:
-        """Of features kept. O(images)."""
+        """Bytes of the kept features. O(images)."""
         return sum(one.nbytes for one in self._features.values())
 
     def tokens_of(self, picture: Picture) -> int:
-        """Placeholders that ``picture`` fills: as many as others of its shapes and sizes.
+        """Return the placeholders that ``picture`` fills: the number of others of its shapes and sizes.
 
-        The features of the first such are made here. ConfigError, with what the model says, where it does not take it.
+        The features of the first such picture are computed here. Raises ConfigError, with the model's text, if it
+        rejects it.
         """
         if picture.kind in self._tokens:
             return self._tokens[picture.kind]
@@ -395,11 +399,11 @@ class ImageStore:
         return tokens
 
     def hold(self, pictures: Iterable[Picture]) -> None:
-        """One more needs each of ``pictures``."""
+        """Count one more user of each of ``pictures``."""
         self._holders.update(one.digest for one in pictures)
 
     def release(self, pictures: Iterable[Picture]) -> None:
-        """One less; the last takes features along."""
+        """Count one user less; the last one drops the features."""
         for one in pictures:
             self._holders[one.digest] -= 1
             if self._holders[one.digest] <= 0:
@@ -407,11 +411,11 @@ class ImageStore:
                 self._features.pop(one.digest, None)
 
     def drop_unheld(self) -> None:
-        """Features made for prompts that were refused. O(images)."""
+        """Drop features of rejected prompts. O(images)."""
         self._features = {digest: one for digest, one in self._features.items() if digest in self._holders}
 
     def features(self, picture: Picture) -> Features:
-        """Of a picture that is held. O(1) where they are kept, else its model's vision part runs."""
+        """Return the features of a held picture. O(1) if they are kept, else the model's vision part runs."""
         if picture.digest in self._features:
             kept = self._features[picture.digest] = self._features.pop(picture.digest)
             return kept
@@ -423,7 +427,7 @@ class ImageStore:
         return made
 
     def _made(self, picture: Picture) -> Features:
-        """Features, kept; others go until the bound holds, but for these."""
+        """Compute and keep features; drop others until the bound holds, but not these."""
         made = self._features[picture.digest] = self._call.features(picture.values)
         self.encoded += 1
         excess = self.nbytes - self.max_bytes
@@ -435,11 +439,11 @@ class ImageStore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRead:
-    """What a forward is handed beside its tokens.
+    """The image arguments of a forward.
 
-    arguments: of the model, by name: where tokens stand, int64[1 + axes, 1, tokens], those of text first, and features
-    of all placeholders among them. last_seen: int64[tokens], the position of the last token that each sees, where that
-    is not itself; else None.
+    arguments: of the model, by name: positions, int64[1 + axes, 1, tokens], text positions first, and features of all
+    placeholders. last_seen: int64[tokens], the position of the last token that each sees if that is not itself, or
+    None.
     """
 
     arguments: dict[str, Any]
@@ -464,7 +468,7 @@ class StepImages:
     def of_prompt(
         self, loaded: LoadedModel, prompt: str | Sequence[int], given: Images
     ) -> tuple[list[int], PromptImages]:
-        """As ``prompt_images``. What was made for a prompt that was refused is not kept."""
+        """Return the same as ``prompt_images``. The features of a rejected prompt are not kept."""
         self.store.drop_unheld()
         try:
             return prompt_images(loaded, self.call, self.store.tokens_of, prompt, given)
@@ -473,18 +477,18 @@ class StepImages:
             raise
 
     def begin(self, request_id: str, images: PromptImages) -> None:
-        """A request that reads ``images`` was queued."""
+        """Add the images of a queued request."""
         self._requests[request_id] = images
         self.store.hold(images.pictures)
 
     def end(self, request_id: str) -> None:
-        """It runs no longer. Unknown ids are a no-op."""
+        """Remove a request that ended. Unknown ids are a no-op."""
         images = self._requests.pop(request_id, None)
         if images is not None:
             self.store.release(images.pictures)
 
     def launched(self, step: Step) -> None:
-        """``step`` was scheduled, behind those before it. O(rows)."""
+        """Note that ``step`` was scheduled, after those before it. O(rows)."""
         for row in step.finished_rows.tolist():
             self._rows.pop(row, None)
         for new in step.new_rows:
@@ -498,14 +502,14 @@ class StepImages:
                 self.store.hold(images.pictures)
 
     def landed(self, step: Step) -> None:
-        """It ran, or never will."""
+        """Note that ``step`` ran, or never will."""
         for images in self._steps.pop(step.id, {}).values():
             self.store.release(images.pictures)
 
     # -- the forward
 
     def read(self, step: Step, tokens: Int64, positions: Int64) -> ImageRead | None:
-        """What the forward over ``tokens`` at ``positions``, int64[n] each, is handed; None where no row has images."""
+        """Return the image arguments of a forward over ``tokens`` at ``positions``, int64[n] each, or None."""
         mine = _tokens_with_images(step, self._steps.get(step.id, {}))
         if not mine:
             return None
@@ -529,7 +533,7 @@ class StepImages:
         return ImageRead(arguments, seen)
 
     def _features(self, mine: Sequence[_Reading], tokens: Int64) -> Features | None:
-        """Those of images stand where their placeholders do; the token's own elsewhere. None without a placeholder."""
+        """Return image features at their placeholders and the token's own elsewhere; None without a placeholder."""
         parts: list[tuple[Int64, Features, Int64]] = []  # (places in the step, of an image, which of its rows)
         for images, place, first, behind in mine:
             inside = slice(*np.searchsorted(images.places, (first, behind)).tolist())
@@ -555,7 +559,7 @@ _Reading = tuple[PromptImages, int, int, int]
 
 
 def _tokens_with_images(step: Step, rows: Mapping[int, PromptImages]) -> list[_Reading]:
-    """Of each row of ``step`` that is among ``rows``."""
+    """Return the tokens of each row of ``step`` that is among ``rows``."""
     firsts, counts = step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64)
     columns = (step.rows, np.cumsum(counts) - counts, firsts, firsts + counts)
     every = zip(*(one.tolist() for one in columns), strict=True)

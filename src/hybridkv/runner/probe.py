@@ -170,7 +170,7 @@ class ProbeCache(EmptyCache):
         raise UnsupportedModelError("an indexer's keys are kept beside keys and values: not supported")
 
     def mixers(self) -> tuple[RecurrentMixer, ...]:
-        """The modules that kept states, in the order of their layers."""
+        """Return the modules that kept states, in the order of their layers."""
         found = [
             RecurrentMixer(
                 call.module, layer, call.cache_parameter, call.width, tuple(kept[key] for key in sorted(kept))
@@ -207,7 +207,7 @@ class Probed:
 
 
 def probe(model: PreTrainedModel) -> Probed:
-    """What every layer of ``model`` keeps, from a forward over PROBE_TOKENS tokens.
+    """Find the cache of every layer of ``model`` by a forward over PROBE_TOKENS tokens.
 
     Raises UnsupportedModelError for a model that caches through anything but ``update``, ``update_conv_state``
     and ``update_recurrent_state`` of the cache it is given.
@@ -270,7 +270,7 @@ class FormNotes:
 
 
 def forms_of(model: PreTrainedModel, context: StepContext) -> FormNotes:
-    """What the attention of ``model``, which runs with ``context``, computes: from a forward over PROBE_TOKENS tokens.
+    """Find the attention forms of ``model``, which runs with ``context``, by a forward over PROBE_TOKENS tokens.
 
     Of an encoder-decoder nothing is known.
     """

@@ -76,7 +76,7 @@ class StepCache(EmptyCache):
         return gathered(keys, batch), gathered(values, batch)
 
     def get_seq_length(self, *_args: object, **_kwargs: object) -> torch.Tensor | int:
-        """What makes positions of places in the step: int64[tokens], position less place, other in every row.
+        """Return offsets from places in the step to positions, int64[tokens]: position minus place, by row.
 
         Models are handed positions, but Llama 4 makes them anew as ``arange(tokens)`` plus this, to scale the queries
         of layers without rotary positions. Who takes it for one length of several tokens gets torch's error.
@@ -160,7 +160,7 @@ class CrossAttention:
     # -- inputs of steps in flight
 
     def hold_inputs(self, step: Step) -> None:
-        """What the encoders of ``step`` read stays until ``release_inputs``, whoever ends meanwhile."""
+        """Hold the encoder inputs of ``step`` until ``release_inputs``, even if their requests end before."""
         for _, read in _encoding(step):
             self.inputs.hold_again(read.digest)
 
@@ -230,7 +230,7 @@ class CrossAttention:
     # -- the forward
 
     def reads(self, step: Step) -> Mapping[int, CrossRead]:
-        """What each layer reads in ``step``, by its index."""
+        """Return the reads of each layer in ``step``, by its index."""
         tokens = self._tokens[step.rows]
         batches = {group: cross_batch(step, self._tables[group], tokens, self._model.dtype) for group in self._groups}
         return {layer.index: (batches[layer.group], layer.pages) for layer in self._layers}

@@ -166,7 +166,7 @@ class AttentionForm:
 
 
 def form_of(module: torch.nn.Module, eager: Eager, states: Attended, handed: Mapping[str, Any]) -> AttentionForm | None:
-    """The form of ``module``, which called its attention with ``handed`` besides; None where none is proven.
+    """Return the form of ``module``, which passed ``handed`` to its attention; None if no form is proven.
 
     states: of such a call; their shapes count, and their dtype not: the comparison is made in float32. One short call
     of ``eager``, and one of dense_attention for each form that comes into question.
@@ -272,7 +272,7 @@ class PagedStep:
         self.write_kv(self.pages[layer], key[0].transpose(0, 1), value[0].transpose(0, 1))
 
     def read(self, layer: int, query: torch.Tensor, form: AttentionForm) -> torch.Tensor:
-        """What queries [1, heads, tokens, width] attend to: [1, tokens, heads, width of a value]."""
+        """Return the attention of queries [1, heads, tokens, width]: [1, tokens, heads, width of a value]."""
         return self.attend(query[0].transpose(0, 1), self.pages[layer], form).to(query.dtype)[None]
 
 

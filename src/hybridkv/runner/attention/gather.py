@@ -1,29 +1,29 @@
 """The gather backend: contexts are copied out of their pages, and each layer attends to them part by part.
 
-What one step reads and writes in one group of layers that attend: which blocks are copied out, and who sees what.
+A GatherBatch says which blocks one step copies in one group of attention layers, and which tokens see which keys:
 
     a step's tokens     [ d0 | d1 | d2 | p p p p p ]                 d: rows that decode, p: a prefill chunk
     gathered contexts   [ shared ][ d0 .. | d1 .. | d2 .. ][ p ....... ] whole blocks, padded within a bucket
 
-    pasts               shared   by d0 d1 d2 p, once for all of them: a beginning that several rows have in common
-                        past     by a chunk: what it goes on from, all of which each of its tokens sees
+    pasts               shared   by d0 d1 d2 p, once for all of them: a prefix that several rows share
+                        past     by a chunk: the context before it, all of which each of its tokens sees
     segments            buckets  by rows that decode, each its own, one call for all of them
                         own      by a chunk, its own tokens, causal
 
-Only blocks that are seen are gathered, those of a window or chunk from the first token that a query reaches:
+Only visible blocks are gathered; for a window or chunk, from the first token that a query reaches:
 
     columns   [ dropped | first token seen .. end of context | padding ]
 
-Rows that decode share calls: a bucket holds those with as many drafts whose block counts round up to one power of
-two, so that less than half of it is padding, and there are O(drafts * log(longest)) buckets. What lies around what a
-row sees is set to zero in the copy and masked: a block's former owner cannot reach any row, not even with NaN.
+Rows that decode share calls: a bucket holds rows with equally many drafts whose block counts round up to one power of
+two, so less than half of it is padding, and there are O(drafts * log(longest)) buckets. Tokens around a row's visible
+ones are set to zero in the copy and masked: a block's former owner cannot reach any row, not even with NaN.
 
-A layer whose form is known (hybridkv.runner.attention.formulas) runs in dense_attention: no copy of keys for
-heads that share them, no mask for chunks, and parts are put together. Any other runs in the eager function of its
-modelling file, which needs each row's context in one piece (``whole``), behind a mask.
+A layer whose form is known (hybridkv.runner.attention.formulas) runs in dense_attention: no copy of keys for heads that
+share them, no mask for chunks, and parts are joined. Any other runs in the eager function of its modelling file, which
+needs each row's context in one piece (``whole``) and a mask.
 
 Relative position biases (T5): a decoder adds to the scores a bias by the distance of key and query. Its first layer
-computes it for one sequence of keys and hands it on to the others. A SegmentBias takes the place of that layer's
+computes it for one sequence of keys and passes it to the others. A SegmentBias takes the place of that layer's
 ``compute_bias`` and gives a bias for each segment of the step; the values are the module's own.
 """
 
@@ -87,9 +87,9 @@ class Past:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatherBatch:
-    """What one step reads and writes in one group; built once, used by every layer of it that reaches as far back.
+    """The reads and writes of one step in one group; built once, used by every layer of it that reaches as far back.
 
-    write_block, write_offset: int64[tokens], where each token's keys and values go; none for cross attention.
+    write_block, write_offset: int64[tokens], where each token's keys and values go; empty for cross attention.
     read_blocks: int64[n], the blocks to gather. stale: int64[m], gathered tokens that no query of their row sees.
     """
 
@@ -112,7 +112,7 @@ def gathered(pages: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
 
 
 class _Reach(NamedTuple):
-    """What the tokens of a step see.
+    """The tokens that a step's tokens see.
 
     sees: the mask of the layers' attention. context: int64[R], tokens of each row's context; None: those of its
     request. last_seen: int64[tokens], the last token that each sees; None: itself.
@@ -175,10 +175,11 @@ class _Builder:
         )
 
     def _share(self) -> None:
-        """Beginnings that rows have in common: gathered once, and no part of the rows' own contexts.
+        """Gather prefixes that rows share once, as no part of the rows' own contexts.
 
-        Rows with the same first block are compared with the longest of them; as many of its blocks are shared, with
-        all that have them, as saves most. Only blocks before a row's queries: all of these see all of them.
+        Rows with the same first block are compared with the longest of them. As many of its blocks are shared, by all
+        rows that have them, as save the most reads. Only blocks before a row's queries count: all of these see all of
+        them.
         """
         table, whole = self.table.get_numpy_array(), self.computed // self.size
         long = np.flatnonzero(whole >= _LEAST_SHARED)
@@ -268,7 +269,7 @@ def gather_batch(
     whole: bool,
     last_seen: Int64 | None = None,
 ) -> GatherBatch:
-    """What ``step`` reads and writes through ``table``, whose cells and slots have been committed.
+    """Plan the reads and writes of ``step`` through ``table``, whose cells and slots have been committed.
 
     step: at least one row. sees: of the layers' attention. dtype: of its scores. whole: no shared and past parts.
     last_seen: int64[tokens] of the step, the position of the last token that each sees, inside its row's chunk; None:
@@ -279,7 +280,7 @@ def gather_batch(
 
 
 def cross_batch(step: Step, table: BlockTable, tokens: Int64, dtype: torch.dtype) -> GatherBatch:
-    """What cross attention reads in ``step`` through ``table``: all ``tokens``, int64[R], of each row's encoder output.
+    """Plan the cross attention of ``step`` through ``table``: all ``tokens``, int64[R], of each row's encoder output.
 
     step, dtype: as in gather_batch; each row has at least one token to read. O(tokens + gathered tokens).
     """
@@ -303,13 +304,13 @@ def attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,  # noqa: ANN401  # whatever the model hands to its attention goes on to its eager function
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer over a flattened step: the signature of transformers' attention functions.
+    """Attend with one layer over a flattened step, by the signature of transformers' attention functions.
 
     query: [1, heads, tokens, width]. key, value: [1, kv heads, gathered tokens, width], as StepCache.update
-    gave them or as the model expanded them; of cross attention nothing, its pages are gathered here.
+    gave them or as the model expanded them; for cross attention they are empty, and its pages are gathered here.
     Returns [1, tokens, heads, value width]. The GatherBatch is that of the layer that was updated last (shared modules
-    do not know which layer they stand in), or that asked for its encoder's keys.
-    position_bias: of T5, one for each segment (SegmentBias); of its cross attention zeros.
+    do not know their layer), or that asked for its encoder's keys.
+    position_bias: for T5, one for each segment (SegmentBias); for its cross attention, zeros.
     Raises WorkerError outside of a runner.
     """
     del attention_mask  # transformers makes none for a name it does not know; masks are those of the parts
@@ -365,27 +366,27 @@ def _by_parts(states: Attended, batch: GatherBatch, form: AttentionForm) -> torc
 
 
 def _of_segment(states: Attended, segment: Segment) -> Attended:
-    """Its queries, and its rows' own contexts."""
+    """Return the segment's queries, and its rows' own contexts."""
     mine = states.query[0, :, segment.tokens]
     query = mine.reshape(mine.shape[0], segment.rows, segment.queries, mine.shape[2]).transpose(0, 1)
     return Attended(query, _contexts(states.key, segment), _contexts(states.value, segment))
 
 
 def _of_past(states: Attended, past: Past) -> Attended:
-    """All its queries, in one row, and the keys that they see."""
+    """Return all queries of a past in one row, and the keys that they see."""
     keys = slice(past.start, past.start + past.length)
     return Attended(states.query[:, :, past.tokens], states.key[:, :, keys], states.value[:, :, keys])
 
 
 def _contexts(states: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """[1, heads, gathered tokens, width] -> [rows, heads, length, width], a view."""
+    """Return [1, heads, gathered tokens, width] as [rows, heads, length, width], a view."""
     mine = states[0, :, segment.start : segment.start + segment.rows * segment.padded]
     heads, width = mine.shape[0], mine.shape[2]
     return mine.view(heads, segment.rows, segment.padded, width).transpose(0, 1)[:, :, : segment.length]
 
 
 def _in_order(parts: Sequence[torch.Tensor], segments: Sequence[Segment]) -> torch.Tensor:
-    """The outputs of all segments in the order of the step's tokens, [tokens, heads, width]."""
+    """Return the outputs of all segments in the order of the step's tokens, [tokens, heads, width]."""
     if len(parts) == 1:
         return parts[0]
     out = parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
@@ -402,9 +403,9 @@ class SegmentBias(StandIn):
         self._context = context
 
     def __call__(self, query_length: int, key_length: int, **known: Any) -> torch.Tensor | list[torch.Tensor]:  # noqa: ANN401  # as the module's own method takes them
-        """A bias [rows, heads, queries, length] for each segment; while no Step runs, what the module itself computes.
+        """Return a bias [rows, heads, queries, length] for each segment, or the module's own while no Step runs.
 
-        O(heads * queries * length) a segment.
+        O(heads * queries * length) per segment.
         """
         positions = self._context.positions
         if positions is None:
@@ -430,7 +431,7 @@ class SegmentBias(StandIn):
 
 
 def segment_biases(decoder: torch.nn.Module, context: StepContext) -> list[SegmentBias]:
-    """Make one for every module of ``decoder`` that has biases of its own; most models have none."""
+    """Make one for every module of ``decoder`` with its own biases; most models have no such module."""
     biased = (one for one in decoder.modules() if getattr(one, "has_relative_attention_bias", False))
     return [SegmentBias(module, context) for module in biased]
 

@@ -159,7 +159,7 @@ class LogprobRows:
         self._prompts: dict[int, tuple[Int64, int]] = {}
 
     def begin(self, new: NewRow) -> None:
-        """The row's request is another one, or the same one resumed. O(prompt) where its logprobs are wanted."""
+        """Start a row with another request, or with the same one resumed. O(prompt) if its logprobs are wanted."""
         wanted, of_prompt = new.sampling.logprobs, new.sampling.prompt_logprobs
         self._sampled[new.row] = _OFF if wanted is None else wanted
         self._prompts.pop(new.row, None)
@@ -191,14 +191,14 @@ class LogprobRows:
         return Targets(*map(np.concatenate, zip(*found, strict=True)))
 
     def of_drawn(self, step: Step, draws: Draws, drawn: Int64, kept: Bool) -> Targets:
-        """The ``kept`` ones of the tokens ``drawn``; source: index into ``draws``. O(draws)."""
+        """Return the ``kept`` ones of the tokens ``drawn``; source: index into ``draws``. O(draws)."""
         best = self._sampled[step.rows[draws.row]]
         wanted = np.flatnonzero((best != _OFF) & kept)
         return Targets(wanted, draws.row[wanted], draws.position[wanted], drawn[wanted], best[wanted])
 
 
 def logprobs_of(parts: Sequence[tuple[torch.Tensor, Targets]]) -> Logprobs | None:
-    """The values of every part, in order; None where nothing is wanted.
+    """Return the values of every part, in order; None if no values are wanted.
 
     parts: logits [n, vocabulary], of which ``source`` names a row for every target. O(targets * vocabulary), and
     float32[_ROWS_AT_ONCE, vocabulary] of memory at a time.

@@ -147,7 +147,7 @@ class RowEdits:
         return (_NO_TOKENS, np.empty(0, np.float32)) if self._counts is None else self._counts.behind(drafts)
 
     def asked(self, drafts: Sequence[int]) -> list[Callable[[torch.Tensor], Any]]:
-        """The caller's functions of logits."""
+        """Return the caller's functions of logits."""
         return [
             partial(one, *([[*self._prompt]] if whole else []), [*self._output, *drafts])
             for one, whole in self._functions
@@ -180,7 +180,7 @@ class Edits:
     _asked: dict[int, list[Callable[[torch.Tensor], Any]]] = field(default_factory=dict)
 
     def add(self, row: int, edits: RowEdits, drafts: Sequence[int] = ()) -> None:
-        """The draw from logits ``row``, behind ``drafts`` of the request. Later tokens of it change nothing here."""
+        """Return the draw from logits ``row``, after ``drafts`` of the request. Its later tokens change nothing here."""
         place, functions = len(self.rows), edits.asked(drafts)
         banned, (counted, counts) = edits.banned(drafts), edits.counted(drafts)
         if not (len(banned) or len(counted) or len(edits.bias[0]) or functions):
@@ -265,12 +265,12 @@ class SamplingBatch:
     def of(
         cls, params: Sequence[SamplingParams], positions: Sequence[int], edits: Edits | None = None
     ) -> SamplingBatch:
-        """A batch from one SamplingParams a row."""
+        """Make a batch from one SamplingParams a row."""
         return cls(np.array([_how(one) for one in params], _HOW), np.asarray(positions, np.int64), edits)
 
 
 def _how(params: SamplingParams) -> tuple[float, int, float, float, int]:
-    """A row of _HOW."""
+    """Return a row of _HOW."""
     return params.temperature, params.top_k, params.top_p, params.min_p, signed_seed(params.seed)
 
 
@@ -306,7 +306,7 @@ class RowState:
                 )
 
     def begin(self, new: NewRow) -> None:
-        """The row's request is another one, or the same one resumed. O(tokens) where it changes logits, else O(1)."""
+        """Start a row with another request, or with the same one resumed. O(tokens) if it changes logits, else O(1)."""
         row, params = new.row, new.sampling
         self.last_token[row] = NONE_DRAWN
         self._how[row] = _how(params)
@@ -348,7 +348,7 @@ class RowState:
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, dict[int, Exception]]:
-    """The token of every row, int64[R], and what went wrong with the edits of a row, by row.
+    """Return the token of every row, int64[R], and the errors of edits, by row.
 
     logits: float32[R, vocabulary], left as they are. O(R * vocabulary). The token of a row that went wrong is drawn
     from its logits as they are.
@@ -361,7 +361,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, di
 
 
 def scores(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """What the choice is the argmax of, [R, vocabulary]: float32 where all rows are greedy, else float64.
+    """Return the values to maximise, [R, vocabulary]: float32 if all rows are greedy, else float64.
 
     A greedy row's scores are its edited logits, a sampled row's are scaled logits plus noise, -inf
     for tokens that a filter removed. Raises what went wrong with the edits of the first row of which some did.
@@ -401,7 +401,7 @@ def _changed(
 
 
 def gumbel(seed: Int64, position: Int64, vocabulary: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Standard Gumbel noise, float64[R, vocabulary], a function of seed[i], position[i] and the token id."""
+    """Return standard Gumbel noise, float64[R, vocabulary], a function of seed[i], position[i] and the token id."""
     key = _mix(_mix(torch.from_numpy(seed).to(device)) + torch.from_numpy(position).to(device))
     tokens = torch.arange(vocabulary, dtype=torch.int64, device=device)
     bits = (_mix(key[:, None] + tokens * _STEP) >> 11) & ((1 << 53) - 1)
@@ -418,7 +418,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """A logical shift to the right."""
+    """Shift to the right, filling with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -144,15 +144,15 @@ class _Check:
         )
 
     def prompt(self, how: Continuation) -> float:
-        """The largest difference between a prompt in two calls and in one."""
+        """Return the largest difference between a prompt in two calls and in one."""
         return _difference(self._run(self._cut, how), self._whole)
 
     def disturbed(self, how: Continuation) -> float:
-        """The largest difference from token by token, from the disturbed state."""
+        """Return the largest difference from token by token, from the disturbed state."""
         return _difference(self._run(self._noise, how), self._run(self._noise, Continuation.TOKEN))
 
     def drafts(self, found: Recurrence) -> float:
-        """The largest difference of a call over drafts from token by token, in what comes out and in every state."""
+        """Return the largest difference of a call over drafts from token by token, in the output and in every state."""
         hidden = torch.cat((self._rest[:, : _DRAFTS + 1], self._rest[:, -_DRAFTS - 1 :]))
         states, apart = tuple(torch.cat(pair) for pair in zip(self._cut, self._noise, strict=True)), 0.0
         with torch.inference_mode():

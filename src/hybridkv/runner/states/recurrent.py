@@ -1,29 +1,29 @@
-"""Recurrent mixers: what a layer keeps between tokens, and running one mixer from given states to new ones.
+"""Recurrent mixers: the states that a layer keeps, and running one mixer from given states to new ones.
 
     hidden [rows, tokens, width] + states [rows, *shape] -> the mixer's own forward on a StateCache -> hidden, states
 
-A mixer sees a cache of its one layer. The forward that runs is always that of the mixer's class, so that the
-instance's may be replaced by one that calls these functions. Where something else has to run inside of it, the forward
-runs with globals of its own: modelling modules keep their kernels as such globals, and stay as they are.
+A mixer sees a cache of its one layer. The forward that runs is always the forward of the mixer's class, so the
+instance's forward may be replaced by one that calls these functions. If another function must run inside of it, the
+forward runs with globals of its own: modelling modules keep their kernels as globals, and stay unchanged.
 
 Superposition. Transformers' selective scan starts from zero. The recurrence h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t,
-y_t = C_t h_t (Mamba, arXiv 2312.00752, equation 2) is linear in h: what h_0 leaves at token t is
-exp(A * (dt_1 + ... + dt_t)) h_0, whatever x was. So the scan runs from zero, and the state's part is added:
+y_t = C_t h_t (Mamba, arXiv 2312.00752, equation 2) is linear in h: h_0 contributes exp(A * (dt_1 + ... + dt_t)) h_0 at
+token t, for any x. So the scan runs from zero, and the state's part is added:
 
     y_t += C_t exp(A * cumsum(dt)_t) h_0    before the gate
-    h_T += exp(A * sum(dt)) h_0             the state behind the last token
+    h_T += exp(A * sum(dt)) h_0             the state after the last token
 
-Drafts. Several tokens of each of several rows run in one call, with the states behind every token:
+Drafts. Several tokens of each of several rows run in one call, with the states after every token:
 
-    drafts [rows, tokens, width]   projections, convolution, norms   in one go, by the mixer's own forward
-                                   the recurrence                    token by token: which drafts are accepted is not
-                                                                     known yet, and the next step goes on from any
-    states behind token t          the convolution's last inputs up to t, and what the recurrence left there
+    drafts [rows, tokens, width]   projections, convolution, norms   together, by the mixer's own forward
+                                   the recurrence                    token by token: it is not known yet which drafts
+                                                                     are accepted, and the next step resumes at any
+    states after token t           the convolution's last inputs up to t, and the state of the recurrence
 
-The recurrence is the function among the globals of the forward that is handed the recurrent state; it is found by
-running the forward (``recurrence_of``). A stand-in runs it token by token and keeps every state. The two kinds of
-selective scan that transformers has are handed no state, or fill every call up to a chunk: the function that decodes
-one token runs in their place, as the forward itself calls it. They are known by their names.
+The recurrence is the function among the globals of the forward that receives the recurrent state; a watched forward
+finds it (``recurrence_of``). A stand-in runs it token by token and keeps every state. Transformers' two kinds of
+selective scan receive no state, or fill every call up to a chunk: the function that decodes one token runs in their
+place, as the forward itself calls it. They are known by name.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ _CHUNK: Final = "chunk_size"
 
 
 class StateKind(StrEnum):
-    """conv: the last inputs of a causal convolution, [channels, columns]. recurrent: what a scan carries on."""
+    """conv: the last inputs of a causal convolution, [channels, columns]. recurrent: the state of a scan."""
 
     CONV = "conv"
     RECURRENT = "recurrent"
 
 
 class Continuation(StrEnum):
-    """How a mixer goes on from a state over several tokens.
+    """How a mixer resumes from a state over several tokens.
 
-    native: its own forward does. superposition: a selective scan from zero, and what the state adds.
-    token: one forward a token.
+    native: its own forward does. superposition: a selective scan from zero, plus the state's part. token: one forward a
+    token.
     """
 
     NATIVE = "native"
@@ -76,7 +76,7 @@ class Continuation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MixerState:
-    """One state tensor of a mixer, ``shape`` a request in ``dtype``. index: which of the layer's states of its kind."""
+    """One state tensor of a mixer, ``shape`` a request in ``dtype``. index: its number among the states of its kind."""
 
     kind: StateKind
     index: int
@@ -86,9 +86,10 @@ class MixerState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentMixer:
-    """A module that keeps states. layer_index: under which it keeps them.
+    """A module that keeps states. layer_index: the index under which it keeps them.
 
-    cache_parameter: what its forward calls the cache. width: of its input. parts: its states, conv first, by index.
+    cache_parameter: name of the cache argument of its forward. width: of its input. parts: its states, conv first, by
+    index.
     """
 
     module: torch.nn.Module
@@ -104,10 +105,10 @@ class RecurrentMixer:
 
 
 class StateCache(EmptyCache):
-    """The transformers Cache of one mixer over one call: ``states`` at first, some of them written in place.
+    """The transformers Cache of one mixer over one call: starts with ``states``, some of which are written in place.
 
-    continues: whether there is something before the call; without it the states must be zeros. keeps: overwrite
-    nothing; the inputs of each convolution, [rows, channels, kept + tokens], are then in ``joined``.
+    continues: whether tokens came before the call; otherwise the states must be zeros. keeps: overwrite nothing; the
+    inputs of each convolution, [rows, channels, kept + tokens], are then in ``joined``.
     """
 
     def __init__(self, mixer: RecurrentMixer, states: States, *, continues: bool, keeps: bool = False) -> None:
@@ -118,27 +119,27 @@ class StateCache(EmptyCache):
 
     @property
     def states(self) -> States:
-        """As the last call left them."""
+        """The states as the last call left them."""
         return tuple(self.layers.of_kind[part.kind][part.index] for part in self._parts)
 
     def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
-        """Whether the mixer is to go on from the states."""
+        """Return whether the mixer must resume from the states."""
         return self._continues
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """What mixers of newer transformers ask for: the state, None where there is nothing before the call."""
+        """Return the state as mixers of newer transformers read it; None if no token came before the call."""
         del layer_idx
         return self.layers.conv_states[state_idx] if self._continues else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As ``get_conv_state``."""
+        """Return the recurrent state; None if no token came before the call."""
         del layer_idx
         return self.layers.recurrent_states[state_idx] if self._continues else None
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
     ) -> torch.Tensor:
-        """Keep the last columns of [rows, channels, tokens]; what was kept before and they together back."""
+        """Keep the last columns of [rows, channels, tokens]; return the kept columns and the new ones together."""
         del layer_idx
         kept = self.layers.conv_states[state_idx]
         joined = torch.cat((kept, conv_states.to(kept.dtype)), dim=-1)
@@ -151,7 +152,7 @@ class StateCache(EmptyCache):
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
     ) -> torch.Tensor:
-        """Keep [rows, *shape] itself, for a copy would be written once more to its block; it back as it is kept."""
+        """Keep [rows, *shape] itself and return it; a copy would be written once more to its block."""
         del layer_idx
         if self._keeps:
             return recurrent_states
@@ -182,10 +183,11 @@ class _OneLayer(list[Any]):
 def run_segment(
     mixer: RecurrentMixer, hidden: torch.Tensor, states: States | None, how: Continuation
 ) -> tuple[torch.Tensor, States]:
-    """Run ``mixer`` over one request's tokens: its output [1, tokens, width] and the states behind them, [1, *shape].
+    """Run ``mixer`` over one request's tokens.
 
-    hidden: [1, tokens, width], at least one token. states: before them, left as they are; None where a request begins.
-    Raises WorkerError for shapes or dtypes that are not the mixer's.
+    hidden: [1, tokens, width], at least one token. states: before them, unchanged; None at the start of a request.
+    Returns output [1, tokens, width] and the states after the tokens, [1, *shape]. Raises WorkerError for shapes or
+    dtypes that are not the mixer's.
     """
     if hidden.dim() != 3 or hidden.shape[0] != 1:
         raise WorkerError(f"a segment is one request's [1, tokens, width], got {tuple(hidden.shape)}")
@@ -206,10 +208,11 @@ def run_segment(
 
 
 def run_decode(mixer: RecurrentMixer, hidden: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
-    """Run ``mixer`` over one token of each of several requests: output [rows, 1, width], and the states behind it.
+    """Run ``mixer`` over one token of each of several requests.
 
-    hidden: [rows, 1, width]. states: [rows, *shape] each, zeros for a request that begins; the mixer may **overwrite**
-    them, for gathering them made a copy already. Raises WorkerError for shapes or dtypes that are not the mixer's.
+    hidden: [rows, 1, width]. states: [rows, *shape] each, zeros for a new request; the mixer may **overwrite** them,
+    because gathering made a copy already. Returns output [rows, 1, width], and the states after it. Raises WorkerError
+    for shapes or dtypes that are not the mixer's.
     """
     if hidden.dim() != 3 or hidden.shape[1] != 1:
         raise WorkerError(f"a decode batch is [rows, 1, width], got {tuple(hidden.shape)}")
@@ -257,9 +260,9 @@ def functions_of(module: torch.nn.Module) -> dict[str, Function]:
 
 
 class _SuperposedScans:
-    """Stands in for the scan: each call goes on from the state of one head, or of all channels, instead of zero.
+    """Stands in for the scan: each call resumes from the state of one head, or of all channels, instead of zero.
 
-    Raises WorkerError for a mixer without a scan, or with another number of recurrent states than one.
+    Raises WorkerError for a mixer without a scan, and unless it has one recurrent state.
     """
 
     def __init__(self, mixer: RecurrentMixer, states: States) -> None:
@@ -279,7 +282,7 @@ class _SuperposedScans:
         return_last_state: bool = False,
         **options: Any,  # noqa: ANN401 - go on to the scan
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As transformers' scan of hidden states, dt, a, b and c, in this order.
+        """Scan hidden states, dt, a, b and c as transformers does, in this order.
 
         hidden states, dt, options' z: [rows, channels, tokens]; b, c: [rows, state size, tokens]. a: [channels, state
         size], negative. options' delta_bias: [channels].
@@ -313,10 +316,10 @@ class _SuperposedScans:
 
 
 class _Stepped:
-    """Stands in for ``function``, which is called for one token after the other from ``state`` on.
+    """Stands in for ``function``, which is called for one token after the other, starting from ``state``.
 
-    sliced: its arguments that have a token each, [rows, tokens, ...]. states: behind each token; another number of them
-    where the mixer did not call it once for every head.
+    sliced: its arguments that have a token each, [rows, tokens, ...]. states: after each token; another number of them
+    if the mixer did not call it once for every head.
     """
 
     def __init__(self, function: Function, state: torch.Tensor, sliced: frozenset[Name]) -> None:
@@ -344,7 +347,7 @@ class _Stepped:
 
 
 class _SteppedRecurrence(_Stepped):
-    """A recurrence that is handed its state, over [rows, tokens, ...]."""
+    """A recurrence that receives its state, over [rows, tokens, ...]."""
 
     def __call__(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Return its output [rows, tokens, ...] and the last state."""
@@ -372,7 +375,7 @@ class _SteppedScans(_Stepped):
         return_last_state: bool = False,
         **options: Any,  # noqa: ANN401 - of the scan
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As transformers' scan of hidden states, dt, a, b and c. b, c: [rows, state size, tokens]."""
+        """Scan hidden states, dt, a, b and c as transformers does. b, c: [rows, state size, tokens]."""
         by_head = self._state.dim() == 4
         out, states = self._scan(
             self._state[:, len(self._heads)] if by_head else self._state,
@@ -399,7 +402,7 @@ class _SteppedStateSpaces(_Stepped):
         return_final_states: bool = False,
         **options: Any,  # noqa: ANN401 - of the scan
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As transformers' scan of hidden states, dt, a, b and c.
+        """Scan hidden states, dt, a, b and c as transformers does.
 
         dt: [rows, tokens, heads]; a: [heads]; b, c: [rows, tokens, groups, state size].
         """
@@ -426,11 +429,11 @@ _BY_NAME: Final[Mapping[str, tuple[str, type[_SteppedScans | _SteppedStateSpaces
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """What runs token by token in a mixer's forward; ``core`` is None where it keeps a convolution's inputs alone.
+    """The part of a mixer's forward that runs token by token; ``core`` is None if it only keeps a convolution's inputs.
 
-    core: the global that the forward calls for it over several tokens. step: the one that runs one token: that of the
-    forward's own decoding where it is known or called alike, else ``core``. sliced: arguments of ``core`` that have a
-    token each, [rows, tokens, ...]; none of what is known by name.
+    core: the global that the forward calls for several tokens. step: the one that runs one token: the function of the
+    forward's own decoding if it is known or called alike, else ``core``. sliced: arguments of ``core`` that have a
+    token each, [rows, tokens, ...]; empty for functions known by name.
     """
 
     core: str | None = None
@@ -439,7 +442,7 @@ class Recurrence:
 
 
 def recurrence_of(mixer: RecurrentMixer) -> Recurrence | None:
-    """Find the recurrence of ``mixer``; None where there are more, or none is seen. Up to two short forwards."""
+    """Find the recurrence of ``mixer``; None if there are several, or if it is not seen. Up to two short forwards."""
     recurrent = [part for part in mixer.parts if part.kind is StateKind.RECURRENT]
     if not isinstance(inspect.unwrap(type(mixer.module).forward), FunctionType) or len(recurrent) > 1:
         return None
@@ -459,10 +462,10 @@ def recurrence_of(mixer: RecurrentMixer) -> Recurrence | None:
 def run_every(
     mixer: RecurrentMixer, hidden: torch.Tensor, states: States, recurrence: Recurrence
 ) -> tuple[torch.Tensor, list[States]]:
-    """Run ``mixer`` over [rows, tokens, width] from ``states``: its output, and the states behind each of the tokens.
+    """Run ``mixer`` over [rows, tokens, width] from ``states``; return its output, and the states after each token.
 
-    states: [rows, *shape] each, left as they are. Raises WorkerError for a mixer that does not run as it did when its
-    recurrence was looked for.
+    states: [rows, *shape] each, unchanged. Raises WorkerError for a mixer that runs otherwise than when its recurrence
+    was found.
     """
     cache, replaced = StateCache(mixer, states, continues=True, keeps=True), dict[str, _Stepped]()
     if recurrence.core is not None:
@@ -487,7 +490,10 @@ def run_every(
 
 
 def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], frozenset[Name]] | None:
-    """The one global that a forward over ``tokens`` hands the state to: its name, its arguments, those of tokens."""
+    """Return the one global to which a forward over ``tokens`` passes the state.
+
+    With its name come its arguments, and those that have a token each.
+    """
     shape = (_PROBED[0], tokens)
     cache = StateCache(mixer, mixer.zeros(_PROBED[0]), continues=True, keeps=True)
     (state,) = cache.layers.recurrent_states.values()
