@@ -60,7 +60,7 @@ class PointBlocks:
     block_bytes: of each class.
     tenants: among whom ``weights`` divides what is needed.
 
-    Attributes
+    Attributes:
         owners: block -> the resume points that need it by themselves.
         counts: int32[blocks], resume points that need each block.
         payers: int32[blocks], the tenant that is charged for each block; empty for a single tenant.

@@ -80,7 +80,7 @@ _ROUNDING: Final = 1e-6
 class Ring:
     """Hold resume points in the order of their last use. O(log n) in Python, and a shift of the list.
 
-    Attributes
+    Attributes:
         points: (used, serial, resume point), ascending.
         least, value, until: The less valuable of the first and the last resume point, its value, and the time until
             which both hold. The ranking that owns the ring sets them.

@@ -410,7 +410,7 @@ class ResumePointTree:
 
     hash_block: tokens of a hash block.
 
-    Attributes
+    Attributes:
         root: a resume point of no tokens, which is always kept.
         points: all others, kept or remembered, by their serials.
         waiting: followed requests that wait, by id.

@@ -153,7 +153,8 @@ def read_conversations(
     Args:
         path: JSON lines.
         loaded: a model with a chat template.
-        defaults, skip_bad_lines: as in ``read_prompts``.
+        defaults: as in ``read_prompts``.
+        skip_bad_lines: as in ``read_prompts``.
         system: text of a system message for conversations that have none.
 
     Raises:

@@ -180,7 +180,7 @@ class Edits:
     _asked: dict[int, list[Callable[[torch.Tensor], Any]]] = field(default_factory=dict)
 
     def add(self, row: int, edits: RowEdits, drafts: Sequence[int] = ()) -> None:
-        """Return the draw from logits ``row``, after ``drafts`` of the request. Its later tokens change nothing here."""
+        """Return the draw from logits ``row``, after ``drafts`` of the request. Later tokens change nothing here."""
         place, functions = len(self.rows), edits.asked(drafts)
         banned, (counted, counts) = edits.banned(drafts), edits.counted(drafts)
         if not (len(banned) or len(counted) or len(edits.bias[0]) or functions):
