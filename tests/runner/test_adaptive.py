@@ -80,7 +80,7 @@ def test_step_seconds_fit_a_line_once_step_sizes_differ() -> None:
 
 
 def test_step_seconds_never_fall_with_more_tokens() -> None:
-    """A slow hour in which steps were short: the line is level, and no seconds are below zero."""
+    """After slow short steps the fitted line is level, and no time is below zero."""
     seconds = StepSeconds()
     for tokens in (40, 30, 20, 10):
         seconds.took(tokens, 1.0 / tokens)
@@ -116,7 +116,7 @@ def test_adaptive_drafter_learns_from_drafts_it_withheld() -> None:
 
 
 def test_adaptive_drafter_proposes_more_after_accepted_drafts() -> None:
-    """First drafts are wrong four times in five, those behind three right ones never."""
+    """Four of five first drafts are wrong. Drafts after three right ones are always right."""
     given = GivenDrafts()
     drafter = AdaptiveDrafter(given)
     timed(drafter, 0.02, 0.01)
@@ -172,7 +172,7 @@ def test_adaptive_drafter_forgets_old_requests(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_adaptive_drafter_choice_has_the_most_tokens_per_second(seed: int) -> None:
-    """Against all of them."""
+    """Compare the choice with every possible choice."""
     random = np.random.default_rng(seed)
     given = GivenDrafts()
     drafter = AdaptiveDrafter(given)

@@ -82,7 +82,7 @@ def forms(name: str) -> list[AttentionForm]:
 
 
 def test_attention_forms_have_the_caps_and_sinks_of_the_model() -> None:
-    """Each attention layer by a form of its own; of T5, whose biases are no part of any form, by none."""
+    """Each attention layer has its own form. T5 has no form, because no form has biases."""
     assert [(one.softcap, one.sinks) for one in forms("llama")] == [(None, None)] * 3
     assert [(one.softcap, one.sinks, one.scale) for one in forms("gemma2")] == [(50.0, None, 16**-0.5)] * 4
     found = forms("gpt_oss")

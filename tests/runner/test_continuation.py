@@ -119,7 +119,7 @@ def test_mixer_batch_of_single_tokens_equals_one_by_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_mixer_on_own_states_equals_transformers_cache_bitwise(name: str) -> None:
-    """Prompt, two single tokens; bit for bit. The last mixer: OlmoHybrid asks the cache for that one's state."""
+    """A prompt, then two single tokens. The last mixer is used, because OlmoHybrid asks the cache for its state."""
     model = tiny_model(name)
     mixer = probe(model).mixers[-1]
     hidden, own = noise(1, 23, mixer.width), DynamicCache(config=model.config)
@@ -246,7 +246,7 @@ def test_mixer_that_always_drops_its_state_is_rejected(name: str, kinds: Sequenc
 
 
 def test_mixer_that_drops_a_weak_state_runs_token_by_token() -> None:
-    """The states are right, but over several tokens the output is that from zero; inputs and states are tiny."""
+    """A call of several tokens leaves right states, but computes its output from zero states. All values are tiny."""
     mixer = probe(tiny_model("mamba2")).mixers[0]
     own = type(mixer.module)
 

@@ -168,7 +168,7 @@ def test_tokens_without_text_cost_a_bounded_decode(token: int, tokenizer: PreTra
 
 
 def test_incomplete_character_at_the_end_can_match_a_stop_string(make_engine: EngineFactory) -> None:
-    """Its last token is a byte of a character, which shows as U+FFFD: text and reason agree that it ends there."""
+    """The last token is one byte of a character, shown as U+FFFD. Text and finish reason agree on the stop."""
     loaded, prompt = loaded_model("llama"), [65, 66, 67]
     sampling = replace(greedy(60), temperature=3.0, seed=1)
     plain = make_engine(loaded, [prompt], 60).generate([prompt], sampling)[0]

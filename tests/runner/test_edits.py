@@ -125,8 +125,8 @@ def test_logit_edits_of_a_step_match_single_rows(seed: int) -> None:
         greedy["temperature"] = 0
         torch.testing.assert_close(scores(logits, replace(batch, how=greedy)), expected)
         drawn, wrong = sample(logits, batch)
-        told_tokens, _ = sample(expected, replace(batch, edits=None))
-        assert torch.equal(drawn, told_tokens)
+        expected_tokens, _ = sample(expected, replace(batch, edits=None))
+        assert torch.equal(drawn, expected_tokens)
         assert torch.equal(logits, kept)
         assert not wrong
         appended = [rng.integers(0, VOCABULARY, rng.integers(0, 3)).tolist() for _ in order]
@@ -244,7 +244,7 @@ def test_edited_sampling_with_drafts_gives_outputs_without_drafts(name: str, mak
 
 
 def test_draft_model_applies_the_edits_of_its_target(make_engine: EngineFactory) -> None:
-    """Same weights: every draft would be accepted, if it were drawn from the same logits."""
+    """With equal weights and equal edits every draft is accepted."""
     loaded, prompts = loaded_model("llama"), shared_prompts(len(EVERY), 5)
     asked = [replace(one, repetition_penalty=1.0, presence_penalty=0.0) for one in EVERY]
     plain = make_engine(loaded, prompts, 20).generate(prompts, asked)
@@ -454,7 +454,7 @@ def test_async_failed_logits_processor_reaches_its_reader_only() -> None:
 
 
 def test_logits_processor_error_after_a_rejected_draft_is_ignored() -> None:
-    """The second of two drafts is none that the function knows: it raises there, and the first is refused."""
+    """The function raises an error at the second draft, but the first draft is already rejected."""
     expected = [HandRows(loaded_model("llama"), [[*b"ab"]], [SamplingParams()], max_tokens=32)]
     expected[0].step()
     expected[0].runner.detach()
@@ -479,7 +479,7 @@ def test_logits_processor_error_after_a_rejected_draft_is_ignored() -> None:
         rows.runner.detach()
 
 
-# -- refused where it enters
+# -- rejected at the entry
 
 
 @pytest.mark.parametrize(

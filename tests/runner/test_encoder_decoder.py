@@ -95,7 +95,7 @@ def test_encoder_input_of_a_parent_is_shared_by_its_branches(name: str, make_eng
 def test_encoder_decoder_with_drafts_gives_outputs_without_drafts(
     name: str, layout: str, make_engine: EngineFactory
 ) -> None:
-    """All right, all wrong, and some of each, in rows that run beside each other."""
+    """Rows with right, wrong and mixed drafts run in the same steps."""
     plain = Listening(make_engine, name)
     sampling = [replace(greedy(OUTPUT), seed=seed) for seed in range(len(HEARD))]  # by which the drafter knows them
     expected = plain.engine.generate(plain.prompts, sampling, encoders=plain.sounds)
@@ -188,7 +188,7 @@ def test_ignored_encoder_digest_changes_the_logits(
 
 @NAMES
 def test_encoder_blocks_are_not_read_beyond_the_output(name: str, make_engine: EngineFactory) -> None:
-    """What a block's former owner left, were it NaN, never reaches anybody."""
+    """All blocks start as NaN, which would show in any output that reads beyond its own tokens."""
     listening = Listening(make_engine, name, token_budget=30)
     for views in listening.engine.runner.storage.views.values():
         for view in views:

@@ -19,7 +19,7 @@ from hybridkv.schedule import FinishReason
 from hybridkv.specs import Keeps
 from hybridkv.step import Step
 
-# -- who hears what
+# -- which request reads which input
 
 
 @NAMES
@@ -126,7 +126,7 @@ def test_encoder_outputs_of_tenants_are_separate(name: str, make_engine: EngineF
 
 @NAMES
 def test_encoder_digest_is_separate_per_tenant_and_length(name: str, make_engine: EngineFactory) -> None:
-    """While the other is held, and when it is long gone."""
+    """Run twice: with the other input still cached, and after its eviction."""
     listening = Listening(make_engine, name)
     engine, prompt = listening.engine, listening.prompts[2]
     wanted = [(None, sound(name, 1)), ("a", sound(name, 2)), ("b", sound(name, 3))]
@@ -155,7 +155,7 @@ def test_encoder_digest_is_separate_per_tenant_and_length(name: str, make_engine
 def test_encoder_decoder_with_real_drafters_gives_outputs_without_drafts(
     name: str, drafter: str, make_engine: EngineFactory
 ) -> None:
-    """A causal model that never heard the input may draft: it is seldom right, and changes nothing."""
+    """A causal draft model does not read the encoder input. Its drafts are seldom right and change no output."""
     given, prompt = sound(name, 4), [0, *[65, 66, 67] * 6]
     sampling = [greedy(OUTPUT), replace(greedy(OUTPUT), repetition_penalty=0.2)]
     plain = Listening(make_engine, name).engine.generate([prompt] * 2, sampling, encoders=[given] * 2)

@@ -68,7 +68,7 @@ REGIMES: dict[str, tuple[Callable[[Listening], None], dict[str, int | bool]]] = 
 def test_encoder_decoder_in_six_regimes_equals_plain_transformers(
     name: str, seed: int, make_engine: EngineFactory
 ) -> None:
-    """Tokens and all: a near-tie would fail."""
+    """All tokens must be equal. A near-tie fails the test."""
     ran: list[Listening] = []
     for layout in LAYOUTS:
         for regime, options in REGIMES.values():

@@ -55,7 +55,7 @@ def test_async_hash_error_reaches_its_own_task_only(in_flight: int) -> None:
 
 @pytest.mark.parametrize("known", [{"request_id": "\ud800"}, {"cache_salt": "\ud800"}, {"cache_salt": ""}])
 def test_stream_with_invalid_id_or_salt_is_rejected_and_others_finish(known: dict[str, str]) -> None:
-    """The prompt is shorter than a block: nothing of it is hashed before its output is long."""
+    """The prompt is shorter than a block, so its first hash comes only after many output tokens."""
 
     async def read(front: AsyncEngine, prompt: list[int], **more: str) -> list[Increment]:
         return [part async for part in front.stream(prompt, greedy(OUTPUT), **more)]  # type: ignore[arg-type]  # by name

@@ -56,7 +56,7 @@ def test_six_regimes_equal_plain_transformers(name: str, seed: int, make_engine:
 
 @pytest.mark.parametrize(("name", "cut"), models_with([64, 70], HITS))
 def test_hit_equals_cold_run_with_same_chunks_bitwise(name: str, cut: int, make_engine: EngineFactory) -> None:
-    """Where a block ends, and inside one, which is copied before it is written."""
+    """Hits end at a block boundary and inside a block, which is copied before it is written."""
     loaded = loaded_model(name)
     prompt = shared_prompts(1, 5, prefix=cut, longest=20)[0]
 

@@ -30,7 +30,7 @@ HALF = [(name, torch.bfloat16, 0.05) for name in ("qwen3_next", "mamba", "mamba2
 
 @pytest.mark.parametrize(("name", "dtype", "tolerance"), [*SINGLE, *HALF])
 def test_states_of_a_batched_call_equal_token_by_token(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Another number of rows and tokens than was looked at, one of the rows from zeros; two mixers of the model."""
+    """Rows and tokens differ in number from the inspected call. One row starts from zeros. Two mixers are compared."""
     mixers = probe(tiny_model(name).to(dtype)).mixers
     for mixer in (mixers[0], mixers[-1]):
         found = recurrence(mixer)
@@ -52,7 +52,7 @@ def test_states_of_a_batched_call_equal_token_by_token(name: str, dtype: torch.d
 
 
 def test_drafts_of_a_bounded_mixer_run_as_in_decoding() -> None:
-    """NemotronH bounds the step size over several tokens only: a draft that is accepted was none of a prompt."""
+    """NemotronH bounds the step size in calls of several tokens only. An accepted draft is a decoded token."""
     model = tiny_model("nemotron_h")
     mixer = probe(model).mixers[0]
     vars(mixer.module)["time_step_limit"] = (0.05, 0.1)
@@ -77,7 +77,7 @@ def test_drafts_of_a_bounded_mixer_run_as_in_decoding() -> None:
 def test_mixer_is_called_once_per_row_length_or_per_token(
     name: str, projection: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of 3, 1, 5 and 3 tokens: calls for 1, 3 and 5 of them; where nothing is seen, one for each of 5 tokens."""
+    """Rows of 3, 1, 5 and 3 tokens take 3 calls with a known recurrence, and 5 calls without."""
     if calls == 5:
         monkeypatch.setattr("hybridkv.runner.states.continuation.recurrence_of", lambda _: None)
     loaded = loaded_model(name)
@@ -103,7 +103,7 @@ def test_mixer_is_called_once_per_row_length_or_per_token(
     assert [len(tokens) - len(prompt) for prompt, tokens in zip(prompts, rows.tokens, strict=True)] == [6, 5, 9, 7]
 
 
-# -- what is seen, and what is checked
+# -- detected recurrences and their check
 
 
 def changed(name: str, make: Callable[[type[torch.nn.Module]], type[torch.nn.Module]]) -> RecurrentMixer:
@@ -130,7 +130,7 @@ def test_wrapped_forward_verifies_drafts_token_by_token(caplog: pytest.LogCaptur
 
 
 def test_recurrence_that_differs_from_token_by_token_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a recurrence that is called with its tokens in another order, and of one that raises."""
+    """One recurrence has its tokens in another order, others raise an error."""
     mixer = mixers_of("qwen3_next")[0]
     found = recurrence(mixer)
     assert found is not None

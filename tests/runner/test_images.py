@@ -189,7 +189,7 @@ def test_image_prompts_row_by_row_equal_plain_transformers(
 
 
 def test_sampled_placeholders_are_ordinary_tokens(make_engine: EngineFactory) -> None:
-    """While another row's images run in the same steps."""
+    """Rows with real images run in the same steps."""
     compared = Compared("qwen3_vl", make_engine)
     drawn = [IMAGE] * OUTPUT
     plain = logits_behind(compared.loaded, ImagePrompt(HEAD, None), drawn)
@@ -264,7 +264,7 @@ def test_images_that_cannot_run_whole_are_rejected(make_engine: EngineFactory) -
         engine.add(prompt.ids, greedy(OUTPUT), images=prompt.images)
 
 
-# -- what is shared
+# -- shared content
 
 
 def hits(make_engine: EngineFactory, first: ImagePrompt, then: ImagePrompt, layout: str) -> int:
@@ -346,7 +346,7 @@ def test_streams_and_async_generate_read_images(make_engine: EngineFactory) -> N
     assert [one.token_ids for one in asyncio.run(asked())] == compared.expected
 
 
-# -- controls: what would be wrong shows
+# -- controls: faults change the outputs
 
 
 def _one_digest(monkeypatch: pytest.MonkeyPatch) -> None:

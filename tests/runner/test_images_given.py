@@ -58,7 +58,7 @@ def test_pictures_are_prepared_by_the_processor_of_the_model() -> None:
     assert done.token_ids == expected
 
 
-# -- what is refused
+# -- rejected inputs
 
 
 GIVEN = prompt_of("qwen3_vl", [HEAD, (WIDE, 1), TAIL])

@@ -65,7 +65,7 @@ def test_at_most_13_of_178_model_types_are_rejected() -> None:
 
 @pytest.mark.parametrize("model_type", [one for one in DIFFERING if one.values[0] not in NOT_YET])
 def test_plan_of_a_config_variant_matches_or_is_rejected(model_type: str) -> None:
-    """A plan of a variant is right or refused: never another's."""
+    """The plan of a variant matches the measured cache, or the variant is rejected."""
     compared = 0
     for label, file in variants(model_type):
         try:
@@ -105,7 +105,7 @@ def llama() -> dict[str, Any]:
 
 
 def test_measured_cache_of_llama_matches_hand_count() -> None:
-    """Two heads of 24 in keys and values of 2 bytes."""
+    """Keys and values have two heads of width 24, in 2 bytes each."""
     config = CONFIG_MAPPING["llama"].from_dict(llama())
     assert kept(config) == dict.fromkeys(range(3), KeptLayer(token_bytes=2 * 2 * 24 * 2))
 
@@ -167,7 +167,7 @@ def test_wrong_config_reading_differs_from_the_measured_cache(fault: str) -> Non
 
 
 def test_cache_dtype_and_state_dtype_change_their_own_bytes_only() -> None:
-    """Of the convolutions' inputs nothing but state_dtype changes the dtype."""
+    """Only state_dtype changes the dtype of the convolutions' inputs."""
     file = as_file(config_of("lfm2_moe"))
     models = read_model(file), read_model(file, state_dtype="fp32"), read_model(file, dtype="fp8")
     plain, wide, narrow = map(planned, models)

@@ -22,7 +22,7 @@ from hybridkv.runner.tiny import tiny_model
     ],
 )
 def test_padding_starts_where_all_larger_sizes_are_slower(took: list[float], first: int) -> None:
-    """From there on, whatever was slow before."""
+    """Slow sizes below the start do not matter."""
     assert first_slower(took) == first
 
 
@@ -44,7 +44,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("shape", [(1, 12, 1024), (12, 1024), (3, 4, 1024)])
 def test_padded_linear_layer_has_the_plain_output(shape: tuple[int, ...], counted: list[int]) -> None:
-    """Of the rows that were asked for, in their shape."""
+    """The output has the rows and the shape of the input."""
     module = torch.nn.Linear(1024, 512)
     hidden = torch.randn(shape)
     own = module(hidden)

@@ -146,7 +146,7 @@ def test_quantized_cache_that_is_not_applied_is_logged(number: str, caplog: pyte
 
 
 def test_model_with_a_config_that_the_planner_rejects_loads(tmp_path: Path) -> None:
-    """A scheme that costs the planner an option is none of the engine's: it keeps what the model computes."""
+    """The planner needs an option for this cache scheme. The engine ignores it and keeps the dtype of the model."""
     tiny_model("llama").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text("utf-8"))

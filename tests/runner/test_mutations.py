@@ -171,7 +171,7 @@ def test_damaged_layer_changes_the_logits_of_its_request_only(name: str, make_en
 
 @pytest.mark.parametrize("name", ALL_MODELS)
 def test_blocks_are_not_read_beyond_the_context(name: str, make_engine: EngineFactory) -> None:
-    """What a block's former owner left, were it NaN, never reaches anybody; nor does an unwritten page."""
+    """All pages start as NaN, which would show in any output that reads beyond its own tokens."""
     loaded = loaded_model(name)
     prompts = shared_prompts(5, 4)
     observer = EveryLogit()

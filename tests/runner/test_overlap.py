@@ -19,7 +19,7 @@ PATIENCE = 10.0
 
 
 def test_next_step_is_scheduled_while_a_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second forward on: it ends when the scheduler was asked for a step, which waits for it to have begun."""
+    """From the second on, a forward waits for a new step, and the scheduler waits for the forward to begin."""
     loaded, prompts = loaded_model("llama"), shared_prompts(2, 5)
     begun, scheduled, beside = threading.Event(), threading.Event(), list[bool]()
     threads = set[int]()
@@ -54,7 +54,7 @@ def test_next_step_is_scheduled_while_a_forward_runs(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["qwen3_next", "llama"])
 def test_engine_in_inference_mode_gives_tokens_of_plain_model(name: str) -> None:
-    """Its pages are tensors that only this mode may write, in any thread."""
+    """Only inference mode may write the pages of this engine, in every thread."""
     loaded, prompts = loaded_model(name), shared_prompts(3, 6)
     options = EngineOptions(in_flight=2, max_running=2)
     with torch.inference_mode(), Engine(loaded, memory="2MiB", max_model_len=256, options=options) as engine:
@@ -100,7 +100,7 @@ class Counting:
 
 
 def test_rows_without_drafts_run_one_step_ahead(make_engine: EngineFactory) -> None:
-    """And are asked again behind it, so that drafts found later are verified as without steps ahead."""
+    """The drafter is called again after that step, so later drafts are verified as without steps ahead."""
     loaded, (prompt,) = loaded_model("llama"), shared_prompts(1, 9)
     wanted = generated(loaded, prompt, 20)
     drafter, ahead = Counting(), list[int]()

@@ -60,7 +60,7 @@ def huge_png(width: int = 60000, height: int = 60000) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
-# -- what is read
+# -- readable pictures
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_unreadable_pictures_are_rejected_with_the_reason(
 def test_picture_with_too_many_pixels_is_rejected_before_decoding(
     bound: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever bound the application has given pillow."""
+    """The limit holds for any limit that the application has set in pillow."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", bound)
     with pytest.raises(ConfigError, match=r"has 8192 x 8193 pixels, more than 67,108,864: give it in a smaller size"):
         open_picture(data_url(huge_png(8192, 8193)), None)

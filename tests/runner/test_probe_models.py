@@ -213,7 +213,7 @@ def test_plan_of_other_states_is_rejected() -> None:
 
 
 def test_states_are_planned_in_the_dtype_of_the_weights() -> None:
-    """Not in that of the config, for the checkpoint was cast."""
+    """The config has another dtype, because the model was cast."""
     model = tiny_model("qwen3_next").to(torch.bfloat16)
     model.config.dtype = torch.float32
     planned = planner_model(model, block_size=16, name="cast")

@@ -55,7 +55,7 @@ def test_ngram_drafts_of_repeated_text_are_accepted(make_engine: EngineFactory) 
 
 
 def test_async_engine_with_draft_model_accepts_drafts(make_engine: EngineFactory) -> None:
-    """The thread that drives the engine drives its draft model's as well."""
+    """The thread of the engine also runs the engine of the draft model."""
     prompts, sampling = shared_prompts(3, 2), drawn(3, OUTPUT)
     plain = make_engine(loaded_model("llama"), prompts, OUTPUT).generate(prompts, sampling)
     draft_model = DraftModel(Engine(load("tiny:llama"), memory="2MiB", max_model_len=120), 5)

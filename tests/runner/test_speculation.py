@@ -144,9 +144,9 @@ def test_draft_patterns_across_block_boundaries_keep_the_outputs(
 def test_outputs_that_end_in_or_after_drafts_match_plain_outputs(
     name: str, in_flight: int, make_engine: EngineFactory
 ) -> None:
-    """At every place: by a stop token, by a stop string, by their length; and what they leave cached is right.
+    """Outputs end at every position by stop token, stop string or length. The blocks that they leave are hit correctly.
 
-    All drafts are right, or the first so many of them: then most ends are the tokens drawn behind.
+    In some runs all drafts are right, in others only the first ones.
     """
     (prompt,) = shared_prompts(1, 3)
     loaded = loaded_model(name)
@@ -316,7 +316,7 @@ def test_aborts_and_failed_forwards_with_drafts_keep_the_outputs(
 
 @pytest.mark.parametrize("name", models("mamba"))
 def test_resume_marks_inside_drafts_are_hit_to_the_token(name: str, make_engine: EngineFactory) -> None:
-    """Where drafts were accepted across a mark, and where it was behind the last accepted one."""
+    """The mark lies inside the accepted drafts or after the last accepted draft."""
     (prompt,) = shared_prompts(1, 5)
     sampling = [greedy(40)]
     for good in range(DRAFTS + 1):

@@ -66,7 +66,7 @@ def test_code_of_a_known_model_is_not_run(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["AutoImageProcessor", "AutoConfig", "LlavaProcessor", "AutoModelForImageToImage", 5])
 def test_tokenizer_class_of_another_kind_is_rejected(folder: Path, name: object) -> None:
-    """Others load more than a tokenizer, by rules of their own."""
+    """Other classes load more than a tokenizer."""
     put(folder, "config.json", auto_map={"AutoModelForImageToImage": "modeling_x.XForCausalLM"})
     put(folder, "preprocessor_config.json", auto_map={"AutoImageProcessor": "modeling_x.XForCausalLM"})
     for file in ("tokenizer_config.json", "config.json"):

@@ -76,7 +76,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model_type", ALL)
 def test_counted_weights_of_a_config_variant_match_or_are_missing(model_type: str) -> None:
-    """Counted as measured, or not counted: never another number."""
+    """The count equals the measured number, or the config is not counted."""
     if built_as(model_type) != model_type:
         pytest.skip("a part: its whole's file has no such fields")
     compared = 0

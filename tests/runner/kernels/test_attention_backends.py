@@ -83,7 +83,7 @@ def test_paged_attention_cold_and_warm_gives_tokens_of_plain_model(backend: Atte
 
 
 def test_triton_attention_in_the_interpreter_gives_tokens_of_plain_model() -> None:
-    """One chunk, one step behind it: `make test-all` runs the rest."""
+    """One chunk and one decode step. `make test-all` runs more."""
     model = tiny_model("llama", 0)
     asked = [one[:20] for one in prompts(model)[:2]]
     wanted = [one[:2] for one in alone(model, asked)]
@@ -95,7 +95,7 @@ def test_triton_attention_in_the_interpreter_gives_tokens_of_plain_model() -> No
 
 @pytest.mark.parametrize(("backend", "_"), pairs(["drafts"]))
 def test_paged_attention_with_drafts_gives_tokens_of_plain_model(backend: AttentionBackend, _: str) -> None:
-    """Two right ones, then a wrong one: rows of several queries, whose last keys are written over."""
+    """Two right drafts, then a wrong one: the keys of the wrong draft are overwritten."""
     model = tiny_model("gemma3", 0)
     asked = prompts(model)
     wanted = alone(model, asked)

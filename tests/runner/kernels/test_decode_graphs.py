@@ -53,7 +53,7 @@ def sizes(made: Engine) -> list[int]:
 
 
 def test_decode_of_three_rows_is_padded_to_four_without_writes() -> None:
-    """The fourth has no slot: the null block keeps its zeros."""
+    """The fourth row has no slot, so the null block keeps its zeros."""
     model = tiny_model("llama", 0, fields={"num_hidden_layers": 2})
     asked = prompts(model, (5, 3, 4))
     wanted = alone(model, asked)
@@ -85,7 +85,7 @@ FAULTS = ["lengths of before", "table of before", "slots of before", "positions 
     "fault", [pytest.param(one, marks=[] if one == FAULTS[0] else pytest.mark.thorough) for one in FAULTS]
 )
 def test_decode_graph_with_stale_inputs_gives_other_tokens(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second of two rounds, whose requests have other blocks."""
+    """The second of two rounds has other blocks, so values of the first round are wrong."""
     model = tiny_model("llama", 0, fields={"num_hidden_layers": 2})
     first, *asked = prompts(model, (3, 7, 5))
     wanted = alone(model, asked)
@@ -131,7 +131,7 @@ def test_failed_graph_capture_is_logged_and_step_runs_without_graph(
 
 
 def test_error_of_a_graph_replay_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only capturing may fail."""
+    """Only an error during capture is handled."""
 
     def once(run: Run) -> Run:
         run()
@@ -166,7 +166,7 @@ def test_graph_captured_in_inference_mode_runs_outside_of_it(monkeypatch: pytest
     [
         ("llama", {"attention": "gather"}, "attention=gather makes tensors of different shapes in every step"),
         ("qwen3_next", {}, "recurrent layers read states from blocks that the host looks up"),
-        ("deepseek_v3", {}, "contexts of layer 0 are gathered"),
+        ("deepseek_v3", {}, "the contexts of layer 0 are gathered"),
     ],
 )
 def test_decode_graphs_for_unsupported_models_are_off_with_a_warning(

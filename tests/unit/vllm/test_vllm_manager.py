@@ -497,7 +497,7 @@ def test_vllm_manager_blocks_with_failed_load_are_not_hit() -> None:
 
 @pytest.mark.parametrize(("external", "hits"), [(13, 0), (12, 12)])
 def test_vllm_manager_resumes_at_a_loaded_state(external: int, hits: int) -> None:
-    """And hit by others where it lies at a block's edge; not before it is there."""
+    """Others hit the state at a block boundary, after the load has ended."""
     cache = manager(FullAttentionSpec(), MambaSpec())
     request = Asked("a", PROMPT)
     assert admit_load(cache, request, external) is not None
@@ -529,7 +529,7 @@ def test_vllm_manager_partly_loaded_state_is_not_hit() -> None:
 
 
 def test_vllm_manager_state_after_the_whole_prompt_is_not_resumed() -> None:
-    """It begins anew, and may be brought all tokens but the last; not the whole prompt for ever."""
+    """The request starts again, and a load of all tokens but the last is accepted."""
     cache = manager(FullAttentionSpec(), MambaSpec())
     request = Asked("a", PROMPT)
     assert admit_load(cache, request, 14) is not None
@@ -567,7 +567,7 @@ def test_vllm_manager_load_of_a_copied_state_in_a_step_is_rejected(
 
 
 def test_vllm_manager_finished_request_hands_over_its_final_state() -> None:
-    """And what its windows still have: all else was given back before a connector is told."""
+    """The connector also gets the blocks that the windows still hold."""
     cache = manager(FullAttentionSpec(), SlidingWindowSpec(), MambaSpec())
     request = Asked("a", PROMPT)
     run(cache, request, 12)

@@ -79,7 +79,7 @@ def play(engine: Engine) -> tuple[int, int]:
 @pytest.mark.parametrize("specs", [HYBRID, WINDOWS])
 @pytest.mark.parametrize("memory", [SMALL, LARGE])
 def test_vllm_natural_events_name_the_tokens_of_cached_blocks(memory: int, specs: Sequence[object]) -> None:
-    """Keys are ours. What was stored, and not removed, is what can be hit."""
+    """Keys are those of hybridkv. Blocks that were stored and not removed can be hit."""
     engine = Engine(manager(memory, specs, events=True))
     play(engine)
     cache, known = engine.manager.cache, Counter[tuple[int, bytes]]()
@@ -146,7 +146,7 @@ def test_vllm_natural_tokens_match_no_cache(
 def test_vllm_natural_connector_loads_and_reads_computed_tokens(
     specs: Sequence[object], memory: int, delay: int, tears: int, *, ahead: bool
 ) -> None:
-    """Beside steps that move blocks: who is loaded or read keeps its own where the connector was texts."""
+    """Steps move other blocks meanwhile. Blocks of a load or a read stay where the connector expects them."""
     connector = Connector(every=2, delay=delay, tears=tears)
     engine = Engine(manager(memory, specs, Options(SIZE, "interval:16")), ahead=ahead, connector=connector)
     _, wrong = play(engine)
@@ -168,7 +168,7 @@ def test_vllm_natural_by_priority_preempts_requests_with_slots(specs: Sequence[o
 
 @pytest.mark.parametrize("specs", [HYBRID, WINDOWS])
 def test_vllm_natural_blocks_of_a_request_freed_in_its_step_are_not_hit(specs: Sequence[object]) -> None:
-    """Slots for 16 tokens behind 8, and then it is preempted in that very step."""
+    """The request gets slots for 16 tokens after 8, and is preempted in the same step."""
     cache, writer = (made := manager(specs=specs)), StepWriter(made)
     first, second = Asked("first", list(range(1, 25))), Asked("second", list(range(1, 25)))
     for tokens in (8, 16):
@@ -189,7 +189,7 @@ def test_vllm_natural_blocks_of_a_request_freed_in_its_step_are_not_hit(specs: S
 def test_vllm_natural_resume_point_at_the_end_is_at_most_one_token_back(
     memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two steps at once no end goes without its label: the token that the last one runs was sampled before it."""
+    """With two steps in flight the last step runs a token that an earlier step sampled."""
     ahead = Counter[int]()
     keep_resume_point = KVCacheManager.keep_resume_point
 
@@ -209,7 +209,7 @@ def test_vllm_natural_without_kept_state_has_no_hit() -> None:
 
 
 def test_vllm_natural_keeps_states_at_checkpoints_while_decoding() -> None:
-    """Though they need no block there."""
+    """The state needs no new block there."""
     engine = Engine(manager(specs=[STATE], options=Options(SIZE, "interval:6")))
     request = engine.add("a", [3] * 10, OUTPUTS)
     engine.run()

@@ -92,7 +92,7 @@ QUIET = {1: {1, 2}, 2: {2}}
 
 @pytest.mark.parametrize("specs", [(FullAttentionSpec(),), (FullAttentionSpec(), MambaSpec())])
 def test_requests_that_need_nothing_are_skipped_with_equal_slots(specs: Sequence[Any]) -> None:
-    """Call for call all is one. Of four tokens one takes a block, one drops a state, one publishes what is full."""
+    """All calls give equal results. Of four tokens one takes a block, one drops a state, one publishes a block."""
     some, each = manager(*specs), manager(*specs)
     requests = [running(cache, 2) for cache in (some, each)]
     for place in range(4 * SIZE):
@@ -145,27 +145,27 @@ def settle(cache: CacheManager, several: Sequence[Asked], token: int) -> None:
     "specs", [(FullAttentionSpec(),), (FullAttentionSpec(), SlidingWindowSpec()), (FullAttentionSpec(), MambaSpec())]
 )
 def test_decode_of_one_token_each_equals_single_allocations(specs: Sequence[Any], count: int) -> None:
-    """Ids, what is to be cleared and what can be hit; of requests that cross a block's edge together, and apart."""
-    told, asked = (manager(*specs, num_blocks=40 * count) for _ in range(2))
-    sides = [running(cache, count) for cache in (told, asked)]
-    for cache, several in zip((told, asked), sides, strict=True):
+    """Ids, blocks to clear and hits are equal, for requests that cross a block boundary together or at other times."""
+    batched, asked = (manager(*specs, num_blocks=40 * count) for _ in range(2))
+    sides = [running(cache, count) for cache in (batched, asked)]
+    for cache, several in zip((batched, asked), sides, strict=True):
         for request in several[::2]:
             run(cache, request, 1)
             request.append(3)
         cache.take_new_block_ids()
     for place in range(4 * SIZE):
-        with told.step(), asked.step():
-            decoded = told.decode(sides[0])
+        with batched.step(), asked.step():
+            decoded = batched.decode(sides[0])
             assert decoded is not None
             assert decoded.requests == sides[0]
             assert decoded.num_computed_tokens == [request.num_computed_tokens for request in sides[0]]
             one_by_one = [asked.allocate_slots(request, 1) for request in sides[1]]
         assert decoded.new_blocks == [new.get_block_ids(allow_none=True) for new in one_by_one if new is not None]
-        assert told.take_new_block_ids() == asked.take_new_block_ids()
-        for cache, several in zip((told, asked), sides, strict=True):
+        assert batched.take_new_block_ids() == asked.take_new_block_ids()
+        for cache, several in zip((batched, asked), sides, strict=True):
             settle(cache, several, place)
         again = [Asked(f"again {place}", sides[0][0].all_token_ids) for _ in range(2)]
-        hits = [cache.get_computed_blocks(one)[1] for cache, one in zip((told, asked), again, strict=True)]
+        hits = [cache.get_computed_blocks(one)[1] for cache, one in zip((batched, asked), again, strict=True)]
         assert hits[0] == hits[1]
     assert hits[0] > SIZE * 2
 
@@ -211,7 +211,7 @@ def test_decode_without_enough_blocks_leaves_allocation_to_the_loop() -> None:
 
 
 def test_prepared_slots_skip_requests_with_no_token_left() -> None:
-    """Its last token is on the way: the only free block is the other's."""
+    """The last token of the first request is in flight, so the only free block goes to the other request."""
     cache = manager(FullAttentionSpec(), num_blocks=6)
     first, second = running(cache, 2)
     first.num_output_placeholders = first.num_in_flight_tokens = 1
