@@ -34,7 +34,7 @@ def admissions(model: str, layout: str) -> tuple[float, float]:
     """Return the median microseconds of a cold admission and of one with a hit."""
     cache = KVCacheManager(plan(read_model(model), memory="80GiB", max_model_len=8192, layout=layout))
     scheduler = Scheduler(cache, SchedulerLimits(max_running=256, max_batched_tokens=8192))
-    cold, hit = [], []
+    cold, hit = list[float](), list[float]()
     gc.disable()
     for number in range(REQUESTS):
         first = number * 3000
@@ -89,7 +89,7 @@ def main() -> None:
         lines = (f"{row:32} cold {cold:8.0f}   hit {hit:8.0f}" for row, (cold, hit) in times.items())
         print(json.dumps(times) if asked.json else "\n".join(lines))
         return
-    ours, theirs = [], []
+    ours, theirs = list[Times](), list[Times]()
     for number in range(asked.pairs):
         sides = [(ours, Path(__file__).parents[1] / "src"), (theirs, asked.against)]
         for results, source in sides if number % 2 else reversed(sides):
