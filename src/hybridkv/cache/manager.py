@@ -564,8 +564,6 @@ class KVCacheManager:
         else:
             self._residents.row_of(request)
 
-    keep_end = keep_resume_point  # its name in version 0.1
-
     # -- the natural layout
 
     def store_checkpoints(self, rows: Int64, computed: Int64, end: Int64) -> None:
