@@ -24,7 +24,7 @@ gc.set_threshold(20_000, 20, 50)
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
 # the same examples in every run: CI fails for what changed, not by chance
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=14, suppress_health_check=SLOW)
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=20, suppress_health_check=SLOW)
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=100, suppress_health_check=SLOW)
 settings.register_profile("long", deadline=None, max_examples=600, suppress_health_check=SLOW)
 settings.register_profile("thorough", deadline=None, max_examples=3000, suppress_health_check=SLOW)

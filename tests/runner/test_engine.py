@@ -173,7 +173,7 @@ def test_plan_of_another_model_or_too_little_memory_is_rejected() -> None:
     with pytest.raises(CapacityError, match=r"request of 100 tokens.* needs 96 KiB \(98304 bytes: 8 slabs"):
         plan_for(llama, [20, 100], memory="50KiB")
     assert plan_for(llama, [20, 100], memory=98304).config.num_blocks == 8
-    with pytest.raises(ConfigError, match="exceeds the 4096"):
+    with pytest.raises(ConfigError, match="exceeds the limit of tiny:llama, 4096"):
         plan_for(llama, [5000])
     with pytest.raises(ConfigError, match="no prompts"):
         plan_for(llama, [])

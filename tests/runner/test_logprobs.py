@@ -176,7 +176,7 @@ def test_aborted_request_has_the_logprobs_computed_so_far() -> None:
 
 def test_logprobs_beyond_the_vocabulary_are_rejected(make_engine: EngineFactory) -> None:
     engine = make_engine(loaded_model("llama"), [[65] * 20], 4)
-    with pytest.raises(ConfigError, match="prompt_logprobs is 258, but tiny:llama has 257 tokens"):
+    with pytest.raises(ConfigError, match="prompt_logprobs is 258, but the vocabulary of tiny:llama has 257 tokens"):
         engine.add([65], SamplingParams(prompt_logprobs=258))
     with pytest.raises(ConfigError, match="logprobs is 300"):
         engine.add([65], SamplingParams(logprobs=300))

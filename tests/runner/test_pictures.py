@@ -263,7 +263,7 @@ def test_chat_keeps_pictures_in_the_conversation(folder: Path, monkeypatch: pyte
     talk = ("/image 1.png", "What?", "And?", "/image none.png", "/image", "/new", "/image 1.png", "What?", "/exit")
     done = run("chat", "--model", folder, "--max-new-tokens", "6", "--memory", "2MiB", stdin="\n".join(talk))
     out, err = done.stdout, done.stderr
-    shown = "[1.png, 20 x 12, goes with what you say next]"
+    shown = "[1.png, 20 x 12, is added to your next message]"
     assert out.count(shown) == 2
     summaries = [line for line in out.splitlines() if "prompt tokens were in the cache" in line]
     prompt = len("user: What?\nassistant: ") + TOKENS

@@ -39,7 +39,7 @@ def test_two_process_example_gives_tokens_of_one_process(make_engine: EngineFact
     assert 100 * steps < received < sent
     assert lines[5].startswith(
         f"Step {steps} failed, and what was in flight behind it. The worker says: WorkerError: Step {steps + 1} "
-        f"follows Step {steps}, the last one here was {steps - 1}"
+        f"follows Step {steps}, but the last Step applied here is {steps - 1}"
     )
     assert lines[7:] == ["the worker ended with exit code 0"]
 

@@ -9,7 +9,7 @@ states              the state at exactly its token count
 A block that no kept resume point needs and no request holds is unneeded: no useful hit reads it, so it is reused first.
 
     counts[block]   how many kept resume points need it
-    payers[block]   of several tenants, the one whose resume point needed it first; charged until no one needs it
+    payers[block]   of several tenants, the charged one: its resume point needed the block first, or it inherited it
     owners[block]   the resume points that need it by themselves: a state, or what holds their last tokens
 
 What happens to blocks is read from the journal, in order: see ``read``.
@@ -138,7 +138,7 @@ class PointBlocks:
         return self._saved(point, besides), all(map(held, point.own)) and all(map(held, besides))
 
     def frees(self, point: ResumePoint, gone: Counter[int], taken: dict[int, int]) -> list[int]:
-        """Return the blocks by class that are free without ``point`` and all those asked before with the same ``gone``.
+        """Return how many more blocks of each class become free without ``point``, after those asked with ``gone``.
 
         gone: for each block that several resume points need, how many of those asked do.
         taken: bytes that each tenant is charged no longer without them; those of ``point`` are added.
@@ -224,7 +224,7 @@ class PointBlocks:
         return [point, parent, *changed] if paid or self.overlaps else [point, *changed]
 
     def _pass_on(self, keys: Sequence[bytes], start: int, times: int) -> None:
-        """Let ``times`` resume points leave the hash blocks ``keys``, from ``start`` on, to another."""
+        """Count ``times`` fewer resume points for the blocks of ``keys``, hash blocks from ``start`` on."""
         for group in self._full if times else ():
             self.counts[group.index.blocks_of(_columns(group, keys, start))] -= times
 
@@ -285,7 +285,7 @@ class PointBlocks:
         return around
 
     def _others(self, point: ResumePoint, segment: list[int] | None) -> list[ResumePoint]:
-        """Return those that may pay for a block that ``point`` needs, but its children, its parent and for windows.
+        """Return other resume points that may share the cost of a block of ``point``, except parent and children.
 
         Those with children pay for no segment.
         """
@@ -369,7 +369,7 @@ class PointBlocks:
         return bool(self.counts[ids].all())
 
     def lose(self, lost: Mapping[int, int]) -> tuple[set[ResumePoint], bool]:
-        """Forget blocks that lost their keys, as blocks of their own of resume points.
+        """Remove blocks that lost their keys from ``owners`` and from ``own`` of their resume points.
 
         lost: block -> how many resume points needed it.
 
@@ -458,7 +458,7 @@ class PointBlocks:
             taken[tenant] = taken.get(tenant, 0) + size
 
     def put_back(self, taken: dict[int, int]) -> None:
-        """Charge each tenant again for what ``take_off`` has added to ``taken``."""
+        """Charge each tenant again for what calls of ``frees`` added to ``taken``."""
         for tenant, size in taken.items():
             self.weights.add(tenant, size)
 

@@ -187,7 +187,10 @@ PADDING_TARGETS: Final = (Fraction(1, 100), Fraction(5, 100), Fraction(25, 100),
 """Accepted padding divided by content, strictest first; ``None`` accepts any."""
 
 MOST_LAYERS: Final = 256
-"""Most layers that are packed. Time and memory grow with their third power: about 3 s and 100 MiB for this many."""
+"""Most layers that are packed.
+
+Time grows at most with their third power, memory with their second: about 3 s and 100 MiB for this many.
+"""
 
 _MOST_BLOCKS: Final = 128
 _NEVER: Final = 1 << 40

@@ -1,4 +1,4 @@
-"""A forward over 3 tokens shows what a model keeps: the proof that the plan is of this model, and how Steps can run.
+"""A forward over 3 tokens shows the caches of a model: it checks the plan, and how rows can run.
 
 A Step becomes forwards in one of two ways, all of its rows in one, or each row in one of its own:
 
@@ -101,7 +101,7 @@ def _with_configs(model: PreTrainedModel) -> Iterable[PreTrainedModel]:
 
 
 class ProbeCache(EmptyCache):
-    """Keeps nothing but the shapes and dtypes of what each layer hands over, and which module did.
+    """Record the last keys and values of each layer, shapes and dtypes of states, and the modules that passed them.
 
     updated: the index of the layer that cached tokens last. taken: the keys and values of each layer index.
     """
@@ -256,7 +256,7 @@ class FormNotes:
 
     @property
     def layers(self) -> dict[int, Heads | None]:
-        """Those all of whose attention is known, by index: their contexts may come in parts.
+        """Layers whose every attention module has a known form, by index; their contexts may come in parts.
 
         Query heads and their dtype of those that attend to the keys as they were cached, which a kernel may read from
         pages; None of the others.
@@ -338,8 +338,9 @@ def planner_model(
     """Read the planner's view of ``model`` from its config, with the dtype of its weights.
 
     num_speculative_tokens: drafts a step for which recurrent layers have room.
-    The config's own dtype is that of a checkpoint, which may have been cast. Nothing is assumed: what layers keep is
-    compared with what a forward leaves behind (page_layout). Raises UnsupportedModelError as require_runnable does.
+    The config's own dtype is that of a checkpoint, which may have been cast. Assumed values are left out of
+    ``read_from``, because page_layout later checks them against a forward. Raises UnsupportedModelError as
+    require_runnable does.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     source = {**model.config.to_dict(), "dtype": dtype}
@@ -426,7 +427,7 @@ def _checked(
 
 
 class Forwards(StrEnum):
-    """Of a Step."""
+    """How a Step becomes forwards: one for all rows, or one for each row."""
 
     TOGETHER = "together"
     BY_ROW = "by row"
@@ -459,7 +460,7 @@ def forwards_of(model: PreTrainedModel, probed: Probed) -> Forwards:
 
 
 def rows_of(step: Step) -> Iterator[Step]:
-    """``step`` row by row, as far as a forward is concerned: what is done before it is in none of them."""
+    """Yield a one-row Step for each row, with its tokens and states; work before the forward is left out."""
     for row in range(len(step)):
         mine = slice(row, row + 1)
         writes = step.state_writes[step.state_writes[:, 0] == row].copy()

@@ -366,7 +366,7 @@ def split_at_blocks(request: Request, computed: int, asked: int, *, size: int, l
         asked: tokens that it could run now.
         size: tokens of a block of states.
         largest: budget of a step.
-        drops: whether EAGLE drops the last block of a hit, so that the last multiple is one block earlier.
+        drops: whether EAGLE drops the last block of a hit, which moves the last boundary one block back.
 
     Returns:
         Tokens to run now; 0 to wait for a step with more tokens left.
@@ -454,7 +454,10 @@ def share_budget(wanted: Int64, budget: int) -> Int64:
 
 
 def _shortest(wanted: Int64, most: int) -> NDArray[np.bool_]:
-    """Return which rows want least, as many as ``most`` tokens are enough for, bool[rows]. Of equal rows, the first."""
+    """Mark the rows that want the fewest tokens, as long as their sum is at most ``most``, bool[rows].
+
+    Of equal rows, the first come first.
+    """
     order = wanted.argsort(kind="stable")
     short = np.zeros(len(wanted), np.bool_)
     short[order[wanted[order].cumsum() <= most]] = True

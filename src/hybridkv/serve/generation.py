@@ -206,7 +206,8 @@ class Generation:
 class Answer(Response):
     """The outputs of ``asked`` in ``form``: whole, or as a stream of events. An error in a stream is its last event.
 
-    The answer begins with the first token. An earlier failure, or a full queue, is raised as an ApiError.
+    A stream begins with the first tokens, a whole answer after the last. Errors before that are raised as ApiError, or
+    ClientGoneError for a lost client.
     """
 
     def __init__(self, front: Front, request: Request, asked: Asked, form: Form, *, stream: bool) -> None:

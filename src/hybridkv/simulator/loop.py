@@ -429,7 +429,7 @@ class Replica:
     def request_of(self, request_id: str, trace: TraceRequest) -> Request:
         """Return ``trace`` as a request for replicas with this hasher. Raises ConfigError for an invalid request."""
         sampling = SamplingParams(max_tokens=trace.num_output_tokens, ignore_eos=True)
-        # a trace does not say what encoders read: everybody something else
+        # a trace does not describe encoder inputs, so each request gets its own and shares none
         size = self.simulation.encoder_tokens
         encoder = EncoderInput(f"request {request_id}", size) if size else None
         return Request(

@@ -346,7 +346,7 @@ class _Load(NamedTuple):
 
     Attributes:
         tokens: tokens that exist after it.
-        resumes: whether it brings a state from which the request can resume.
+        resumes: whether the request can resume after it; False if it loads a whole prompt but no state.
     """
 
     tokens: int

@@ -131,5 +131,5 @@ def test_check_reports_key_of_another_encoder_input() -> None:
     pool.evict_blocks(np.array([block], np.int32))
     wrong = Request("x", [1], hasher=loop.cache.hasher, encoder=OTHER).encoder_keys(B)[0]
     pool.publish(group.number, [block], [wrong])
-    with pytest.raises(CacheError, match=r"column 0 of .*, carries another key than its encoder input"):
+    with pytest.raises(CacheError, match=r"column 0 of .*, has another key than its encoder input"):
         loop.cache.check()

@@ -209,7 +209,7 @@ def test_general_reader_options_work_on_the_command_line(tmp_path: Path) -> None
     types = '["full_attention", "sliding_attention", "sliding_attention", "full_attention"]'
     options = ("--set", "num_key_value_heads=2", "--set", "sliding_window=16", "--set", f"layer_types={types}")
     assert "x window" in run("plan", path, "--memory", "1MiB", *options).stdout
-    assert "--set 'num_key_value_heads' is no FIELD=VALUE" in error(
+    assert "--set 'num_key_value_heads' must be FIELD=VALUE" in error(
         "plan", path, "--memory", "1MiB", "--set", "num_key_value_heads"
     )
     assert "drop --set" in error("plan", "--plan", path, "--set", "a=1")

@@ -148,7 +148,7 @@ def test_event_trace_commands_report_unknown_values(tmp_path: Path) -> None:
     asked = ("replay", trace.path, "--model", "llama-3-8b", "--memory", "1GiB")
     for command in (("trace", "describe", trace.path), ("trace", "convert", trace.path, tmp_path / "out.jsonl"), asked):
         text = " ".join(run(*command).stdout.split())
-        assert "requests as blocks tell of them, without those that stored none" in text
-    assert "as blocks tell" not in run("trace", "describe", tmp_path / "out.jsonl").stdout
+        assert "requests are inferred from stored blocks" in text
+    assert "inferred from stored blocks" not in run("trace", "describe", tmp_path / "out.jsonl").stdout
     assert lengths(TraceFile(tmp_path / "out.jsonl")) == lengths(trace)
     assert convert(trace, tmp_path / "again.jsonl") == 2

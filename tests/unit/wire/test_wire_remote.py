@@ -213,7 +213,7 @@ def test_remote_worker_skips_only_steps_based_on_a_failed_step() -> None:
 def test_remote_worker_reports_a_lost_step_and_continues(server: Server, faulty: Faulty) -> None:
     sched, worker = scheduler(2), RemoteWorker(Losing(server.channel, frozenset({5})))
     outputs, failures = drive(sched, worker)
-    assert failures == [StepFailure(5, "ContentError", "step 6 builds on 5, applied is 4")]
+    assert failures == [StepFailure(5, "ContentError", "step 6 must follow step 5, but step 4 was the last")]
     assert 5 not in faulty.seen
     assert outputs == expected()
 
