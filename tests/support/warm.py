@@ -34,7 +34,6 @@ PRELOADED = (
     "hybridkv.runner",
     "hybridkv.cli.app",
 )
-_FAILED = 70  # EX_SOFTWARE: an error of this file
 
 
 class Warm:
@@ -107,10 +106,6 @@ class Warm:
     def kill(self) -> None:
         """End the command at once."""
         self.send_signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        """Ask the command to end."""
-        self.send_signal(signal.SIGTERM)
 
     def communicate(self, text: str = "", timeout: float | None = None) -> tuple[str, str]:
         """Write ``text``, and return all that the command writes until it ends."""
@@ -208,7 +203,7 @@ def _monitor(asked: Mapping[str, object], fds: Sequence[int]) -> None:
 
 def _command(asked: Mapping[str, object], streams: Sequence[int]) -> None:
     """Become the command and end with its exit status."""
-    code = _FAILED
+    code = 1  # as the interpreter ends after an error
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
         for target, one in enumerate(streams):
@@ -224,7 +219,6 @@ def _command(asked: Mapping[str, object], streams: Sequence[int]) -> None:
         code = _run(*asked["arguments"])  # type: ignore[misc]
     except BaseException:  # noqa: BLE001 - as the interpreter does at its top
         traceback.print_exc()
-        code = 1
     finally:
         with contextlib.suppress(BaseException):
             atexit._run_exitfuncs()

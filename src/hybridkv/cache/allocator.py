@@ -33,7 +33,10 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 FEW = 6
-"""Up to this many due rows of a step are served one by one, because arrays would cost more counted work."""
+"""Up to this many due rows that only grow are served one by one, because arrays would cost more.
+
+Counted in bytecodes and C calls by benchmarks/guard.py.
+"""
 
 _NONE = np.empty(0, np.int32)
 
@@ -125,7 +128,8 @@ class Slots:
     def _missing(self, row: int, tokens: tuple[int, int, int], total_tokens: int) -> list[int] | None:
         """Drop the columns that ``row`` no longer reads, and return the blocks that it needs at its end, by group.
 
-        Returns ``None`` if a state moves to another column. ``tokens`` is (computed, end, known).
+        Returns ``None`` if a state has a pending column or needs more than new blocks; groups before it have dropped
+        their columns then. ``tokens`` is (computed, end, known).
         """
         computed, end_tokens, _ = tokens
         processed = computed - self._request_rows.each_in_flight[row]
@@ -355,7 +359,8 @@ class Slots:
     def _serve(self, due: Batch, needs: Needs) -> BatchSlots | None:
         """Serve all rows at once.
 
-        Returns ``None``, and does nothing, if serving them one by one would give another result.
+        Returns ``None`` if serving them one by one might give another result. No row has changed then, but resume
+        points may have been evicted to make room.
         """
         missing = needs.missing.sum(axis=0).tolist()
         self._transfers.make_way(missing)
@@ -513,7 +518,7 @@ def one_by_one(accepted: int, cells: Sequence[tuple[int, int, int, Int32]]) -> B
 
 
 def take(groups: Sequence[CacheGroup], transfers: TransferLog, rows: Int64, missing: Int64, index: Int64) -> BatchSlots:
-    """Give every row its ``missing`` blocks, in any order. ``index`` holds the rows' places in the batch."""
+    """Give each row its ``missing`` blocks, in the order of rows and groups; ``index``: the rows' places."""
     total = int(missing.sum())
     if not total:
         return nothing_new(0)

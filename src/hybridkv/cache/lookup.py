@@ -28,13 +28,14 @@ _NONE = np.empty(0, np.int32)
 class Hit(NamedTuple):
     """The longest prefix that every group has, or a prefix that a caller passes in as one.
 
-    A look-up makes it, and the caller passes it to the plan as it is. It is checked again only for another request.
+    A look-up makes it, and the caller passes it to the plan as it is. ``PrefixLookup.handed_over`` says what is checked
+    then.
 
     Attributes:
         tokens: Tokens of the prefix.
         groups: One GroupHit a group, in the order of the groups.
-        uncached_tokens: How many more tokens the first group asked could reuse (full attention, if there is any). A
-            state or window kept there would have made the hit longer.
+        uncached_tokens: Tokens after the hit that are known: cached in the first group with keys that was asked, or
+            remembered by the eviction policy, whichever is more. A state or window kept there would have helped.
         missing: By group, the token counts at which unknown tokens bounded the search; see GroupHit.
         seen: int32 arrays of the blocks on which the answer rests.
         additions: By group, ``additions`` of its index at the time of the search; see GroupHit.
@@ -241,7 +242,9 @@ class PrefixLookup:
     # -- what callers hand over
 
     def handed_over(self, request: Request, given: KVCacheBlocks | Hit | None, tokens: int) -> Hit:
-        """Return the hit that a caller passes in for ``request``. A hit that was found for it is not checked again.
+        """Return the hit that a caller passes in for ``request``.
+
+        A hit that was found for it is only checked for evicted blocks; another one also for size, pool and tokens.
 
         Args:
             request: The request that would adopt the hit.

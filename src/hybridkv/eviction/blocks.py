@@ -140,6 +140,8 @@ class PointBlocks:
     def frees(self, point: ResumePoint, gone: Counter[int], taken: dict[int, int]) -> list[int]:
         """Return how many more blocks of each class become free without ``point``, after those asked with ``gone``.
 
+        Lowers ``weights``; ``put_back`` restores them.
+
         gone: for each block that several resume points need, how many of those asked do.
         taken: bytes that each tenant is charged no longer without them; those of ``point`` are added.
         """

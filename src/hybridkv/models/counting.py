@@ -98,8 +98,7 @@ def count(reading: Reading, layers: Sequence[Attention]) -> Weights:
     """Count the weights of a decoder of ``layers``, layers that share keys and values included. O(layers).
 
     Returns Weights() for no layers, for a type without a recipe, and where a needed field is missing. Raises
-    ConfigError
-    for a field that is not a number.
+    ConfigError for a field that is not a number.
     """
     recipe = recipes().get(reading.fields.text("model_type") or "")
     if not layers or recipe is None:

@@ -126,8 +126,7 @@ def max_model_len(fields: Fields, *, rope_scales: bool = True, said_by: str | No
     The field is ``said_by``, or else ``max_position_embeddings``, Whisper's ``max_target_positions`` or Kimi's
     ``model_max_length``. A rotary scaling extends it unless ``rope_scales`` is off: yarn to
     ``original_max_position_embeddings * factor``, linear and dynamic scaling to ``max_position_embeddings * factor``.
-    With
-    other scalings (llama3, longrope) the field holds the extended length already.
+    With other scalings (llama3, longrope) the field holds the extended length already.
     """
     usual = ("max_position_embeddings", "max_target_positions", "model_max_length")
     known = usual if said_by is None else (said_by,)

@@ -308,8 +308,7 @@ def kv_heads_per_rank(heads: int, kv_heads: int, tp: int, name: str) -> int:
     """Return the KV heads on one rank: ``kv_heads / tp``, and at least one (ranks then hold copies).
 
     As in vLLM, tp must divide the attention heads, and either tp or the KV heads must divide the other. Raises
-    ConfigError
-    with the sizes that work, at most MOST_NAMED.
+    ConfigError with the sizes that work, at most MOST_NAMED.
     """
     if heads % kv_heads:
         raise ConfigError(

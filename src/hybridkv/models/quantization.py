@@ -71,8 +71,7 @@ def kv_dtype(config: Mapping[str, object], name: str, sidecar: Mapping[str, obje
     """Return the dtype of keys and values that the config of ``name`` gives; ``None`` without one.
 
     ``sidecar`` is the content of SIDECAR. Raises UnsupportedModelError for a scheme that is not read, and ConfigError
-    for
-    a field that is not an object.
+    for a field that is not an object.
     """
     fields = Fields(config, name)
     found = list(_said(fields, ""))

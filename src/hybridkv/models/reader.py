@@ -64,14 +64,12 @@ def read_model(
         fields: values that replace fields of the language model's config. A ConfigError names the fields it needs.
         state_dtype: dtype of all recurrent states; ``None`` for the config's. ``vllm`` only.
         mtp_layers: multi-token prediction layers that draft, each with keys and values of its own. At most as many as
-            the
-            config has.
+            the config has.
 
     Raises:
         ConfigError: the source or a size cannot work.
         UnsupportedModelError: the model has layers that cannot be planned yet, or a KV cache quantized to something
-            else
-            than 8-bit floats.
+            else than 8-bit floats.
     """
     if not isinstance(source, str | Path | Mapping):
         raise ConfigError(f"a model is a name, the path of a config.json, or its fields, got {shown(source)}")

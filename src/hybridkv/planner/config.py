@@ -328,8 +328,7 @@ class Capacity:
             request of any length fits, because no layer keeps every token.
         longest_context: the same, limited to ``max_model_len``.
         concurrency: number of requests of the longest context that fit without shared blocks. The fraction is the
-            memory
-            left over, divided by the memory that one more request takes.
+            memory left over, divided by the memory that one more request takes.
         groups: the capacity of each group.
     """
 
@@ -395,8 +394,7 @@ def copies_that_fit(config: KVCacheConfig, limits: RequestLimits, blocks: Sequen
     """Return how many times the blocks fit next to the sinks, as an integer and as a fraction.
 
     The fraction adds the units left over, divided by the units that one more copy takes. Where no block is needed,
-    every
-    unit counts as one copy.
+    every unit counts as one copy.
 
     Args:
         config: the config with a fixed number of blocks.

@@ -133,8 +133,7 @@ def plan_from_json(text: str | bytes) -> Plan:
 
     Raises:
         SchemaError: the document has another schema or a newer version, lacks a field, has a field of the wrong type,
-            or
-            contradicts itself.
+            or contradicts itself.
     """
     if not isinstance(text, str | bytes | bytearray):
         raise SchemaError(f"a plan is a document of text, got {shown(text)}")

@@ -23,9 +23,9 @@ order:
 4. the least padding; 5. the smallest S.
 
 Candidates are the S that up to 128 blocks of some group fill. For each, a dynamic program over the layers of a kind
-finds the sizes of lowest cost. It is exact and takes O(candidates * layers^2) in numpy, under a second for 100 layers.
-Only the preferred bytes depend on the memory, and they only order the answers. So taking the first answer that fits
-finds one whenever one exists.
+finds the sizes of lowest cost; ties take larger groups. It takes O(candidates * layers^2) in numpy, under a second for
+100 layers. Only the preferred bytes depend on the memory, and they only order the answers. So taking the first answer
+that fits finds one whenever one exists.
 """
 
 from __future__ import annotations

@@ -78,8 +78,7 @@ class Plan:
         """The name of the placement of recurrent states, or ``None`` without recurrent layers.
 
         In the reference layout the specs of the groups name it. In the natural layout the specs only say whether states
-        are
-        saved at all, and ``states_kept`` names the placement.
+        are saved at all, and ``states_kept`` names the placement.
         """
         specs = (group.layer_specs[0] for group in self.config.groups)
         mode = next((spec.cache_mode for spec in specs if isinstance(spec, MambaSpec)), None)
@@ -125,22 +124,19 @@ def plan(
         memory: bytes for the cache of one rank, or a size like ``"40GiB"``.
         max_model_len: most tokens of a request. ``None`` for the limit of the model's config.
         max_batched_tokens: tokens of the largest step, as in SchedulerLimits. Windows and chunks also keep the tokens
-            of
-            all steps in flight, as in vLLM. 0 counts no tokens in flight.
+            of all steps in flight, as in vLLM. 0 counts no tokens in flight.
         max_in_flight: steps in flight at once, as in SchedulerLimits.
         prefill_checkpoints: as in RequestLimits. Reference layout only.
         placement: where recurrent states are saved. ``None`` for DEFAULT_PLACEMENTS. Reference layout: ``align`` (where
             chunks end) or ``none``. Natural layout: a name that hybridkv.cache.placement reads. The plan stores the
-            name,
-            and its memory layout differs for ``none`` only.
+            name, and its memory layout differs for ``none`` only.
         windows_as_full: keep all tokens in windowed and chunked layers, as in full attention.
         max_encoder_tokens: most encoder tokens that cross attention reads. ``None`` for the model's own limit.
         dcp: decode context parallel ranks. The plan is for one of them.
         pcp: prefill context parallel ranks. The plan is for one of them.
         layout: ``reference`` (one page size for all layers) or ``natural`` (each layer's own page size, in slabs).
         kernel_block_size: tokens that attention kernels read as one block, a divisor of the block size. ``None`` for
-            whole
-            blocks. Natural layout only.
+            whole blocks. Natural layout only.
 
     Raises:
         ConfigError: a limit, layout or placement cannot work. If the config sets no length, give ``max_model_len``.

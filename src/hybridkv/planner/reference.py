@@ -153,8 +153,7 @@ def layer_types(layers: Sequence[NamedSpec]) -> list[list[NamedSpec]]:
     """Return the layers by type, in the order of each type's first layer. O(layers + distinct specs * types).
 
     Layers with equal specs stay together. Distinct specs join the first type of their class that they merge with.
-    Within
-    a type, layers are in the order of the first layer that has their spec, as in vLLM's reference layout.
+    Within a type, layers are in the order of the first layer that has their spec, as in vLLM's reference layout.
     """
     equal: dict[KVCacheSpec, list[NamedSpec]] = {}
     for name, spec in layers:

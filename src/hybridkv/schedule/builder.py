@@ -357,8 +357,9 @@ def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection
 def split_at_blocks(request: Request, computed: int, asked: int, *, size: int, largest: int, drops: bool) -> int:
     """End chunks at blocks of recurrent states, in the reference layout.
 
-    A prompt's chunk ends at a multiple of ``size``, and crosses none of these: the last multiple before the last prompt
-    token, the multiple where the prompt branches from cached ones, and the next one if the chunk begins inside a block.
+    A chunk that does not reach the end of the prompt ends at a multiple of ``size``, unless a block is larger than a
+    whole step. No chunk crosses one of these: the last multiple before the last prompt token, the multiple where the
+    prompt branches from cached ones, and the next one if the chunk begins inside a block.
 
     Args:
         request: the request.

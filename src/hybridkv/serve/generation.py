@@ -5,9 +5,9 @@
 If a client disconnects, its requests end: their rows are free within a step. All tokens of a server pass here, in the
 interpreter that the engine's thread also needs. One step of a stream costs one turn of a task and one ``send``.
 
-An answered body may have a span of OpenTelemetry, by its conventions for generative models. The span lasts from the
-request to the last token or the error, and is a child of the client's traceparent. Spans hold counts, times and
-sampling settings, never prompts, outputs or salts.
+If tracing is on, each Answer has a span of OpenTelemetry, by its conventions for generative models. The span lasts from
+the making of the Answer to the last token or the error, and is a child of the client's traceparent. Spans hold counts,
+times and sampling settings, never prompts, outputs or salts.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ _COUNTS: Final = (
     *("hit_tokens", "computed_tokens", "preemptions", "peak_usage", "misses", "drafted_tokens", "accepted_tokens"),
 )
 _KEPT: Final = ("ends", "missed_tokens", "missed_a_gib_more", "tenants")
-"""Fields of reports that replicas, schedulers and caches count under the same name."""
+"""_OWN, _COUNTS, _KEPT: fields of reports by their owner: the replica, the scheduler, the cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,8 +252,7 @@ class CacheManager:
         """Publish the full blocks among the first ``num_computed_tokens`` tokens.
 
         For a request that a connector loads, this ends the transfer with this many tokens. The request starts again
-        from 0 if
-        it cannot resume after them.
+        from 0 if it cannot resume after them.
         """
         if num_computed_tokens < self._due.get(request.request_id, 0):  # a loading request has no entry
             return
@@ -285,8 +284,7 @@ class CacheManager:
         """Free the blocks of a request, the last first.
 
         Where resume points are kept, all computed tokens can be hit, those of steps in flight included. Workers run
-        steps in
-        order, so a later copy from the blocks reads them after these steps.
+        steps in order, so a later copy from the blocks reads them after these steps.
         """
         name = request.request_id
         self.ahead.forget(name)

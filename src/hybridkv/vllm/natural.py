@@ -275,8 +275,7 @@ class StepWriter:
         """Yield blocks to clear for a request that starts: those after the full blocks of its hit.
 
         After a load, the block that the load wrote in part is kept too. Copies into the last block of a hit run after
-        the
-        clearing, and a load has run before it.
+        the clearing, and a load has run before it.
         """
         loaded = self._manager.resumes_after_load(name)
         for group, size in self._cleared:

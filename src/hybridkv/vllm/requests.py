@@ -18,7 +18,8 @@ decode   for a step in which all requests decode one token; looks only at reques
 take     whether vLLM's call needs no blocks: the request got its slots in this step, or needs none
 serve    the blocks of a call on its own
 
-A request is admitted new, or after a connector loaded tokens: hits, loads, and blocks that must stay free.
+Admissions admits new requests, and requests whose load has finished. It considers hits, loads, and the blocks that
+must stay free.
 
 synchronous load    admitted with new tokens; the worker writes the blocks before its forward pass
 asynchronous load   admitted without new tokens; waits, and its blocks cannot be hit until finish_load publishes them
@@ -206,7 +207,7 @@ class SlotsAhead:
         self.served = dict[str, Request]()
 
     def end_step(self) -> None:
-        """End the step. Slots that vLLM did not take wait for the request's next step: no worker knows them."""
+        """End the step. Blocks unknown to vLLM stay with the request, and are reported with its next slots."""
         self._ready.clear()
         served, self.served = self.served, {}
         if served:
@@ -227,7 +228,10 @@ class SlotsAhead:
         return self._cache.allocate_slots(mine, new_tokens, num_lookahead_tokens=lookahead)
 
     def take(self, request: EngineRequest, new_tokens: int, lookahead: int) -> bool:
-        """Return whether the request has slots for exactly these tokens and lookahead, or needs none."""
+        """Return whether the request has slots for exactly these tokens and lookahead, or needs none.
+
+        Uses up the slots noted for this step, also if they do not match.
+        """
         name = request.request_id
         if request.num_computed_tokens + new_tokens + lookahead < self._enough.get(name, 0):
             return True
@@ -241,10 +245,9 @@ class SlotsAhead:
         """Allocate slots in one batch for the requests among ``running`` that need some. O(running).
 
         ``most_tokens`` is the most that a decoding request runs, drafts included. The batch ends before the first
-        request that
-        runs more, so that blocks are allocated in the same order as one by one. Does nothing for models with states
-        (their
-        columns move), in the natural layout (its blocks are copied), and for few requests (single calls are faster).
+        request that runs more or has no row here, so that blocks are allocated in the same order as one by one. Does
+        nothing for models with states (their columns move), in the natural layout (its blocks are copied), and for
+        few requests (single calls are faster).
         """
         if not self._all_at_once:
             return
@@ -291,9 +294,9 @@ class SlotsAhead:
     def decode(self, running: Iterable[EngineRequest]) -> Decoded | None:
         """Allocate slots for a token of each of ``running``, except those with their last token in flight.
 
-        Returns ``None`` if a request does something else or gets no slot; the requests before it then have slots.
-        O(running),
-        with one call for each request that needs something.
+        Returns ``None`` without allocating if a request does something else or is unknown. Returns ``None`` also if a
+        request gets no slot; the requests before it then keep theirs. O(running), with one call for each request that
+        needs something.
         """
         requests, computed_tokens, due = list[EngineRequest](), list[int](), list[int]()
         enough, longest = self._enough, self._longest - 1
@@ -346,7 +349,8 @@ class _Load(NamedTuple):
 
     Attributes:
         tokens: tokens that exist after it.
-        resumes: whether the request can resume after it; False if it loads a whole prompt but no state.
+        resumes: whether the request can resume after it; False only for a model with states whose whole prompt is
+            loaded.
     """
 
     tokens: int
@@ -356,9 +360,8 @@ class _Load(NamedTuple):
 class Admissions:
     """Admissions to the blocks of ``cache`` of requests in ``mirrors``.
 
-    ``loading``: requests with blocks that a transfer writes. ``loaded``: requests with a finished transfer that were
-    not
-    admitted yet. ``resumed``: requests that resumed after a load since it was last cleared.
+    ``loading``: requests in an asynchronous load. ``loaded``: requests with a finished transfer that were not admitted
+    yet. ``resumed``: requests that resumed after a load since it was last cleared.
     """
 
     def __init__(self, cache: KVCacheManager, mirrors: Mirrors, settings: Settings) -> None:
@@ -457,10 +460,8 @@ class Admissions:
         """Raise ConfigError for a state that would not exist when it is read.
 
         In a synchronous load, vLLM's worker copies the state to the step's last block before the connector writes the
-        state.
-        After a load of a whole prompt, the state follows the last token, and the step that computes the last token
-        again
-        cannot use it. Such a prompt is computed once; a second attempt is rejected.
+        state. After a load of a whole prompt, the state follows the last token, and the step that computes the last
+        token again cannot use it. Such a prompt is computed once; a second attempt is rejected.
         """
         end = loaded + new_tokens
         if new_tokens and any(one.state_column(loaded) != one.state_column(end) for one in self._states):

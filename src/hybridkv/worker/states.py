@@ -12,14 +12,15 @@ two drafts. S is its state column, R its token count before the drafts:
     temporal  [ R          | R+1 | R+2 ]     the token count of each state
     conv      [ .. R R+1 R+2 ]               one window over the last inputs, kernel_width - 1 + drafts columns
 
-If ``a`` of these tokens are accepted, the request resumes at R + a - 1: its temporal state is that of column S + a - 1,
-and its conv state begins at column a - 1 of the window. ``bias`` is this offset a - 1.
+``a`` counts the last certain token and the accepted drafts, so it is at least 1. The request resumes at R + a - 1: its
+temporal state is that of column S + a - 1, and its conv state begins at column a - 1 of the window. ``bias`` is this
+offset a - 1.
 
 InPlaceStates does all of this for the groups of a storage:
 
     before(step)             the state of every row moves to the column of the last token that the step runs
     blocks(step, group)      the blocks that the forward reads and writes
-    after(step, accepted)    if accepted drafts crossed a block boundary, its state moves to where it is published
+    after(step, accepted)    a state at a block boundary among these ``a`` tokens moves to where it is published
 
 This replaces the parts of a Step about states: ``copies`` of kind "state", ``state_read`` and ``state_writes``. A
 forward that reads one block and writes another needs none of it: it follows the Step.
@@ -140,7 +141,8 @@ class RowColumns:
             rows: int[n].
             computed: int[n], tokens that each row has computed.
             scheduled: int[n], tokens that the forward runs.
-            accepted: int[n], the ``a`` of each row's last step; 1 for a new or dropped row.
+            accepted: int[n], ``StatePlan.accepted`` that ``after`` returned for each row, which is not always the ``a``
+                of its last step; 1 for a new or dropped row.
 
         Raises:
             WorkerError: a row or count is out of range.
@@ -215,6 +217,7 @@ def state_copies(plan: StatePlan, table: Int32, num_blocks: Int32) -> StateCopie
 
     A column is gone if it is null, or if its block is also in a later column: drafts pass their blocks on to later
     columns. After the forward, copies to such columns are left out, because the state of that boundary is not kept.
+    A copy within one column is rejected at either stage.
 
     Args:
         plan: the copies by column.
