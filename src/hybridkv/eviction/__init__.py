@@ -1,7 +1,7 @@
 """Choose which resume points to keep and which one to evict next (docs/design/0019, 0026).
 
-The core (hybridkv.cache) does not import this package: a manager composes the two. Of ``lru`` this package holds only
-the name. Its order is the order of the space (hybridkv.cache.spaces); hybridkv.cache.eviction_policy supersedes states.
+The core (hybridkv.cache) does not import this package: a manager composes the two. This package only names ``lru``: the
+space keeps its order (hybridkv.cache.spaces), and hybridkv.cache.eviction_policy supersedes states.
 """
 
 import hybridkv.cache  # noqa: F401 - the manager composes this package: its modules come first

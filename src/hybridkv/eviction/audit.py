@@ -54,7 +54,7 @@ def _place(kept: RankedResumePoints, point: ResumePoint) -> Iterator[str]:
 
 
 def _follows_nearest(point: ResumePoint, at: Mapping[bytes, Sequence[ResumePoint]]) -> Iterator[str]:
-    """Check that the parent is the nearest resume point before ``point``. at: kept resume points by their chains."""
+    """Check that the parent is the nearest resume point before ``point``. at: the kept resume points of each chain."""
     parent = point.parent
     if parent is None:
         return

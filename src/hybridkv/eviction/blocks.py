@@ -2,17 +2,19 @@
 
 A resume point needs, in each group, the blocks that a hit at its token count reads:
 
-full attention      every block of its segment (those before are its parent's), and the one that holds its last tokens
-windows, chunks     the blocks that the next token reads, and that one
+full attention      every block of its segment (its parent needs the earlier blocks), and its partial block
+windows, chunks     the blocks that the next token reads, and its partial block
 states              the state at exactly its token count
+
+The partial block holds the last tokens of a resume point that is not at a block boundary.
 
 A block that no kept resume point needs and no request holds is unneeded: no useful hit reads it, so it is reused first.
 
     counts[block]   how many kept resume points need it
-    payers[block]   of several tenants, the charged one: its resume point needed the block first, or it inherited it
-    owners[block]   the resume points that need it by themselves: a state, or what holds their last tokens
+    payers[block]   with several tenants, the charged one: its resume point needed the block first, or inherited it
+    owners[block]   the resume points that list it as their own: a state or a partial block
 
-What happens to blocks is read from the journal, in order: see ``read``.
+``read`` follows the changes of blocks in the order of the journal.
 """
 
 from __future__ import annotations
@@ -49,22 +51,24 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 _FEW: Final = 3
-"""Up to so many blocks, pricing each takes less time than seeing whether all have one size."""
+"""Pricing this many blocks one by one takes less time than a test that all have one size; chosen by hand."""
 
 
 class PointBlocks:
     """Count the blocks of resume points as they come and go.
 
-    groups: all that publish.
-    space: of ``pool``.
-    block_bytes: of each class.
-    tenants: among whom ``weights`` divides what is needed.
+    Args:
+        groups: The groups that publish blocks.
+        pool: The pool of the blocks.
+        space: The space of ``pool``.
+        block_bytes: Bytes of a block of each class.
+        tenants: Number of tenants.
 
     Attributes:
-        owners: block -> the resume points that need it by themselves.
-        counts: int32[blocks], resume points that need each block.
-        payers: int32[blocks], the tenant that is charged for each block; empty for a single tenant.
-        weights: bytes that each tenant is charged.
+        owners: block -> the resume points that list it as their own.
+        counts: Resume points that need each block, int32[blocks].
+        payers: The tenant that is charged for each block, int32[blocks]; empty for a single tenant.
+        weights: Bytes that each tenant is charged.
     """
 
     def __init__(
@@ -79,8 +83,8 @@ class PointBlocks:
         self.space = space
         space.take_unneeded_first()
         self.counts = np.zeros(pool.num_blocks, np.int32)
-        self._each = self.counts.data  # quick to read singly
-        self._first_place = np.zeros(pool.num_blocks, np.int32)  # of each block among those that are given up together
+        self._each = self.counts.data  # a memoryview reads single counts faster
+        self._first_place = np.zeros(pool.num_blocks, np.int32)  # scratch memory of _mark_unneeded
         self.weights = Weights(tenants)
         self.payers = np.zeros(pool.num_blocks if tenants > 1 else 0, np.int32)
         self._pool = pool
@@ -93,17 +97,17 @@ class PointBlocks:
         self.overlaps = bool(self._windows) or any(group.hashes_per_block > 1 for group in self._full)
         """Whether a resume point may need blocks before its parent: for windows, and columns of several hash blocks."""
 
-    # -- where they are
+    # -- find the blocks of a resume point
 
     def segment(self, point: ResumePoint) -> list[int] | None:
-        """Return the blocks of full attention in its segment, in order; None where one is not there. O(segment)."""
+        """Return the blocks of full attention in its segment, in order; None if one is missing. O(segment)."""
         start, found = point.depth - len(point.segment), list[int]()
         for group in self._full:
             found += group.index.blocks_of(_columns(group, point.segment, start))
         return None if 0 in found else found
 
     def window(self, point: ResumePoint) -> list[int] | None:
-        """Return the whole blocks that windows and chunks read before it; None where one is not there. O(windows)."""
+        """Return the whole blocks that windows and chunks read before it; None if one is missing. O(windows)."""
         found = list[int]()
         keys_read: dict[tuple[int, int, int], list[bytes]] = {}  # groups with the same window read the same keys
         for group in self._windows:
@@ -115,7 +119,7 @@ class PointBlocks:
         return None if 0 in found else found
 
     def _own(self, request: Request, tokens: int) -> list[int] | None:
-        """Return its states and the blocks that hold its last tokens; None where one is not there."""
+        """Return the states and partial blocks at ``tokens`` of ``request``; None if one is missing."""
         found = list[int | None]()
         for group in (*self._full, *self._windows):
             column, rest = divmod(tokens, group.policy.block_size)
@@ -125,27 +129,30 @@ class PointBlocks:
         found += [group.index.state_at(request, tokens) for group in self._states]
         return None if None in found else [block for block in found if block]
 
-    # -- what they cost
+    # -- costs
 
-    def _besides(self, point: ResumePoint) -> list[int]:
-        """Return what ``point`` pays for besides its own blocks: windows, and its segment unless it has children."""
+    def _more_blocks(self, point: ResumePoint) -> list[int]:
+        """Return the blocks that ``point`` pays for next to its own: windows, and its segment if it is a leaf."""
         found = self.window(point) or [] if self._windows else []
         return found if point.children else found + (self.segment(point) or [])
 
     def look(self, point: ResumePoint) -> tuple[float, bool]:
-        """Return ``saved`` of ``point``, and whether requests hold all that it pays for: giving it up frees nothing."""
-        held, besides = self._pool.ref_count, self._besides(point)
-        return self._saved(point, besides), all(map(held, point.own)) and all(map(held, besides))
+        """Return ``saved`` of ``point``, and whether its eviction frees nothing: requests hold all its blocks."""
+        held, more = self._pool.ref_count, self._more_blocks(point)
+        return self._saved(point, more), all(map(held, point.own)) and all(map(held, more))
 
     def frees(self, point: ResumePoint, gone: Counter[int], taken: dict[int, int]) -> list[int]:
-        """Return how many more blocks of each class become free without ``point``, after those asked with ``gone``.
+        """Return how many more blocks of each class become free if ``point`` is evicted too.
 
-        Lowers ``weights``; ``put_back`` restores them.
+        Calls with one ``gone`` form a series: each counts the victims of the calls before. They lower ``weights``;
+        ``put_back`` restores them.
 
-        gone: for each block that several resume points need, how many of those asked do.
-        taken: bytes that each tenant is charged no longer without them; those of ``point`` are added.
+        Args:
+            point: The next victim.
+            gone: For each block that several resume points need, how many victims need it; updated.
+            taken: Bytes that each tenant is no longer charged without the victims; updated.
         """
-        ids = np.array(point.own + self._besides(point), np.int64)
+        ids = np.array(point.own + self._more_blocks(point), np.int64)
         counts = self.counts[ids]
         shared = ids[counts > 1].tolist()
         gone.update(shared)
@@ -158,9 +165,9 @@ class PointBlocks:
         return found
 
     def saving(self, request: Request, point: ResumePoint, parent: ResumePoint, states: Sequence[int]) -> float:
-        """Return what ``point``, not kept, would save below ``parent``: tokens a byte that no other needs.
+        """Return the tokens per byte that ``point``, not kept, would save below ``parent``; 0.0 if it needs no byte.
 
-        states: blocks by class that it takes. 0.0 where it needs nothing.
+        Bytes count only in blocks that no other resume point needs. states: blocks of each class that it takes.
         """
         counts = list(states)
         for group in self._full:
@@ -171,19 +178,19 @@ class PointBlocks:
         return (point.tokens - parent.tokens) / size if size else 0.0
 
     def saved(self, point: ResumePoint) -> float:
-        """Return what ``point``, kept, saves: tokens after its parent, a byte; 0.0 where it pays for nothing.
+        """Return the tokens after its parent that ``point``, kept, saves per byte; 0.0 if it pays for no block.
 
-        Resume points that need the same block share what it costs. O(its segment).
+        Resume points that need the same block share its cost. O(its segment).
         """
-        return self._saved(point, self._besides(point))
+        return self._saved(point, self._more_blocks(point))
 
-    def _saved(self, point: ResumePoint, besides: list[int]) -> float:
-        price = self._price(point.own) + self._price(besides)
+    def _saved(self, point: ResumePoint, more: list[int]) -> float:
+        price = self._price(point.own) + self._price(more)
         before = 0 if point.parent is None else point.parent.tokens
         return (point.tokens - before) / price if price else 0.0
 
     def _price(self, ids: list[int]) -> float:
-        """Return the bytes of ``ids``, each shared by those that need it."""
+        """Return the bytes of ``ids``, each divided by the number of resume points that need it."""
         sizes, bases, counts = self._bytes_of, self._pool.bases, self._each
         if len(ids) > _FEW and (of := bisect_right(bases, min(ids))) == bisect_right(bases, max(ids)):
             size = sizes[of - 1]
@@ -193,9 +200,9 @@ class PointBlocks:
     # -- resume points come and go
 
     def put(self, request: Request, point: ResumePoint, parent: ResumePoint) -> list[ResumePoint] | None:
-        """Keep ``point``, of ``request``, below ``parent``. Return those whose costs changed. O(its blocks).
+        """Keep ``point``, of ``request``, below ``parent``. Return the points with changed costs. O(its blocks).
 
-        Returns None, and does nothing, where one of its blocks is not there.
+        Returns None, and does nothing, if one of its blocks is missing.
         """
         own = self._own(request, point.tokens)
         if own is None:
@@ -231,14 +238,17 @@ class PointBlocks:
             self.counts[group.index.blocks_of(_columns(group, keys, start))] -= times
 
     def _following(self, request: Request, point: ResumePoint) -> set[bytes]:
-        """Return the known keys of blocks that begin with the last tokens of ``point``, which fill none."""
+        """Return the known keys of blocks that begin with the tokens of ``point`` inside a block; empty without any."""
         if not point.inside[1]:
             return set()
-        keys = {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
-        return keys.union(request.hashes[point.depth : point.depth + 1])
+        return self._own_keys(point).union(request.hashes[point.depth : point.depth + 1])
+
+    def _own_keys(self, point: ResumePoint) -> set[bytes]:
+        """Return the keys of the own blocks of ``point``."""
+        return {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
 
     def _put_below(self, point: ResumePoint, parent: ResumePoint) -> list[ResumePoint]:
-        """Put ``point`` below ``parent``, now known to be its prefix. Return those whose costs changed."""
+        """Put ``point`` below ``parent``, now known to be its prefix. Return the points with changed costs."""
         changed, at = [point], parent
         while at is not point.parent and at.parent is not None:
             changed += [at, *self._others(at, self.segment(at))]
@@ -251,9 +261,9 @@ class PointBlocks:
         return changed
 
     def take_out(self, point: ResumePoint) -> tuple[ResumePoint, list[ResumePoint]]:
-        """Keep ``point`` no longer: what no one needs or holds any longer is given up. O(its segment, its children).
+        """Keep ``point`` no longer, and mark its unneeded blocks. O(its segment, its children).
 
-        Returns its parent, and all whose costs changed. Its children need its segment each.
+        Each of its children then needs its segment. Returns its parent, and the points with changed costs.
         """
         segment = self.segment(point)
         changed = self._others(point, segment)
@@ -276,7 +286,7 @@ class PointBlocks:
         return parent, changed
 
     def cut(self, point: ResumePoint) -> tuple[ResumePoint, list[ResumePoint]]:
-        """Take ``point`` out of the tree, counts unchanged. Return its parent, and its children, now below that one."""
+        """Take ``point`` out of the tree, counts unchanged. Return its parent and its children, moved to the parent."""
         for block in point.own:
             owners = self.owners[block]
             owners.remove(point)
@@ -289,29 +299,32 @@ class PointBlocks:
     def _others(self, point: ResumePoint, segment: list[int] | None) -> list[ResumePoint]:
         """Return other resume points that may share the cost of a block of ``point``, except parent and children.
 
-        Those with children pay for no segment.
+        Resume points with children pay for no segment, so they are left out unless windows overlap.
         """
         owners = self.owners
         found = [
             one for block in point.own + (segment or []) if block in owners for one in owners[block] if one is not point
         ]
         others = siblings_of(point)
-        keys = {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
-        if keys:  # those that continue after the block that it ends in
+        keys = self._own_keys(point)
+        if keys:  # resume points that continue after its partial block
             others += [one for before in level_of(point) for key in sorted(keys) for one in few(before, key)]
         return found + [one for one in others if self.overlaps or not one.children]
 
-    # -- what happens to blocks
+    # -- changes of blocks
 
     def read(self, facts: Sequence[BlockFact]) -> dict[int, int]:
-        """Follow what happened to blocks. O(their blocks).
+        """Follow the changes of blocks. O(their blocks).
 
-        Blocks that no resume point needs are given up once no request holds them, in the order in which they were
-        released last. Blocks that lost their keys are needed no longer.
+        A block that no resume point needs and no request holds is marked as unneeded, in the order of the last
+        releases. A block that lost its key is needed no longer.
 
-        facts: in order. No block moves after it is released: room is made, and so facts are read, before blocks move.
+        Args:
+            facts: The changes, in order. No block moves after its release: facts are read when room is made, and room
+                is made before blocks move.
 
-        Returns the blocks that lost their keys while they were needed, each with how many resume points needed it.
+        Returns:
+            The needed blocks that lost their keys, each with the number of resume points that needed it.
         """
         lost, released = dict[int, int](), list[Int64]()
         for fact in facts:
@@ -330,10 +343,10 @@ class PointBlocks:
         return lost
 
     def _mark_unneeded(self, released: Sequence[Int64]) -> None:
-        """Give up those of ``released`` that nothing needs or holds, each where it was released last."""
+        """Mark the blocks of ``released`` that nothing needs or holds as unneeded, each at its last release."""
         if not released:
             return
-        ids = released[0] if len(released) == 1 else np.concatenate(released[::-1])  # what is given up last goes first
+        ids = released[0] if len(released) == 1 else np.concatenate(released[::-1])  # the last released come first
         loose = ids[(self.counts[ids] == 0) & (self._pool.ref_counts(ids) == 0) & self._pool.keys.are_on(ids)]
         if len(released) > 1 and loose.size > 1:
             places = np.arange(loose.size)
@@ -361,7 +374,7 @@ class PointBlocks:
         return {moved.get(block, block): count for block, count in lost.items()}
 
     def clear(self) -> None:
-        """Need nothing, since all blocks lost their keys."""
+        """Need no block, since all blocks lost their keys."""
         self.owners.clear()
         self.counts.fill(0)
         self.weights.replace([0] * len(self.weights.of))
@@ -373,9 +386,11 @@ class PointBlocks:
     def lose(self, lost: Mapping[int, int]) -> tuple[set[ResumePoint], bool]:
         """Remove blocks that lost their keys from ``owners`` and from ``own`` of their resume points.
 
-        lost: block -> how many resume points needed it.
+        Args:
+            lost: block -> how many resume points needed it.
 
-        Returns the resume points that owned one, and whether no other resume point needed any of them.
+        Returns:
+            The resume points that owned one, and whether no other resume point needed any of the blocks.
         """
         broken, owned_alone = set[ResumePoint](), True
         for block, count in lost.items():
@@ -394,18 +409,18 @@ class PointBlocks:
         return counts
 
     def recount(self, points: Sequence[ResumePoint]) -> None:
-        """Count anew: ``points``, whole ones, are all that need anything."""
+        """Count anew the blocks that ``points`` need: all kept resume points, each with all its blocks."""
         self._recount([(point.tenant, self._blocks_of(point)) for point in points])
         self.space.mark_unneeded((self._pool.cached() & (self.counts == 0)).nonzero()[0])
 
     def _blocks_of(self, point: ResumePoint) -> Int64:
-        """Return all that it needs, as far as its segment and windows are there."""
+        """Return the blocks that it needs, without a segment or window that misses a block."""
         return np.array([*(self.segment(point) or []), *(self.window(point) or []), *point.own], np.int64)
 
-    # -- counts, and who is charged
+    # -- counts, and charges of tenants
 
     def _add(self, ids: Ids, tenant: int) -> None:
-        """Count one more resume point of ``tenant`` for each of ``ids``, distinct, with keys."""
+        """Count one more resume point of ``tenant`` for each of ``ids``, which are distinct and have keys."""
         counts = self.counts[ids]
         new = ids[counts == 0]
         self.counts[ids] = counts + 1
@@ -416,9 +431,10 @@ class PointBlocks:
             self.space.keep(new)
 
     def _recount(self, points: Sequence[tuple[int, Ids]]) -> None:
-        """Count anew what resume points need. O(blocks and needs).
+        """Count anew the blocks that resume points need. O(blocks and needs).
 
-        Of two blocks with one key the first may have been lost: the other one, given up before, is needed in its place.
+        If two blocks have one key and the first was lost, the second is needed in its place, although it was marked as
+        unneeded before.
 
         points: the tenant of each resume point, and the blocks that it needs.
         """
@@ -440,7 +456,7 @@ class PointBlocks:
         return int(self._bytes_of_each(ids).sum())
 
     def _hand_on(self, ids: Ids, tenant: int) -> None:
-        """Charge ``tenant`` for ``ids``, which its resume points need, from now on."""
+        """Charge ``tenant`` for ``ids``, which its resume points need."""
         if self.payers.size:
             self._discharge(ids)
             self.payers[ids] = tenant
@@ -451,7 +467,7 @@ class PointBlocks:
             self._take_off(ids, {})
 
     def _take_off(self, ids: Ids, taken: dict[int, int]) -> None:
-        """Charge no tenant for ``ids``, and add to ``taken`` what each was charged. O(ids log ids)."""
+        """Charge no tenant for ``ids``, and add the former charge of each tenant to ``taken``. O(ids log ids)."""
         payers, place = np.unique(self.payers[ids], return_inverse=True)
         sizes = np.zeros(payers.size, np.int64)
         np.add.at(sizes, place, self._bytes_of_each(ids))
@@ -460,7 +476,7 @@ class PointBlocks:
             taken[tenant] = taken.get(tenant, 0) + size
 
     def put_back(self, taken: dict[int, int]) -> None:
-        """Charge each tenant again for what calls of ``frees`` added to ``taken``."""
+        """Charge each tenant again for the bytes that calls of ``frees`` added to ``taken``."""
         for tenant, size in taken.items():
             self.weights.add(tenant, size)
 
@@ -474,7 +490,7 @@ class PointBlocks:
         return found
 
     def _drop(self, ids: Ids) -> Ids:
-        """Count one resume point less for each of ``ids``, distinct. Return those that none needs now."""
+        """Count one resume point less for each of the distinct ``ids``. Return the ids that no resume point needs."""
         counts = self.counts[ids] - 1
         self.counts[ids] = counts
         loose: Ids = ids[counts == 0]
@@ -483,6 +499,6 @@ class PointBlocks:
 
 
 def _columns(group: CacheGroup, keys: Sequence[bytes], start: int) -> Sequence[bytes]:
-    """Return those of ``keys``, of hash blocks from ``start`` on, that end a column of ``group``."""
+    """Return the keys that end a column of ``group``. keys: of the hash blocks from number ``start`` on."""
     stride = group.hashes_per_block
     return keys if stride == 1 else keys[(stride - 1 - start) % stride :: stride]

@@ -26,7 +26,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.eviction.resume_points import KINDS, Heir, ResumePoint, hinted_rate, is_hinted, note_hit
+from hybridkv.eviction.resume_points import Heir, ResumePoint, class_kind, hinted_rate, is_hinted, note_hit
 from hybridkv.request_rows import grown
 
 Float = NDArray[np.float64]
@@ -104,13 +104,13 @@ class Ring:
         return not place
 
     def remove(self, point: ResumePoint) -> bool:
-        """Remove ``point``, whose last use is as it was when added. Return whether it was the first or the last one."""
+        """Remove ``point``, not used since it was added. Return whether it was the first or the last one."""
         place = bisect_left(self.points, (point.used, point.serial))
         del self.points[place]
         return not place or place == len(self.points)
 
     def outer(self) -> tuple[ResumePoint, ...]:
-        """Return the one used longest ago, and the one used last where that is another."""
+        """Return the resume point used longest ago and the one used last, once if they are the same."""
         points = self.points
         return (points[0][2],) if len(points) == 1 else (points[0][2], points[-1][2])
 
@@ -248,7 +248,7 @@ class HazardRanking:
         self._counted[point.row] = age
 
     def _row(self, point: ResumePoint) -> int:
-        """Return the row of ``point``, a new one where it has none."""
+        """Return the row of ``point``, and give it a new row first if it has no row."""
         row = point.row
         if row < 0:
             row = point.row = self._free.pop() if self._free else self._rows
@@ -295,7 +295,7 @@ class HazardRanking:
         return self._at_risk
 
     def wait_all(self, of: Int64, start: Float, end: Float) -> None:
-        """Count the seconds that resume points of classes ``of`` waited from ages ``start`` to ages ``point``.
+        """Count the seconds that resume points of classes ``of`` waited from ages ``start`` to ages ``end``.
 
         O(resume points), times the buckets for the few that pass into another bucket, in array operations.
         """
@@ -353,7 +353,7 @@ class HazardRanking:
     # -- rings
 
     def add(self, point: ResumePoint, now: float) -> None:  # noqa: ARG002 - the signature of a ranking
-        """Put ``point`` into the ring of its class and of the tokens that it saves per byte."""
+        """Add ``point`` to the ring of its class and of the tokens that it saves per byte."""
         self._row(point)
         key = point.ring = point.class_number, math.frexp(point.saved)[1]
         point.until = -math.inf
@@ -364,7 +364,7 @@ class HazardRanking:
             ring.until = -math.inf
 
     def remove(self, point: ResumePoint) -> None:
-        """Take ``point`` out of its ring."""
+        """Remove ``point`` from its ring."""
         if point.ring is not None:
             ring = self._rings[point.ring]
             if ring.remove(point):
@@ -384,7 +384,7 @@ class HazardRanking:
         for ring in self._rings.values():
             if now >= ring.until:
                 self._value_ring(ring, now)
-            if ring.value <= least:  # for few rings
+            if ring.value <= least:  # true for few rings
                 point = ring.least
                 if point and (ring.value < least or lowest is None or point.serial < lowest.serial):
                     least, lowest = ring.value, point
@@ -486,7 +486,7 @@ def class_of(point: ResumePoint) -> tuple[int, int, int]:
         gap = -1
     else:
         gap = 0 if point.session_gap < 1.0 else min(6, 1 + int(math.log(point.session_gap, 3)))
-    return int(point.kind) + KINDS * point.hint, min(point.hits, 3), gap
+    return class_kind(point.kind, point.hint), min(point.hits, 3), gap
 
 
 def least_gap_s(hits: int, gap: int) -> float | None:

@@ -53,9 +53,13 @@ _MOST_GHOST_ENTRIES: Final = 4000
 """Ghost entries of each tenant. Hit rates did not depend on it between 2,000 and 40,000 (docs/design/0019)."""
 
 _MORE_BYTES: Final = 1 << 30
+"""The memory of ``PointCounts.missed_a_gib_more``, in bytes."""
 
 _REMEMBERED: Final = 5
-"""Known keys as a multiple of the blocks: the cached ones, and four times as many (one time cost 2.3 points)."""
+"""Known keys as a multiple of the blocks: the cached ones, and four times as many more (docs/design/0019).
+
+With one time as many more, the hit rate fell by 2.3 points.
+"""
 
 
 def _three() -> list[int]:
@@ -66,12 +70,14 @@ def _three() -> list[int]:
 class PointCounts:
     """Count the events of resume points by kind and class, and the hits of each tenant.
 
-    by_kind: kept, hits, missed, declined, evicted, and evicted without a hit.
-    by_class: hits, missed, evicted.
-    asked: by tenant, its requests, their prompt tokens and hit tokens.
-    missed_tokens: tokens that hits of the deepest ghost entries would have added.
-    missed_a_gib_more: the part of them that one more GiB of memory would have kept.
-    evicted_bytes: so far. evicted_at: their count at the eviction of each ghost entry, by its serial.
+    Attributes:
+        by_kind: For each kind: kept, hits, missed, declined, evicted, and evicted without a hit.
+        by_class: For each class: hits, missed, evicted.
+        asked: For each tenant: its requests, their prompt tokens and hit tokens.
+        missed_tokens: Tokens that hits of the deepest ghost entries would have added.
+        missed_a_gib_more: The part of ``missed_tokens`` that one more GiB of memory would have kept.
+        evicted_bytes: Bytes evicted so far.
+        evicted_at: ``evicted_bytes`` at the eviction of each ghost entry, by its serial.
     """
 
     by_kind: dict[Kind, list[int]] = field(default_factory=lambda: {kind: [0] * 6 for kind in Kind})
@@ -127,9 +133,13 @@ class _Session:
 
 @dataclass(slots=True)
 class _Tenant:
-    """Hold the ranking of a tenant. points: how many may be evicted. standing: its place in the order of tenants.
+    """Hold the ranking of a tenant.
 
-    awaited: resume points that a request waits for. They are evicted after all points of ``ranking``.
+    Attributes:
+        ranking: The resume points that may be evicted and no request waits for.
+        awaited: The resume points that a request waits for. They are evicted after all points of ``ranking``.
+        points: Number of both.
+        standing: Its place in the order of tenants, while it has points.
     """
 
     ranking: Ranking
@@ -141,8 +151,15 @@ class _Tenant:
 class TenantRankings:
     """Rank the resume points of each tenant, and choose the next one to evict over all tenants.
 
-    ranking: makes the ranking of a tenant at its first request. memory_bytes: the memory that ``shares`` divide.
-    weights: bytes that each tenant is charged, read at each choice. For reading: shares; tenants, by number.
+    Args:
+        ranking: Makes the ranking of a tenant at its first request.
+        shares: The shares of the tenants.
+        memory_bytes: The memory that ``shares`` divide.
+        weights: Bytes that each tenant is charged, read at each choice.
+
+    Attributes:
+        shares: The shares of the tenants.
+        tenants: The ranking and points of each tenant, by its number.
     """
 
     def __init__(
@@ -209,7 +226,7 @@ class TenantRankings:
         return tenant.awaited.outer()[0] if found is None and tenant.awaited.points else found
 
     def _place(self) -> None:
-        """Bring tenants whose bytes changed, or whose first or last resume point came or went, to their places."""
+        """Move tenants to their places if their bytes changed, or their first or last resume point came or went."""
         for number in self._moved | self._weights.changed:
             tenant = self.tenants.get(number)
             if tenant is None:
@@ -226,13 +243,16 @@ class TenantRankings:
         return self.shares.standing(tenant, self._weights.of[tenant], self._memory_bytes)
 
     def prefers(self, point: ResumePoint, other: ResumePoint, now: float) -> bool:
-        """Return whether ``other``, which is kept, goes for ``point``: of another tenant, if that gives way first."""
+        """Return whether ``other``, which is kept, is evicted to keep ``point``.
+
+        If they belong to different tenants, the order of the tenants decides.
+        """
         if point.tenant == other.tenant:
             return not other.awaited and self.of(point.tenant).prefers(point, other, now)
         return self._standing(other.tenant) < self._standing(point.tenant)
 
     def check(self, ranked: Mapping[int, int]) -> Iterator[str]:
-        """Yield a line for each violated invariant. ranked: resume points of each tenant that may be given up."""
+        """Yield a line for each violated invariant. ranked: how many resume points of each tenant may be evicted."""
         for number, tenant in self.tenants.items():
             yield from tenant.ranking.check()
             yield from (
@@ -244,15 +264,18 @@ class TenantRankings:
                 yield f"tenant {number} counts {tenant.points} ranked resume points, not {ranked.get(number, 0)}"
         self._place()
         if len(self.shares.of) > 1 and self._order != sorted(map(self._standing, ranked)):
-            yield f"tenants give way as {self._order}, not by what they have too much"
+            yield f"tenants evict in the order {self._order}, which does not follow their shares"
 
 
 class RankedResumePoints:
     """Keep resume points by their value per byte.
 
-    pool: the blocks. blocks: counts the blocks that resume points need. rankings: chooses the next resume point.
-    facts: changes of blocks since the last read; see Journal.blocks.
-    hash_block: tokens of a hash block.
+    Args:
+        pool: The pool of the blocks.
+        blocks: Counts the blocks that resume points need.
+        rankings: Chooses the next resume point to evict.
+        facts: Changes of blocks since the last read (``Journal.blocks``). This object empties the list.
+        hash_block: Tokens of a hash block.
     """
 
     ranks = True
@@ -273,8 +296,8 @@ class RankedResumePoints:
         self._ghost_entries = defaultdict[int, dict[int, ResumePoint]](dict)  # by tenant and serial, the oldest first
         self._known = defaultdict[int, KnownTokens](lambda: KnownTokens(_REMEMBERED * pool.num_blocks))
         self._sessions: dict[int, _Session] = {}
-        self._parked: dict[int, ResumePoint] = {}  # those whose blocks are all held, by serial
-        self._stale: dict[int, ResumePoint] = {}  # those with a value that may have changed, by serial
+        self._parked: dict[int, ResumePoint] = {}  # by serial; requests hold all their blocks, so they free nothing
+        self._stale: dict[int, ResumePoint] = {}  # by serial; their saved tokens per byte may have changed
 
     def _tenant_of(self, request: Request) -> int:
         return 0 if request.tenant is None else self._rankings.tenant_of(request)
@@ -283,12 +306,12 @@ class RankedResumePoints:
         found = self._rankings.tenants.get(tenant)
         return self._rankings.of(tenant) if found is None else found.ranking
 
-    # -- what happens to requests
+    # -- requests
 
     def begin(self, request: Request, hit_tokens: int) -> None:
-        """Count hits of the deepest resume point of its prompt that is kept, and of the deepest that is known.
+        """Count hits of the deepest kept resume point of the prompt, and of the deepest known one. O(its hash blocks).
 
-        One that was given up, and is hit before its blocks are taken, is kept again. O(its hash blocks).
+        An evicted resume point that is hit before its blocks are taken is kept again.
         """
         self.settle()
         now = self._clock()
@@ -331,7 +354,7 @@ class RankedResumePoints:
             self._note_hint(point, of_session(request.hints), now)
 
     def _note_branch(self, request: Request, consumed: ResumePoint | None, hit_tokens: int, now: float) -> None:
-        """Keep a resume point where ``request`` leaves what others had, though its blocks were there without one."""
+        """Keep a resume point at the end of a hit after ``consumed``: ``request`` diverges from others there."""
         tokens = hit_tokens // self._hash_block * self._hash_block
         before = 0 if consumed is None else consumed.tokens
         if tokens >= before + self._hash_block:
@@ -343,7 +366,7 @@ class RankedResumePoints:
                 self._insert(request, point, now)
 
     def expect(self, request: Request) -> None:
-        """Let what ``request`` begins with go last until ``expect_no_longer``. O(its hash blocks)."""
+        """Evict the resume point of waiting ``request`` last, until ``expect_no_longer``. O(its hash blocks)."""
         self.settle()
         self._await(self._tree.expect(request))
 
@@ -363,12 +386,12 @@ class RankedResumePoints:
     def known_tokens(self, request: Request) -> int:
         """Return the known whole hash blocks before the last token of a new prompt, in tokens. O(log blocks)."""
         if request.first_hit_tokens is not None:
-            return 0  # what it computed itself
+            return 0  # a preempted request: it would find its own tokens
         most = (request.num_prompt_tokens - 1) // self._hash_block
         known = self._known[self._tenant_of(request)]
         return leading_known(known, request.hashes[:most]) * self._hash_block
 
-    # -- resume points come and go
+    # -- keep and evict resume points
 
     def admits(self, request: Request, tokens: int, needs: Sequence[int]) -> bool:
         """Return whether all victims of a new resume point have less value. A declined one becomes a ghost entry."""
@@ -389,13 +412,13 @@ class RankedResumePoints:
         if not point.kept and not admitted:
             self._record_evicted(point, parent, now, declined=True)
         elif known is None:
-            self._forget(point, now)  # it is made when its blocks are there
+            self._forget(point, now)  # ``keep`` makes it again when its blocks are there
         return admitted
 
     def keep(self, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
         """Keep the resume point at ``tokens``. O(blocks after its parent + resume points that begin as it does).
 
-        One whose tokens are not all published, or shorter than a hash block, is not kept: its blocks go first.
+        A resume point shorter than a hash block, or with unpublished tokens, is not kept: its blocks are evicted first.
         """
         self.settle()
         now = self._clock()
@@ -409,7 +432,7 @@ class RankedResumePoints:
         if request.hints is not NO_HINTS:
             self._note_hint(point, hint_of(request, tokens), now)
         if point.kept and states:
-            self._release(point, now)  # some of its states were lost, and are there again
+            self._release(point, now)  # some of its states were lost and have been saved again
         if point.kept or self._insert(request, point, now):
             self._pass(request, tokens, now)
 
@@ -501,7 +524,7 @@ class RankedResumePoints:
             self._forget(next(iter(ghosts.values())), now)
 
     def _forget(self, point: ResumePoint, now: float) -> None:
-        """Know ``point``, not kept, no longer."""
+        """Forget ``point``, which is not kept."""
         self._ghost_entries[point.tenant].pop(point.serial, None)
         self._tree.forget(point)
         self._counts.evicted_at.pop(point.serial, None)
@@ -556,7 +579,7 @@ class RankedResumePoints:
                 self._unpark(now)
                 continue
             saved, held = self._blocks.look(lowest)
-            if saved != lowest.saved:  # a resume point that is not its relative came or went
+            if saved != lowest.saved:  # an unrelated resume point came or went
                 self._change_saved(lowest, saved, now)
             elif not held:
                 return lowest
@@ -564,7 +587,7 @@ class RankedResumePoints:
                 self._unrank(lowest)
                 self._parked[lowest.serial] = lowest
 
-    # -- ranked
+    # -- rank
 
     def _rank(self, point: ResumePoint, now: float) -> None:
         """Rank ``point`` if its eviction may free blocks."""
@@ -580,14 +603,14 @@ class RankedResumePoints:
         return was
 
     def _unpark(self, now: float) -> None:
-        """Rank those whose blocks were all held: they may be free by now."""
+        """Rank the parked resume points: requests may have released their blocks."""
         if self._parked:
             parked, self._parked = self._parked, {}
             for point in parked.values():
                 self._rank(point, now)
 
     def _note_stale(self, points: Iterable[ResumePoint]) -> None:
-        """Note that what ``points`` save may have changed: it is worked out before anything is ranked by it."""
+        """Note that the saved tokens of ``points`` may have changed; ``_renew_stale`` computes them before a choice."""
         self._stale.update([(point.serial, point) for point in points if point is not self._tree.root])
 
     def _renew_stale(self, now: float) -> None:
@@ -598,20 +621,20 @@ class RankedResumePoints:
                 self._change_saved(point, saved, now)
 
     def _change_saved(self, point: ResumePoint, saved: float, now: float) -> None:
-        """Rank ``point`` by what it saves a byte from now on."""
+        """Rank ``point`` by ``saved`` tokens per byte."""
         self._unrank(point)
         point.saved = saved
         self._rank(point, now)
 
-    # -- what happens to blocks
+    # -- changes of blocks
 
     def all_needed(self, ids: Ids) -> bool:
-        """Return whether some resume point needs each of ``ids``, so that none is given up when it is released."""
+        """Return whether some resume point needs each of ``ids``, so that their release makes no block unneeded."""
         self.settle()
         return self._blocks.all_needed(ids)
 
     def settle(self) -> None:
-        """Read what happened to blocks since the last call."""
+        """Read the changes of blocks since the last call."""
         if not self._facts:
             return
         facts = self._facts.copy()
@@ -631,7 +654,7 @@ class RankedResumePoints:
             self._release(point, now)
 
     def _forget_all(self) -> None:
-        """Keep and remember nothing, since all keys were lost at once."""
+        """Forget all resume points, since all blocks lost their keys at once."""
         now = self._clock()
         for point in self._tree.points.values():
             self._unrank(point)
@@ -641,7 +664,7 @@ class RankedResumePoints:
             remembered.clear()
 
     def _recount(self, broken: set[ResumePoint]) -> None:
-        """Count anew, without ``broken`` ones and those whose tokens are gone. O(kept ones and segments)."""
+        """Evict ``broken`` resume points and all that miss a block, and count anew. O(kept points and segments)."""
         now, cut = self._clock(), set[ResumePoint]()
         kept = self._tree.kept()
         for point in kept:
@@ -657,10 +680,10 @@ class RankedResumePoints:
         self._blocks.recount(left)
         self._note_stale(left)
 
-    # -- statistics, and what must hold
+    # -- statistics and invariants
 
     def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
-        """Return ``counts`` with those of resume points and tenants. O(resume points)."""
+        """Return ``counts`` with the counts of resume points and tenants. O(resume points)."""
         self.settle()
         shares, found = self._rankings.shares.of, self._counts
         asked = [found.asked.get(number, [0] * 3) for number in range(len(shares))]

@@ -12,7 +12,8 @@ point is the nearest kept one before it:
 
 A parent is a prefix of its children, token for token. The tree knows whole blocks only by their keys, so it cannot
 order a resume point inside a block and an older one that continues after the same whole blocks: neither becomes the
-parent of the other. Of all resume points that continue with one key, the first is before all of them or before no one.
+parent of the other. A resume point inside a block is a prefix of all resume points that continue with one key, or of no
+such point.
 
 Each resume point has a kind:
 
@@ -28,8 +29,7 @@ WITHIN    and greater values: its session resumes here within 4, 16, 64 ... seco
 For the ranking each hint is a class of its own with an initial rate, which observed hits outweigh.
 
 The tree also knows the requests that wait, and the deepest kept resume point of each: it is evicted after all others of
-its tenant. Tokens that a request gets while it waits (from steps in flight when it was preempted) are
-ignored.
+its tenant. Tokens that a request gets while it waits (from steps in flight when it was preempted) are ignored.
 """
 
 from __future__ import annotations
@@ -73,22 +73,23 @@ class ResumePoint:
     """A token count of a prefix at which a later request can resume: kept, or a ghost entry.
 
     Attributes:
-        serial: number in the order in which resume points were first made.
-        kind, hint: where it was made, and its hint; see the module.
-        tokens: of the prefix.
-        used: seconds, when it was kept or last hit.
-        session_gap: seconds that its session had paused when it was made; None for a new session.
-        tenant: number of the tenant that is charged for its blocks.
-        depth, chain, inside, parent, children, segment: its place in the tree (hybridkv.eviction.resume_points).
-        own: blocks that no other kind of resume point shares: its states, and those that hold its last tokens.
-        kept: whether it is kept; otherwise it is a ghost entry.
-        ranked: whether it may be evicted.
-        hits: so far.
-        log_gap: mean of the natural logarithm of the seconds between hits, in which the last counts half; 0.0 before
+        serial: Its number in the order in which resume points were first made.
+        kind, hint: Where it was made, and its hint (both are explained at the top of this module).
+        tokens: Tokens of the prefix.
+        used: The time in seconds when it was kept or last hit.
+        session_gap: Seconds that its session had paused when it was made; None for a new session.
+        tenant: Number of the tenant that is charged for its blocks.
+        depth: Whole hash blocks before it.
+        chain, inside, parent, children, segment: Its place in the tree (drawn at the top of this module).
+        own: Blocks at exactly its token count: its states and its partial blocks.
+        kept: Whether it is kept; otherwise it is a ghost entry.
+        ranked: Whether it may be evicted.
+        hits: Hits so far.
+        log_gap: Mean of the natural logarithm of the seconds between hits, in which the last counts half; 0.0 before
             the first.
-        saved: tokens after its parent for each byte that it needs.
-        awaited: whether a waiting request will resume here.
-        class_number, row, ring, heir, value, until, learned: kept by its ranking (hybridkv.eviction.hazard).
+        saved: Tokens after its parent for each byte that it needs.
+        awaited: Whether a waiting request will resume here.
+        class_number, row, ring, heir, value, until, learned: Values of its ranking (hybridkv.eviction.hazard).
     """
 
     serial: int
@@ -128,7 +129,7 @@ class Heir(NamedTuple):
 
 
 def note_hit(point: ResumePoint, now: float) -> None:
-    """Count a hit of ``point``, which is used ``now``."""
+    """Count a hit of ``point`` at time ``now``, in seconds."""
     gap = math.log(max(now - point.used, _SHORTEST_GAP))
     point.log_gap = (point.log_gap + gap) / 2 if point.hits else gap
     point.hits += 1
@@ -136,7 +137,11 @@ def note_hit(point: ResumePoint, now: float) -> None:
 
 
 _BASE: Final = 4.0
+"""The factor between two bounds of WITHIN, in seconds; chosen by hand."""
+
 _MOST: Final = 11
+"""The number of the last bound, 4**12 s or half a year; chosen by hand."""
+
 KINDS: Final = len(Kind)
 
 
@@ -225,13 +230,13 @@ Place = tuple[bytes, tuple[bytes, bytes]]
 """``ResumePoint.chain`` and ``inside``."""
 
 CROWD: Final = 8
-"""Children that begin with the same block: of more than these, what each saves is not followed."""
+"""Most children with one first block that share costs exactly; a larger crowd is not updated. Chosen by hand."""
 
 _FIRST_CHUNK: Final = 32
-"""Hash blocks that are looked at together, then twice as many each time."""
+"""Hash blocks of the first group that ``back`` looks up; each later group is twice as large. Chosen by hand."""
 
 _MOST_WAITING: Final = 1024
-"""Waiting requests that are followed: the others of a longer queue wait too long to keep anything for."""
+"""Waiting requests that are followed. Later ones of a longer queue wait too long; chosen by hand."""
 
 _INSIDE: Final = attrgetter("inside")
 
@@ -240,7 +245,7 @@ _INSIDE: Final = attrgetter("inside")
 
 
 def first_key(point: ResumePoint) -> bytes:
-    """Return the key under which the parent of ``point`` has it; b"" without a segment."""
+    """Return the key of ``point`` in ``children`` of its parent; b"" without a segment."""
     return point.segment[0] if point.segment else b""
 
 
@@ -250,13 +255,13 @@ def children_of(point: ResumePoint) -> list[ResumePoint]:
 
 
 def few(point: ResumePoint, key: bytes) -> Sequence[ResumePoint]:
-    """Return the children of ``point`` whose segments begin with ``key``, unless they are a crowd."""
+    """Return the children of ``point`` with segments that begin with ``key``; empty if they are a crowd."""
     found = point.children.get(key, ())
     return found if len(found) <= CROWD + 1 else ()
 
 
 def level_of(point: ResumePoint) -> list[ResumePoint]:
-    """Return the resume points after the same whole hash blocks as ``point``, parents first; few ones."""
+    """Return the resume points after the same whole hash blocks as ``point``, parents first, without crowds."""
     top = point
     while not top.segment and top.parent is not None:
         top = top.parent
@@ -267,20 +272,20 @@ def level_of(point: ResumePoint) -> list[ResumePoint]:
 
 
 def siblings_of(point: ResumePoint) -> list[ResumePoint]:
-    """Return the others below the same parent that begin as ``point`` does; few ones."""
+    """Return the other children of its parent that begin as ``point`` does; empty if they are a crowd."""
     if point.parent is None or not point.segment:
         return []
     return [one for one in few(point.parent, point.segment[0]) if one is not point]
 
 
 def is_crowded(point: ResumePoint) -> bool:
-    """Return whether what ``point`` saves is not followed, since too many begin as it does."""
+    """Return whether ``point`` belongs to a crowd, so that its saved tokens per byte may be out of date."""
     before = [] if point.parent is None else level_of(point.parent)
     return any(len(one.children.get(key, ())) > CROWD for one in before for key in (first_key(point), b""))
 
 
 def children_after(parent: ResumePoint, new: ResumePoint, known: Collection[bytes]) -> list[ResumePoint]:
-    """Return the children of ``parent`` that ``new``, below it too, is a prefix of.
+    """Return the children of ``parent`` that have ``new``, a new child, as a prefix.
 
     O(children that share its first hash block), O(log children + found) inside one hash block.
 
@@ -298,7 +303,7 @@ def children_after(parent: ResumePoint, new: ResumePoint, known: Collection[byte
 
 
 def _inside(parent: ResumePoint, prefix: tuple[bytes, bytes]) -> list[ResumePoint]:
-    """Return the children after the same whole hash blocks whose ``inside`` begins with ``prefix``."""
+    """Return the children after the same whole hash blocks with an ``inside`` that begins with ``prefix``."""
     bucket, found = parent.children.get(b"", []), list[ResumePoint]()
     for place in range(bisect_left(bucket, prefix, key=_INSIDE), len(bucket)):
         chain, tokens = bucket[place].inside
@@ -309,7 +314,7 @@ def _inside(parent: ResumePoint, prefix: tuple[bytes, bytes]) -> list[ResumePoin
 
 
 def _through(parent: ResumePoint, keys: Sequence[bytes]) -> list[ResumePoint]:
-    """Return the children of ``parent`` whose segments begin with ``keys``, one at least."""
+    """Return the children of ``parent`` with segments that begin with ``keys``, one key or more."""
     length = len(keys)
     bucket = parent.children.get(keys[0], ())
     return [one for one in bucket if len(one.segment) >= length and one.segment[length - 1] == keys[-1]]
@@ -322,9 +327,9 @@ def begins_block_of(point: ResumePoint, other: ResumePoint) -> bool:
 
 
 def overtaken_by(point: ResumePoint, known: Collection[bytes]) -> list[ResumePoint]:
-    """Return the resume points that continue with a key of ``known``, and are below an ancestor inside its block.
+    """Return the resume points that continue with a key of ``known`` and are children of ``point`` or of an ancestor.
 
-    O(children of those that end inside the same block).
+    Only ancestors that end inside the same block count. O(their children).
     """
     found, at = list[ResumePoint](), point
     while at.inside[1] and at.parent is not None:
@@ -336,7 +341,7 @@ def overtaken_by(point: ResumePoint, known: Collection[bytes]) -> list[ResumePoi
 
 
 def link(point: ResumePoint, parent: ResumePoint) -> None:
-    """Put ``point`` below ``parent``, the nearest kept resume point before it."""
+    """Make ``point`` a child of ``parent``, the nearest kept resume point before it."""
     point.parent = parent
     bucket = parent.children.setdefault(first_key(point), [])
     if point.segment:
@@ -346,7 +351,7 @@ def link(point: ResumePoint, parent: ResumePoint) -> None:
 
 
 def unlink(point: ResumePoint) -> ResumePoint:
-    """Take ``point`` from its parent, and return that one."""
+    """Remove ``point`` from its parent, and return the parent."""
     parent, key = point.parent, first_key(point)
     if parent is None:
         raise CacheError(f"the resume point of {point.tokens} tokens has no parent")
@@ -359,7 +364,7 @@ def unlink(point: ResumePoint) -> ResumePoint:
 
 
 def detach(point: ResumePoint) -> tuple[ResumePoint, list[ResumePoint]]:
-    """Take ``point`` out of the tree. Return its parent, and its children, now below that one. O(their segments)."""
+    """Take ``point`` out of the tree. Return its parent and its children, moved to the parent. O(their segments)."""
     children, parent = children_of(point), unlink(point)
     for child in children:
         unlink(child)
@@ -384,12 +389,13 @@ def keys_of(point: ResumePoint, first: int, last: int) -> list[bytes]:
 
 @dataclass(slots=True)
 class _Inside:
-    """Resume points that share all of their whole hash blocks, by the tokens that follow the last whole one.
+    """Index the resume points after the same whole hash blocks by the tokens that follow.
 
     A look-up costs one dictionary access for each length in use, however many resume points there are.
 
-    by_inside: the resume point of each ``ResumePoint.inside``.
-    lengths: bytes of the tokens inside the block -> how many resume points have so many.
+    Attributes:
+        by_inside: The resume point of each ``ResumePoint.inside``.
+        lengths: Bytes of the tokens inside the block -> the number of resume points with that length.
     """
 
     by_inside: dict[tuple[bytes, bytes], ResumePoint] = field(default_factory=dict)
@@ -398,7 +404,7 @@ class _Inside:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that waits, its tokens then, and the deepest kept resume point that it begins with."""
+    """A waiting request, its tokens when it began to wait, and the deepest kept resume point of its prefix."""
 
     request: Request
     tokens: int
@@ -408,12 +414,13 @@ class _Waiting:
 class ResumePointTree:
     """Find resume points by the tokens of a request.
 
-    hash_block: tokens of a hash block.
+    Args:
+        hash_block: Tokens of a hash block.
 
     Attributes:
-        root: a resume point of no tokens, which is always kept.
-        points: all others, kept or remembered, by their serials.
-        waiting: followed requests that wait, by id.
+        root: A resume point of no tokens, which is always kept.
+        points: All other resume points, kept ones and ghost entries, by their serials.
+        waiting: The followed requests that wait, by id.
     """
 
     def __init__(self, hash_block: int) -> None:
@@ -433,13 +440,14 @@ class ResumePointTree:
             one.point = None
 
     def back(self, request: Request, limit: int) -> Iterator[ResumePoint]:
-        """Yield the resume points, kept or remembered, that ``request`` begins with, the deepest first.
+        """Yield the resume points, kept ones and ghost entries, that are prefixes of ``request``, the deepest first.
 
-        O(hash blocks) dictionary look-ups up to the last one that is asked for; Python operations at each place that
-        has resume points: as many as there are lengths inside a hash block, at most.
+        O(hash blocks) dictionary look-ups, up to the last resume point that the caller takes. A hash block with resume
+        points also costs a few Python operations for each length inside it.
 
-        request: whose tokens are compared.
-        limit: most tokens of a resume point.
+        Args:
+            request: Its tokens are compared.
+            limit: Most tokens of a resume point.
         """
         hashes, get, size = request.hashes, self._places.get, self._hash_block
         stop, chunk = min(limit // size, len(hashes)), _FIRST_CHUNK
@@ -461,7 +469,7 @@ class ResumePointTree:
             stop, chunk = start, 2 * chunk
 
     def deepest(self, request: Request, limit: int) -> ResumePoint | None:
-        """Return the deepest kept one of them."""
+        """Return the deepest kept resume point of at most ``limit`` tokens of ``request``; None without one."""
         for point in self.back(request, limit):
             if point.kept:
                 return point
@@ -472,36 +480,36 @@ class ResumePointTree:
         return self.deepest(request, tokens - 1) or self.root
 
     def _inside(self, request: Request, tokens: int) -> tuple[bytes, bytes]:
-        """Return what tells the tokens inside a hash block apart, of the first ``tokens`` of ``request``."""
+        """Return ``ResumePoint.inside`` of the first ``tokens`` tokens of ``request``."""
         depth, rest = divmod(tokens, self._hash_block)
         if not rest:
             return WHOLE
         return parent_key(request, depth, 1), request.token_bytes(depth * self._hash_block, tokens)
 
     def place_of(self, request: Request, tokens: int) -> Place | None:
-        """Return where a resume point at ``tokens`` tokens of ``request`` is found; None below one known hash block."""
+        """Return the place of a resume point at ``tokens`` tokens of ``request``; None below one known hash block."""
         if not self.has_room(request, tokens):
             return None
         return request.hashes[tokens // self._hash_block - 1], self._inside(request, tokens)
 
     def at(self, place: Place) -> ResumePoint | None:
-        """Return the resume point at ``place``, kept or remembered; None without one. O(1)."""
+        """Return the resume point or ghost entry at ``place``; None without one. O(1)."""
         found = self._places.get(place[0])
         return None if found is None else found.by_inside.get(place[1])
 
     def find(self, request: Request, tokens: int) -> ResumePoint | None:
-        """Return the resume point at ``tokens`` tokens of ``request``, kept or remembered; None without one. O(1)."""
+        """Return the resume point or ghost entry at ``tokens`` tokens of ``request``; None without one. O(1)."""
         place = self.place_of(request, tokens)
         return None if place is None else self.at(place)
 
     def has_room(self, request: Request, tokens: int) -> bool:
-        """Return whether ``tokens`` fill a hash block at least, and are known."""
+        """Return whether ``tokens`` fill a hash block or more, and ``request`` has the keys of all whole ones."""
         return 0 < tokens // self._hash_block <= len(request.hashes)
 
-    def make(  # noqa: PLR0917 - what a resume point is
+    def make(  # noqa: PLR0917 - the fields of a resume point
         self, place: Place, kind: Kind, tokens: int, now: float, gap: float | None, tenant: int
     ) -> ResumePoint:
-        """Make a resume point of ``tokens`` tokens at ``place``, remembered and not kept."""
+        """Make a resume point of ``tokens`` tokens at ``place``, not kept yet. gap: its ``session_gap``."""
         chain, inside = place
         point = ResumePoint(self._next, kind, tokens, now, gap, tenant, tokens // self._hash_block, chain, inside)
         self._next += 1
@@ -515,7 +523,7 @@ class ResumePointTree:
         return point
 
     def forget(self, point: ResumePoint) -> None:
-        """Find ``point``, not kept, no longer."""
+        """Remove ``point``, which is not kept, from the index."""
         del self.points[point.serial]
         place, length = self._places[point.chain], len(point.inside[1])
         del place.by_inside[point.inside]
@@ -529,10 +537,10 @@ class ResumePointTree:
         """Return the kept resume points, parents first. O(n log n)."""
         return sorted((point for point in self.points.values() if point.kept), key=attrgetter("tokens"))
 
-    # -- requests that wait: each change is yielded as (resume point, whether it is awaited now); apply it at once
+    # -- requests that wait: yields (resume point, whether it is awaited) for each change; the caller applies it at once
 
     def expect(self, request: Request) -> Iterator[tuple[ResumePoint, bool]]:
-        """Note that ``request`` waits from now on. O(its hash blocks)."""
+        """Note that ``request`` waits. O(its hash blocks)."""
         if request.reads_prefix_cache and len(self.waiting) < _MOST_WAITING:
             one = self.waiting[request.request_id] = _Waiting(request, request.num_tokens)
             yield from self._move(one, self.deepest(request, one.tokens - 1))
@@ -544,20 +552,20 @@ class ResumePointTree:
             yield from self._move(one, None)
 
     def note_kept(self, point: ResumePoint) -> Iterator[tuple[ResumePoint, bool]]:
-        """Let requests that begin with ``point``, kept from now on, wait for it. O(waiting)."""
+        """Let requests that begin with ``point``, which is newly kept, wait for it. O(waiting)."""
         for one in list(self.waiting.values()):
             least = 0 if one.point is None else one.point.tokens
             if least < point.tokens < one.tokens and self._begins_with(one.request, point):
                 yield from self._move(one, point)
 
     def note_evicted(self, point: ResumePoint) -> Iterator[tuple[ResumePoint, bool]]:
-        """Let requests that waited for ``point``, kept no longer, wait for another. O(waiting, hash blocks)."""
+        """Let requests that waited for ``point``, which was evicted, wait for another. O(waiting, hash blocks)."""
         for one in list(self.waiting.values()) if point.awaited else ():
             if one.point is point:
                 yield from self._move(one, self.deepest(one.request, one.tokens - 1))
 
     def _begins_with(self, request: Request, point: ResumePoint) -> bool:
-        """Return whether ``request``, all but its last token, begins with the tokens of ``point``. O(1)."""
+        """Return whether ``point`` is a prefix of ``request`` without its last token. O(1)."""
         keys, depth = request.hashes, point.depth
         known = depth <= len(keys) and point.tokens < request.num_tokens and keys[depth - 1] == point.chain
         return known and self._inside(request, point.tokens) == point.inside
@@ -570,7 +578,7 @@ class ResumePointTree:
             yield point, True
 
     def check_waiting(self) -> Iterator[str]:
-        """Yield a line for each request that waits for another than its deepest. O(waiting and their hash blocks)."""
+        """Yield a line for each request that does not wait for its deepest resume point. O(waiting, hash blocks)."""
         for one in self.waiting.values():
             if one.point is not self.deepest(one.request, one.tokens - 1):
                 yield f"request {one.request.request_id!r} waits for another resume point than its deepest"

@@ -85,7 +85,7 @@ class TenantShares:
             raise ConfigError(f"{shown(twice.name)} has more than one share: name it once")
         total = math.fsum(one.guaranteed for one in self.of)
         if total > 1 + _ROUNDING:
-            raise ConfigError(f"guaranteed shares are {total:.0%} of memory together: lower them to 100% or less")
+            raise ConfigError(f"guaranteed shares add up to {total:.0%} of memory: lower them to 100% or less")
         others = [one for one in self.of if one.tenant is None] or [Share(None)]
         object.__setattr__(self, "of", (*others, *(one for one in self.of if one.tenant is not None)))
 
