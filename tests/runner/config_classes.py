@@ -2,8 +2,8 @@
 
     python tests/runner/config_classes.py src/hybridkv/models/classes/defaults.json
 
-Of every class whose model is measured (kept.py), the fields that bytes may depend on with their defaults; of every
-model of several parts, what its language model is called. "?" stands for a value that the class makes of others.
+For each class with a measured model (measured_caches.py): the fields that bytes may depend on, with their defaults. For
+each model of several parts: the name of its language model. "?" stands for a value that the class makes of others.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import transformers
-from kept_models import WRAPPERS
+from measured_models import WRAPPERS
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

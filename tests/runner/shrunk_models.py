@@ -1,6 +1,6 @@
 """Any causal language model of transformers, small enough to run here: its config class's defaults, shrunk by name.
 
-    config class -> its defaults (kept_models.REPAIRS) -> sizes by the fields that classes share -> seeded weights
+    config class -> its defaults (measured_models.REPAIRS) -> sizes by the fields that classes share -> seeded weights
 
 No class has code of its own here; what a few need beside the shared fields stands in FIELDS.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kept_models import REPAIRS, config_of
+from measured_models import REPAIRS, config_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hybridkv.runner import tiny_model

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from kept_models import as_file, config_of, variants
+from measured_models import as_file, config_of, variants
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from weights_of import weights_of

@@ -8,7 +8,7 @@ It never asks ``hybridkv.models``. Parts for images and sounds are left out, as 
 import re
 
 import torch
-from kept import _build
+from measured_caches import _build
 from transformers import PreTrainedConfig
 
 _OTHER_PARTS = re.compile(r"vision|visual|image|audio|projector|multi_modal")

@@ -314,7 +314,7 @@ def test_replay_reports_progress() -> None:
     found = report.prompt_tokens, report.hit_tokens or 0
     assert told[-1] == Progress(16, report.steps, 0, 0, told[-1].time_s, *found, 0.0, told[-1].most_at_once)
     assert all(a.requests <= b.requests for a, b in pairwise(told))
-    in_strides: list[Progress] = []
-    assert replay(source, plan, ReplaySettings(), on_progress=in_strides.append) == report
-    assert in_strides[-1] == told[-1]
-    assert len({one.steps // 64 for one in in_strides[:-1]}) == len(in_strides) - 1 <= len(told)
+    fast_forwarded: list[Progress] = []
+    assert replay(source, plan, ReplaySettings(), on_progress=fast_forwarded.append) == report
+    assert fast_forwarded[-1] == told[-1]
+    assert len({one.steps // 64 for one in fast_forwarded[:-1]}) == len(fast_forwarded) - 1 <= len(told)

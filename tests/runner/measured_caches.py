@@ -45,7 +45,7 @@ class NotMeasured(Exception):  # noqa: N818 - the reason is its text
 
 
 @dataclass(frozen=True)
-class KeptLayer:
+class LayerCache:
     """What one layer of the cache keeps of one request.
 
     token_bytes, window_bytes, encoder_bytes: that a token of the request, one within the window, or one of the
@@ -93,7 +93,7 @@ class _Left:
     crossed: tuple[int, ...] = ()
 
 
-def kept(config: PreTrainedConfig, *, device: str = "meta", long_run: bool = False) -> dict[int, KeptLayer]:
+def measured_cache(config: PreTrainedConfig, *, device: str = "meta", long_run: bool = False) -> dict[int, LayerCache]:
     """What each layer of the model of ``config`` keeps, by its index in the cache; nothing of layers that keep nothing.
 
     The model's dtype is bfloat16. long_run: windows are proved by a call of more tokens than any of them has; else they
@@ -114,7 +114,7 @@ def kept(config: PreTrainedConfig, *, device: str = "meta", long_run: bool = Fal
     for tensor in long.tensors.values():
         layers.setdefault(tensor.layer, []).append(tensor)
     found = {index: _layer(index, tensors, short, long, past) for index, tensors in sorted(layers.items())}
-    return {index: layer for index, layer in found.items() if layer != KeptLayer()}
+    return {index: layer for index, layer in found.items() if layer != LayerCache()}
 
 
 def _build(config: PreTrainedConfig, device: str) -> PreTrainedModel:
@@ -233,7 +233,7 @@ def _tensors(value: object, path: Path, seen: set[int]) -> Iterator[_Tensor]:
         yield from _tensors(one, (*path, key), seen)
 
 
-def _layer(index: int, tensors: list[_Tensor], short: _Left, long: _Left, past: _Left | None) -> KeptLayer:
+def _layer(index: int, tensors: list[_Tensor], short: _Left, long: _Left, past: _Left | None) -> LayerCache:
     """The tensors of one layer by what they count."""
     bytes_of = {"token_bytes": 0, "window_bytes": 0, "encoder_bytes": 0}
     states = []
@@ -252,7 +252,7 @@ def _layer(index: int, tensors: list[_Tensor], short: _Left, long: _Left, past: 
         if past is not None and grown and index not in long.crossed:
             _prove(long.windows.get(index), tensor, past.tensors[tensor.path])
     window = long.windows.get(index) if bytes_of["window_bytes"] else None
-    return KeptLayer(**bytes_of, window=window, states=tuple(states))
+    return LayerCache(**bytes_of, window=window, states=tuple(states))
 
 
 def _bytes_per_token(short: _Tensor, long: _Tensor) -> int:

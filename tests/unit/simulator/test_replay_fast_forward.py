@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hybridkv.cache import CacheOptions, Hit, KVCacheManager
-from hybridkv.cache.fast_forward import FastForward as CacheStrides
+from hybridkv.cache.fast_forward import FastForward as CacheFastForward
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.eviction import LRU
 from hybridkv.eviction.hazard import HazardRanking
@@ -161,39 +161,39 @@ def test_fast_forward_with_waiting_requests_is_exact(kind: str, seed: int, layou
 
 
 def at_what_time(monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[object]]:
-    """When ends were kept and given up in a replay step by step, and when in strides."""
-    told: list[object] = []
+    """Return the times at which resume points were kept and evicted, step by step and with fast-forward."""
+    seen: list[object] = []
     keep, evicted = RankedResumePoints.keep, HazardRanking.evicted
 
     def keeps(one: RankedResumePoints, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
-        told.append(("kept", request.request_id, tokens, one._clock()))
+        seen.append(("kept", request.request_id, tokens, one._clock()))
         keep(one, request, tokens, states, ended=ended)
 
-    def gives_up(one: HazardRanking, end: ResumePoint, heir: ResumePoint | None, now: float, *, declined: bool) -> None:
-        told.append(("given up", end.serial, now))
+    def evicts(one: HazardRanking, end: ResumePoint, heir: ResumePoint | None, now: float, *, declined: bool) -> None:
+        seen.append(("evicted", end.serial, now))
         evicted(one, end, heir, now, declined=declined)
 
     monkeypatch.setattr(RankedResumePoints, "keep", keeps)
-    monkeypatch.setattr(HazardRanking, "evicted", gives_up)
+    monkeypatch.setattr(HazardRanking, "evicted", evicts)
     source = Workload("chat", seed=2, limit=8, hours=0.01, rate=20)
     report, singles = compared(source, tight("llama-3-8b", source, "natural", 2), eviction="hazard")
     assert singles < report.steps / 4
-    assert {what[0] for what in told} == {"kept", "given up"}  # type: ignore[index]  # as above
-    half = len(told) // 2
-    return told[:half], told[half:]
+    assert {what[0] for what in seen} == {"kept", "evicted"}  # type: ignore[index]  # as above
+    half = len(seen) // 2
+    return seen[:half], seen[half:]
 
 
 def test_fast_forward_reports_the_time_to_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
-    step_by_step, in_strides = at_what_time(monkeypatch)
-    assert in_strides == step_by_step
+    step_by_step, fast_forwarded = at_what_time(monkeypatch)
+    assert fast_forwarded == step_by_step
 
 
 def test_fast_forward_with_unreported_step_time_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = _Stretch.begin
     monkeypatch.setattr(_Stretch, "end", lambda one, steps, copies: begin(one, steps))  # noqa: ARG005 - none is made
     monkeypatch.setattr(_Stretch, "begin", lambda *_: None)
-    step_by_step, in_strides = at_what_time(monkeypatch)
-    assert in_strides != step_by_step
+    step_by_step, fast_forwarded = at_what_time(monkeypatch)
+    assert fast_forwarded != step_by_step
 
 
 def test_fast_forward_without_caching_or_time_is_exact() -> None:
@@ -207,7 +207,7 @@ def test_fast_forward_with_moving_blocks_is_exact() -> None:
     compared(source, made)
 
 
-# -- what a stride that goes too far does
+# -- a fast-forward that goes too far
 
 
 def test_fast_forward_past_an_arrival_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_fast_forward_past_a_changed_refusal_is_detected(fault: str, monkeypatch
 
         monkeypatch.setattr(AdmissionControl, "standstill", patient)
     else:
-        monkeypatch.setattr(CacheStrides, "refuses", lambda *_: True)
+        monkeypatch.setattr(CacheFastForward, "refuses", lambda *_: True)
     with pytest.raises(AssertionError):
         compared(source, made, token_budget=2048)
 
@@ -256,13 +256,13 @@ def test_fast_forward_past_a_kept_state_is_detected(name: str, monkeypatch: pyte
     source = Workload("chat", seed=1, limit=4, hours=0.01, rate=10)
     made = tight(name, source, "reference", 8)
     compared(source, made)
-    most = CacheStrides.most_steps
+    most = CacheFastForward.most_steps
 
-    def too_many(one: CacheStrides, rows: NDArray[np.int64], wanted: int) -> int:
+    def too_many(one: CacheFastForward, rows: NDArray[np.int64], wanted: int) -> int:
         found = most(one, rows, wanted)
         return found + 1 if found < wanted else found
 
-    monkeypatch.setattr(CacheStrides, "most_steps", too_many)
+    monkeypatch.setattr(CacheFastForward, "most_steps", too_many)
     with pytest.raises((AssertionError, CacheError)):
         compared(source, made)
 

@@ -1,13 +1,23 @@
-"""Plans against the measured caches of transformers' models (kept.py): every language model, variants and faults."""
+"""Plans compared with measured caches of transformers' models (measured_caches.py): all models, variants and faults."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from kept import KeptLayer, kept
-from kept_models import WRAPPERS, as_file, config_of, device_of, differences, kept_by_default, planned, read, variants
-from kept_table import NOT_BUILT, compare, note
+from measured_caches import LayerCache, measured_cache
+from measured_models import (
+    WRAPPERS,
+    as_file,
+    cache_by_default,
+    config_of,
+    device_of,
+    differences,
+    planned,
+    read,
+    variants,
+)
+from measured_table import NOT_BUILT, compare, note
 from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -70,7 +80,9 @@ def test_plan_of_a_config_variant_matches_or_is_rejected(model_type: str) -> Non
     for label, file in variants(model_type):
         try:
             config = CONFIG_MAPPING[model_type].from_dict(dict(file))
-            measured = kept(config, device=device_of(model_type), long_run="window" in label or "chunk" in label)
+            measured = measured_cache(
+                config, device=device_of(model_type), long_run="window" in label or "chunk" in label
+            )
         except Exception:  # noqa: BLE001, S112 - a variant that transformers does not build or run measures nothing
             continue
         plan = read_or_refuse(file)
@@ -82,7 +94,7 @@ def test_plan_of_a_config_variant_matches_or_is_rejected(model_type: str) -> Non
     assert compared or model_type in {*NO_VARIANT, *REFUSED}
 
 
-def read_or_refuse(file: dict[str, Any]) -> dict[int, KeptLayer] | ConfigError:
+def read_or_refuse(file: dict[str, Any]) -> dict[int, LayerCache] | ConfigError:
     try:
         return read(file)
     except ConfigError as error:
@@ -107,16 +119,16 @@ def llama() -> dict[str, Any]:
 def test_measured_cache_of_llama_matches_hand_count() -> None:
     """Keys and values have two heads of width 24, in 2 bytes each."""
     config = CONFIG_MAPPING["llama"].from_dict(llama())
-    assert kept(config) == dict.fromkeys(range(3), KeptLayer(token_bytes=2 * 2 * 24 * 2))
+    assert measured_cache(config) == dict.fromkeys(range(3), LayerCache(token_bytes=2 * 2 * 24 * 2))
 
 
 def test_long_run_measures_the_window_size() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = CONFIG_MAPPING["mistral"](**sizes, head_dim=16, sliding_window=24)
-    assert kept(config, long_run=True) == dict.fromkeys(range(2), KeptLayer(window_bytes=256, window=24))
+    assert measured_cache(config, long_run=True) == dict.fromkeys(range(2), LayerCache(window_bytes=256, window=24))
     # a plan whose window is one too small
     file = {**as_file(config), "sliding_window": 23}
-    assert len(list(differences(read(file), kept(config, long_run=True)))) == 2
+    assert len(list(differences(read(file), measured_cache(config, long_run=True)))) == 2
 
 
 Fault = Callable[[dict[str, Any]], dict[str, Any]]
@@ -161,7 +173,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
 )
 def test_wrong_config_reading_differs_from_the_measured_cache(fault: str) -> None:
     model_type, break_it = FAULTS[fault]
-    file, measured = as_file(config_of(model_type)), kept_by_default(model_type)
+    file, measured = as_file(config_of(model_type)), cache_by_default(model_type)
     assert list(differences(read(file), measured)) == []
     assert list(differences(read(break_it(file)), measured)) != []
 
@@ -181,7 +193,7 @@ def test_cache_dtype_and_state_dtype_change_their_own_bytes_only() -> None:
 def test_plan_of_a_wrapper_matches_its_measured_text_part(model_type: str) -> None:
     config = config_of(model_type)
     file = as_file(config)
-    assert list(differences(read(file), kept(config))) == []
+    assert list(differences(read(file), measured_cache(config))) == []
 
 
 def test_plan_of_a_wrapper_equals_plan_of_its_text_part() -> None:

@@ -1,10 +1,11 @@
-"""A replay in strides beside one step by step: processor time of both in one process, and that their reports are equal.
+"""Compare a replay with fast-forward and one that takes each step by itself: processor time, and equal reports.
 
-    python strides.py workload:chat --model llama-3-8b --memory 40GiB
-    python strides.py TRACE --model gemma-3-27b --memory 40GiB --limit 500
+    python fast_forward.py workload:chat --model llama-3-8b --memory 40GiB
+    python fast_forward.py TRACE --model gemma-3-27b --memory 40GiB --limit 500
 
-Prints a Markdown row a layout: steps, how many of them strides took, how many strides there were, seconds of each way,
-their quotient, whether the reports are the same field for field. ``--strides-only`` leaves the slow way out.
+Prints a Markdown row for each layout: steps, the share of them in fast-forwards, the number of fast-forwards, seconds
+of both replays, their quotient, and whether the reports are equal field for field. ``--fast-forward-only`` skips the
+replay that takes each step by itself.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from hybridkv.simulator import (
     simulation_of,
 )
 
-HEAD = "| source, model, memory, layout | steps | in strides | strides | step by step, s | in strides, s | x | same |"
+HEAD = (
+    "| source, model, memory, layout | steps | in fast-forwards | fast-forwards | step by step, s | fast-forward, s "
+    "| x | same |"
+)
 
 
 def main() -> None:
-    """One row a layout."""
+    """Print a row for each layout."""
     asked = arguments()
     print(HEAD + "\n|---|--:|--:|--:|--:|--:|--:|---|", flush=True)
     source = source_of(asked)
@@ -44,14 +48,14 @@ def main() -> None:
 
 
 def row(source: RequestSource, summary: TraceSummary, plan: Plan, asked: argparse.Namespace) -> str:
-    """Both ways, and what came of them."""
+    """Return the Markdown row of one layout."""
     settings = {"max_running": asked.max_running, "eviction": asked.eviction}
     made = simulation_of(plan, ReplaySettings(hardware=H100_UNBOUNDED, **settings))
     counted = Counted(made)
     report, seconds = timed(made, source, summary)
     what = f"{source.name}, {asked.model}, {asked.memory}, {plan.layout}"
-    taken = f"| {what} | {report.steps:,} | {counted.steps / report.steps:.1%} | {counted.strides:,} "
-    if asked.strides_only:
+    taken = f"| {what} | {report.steps:,} | {counted.steps / report.steps:.1%} | {counted.fast_forwards:,} "
+    if asked.fast_forward_only:
         return f"{taken}| | {seconds:.1f} | | |"
     by_step = simulation_of(plan, ReplaySettings(hardware=H100_UNBOUNDED, step_by_step=True, **settings))
     slow, slow_seconds = timed(by_step, source, summary)
@@ -67,19 +71,19 @@ def timed(made: Simulation, source: RequestSource, summary: TraceSummary) -> tup
 
 
 class Counted:
-    """How many strides a simulation takes, and how many steps they are."""
+    """Counts the fast-forwards of a simulation, and their steps."""
 
     def __init__(self, made: Simulation) -> None:
-        self.strides = self.steps = 0
-        self._stride = made.scheduler.fast_forward
-        made.scheduler.fast_forward = self.stride  # type: ignore[method-assign]
+        self.fast_forwards = self.steps = 0
+        self._fast_forward = made.scheduler.fast_forward
+        made.scheduler.fast_forward = self.fast_forward  # type: ignore[method-assign]
 
-    def stride(self, choose: Choose, times: FastForwardClock | None = None) -> FastForward:
+    def fast_forward(self, choose: Choose, times: FastForwardClock | None = None) -> FastForward:
         """Count fast-forwards and pass them to the scheduler."""
-        stride = self._stride(choose, times)
-        self.strides += stride.steps > 0
-        self.steps += stride.steps
-        return stride
+        taken = self._fast_forward(choose, times)
+        self.fast_forwards += taken.steps > 0
+        self.steps += taken.steps
+        return taken
 
 
 def source_of(asked: argparse.Namespace) -> RequestSource:
@@ -102,7 +106,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-running", type=int, default=256)
     parser.add_argument("--eviction", default="lru")
-    parser.add_argument("--strides-only", action="store_true")
+    parser.add_argument("--fast-forward-only", action="store_true")
     return parser.parse_args()
 
 

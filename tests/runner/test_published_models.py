@@ -1,6 +1,7 @@
 """Known public models against transformers' models of their configs: measured caches and weights.
 
-A model is built on the meta device from the fields that are kept of its published file (kept.py, weights_of.py).
+Each model is built on the meta device from the stored fields of its published config (measured_caches.py,
+weights_of.py).
 """
 
 import copy
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from kept import kept
-from kept_models import differences, read
+from measured_caches import measured_cache
+from measured_models import differences, read
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from weights_of import weights_of
 
@@ -59,7 +60,7 @@ def test_plan_of_a_known_model_matches_its_measured_cache(name: str) -> None:
         config = CONFIG_MAPPING[str(whole["model_type"])].from_dict(copy.deepcopy(dict(whole)))
     else:
         config = built(name)
-    plan, measured = read(dict(known_model(name).config)), kept(config)
+    plan, measured = read(dict(known_model(name).config)), measured_cache(config)
     assert list(differences(plan, measured)) == []
     model = read_model(name)
     if part["model_type"] in {"whisper", "t5"}:
@@ -70,7 +71,7 @@ def test_plan_of_a_known_model_matches_its_measured_cache(name: str) -> None:
 
 def test_changed_config_differs_from_the_measured_model() -> None:
     config, file = built("glm-4.7-flash"), dict(known_model("glm-4.7-flash").config)
-    assert list(differences(read(file), kept(config))) == []
-    assert list(differences(read({**file, "kv_lora_rank": 256}), kept(config))) != []
+    assert list(differences(read(file), measured_cache(config))) == []
+    assert list(differences(read({**file, "kv_lora_rank": 256}), measured_cache(config))) != []
     assert read_model({**file, "moe_intermediate_size": 1535}).parameters != weights_of(config, 4, 64)[0]
     assert dataclasses.replace(known_model("glm-4.7-flash"), name="x").config == file

@@ -1,4 +1,4 @@
-"""Which configs are measured (kept.py), and what a plan says in the same words."""
+"""Which configs are measured (measured_caches.py), and what a plan says in the same words."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -6,7 +6,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from kept import KeptLayer, kept
+from measured_caches import LayerCache, measured_cache
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from hybridkv.models import Model, read_model
@@ -77,9 +77,9 @@ def config_of(model_type: str) -> PreTrainedConfig:
 
 
 @cache
-def kept_by_default(model_type: str) -> Mapping[int, KeptLayer]:
+def cache_by_default(model_type: str) -> Mapping[int, LayerCache]:
     """What the model of ``config_of`` keeps: built once, whatever is compared with it. Raises NotMeasured."""
-    return MappingProxyType(kept(config_of(model_type), device=device_of(model_type)))
+    return MappingProxyType(measured_cache(config_of(model_type), device=device_of(model_type)))
 
 
 def variants(model_type: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -151,15 +151,15 @@ def device_of(model_type: str) -> str:
     return "cpu" if model_type in ON_CPU else "meta"
 
 
-def planned(model: Model) -> dict[int, KeptLayer]:
-    """What the layers of ``model`` keep, by index, as kept.py says it."""
-    layers: dict[int, KeptLayer] = {}
+def planned(model: Model) -> dict[int, LayerCache]:
+    """What the layers of ``model`` keep, by index, as measured_caches.py says it."""
+    layers: dict[int, LayerCache] = {}
     for layer in model.layers:
-        layers[layer.index] = _added(layers.get(layer.index, KeptLayer()), layer.spec)
+        layers[layer.index] = _added(layers.get(layer.index, LayerCache()), layer.spec)
     return layers
 
 
-def _added(was: KeptLayer, spec: KVCacheSpec) -> KeptLayer:
+def _added(was: LayerCache, spec: KVCacheSpec) -> LayerCache:
     if isinstance(spec, MambaSpec):
         return replace(was, states=(*was.states, *zip(spec.shapes, spec.dtypes, strict=True)))
     assert isinstance(spec, AttentionSpec)
@@ -173,7 +173,7 @@ def _added(was: KeptLayer, spec: KVCacheSpec) -> KeptLayer:
     return replace(was, token_bytes=was.token_bytes + each)
 
 
-def read(file: dict[str, Any]) -> dict[int, KeptLayer]:
+def read(file: dict[str, Any]) -> dict[int, LayerCache]:
     """What is planned of a config's file, states as transformers lays them out."""
     return planned(read_model(file, backend="transformers", dtype="bfloat16"))
 
@@ -183,7 +183,7 @@ def as_file(config: PreTrainedConfig) -> dict[str, Any]:
     return {**config.to_dict(), "dtype": "bfloat16"}
 
 
-def differences(plan: Mapping[int, KeptLayer], measured: Mapping[int, KeptLayer]) -> Iterator[str]:
+def differences(plan: Mapping[int, LayerCache], measured: Mapping[int, LayerCache]) -> Iterator[str]:
     """Layers that are not planned as they are measured."""
     for index in sorted({*plan, *measured}):
         if plan.get(index) != measured.get(index):

@@ -1,9 +1,9 @@
 """Write which model types are planned, and whether their models keep what the plan says.
 
-    python tests/runner/kept_table.py docs/data [MODEL_TYPE ...]          models-planned.csv and models-not-planned.csv
+    python tests/runner/measured_table.py docs/data [MODEL_TYPE ...]     models-planned.csv and models-not-planned.csv
 
-Every causal language model of transformers with the defaults of its config class (kept_models.REPAIRS where these build
-no model). Takes some minutes.
+Compares every causal language model of transformers, with the defaults of its config class. Where the defaults build no
+model, measured_models.REPAIRS adds to them. Takes some minutes.
 """
 
 import json
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import transformers
 from csv_table import write
-from kept import KeptLayer, NotMeasured
-from kept_models import ON_CPU, REPAIRS, as_file, config_of, differences, kept_by_default, read
+from measured_caches import LayerCache, NotMeasured
+from measured_models import ON_CPU, REPAIRS, as_file, cache_by_default, config_of, differences, read
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybridkv.errors import ConfigError
@@ -48,7 +48,7 @@ def compare(model_type: str) -> Compared:
     except ConfigError as error:
         return Compared(model_type, "refused", "-", _line(error))
     try:
-        measured = kept_by_default(model_type)
+        measured = cache_by_default(model_type)
     except NotMeasured as error:
         return Compared(model_type, "not built", keeps(plan), NOT_BUILT.get(model_type, _line(error)))
     wrong = list(differences(plan, measured))
@@ -66,13 +66,13 @@ def note(found: Compared) -> None:
             out.write(json.dumps(asdict(found)) + "\n")
 
 
-def keeps(layers: Mapping[int, KeptLayer]) -> str:
+def keeps(layers: Mapping[int, LayerCache]) -> str:
     """32 x 16,384 B a token: equal layers together."""
     counts = Counter(_words(layer) for layer in layers.values())
     return "; ".join(f"{count} x {words}" for words, count in counts.items()) or "nothing"
 
 
-def _words(layer: KeptLayer) -> str:
+def _words(layer: LayerCache) -> str:
     said = []
     if layer.token_bytes:
         said.append(f"{layer.token_bytes:,} B")
