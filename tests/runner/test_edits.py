@@ -401,7 +401,7 @@ def numberless(_: list[int], logits: torch.Tensor) -> torch.Tensor:
     ("function", "error", "message"),
     [
         (raising, LookupError, "no such state"),
-        (shapeless, ConfigError, "one of each of 257 tokens"),
+        (shapeless, ConfigError, "one for each of 257 tokens"),
         (nothing, ConfigError, "no token is left to draw"),
         (numberless, ConfigError, "numbers and -inf alone, got nan"),
     ],
@@ -536,7 +536,7 @@ def test_edits_with_tokens_outside_the_vocabulary_are_rejected(make_engine: Engi
     ("params", "message"),
     [
         (SamplingParams(bad_words=("word",)), "bad_words of '0' are text, and a worker has no tokenizer"),
-        (SamplingParams(logit_bias={400: 1.0}), "of '0' name token 400: ids are 0 .. 256"),
+        (SamplingParams(logit_bias={400: 1.0}), "name token 400, which is outside the vocabulary: ids are 0 .. 256"),
     ],
 )
 def test_worker_rejects_edits_that_it_cannot_apply(params: SamplingParams, message: str) -> None:

@@ -245,7 +245,7 @@ def test_images_that_cannot_run_whole_are_rejected(make_engine: EngineFactory) -
     parted = [*prompt.ids[: at + 4], 5, *prompt.ids[at + 4 :]]
     engine = make_engine(loaded, [two.ids], OUTPUT)
     for ids, images, match in (
-        (touching, two.images, "must be one run of 9 placeholders, with text before it"),
+        (touching, two.images, "must be one run of 9 placeholders after a token of text"),
         (parted, prompt.images, "must be one run of 9 placeholders"),
         (prompt.ids[: at + 9], prompt.images, "ends with item .* add text after the item"),
     ):

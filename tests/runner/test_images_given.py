@@ -71,13 +71,13 @@ GRID = PIXELS["image_grid_thw"]
     [
         (HEAD, PIXELS, "has 0 placeholders .token 260., but its 1 images fill 12"),
         ([*GIVEN.ids, IMAGE], PIXELS, "has 13 placeholders"),
-        ([*HEAD, START, *[IMAGE] * 6, 1, *[IMAGE] * 6, END], PIXELS, "do not stand as the images' sizes say"),
+        ([*HEAD, START, *[IMAGE] * 6, 1, *[IMAGE] * 6, END], PIXELS, "do not match the sizes of the images"),
         (GIVEN.ids, {**PIXELS, "pixel_values_videos": PIXELS["pixel_values"]}, "leave out pixel_values_videos"),
         (GIVEN.ids, {"image_grid_thw": GRID}, "takes images as image_grid_thw, pixel_values, got image_grid_thw"),
         (GIVEN.ids, {**PIXELS, "image_grid_thw": GRID * 2}, "has 48 patches, but image_grid_thw asks for 384"),
         (GIVEN.ids, {**PIXELS, "image_grid_thw": GRID[0]}, r"must be \[images, 3\]"),
         (GIVEN.ids, {**PIXELS, "image_grid_thw": -GRID}, r"must be \[images, 3\]"),
-        (GIVEN.ids, {**PIXELS, "pixel_values": PIXELS["pixel_values"] * math.nan}, "pixel_values must hold numbers"),
+        (GIVEN.ids, {**PIXELS, "pixel_values": PIXELS["pixel_values"] * math.nan}, "must hold finite numbers"),
         (GIVEN.ids, {**PIXELS, "pixel_values": "a cat"}, "pixel_values must be one tensor"),
         (GIVEN.ids, {**PIXELS, "pixel_values": PIXELS["pixel_values"][:, :5]}, "does not take this image"),
         (GIVEN.ids, ["a cat"], "pictures need the processor of qwen3_vl"),
@@ -107,7 +107,7 @@ def test_images_for_models_without_image_support_are_rejected(
         engine.add(HEAD, greedy(OUTPUT), images=PIXELS)
     monkeypatch.setattr("hybridkv.runner.images.COMPARED", ("llava",))
     engine = make_engine(image_model("qwen3_vl"), [GIVEN.ids], OUTPUT)
-    with pytest.raises(ConfigError, match=r"images of qwen3_vl were not compared .* images run with llava"):
+    with pytest.raises(ConfigError, match=r"images of qwen3_vl were not compared .* use a model of llava"):
         engine.add(GIVEN.ids, greedy(OUTPUT), images=PIXELS)
 
 

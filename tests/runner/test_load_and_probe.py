@@ -46,10 +46,10 @@ def test_plan_that_differs_from_the_probed_model_is_rejected() -> None:
     model = tiny_model("llama")
     planned = planner_model(model, block_size=16)
     fewer = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "num_key_value_heads": 1}))
-    with pytest.raises(ConfigError, match=r"planned 4096 bytes a page, but a forward caches 2048"):
+    with pytest.raises(ConfigError, match=r"the plan has 4096 bytes a page, but a forward caches 2048"):
         page_layout(planned, probe(fewer))
     shorter = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": 2}))
-    with pytest.raises(ConfigError, match=r"planned layers \[0, 1, 2\], but a forward caches in layers \[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"the plan has layers \[0, 1, 2\], but a forward caches in layers \[0, 1\]"):
         page_layout(planned, probe(shorter))
 
 

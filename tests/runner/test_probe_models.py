@@ -200,15 +200,17 @@ def test_plan_of_other_states_is_rejected() -> None:
     model = model_of("qwen3_next")
     planned, probed = planned_of(model), probe(model)
     fewer = Probed(probed.attention, probed.mixers[:-1])
-    with pytest.raises(ConfigError, match=r"planned layers \[0, 1, 3\], but a forward keeps states in layers \[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"has layers \[0, 1, 3\], but a forward keeps states in layers \[0, 1\]"):
         page_layout(planned, fewer)
     narrow = Probed(probed.attention, changed(probed.mixers, 0, shape=(96, 3)))
-    with pytest.raises(ConfigError, match=r"layers\.1\.linear_attn: planned 3584 bytes a page, but .* caches 3200 \("):
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.linear_attn: the plan has 3584 bytes a page, but .* caches 3200 \("
+    ):
         page_layout(planned, narrow)
     half = Probed(probed.attention, changed(probed.mixers, 1, dtype=torch.bfloat16))
     with pytest.raises(ConfigError, match=r"caches 2560 \(states \(96, 4\) float32 and \(4, 16, 8\) bfloat16\)"):
         state_layout(planned, half)
-    with pytest.raises(ConfigError, match=r"planned layers \[2, 4\], but a forward caches in layers \[\]"):
+    with pytest.raises(ConfigError, match=r"the plan has layers \[2, 4\], but a forward caches in layers \[\]"):
         page_layout(planned, Probed({}, probed.mixers))
 
 

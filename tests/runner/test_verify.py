@@ -258,10 +258,10 @@ def step_of(
     ("change", "said"),
     [
         ({"samples": np.array([False])}, "in rows that sample"),
-        ({"num_scheduled": np.array([2], np.int32)}, "behind a certain token"),
-        ({"drafts": Csr.from_lists([[4, 6]])}, "the last of their row's tokens"),
-        ({"drafts": Csr.from_lists([[4, 5], []])}, "1 rows, its drafts 2"),
-        ({"token_ids": Csr.from_lists([[3, 4, -1]]), "drafts": Csr.from_lists([[4, -1]])}, "drafts are token ids"),
+        ({"num_scheduled": np.array([2], np.int32)}, "after a certain token"),
+        ({"drafts": Csr.from_lists([[4, 6]])}, "equal the last tokens of their row"),
+        ({"drafts": Csr.from_lists([[4, 5], []])}, "1 rows, but its drafts have 2"),
+        ({"token_ids": Csr.from_lists([[3, 4, -1]]), "drafts": Csr.from_lists([[4, -1]])}, "drafts must be token ids"),
     ],
 )
 def test_invalid_drafts_of_a_step_are_rejected(change: dict[str, object], said: str) -> None:
@@ -284,7 +284,7 @@ def test_runner_rejects_invalid_drafts_and_states_and_writes_nothing() -> None:
         writes = step.state_writes
         behind = step.num_computed[writes[:, 0]] + 2 == writes[:, 2]  # behind the first draft
         for wrong, said in (
-            (replace(step, drafts=Csr.from_lists([[1, 2], [4]])), "the last of their row's tokens"),
+            (replace(step, drafts=Csr.from_lists([[1, 2], [4]])), "equal the last tokens of their row"),
             (replace(step, state_writes=writes[~behind]), "behind one of its drafts, is not written in group"),
             (replace(step, state_writes=writes + np.array([0, 0, 2, 0], np.int32)), r"written behind .* \+ 4 tokens"),
         ):

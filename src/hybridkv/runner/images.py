@@ -1,14 +1,14 @@
-"""Images in prompts: the callers' input, the features that a model computes of it, and the rows that read them.
+"""Images in prompts: the callers' input, the features that a model computes from it, and the rows that read them.
 
-    a processor's output     {"pixel_values": ..., "image_grid_thw": ...} of all images of a prompt, whose placeholders
-                             are already expanded (its input_ids)
+    a processor's output     {"pixel_values": ..., "image_grid_thw": ...} of all images of a prompt; the placeholders
+                             in its input_ids are already expanded
     pictures                 the input of the LoadedModel's processor, with a prompt of text
 
     get_image_features(pixels) -> features [tokens, width], and more of them for some layers (deepstack)
     forward(ids, mm_encoder_outputs={"image": features of all placeholders in ids})
 
-A Step's forward gets features for every placeholder that it runs. A placeholder outside of any image, such as a sampled
-one, gets the model's embedding of the token itself.
+A Step's forward gets features for every placeholder that it runs. A placeholder outside of any image (for example a
+sampled one) gets the model's embedding of the token itself.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ from hybridkv.units import shown
 
 Int64 = NDArray[np.int64]
 Images = Mapping[str, Any] | Sequence[Any]
-"""The images of one prompt: a processor's output for all of them, by name.
-
-Or pictures for the model's own processor.
-"""
+"""The images of one prompt: a processor's output for all of them by name, or pictures for the model's processor."""
 
 COMPARED: Final = (
     "aya_vision",
@@ -56,20 +53,24 @@ COMPARED: Final = (
 )
 """Model types whose images were compared with plain transformers in every regime (tests/runner/test_images.py)."""
 _BOTH_WAYS: Final = frozenset({"gemma3"})
-"""Of these, the ones that mask an image's tokens so that each sees all of them."""
+"""The compared model types that let each token of an image attend to all tokens of the image."""
 TOKEN_KINDS: Final = frozenset({"mm_token_type_ids", "token_type_ids"})
-"""What a processor says of each token: text, or of an image."""
+"""A processor's outputs that give the kind of each token: text, or part of an image."""
 OF_TEXT: Final = TOKEN_KINDS | {"input_ids", "attention_mask"}
-"""What a processor says of the text around images."""
+"""A processor's outputs for the text around images."""
 _PIXELS: Final = "pixel_values"
 _MOST_KINDS: Final = 1024
+"""Remembered sizes of images, each with its number of placeholders; chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """The features of one image. rows: [tokens, width]. deep: the same number for each layer that adds some.
+    """The features of one image.
 
-    listed: whether the model's own function returns a list of images' features and its forward takes one, or a tensor.
+    Attributes:
+        rows: [tokens, width].
+        deep: for each layer that adds features of its own, another [tokens, width].
+        listed: whether the model's functions return and take a list of one tensor for each image; else one tensor.
     """
 
     rows: torch.Tensor
@@ -88,9 +89,13 @@ class Features:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageCall:
-    """The image side of ``model``. token_id: its placeholder. takes: names of the values of its images.
+    """The image side of ``model``.
 
-    rope_index: computes positions in several axes, [axes, 1, tokens]; None if tokens simply follow each other.
+    Attributes:
+        model: the model.
+        token_id: its placeholder token.
+        takes: names of the values of its images.
+        rope_index: computes positions on several axes, [axes, 1, tokens]; None if the model has one axis.
     """
 
     model: PreTrainedModel
@@ -111,14 +116,14 @@ class ImageCall:
             raise ConfigError(f"{type(model).__name__} takes no images: leave them out, or load a multimodal model")
         if kind not in COMPARED:
             raise ConfigError(
-                f"images of {kind} were not compared with transformers: it runs its text part; images run with "
+                f"images of {kind} were not compared with transformers: leave them out, or use a model of "
                 f"{', '.join(COMPARED)}"
             )
         takes = frozenset(inspect.signature(features).parameters) - {"kwargs"}
         return cls(model, token, takes, getattr(model.model, "get_rope_index", None))
 
     def features(self, values: Mapping[str, torch.Tensor]) -> Features:
-        """Compute the model's features of one image by its vision part, whose errors pass through."""
+        """Compute the model's features of one image with its vision part. Errors of that part pass through."""
         device, dtype = self.model.device, self.model.dtype
         given = {name: one.to(device, dtype if one.is_floating_point() else one.dtype) for name, one in values.items()}
         with torch.inference_mode():
@@ -128,14 +133,14 @@ class ImageCall:
         return Features(_rows(pooled), tuple(map(_rows, deep)), isinstance(pooled, list | tuple))
 
     def of_token(self, like: Features, count: int) -> Features:
-        """Return the token's own embedding for ``count`` placeholders outside of images; ``like`` is of any image."""
+        """Return the token's own embedding for ``count`` placeholders outside of images, in the form of ``like``."""
         token = torch.tensor([self.token_id], device=self.model.device)
         rows = self.model.get_input_embeddings()(token).to(like.rows.dtype).repeat(count, 1)
         return Features(rows, tuple(one.new_zeros((count, one.shape[1])) for one in like.deep), like.listed)
 
 
 def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one tensor, or several, as [tokens, width]."""
+    """Return one or several tensors as one, [tokens, width]."""
     parts = [features] if isinstance(features, torch.Tensor) else features
     return torch.cat([one.reshape(-1, one.shape[-1]) for one in parts])
 
@@ -157,9 +162,13 @@ def towers_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """One image as its model takes it. values: on the CPU, by name. digest: SHA-256 of names, dtypes, shapes, bytes.
+    """One image in the form that its model takes.
 
-    kind: the values that decide how many placeholders it fills: shapes, and a digest of whole numbers, which are sizes.
+    Attributes:
+        values: tensors on the CPU, by name.
+        digest: SHA-256 of their names, dtypes, shapes and bytes.
+        kind: their shapes, and a digest of the whole numbers among them, which are sizes. Images of one kind fill
+            equally many placeholders.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -171,9 +180,13 @@ class Picture:
 class PromptImages:
     """The images of one prompt.
 
-    items: the place of each image, with its digest. pictures: in the same order. places: int64[n] of all placeholders
-    in the prompt, ascending. image, row: int64[n], the image that fills each, and the feature of it. positions:
-    int64[axes, prompt tokens] if the model's tokens have several; None if they follow each other.
+    Attributes:
+        pictures: the images.
+        items: the place and digest of each image.
+        places: int64[n], the index of each placeholder in the prompt, ascending.
+        image: int64[n], the number of the image that fills the placeholder.
+        row: int64[n], the feature of that image for the placeholder.
+        positions: int64[axes, prompt tokens]; None if the model's positions have one axis.
     """
 
     pictures: tuple[Picture, ...]
@@ -183,24 +196,23 @@ class PromptImages:
     row: Int64
     positions: Int64 | None
 
-    def last_seen(self, first: int, behind: int) -> Int64:
-        """Return int64[behind - first], the last token that each sees if images attend both ways. O(items)."""
-        seen = np.arange(first, behind)
+    def last_seen(self, first: int, end: int) -> Int64:
+        """Return the last token that each of the tokens first .. end-1 sees, if images attend both ways. O(items)."""
+        seen = np.arange(first, end)
         for item in self.items:
             inside = slice(max(item.offset - first, 0), max(item.offset + item.length - first, 0))
             seen[inside] = item.offset + item.length - 1
         return seen
 
-    def positions_of(self, first: int, behind: int) -> Int64:
-        """Return int64[axes, behind - first] for tokens of prompt or output.
+    def positions_of(self, first: int, end: int) -> Int64:
+        """Return the positions of tokens first .. end-1 of prompt or output, int64[axes, end - first].
 
-        After the prompt they follow each other again.
+        The first output token continues after the largest position of the prompt, on all axes.
         """
-        assert self.positions is not None  # noqa: S101 - who asks has looked
+        assert self.positions is not None  # noqa: S101 - the caller has checked it
         prompt = self.positions.shape[1]
-        inside = self.positions[:, first:behind]
-        # the first one behind the prompt is one more than the largest in it
-        after = np.arange(max(first, prompt), behind) - prompt + 1 + self.positions.max()
+        inside = self.positions[:, first:end]
+        after = np.arange(max(first, prompt), end) - prompt + 1 + self.positions.max()
         return np.concatenate((inside, np.broadcast_to(after, (len(inside), len(after)))), axis=1)
 
 
@@ -222,7 +234,7 @@ def prompt_images(
         values = _processed(loaded, prompt, given)
         rows = values.get("input_ids")
         if rows is None or len(rows) != 1:
-            raise ConfigError("the processor gave no input_ids of one prompt: give its output with token ids instead")
+            raise ConfigError("the processor gave no input_ids for the prompt: give its output with token ids instead")
         ids = encode(loaded, rows[0])
     of_images = {name: value for name, value in values.items() if name not in OF_TEXT}
     pictures = list(map(_picture, _by_image(loaded, call, of_images)))
@@ -257,8 +269,8 @@ def _require_apart(items: Sequence[MultimodalItem], counts: Sequence[int]) -> No
     for item, count, before in zip(items, counts, ends, strict=False):
         if item.length != count or (item.offset == before and before):
             raise ConfigError(
-                f"the image at token {item.offset} must be one run of {count} placeholders, with text before it: its "
-                "tokens attend to each other, and to no other image's"
+                f"the image at token {item.offset} must be one run of {count} placeholders after a token of text, "
+                "because its tokens attend to each other alone: insert text between images, and none inside"
             )
 
 
@@ -268,22 +280,20 @@ def require_processor(loaded: LoadedModel) -> None:
         because = f" ({loaded.no_processor})" if loaded.no_processor else ""
         raise ConfigError(
             f"pictures need the processor of {loaded.name}, which was loaded without one{because}: wrap the model with "
-            "processor=..., or give its output (pixel_values and the like) with token ids"
+            "processor=..., or give the processor's output (pixel_values and so on) with token ids"
         )
 
 
 def _processed(loaded: LoadedModel, prompt: str | Sequence[int], pictures: object) -> dict[str, Any]:
     """Return the processor's output for a prompt and its pictures."""
     if isinstance(pictures, str | bytes) or not isinstance(pictures, Sequence):
-        raise ConfigError(
-            f"images must be a list of pictures, or what a processor made of them, by name; got {shown(pictures)}"
-        )
+        raise ConfigError(f"images must be a list of pictures or a processor's output by name, got {shown(pictures)}")
     require_processor(loaded)
     if not isinstance(prompt, str):
-        raise ConfigError("pictures need a prompt of text: for token ids give what the processor made of the pictures")
+        raise ConfigError("pictures need a prompt of text: with token ids, give the processor's output for them")
     try:
         return dict(loaded.processor(text=[prompt], images=list(pictures), return_tensors="pt"))
-    except Exception as error:  # whatever it does not like
+    except Exception as error:  # a processor may raise any error, and its text is the reason
         raise ConfigError(f"the processor of {loaded.name} does not take these images: {error}") from error
 
 
@@ -294,33 +304,40 @@ def _tensor(name: str, given: object) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{name} must be one tensor of all images of the prompt: {error}") from error
     if value.dim() < 1 or not len(value) or (value.is_floating_point() and not bool(value.isfinite().all())):
-        raise ConfigError(f"{name} must hold numbers for at least one image, got shape {tuple(value.shape)}")
+        raise ConfigError(f"{name} must hold finite numbers for at least one image, got shape {tuple(value.shape)}")
     return value
 
 
 def _by_image(loaded: LoadedModel, call: ImageCall, values: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
-    """Split values along the first dimension: patches by a grid of (frames, rows, columns), everything else one each.
+    """Split values along the first dimension, and yield the values of each image by name.
 
+    A grid (frames, rows, columns) gives the number of patches of an image; all other values have one entry an image.
     Raises ConfigError for names that the model does not take, and for values that cannot be split by image.
     """
     wrong = sorted(values.keys() - call.takes)
     if wrong or _PIXELS not in values:
         raise ConfigError(
             f"{loaded.name} takes images as {', '.join(sorted(call.takes))}, got {', '.join(sorted(values)) or 'none'}"
-            f"{': leave out ' + wrong[0] if wrong else ''}"
+            f": {'leave out ' + wrong[0] if wrong else 'give ' + _PIXELS}"
         )
     tensors = {name: _tensor(name, value) for name, value in values.items()}
     grids = tensors.get("image_grid_thw")
     pixels = tensors[_PIXELS]
     if grids is not None and (grids.dim() != 2 or grids.is_floating_point() or bool((grids < 1).any())):
-        raise ConfigError(f"image_grid_thw must be [images, 3], whole numbers, got shape {tuple(grids.shape)}")
+        raise ConfigError(f"image_grid_thw must be [images, 3], whole numbers above 0, got shape {tuple(grids.shape)}")
     sizes = [1] * len(pixels) if grids is None else grids.prod(dim=-1).tolist()
     if sum(sizes) != len(pixels):
-        raise ConfigError(f"{_PIXELS} has {len(pixels)} patches, but image_grid_thw asks for {sum(sizes)}")
+        raise ConfigError(
+            f"{_PIXELS} has {len(pixels)} patches, but image_grid_thw asks for {sum(sizes)}: give both from one call "
+            "of the processor"
+        )
     parts = {name: torch.split(value, sizes if name == _PIXELS else 1) for name, value in tensors.items()}
     for name, split in parts.items():
         if len(split) != len(sizes):
-            raise ConfigError(f"{name} is of {len(split)} images, but {_PIXELS} of {len(sizes)}")
+            raise ConfigError(
+                f"{name} is of {len(split)} images, but {_PIXELS} of {len(sizes)}: give both from one call of the "
+                "processor"
+            )
     for number in range(len(sizes)):
         yield {name: split[number].clone() for name, split in parts.items()}
 
@@ -338,7 +355,10 @@ def _picture(values: dict[str, torch.Tensor]) -> Picture:
 
 
 def _positions(call: ImageCall, ids: Sequence[int], pictures: Sequence[Picture]) -> Int64 | None:
-    """Return int64[axes, tokens]. Raises ConfigError for images whose placeholders do not match their sizes."""
+    """Return the positions of a prompt, int64[axes, tokens]; None for one axis.
+
+    Raises ConfigError if the placeholders do not match the sizes of the images.
+    """
     if call.rope_index is None:
         return None
     tokens = torch.tensor([ids])
@@ -350,7 +370,7 @@ def _positions(call: ImageCall, ids: Sequence[int], pictures: Sequence[Picture])
         )
     except (RuntimeError, StopIteration, IndexError) as error:
         raise ConfigError(
-            f"the placeholders do not stand as the images' sizes say: give each image one run of them ({error})"
+            f"the placeholders do not match the sizes of the images: give each image one run of them ({error})"
         ) from error
     positions: Int64 = found[:, 0].numpy().astype(np.int64)
     return positions
@@ -359,8 +379,12 @@ def _positions(call: ImageCall, ids: Sequence[int], pictures: Sequence[Picture])
 class ImageStore:
     """Features of pictures by digest. Each stays while a request holds its digest.
 
-    Beyond ``max_bytes``, features read longest ago are dropped, and computed again when they are read. Those read last
-    stay, whatever their size. ``encoded`` counts computations.
+    Beyond ``max_bytes``, features read longest ago are dropped, and computed again when they are read. The features
+    read last always stay.
+
+    Attributes:
+        max_bytes: bytes of kept features.
+        encoded: number of computations.
     """
 
     def __init__(self, call: ImageCall, max_bytes: int) -> None:
@@ -381,10 +405,10 @@ class ImageStore:
         return sum(one.nbytes for one in self._features.values())
 
     def tokens_of(self, picture: Picture) -> int:
-        """Return the placeholders that ``picture`` fills: the number of others of its shapes and sizes.
+        """Return the number of placeholders that ``picture`` fills: as many as every picture of its kind.
 
-        The features of the first such picture are computed here. Raises ConfigError, with the model's text, if it
-        rejects it.
+        The features of the first picture of a kind are computed here. Raises ConfigError, with the model's text, if the
+        model rejects the picture.
         """
         if picture.kind in self._tokens:
             return self._tokens[picture.kind]
@@ -392,7 +416,7 @@ class ImageStore:
             tokens = self._tokens[picture.kind] = len(self._made(picture))
         except HybridKVError:
             raise
-        except Exception as error:  # a vision part that was handed what it does not expect raises anything
+        except Exception as error:  # a vision part may raise any error for unexpected input
             raise ConfigError(f"the model does not take this image ({picture.kind}): {error}") from error
         if len(self._tokens) > _MOST_KINDS:
             del self._tokens[next(iter(self._tokens))]
@@ -422,12 +446,13 @@ class ImageStore:
         made = self._made(picture)
         if len(made) != self._tokens[picture.kind]:
             raise WorkerError(
-                f"an image of {len(made)} tokens has the sizes of one of {self._tokens[picture.kind]} ({picture.kind})"
+                f"an image fills {len(made)} tokens, but another one of the same sizes ({picture.kind}) fills "
+                f"{self._tokens[picture.kind]}: the model must compute equally many features for both"
             )
         return made
 
     def _made(self, picture: Picture) -> Features:
-        """Compute and keep features; drop others until the bound holds, but not these."""
+        """Compute and keep features. Drop others until the bound holds."""
         made = self._features[picture.digest] = self._call.features(picture.values)
         self.encoded += 1
         excess = self.nbytes - self.max_bytes
@@ -441,9 +466,10 @@ class ImageStore:
 class ImageRead:
     """The image arguments of a forward.
 
-    arguments: of the model, by name: positions, int64[1 + axes, 1, tokens], text positions first, and features of all
-    placeholders. last_seen: int64[tokens], the position of the last token that each sees if that is not itself, or
-    None.
+    Attributes:
+        arguments: arguments of the model by name: positions, int64[1 + axes, 1, tokens], text positions first, and
+            features of all placeholders.
+        last_seen: int64[tokens], the position of the last token that each token sees; None if that is the token itself.
     """
 
     arguments: dict[str, Any]
@@ -453,14 +479,14 @@ class ImageRead:
 class StepImages:
     """The images of requests, by id, and of the Steps in flight, by row.
 
-    A Step launched holds the images of its rows until it has landed: their requests may end before it runs.
+    A Step in flight holds the images of its rows until it has run, because their requests may end before.
     """
 
     def __init__(self, model: PreTrainedModel, max_bytes: int) -> None:
         self.call = ImageCall.of(model)
         self.store = ImageStore(self.call, max_bytes)
         self._requests: dict[str, PromptImages] = {}
-        self._rows: dict[int, PromptImages] = {}  # as of the Step launched last
+        self._rows: dict[int, PromptImages] = {}  # as of the newest Step in flight
         self._steps: dict[int, dict[int, PromptImages]] = {}
 
     # -- requests, and steps in flight
@@ -488,7 +514,7 @@ class StepImages:
             self.store.release(images.pictures)
 
     def launched(self, step: Step) -> None:
-        """Note that ``step`` was scheduled, after those before it. O(rows)."""
+        """Note that ``step`` was scheduled. O(rows)."""
         for row in step.finished_rows.tolist():
             self._rows.pop(row, None)
         for new in step.new_rows:
@@ -502,7 +528,7 @@ class StepImages:
                 self.store.hold(images.pictures)
 
     def landed(self, step: Step) -> None:
-        """Note that ``step`` ran, or never will."""
+        """Note that ``step`` has run or failed."""
         for images in self._steps.pop(step.id, {}).values():
             self.store.release(images.pictures)
 
@@ -517,8 +543,8 @@ class StepImages:
         axes = next((len(one.positions) for one, *_ in mine if one.positions is not None), 0)
         if axes:
             on_axes = np.tile(positions, (1 + axes, 1))
-            for images, place, first, behind in mine:
-                on_axes[1:, place : place + behind - first] = images.positions_of(first, behind)
+            for images, place, first, end in mine:
+                on_axes[1:, place : place + end - first] = images.positions_of(first, end)
             arguments["position_ids"] = torch.from_numpy(on_axes)[:, None].to(self.call.model.device)
         with torch.inference_mode():
             features = self._features(mine, tokens)
@@ -528,15 +554,15 @@ class StepImages:
             arguments["mm_encoder_outputs"] = {"image": SimpleNamespace(pooler_output=pooled, deepstack_features=deep)}
         if attends_both_ways(self.call.model):
             seen = positions.copy()
-            for images, place, first, behind in mine:
-                seen[place : place + behind - first] = images.last_seen(first, behind)
+            for images, place, first, end in mine:
+                seen[place : place + end - first] = images.last_seen(first, end)
         return ImageRead(arguments, seen)
 
     def _features(self, mine: Sequence[_Reading], tokens: Int64) -> Features | None:
         """Return image features at their placeholders and the token's own elsewhere; None without a placeholder."""
-        parts: list[tuple[Int64, Features, Int64]] = []  # (places in the step, of an image, which of its rows)
-        for images, place, first, behind in mine:
-            inside = slice(*np.searchsorted(images.places, (first, behind)).tolist())
+        parts: list[tuple[Int64, Features, Int64]] = []  # (places in the step, features of an image, rows of these)
+        for images, place, first, end in mine:
+            inside = slice(*np.searchsorted(images.places, (first, end)).tolist())
             for number in np.unique(images.image[inside]).tolist():
                 of_image = np.flatnonzero(images.image[inside] == number) + inside.start
                 features = self.store.features(images.pictures[number])
@@ -555,11 +581,11 @@ class StepImages:
 
 
 _Reading = tuple[PromptImages, int, int, int]
-"""Images of a row, its first token's place in the Step, that token's position, the one behind its last."""
+"""Images of a row, its first token's place in the Step, that token's position, and the position after its last."""
 
 
 def _tokens_with_images(step: Step, rows: Mapping[int, PromptImages]) -> list[_Reading]:
-    """Return the tokens of each row of ``step`` that is among ``rows``."""
+    """Return the images and tokens of each row of ``step`` that is among ``rows``."""
     firsts, counts = step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64)
     columns = (step.rows, np.cumsum(counts) - counts, firsts, firsts + counts)
     every = zip(*(one.tolist() for one in columns), strict=True)

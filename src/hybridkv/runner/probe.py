@@ -1,14 +1,14 @@
-"""A forward over 3 tokens shows the caches of a model: it checks the plan, and how rows can run.
+"""Run a forward over 3 tokens to find a model's caches, to check the plan, and to see how rows can run.
 
-A Step becomes forwards in one of two ways, all of its rows in one, or each row in one of its own:
+The rows of a Step run in one of two ways:
 
-    together   one flattened forward; the model is handed every token's position, and attends through
+    together   one flattened forward for all rows; the model gets every token's position, and attends through
                transformers' attention interface
-    by row     a forward a row: the model makes positions, biases and masks of its own from a cache that says how many
-               tokens of this one request it has, as transformers' caches do
+    by row     one forward for each row; the model makes its own positions, biases and masks from a cache that reports
+               the tokens of this one request, as transformers' caches do
 
-By row runs whatever runs on a standard cache, at the price of a forward for each row. What a model can do is seen from
-a forward (``forwards_of``); whether it does it rightly, by the self-check.
+Every model that runs on a standard cache runs by row, at the price of a forward for each row. A forward shows which way
+a model supports (``forwards_of``). The self-check shows whether its results are right.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from hybridkv.step import Csr, Step
 from hybridkv.worker import PagePart
 
 PROBE_TOKENS: Final = 3
+"""Tokens of the forward that shows a model's caches; chosen by hand."""
 Heads = tuple[int, torch.dtype]
 """Query heads of a layer, and the dtype of its queries."""
 
@@ -61,7 +62,7 @@ _RUNNABLE: Final = (
 
 @contextmanager
 def kept_attention(parts: Iterable[PreTrainedModel]) -> Iterator[None]:
-    """Whatever attention ``parts`` of a model are given meanwhile, they have their own again at the end."""
+    """Restore the attention of ``parts`` of a model at the end."""
     own = [(part, part.config._attn_implementation) for part in parts]
     try:
         yield
@@ -73,26 +74,29 @@ def kept_attention(parts: Iterable[PreTrainedModel]) -> Iterator[None]:
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """``model`` with the attention function ``name`` for a while; UnsupportedModelError when it cannot switch."""
+    """Run ``model`` with the attention function ``name``. Raises UnsupportedModelError if it cannot switch."""
     with kept_attention(_with_configs(model)):
         set_attention(model, name)
         yield
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Make ``model`` call the attention function ``name``. Raises UnsupportedModelError when it cannot switch.
+    """Make ``model`` call the attention function ``name``. Raises UnsupportedModelError if it cannot switch.
 
-    The stacks of T5 have configs of their own, which a switch of the whole does not reach.
+    Each part with a config of its own is switched by itself: a switch of the whole T5 does not reach its stacks.
     """
     for part in _with_configs(model):
         if part.config._attn_implementation == name:
             continue
         part.set_attn_implementation(name)
         if part.config._attn_implementation != name:
-            raise UnsupportedModelError(
-                f"{type(part).__name__} does not take its attention from transformers' AttentionInterface: not "
-                "supported"
+            raise _unsupported(
+                f"{type(part).__name__} does not take its attention from transformers' AttentionInterface"
             )
+
+
+def _unsupported(reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{reason}, which is not supported: run this model with plain transformers")
 
 
 def _with_configs(model: PreTrainedModel) -> Iterable[PreTrainedModel]:
@@ -103,7 +107,12 @@ def _with_configs(model: PreTrainedModel) -> Iterable[PreTrainedModel]:
 class ProbeCache(EmptyCache):
     """Record the last keys and values of each layer, shapes and dtypes of states, and the modules that passed them.
 
-    updated: the index of the layer that cached tokens last. taken: the keys and values of each layer index.
+    Attributes:
+        updated: index of the layer that cached tokens last.
+        taken: keys and values of each layer, by index.
+        callers: the running modules that received the cache, outermost first.
+        ran: all modules that ran.
+        states: the states that each caller keeps for each layer.
     """
 
     def __init__(self) -> None:
@@ -117,13 +126,13 @@ class ProbeCache(EmptyCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Note [1, heads, tokens, width] of keys and values and hand them back."""
+        """Record keys and values [1, heads, tokens, width], and return them."""
         self.updated, self.taken[layer_idx] = layer_idx, (key_states, value_states)
         return key_states, value_states
 
     @property
     def attention(self) -> dict[int, tuple[PagePart, ...]]:
-        """The parts of a token by layer index."""
+        """The page parts of a token, by layer index."""
         return {
             layer: tuple(PagePart((one.shape[1], one.shape[3]), one.dtype) for one in states)
             for layer, states in self.taken.items()
@@ -137,14 +146,14 @@ class ProbeCache(EmptyCache):
         conv_kernel_size: int | None = None,
         **_kwargs: object,
     ) -> torch.Tensor:
-        """Note [1, channels, tokens], of which as many columns are kept as the kernel is wide, and hand it back."""
+        """Record [1, channels, tokens], from which a cache keeps ``conv_kernel_size`` columns, and return it."""
         columns = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         return self._noted(conv_states, StateKind.CONV, layer_idx, state_idx, (*conv_states.shape[1:-1], columns))
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
     ) -> torch.Tensor:
-        """Note [1, *shape] and hand it back."""
+        """Record [1, *shape], and return it."""
         shape = tuple(recurrent_states.shape[1:])
         return self._noted(recurrent_states, StateKind.RECURRENT, layer_idx, state_idx, shape)
 
@@ -152,22 +161,20 @@ class ProbeCache(EmptyCache):
         self, states: torch.Tensor, kind: StateKind, layer_idx: int, state_idx: int, shape: tuple[int, ...]
     ) -> torch.Tensor:
         if not self.callers:
-            raise UnsupportedModelError(
-                "states are kept outside of the modules that were handed the cache: not supported"
-            )
+            raise _unsupported("states are kept outside of the modules that received the cache")
         kept = self.states.setdefault((self.callers[-1], layer_idx), {})
         kept[kind, state_idx] = MixerState(kind, state_idx, shape, states.dtype)
         return states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Nothing is cached."""
+        """Return None: no state is cached."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Nothing is cached."""
+        """Return None: no state is cached."""
 
     def update_indexer(self, *_args: object, **_kwargs: object) -> NoReturn:
-        """Pages have no room for them."""
-        raise UnsupportedModelError("an indexer's keys are kept beside keys and values: not supported")
+        """Raise UnsupportedModelError: pages have no room for an indexer's keys."""
+        raise _unsupported("an indexer's keys are kept next to keys and values")
 
     def mixers(self) -> tuple[RecurrentMixer, ...]:
         """Return the modules that kept states, in the order of their layers."""
@@ -178,13 +185,13 @@ class ProbeCache(EmptyCache):
             for (call, layer), kept in self.states.items()
         ]
         if len({mixer.module for mixer in found}) < len(found):
-            raise UnsupportedModelError("one module keeps the states of several layers: not supported")
+            raise _unsupported("one module keeps the states of several layers")
         return tuple(sorted(found, key=lambda mixer: mixer.layer_index))
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A module's forward that was handed the cache, as which argument, and the width of its input."""
+    """A module's forward that received the cache, the name of that argument, and the width of the module's input."""
 
     module: torch.nn.Module
     cache_parameter: str
@@ -193,10 +200,14 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probed:
-    """What a model keeps. attention: the parts of a token by layer index. mixers: the modules that keep states.
+    """The caches of a model.
 
-    cross: the parts of a token of the encoder's output by layer index, none without cross attention.
-    takes_positions: whether the forward could be told where tokens stand. ran: modules that took part.
+    Attributes:
+        attention: page parts of a token, by layer index.
+        mixers: the modules that keep states.
+        cross: page parts of a token of the encoder's output, by layer index; empty without cross attention.
+        takes_positions: whether the forward takes the positions of tokens.
+        ran: modules that ran in the forward.
     """
 
     attention: Mapping[int, tuple[PagePart, ...]]
@@ -218,19 +229,19 @@ def probe(model: PreTrainedModel) -> Probed:
             takes_positions = _forward(model, cache, crossed)
         except (HybridKVError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # a model that gets a cache which it does not expect raises anything
-            raise UnsupportedModelError(
-                f"{type(model).__name__} does not run on a cache of keys, values and states: not supported ({error})"
-            ) from error
+        except Exception as error:  # a model may raise any error for a cache that it does not expect
+            reason = f"{type(model).__name__} does not run on a cache of keys, values and states ({error})"
+            raise _unsupported(reason) from error
     if not cache.taken and not cache.states:
-        raise UnsupportedModelError(f"{type(model).__name__} cached nothing in a forward: not supported")
+        raise _unsupported(f"{type(model).__name__} cached nothing in a forward")
     return Probed(cache.attention, cache.mixers(), crossed.attention, takes_positions, frozenset(cache.ran))
 
 
 class FormNotes:
-    """Takes the place of every attention in a forward with ``cache``, which hands back what it is handed.
+    """Runs and records every attention of a forward with ``cache``, which returns the keys and values that it gets.
 
-    forms: by module; the others run their own attention.
+    Attributes:
+        forms: the form of each module; modules without a known form run their own attention.
     """
 
     def __init__(self, cache: ProbeCache) -> None:
@@ -239,7 +250,7 @@ class FormNotes:
         self._seen: dict[int | None, dict[torch.nn.Module, set[Heads | None]]] = {}
 
     def __call__(self, module: torch.nn.Module, states: Attended, handed: Mapping[str, Any]) -> torch.Tensor:
-        """Note the form of ``module``, and attend."""
+        """Record the form of ``module``, and attend."""
         eager, layer = eager_function(module), self._cache.updated
         if not any(module in seen for seen in self._seen.values()):
             form = form_of(module, eager, states, handed)
@@ -251,15 +262,15 @@ class FormNotes:
             if states.key.shape == cached.shape and states.key.data_ptr() == cached.data_ptr():
                 heads = (states.query.shape[1], states.query.dtype)
         self._seen.setdefault(layer, {}).setdefault(module, set()).add(heads)
-        nothing_hidden = states.query.new_zeros((1, 1, states.query.shape[2], states.key.shape[2]))  # some need a mask
-        return eager(module, *states, nothing_hidden, **handed)[0]
+        mask = states.query.new_zeros((1, 1, states.query.shape[2], states.key.shape[2]))  # hides no token
+        return eager(module, *states, mask, **handed)[0]
 
     @property
     def layers(self) -> dict[int, Heads | None]:
-        """Layers whose every attention module has a known form, by index; their contexts may come in parts.
+        """The layers in which all attention modules have a known form, by index; their contexts may come in parts.
 
-        Query heads and their dtype of those that attend to the keys as they were cached, which a kernel may read from
-        pages; None of the others.
+        The value is the number and dtype of query heads of a layer that attends to its keys as they were cached: a
+        kernel may read such keys from pages. It is None for other layers.
         """
         found = dict[int, Heads | None]()
         for layer, seen in self._seen.items():
@@ -272,7 +283,7 @@ class FormNotes:
 def forms_of(model: PreTrainedModel, context: StepContext) -> FormNotes:
     """Find the attention forms of ``model``, which runs with ``context``, by a forward over PROBE_TOKENS tokens.
 
-    Of an encoder-decoder nothing is known.
+    The result is empty for an encoder-decoder.
     """
     cache = ProbeCache()
     notes = FormNotes(cache)
@@ -288,7 +299,7 @@ def forms_of(model: PreTrainedModel, context: StepContext) -> FormNotes:
 
 
 def _forward(model: PreTrainedModel, cache: ProbeCache, crossed: ProbeCache) -> bool:
-    """PROBE_TOKENS tokens, behind an encoder's output of as many where there is one; whether positions were taken."""
+    """Run PROBE_TOKENS tokens, and as many of an encoder-decoder's encoder. Return whether it takes positions."""
     ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=model.device)
     positions = torch.arange(PROBE_TOKENS, device=model.device)
     if is_encoder_decoder(model):
@@ -302,9 +313,9 @@ def _forward(model: PreTrainedModel, cache: ProbeCache, crossed: ProbeCache) -> 
 
 @contextmanager
 def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
-    """Keep in ``cache.callers`` which modules of ``model`` that were handed the cache are running, outermost first.
+    """Record in ``cache.callers`` the running modules of ``model`` that received the cache, outermost first.
 
-    And in ``cache.ran`` all that ran.
+    Record in ``cache.ran`` all modules that ran.
     """
 
     def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -337,10 +348,17 @@ def planner_model(
 ) -> Model:
     """Read the planner's view of ``model`` from its config, with the dtype of its weights.
 
-    num_speculative_tokens: drafts a step for which recurrent layers have room.
-    The config's own dtype is that of a checkpoint, which may have been cast. Assumed values are left out of
-    ``read_from``, because page_layout later checks them against a forward. Raises UnsupportedModelError as
-    require_runnable does.
+    The config has the dtype of a checkpoint, which may have been cast. Assumed values are left out of ``read_from``,
+    because page_layout later checks them against a forward.
+
+    Args:
+        model: the model.
+        block_size: tokens of a block.
+        name: name of the model in messages; None for the name in its config.
+        num_speculative_tokens: drafts of a step for which recurrent layers have room.
+
+    Raises:
+        UnsupportedModelError: as ``require_runnable``.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     source = {**model.config.to_dict(), "dtype": dtype}
@@ -360,7 +378,7 @@ def planner_model(
 
 
 def require_runnable(planned: Model) -> None:
-    """Raise UnsupportedModelError, naming them, for layers that the runner would run wrongly.
+    """Raise UnsupportedModelError, with their names, for layers that the runner cannot run.
 
     It runs attention over all tokens, a window or a chunk, MLA, cross attention, and recurrent states.
     """
@@ -369,8 +387,8 @@ def require_runnable(planned: Model) -> None:
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise UnsupportedModelError(
-            f"{planned.name} can be planned, but not run yet: {wrong[0]}{more} of {len(planned.layers)} layers; "
-            "attention (full, window, chunk, MLA, cross) and recurrent layers can be run"
+            f"{planned.name} can be planned, but not run: {wrong[0]}{more} of {len(planned.layers)} layers cannot run; "
+            "use a model of attention (full, window, chunk, MLA, cross) and recurrent layers"
         )
 
 
@@ -386,7 +404,7 @@ def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...
 
 
 def state_layout(planned: Model, probed: Probed) -> dict[str, RecurrentMixer]:
-    """Return the mixer of every planned layer that keeps a state; its parts lie in its page one after the other.
+    """Return the mixer of every planned layer that keeps a state; its parts follow each other in its page.
 
     Raises ConfigError unless the forward kept states in exactly the planned layers, and as many bytes in each.
     """
@@ -403,12 +421,12 @@ def _page_parts(mixer: RecurrentMixer) -> tuple[PagePart, ...]:
 def _checked(
     planned: Model, kinds: Collection[Keeps], does: str, found: Mapping[int, tuple[PagePart, ...]]
 ) -> dict[str, tuple[PagePart, ...]]:
-    """Return what was ``found`` in layers that keep one of ``kinds``, by name. does: what the forward did, in words."""
+    """Return the page parts ``found`` in layers that keep one of ``kinds``, by name. does: a verb for the message."""
     layers = {layer.index: layer for layer in planned.layers if layer.spec.keeps in kinds}
     if layers.keys() != found.keys():
         raise ConfigError(
-            f"{planned.name}: planned layers {sorted(layers)}, but a forward {does} in layers {sorted(found)}: "
-            "the config does not describe this model"
+            f"{planned.name}: the plan has layers {sorted(layers)}, but a forward {does} in layers {sorted(found)}: "
+            "correct the config, which does not describe this model"
         )
     for index, layer in layers.items():
         tokens = 1 if layer.spec.keeps is Keeps.STATE else layer.spec.block_size
@@ -417,8 +435,8 @@ def _checked(
             shapes = " and ".join(f"{part.shape} {str(part.dtype).removeprefix('torch.')}" for part in found[index])
             what = f"states {shapes}" if layer.spec.keeps is Keeps.STATE else f"{tokens} tokens of {shapes}"
             raise ConfigError(
-                f"{planned.name}, layer {layer.name}: planned {layer.spec.page_size_bytes} bytes a page, but a forward "
-                f"caches {held} ({what}): the config does not describe this model"
+                f"{planned.name}, layer {layer.name}: the plan has {layer.spec.page_size_bytes} bytes a page, but a "
+                f"forward caches {held} ({what}): correct the config, which does not describe this model"
             )
     return {layer.name: found[index] for index, layer in layers.items()}
 
@@ -434,16 +452,16 @@ class Forwards(StrEnum):
 
 
 def forwards_of(model: PreTrainedModel, probed: Probed) -> Forwards:
-    """TOGETHER where every layer that attends can be handed positions and gathered contexts, else BY_ROW.
+    """Return TOGETHER if every attention layer takes positions and gathered contexts, else BY_ROW.
 
-    Raises UnsupportedModelError for attention in both directions (of an encoder-decoder, what is not causal in its
-    decoder is cross attention), and for encoder-decoders that cannot run together.
+    Raises UnsupportedModelError for attention in both directions, and for encoder-decoders that cannot run together.
+    Attention that is not causal in the decoder of an encoder-decoder is cross attention, which is allowed.
     """
     crosses = is_encoder_decoder(model)
     modules = [one for one in attention_modules(model.get_decoder() if crosses else model) if one in probed.ran]
     for module in modules:
         if not (module.is_causal or crosses):
-            raise UnsupportedModelError(f"{type(module).__name__} attends in both directions: not supported")
+            raise _unsupported(f"{type(module).__name__} attends in both directions")
     if probed.attention and not probed.takes_positions:
         return Forwards.BY_ROW
     gather.register()
@@ -460,7 +478,7 @@ def forwards_of(model: PreTrainedModel, probed: Probed) -> Forwards:
 
 
 def rows_of(step: Step) -> Iterator[Step]:
-    """Yield a one-row Step for each row, with its tokens and states; work before the forward is left out."""
+    """Yield a one-row Step for each row, with its tokens and states but without the work before the forward."""
     for row in range(len(step)):
         mine = slice(row, row + 1)
         writes = step.state_writes[step.state_writes[:, 0] == row].copy()
@@ -483,6 +501,6 @@ def rows_of(step: Step) -> Iterator[Step]:
 
 
 def _row(lists: Csr, row: int) -> Csr:
-    """One of ``lists``, alone."""
+    """Return list ``row`` of ``lists`` as a Csr of its own."""
     values = lists[row]
     return Csr(np.array([0, len(values)], np.int64), values)

@@ -1,16 +1,17 @@
-"""What a Step has drawn: which drafts it appends to its rows, and the log probabilities of tokens.
+"""The tokens that a Step draws, the drafts that it accepts, and the log probabilities of tokens.
 
     a row's tokens   [ c  c  c | d0 d1 d2 ]      c: certain, d: drafts
-    logits behind            c   d0 d1 d2        its last certain token and each draft
-    drawn from them         t0   t1 t2 t3        t0 where d0 stands, .., t3 behind d2
-    appended, if d0 = t0 and d1 != t1: t0 t1     two were accepted: a draft, and the token drawn behind it
+    logits after             c   d0 d1 d2        its last certain token and each draft
+    drawn from them         t0   t1 t2 t3        t0 in the place of d0, .., t3 after d2
+    appended, if d0 = t0 and d1 != t1: t0 t1     one accepted draft, and the token drawn after it
 
-Every token is drawn as without drafts, by the request's seed and the token's own position. A draft that equals what is
-drawn in its place is accepted; the first draw that differs takes its draft's place and ends the row. So outputs do
-not depend on drafts, sampled ones as little as greedy ones, but for near-ties: arithmetic over another number of
-tokens may round another way. A draft x is accepted with the probability p(x) that the model gives it: that of
-speculative sampling when x was certain to be proposed (Leviathan et al., arXiv 2211.17192, section 2.3). A draft model
-that draws with the same noise agrees more often than one that draws by itself.
+Every token is drawn as without drafts, by the request's seed and the token's own position. A draft that equals the
+token drawn in its place is accepted. The first draw that differs replaces its draft and ends the row. So drafts change
+neither greedy nor sampled outputs, except near-ties: arithmetic over another number of tokens may round differently.
+
+A draft x is accepted with the probability p(x) that the model gives it. Speculative sampling has the same rate for a
+drafter that proposes x with certainty (Leviathan et al., arXiv 2211.17192, section 2.3). A draft model that draws with
+the same noise agrees more often than one with noise of its own.
 """
 
 from __future__ import annotations
@@ -32,16 +33,23 @@ Int64 = NDArray[np.int64]
 
 NO_DRAFT: Final = -1
 _OFF: Final = -1
+"""The requested number of most probable tokens, if no log probabilities are requested."""
 _ROWS_AT_ONCE: Final = 256
+"""Rows of logits in one call of log_softmax, which bounds its memory; chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draws:
     """The tokens that a Step draws, int64[n] each.
 
-    Each row that samples has, in order, one draw after its last certain token and one after each draft. ``row``: index
-    into the Step's rows. ``place``: number of the draw in its row, from 0. ``position``: of the token in its request.
-    ``source``: index of the step's token that has its logits. ``draft``: the draft proposed in its place, or NO_DRAFT.
+    Each row that samples has, in order, one draw after its last certain token and one after each draft.
+
+    Attributes:
+        row: index into the Step's rows.
+        place: number of the draw in its row, from 0.
+        position: position of the token in its request.
+        source: index of the Step's token after which the logits are.
+        draft: the draft proposed in its place, or NO_DRAFT.
     """
 
     row: Int64
@@ -74,14 +82,14 @@ class Draws:
         return np.concatenate(([NO_DRAFT], self.draft[:-1]))[: len(self)]
 
     def kept(self, drawn: Int64) -> Bool:
-        """Return which of the tokens ``drawn`` are appended.
+        """Return which of the tokens ``drawn`` are appended: in every row, up to the first that differs from its draft.
 
-        In every row, those up to the first that differs from its draft.
+        The result is bool[n].
         """
         if not (self.draft != NO_DRAFT).any():
             return np.ones(len(self), np.bool_)
         starts = np.flatnonzero(self.place == 0)
-        differs = np.where(drawn != self.draft, self.place, len(self))  # the last of a row always does
+        differs = np.where(drawn != self.draft, self.place, len(self))  # the last of a row has no draft, so it differs
         first = np.minimum.reduceat(differs, starts)
         kept: Bool = self.place <= np.repeat(first, np.diff(starts, append=len(self)))
         return kept
@@ -94,12 +102,14 @@ class Draws:
 
 
 def check_drafts(step: Step) -> None:
-    """Raise WorkerError unless the drafts of ``step`` are tails of its tokens, behind certain ones of rows that sample.
+    """Raise WorkerError unless drafts are the last tokens of rows that sample, after a certain token. O(rows + drafts).
 
-    O(rows + drafts).
+    The drafts are also among the tokens of ``step``.
     """
     if len(step.drafts) != len(step) or step.drafts.indptr[-1] != len(step.drafts.values):
-        raise WorkerError(f"Step {step.id} has {len(step)} rows, its drafts {len(step.drafts)}: give one list a row")
+        raise WorkerError(
+            f"Step {step.id} has {len(step)} rows, but its drafts have {len(step.drafts)}: give one list for each row"
+        )
     if not len(step.drafts.values):
         return
     drafts = np.diff(step.drafts.indptr)
@@ -107,12 +117,12 @@ def check_drafts(step: Step) -> None:
     if len(wrong):
         raise WorkerError(
             f"Step {step.id}: row {step.rows[wrong[0]]} has {drafts[wrong[0]]} drafts of "
-            f"{step.num_scheduled[wrong[0]]} tokens: drafts stand behind a certain token, in rows that sample"
+            f"{step.num_scheduled[wrong[0]]} tokens: give drafts after a certain token, in rows that sample"
         )
     inside = np.arange(len(step.drafts.values)) - np.repeat(step.drafts.indptr[:-1], drafts)
-    tail = np.repeat(step.token_ids.indptr[1:] - drafts, drafts) + inside
-    if step.drafts.values.min() < 0 or (step.token_ids.values[tail] != step.drafts.values).any():
-        raise WorkerError(f"Step {step.id}: drafts are token ids, the last of their row's tokens")
+    last = np.repeat(step.token_ids.indptr[1:] - drafts, drafts) + inside
+    if step.drafts.values.min() < 0 or (step.token_ids.values[last] != step.drafts.values).any():
+        raise WorkerError(f"Step {step.id}: drafts must be token ids, and equal the last tokens of their row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +145,14 @@ class TokenLogprob:
 
 
 class Targets(NamedTuple):
-    """Tokens whose log probabilities are wanted: int64[E] each.
+    """Tokens with requested log probabilities, int64[E] each.
 
-    source: where the logits behind the token before it are. row: index into the Step's rows. position: of the token
-    in its request. best: how many most probable tokens.
+    Attributes:
+        source: index of the logits from which the token is predicted.
+        row: index into the Step's rows.
+        position: position of the token in its request.
+        token: the token.
+        best: requested number of most probable tokens.
     """
 
     source: Int64
@@ -152,7 +166,7 @@ _NONE: Final = Targets(*[np.empty(0, np.int64)] * 5)
 
 
 class LogprobRows:
-    """What each of ``rows`` rows asks for; a row's values hold from the Step that begins it, as in RowState."""
+    """The log probabilities that each of ``rows`` rows requests, from the Step that begins the row, as in RowState."""
 
     def __init__(self, rows: int) -> None:
         self._sampled = np.full(rows, _OFF, np.int64)
@@ -173,9 +187,9 @@ class LogprobRows:
             self._prompts.pop(row, None)
 
     def of_prompts(self, step: Step) -> Targets:
-        """Prompt tokens that ``step`` predicts; source: index into its tokens. O(rows) where nobody asks.
+        """Return the prompt tokens that ``step`` predicts; ``source`` is an index into its tokens.
 
-        They need the logits behind every token of a prompt but the last: vocabulary numbers of memory a token.
+        Their logits take memory for the whole vocabulary at each prompt token. O(1) if no row requests them.
         """
         found = [_NONE]
         for i, row in enumerate(step.rows.tolist()) if self._prompts else ():
@@ -183,25 +197,25 @@ class LogprobRows:
                 continue
             prompt, best = self._prompts[row]
             first = int(step.num_computed[i])
-            # the logits behind the last prompt token are those of the first output
-            behind = np.arange(first, min(first + int(step.num_scheduled[i]), len(prompt) - 1))
-            row_of, best_of = np.full_like(behind, i), np.full_like(behind, best)
-            source = step.token_ids.indptr[i] + behind - first
-            found.append(Targets(source, row_of, behind + 1, prompt[behind + 1], best_of))
+            # the logits after the last prompt token predict the first output token
+            before = np.arange(first, min(first + int(step.num_scheduled[i]), len(prompt) - 1))
+            row_of, best_of = np.full_like(before, i), np.full_like(before, best)
+            source = step.token_ids.indptr[i] + before - first
+            found.append(Targets(source, row_of, before + 1, prompt[before + 1], best_of))
         return Targets(*map(np.concatenate, zip(*found, strict=True)))
 
     def of_drawn(self, step: Step, draws: Draws, drawn: Int64, kept: Bool) -> Targets:
-        """Return the ``kept`` ones of the tokens ``drawn``; source: index into ``draws``. O(draws)."""
+        """Return the ``kept`` tokens of ``drawn``; ``source`` is an index into ``draws``. O(draws)."""
         best = self._sampled[step.rows[draws.row]]
         wanted = np.flatnonzero((best != _OFF) & kept)
         return Targets(wanted, draws.row[wanted], draws.position[wanted], drawn[wanted], best[wanted])
 
 
 def logprobs_of(parts: Sequence[tuple[torch.Tensor, Targets]]) -> Logprobs | None:
-    """Return the values of every part, in order; None if no values are wanted.
+    """Return the log probabilities of all targets, in order; ``None`` without a target.
 
-    parts: logits [n, vocabulary], of which ``source`` names a row for every target. O(targets * vocabulary), and
-    float32[_ROWS_AT_ONCE, vocabulary] of memory at a time.
+    parts: logits [n, vocabulary] with their targets, whose ``source`` is a row of the logits. O(targets * vocabulary),
+    with float32[_ROWS_AT_ONCE, vocabulary] of memory at a time.
     """
     every = Targets(*map(np.concatenate, zip(*(targets for _, targets in parts), strict=True)))
     if not len(every.source):
@@ -224,7 +238,7 @@ def logprobs_of(parts: Sequence[tuple[torch.Tensor, Targets]]) -> Logprobs | Non
 
 
 def _values(logits: torch.Tensor, targets: Targets) -> tuple[NDArray[Any], ...]:
-    """Of a few targets: log probabilities and ranks, then ids and log probabilities of the most probable tokens."""
+    """Return log probabilities and ranks of a few targets, then ids and log probabilities of the best tokens."""
     device = logits.device
     with torch.inference_mode():
         values = logits[torch.from_numpy(targets.source).to(device)].float().log_softmax(dim=-1)

@@ -1,17 +1,17 @@
-"""How tokens are chosen: greedy and sampled, all rows at once, whatever runs beside them.
+"""Choose tokens, greedy or sampled, for all rows at once. The other rows of a batch do not change a row's token.
 
     logits -> bad words, tokens held back: -inf -> + bias -> the caller's functions -> repetition -> frequency, presence
            -> / temperature -> top-k -> top-p -> min-p -> + noise -> argmax
 
-The order of the edits, up to presence, is vLLM's, that of the filters transformers'. A request touches few tokens of a
-vocabulary: those that it names, and those that it has. So edits are cells (draw, token) with a value, all draws of a
-Step in one go, and only the logits of draws that have some are copied. A caller's function gets all logits of one draw.
-Every draw is edited by the tokens in front of it, drafts included that it assumes to be accepted: drafts change no
-output.
+The edits, up to presence, have the order of vLLM; the filters have the order of transformers. A request edits few
+tokens of a vocabulary: the tokens that it names, and the tokens that it contains. So an edit is a cell (draw, token)
+with a value. All draws of a Step are edited together, and only logits of edited draws are copied. A caller's function
+gets all logits of one draw. The tokens before a draw, with the drafts that it assumes to be accepted, decide its edits.
+So drafts change no output.
 
-Sampling is the Gumbel-max trick: adding independent Gumbel noise to log-probabilities and taking the largest draws
-from their softmax (Maddison et al., arXiv 1411.0030, section 2.1). The noise of a token is a hash of (seed, position,
-token id) alone, so neither the batch nor a preemption can change a draw. The hash is SplitMix64's finaliser (Steele et
+Sampling uses the Gumbel-max trick: add independent Gumbel noise to log probabilities and take the largest. That draws
+from their softmax (Maddison et al., arXiv 1411.0030, section 2.1). The noise of a token is a hash of seed, position and
+token id alone, so neither the batch nor a preemption can change a draw. The hash is SplitMix64's finaliser (Steele et
 al., OOPSLA 2014, figure 16).
 """
 
@@ -40,6 +40,7 @@ Int64 = NDArray[np.int64]
 NONE_DRAWN: Final = -1
 
 _FEWEST: Final = 16
+"""Tokens for which ``TokenCounts`` has room at first; chosen by hand."""
 _NO_TOKENS: Final = np.empty(0, np.int64)
 _WORD: Final = 1 << 64
 _STEP: Final = 0x9E3779B97F4A7C15 - _WORD  # 64-bit constants as the signed integers that torch has
@@ -47,11 +48,11 @@ _MIX_1: Final = 0xBF58476D1CE4E5B9 - _WORD
 _MIX_2: Final = 0x94D049BB133111EB - _WORD
 
 _HOW: Final = np.dtype([("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "i8")])
-"""How the tokens of one request are drawn."""
+"""The sampling parameters of one row."""
 
 
 class TokenCounts:
-    """Distinct tokens, and how often each is in the output. O(tokens) to make, O(1) for one more."""
+    """Distinct tokens of a request, with the count of each in its output. O(tokens) to make, O(1) to add one."""
 
     def __init__(self, prompt: Iterable[int], output: Iterable[int]) -> None:
         self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
@@ -63,7 +64,7 @@ class TokenCounts:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Another token of the output."""
+        """Count another token of the output."""
         place = self._place.setdefault(token, len(self._place))
         if place == len(self._ids):
             self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
@@ -71,8 +72,8 @@ class TokenCounts:
         self._ids[place] = token
         self._counts[place] += 1
 
-    def behind(self, drafts: Sequence[int]) -> tuple[Int64, Float32]:
-        """Tokens and their counts with ``drafts`` in the output, too. O(tokens)."""
+    def after(self, drafts: Sequence[int]) -> tuple[Int64, Float32]:
+        """Return the tokens and their counts in the output followed by ``drafts``. O(tokens)."""
         known = len(self._place)
         ids, counts = self._ids[:known], self._counts[:known].copy()
         for token in drafts:
@@ -85,10 +86,14 @@ class TokenCounts:
 
 
 class RowEdits:
-    """What one request changes, and its tokens as far as they decide that.
+    """The edits of one request's logits, and the tokens of the request that decide them.
 
-    tokens: of the request, the first ``num_prompt`` of which are its prompt. held: tokens that are not drawn before
-    ``min_tokens`` outputs (NewRow.held_ids). bad_words are token ids.
+    Args:
+        params: sampling parameters, with bad words as token ids.
+        tokens: tokens of the request.
+        num_prompt: how many of them are the prompt.
+        held: tokens that are not drawn before ``min_tokens`` outputs (NewRow.held_ids).
+        vocabulary: number of token ids.
     """
 
     def __init__(
@@ -114,20 +119,20 @@ class RowEdits:
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
-        """Whether a request changes anything."""
+        """Return whether a request with ``params`` edits logits."""
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
         named = params.min_tokens or params.bad_words or params.logit_bias or params.logits_processors
         return penalties or bool(named)
 
     def add(self, tokens: Iterable[int]) -> None:
-        """``tokens`` are output, too. O(tokens)."""
+        """Append ``tokens`` to the output. O(tokens)."""
         for token in tokens:
             self._output.append(token)
             if self._counts is not None:
                 self._counts.add(token)
 
     def banned(self, drafts: Sequence[int]) -> Int64:
-        """Tokens that must not come behind ``drafts``. O(words that end as the output does)."""
+        """Return the tokens that must not follow ``drafts``. O(bad words that may end here)."""
         found = [self._words]
         if len(self._output) + len(drafts) < self._min_tokens:
             found.append(self._held)
@@ -139,15 +144,15 @@ class RowEdits:
 
     def _ends_in(self, tokens: tuple[int, ...], drafts: Sequence[int]) -> bool:
         before = len(tokens) - len(drafts)
-        behind = [*self._output[-before:], *drafts] if before > 0 else list(drafts[-len(tokens) :])
-        return tuple(behind) == tokens
+        last = [*self._output[-before:], *drafts] if before > 0 else list(drafts[-len(tokens) :])
+        return tuple(last) == tokens
 
     def counted(self, drafts: Sequence[int]) -> tuple[Int64, Float32]:
-        """Tokens that a penalty is on, and how often each is in the output; none without one."""
-        return (_NO_TOKENS, np.empty(0, np.float32)) if self._counts is None else self._counts.behind(drafts)
+        """Return the tokens with a penalty and their counts in the output; empty arrays without a penalty."""
+        return (_NO_TOKENS, np.empty(0, np.float32)) if self._counts is None else self._counts.after(drafts)
 
     def asked(self, drafts: Sequence[int]) -> list[Callable[[torch.Tensor], Any]]:
-        """Return the caller's functions of logits."""
+        """Return the caller's functions, bound to the tokens of the request and ``drafts``."""
         return [
             partial(one, *([[*self._prompt]] if whole else []), [*self._output, *drafts])
             for one, whole in self._functions
@@ -155,11 +160,11 @@ class RowEdits:
 
 
 _Cells = list[tuple[int, Int64, Float32]]
-"""Of one draw each: its place, tokens, and a value for each of these."""
+"""For each draw: its place, tokens, and a value for each token."""
 
 
 def _on(device: torch.device, cells: _Cells) -> tuple[torch.Tensor, ...] | None:
-    """All places, tokens and values of ``cells``, one a token; None where there are none."""
+    """Return the places, tokens and values of all ``cells`` as tensors, one entry a token; None without a token."""
     counts = [len(tokens) for _, tokens, _ in cells]
     if not any(counts):
         return None
@@ -170,7 +175,11 @@ def _on(device: torch.device, cells: _Cells) -> tuple[torch.Tensor, ...] | None:
 
 @dataclass(slots=True, eq=False)
 class Edits:
-    """Those of a Step's draws. rows: of the logits, those with some, ascending; ``add`` asks for them in order."""
+    """The edits of a Step's draws.
+
+    Attributes:
+        rows: the edited rows of the logits, ascending.
+    """
 
     rows: list[int] = field(default_factory=list)
     _penalties: list[tuple[float, float, float]] = field(default_factory=list)
@@ -180,7 +189,10 @@ class Edits:
     _asked: dict[int, list[Callable[[torch.Tensor], Any]]] = field(default_factory=dict)
 
     def add(self, row: int, edits: RowEdits, drafts: Sequence[int] = ()) -> None:
-        """Return the draw from logits ``row``, after ``drafts`` of the request. Later tokens change nothing here."""
+        """Add the edits of logits ``row``, after ``drafts`` of the request. Call it with ascending rows.
+
+        Tokens that the request gets later do not change these edits.
+        """
         place, functions = len(self.rows), edits.asked(drafts)
         banned, (counted, counts) = edits.banned(drafts), edits.counted(drafts)
         if not (len(banned) or len(counted) or len(edits.bias[0]) or functions):
@@ -194,11 +206,13 @@ class Edits:
             self._asked[place] = functions
 
     def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, dict[int, Exception]]:
-        """Edited logits of ``rows``, [len(rows), vocabulary], and what went wrong, by row of ``logits``.
+        """Return the edited logits of ``rows``, [len(rows), vocabulary], and the errors, by row of ``logits``.
 
-        logits: float32[n, vocabulary], left as they are; those of a row that went wrong stay so, too: a function of the
-        caller raised or returned no logits, or no token is left that may be drawn.
-        O(edited rows * vocabulary) to copy, then O(cells).
+        A row fails if a function of the caller raises or returns no logits, or if no token is left that may be drawn.
+        Its logits stay unedited. O(edited rows * vocabulary) to copy, then O(cells).
+
+        Args:
+            logits: float32[n, vocabulary], not changed.
         """
         device = logits.device
         at = torch.tensor(self.rows, device=device)
@@ -212,7 +226,7 @@ class Edits:
             try:
                 for function in functions:
                     out[place] = _logits_like(out[place], function(out[place].clone()))
-            except Exception as error:  # noqa: BLE001  # the caller's: it ends that request alone
+            except Exception as error:  # noqa: BLE001  # an error of the caller's function ends this request alone
                 wrong[place] = error
         self._penalise(out)
         if banned is not None or self._asked:
@@ -238,7 +252,7 @@ class Edits:
 def _logits_like(given: torch.Tensor, made: object) -> torch.Tensor:
     if not isinstance(made, torch.Tensor) or made.shape != given.shape:
         got = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
-        raise ConfigError(f"logits_processors must return logits, one of each of {len(given)} tokens, got {got}")
+        raise ConfigError(f"logits_processors must return logits, one for each of {len(given)} tokens, got {got}")
     return made
 
 
@@ -252,9 +266,12 @@ def _undrawable(best: float) -> ConfigError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """One entry a row. how: of _HOW. position: int64[R], of the token to draw, counted from the start of the request.
+    """The draws of a batch, one for each row.
 
-    edits: of the rows' logits; None for none.
+    Attributes:
+        how: the sampling parameters of each row, of dtype _HOW.
+        position: int64[R], the position of the token to draw, counted from the start of the request.
+        edits: edits of the rows' logits; ``None`` without edits.
     """
 
     how: NDArray[np.void]
@@ -265,7 +282,7 @@ class SamplingBatch:
     def of(
         cls, params: Sequence[SamplingParams], positions: Sequence[int], edits: Edits | None = None
     ) -> SamplingBatch:
-        """Make a batch from one SamplingParams a row."""
+        """Make a batch from the SamplingParams of each row."""
         return cls(np.array([_how(one) for one in params], _HOW), np.asarray(positions, np.int64), edits)
 
 
@@ -275,14 +292,14 @@ def _how(params: SamplingParams) -> tuple[float, int, float, float, int]:
 
 
 def signed_seed(seed: int) -> int:
-    """``seed`` modulo 2**64 as a signed 64-bit integer."""
+    """Return ``seed`` modulo 2**64 as a signed 64-bit integer."""
     return (seed + (1 << 63)) % _WORD - (1 << 63)
 
 
 class RowState:
-    """Columns over ``rows`` rows; a row's values hold from the Step that begins it to the next that does.
+    """The last token and the sampling parameters of each row, from the Step that begins the row to the next that does.
 
-    Rows that change logits (RowEdits.wanted) also keep what decides how.
+    Rows that edit logits (RowEdits.wanted) also have their edits.
     """
 
     def __init__(self, rows: int, vocabulary: int) -> None:
@@ -293,7 +310,7 @@ class RowState:
         self._edits: dict[int, RowEdits] = {}
 
     def check(self, rows: Sequence[NewRow]) -> None:
-        """Raise WorkerError for a row that names tokens which are not there, or words that are no tokens yet."""
+        """Raise WorkerError for a row with token ids outside the vocabulary, or with bad words of text."""
         for new in rows:
             if any(isinstance(word, str) for word in new.sampling.bad_words):
                 raise WorkerError(
@@ -301,8 +318,8 @@ class RowState:
                 )
             if (most := max(new.sampling.named_tokens, default=0)) >= self._vocabulary:
                 raise WorkerError(
-                    f"logit_bias and bad_words of {new.request_id!r} name token {most}: ids are 0 .. "
-                    f"{self._vocabulary - 1}"
+                    f"logit_bias and bad_words of {new.request_id!r} name token {most}, which is outside the "
+                    f"vocabulary: ids are 0 .. {self._vocabulary - 1}"
                 )
 
     def begin(self, new: NewRow) -> None:
@@ -317,17 +334,22 @@ class RowState:
             self._edits[row] = RowEdits(params, tokens, new.num_prompt_tokens, new.held_ids, self._vocabulary)
 
     def end(self, rows: Int32) -> None:
-        """Rows without a request."""
+        """Clear rows without a request."""
         for row in rows.tolist():
             self._edits.pop(row, None)
         self._edited[rows] = False
         self.last_token[rows] = NONE_DRAWN
 
     def batch(self, rows: Int32, positions: Int64, before: Int64) -> SamplingBatch:
-        """How the token at ``positions[i]`` of ``rows[i]`` is drawn.
+        """Return the batch that draws the token at ``positions[i]`` of ``rows[i]``, for each i.
 
-        before: the draft in front of it, NO_DRAFT where there is none. Drafts of a row follow one another: each of its
-        draws knows those of the draws before it, too. O(n), and O(cells) for rows that change logits.
+        The draws of a row follow each other, and each is edited with the drafts of all draws before it. O(n), and
+        O(cells) for rows that edit logits.
+
+        Args:
+            rows: row of each draw.
+            positions: position of each token in its request.
+            before: draft before each draw, or NO_DRAFT.
         """
         return SamplingBatch(self._how[rows], positions, self._edits_of(rows, before) if self._edits else None)
 
@@ -340,7 +362,7 @@ class RowState:
         return edits
 
     def drawn(self, rows: Int32, tokens: Csr) -> None:
-        """``tokens[i]``, maybe none, were appended to ``rows[i]``."""
+        """Note that ``tokens[i]``, perhaps an empty list, were appended to ``rows[i]``."""
         some = np.flatnonzero(np.diff(tokens.indptr))
         self.last_token[rows[some]] = tokens.values[tokens.indptr[some + 1] - 1]
         for i in some[self._edited[rows[some]]].tolist() if self._edits else ():
@@ -348,12 +370,11 @@ class RowState:
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, dict[int, Exception]]:
-    """Return the token of every row, int64[R], and the errors of edits, by row.
+    """Return the token of every row, int64[R], and the errors of edits, by row. O(R * vocabulary).
 
-    logits: float32[R, vocabulary], left as they are. O(R * vocabulary). The token of a row that went wrong is drawn
-    from its logits as they are.
+    The token of a row with an error is drawn from its unedited logits. logits: float32[R, vocabulary], not changed.
     """
-    drawn = logits.max(dim=-1).indices  # the first of equal ones, as argmax in half its time
+    drawn = logits.max(dim=-1).indices  # the first of equal values, like argmax, in half its time
     parts, wrong = _changed(logits, batch)
     for at, changed in parts:
         drawn[at] = changed.argmax(dim=-1)
@@ -363,8 +384,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, di
 def scores(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Return the values to maximise, [R, vocabulary]: float32 if all rows are greedy, else float64.
 
-    A greedy row's scores are its edited logits, a sampled row's are scaled logits plus noise, -inf
-    for tokens that a filter removed. Raises what went wrong with the edits of the first row of which some did.
+    A greedy row's scores are its edited logits. A sampled row's scores are its scaled logits plus noise, with -inf for
+    tokens that a filter removed. Raises the error of the first row with failed edits.
     """
     parts, wrong = _changed(logits, batch)
     if wrong:
@@ -378,9 +399,9 @@ def scores(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 def _changed(
     logits: torch.Tensor, batch: SamplingBatch
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[int, Exception]]:
-    """Scores of the rows that are edited or sampled: (rows, scores) of some at a time, the last of a row count.
+    """Return the scores of edited or sampled rows in parts (rows, scores), and the errors of edits by row.
 
-    And what went wrong, by row.
+    A row may be in two parts; the later one counts.
     """
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     wrong: dict[int, Exception] = {}
@@ -410,7 +431,7 @@ def gumbel(seed: Int64, position: Int64, vocabulary: int, device: torch.device |
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser of x plus its increment; int64 arithmetic wraps as uint64's does."""
+    """Return SplitMix64's finaliser of x plus its increment; int64 arithmetic wraps as uint64's does."""
     x = x + _STEP
     x = (x ^ _shifted(x, 30)) * _MIX_1
     x = (x ^ _shifted(x, 27)) * _MIX_2
@@ -423,7 +444,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _filtered(scaled: torch.Tensor, how: NDArray[np.void]) -> torch.Tensor:
-    """-inf for tokens outside top-k, then top-p, then min-p; a filter that no row uses costs nothing."""
+    """Set the scores of tokens outside top-k, top-p or min-p to -inf. A filter that no row uses costs nothing."""
     top_k, top_p, min_p = how["top_k"], how["top_p"], how["min_p"]
     device, vocabulary = scaled.device, scaled.shape[-1]
     if (top_k > 0).any() or (top_p < 1).any():
@@ -434,7 +455,7 @@ def _filtered(scaled: torch.Tensor, how: NDArray[np.void]) -> torch.Tensor:
         ordered = ordered.masked_fill(ordered < kth, -torch.inf)
         probabilities = ordered.softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities
-        # a token stays while what is more likely holds less than top_p: the first one always does
+        # a token stays while the likelier tokens have less than top_p together, so the first one always stays
         cut = (before >= _column(top_p, device)) & torch.from_numpy(top_p < 1).to(device)[:, None]
         ordered = ordered.masked_fill(cut, -torch.inf)
         scaled = torch.empty_like(scaled).scatter_(1, order, ordered)
