@@ -1,19 +1,19 @@
-"""Fit a machine's rates to the times of its engine: shapes of requests, their steps, and the fit.
+"""Fit a machine's rates to measured times of an engine on that machine.
 
-    Shape (rows x prompt + output) -> steps_of: its Steps, of the real scheduler -> measured seconds -> fitted: Hardware
+    Shape (rows x prompt + output) -> steps_of: its Steps -> measured seconds -> fitted: Hardware
 
-A step takes ``max(a * operations of weights + b * operations of attention, c * bytes) + d * rows + e``
-(hybridkv.simulator.cost). The side of the maximum depends on the rates, so both are found in turn. With each step's
-side fixed, the rest is linear and solved by least squares of relative errors, none of the five below zero. The search
-starts from several guesses: steps with fewer operations per byte than some ridge (Williams et al.) wait for bytes. The
-best result counts.
+The modelled seconds of a step are ``max(a * operations of weights + b * operations of attention, c * bytes) + d * rows
++ e`` (hybridkv.simulator.cost). The fit finds ``a`` to ``e``. The larger side of the maximum depends on these rates, so
+the fit alternates. With the side of each step fixed, the rest is linear. Least squares of relative errors solve it,
+with every rate at least 0; the new rates then choose the sides. The search starts once for each of several ridges
+(Williams et al., CACM 52(4), 2009): at first, steps with fewer operations per byte than the ridge are bound by memory.
+The rates with the smallest error are the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,15 +29,22 @@ from hybridkv.simulator.hardware import Hardware
 from hybridkv.step import Csr, Step, StepResult
 
 _TURNS: Final = 50
+"""Most alternations of sides and rates from one start; a start ends early when no side changes. Chosen by hand."""
 _RIDGES: Final = tuple(n / 12 for n in range(1, 12))
-"""Where the search begins: which share of the steps waits for bytes."""
+"""Starts of the search: the share of all steps that are bound by memory at first."""
 _FASTEST: Final = 1e21
-"""A rate that takes no time worth telling: of what nothing that was measured waits for."""
+"""Upper limit of a fitted rate, for work that limits no measured step. Its time is negligible at this rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``rows`` requests at once, each of ``prompt`` tokens of its own, and ``output`` tokens after them."""
+    """Requests that start at the same time and share no tokens.
+
+    Attributes:
+        rows: number of requests.
+        prompt: prompt tokens of each request.
+        output: output tokens of each request.
+    """
 
     rows: int
     prompt: int
@@ -48,11 +55,15 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one request, prompt and output."""
+        """Prompt and output tokens of one request."""
         return self.prompt + self.output
 
     def scaled(self, times: int) -> Shape:
-        """Return the shape with a prompt that is ``times`` as long."""
+        """Return the shape with longer prompts.
+
+        Args:
+            times: factor of the prompt tokens.
+        """
         return Shape(self.rows, self.prompt * times, self.output)
 
 
@@ -64,7 +75,7 @@ FITTED: Final = (
     *(Shape(16, prompt, 16) for prompt in (16, 128, 384)),
     Shape(32, 32, 16),
 )
-"""What rates are found from."""
+"""Shapes from which rates are fitted."""
 
 HELD_BACK: Final = (
     *(Shape(1, prompt, 1) for prompt in (128, 384, 1280)),
@@ -73,11 +84,17 @@ HELD_BACK: Final = (
     *(Shape(rows, 100, 32) for rows in (2, 8, 24)),
     *(Shape(rows, 500, 20) for rows in (3, 10)),
 )
-"""What they are held against; none of these is in FITTED."""
+"""Shapes that the fitted rates are tested with; FITTED holds no shape of these."""
 
 
 class Measured(NamedTuple):
-    """A shape's steps, and the seconds in which an engine took all of them."""
+    """A measured shape.
+
+    Attributes:
+        shape: the requests.
+        steps: the steps that an engine runs for them.
+        seconds: measured seconds of all steps together.
+    """
 
     shape: Shape
     steps: tuple[Step, ...]
@@ -85,7 +102,15 @@ class Measured(NamedTuple):
 
 
 def shapes_within(shapes: Iterable[Shape], plan: Plan) -> tuple[Shape, ...]:
-    """Return the shapes that ``plan`` holds without a preemption. Raises ConfigError if fewer than half of them fit."""
+    """Return the shapes that run without a preemption: all their requests fit into the cache.
+
+    Args:
+        shapes: shapes to select from.
+        plan: the plan of model and cache.
+
+    Raises:
+        ConfigError: if fewer than half of the shapes fit.
+    """
     every = tuple(shapes)
     fit = plan.capacity.tokens_that_fit
     some = tuple(
@@ -95,14 +120,20 @@ def shapes_within(shapes: Iterable[Shape], plan: Plan) -> tuple[Shape, ...]:
     )
     if 2 * len(some) < len(every):
         raise ConfigError(
-            f"only {len(some)} of {len(every)} shapes fit: requests of at most {plan.max_model_len} tokens"
-            f"{'' if fit is None else f', {fit} in all'}: raise the memory (--memory), or lower --scale"
+            f"only {len(some)} of {len(every)} shapes fit: the plan allows {plan.max_model_len} tokens for each request"
+            f"{'' if fit is None else f' and {fit} for all together'}: raise the memory (--memory), or lower --scale"
         )
     return some
 
 
 def steps_of(plan: Plan, limits: SchedulerLimits, shape: Shape) -> tuple[Step, ...]:
-    """Return the Steps that an engine of ``plan`` runs for ``shape``; tokens do not matter. O(steps * rows)."""
+    """Return the Steps that an engine runs for a shape; token ids are arbitrary. O(steps * rows).
+
+    Args:
+        plan: the plan of model and cache.
+        limits: limits of the engine's scheduler.
+        shape: the requests.
+    """
     cache = KVCacheManager(plan)
     scheduler = Scheduler(cache, limits)
     sampling = SamplingParams(max_tokens=shape.output, ignore_eos=True)
@@ -113,25 +144,31 @@ def steps_of(plan: Plan, limits: SchedulerLimits, shape: Shape) -> tuple[Step, .
     while not scheduler.drained:
         step = scheduler.schedule()
         steps.append(step)
-        said = np.concatenate(([0], np.cumsum(step.samples)))
-        scheduler.update(StepResult(step.id, Csr(said, np.zeros(said[-1], np.int32))))
+        offsets = np.concatenate(([0], np.cumsum(step.samples)))
+        scheduler.update(StepResult(step.id, Csr(offsets, np.zeros(offsets[-1], np.int32))))
     return tuple(step for step in steps if len(step))
 
 
 def fitted(measured: Sequence[Measured], cost: StepCost, name: str) -> Hardware:
-    """Return the machine on which ``measured`` took their seconds, named ``name``; ``cost`` is of the model that ran.
+    """Fit a machine to measured shapes. Its rates are reached rates, so its efficiencies are 1.
 
-    Rates are the reached ones, so efficiencies are 1. Raises ConfigError if the fit fails, for example with too few
-    shapes.
+    Args:
+        measured: at least five shapes.
+        cost: the cost of the measured model; its hardware does not matter.
+        name: name of the machine.
+
+    Raises:
+        ConfigError: for fewer than five shapes, and for a shape without seconds.
     """
     work = [np.array([_work(step, cost) for step in one.steps]) for one in measured]
     seconds = np.array([one.seconds for one in measured])
     if len(measured) < 5 or not (seconds > 0).all():
         raise ConfigError(
-            f"{len(measured)} shapes do not say what a machine does: measure at least five, each above 0 s"
+            f"{len(measured)} shapes, the fastest in {seconds.min(initial=np.inf):g} s, do not determine the rates: "
+            "measure at least 5 shapes, each longer than 0 s"
         )
     best, least = np.zeros(5), float("inf")
-    intensity = [one[:, :2].sum(axis=1) / one[:, 2] for one in work]  # operations a byte
+    intensity = [one[:, :2].sum(axis=1) / one[:, 2] for one in work]  # operations per byte
     for ridge in (0.0, *np.quantile(np.concatenate(intensity), _RIDGES).tolist(), float("inf")):
         bound = [one < ridge for one in intensity]
         for _ in range(_TURNS):
@@ -158,34 +195,45 @@ def fitted(measured: Sequence[Measured], cost: StepCost, name: str) -> Hardware:
 
 
 def predicted(one: Measured, cost: StepCost) -> float:
-    """Return the modelled seconds of its steps."""
+    """Return the modelled seconds of a measured shape.
+
+    Args:
+        one: the measured shape.
+        cost: the cost model.
+    """
     return sum(cost.seconds(step) for step in one.steps)
 
 
 def relative_errors(measured: Iterable[Measured], cost: StepCost) -> NDArray[np.float64]:
-    """Return the error of ``cost`` for each shape, as a share of the measured seconds."""
+    """Return (modelled - measured) / measured seconds of each shape, float64[shapes].
+
+    Args:
+        measured: the measured shapes.
+        cost: the cost model.
+    """
     return np.array([predicted(one, cost) / one.seconds - 1 for one in measured])
 
 
+_FITTED_FIELDS: Final = (
+    *("flops_per_s", "bytes_per_s", "compute_efficiency", "memory_efficiency", "attention_efficiency"),
+    *("overhead_s", "row_s"),
+)
+
+
 def toml_of(hardware: Hardware, comments: Sequence[str] = ()) -> str:
-    """Return the text of a file that hardware_named reads."""
-    said = {
-        "name": '"' + hardware.name.replace("\\", "\\\\").replace('"', '\\"') + '"',
-        **{
-            name: repr(getattr(hardware, name))
-            for name in (
-                *("flops_per_s", "bytes_per_s", "compute_efficiency", "memory_efficiency", "attention_efficiency"),
-                *("overhead_s", "row_s"),
-            )
-        },
-    }
-    return "\n".join(
-        chain((f"# {line}" for line in comments), (f"{name} = {value}" for name, value in said.items()), ("",))
-    )
+    """Return the text of a TOML file that hardware_named reads.
+
+    Args:
+        hardware: the machine.
+        comments: lines of the comment at the top of the file.
+    """
+    name = hardware.name.replace("\\", "\\\\").replace('"', '\\"')
+    rates = (f"{rate} = {getattr(hardware, rate)!r}" for rate in _FITTED_FIELDS)
+    return "\n".join([*(f"# {line}" for line in comments), f'name = "{name}"', *rates, ""])
 
 
 def _work(step: Step, cost: StepCost) -> tuple[float, float, float, float, float]:
-    """Return the work of one step: operations of weights, of attention, bytes, rows, and 1 for the step."""
+    """Return one step's operations of weights, operations of attention, bytes, rows, and a 1 for its overhead."""
     computed, scheduled = step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64)
     flops, weight_bytes = cost.work(step.num_tokens, encoded_tokens(step))
     moved = weight_bytes + cost.traffic.bytes_of(step)
@@ -193,7 +241,14 @@ def _work(step: Step, cost: StepCost) -> tuple[float, float, float, float, float
 
 
 def _summed(work: NDArray[np.float64], bound_by_bytes: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the work of all steps of a shape, float64[5], without the side of the maximum that does not count."""
+    """Return the work of all steps of a shape, float64[5].
+
+    Steps that are bound by memory count without operations, other steps without bytes.
+
+    Args:
+        work: work of each step, float64[steps, 5], as _work returns it.
+        bound_by_bytes: the steps that are bound by memory, bool[steps].
+    """
     counted = work.copy()
     counted[bound_by_bytes, :2] = 0
     counted[~bound_by_bytes, 2] = 0
@@ -202,26 +257,34 @@ def _summed(work: NDArray[np.float64], bound_by_bytes: NDArray[np.bool_]) -> NDA
 
 
 def _seconds(work: Sequence[NDArray[np.float64]], rates: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.array([_of_steps(one, rates).sum() for one in work])
+    """Return the modelled seconds of each shape, float64[shapes], with ``rates`` in seconds per unit, float64[5]."""
+    return np.array([_step_seconds(one, rates).sum() for one in work])
 
 
-def _of_steps(work: NDArray[np.float64], rates: NDArray[np.float64]) -> NDArray[np.float64]:
+def _step_seconds(work: NDArray[np.float64], rates: NDArray[np.float64]) -> NDArray[np.float64]:
     compute_s, memory_s = work[:, :2] @ rates[:2], work[:, 2] * rates[2]
     seconds: NDArray[np.float64] = np.maximum(compute_s, memory_s) + work[:, 3:] @ rates[3:]
     return seconds
 
 
 def _solved(work: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return seconds of each kind of work by least squares of relative errors, without kinds below 0."""
+    """Return the seconds per unit of each kind of work, float64[5], by least squares of relative errors.
+
+    While a solution has kinds below 0, the lowest kind is fixed at 0 and the rest is solved again.
+
+    Args:
+        work: work of each shape, float64[shapes, 5].
+        seconds: measured seconds of each shape, float64[shapes].
+    """
     scaled = work / seconds[:, None]
     size = np.where(scaled.any(axis=0), np.abs(scaled).max(axis=0), 1)
     kept: NDArray[np.bool_] = np.array(scaled.any(axis=0), ndmin=1)
     found = np.zeros(scaled.shape[1])
     while kept.any():
-        some = np.linalg.lstsq(scaled[:, kept] / size[kept], np.ones(len(seconds)), rcond=None)[0]
-        if (some >= 0).all():
-            found[kept] = some / size[kept]
+        solution = np.linalg.lstsq(scaled[:, kept] / size[kept], np.ones(len(seconds)), rcond=None)[0]
+        if (solution >= 0).all():
+            found[kept] = solution / size[kept]
             break
-        worst = np.flatnonzero(kept)[int(some.argmin())]
+        worst = np.flatnonzero(kept)[int(solution.argmin())]
         kept[worst] = False
     return found

@@ -1,63 +1,68 @@
-"""How long a step takes: a roofline over compute and memory, and a fixed overhead.
+"""The modelled time of a step: a roofline over compute and memory, and fixed overheads.
 
-    seconds = time_scale * (max(compute, memory) + reduced + rows * seconds of a row + overhead)
-    compute = (2 * active parameters / tp * tokens + attention and states) / (FLOP/s * efficiency)
-    memory  = (weights read / tp * bytes of a weight + cache bytes moved) / (bytes/s * efficiency)
-    reduced = 2 * decoder layers * (tokens * hidden size * 2 bytes * 2 (tp - 1) / tp / (link's bytes/s * efficiency)
-              + latency)
+    seconds = time_scale * (max(compute, memory) + reductions + rows * seconds of a row + overhead)
+    compute = 2 * active parameters / tp * tokens / (FLOP/s * compute efficiency)
+              + operations of attention and states / (FLOP/s * attention efficiency)
+    memory  = (weights read / tp * bytes of a weight + cache bytes moved) / (bytes/s * memory efficiency)
+    reductions = 2 * decoder layers * (tokens * hidden size * 2 bytes * 2 (tp - 1) / tp
+                 / (bytes/s of the link * link efficiency) + latency)
 
-Tensor parallel ranks add up their parts twice a decoder layer, behind its mixer and behind its MLP (Shoeybi et al.,
-Megatron-LM, arXiv 1909.08053, section 3), here in bf16 and without overlap; a ring sends 2 (tp - 1) / tp of the bytes
-from each rank (Patarasuk, Yuan, J. Parallel Distrib. Comput. 69, 2009).
+``tokens`` counts the tokens that the step runs. Modelled durations decide only which requests run at the same time.
+Hits, blocks and preemptions come from the real scheduler and cache manager.
 
-tokens: those the step runs. A weight takes 4 bytes (fp32), 2 (bf16), 1 (fp8) or a half (int4, scales left out); fp8
-computes at the rate of fp8 where the hardware has one, int4 at that of bf16, to which it is unpacked (Lin et al., AWQ,
-arXiv 2306.00978, section 4). Weights read: all, once a step; of a mixture of experts no more than its tokens can
-choose, ``min(parameters, active parameters * tokens)``. Cache bytes moved are those of one rank, by layer kind.
+Compute. A forward takes two operations per weight and token (Kaplan et al., arXiv 2001.08361, section 2.1). The
+roofline is that of Williams, Waterman, Patterson, CACM 52(4), 2009. Fp8 weights compute at the fp8 rate if the hardware
+has one. Int4 weights are unpacked and compute at the bf16 rate (Lin et al., AWQ, arXiv 2306.00978, section 4).
 
-Two operations per weight and token is the usual count of a forward (Kaplan et al., arXiv 2001.08361, section
-2.1); those of attention and of recurrent states are below (Operations); the roofline is Williams,
-Waterman, Patterson, CACM 52(4), 2009. An encoder-decoder's encoder runs in the step that begins a request with another
-input: its weights, which are those that no decoder's token is multiplied with, are read once a step, and multiplied
-with the tokens of each input. Left out: attention inside encoders, those of pictures and sound that a decoder reads as
-tokens, sampling; context parallel ranks share the cache and attention, not the weights' operations. Durations decide
-only who runs beside whom: hits, blocks and preemptions come from the real scheduler and manager.
+Weights read. A weight takes 4 bytes (fp32), 2 (bf16), 1 (fp8) or 0.5 (int4, without its scales). A step reads every
+weight once. A mixture of experts reads at most the weights that its tokens can choose:
+``min(parameters, active parameters * tokens)``.
 
-CacheTraffic: bytes of the cache that a step moves through one rank's memory, layer kind by layer kind.
+Reductions. Tensor parallel ranks add up their partial results twice in each decoder layer, after its mixer and after
+its MLP (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). The model assumes bf16 and no overlap with compute.
+A ring sends 2 (tp - 1) / tp of the bytes from each rank (Patarasuk, Yuan, J. Parallel Distrib. Comput. 69, 2009).
 
-A row has ``c`` computed tokens and runs ``s`` more; ``b`` is what a token takes in a layer. A step reads
+Encoders. In an encoder-decoder model, the encoder runs in the step that begins a request with a new input. The model
+treats the parameters that are not active for a decoder token as the encoder's. A step that encodes reads them once
+and multiplies them with the tokens of every input.
+
+Left out: attention inside encoders; encoders of images and sound whose outputs the decoder reads as tokens; sampling.
+Context parallel ranks share the cache and the attention, but each computes all operations of the weights.
+
+CacheTraffic counts the cache bytes that a step moves through the memory of one rank. A row has ``c`` computed tokens
+and runs ``s`` more; a token takes ``b`` bytes in a layer. A step reads, for each row and layer:
 
     full attention, MLA     (c + s) * b                          every token of the request
-    window of W             min(c + s, s + W - 1) * b            s queries, each of itself and the W - 1 before it
-    chunk of C              (c % C + s) * b                      from the start of the chunk that token c is in
-    attention sinks         sink_len * b                         besides
-    cross attention         encoder tokens * b                   whatever s is
-    recurrent layer         2 * its state                        read and written, once a step and row
-    encoder-only            0                                    nothing is kept between steps
+    window of W             min(c + s, s + W - 1) * b            s queries, each with the W - 1 tokens before it
+    chunk of C              (c % C + s) * b                      from the start of the chunk that contains token c
+    attention sinks         sink_len * b                         in addition to the layer's other tokens
+    cross attention         encoder tokens * b                   independent of s
+    recurrent layer         2 * its state                        one read and one write
+    encoder-only            0                                    keeps no data between steps
 
-and copies of blocks, as the Step lists them, move 2 * content of the group's block each.
+Each block copy that the Step lists moves 2 * content of a block of its group. The masks in hybridkv.specs define these
+reads. Three simplifications:
 
-Sources: what each kind reads is the definition of its mask (hybridkv.specs). Idealised: keys and
-values are read once for all queries of a row (FlashAttention, arXiv 2205.14135, reads them once a tile of
-queries), and a scan carries its state through a chunk of the prompt without visiting memory (the chunked scan of
-Mamba-2, arXiv 2405.21060, section 6, writes one state a tile). New tokens count once, as read; a row that begins
-at zero counts alike, its state is cleared instead of read.
+* All queries of a row read keys and values once. FlashAttention (arXiv 2205.14135) reads them once per tile of queries.
+* A scan carries its state through a chunk of the prompt without memory traffic. The chunked scan of Mamba-2 (arXiv
+  2405.21060, section 6) writes one state per tile.
+* New tokens count once, as reads. A row that begins at token 0 counts like any other, although its state is cleared.
 
-Attention that a kernel masks but the cache keeps whole (windows managed as full attention) reads its window.
-Context parallel ranks hold, and read, 1 / (dcp * pcp) of the tokens of a request; states and the encoder's
-tokens are whole on each. Padding of pages is not read.
+If a kernel masks a window but the cache keeps all tokens (windows managed as full attention), a step reads the window.
+Each context parallel rank holds and reads 1 / (dcp * pcp) of a request's tokens, and the whole of states and encoder
+outputs. Padding of pages is not read.
 
-Operations: those of a step besides the weights': attention over its context, and recurrent states.
+Operations counts the operations of attention and of recurrent states.
 
-    attention   2 (width of a key + width of a value) * query heads for each pair of a token and one that it sees: a
-                product and a sum each, twice (Kaplan et al., arXiv 2001.08361, section 2.1, count the keys' half);
-                latents as they are absorbed, 4 * their width (DeepSeek-V2, arXiv 2405.04434, section 2.1.2)
-    states      6 for each element and token: it decays, is written and is read (Mamba-2, arXiv 2405.21060, section 2.1)
+    attention   2 (width of a key + width of a value) * query heads for each pair of a token and a token that it sees:
+                a product and a sum for each element (Kaplan et al., section 2.1, count the half of the keys);
+                4 * width for absorbed latents (DeepSeek-V2, arXiv 2405.04434, section 2.1.2)
+    states      6 for each element and token: decay, write and read (Mamba-2, section 2.1)
 
-Pairs are those of the mask, so a causal prompt has half of its square. Ranks of decode context parallelism are tensor
-parallel ones, each with the query heads of all of them and its part of the tokens, which comes to the same; those of
-prefill share a prompt's queries. Of an encoder only what decoders read of it is counted. Where nobody knows the query
-heads attention counts nothing, and so do layers that read what others keep (they have no cache of their own).
+The mask defines the pairs, so a causal prompt has half of its square. Decode context parallel ranks are tensor parallel
+ranks: each has the query heads of all of them and its part of the tokens, which gives the same count. Prefill context
+parallel ranks share the queries of a prompt. Only the decoder's reads of an encoder output count. Attention counts no
+operations if the number of query heads is unknown, and in layers that share the cache of another layer.
 """
 
 from __future__ import annotations
@@ -86,12 +91,12 @@ from hybridkv.specs import (
 from hybridkv.step import Copy, Step
 
 Spans = tuple[tuple[int, float], ...]
-"""(tokens of the window or chunk, bytes of a token in all layers that have it), by tokens."""
+"""Pairs (tokens of a window or chunk, amount in all layers of that length), sorted. Amounts: bytes or operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTraffic:
-    """Bytes that one rank moves in a step; build it with ``of``.
+    """Cache bytes that one rank moves in a step; build it with ``of``.
 
     Attributes:
         token_bytes: bytes of a token in the layers that read every token.
@@ -109,7 +114,7 @@ class CacheTraffic:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """Return the traffic of a plan's model in its cache; every request has an encoder input of the largest size.
+        """Return the traffic of the plan's model. Every request counts with an encoder input of the largest size.
 
         Args:
             plan: the plan of model and cache.
@@ -139,7 +144,7 @@ class CacheTraffic:
         """Return the bytes that a step moves. O(rows + copies).
 
         Args:
-            step: the step; its rows, their computed and scheduled tokens, and its copies count.
+            step: the step; only its rows, their computed and scheduled tokens, and its copies matter.
         """
         computed, scheduled = step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64)
         context = computed + scheduled
@@ -153,14 +158,15 @@ class CacheTraffic:
     def decode_bytes(
         self, computed: NDArray[np.int64], steps: int, copies: Sequence[Transfer | Copy] = ()
     ) -> NDArray[np.float64]:
-        """Return the bytes of each of several decode steps, float64[steps], equal to ``bytes_of`` to the bit.
+        """Return the bytes of each of several decode steps, float64[steps]; bit-equal to ``bytes_of``.
 
-        O(rows + steps); O(rows * steps) for chunks, and for rows that are shorter than a window.
+        Each step runs one token of each row. O(rows + steps); O(rows * steps) for chunks, and for rows shorter than a
+        window.
 
         Args:
-            computed: computed tokens of each row before the first step, int64[rows]; each step runs one token of each.
+            computed: computed tokens of each row before the first step, int64[rows].
             steps: number of steps.
-            copies: block copies of every step.
+            copies: block copies that every step repeats.
         """
         more = np.arange(1, steps + 1)
         rows = len(computed)
@@ -175,23 +181,36 @@ class CacheTraffic:
 
 
 def window_reads(computed: NDArray[np.int64], more: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-    """Return the tokens that rows of ``computed`` tokens read in a window, in step ``more`` of each, from 1."""
+    """Return the tokens that all rows read in decode steps of a window layer, int64[steps]. O(short rows * steps).
+
+    Args:
+        computed: computed tokens of each row before the first step, int64[rows].
+        more: numbers of the steps, counted from 1, int64[steps].
+        window: tokens of the window.
+    """
     short = computed[computed < window]
     read: NDArray[np.int64] = np.minimum(short[:, None] + more, window).sum(axis=0)
     return read + (len(computed) - len(short)) * window
 
 
 def chunk_reads(computed: NDArray[np.int64], more: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
-    """Return the same number for chunks of ``chunk`` tokens."""
+    """Return the tokens that all rows read in decode steps of a chunk layer, int64[steps]. O(rows * steps).
+
+    Args:
+        computed: computed tokens of each row before the first step, int64[rows].
+        more: numbers of the steps, counted from 1, int64[steps].
+        chunk: tokens of a chunk.
+    """
     read: NDArray[np.int64] = ((computed[:, None] + (more - 1)) % chunk + 1).sum(axis=0)
     return read
 
 
-def _spans(token_bytes: Mapping[int, float]) -> Spans:
-    return tuple(sorted(token_bytes.items()))
+def _spans(amounts: Mapping[int, float]) -> Spans:
+    return tuple(sorted(amounts.items()))
 
 
-_OF_ELEMENT: Final = 6
+_STATE_OPERATIONS: Final = 6
+"""Operations for each element of a state and each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +218,10 @@ class Operations:
     """Operations of one rank for attention and states; build it with ``of``.
 
     Attributes:
-        pair: for a token and one token that it sees, in all layers that keep every token.
-        windows: the same, by the window's length.
-        chunks: the same, by the chunk's length.
-        token: for one token, independent of its context.
+        pair: operations for a token and one token that it sees, in all layers that keep every token.
+        windows: operations for such a pair, by the tokens of the window.
+        chunks: operations for such a pair, by the tokens of the chunk.
+        token: operations for one token that do not depend on its context.
     """
 
     pair: float = 0.0
@@ -212,13 +231,17 @@ class Operations:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """Return the operations of ``plan``'s model."""
+        """Return the operations of the plan's model.
+
+        Args:
+            plan: the plan of model and cache.
+        """
         limits, heads = plan.limits, plan.model.query_heads / plan.model.tp
         windows, chunks = defaultdict[int, float](float), defaultdict[int, float](float)
         pair = token = 0.0
         for spec in (layer.spec for layer in plan.model.layers):
             if isinstance(spec, MambaSpec):
-                token += _OF_ELEMENT * sum(float(np.prod(shape)) for shape in spec.shapes)
+                token += _STATE_OPERATIONS * sum(float(np.prod(shape)) for shape in spec.shapes)
                 continue
             if not isinstance(spec, AttentionSpec):
                 continue
@@ -232,10 +255,15 @@ class Operations:
                 token += of_pair * limits.max_encoder_tokens
             elif spec.keeps is Keeps.TOKENS:
                 pair += of_pair
-        return cls(pair, tuple(sorted(windows.items())), tuple(sorted(chunks.items())), token)
+        return cls(pair, _spans(windows), _spans(chunks), token)
 
     def of_rows(self, computed: NDArray[np.int64], scheduled: NDArray[np.int64]) -> float:
-        """Return the operations of rows that run ``scheduled`` tokens after ``computed`` ones. O(rows)."""
+        """Return the operations of one step. O(rows).
+
+        Args:
+            computed: computed tokens of each row before the step, int64[rows].
+            scheduled: tokens of each row that the step runs, int64[rows].
+        """
         done = computed + scheduled
         made = self.token * int(scheduled.sum()) + self.pair * int((_triangle(done) - _triangle(computed)).sum())
         for window, of_pair in self.windows:
@@ -245,9 +273,14 @@ class Operations:
         return made
 
     def of_decodes(self, computed: NDArray[np.int64], steps: int) -> NDArray[np.float64]:
-        """Return the operations of each of several decode steps, float64[steps], equal to ``of_rows`` to the bit.
+        """Return the operations of each of several decode steps, float64[steps]; bit-equal to ``of_rows``.
 
-        Each step runs one token of each row. O(rows + steps); O(rows * steps) where CacheTraffic.decode_bytes is.
+        Each step runs one token of each row. O(rows + steps); O(rows * steps) for chunks, and for rows shorter than a
+        window.
+
+        Args:
+            computed: computed tokens of each row before the first step, int64[rows].
+            steps: number of steps.
         """
         more = np.arange(1, steps + 1)
         context = (int(computed.sum()) + len(computed) * more).astype(np.float64)
@@ -259,11 +292,11 @@ class Operations:
         return made
 
 
-NONE_BESIDES: Final = Operations()
+NO_OPERATIONS: Final = Operations()
 
 
 def _of_pair(spec: AttentionSpec) -> float:
-    """Return the operations of one query head for one pair."""
+    """Return the operations of one query head for one pair of tokens."""
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         return 4 * spec.head_size
     return 2 * spec.elements_per_token
@@ -276,8 +309,8 @@ def _triangle(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _windowed(tokens: NDArray[np.int64], window: int) -> NDArray[np.int64]:
     """Return the pairs of the first ``tokens`` tokens, each with the tokens in its window."""
-    behind: NDArray[np.int64] = np.maximum(tokens - window, 0) * window
-    return _triangle(np.minimum(tokens, window)) + behind
+    after_window: NDArray[np.int64] = np.maximum(tokens - window, 0) * window
+    return _triangle(np.minimum(tokens, window)) + after_window
 
 
 def _chunked(tokens: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
@@ -287,10 +320,19 @@ def _chunked(tokens: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a Step for one model on one kind of hardware; build it with ``of``. Parameters are one rank's.
+    """The modelled seconds of a Step for one model on one kind of machine; build it with ``of``.
 
-    weights: what they are kept in, a name of WEIGHT_BYTES. reduced_bytes: that a rank sends to others for a token, in
-    ``sums`` sums over ranks a step. encoder_parameters: of ``parameters``, those that only encoders' tokens meet.
+    Attributes:
+        parameters: weights of one rank, including an encoder's.
+        active_parameters: weights of one rank that are multiplied with each decoder token.
+        traffic: cache bytes that one rank moves.
+        hardware: the machine of one rank.
+        time_scale: factor of all durations; 0: steps take no time.
+        weights: format of the weights, a name of WEIGHT_BYTES.
+        reduced_bytes: bytes that a rank sends to other ranks for each token.
+        sums: sums over all ranks in a step; each pays the link's latency.
+        operations: operations of attention and states on one rank.
+        encoder_parameters: weights of one rank that are multiplied with encoder tokens only.
     """
 
     parameters: float
@@ -301,12 +343,12 @@ class StepCost:
     weights: str = BF16
     reduced_bytes: float = 0.0
     sums: int = 0
-    operations: Operations = NONE_BESIDES
+    operations: Operations = NO_OPERATIONS
     encoder_parameters: float = 0.0
 
     @classmethod
     def of(cls, plan: Plan, *, hardware: Hardware = H100, time_scale: float = 1.0, weights: str = BF16) -> Self:
-        """Return the cost of the plan's model on one kind of machine, its tensor parallel ranks working in parallel.
+        """Return the cost of the plan's model on one kind of machine; tensor parallel ranks work at the same time.
 
         Args:
             plan: the plan of model and cache.
@@ -318,12 +360,12 @@ class StepCost:
             ConfigError: for a negative time_scale, an unknown format, or a model whose weights were not counted.
         """
         if not 0 <= time_scale < float("inf"):
-            raise ConfigError(f"the time scale must be 0 or more and finite, got {time_scale}")
+            raise ConfigError(f"time_scale must be 0 or more and finite, got {time_scale}")
         model = plan.model
         if not model.parameters and time_scale:
             raise ConfigError(
-                f"nobody counted the weights of {model.name}, which take the time of a step: say --set parameters=N "
-                "and --set active_parameters=N, or --time-scale 0"
+                f"the number of weights of {model.name} is unknown, and the time of a step depends on it: set it with "
+                "--set parameters=N --set active_parameters=N, or replay without times (--time-scale 0)"
             )
         parameters, active = model.parameters / model.tp, model.active_parameters / model.tp
         return cls(
@@ -343,39 +385,43 @@ class StepCost:
         """Return the seconds of a step. O(rows + copies).
 
         Args:
-            step: the step; its rows, tokens and copies count.
+            step: the step; only its rows, their tokens and its copies matter.
         """
         weights_s, weight_bytes = self._bounds(step.num_tokens, encoded_tokens(step))
         made = self.operations.of_rows(step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64))
         compute_s = weights_s + made / self._attention_per_s
         memory_s = (weight_bytes + self.traffic.bytes_of(step)) / self._bytes_per_s
-        return self.time_scale * (max(compute_s, memory_s) + self._besides_s(step.num_tokens, len(step)))
+        return self.time_scale * (max(compute_s, memory_s) + self._not_overlapped_s(step.num_tokens, len(step)))
 
     def decode_seconds(
         self, computed: NDArray[np.int64], steps: int, copies: Sequence[Transfer | Copy] = ()
     ) -> NDArray[np.float64]:
-        """Return the seconds of each of several decode steps, float64[steps], equal to ``seconds`` to the bit.
+        """Return the seconds of each of several decode steps, float64[steps]; bit-equal to ``seconds``.
 
-        O(rows + steps); O(rows * steps) for chunks, and for rows that are shorter than a window.
+        Each step runs one token of each row. O(rows + steps); O(rows * steps) for chunks, and for rows shorter than a
+        window.
 
         Args:
-            computed: computed tokens of each row before the first step, int64[rows]; each step runs one token of each.
+            computed: computed tokens of each row before the first step, int64[rows].
             steps: number of steps.
-            copies: block copies of every step.
+            copies: block copies that every step repeats.
         """
         rows = len(computed)
         weights_s, weight_bytes = self._bounds(rows)
         compute_s = weights_s + self.operations.of_decodes(computed, steps) / self._attention_per_s
         memory_s = (weight_bytes + self.traffic.decode_bytes(computed, steps, copies)) / self._bytes_per_s
-        busy_s: NDArray[np.float64] = np.maximum(compute_s, memory_s) + self._besides_s(rows, rows)
+        busy_s: NDArray[np.float64] = np.maximum(compute_s, memory_s) + self._not_overlapped_s(rows, rows)
         return self.time_scale * busy_s
 
     def work(self, tokens: int, encoded: int = 0) -> tuple[float, float]:
-        """Return the operations of the weights, and the bytes of weights that are read.
+        """Return the work of the weights on one rank in a step.
 
         Args:
             tokens: decoder tokens of the step.
             encoded: encoder tokens of the step.
+
+        Returns:
+            The operations of the weights, and the bytes of weights that the step reads.
         """
         read = min(self.parameters - self.encoder_parameters, self.active_parameters * tokens)
         read += self.encoder_parameters if encoded else 0
@@ -383,14 +429,14 @@ class StepCost:
         return made, read * WEIGHT_BYTES[self.weights]
 
     def _bounds(self, tokens: int, encoded: int = 0) -> tuple[float, float]:
-        """Return the seconds that these tokens compute, and the bytes of weights that they read."""
+        """Return the seconds of the weights' operations, and the bytes of weights that the step reads."""
         machine = self.hardware
         peak = machine.fp8_flops_per_s if self.weights == FP8 and machine.fp8_flops_per_s else machine.flops_per_s
         flops, read = self.work(tokens, encoded)
         return flops / (peak * machine.compute_efficiency), read
 
-    def _besides_s(self, tokens: int, rows: int) -> float:
-        """Return the seconds that overlap with nothing: sums over ranks, rows, and the step itself."""
+    def _not_overlapped_s(self, tokens: int, rows: int) -> float:
+        """Return the seconds that do not overlap with compute or memory: sums over ranks, rows, and the step itself."""
         machine = self.hardware
         reduced_s = self.sums * machine.link_latency_s
         if machine.link_bytes_per_s:
@@ -399,7 +445,7 @@ class StepCost:
 
     @property
     def _attention_per_s(self) -> float:
-        """Operations per second of attention, which computes in bf16 for every format of weights."""
+        """Operations per second of attention and states, which compute in bf16 for every format of weights."""
         machine = self.hardware
         return machine.flops_per_s * (machine.attention_efficiency or machine.compute_efficiency)
 
@@ -409,16 +455,20 @@ class StepCost:
 
 
 def encoded_tokens(step: Step) -> int:
-    """Return the tokens of all inputs whose encoder runs in ``step``."""
+    """Return the encoder tokens that ``step`` computes. O(rows that begin).
+
+    Args:
+        step: the step.
+    """
     reads = [new.encoder for new in step.new_rows if new.encoder is not None]
     return sum(read.num_tokens for read in reads if read.encodes)
 
 
 def _sums(model: Model) -> int:
-    """Return the number of sums over the ranks of ``model`` in a step."""
+    """Return the number of sums over the tensor parallel ranks of ``model`` in a step."""
     return 2 * len({layer.index for layer in model.layers}) if model.tp > 1 else 0
 
 
 def _reduced_bytes(model: Model) -> float:
-    """Return the bytes that one rank of ``model`` sends for a token."""
+    """Return the bytes that one rank of ``model`` sends for each token."""
     return _sums(model) * model.hidden_size * WEIGHT_BYTES[BF16] * 2 * (model.tp - 1) / model.tp

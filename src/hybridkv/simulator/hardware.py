@@ -1,19 +1,18 @@
-"""Machines by name, or from a TOML file: peaks as data sheets say them, and what share of them is reached.
+"""Machines, known by name or read from a TOML file, and whether a machine holds a model and its cache.
 
-    like = "h100"                   # what is not said is that of this one; without it every field must be said
+    like = "h100"                   # all other fields are those of this machine; without it, the file needs every field
     name = "our H100s"
     memory_efficiency = 0.72
 
-Links are NVLink of SXM boards, Infinity Fabric of the MI300X, else PCIe: half of what sheets say of both directions.
-Peaks are of dense matrices: a data sheet that tells them with sparsity tells twice as much. Efficiencies and overheads
-are round guesses, the same for all: they were measured on none of these.
+The known machines have the peak rates of their data sheets, for dense matrices. Sheets that state rates with sparsity
+state twice as much. Links are NVLink on SXM boards, Infinity Fabric on the MI300X, and PCIe elsewhere. A link's rate is
+the rate of one direction, half of the sum that data sheets state. Efficiencies and overheads are round guesses, equal
+for all known machines and measured on no machine; ``hybridkv calibrate`` measures them.
 
-Whether a machine holds one rank's weights and its cache:
+    too_large(model, memory_bytes, H100, "bf16")          the reason why weights and cache do not fit, or ``None``
+    machine_in_words(plan, H100, "bf16", 1.0)             4 x H100 SXM: 32.85 GiB of bf16 weights + 40 GiB of cache ...
 
-    too_large(model, memory_bytes, H100, "bf16")          why it does not, None where it does
-    machine_in_words(plan, H100, "bf16", 1.0)             4 x H100 SXM: 32.86 GiB of bf16 weights + 40 GiB of cache ...
-
-No machine is asked for without times (``time_scale`` 0), nor one whose ``memory_bytes`` is 0.
+A machine with ``memory_bytes`` 0 holds everything. A replay without times (``time_scale`` 0) uses no machine.
 """
 
 from __future__ import annotations
@@ -38,20 +37,36 @@ FP32: Final = "fp32"
 BF16: Final = "bf16"
 FP8: Final = "fp8"
 WEIGHT_BYTES: Final[Mapping[str, float]] = MappingProxyType({FP32: 4, BF16: 2, FP8: 1, "int4": 0.5})
-"""Of one weight, by what weights are kept in."""
+"""Bytes of one weight, by format."""
 _SUFFIX: Final = ".toml"
 _MOST: Final = 1e24
+"""Largest value of a numeric field; chosen by hand, far above any machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator. Rates are peaks; the efficiencies say what share of them a forward reaches.
+    """One accelerator, the machine of one rank. Efficiencies are the share of a peak rate that a forward reaches.
 
-    flops_per_s: of bf16. overhead_s: seconds of a step that do not depend on its size (launches, scheduling,
-    sampling). row_s: of each row of a step besides. fp8_flops_per_s: 0 where there is no faster fp8.
-    attention_efficiency: of attention and recurrent states, 0 where it is that of the weights.
-    link_bytes_per_s: to other ranks, in one direction; 0: nothing that passes there takes time. link_latency_s: of each
-    sum over ranks besides. memory_bytes: what weights and cache must fit; 0: any fit. sheet: where the peaks stand.
+    Attributes:
+        name: name in reports.
+        flops_per_s: peak bf16 operations per second.
+        bytes_per_s: peak memory bandwidth, in bytes per second.
+        compute_efficiency: reached share of the peak operations of weights.
+        memory_efficiency: reached share of ``bytes_per_s``.
+        overhead_s: seconds of each step that do not depend on its size: launches, scheduling, sampling.
+        fp8_flops_per_s: peak fp8 operations per second; 0: fp8 is not faster than bf16.
+        link_bytes_per_s: peak rate of the link to other ranks in one direction, in bytes per second; 0: sums over ranks
+            take no time.
+        link_efficiency: reached share of ``link_bytes_per_s``.
+        link_latency_s: seconds of each sum over ranks that do not depend on its size; 0 if ``link_bytes_per_s`` is 0.
+        attention_efficiency: reached share of ``flops_per_s`` in attention and recurrent states; 0: the same as
+            ``compute_efficiency``.
+        row_s: seconds that each row adds to a step.
+        memory_bytes: bytes for weights and cache; 0: no limit.
+        sheet: data sheet of the peak rates.
+
+    Raises:
+        ConfigError: for values out of range, and for a link with a latency but no rate.
     """
 
     name: str
@@ -78,7 +93,13 @@ class Hardware:
         for name in (*rates, *others, "link_bytes_per_s", "link_latency_s"):
             value = real(name, getattr(self, name))
             if not 0 <= value <= _MOST or (not value and name in rates):
-                raise ConfigError(f"{name} must be {'above 0' if name in rates else '0 or more'}, got {shown(value)}")
+                least = "above 0" if name in rates else "0 or more"
+                raise ConfigError(f"{name} must be {least} and at most {_MOST:g}, got {shown(value)}")
+        if self.link_latency_s and not self.link_bytes_per_s:
+            raise ConfigError(
+                f"link_latency_s is {self.link_latency_s:g}, but link_bytes_per_s 0 means that sums over ranks take no "
+                "time: set link_bytes_per_s above 0, or link_latency_s to 0"
+            )
 
 
 DEFAULT_HARDWARE: Final = "h100"
@@ -88,16 +109,16 @@ _SHEETS: Final = tomllib.loads(files(__package__).joinpath("hardware.toml").read
 HARDWARE: Final[Mapping[str, Hardware]] = MappingProxyType(
     {name: Hardware(**(_GUESSED | said)) for name, said in _SHEETS.items()}
 )
-"""By the name that options and prices use."""
+"""The known machines, by the name that options and prices use."""
 H100: Final = HARDWARE[DEFAULT_HARDWARE]
 H100_UNBOUNDED: Final = HARDWARE[UNBOUNDED]
 
 
 def hardware_named(name: str) -> Hardware:
-    """Return a machine of HARDWARE, or of a TOML file.
+    """Return a known machine, or read one from a TOML file.
 
     Args:
-        name: a name of HARDWARE, or a path that ends in .toml.
+        name: a name of HARDWARE, or the path of a file that ends in .toml.
 
     Raises:
         ConfigError: for an unknown name, and for an invalid file.
@@ -108,50 +129,65 @@ def hardware_named(name: str) -> Hardware:
         raise ConfigError(f"unknown hardware {shown(name)}: use one of {', '.join(HARDWARE)}, or a {_SUFFIX} file")
     try:
         with open_regular(name) as file:
-            said = tomllib.load(file)
+            fields_of_file = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read {name}: {error.strerror or error}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{name} is no TOML: {error}") from None
+        raise ConfigError(f"{name} is not valid TOML: {error}") from None
     try:
-        return _of(said)
+        return _from_fields(fields_of_file)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _of(said: Mapping[str, Any]) -> Hardware:
+def _from_fields(given: Mapping[str, Any]) -> Hardware:
+    """Return the machine that the fields of a file describe."""
     known = {field.name for field in fields(Hardware)}
-    unknown = sorted(said.keys() - known - {"like"})
+    unknown = sorted(given.keys() - known - {"like"})
     if unknown:
-        raise ConfigError(f"there is no field {shown(unknown[0])}: use like, {', '.join(sorted(known))}")
+        raise ConfigError(f"unknown field {shown(unknown[0])}: use like, {', '.join(sorted(known))}")
     base: dict[str, Any] = {}
-    if "like" in said:
-        if said["like"] not in HARDWARE:
-            raise ConfigError(f"like = {shown(said['like'])}: use one of {', '.join(HARDWARE)}")
-        base = asdict(HARDWARE[said["like"]])
-    values = base | {name: value for name, value in said.items() if name != "like"}
+    if "like" in given:
+        if given["like"] not in HARDWARE:
+            raise ConfigError(f"unknown hardware like = {shown(given['like'])}: use one of {', '.join(HARDWARE)}")
+        base = asdict(HARDWARE[given["like"]])
+    values = base | {name: value for name, value in given.items() if name != "like"}
     missing = [field.name for field in fields(Hardware) if field.default is MISSING and field.name not in values]
     if missing:
-        raise ConfigError(f'{", ".join(missing)} missing: say them, or like = "{DEFAULT_HARDWARE}"')
+        raise ConfigError(f'fields {", ".join(missing)} are missing: add them, or like = "{DEFAULT_HARDWARE}"')
     return Hardware(**values)
 
 
 _MOST_RANKS: Final = 1024
-"""That a message suggests."""
+"""Most ranks that an error message suggests; chosen by hand."""
 
 
 def weights_named(name: str) -> str:
-    """Return ``name``. Raises ConfigError for an unknown format of weights."""
+    """Return ``name`` if it is a format of weights.
+
+    Args:
+        name: a name of WEIGHT_BYTES.
+
+    Raises:
+        ConfigError: for an unknown format.
+    """
     if name not in WEIGHT_BYTES:
         raise ConfigError(f"weights (--weights) must be one of {', '.join(WEIGHT_BYTES)}, got {shown(name)}")
     return name
 
 
 def too_large(model: Model, memory_bytes: int, hardware: Hardware, weights: str) -> str | None:
-    """Say why one ``hardware`` does not hold one rank's weights and cache, and what to change.
+    """Check whether one machine holds one rank's weights and cache.
 
-    memory_bytes: of the cache of one rank. Others as room_for_cache has them. Returns None where both fit, and where
-    nobody knows.
+    Args:
+        model: the model; its ``tp`` is the number of tensor parallel ranks.
+        memory_bytes: cache bytes of one rank.
+        hardware: the machine of one rank.
+        weights: format of the weights, a name of WEIGHT_BYTES.
+
+    Returns:
+        The reason why they do not fit and the options to change, as the text of an error. ``None`` if they fit, or if
+        ``room_for_cache`` is unknown.
     """
     room = room_for_cache(model, hardware, weights)
     if room is None or memory_bytes <= room:
@@ -159,29 +195,34 @@ def too_large(model: Model, memory_bytes: int, hardware: Hardware, weights: str)
     enough = next((ranks for ranks in _ranks(model) if memory_bytes <= _room(model, hardware, weights, ranks)), None)
     held = f"{format_bytes(round(_weight_bytes(model, weights)))} of {weights} weights"
     use = "" if enough is None else f"use --tp {enough}, or "
-    narrow = _of_checkpoint(model)
+    narrow = _format_of_checkpoint(model)
     if narrow is not None and memory_bytes <= _room(model, hardware, narrow, model.tp):
-        use += f"--weights {narrow} as its checkpoint, or "
+        use += f"--weights {narrow} as in its checkpoint, or "
     return (
         f"{model.name} does not fit: {held} and {format_bytes(memory_bytes)} of cache are more than the "
-        f"{format_bytes(round(hardware.memory_bytes))} of one {hardware.name}: {use}lower --memory; for hits alone say "
-        f"--hardware {UNBOUNDED}"
+        f"{format_bytes(round(hardware.memory_bytes))} of one {hardware.name}: {use}lower --memory; for hit "
+        f"rates without a real machine use --hardware {UNBOUNDED}"
     )
 
 
 def room_for_cache(model: Model, hardware: Hardware, weights: str) -> int | None:
-    """Bytes that the weights of one rank leave on one ``hardware``, below 0 where they do not fit.
+    """Return the bytes that one rank's weights leave on one machine; below 0 if the weights do not fit.
 
-    model: read for its tensor parallel ranks. weights: a name of WEIGHT_BYTES. Returns None where the machine's memory
-    has no bound (0), and where nobody counted the weights.
+    Args:
+        model: the model; its ``tp`` is the number of tensor parallel ranks.
+        hardware: the machine of one rank.
+        weights: format of the weights, a name of WEIGHT_BYTES.
+
+    Returns:
+        Bytes. ``None`` if the machine's memory has no limit, or if the model's number of weights is unknown.
     """
     if not model.parameters or not hardware.memory_bytes:
         return None
     return _room(model, hardware, weights, model.tp)
 
 
-def _of_checkpoint(model: Model) -> str | None:
-    """Return the name of WEIGHT_BYTES closest to the bytes per weight of the model's checkpoint; None if unknown."""
+def _format_of_checkpoint(model: Model) -> str | None:
+    """Return the format closest to the bytes per weight of the model's checkpoint, or ``None`` if these are unknown."""
     if not (model.parameters and model.weight_bytes):
         return None
     each = model.weight_bytes / model.parameters
@@ -189,16 +230,24 @@ def _of_checkpoint(model: Model) -> str | None:
 
 
 def _room(model: Model, hardware: Hardware, weights: str, ranks: int) -> int:
+    """Return ``room_for_cache`` with ``ranks`` tensor parallel ranks."""
     return math.floor(hardware.memory_bytes - _weight_bytes(model, weights) * model.tp / ranks)
 
 
 def _weight_bytes(model: Model, weights: str) -> float:
-    """Return the bytes of the weights of one rank."""
+    """Return the bytes of one rank's weights."""
     return (model.parameters or 0) / model.tp * WEIGHT_BYTES[weights]
 
 
 def machine_in_words(plan: Plan, hardware: Hardware, weights: str, time_scale: float) -> str:
-    """Name the machines of one replica, whose times a replay tells, and what each of them holds."""
+    """Describe the machines of one replica, and the weights and the cache on each of them, for reports.
+
+    Args:
+        plan: the plan of model and cache.
+        hardware: the machine of one rank.
+        weights: format of the weights, a name of WEIGHT_BYTES.
+        time_scale: factor of the modelled durations; 0: the replay uses no machine.
+    """
     model = plan.model
     if not time_scale:
         return "no machine: steps take no time"
@@ -210,7 +259,7 @@ def machine_in_words(plan: Plan, hardware: Hardware, weights: str, time_scale: f
 
 
 def _ranks(model: Model) -> Iterator[int]:
-    """Yield larger numbers of ranks over which the model's heads can be split: powers of two, as machines come."""
+    """Yield the powers of two above the model's ranks over which its query and KV heads can be split."""
     specs = [layer.spec for layer in model.layers]
     kv_heads = {spec.num_kv_heads * model.tp for spec in specs if isinstance(spec, AttentionSpec)}
     for ranks in (1 << power for power in range(_MOST_RANKS.bit_length())):

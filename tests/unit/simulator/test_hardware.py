@@ -51,13 +51,19 @@ def test_hardware_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("x =", "is no TOML"),
-        ('like = "h100"\nflops = 1', "there is no field 'flops': use like, attention_efficiency"),
+        ("x =", "is not valid TOML"),
+        ('like = "h100"\nflops = 1', "unknown field 'flops': use like, attention_efficiency"),
         ('like = "x"', "like = 'x': use one of h100"),
-        ('name = "x"\nflops_per_s = 1e12', "bytes_per_s, compute_efficiency, memory_efficiency, overhead_s missing"),
-        ('like = "h100"\nflops_per_s = 0', "flops_per_s must be above 0, got 0"),
+        (
+            'name = "x"\nflops_per_s = 1e12',
+            "bytes_per_s, compute_efficiency, memory_efficiency, overhead_s are missing: add",
+        ),
+        ('like = "h100"\nflops_per_s = 0', "flops_per_s must be above 0 and at most 1e+24, got 0"),
         ('like = "h100"\nflops_per_s = "1"', "flops_per_s must be a number"),
         ('like = "h100"\noverhead_s = -1', "overhead_s must be 0 or more"),
+        ('like = "h100"\nflops_per_s = 1e25', "flops_per_s must be above 0 and at most 1e+24, got 1e+25"),
+        ('like = "h100"\noverhead_s = 1e25', "overhead_s must be 0 or more and at most 1e+24, got 1e+25"),
+        ('like = "h100"\nlink_bytes_per_s = 0\nlink_latency_s = 1e-5', "is 1e-05, but link_bytes_per_s 0"),
         ('like = "h100"\nbytes_per_s = nan', "bytes_per_s must be a number, and finite"),
         ('like = "h100"\nname = 5', "name must be text"),
     ],
@@ -99,7 +105,7 @@ def test_hardware_ranks_pay_for_the_link() -> None:
     assert cost(1).reduced_bytes == 0
     bounds = cost(4)._bounds(8192)
     assert bounds == cost(4, "h200")._bounds(8192)
-    spent = [cost(4, name)._besides_s(8192, 0) - H100.overhead_s for name in ("h100", "h100-pcie")]
+    spent = [cost(4, name)._not_overlapped_s(8192, 0) - H100.overhead_s for name in ("h100", "h100-pcie")]
     assert spent == pytest.approx([8192 * cost(4).reduced_bytes / (one * 0.8) for one in (450e9, 64e9)])
     computed = np.full(8, 1000, np.int64)
     quiet = replace(H100, link_bytes_per_s=0.0)
@@ -108,14 +114,15 @@ def test_hardware_ranks_pay_for_the_link() -> None:
     assert more == pytest.approx(8 * cost(4).reduced_bytes / (450e9 * 0.8))
     # and each of the sums, two a layer, waits for its link
     slow = replace(with_link, hardware=replace(H100, link_latency_s=1e-5))
-    assert slow._besides_s(8, 8) - with_link._besides_s(8, 8) == pytest.approx(160e-5)
-    assert replace(cost(1), hardware=slow.hardware)._besides_s(8, 8) == H100.overhead_s
+    assert slow._not_overlapped_s(8, 8) - with_link._not_overlapped_s(8, 8) == pytest.approx(160e-5)
+    assert without._not_overlapped_s(8, 8) == H100.overhead_s  # a link with rate 0 takes no time
+    assert replace(cost(1), hardware=slow.hardware)._not_overlapped_s(8, 8) == H100.overhead_s
 
 
 def test_hardware_row_overhead_is_counted() -> None:
     cost = StepCost.of(plan(read_model("llama-3-8b"), "20GiB"))
     rows = replace(cost, hardware=replace(H100, row_s=0.25))
-    assert rows._besides_s(100, 3) == cost._besides_s(100, 3) + 0.75
+    assert rows._not_overlapped_s(100, 3) == cost._not_overlapped_s(100, 3) + 0.75
     computed = np.full(3, 50, np.int64)
     assert rows.decode_seconds(computed, 2) - cost.decode_seconds(computed, 2) == pytest.approx([0.75, 0.75])
 

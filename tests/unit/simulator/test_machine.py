@@ -32,7 +32,7 @@ SOURCE = UniformWorkload(conversations=4)
 LLAMA_70B = ("workload:uniform", "--model", "llama-3-70b", "--memory", "40GiB")
 DOES_NOT_FIT = (
     "llama-3-70b does not fit: 131.42 GiB of bf16 weights and 40 GiB of cache are more than the 74.51 GiB of one "
-    "H100 SXM: use --tp 4, or lower --memory; for hits alone say --hardware h100-unbounded"
+    "H100 SXM: use --tp 4, or lower --memory; for hit rates without a real machine use --hardware h100-unbounded"
 )
 FOUR = "4 x H100 SXM: 32.85 GiB of bf16 weights + 40 GiB of cache in 74.51 GiB each"
 
@@ -168,7 +168,7 @@ def test_machine_memory_limits_doctor_remedies() -> None:
 def test_machine_error_suggests_checkpoint_weights() -> None:
     said = too_large(read_model("gpt-oss-120b"), 8 << 30, H100, "bf16")
     assert said is not None
-    assert "use --tp 4, or --weights int4 as its checkpoint, or lower --memory" in said
+    assert "use --tp 4, or --weights int4 as in its checkpoint, or lower --memory" in said
     assert too_large(read_model("gpt-oss-120b"), 8 << 30, H100, "int4") is None
 
 

@@ -114,7 +114,7 @@ def test_step_cost_of_several_ranks_is_shared() -> None:
 
 @pytest.mark.parametrize("scale", [-0.1, float("inf"), float("nan")])
 def test_time_scale_that_is_invalid_is_rejected(scale: float) -> None:
-    with pytest.raises(ConfigError, match="time scale must be 0 or more and finite"):
+    with pytest.raises(ConfigError, match="time_scale must be 0 or more and finite"):
         StepCost.of(plan(read_model("llama-3-8b"), "4GiB"), time_scale=scale)
 
 
