@@ -168,7 +168,7 @@ def test_plan_of_another_model_or_too_little_memory_is_rejected() -> None:
     with pytest.raises(ConfigError, match="plan is not of tiny:qwen2"):
         Engine(loaded_model("qwen2"), plan_for(loaded_model("deepseek_v3"), [32]))
     half = read_model(llama.model.config.to_dict(), dtype="bfloat16", backend="transformers")
-    with pytest.raises(ConfigError, match="keeps 128 a token bytes in the plan, 256 a token in the model"):
+    with pytest.raises(ConfigError, match="keeps 128 bytes a token in the plan, 256 bytes a token in the model"):
         Engine(llama, plan(half, "1MiB", max_model_len=32))
     with pytest.raises(CapacityError, match=r"request of 100 tokens.* needs 96 KiB \(98304 bytes: 8 slabs"):
         plan_for(llama, [20, 100], memory="50KiB")
@@ -196,7 +196,7 @@ def test_invalid_steps_are_rejected_and_change_nothing(make_engine: EngineFactor
         (replace(step, after=4), "follows Step 4"),
         (replace(step, copies=(Copy("before", 9, 1, 2, "block"),)), "group 9 does not exist"),
         (replace(step, state_read=step.state_read * 0), "has no state in group"),
-        (replace(step, state_writes=step.state_writes[:0]), "behind a row's last certain token"),
+        (replace(step, state_writes=step.state_writes[:0]), "after the last certain token"),
     ]
     for one, message in wrong:
         with pytest.raises(WorkerError, match=message):

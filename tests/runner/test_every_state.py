@@ -154,5 +154,5 @@ def test_forward_without_the_expected_recurrence_is_rejected() -> None:
     with torch.inference_mode(), pytest.raises(WorkerError, match="did not run its recurrence once"):
         run_every(zamba, noise(2, 3, zamba.width), (conv, torch.cat((heads, heads), dim=1)), found)
     lfm2 = mixers_of("lfm2")[0]
-    with torch.inference_mode(), pytest.raises(WorkerError, match="did not hand its inputs to the cache"):
+    with torch.inference_mode(), pytest.raises(WorkerError, match="did not pass its inputs to the cache"):
         run_every(lfm2, noise(2, 1, lfm2.width), random_states(lfm2, 2), Recurrence())

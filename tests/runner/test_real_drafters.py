@@ -92,7 +92,7 @@ class Faulty(ScriptedDrafter):
 
 FAULTS: list[tuple[object, str]] = [
     (RuntimeError("out of memory"), "RuntimeError('out of memory')"),
-    ([[1]], "1 lists of drafts for 2 requests: one for each is needed"),
+    ([[1]], "1 lists of drafts for 2 requests: give one for each"),
     ([[1], [257]], "is outside the vocabulary of tiny:mamba: ids are 0 .. 256"),
     ([[-1], []], "token ids must not be negative, got -1"),
     ([[1.5], []], "token ids must be integers"),

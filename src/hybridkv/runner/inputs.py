@@ -1,4 +1,4 @@
-"""Checks of all that callers hand to an engine: models, prompts, sampling, drafts, encoder inputs, and Steps.
+"""Check the arguments of an engine: models, prompts, sampling, drafts, encoder inputs, and Steps.
 
 Invalid values raise ConfigError; invalid Steps raise WorkerError.
 """
@@ -160,7 +160,7 @@ def with_word_ids(params: SamplingParams, loaded: LoadedModel) -> SamplingParams
             for before in ("", " ")
         )
         if not bare:
-            raise ConfigError(f"bad_words has {word!r}, which the tokenizer makes no token of: leave it out")
+            raise ConfigError(f"the tokenizer makes no token of {word!r} in bad_words: leave it out")
         found.append(bare)
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
             found.append(spaced)
@@ -175,11 +175,14 @@ def encode(
     Args:
         loaded: the model with its tokenizer.
         prompt: text, or token ids in a sequence or in a one-dimensional array or tensor of integers.
-        what: what ``prompt`` is, for messages.
+        what: the name of ``prompt`` in messages.
+
+    Returns:
+        The token ids, at least one.
 
     Raises:
-        ConfigError: the prompt is neither, is empty, or has ids outside the vocabulary; or it is text and there is no
-            tokenizer.
+        ConfigError: the prompt has another type, is empty, or has ids outside the vocabulary; or it is text and there
+            is no tokenizer.
     """
     instance("the loaded model", loaded, LoadedModel)
     instance("what", what, str)
@@ -236,8 +239,8 @@ def drafts_by_request(
     """
     if len(drafts) != len(requests):
         raise ConfigError(
-            f"the drafter gave {len(drafts)} lists of drafts for {len(requests)} requests: one for each is needed, "
-            "even if it is empty"
+            f"the drafter gave {len(drafts)} lists of drafts for {len(requests)} requests: give one for each, even if "
+            "it is empty"
         )
     for request, tokens in zip(requests, drafts, strict=True):
         ids = token_array(tokens)
@@ -254,9 +257,11 @@ def drafts_by_request(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderFeed:
-    """An encoder input. ``values``: token ids [1, tokens] or features [1, bins, frames], on the CPU.
+    """An encoder input.
 
-    ``read`` has the digest of the content and the number of encoder tokens.
+    Attributes:
+        values: token ids [1, tokens] or features [1, bins, frames], on the CPU.
+        read: the digest of the content, and the number of encoder tokens.
     """
 
     values: torch.Tensor
@@ -314,20 +319,19 @@ def _features(loaded: LoadedModel, given: Any) -> NDArray[np.floating[Any]]:  # 
     if not isinstance(given, np.ndarray) or given.shape != wanted or not np.issubdtype(given.dtype, np.floating):
         shape = getattr(given, "shape", type(given).__name__)
         raise ConfigError(
-            f"{loaded.name} takes features of shape {wanted}, floats, got {shape}: give one input at a time, padded as "
+            f"{loaded.name} takes float features of shape {wanted}, got {shape}: give one input at a time, padded as "
             "its feature extractor does"
         )
     if not np.isfinite(given).all():
-        raise ConfigError(f"the features for {loaded.name} must be finite, but some are NaN or infinite")
+        raise ConfigError(f"the features for {loaded.name} contain NaN or infinity: give finite numbers")
     return np.ascontiguousarray(given).copy()
 
 
 def read_encoder_input(loaded: LoadedModel, given: str | Sequence[int], folder: Path) -> EncoderFeed:
     """Read an encoder input of a file of prompts.
 
-    Text, token ids, or the name of a .npy file of features in ``folder``.
-
-    Raises ConfigError as ``encoder_feed`` does, and for a file that cannot be read.
+    ``given`` is text, token ids, or the name of a .npy file of features in ``folder``. Raises ConfigError as
+    ``encoder_feed`` does, and for a file that cannot be read.
     """
     most = planner_model(loaded.model, block_size=16, name=loaded.name).max_encoder_tokens
     if loaded.model.main_input_name == "input_ids":
@@ -344,7 +348,7 @@ def read_encoder_input(loaded: LoadedModel, given: str | Sequence[int], folder: 
 class EncoderInputs(dict[bytes | str, torch.Tensor]):
     """Encoder inputs by digest. Each stays while a request holds it.
 
-    Requests with equal digests share the first one's.
+    Requests with equal digests share the input of the first.
     """
 
     def __init__(self) -> None:
@@ -373,10 +377,16 @@ class EncoderInputs(dict[bytes | str, torch.Tensor]):
 
 
 def require_blocks(step: Step, table: BlockTable, group: int, tokens: Int64, what: str) -> None:
-    """Raise WorkerError unless every row of ``step`` has blocks for ``tokens`` once its cells are written.
+    """Raise WorkerError unless every row of ``step`` has blocks for its tokens after its cells are written.
 
-    ``tokens``: int64[rows of the step]; ``table`` is that of ``group``; ``what`` names the tokens in the message.
     O(rows + cells).
+
+    Args:
+        step: the Step.
+        table: the block table of ``group``.
+        group: number of the group.
+        tokens: tokens of each row, int64[rows of the step].
+        what: the name of the tokens in the message.
     """
     held = table.num_blocks_per_row.astype(np.int64)
     held[np.concatenate((step.finished_rows, [new.row for new in step.new_rows])).astype(np.int64)] = 0
@@ -387,5 +397,5 @@ def require_blocks(step: Step, table: BlockTable, group: int, tokens: Int64, wha
         row = step.rows[short[0]]
         raise WorkerError(
             f"Step {step.id}: row {row} needs blocks for {tokens[short[0]]} {what} in group {group}, but it has "
-            f"{held[row]} blocks of {table.block_size}"
+            f"{held[row]} blocks of {table.block_size}: give it cells for the missing blocks"
         )

@@ -5,7 +5,7 @@ Step -> tables.apply -> moves, zeroing, copies -> slots
         and PagedMixers resume at stored states
      -> logits of the rows that sample -> tokens, verified drafts -> StepResult
 
-Large float32 layers on a CPU get rows of zeros where 16 rows run faster than fewer. MKL's float32 product changes its
+Large float32 layers on a CPU get rows of zeros if 16 rows run faster than fewer. MKL's float32 product changes its
 algorithm at 16 rows: 15 rows take up to twice as long (design record 0028). The limit is measured once for each process
 and number of threads.
 """
@@ -76,44 +76,48 @@ logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 Observer = Callable[[Step, torch.Tensor], None]
-"""Called before sampling with the Step, and with float32[n, vocabulary], the logits that ``Draws.of(step)`` use."""
+"""Called before sampling with the Step and the logits of ``Draws.of(step)``, float32[n, vocabulary]."""
 Undrawn = Callable[[str, Exception], object]
-"""Called with a request's id and the error because of which its token could not be drawn. That token is arbitrary."""
+"""Called with a request's id and the error that kept its token from being drawn. That token is arbitrary."""
 
 _ROWS: Final = 16
 """Rows to fill up to."""
 _LEAST_WEIGHTS: Final = 1 << 19
 """Least weights of a padded layer.
 
-Smaller ones stay in the processor's cache, so added rows cost more than they save.
+Smaller layers stay in the processor's cache, so added rows cost more than they save.
 """
 _FEWEST: Final = 7
 """Least rows to pad: fewer are faster than 16 with any library."""
 _PROBED: Final = (4096, 2048)
-"""Shape of the layer that is measured: larger than a processor's cache, like the weights of all layers together."""
+"""Shape of the measured layer: larger than a processor's cache, like the weights of all layers together."""
 _REPEATS: Final = 3
+"""Measurements of each number of rows, of which the fastest counts; chosen by hand."""
 _WORTH: Final = 0.9
-"""Largest ratio of the padded time to the unpadded one: smaller gains are left alone."""
+"""Largest ratio of the padded time to the unpadded time, so that small gains are left alone; chosen by hand."""
 
 
 class ModelRunner:
     """Owns the worker's side of ``config``: arena, block tables and row state. It executes Steps in order.
 
-    From construction on, the model attends through the pages; ``detach`` gives it its own attention back. ``cross`` is
-    the side of cross attention, None for a model without it. ``images`` is the side of images in prompts, None before
-    ``take_images``. ``decode_graphs`` are the CUDA graphs of decoding steps; None if they run as usual.
+    From construction on, the model attends through the pages; ``detach`` restores its own attention.
+
+    Attributes:
+        cross: the encoder's side of cross attention; ``None`` for a model without it.
+        images: the images of prompts; ``None`` before ``take_images``.
+        decode_graphs: the CUDA graphs of decoding steps; ``None`` if these run as usual.
 
     Args:
         model: a transformers model.
         config: the planned layout of its cache.
-        planned: the planner's model of which ``config`` was made.
+        planned: the planner's model from which ``config`` was made.
         max_running: rows.
         max_model_len: tokens of the longest request.
         max_batched_tokens: tokens of the largest Step.
         max_encoder_tokens: encoder tokens of a request, for cross attention.
-        observer: called with the logits of every Step; None for no observer.
-        undrawn: called if a request's logits cannot be edited; None to fail the Step.
-        forwards: how Steps run; None for the best that a test forward allows.
+        observer: called with the logits of every Step.
+        undrawn: called if a request's logits cannot be edited. Without it, the Step fails.
+        forwards: how Steps run; by default, the fastest way that a test forward allows.
         attention: how attention over pages runs. Layers that it cannot serve gather their contexts.
         compiled: "decode" for CUDA graphs of steps that only decode, if the model allows them.
 
@@ -225,7 +229,7 @@ class ModelRunner:
                 one.install()
             if notes is not None:
                 self._read_by(notes)
-        except BaseException:  # whatever a model raises: it is free again
+        except BaseException:  # after any error the model must be free again
             self.detach()
             raise
 
@@ -263,7 +267,7 @@ class ModelRunner:
             logger.info("%s: contexts of %d layers are gathered all the same", type(self.model).__name__, gathered)
 
     def _captured_decoding(self, max_model_len: int) -> DecodeGraphs | None:
-        """Return graphs of decoding steps; None, with a line in the log, if the model does not allow them."""
+        """Return graphs of decoding steps. If the model does not allow them, log the reason and return None."""
         others = {
             "each row runs in a forward of its own": self.forwards is Forwards.BY_ROW,
             "recurrent layers read states from blocks that the host looks up": self._mixers,
@@ -279,7 +283,7 @@ class ModelRunner:
         )
 
     def detach(self) -> None:
-        """Give the model its own attention and recurrent mixers back. A second call does nothing."""
+        """Restore the model's own attention and recurrent mixers. A second call does nothing."""
         if not self._attached:
             return
         self._attached = False
@@ -289,9 +293,7 @@ class ModelRunner:
         set_attention(self.model, self._own_attention)
 
     def execute(self, step: Step) -> StepResult:
-        """Run ``step``.
-
-        One forward over all its tokens, then a token and the accepted drafts for every row that samples.
+        """Run one forward over all tokens of ``step``, and draw the tokens of every row that samples.
 
         If the forward raises, tables and row state have already followed the Step. After ``Scheduler.fail(step.id)``
         the next Step can run. O(tokens), in addition to the model.
@@ -318,8 +320,8 @@ class ModelRunner:
         if not step.num_tokens:
             return StepResult(step.id, Csr.empty(len(step)))
         draws, prompts = Draws.of(step), self._logprobs.of_prompts(step)
-        behind = self._forward(step, self._resolved(step), np.concatenate((draws.source, prompts.source)), states)
-        logits, of_prompts = behind[: len(draws)].float(), behind[len(draws) :]
+        after = self._forward(step, self._resolved(step), np.concatenate((draws.source, prompts.source)), states)
+        logits, of_prompts = after[: len(draws)].float(), after[len(draws) :]
         if self.observer is not None:
             self.observer(step, logits)
         drawn, wrong = self._drawn(step, draws, logits)
@@ -337,19 +339,26 @@ class ModelRunner:
     def _check(self, step: Step) -> None:
         """Raise WorkerError for a Step that this runner cannot run, or that would read a missing token or block."""
         if not self._attached:
-            raise WorkerError(f"Step {step.id} comes to a runner that gave its model back: make another one")
+            raise WorkerError(f"Step {step.id} cannot run: this runner gave its model back, so make another runner")
         if len(step) and step.num_scheduled.min() < 1:
-            raise WorkerError(f"Step {step.id} schedules a row without tokens")
+            row = step.rows[step.num_scheduled.argmin()]
+            raise WorkerError(f"Step {step.id} schedules row {row} without tokens: schedule at least one, or no row")
         check_drafts(step)
         self._rows.check(step.new_rows)
         tokens = step.token_ids.values
         if len(tokens) and (tokens.max() >= self._vocabulary or tokens.min() < NONE_DRAWN):
-            raise WorkerError(f"Step {step.id}: token ids must lie in 0 .. {self._vocabulary - 1}")
+            raise WorkerError(
+                f"Step {step.id}: token ids must lie in 0 .. {self._vocabulary - 1}, or be {NONE_DRAWN} for the last "
+                f"sampled token, got {tokens.min()} .. {tokens.max()}"
+            )
         drawn = self._owner_rows(step)[tokens == NONE_DRAWN]
-        if (self._rows.last_token[drawn] == NONE_DRAWN).any():
-            raise WorkerError(f"Step {step.id} refers to a sampled token of a row that sampled none")
+        missing = drawn[self._rows.last_token[drawn] == NONE_DRAWN]
+        if len(missing):
+            raise WorkerError(
+                f"Step {step.id} refers to the sampled token of row {missing[0]}, which sampled none: give its id"
+            )
         self._copier.check(step)
-        # a group of states is checked when its StateBatch is made
+        # state_batch checks the groups of states
         context = step.num_computed.astype(np.int64) + step.num_scheduled
         for group in self._token_groups:
             require_blocks(step, self.tables[group], group, context, "tokens")
@@ -377,11 +386,11 @@ class ModelRunner:
             return self._run(step, tokens, wanted, states)
         parts, places, first = [], [], 0
         for one in rows_of(step):
-            behind = first + one.num_tokens
-            mine = np.flatnonzero((first <= wanted) & (wanted < behind))
-            parts.append(self._run(one, tokens[first:behind], wanted[mine] - first, self._state_batches(one)))
+            end = first + one.num_tokens
+            mine = np.flatnonzero((first <= wanted) & (wanted < end))
+            parts.append(self._run(one, tokens[first:end], wanted[mine] - first, self._state_batches(one)))
             places.append(mine)
-            first = behind
+            first = end
         return torch.cat(parts)[self._tensor(np.argsort(np.concatenate(places)))]
 
     def _run(self, step: Step, tokens: Int64, wanted: Int64, states: Mapping[int, StateBatch]) -> torch.Tensor:
@@ -441,7 +450,7 @@ class ModelRunner:
         return {group: state_batch(step, group, self._device, alike=group in self._drafts_at_once) for group in groups}
 
     def _attention_of(self, step: Step, last_seen: Int64 | None) -> dict[int, GatherBatch | PagedStep]:
-        """Return how each layer attends, by layer index. Layers that read alike share one object."""
+        """Return how each layer attends, by layer index. Layers with equal reads share one object."""
         groups = {read.group for read in self._reads.values() if read.heads is not None}
         reads = {group: group_reads(step, group, self.tables[group]) for group in groups}
         writes = {group: write_of(self.attention, self.tables[group], step.num_tokens) for group in groups}
@@ -460,10 +469,10 @@ class ModelRunner:
     def _tensor(self, values: Int64) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
 
-    # -- behind it
+    # -- after the forward
 
     def _drawn(self, step: Step, draws: Draws, logits: torch.Tensor) -> tuple[Int64, dict[int, Exception]]:
-        """Return the token of each draw, int64[n], and the draws whose edits failed.
+        """Return the token of each draw, int64[n], and the errors of failed edits by draw.
 
         Raises WorkerError for NaN logits.
         """
@@ -481,7 +490,7 @@ class ModelRunner:
         return drawn.cpu().numpy(), failed
 
     def _report_undrawn(self, step: Step, draws: Draws, wrong: Mapping[int, Exception]) -> None:
-        """Report draws that failed. Draws after a rejected draft do not count and are not in ``wrong``."""
+        """Report failed draws. Draws after a rejected draft do not count and are not in ``wrong``."""
         for draw, error in wrong.items():
             if self._undrawn is None:
                 raise error
@@ -491,7 +500,7 @@ class ModelRunner:
 def require_fit(planned: Model, config: KVCacheConfig) -> None:
     """Raise ConfigError unless ``config`` has exactly the layers of ``planned``, each with as many bytes a token.
 
-    Blocks may be longer than those of ``planned``: the reference layout aligns them.
+    Blocks may be longer than in ``planned``: the reference layout aligns them.
     """
     wanted = {layer.name: _kept(layer.spec) for layer in planned.layers}
     given = {
@@ -504,12 +513,12 @@ def require_fit(planned: Model, config: KVCacheConfig) -> None:
     missing = sorted(set(wanted) - set(given)) + sorted(set(given) - set(wanted))
     if missing:
         raise ConfigError(
-            f"the plan is not of {planned.name}: it has {len(given)} layers, the model has {len(wanted)}; the first "
-            f"that differs is {missing[0]}: make a plan of this model"
+            f"the plan is not of {planned.name}: it has {len(given)} layers, the model has {len(wanted)}, and "
+            f"the first difference is {missing[0]}: make a plan of this model"
         )
     name = next(name for name in wanted if wanted[name] != given[name])
     raise ConfigError(
-        f"the plan is not of {planned.name}: layer {name} keeps {given[name]} bytes in the plan, {wanted[name]} in the "
+        f"the plan is not of {planned.name}: layer {name} keeps {given[name]} in the plan, {wanted[name]} in the "
         "model: make a plan of this model, with its dtype"
     )
 
@@ -517,8 +526,8 @@ def require_fit(planned: Model, config: KVCacheConfig) -> None:
 def _kept(spec: KVCacheSpec) -> str:
     """Describe how many bytes a layer keeps, for a token or for a state."""
     if spec.keeps is Keeps.STATE:
-        return f"{spec.content_bytes} a state"
-    return f"{spec.content_bytes // spec.block_size} a token"
+        return f"{spec.content_bytes} bytes a state"
+    return f"{spec.content_bytes // spec.block_size} bytes a token"
 
 
 # -- linear layers of few rows
@@ -526,14 +535,14 @@ def _kept(spec: KVCacheSpec) -> str:
 
 @lru_cache(maxsize=8)
 def first_padded(threads: int) -> int:
-    """Return the fewest rows, at most 16, that run slower than 16 rows. It measures for about 0.3 seconds.
+    """Return the fewest rows, at most 16, that run slower than 16 rows. The measurement takes about 0.3 seconds.
 
     ``threads``: torch's current number of threads.
     """
-    del threads  # of the key alone
+    del threads  # only the cache's key needs it
     weight, hidden = torch.zeros(_PROBED), torch.zeros(_ROWS, _PROBED[1])
     took = dict.fromkeys(range(_FEWEST, _ROWS + 1), math.inf)
-    for _ in range(_REPEATS):  # turn by turn: what else the machine does meets all alike
+    for _ in range(_REPEATS):  # in turns, so that other work on the machine slows all numbers of rows alike
         for rows, best in took.items():
             began = time.perf_counter()
             functional.linear(hidden[:rows], weight)
@@ -542,9 +551,9 @@ def first_padded(threads: int) -> int:
 
 
 def first_slower(took: Sequence[float]) -> int:
-    """Return the first number of rows from which on all take longer than the last. ``took``: seconds of 1, 2, ..
+    """Return the first number of rows from which on all take longer than the last. ``took``: seconds of 1, 2, .. rows.
 
-    rows.
+    The last number is the result if no shorter one is slower.
     """
     rows = len(took)
     while rows > 1 and _WORTH * took[rows - 2] > took[-1]:
@@ -570,7 +579,7 @@ class PaddedLinear(StandIn):
 
 
 def padded_linears(model: torch.nn.Module) -> list[PaddedLinear]:
-    """Make one for every large, unpatched float32 linear layer on a CPU; perhaps none."""
+    """Make a PaddedLinear for every large, unpatched float32 linear layer on a CPU."""
     found = [
         one
         for one in model.modules()

@@ -1,6 +1,6 @@
 """Parts between a model and its pages: a StepContext that all modules have, and replacements of methods and caches.
 
-The StepContext holds all that modules must know of the running Step. It changes before each forward.
+The StepContext tells modules about the running Step. It changes before each forward.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class StepContext:
     Attributes:
         attention: how each layer attends, by index; only layers that cache tokens.
         states: the StateBatch of every group of states.
-        cross: what the cross attention of each layer reads, by index.
-        positions: int64[tokens], of the Step's tokens.
-        layer: the layer whose keys were written last.
+        cross: the reads of each layer's cross attention, by index.
+        positions: positions of the Step's tokens, int64[tokens].
+        layer: the layer that wrote keys last.
         crossing: the layer whose cross attention is about to run.
         forms: the form of attention by module; other modules run their own attention.
         noting: replaces all attention while a runner inspects the model.
@@ -69,7 +69,7 @@ class StepContext:
         self.begin({}, {})
 
     def take_cross(self) -> CrossRead | None:
-        """Return the input of the cross attention that asked for its keys last; None if self attention runs."""
+        """Return the reads of the cross attention that is about to run; None if self attention runs."""
         layer, self.crossing = self.crossing, None
         return None if layer is None else self.cross[layer]
 
@@ -78,19 +78,22 @@ class StepContext:
         raise ConfigError("an engine holds this model: close the engine before the model is copied or pickled")
 
     def attention_batch(self) -> GatherBatch | PagedStep:
-        """Return how the layer whose keys were written last attends. Raises WorkerError outside of a Step."""
+        """Return how the layer that wrote keys last attends. Raises WorkerError outside of a Step."""
         return self.attention[self.updated_layer]
 
     @property
     def updated_layer(self) -> int:
-        """The layer whose keys were written last. WorkerError before any, and while no Step runs."""
+        """The layer that wrote keys last. Raises WorkerError before the first one, and while no Step runs."""
         if not self.attention:
             raise WorkerError(
-                "an engine holds this model, whose attention runs in its steps alone: generate with the engine, or "
-                "close it first"
+                "an engine holds this model, and its attention runs only in the engine's steps: generate with the "
+                "engine, or close it first"
             )
         if self.layer is None:
-            raise WorkerError("attention without keys of its own layer: not supported")
+            raise WorkerError(
+                "a layer attends before any layer has cached keys, which is not supported: run this model with plain "
+                "transformers"
+            )
         return self.layer
 
 
@@ -107,7 +110,7 @@ def attach(model: torch.nn.Module, context: StepContext) -> None:
 
 
 def detach(model: torch.nn.Module, context: StepContext) -> None:
-    """Take ``context`` from every module of ``model``."""
+    """Remove ``context`` from every module of ``model``."""
     for module in model.modules():
         if vars(module).get(CONTEXT) is context:
             delattr(module, CONTEXT)
@@ -159,6 +162,6 @@ def on_device(values: Int64, device: torch.device) -> torch.Tensor:
 
 
 def places_of(tokens: Int64, device: torch.device) -> slice | torch.Tensor:
-    """Return where ascending ``tokens`` stand in the step's flattened row: a slice where they are neighbours."""
+    """Return ascending indices ``tokens`` of the flattened step: a slice if they are contiguous, else a tensor."""
     contiguous = len(tokens) == tokens[-1] - tokens[0] + 1
     return slice(int(tokens[0]), int(tokens[-1]) + 1) if contiguous else on_device(tokens, device)

@@ -1,4 +1,4 @@
-"""Self-check at load: whether a recurrent mixer can resume at a state and run several tokens.
+"""Check at load whether a recurrent mixer can resume at a state and run several tokens.
 
 A mixer may accept a state and silently start from zero. So one mixer of every class runs on noise, in float32:
 
@@ -46,7 +46,9 @@ TOLERANCE: Final = 2e-4
 _TOKENS: Final = 72
 """More than a chunk of the delta rule's kernels (64)."""
 _CUT: Final = 29
+"""Tokens before the cut, which is inside a chunk; chosen by hand."""
 _DRAFTS: Final = 4
+"""Drafts of each of the two rows; chosen by hand."""
 
 Key = TypeVar("Key")
 Answer = TypeVar("Answer")
@@ -66,9 +68,9 @@ def of_each_kind(mixers: Mapping[Key, RecurrentMixer], ask: Callable[[RecurrentM
 def continuation(mixer: RecurrentMixer) -> Continuation:
     """Find how ``mixer`` continues: the first of native, superposition and token by token that agrees in both.
 
-    Where token by token differs from a prompt in one call in plain transformers too (NemotronH and Zamba2 bound the
-    step size in prompts only), native needs to agree with the prompt alone, and the log tells. Works on a copy of the
-    mixer in float32; about 100 forwards. Raises UnsupportedModelError, with the differences, where nothing agrees.
+    NemotronH and Zamba2 bound the step size in prompts only, so token by token differs from a prompt in one call even
+    in plain transformers. Native then needs to agree with the prompt alone, and the log says so. It runs about 100
+    forwards of a copy of the mixer in float32. Raises UnsupportedModelError, with the differences, if nothing agrees.
     """
     name, check = type(mixer.module).__name__, _Check(mixer)
     scans = SCAN in functions_of(mixer.module)
@@ -80,8 +82,8 @@ def continuation(mixer: RecurrentMixer) -> Continuation:
             return how
         if how is Continuation.NATIVE and (apart := prompt[Continuation.TOKEN]) > TOLERANCE:
             logger.warning(
-                "%s: a prompt in one call and token by token differ by %.1e of the largest value, without any cache of "
-                "ours: what a request decodes depends on where its prompt ends",
+                "%s: a prompt in one call and token by token differ by %.1e of the largest value even in plain "
+                "transformers, so that the output of a request depends on where its prompt ends",
                 name,
                 apart,
             )
@@ -89,22 +91,22 @@ def continuation(mixer: RecurrentMixer) -> Continuation:
     measured = ", ".join(f"{how} {difference:.1e}" for how, difference in prompt.items())
     raise UnsupportedModelError(
         f"{name} does not continue from its own state: over several tokens it differs from one call over all of them "
-        f"({measured} of the largest value): not supported"
+        f"({measured} of the largest value, more than {TOLERANCE:.0e}); run this model with plain transformers"
     )
 
 
 def recurrence(mixer: RecurrentMixer) -> Recurrence | None:
-    """Find how ``mixer`` runs drafts in one call; None where it does not, or not as token by token: the log tells.
+    """Find how ``mixer`` runs drafts in one call; None if that fails or differs from token by token. The log says so.
 
-    Works on a copy of the mixer in float32; some ten forwards of up to five tokens.
+    It runs some ten forwards of up to five tokens, on a copy of the mixer in float32.
     """
     name, check, apart = type(mixer.module).__name__, _Check(mixer), float("inf")
     try:
         found = recurrence_of(check.mixer)
         if found is not None:
             apart = check.drafts(found)
-    except Exception as error:  # noqa: BLE001  # of whatever kernels there are: what cannot do this does it token by token
-        logger.info("%s: several tokens with the state behind each failed: %r", name, error)
+    except Exception as error:  # noqa: BLE001  # a kernel may raise any error; drafts then run token by token
+        logger.info("%s: several tokens with the state after each failed: %r", name, error)
     if apart > TOLERANCE:
         logger.info("%s verifies drafts token by token (%.1e of the largest value)", name, apart)
         return None
@@ -125,7 +127,7 @@ def depends_on_calls(mixers: Sequence[RecurrentMixer]) -> bool:
 
 
 class _Check:
-    """The inputs and states of one mixer's check. mixer: a copy of it in float32."""
+    """The inputs and states of one mixer's check. ``mixer`` is a copy in float32."""
 
     def __init__(self, mixer: RecurrentMixer) -> None:
         device = next(mixer.module.parameters()).device
@@ -156,8 +158,8 @@ class _Check:
         hidden = torch.cat((self._rest[:, : _DRAFTS + 1], self._rest[:, -_DRAFTS - 1 :]))
         states, apart = tuple(torch.cat(pair) for pair in zip(self._cut, self._noise, strict=True)), 0.0
         with torch.inference_mode():
-            out, behind = run_every(self.mixer, hidden, states, found)
-            for at, ours in enumerate(behind):
+            out, after = run_every(self.mixer, hidden, states, found)
+            for at, ours in enumerate(after):
                 before = tuple(state.clone() for state in states)
                 wanted, states = run_decode(self.mixer, hidden[:, at : at + 1], before)
                 apart = max(apart, _difference((out[:, at : at + 1], ours), (wanted, states)))

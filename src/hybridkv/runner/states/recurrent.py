@@ -16,8 +16,8 @@ token t, for any x. So the scan runs from zero, and the state's part is added:
 Drafts. Several tokens of each of several rows run in one call, with the states after every token:
 
     drafts [rows, tokens, width]   projections, convolution, norms   together, by the mixer's own forward
-                                   the recurrence                    token by token: it is not known yet which drafts
-                                                                     are accepted, and the next step resumes at any
+                                   the recurrence                    token by token: the next step may resume at any
+                                                                     draft, because the accepted ones are not known yet
     states after token t           the convolution's last inputs up to t, and the state of the recurrence
 
 The recurrence is the function among the globals of the forward that receives the recurrent state; a watched forward
@@ -48,25 +48,28 @@ Name = int | str
 """Of an argument: its place, or its keyword."""
 
 SCAN: Final = "mamba_selective_scan"
-"""What modelling modules call the scan over a sequence, as a global that their mixers' forward looks up."""
+"""The name of the scan over a sequence in modelling modules: a global that the forward of their mixers looks up."""
 _PROBED: Final = (2, 5)
 """Rows and tokens of the calls that show the recurrence: unlike each other, and more than one."""
 _CHUNK: Final = "chunk_size"
-"""What recurrences call the number of tokens that they fill up to."""
+"""The argument of recurrences with the number of tokens that they fill up to."""
 
 
 class StateKind(StrEnum):
-    """conv: the last inputs of a causal convolution, [channels, columns]. recurrent: the state of a scan."""
+    """Name the kinds of states.
+
+    conv: the last inputs of a causal convolution, [channels, columns]. recurrent: the state of a scan.
+    """
 
     CONV = "conv"
     RECURRENT = "recurrent"
 
 
 class Continuation(StrEnum):
-    """How a mixer resumes from a state over several tokens.
+    """Name the ways in which a mixer resumes from a state over several tokens.
 
-    native: its own forward does. superposition: a selective scan from zero, plus the state's part. token: one forward a
-    token.
+    native: its own forward resumes. superposition: a selective scan from zero, plus the state's part. token: one
+    forward for each token.
     """
 
     NATIVE = "native"
@@ -76,7 +79,14 @@ class Continuation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MixerState:
-    """One state tensor of a mixer, ``shape`` a request in ``dtype``. index: its number among the states of its kind."""
+    """One state tensor of a mixer.
+
+    Attributes:
+        kind: its kind.
+        index: its number among the states of its kind.
+        shape: shape of one request's state.
+        dtype: dtype of the state.
+    """
 
     kind: StateKind
     index: int
@@ -86,10 +96,14 @@ class MixerState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentMixer:
-    """A module that keeps states. layer_index: the index under which it keeps them.
+    """A module that keeps states.
 
-    cache_parameter: name of the cache argument of its forward. width: of its input. parts: its states, conv first, by
-    index.
+    Attributes:
+        module: the module.
+        layer_index: the layer index under which it keeps its states.
+        cache_parameter: name of the cache argument of its forward.
+        width: width of its input.
+        parts: its states, conv first, by index.
     """
 
     module: torch.nn.Module
@@ -105,10 +119,16 @@ class RecurrentMixer:
 
 
 class StateCache(EmptyCache):
-    """The transformers Cache of one mixer over one call: starts with ``states``, some of which are written in place.
+    """The transformers Cache of one mixer over one call.
 
-    continues: whether tokens came before the call; otherwise the states must be zeros. keeps: overwrite nothing; the
-    inputs of each convolution, [rows, channels, kept + tokens], are then in ``joined``.
+    Args:
+        mixer: the mixer.
+        states: the states before the call; some may be written in place.
+        continues: whether tokens came before the call; otherwise the states must be zeros.
+        keeps: whether to overwrite nothing.
+
+    Attributes:
+        joined: with ``keeps``, the inputs of each convolution, [rows, channels, kept + tokens], by its index.
     """
 
     def __init__(self, mixer: RecurrentMixer, states: States, *, continues: bool, keeps: bool = False) -> None:
@@ -119,7 +139,7 @@ class StateCache(EmptyCache):
 
     @property
     def states(self) -> States:
-        """The states as the last call left them."""
+        """The states after the last call."""
         return tuple(self.layers.of_kind[part.kind][part.index] for part in self._parts)
 
     def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
@@ -127,7 +147,7 @@ class StateCache(EmptyCache):
         return self._continues
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return the state as mixers of newer transformers read it; None if no token came before the call."""
+        """Return the conv state; None if no token came before the call. Mixers of newer transformers call this."""
         del layer_idx
         return self.layers.conv_states[state_idx] if self._continues else None
 
@@ -190,7 +210,7 @@ def run_segment(
     dtypes that are not the mixer's.
     """
     if hidden.dim() != 3 or hidden.shape[0] != 1:
-        raise WorkerError(f"a segment is one request's [1, tokens, width], got {tuple(hidden.shape)}")
+        raise WorkerError(f"a segment must be [1, tokens, width] of one request, got {tuple(hidden.shape)}")
     _check(mixer, hidden, states)
     if states is None:
         cache = StateCache(mixer, mixer.zeros(), continues=False)
@@ -215,7 +235,7 @@ def run_decode(mixer: RecurrentMixer, hidden: torch.Tensor, states: States) -> t
     for shapes or dtypes that are not the mixer's.
     """
     if hidden.dim() != 3 or hidden.shape[1] != 1:
-        raise WorkerError(f"a decode batch is [rows, 1, width], got {tuple(hidden.shape)}")
+        raise WorkerError(f"a decode batch must be [rows, 1, width], got {tuple(hidden.shape)}")
     _check(mixer, hidden, states)
     cache = StateCache(mixer, states, continues=True)
     return _call(mixer, hidden, cache), cache.states
@@ -224,19 +244,19 @@ def run_decode(mixer: RecurrentMixer, hidden: torch.Tensor, states: States) -> t
 def _check(mixer: RecurrentMixer, hidden: torch.Tensor, states: States | None) -> None:
     name = type(mixer.module).__name__
     if hidden.shape[1] < 1 or hidden.shape[2] != mixer.width:
-        raise WorkerError(f"{name} takes at least one token of width {mixer.width}, got {tuple(hidden.shape)}")
+        raise WorkerError(f"{name} needs at least one token of width {mixer.width}, got {tuple(hidden.shape)}")
     if states is None:
         return
     wanted = [((hidden.shape[0], *part.shape), part.dtype) for part in mixer.parts]
     given = [(tuple(state.shape), state.dtype) for state in states]
     if given != wanted:
-        raise WorkerError(f"{name} keeps states {wanted}, got {given}")
+        raise WorkerError(f"{name} needs states of shapes and dtypes {wanted}, got {given}")
 
 
 def _call(
     mixer: RecurrentMixer, hidden: torch.Tensor, cache: StateCache, replaced: Mapping[str, Any] | None = None
 ) -> torch.Tensor:
-    """Run the forward of the mixer's class; with functions ``replaced``, by name, without what decorates it."""
+    """Run the forward of the mixer's class. With functions ``replaced``, by name, its decorators are left out."""
     forward = type(mixer.module).forward
     if replaced is not None:
         own = inspect.unwrap(forward)
@@ -258,6 +278,8 @@ def functions_of(module: torch.nn.Module) -> dict[str, Function]:
 
 # -- superposition
 
+_INSTEAD: Final = "run it natively or token by token"
+
 
 class _SuperposedScans:
     """Stands in for the scan: each call resumes from the state of one head, or of all channels, instead of zero.
@@ -269,11 +291,11 @@ class _SuperposedScans:
         name, functions = type(mixer.module).__name__, functions_of(mixer.module)
         found = [state for part, state in zip(mixer.parts, states, strict=True) if part.kind is StateKind.RECURRENT]
         if len(found) != 1:
-            raise WorkerError(f"{name} keeps {len(found)} recurrent states: superposition needs one")
+            raise WorkerError(f"{name} keeps {len(found)} recurrent states, but superposition needs one: {_INSTEAD}")
         if SCAN not in functions:
-            raise WorkerError(f"{name} runs no {SCAN}: it cannot be superposed")
+            raise WorkerError(f"{name} runs no {SCAN}, so it cannot be superposed: {_INSTEAD}")
         self._scan = functions[SCAN]
-        # [rows, heads, channels, state size] of a mixer that scans head by head, else [rows, channels, state size]
+        # [rows, heads, channels, state size] if the mixer scans head by head, else [rows, channels, state size]
         self._left = iter(found[0].unbind(1) if found[0].dim() == 4 else found)
 
     def __call__(
@@ -289,7 +311,7 @@ class _SuperposedScans:
         """
         state = next(self._left, None)
         if state is None:
-            raise WorkerError("the mixer scans more often than it has heads: it cannot be superposed")
+            raise WorkerError(f"the mixer scans more often than it has heads, so it cannot be superposed: {_INSTEAD}")
         out, final = self._scan(*scanned, return_last_state=True, **options)
         _, dt, a, _, c = scanned
         state, bias, z = state.float(), options.get("delta_bias"), options.get("z")
@@ -298,7 +320,7 @@ class _SuperposedScans:
         # step sizes as the scan makes them
         elapsed = (F.softplus(dt) if options.get("delta_softplus", False) else dt).float().cumsum(dim=-1)
         added = torch.zeros_like(elapsed)
-        for one in range(state.shape[-1]):  # a tensor of all of them would be as large as the scan's largest
+        for one in range(state.shape[-1]):  # all at once would need a tensor as large as the scan's largest
             added += torch.exp(a[None, :, one, None] * elapsed) * state[..., one, None] * c[:, None, one].float()
         if z is not None:
             added *= F.silu(z.float())
@@ -307,19 +329,25 @@ class _SuperposedScans:
         return (out, final) if return_last_state else out
 
     def require_all(self) -> None:
-        """Raise WorkerError when some head was not scanned."""
+        """Raise WorkerError if some head was not scanned."""
         if next(self._left, None) is not None:
-            raise WorkerError("the mixer scans less often than it has heads: it cannot be superposed")
+            raise WorkerError(f"the mixer scans less often than it has heads, so it cannot be superposed: {_INSTEAD}")
 
 
-# -- the states behind every token
+# -- the states after every token
 
 
 class _Stepped:
-    """Stands in for ``function``, which is called for one token after the other, starting from ``state``.
+    """Replaces ``function``: calls it for one token after the other, starting from ``state``.
 
-    sliced: its arguments that have a token each, [rows, tokens, ...]. states: after each token; another number of them
-    if the mixer did not call it once for every head.
+    Args:
+        function: runs one token.
+        state: the state before the first token.
+        sliced: its arguments with one entry for each token, [rows, tokens, ...].
+
+    Attributes:
+        states: the state after each token. Their number differs from the tokens if the mixer did not call this once
+            for every head.
     """
 
     def __init__(self, function: Function, state: torch.Tensor, sliced: frozenset[Name]) -> None:
@@ -334,7 +362,7 @@ class _Stepped:
         axis: int,
         **options: Any,  # noqa: ANN401 - of the function
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the output and the states behind each token along ``axis`` of ``scanned``: hidden, dt, a, b and c."""
+        """Return the output and the states after each token along ``axis`` of ``scanned``: hidden, dt, a, b and c."""
         hidden, dt, a, b, c = scanned
         outputs, states, skip, z = [], list[torch.Tensor](), options.pop("skip"), options.pop("z")
         for at in range(hidden.shape[axis]):
@@ -367,7 +395,7 @@ class _SteppedRecurrence(_Stepped):
 
 
 class _SteppedScans(_Stepped):
-    """Mamba's scan, once or once a head, [rows, channels, tokens] each. Its function decodes a token, in place."""
+    """Mamba's scan, called once or once a head with [rows, channels, tokens]. Its function decodes a token in place."""
 
     def __call__(
         self,
@@ -394,7 +422,7 @@ class _SteppedScans(_Stepped):
 
 
 class _SteppedStateSpaces(_Stepped):
-    """Mamba-2's scan over [rows, tokens, heads, width]. Its function decodes a token, in place."""
+    """Mamba-2's scan over [rows, tokens, heads, width]. Its function decodes a token in place."""
 
     def __call__(
         self,
@@ -424,16 +452,19 @@ _BY_NAME: Final[Mapping[str, tuple[str, type[_SteppedScans | _SteppedStateSpaces
     SCAN: ("mamba_selective_state_update", _SteppedScans),
     "mamba2_chunk_scan": ("mamba2_selective_state_update", _SteppedStateSpaces),
 }
-"""By the name of a scan: that of the function which decodes one token, and what calls it for each."""
+"""For each scan, by name: the name of the function that decodes one token, and the class that calls it for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """The part of a mixer's forward that runs token by token; ``core`` is None if it only keeps a convolution's inputs.
+    """The part of a mixer's forward that runs token by token.
 
-    core: the global that the forward calls for several tokens. step: the one that runs one token: the function of the
-    forward's own decoding if it is known or called alike, else ``core``. sliced: arguments of ``core`` that have a
-    token each, [rows, tokens, ...]; empty for functions known by name.
+    Attributes:
+        core: the global that the forward calls for several tokens; None if the mixer only keeps inputs of convolutions.
+        step: the global that runs one token: the function of the forward's own decoding if it is known or takes the
+            same arguments, else ``core``.
+        sliced: arguments of ``core`` with one entry for each token, [rows, tokens, ...]; empty for functions known by
+            name.
     """
 
     core: str | None = None
@@ -464,7 +495,7 @@ def run_every(
 ) -> tuple[torch.Tensor, list[States]]:
     """Run ``mixer`` over [rows, tokens, width] from ``states``; return its output, and the states after each token.
 
-    states: [rows, *shape] each, unchanged. Raises WorkerError for a mixer that runs otherwise than when its recurrence
+    states: [rows, *shape] each, unchanged. Raises WorkerError if the mixer does not run as it did when its recurrence
     was found.
     """
     cache, replaced = StateCache(mixer, states, continues=True, keeps=True), dict[str, _Stepped]()
@@ -476,23 +507,23 @@ def run_every(
     out, tokens, parts = _call(mixer, hidden, cache, replaced), hidden.shape[1], list[list[torch.Tensor]]()
     for part in mixer.parts:
         if part.kind is StateKind.RECURRENT:
-            behind = [state.to(part.dtype) for stepped in replaced.values() for state in stepped.states]
-            if len(behind) != tokens:
-                raise WorkerError("the mixer did not run its recurrence once: its drafts must run token by token")
+            after = [state.to(part.dtype) for stepped in replaced.values() for state in stepped.states]
+            if len(after) != tokens:
+                raise WorkerError("the mixer did not run its recurrence once: run its drafts token by token")
         else:
             joined = cache.joined.get(part.index)
             if joined is None:
-                raise WorkerError("the mixer did not hand its inputs to the cache: its drafts must run token by token")
+                raise WorkerError("the mixer did not pass its inputs to the cache: run its drafts token by token")
             width, end = part.shape[-1], joined.shape[-1] - tokens + 1
-            behind = [joined[..., end + token - width : end + token] for token in range(tokens)]
-        parts.append(behind)
+            after = [joined[..., end + token - width : end + token] for token in range(tokens)]
+        parts.append(after)
     return out, list(zip(*parts, strict=True))
 
 
 def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], frozenset[Name]] | None:
-    """Return the one global to which a forward over ``tokens`` passes the state.
+    """Return the one global to which a forward over ``tokens`` passes the state; None if there are more or fewer.
 
-    With its name come its arguments, and those that have a token each.
+    The result is its name, its arguments, and its arguments with one entry for each token.
     """
     shape = (_PROBED[0], tokens)
     cache = StateCache(mixer, mixer.zeros(_PROBED[0]), continues=True, keeps=True)

@@ -36,16 +36,19 @@ from hybridkv.step import Step
 Int64 = NDArray[np.int64]
 
 _ROW_BITS: Final = 32
-"""A row above, a token count below: one number for both."""
+"""Bits of a token count, in a number with the row in the bits above it."""
 _ALL: Final = slice(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wave:
-    """One token of each of several rows. ``tokens``: their indices in the flattened step, a slice or int64[rows].
+    """One token of each of several rows.
 
-    ``goes_on``: the rows of the wave before that run another token. ``written``: the rows whose states after this token
-    are saved, and ``blocks`` the block of each, int64[w].
+    Attributes:
+        tokens: the indices of the tokens in the flattened step, a slice or int64[rows].
+        goes_on: the rows of the wave before that run another token.
+        written: the rows with a state to save after this token.
+        blocks: int64[w], the block of each of these.
     """
 
     tokens: slice | torch.Tensor
@@ -56,10 +59,13 @@ class Wave:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows:
-    """Rows that run one certain token and their drafts. ``read``: int64[rows], the blocks of their states.
+    """Rows that run one certain token and their drafts.
 
-    ``begins``: int64[b], the rows that start from zeros. ``waves``: the first token of all rows, then the next of those
-    with drafts, and so on. ``tokens``: indices of all tokens, row by row, if every row has one in each wave.
+    Attributes:
+        read: int64[rows], the blocks of their states.
+        begins: int64[b], the rows that start from zeros.
+        waves: the first token of all rows, then the next token of the rows with drafts, and so on.
+        tokens: indices of all tokens, row by row, if every row has one in each wave.
     """
 
     read: torch.Tensor
@@ -70,9 +76,11 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """A row that runs several certain tokens. ``read``: the block of its state, None if it starts from zeros.
+    """A row that runs several certain tokens.
 
-    ``segments``: the indices of each in the flattened step, and int64[n], the blocks for the state after it.
+    Attributes:
+        read: the block of its state; None if it starts from zeros.
+        segments: the indices of each segment in the flattened step, and the blocks for the state after it, int64[n].
     """
 
     read: int | None
@@ -92,7 +100,7 @@ def state_batch(step: Step, group: int, device: torch.device, *, alike: bool = F
 
     ``alike`` puts rows with equally many tokens together, for mixers that run them in one call. Raises WorkerError for
     a row without a state, for a state written outside its row's tokens, and if the state after a row's last certain
-    token, or after a draft, is not written.
+    token or after a draft is not written.
     """
     states, decodes = _GroupStates(step, group, device), step.decodes
     single = np.flatnonzero(decodes)
@@ -116,7 +124,10 @@ class _GroupStates:
         self.first = np.cumsum(self.scheduled) - self.scheduled
         self.read = step.state_read[:, group].astype(np.int64)
         if len(self.read) and self.read.min() < 1:
-            raise WorkerError(f"Step {step.id}: row {step.rows[self.read.argmin()]} has no state in group {group}")
+            raise WorkerError(
+                f"Step {step.id}: row {step.rows[self.read.argmin()]} has no state in group {group}: give its block, "
+                "at least 1"
+            )
         self.writes = step.state_writes[step.state_writes[:, 1] == group][:, (0, 2, 3)].astype(np.int64)
         row = self.writes[:, 0]
         self.writes[:, 1] -= step.num_computed[row]
@@ -128,15 +139,16 @@ class _GroupStates:
         if len(wrong):
             i = row[wrong[0]]
             raise WorkerError(
-                f"Step {step.id}: a state of row {step.rows[i]} is written behind {step.num_computed[i]} + "
-                f"{after[wrong[0]]} tokens in group {group}, the row runs {self.scheduled[i]}"
+                f"Step {step.id}: row {step.rows[i]} runs {self.scheduled[i]} tokens after the first "
+                f"{step.num_computed[i]}, but writes a state of group {group} after {after[wrong[0]]} of them: write "
+                f"states after 1 .. {self.scheduled[i]}"
             )
         certain = self.scheduled - np.diff(step.drafts.indptr)
-        needed = after >= certain[row]  # behind the last certain token and every draft
+        needed = after >= certain[row]  # after the last certain token and every draft
         if len(np.unique(row[needed] << _ROW_BITS | after[needed])) < len(step) + len(step.drafts.values):
             raise WorkerError(
-                f"Step {step.id}: the state behind a row's last certain token, or behind one of its drafts, is not "
-                f"written in group {group}"
+                f"Step {step.id}: group {group} lacks the state after the last certain token or a draft of some row: "
+                "write all of these states"
             )
 
     def decode(self, single: Int64) -> DecodeRows:
@@ -170,10 +182,10 @@ class _GroupStates:
         first = int(self.first[row])
         mine = self.writes[self.writes[:, 0] == row]
         counts = np.unique(mine[:, 1])  # ascending; the last is the end of the row
-        edges = [first, *(first + counts).tolist()]
+        boundaries = [first, *(first + counts).tolist()]
         segments = tuple(
             (slice(begin, end), on_device(mine[mine[:, 1] == count, 2], self.device))
-            for begin, end, count in zip(edges, edges[1:], counts.tolist(), strict=False)
+            for begin, end, count in zip(boundaries, boundaries[1:], counts.tolist(), strict=False)
         )
         return Chain(int(self.read[row]) if self.step.num_computed[row] else None, segments)
 
@@ -183,8 +195,8 @@ def require_class_forwards(mixers: Iterable[RecurrentMixer]) -> None:
     for mixer in mixers:
         if "forward" in vars(mixer.module):
             raise UnsupportedModelError(
-                f"a {type(mixer.module).__name__} has a forward of its own, of a hook or a patch, which cannot go on "
-                "from states in pages: remove it before the engine is made"
+                f"a {type(mixer.module).__name__} has a forward of its own (a hook or a patch), which cannot resume "
+                "from states in pages: remove it before you make the engine"
             )
 
 
@@ -209,7 +221,7 @@ class PagedMixer(StandIn):
         self._mixer, self._how, self._recurrence, self._views = mixer, how, recurrence, tuple(views)
         self._context, self._group = context, group
 
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401  # whatever the model hands to its mixers
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401  # a mixer's arguments depend on the model
         """Map [1, tokens, width] of the step to [1, tokens, width]. Masks and the model's cache are not used.
 
         While no Step runs, the mixer's own forward runs.
@@ -232,14 +244,14 @@ class PagedMixer(StandIn):
                 state.index_fill_(0, rows.begins, 0)
         if self._recurrence is not None and rows.tokens is not None and len(rows.waves) > 1:
             tokens = hidden[0, rows.tokens].view(len(rows.read), len(rows.waves), -1)
-            result, behind = run_every(self._mixer, tokens, states, self._recurrence)
+            result, after = run_every(self._mixer, tokens, states, self._recurrence)
             out[0, rows.tokens] = result.flatten(0, 1)
-            for wave, states in zip(rows.waves, behind, strict=True):
+            for wave, states in zip(rows.waves, after, strict=True):
                 self._write(wave, states)
             return
         for wave in rows.waves:
-            going_on = tuple(state[wave.goes_on] for state in states)
-            result, states = run_decode(self._mixer, hidden[0, wave.tokens].unsqueeze(1), going_on)
+            states = tuple(state[wave.goes_on] for state in states)
+            result, states = run_decode(self._mixer, hidden[0, wave.tokens].unsqueeze(1), states)
             out[0, wave.tokens] = result.squeeze(1)
             self._write(wave, states)
 
