@@ -1,14 +1,14 @@
-"""Several replicas of one plan, and the router that chooses one of them for each request.
+"""Several replicas of one plan, and the router that chooses a replica for each request.
 
     round-robin     each replica in turn
     least-loaded    the replica with the fewest running and waiting requests
-    prefix          the replica where the fewest tokens run before the first token of the request: its uncached tokens,
-                    and those of requests without a first token; ties as least-loaded
-    prefix:S        the same, by KV events that are S seconds old
+    prefix          the replica with the fewest tokens to run before the first token of the request: the request's
+                    uncached tokens, and the uncached tokens of earlier requests that have not begun; then least-loaded
+    prefix:S        the same, with an index that knows the caches of S seconds ago
 
-``prefix`` asks each cache itself. ``prefix:S`` keeps an index of KV events, as routers outside of an engine do. Events
-describe blocks of attention only. In the natural layout the index therefore credits prefixes whose state is evicted,
-and it knows no partial blocks.
+``prefix`` looks up each request in every cache. ``prefix:S`` keeps an index of KV events, as routers outside of an
+engine do. Events describe only blocks of attention. In the natural layout, the index therefore counts prefixes whose
+recurrent state is evicted, and it does not know partial blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.request import Request
-from hybridkv.simulator.loop import Progress, Replica, run_replicas, told_of
+from hybridkv.simulator.loop import Progress, Replica, run_replicas, with_known_hits
 from hybridkv.simulator.report import Distribution, GroupReport, ReplayReport
 from hybridkv.simulator.setup import ReplaySettings, simulation_of
 from hybridkv.simulator.trace import RequestSource, TraceSummary
@@ -36,36 +36,64 @@ LEAST_LOADED: Final = "least-loaded"
 PREFIX: Final = "prefix"
 ROUTERS: Final = (ROUND_ROBIN, LEAST_LOADED, PREFIX, f"{PREFIX}:SECONDS")
 _MOST_DELAY_S: Final = 1e6
+"""Largest delay of an index, in seconds: 11 days, longer than any trace needs. Chosen by hand."""
 
 
 class Router(Protocol):
-    """Chooses a replica for each request. events: whether it needs the KV events of the caches."""
+    """The policy that chooses a replica for each request.
+
+    Attributes:
+        events: whether the policy needs the KV events of the caches.
+    """
 
     events: bool = False
 
     def choose(self, request: Request, replicas: Sequence[Replica], now_s: float) -> int:
-        """Return the index of the replica for ``request``."""
+        """Return the index of the replica for a request. O(replicas), and a lookup in each of them for ``prefix``.
+
+        Args:
+            request: the request that arrives.
+            replicas: the replicas.
+            now_s: time of its arrival, in seconds of the trace.
+        """
 
     def heard(self, at: int, replica: Replica) -> None:
-        """Note that replica ``at`` took steps; routers that need events read them here."""
+        """Note that a replica took steps. Policies that need events read them here.
+
+        Args:
+            at: index of the replica.
+            replica: the replica.
+        """
 
 
 def router_named(name: str) -> Callable[[], Router]:
-    """Return a function that makes a fresh router of that name. Raises ConfigError for an unknown name."""
+    """Return a function that makes a new router.
+
+    Args:
+        name: ``round-robin``, ``least-loaded``, ``prefix``, or ``prefix:S`` with a delay of S seconds, 0 to 1e6.
+
+    Raises:
+        ConfigError: for an unknown name, and for a delay out of range.
+    """
     if name == ROUND_ROBIN:
         return _RoundRobin
     if name == LEAST_LOADED:
         return _LeastLoaded
     if name == PREFIX:
         return lambda: _PrefixAware(None)
-    kind, _, said = name.partition(":")
+    kind, _, seconds = name.partition(":")
     try:
-        delay_s = float(said)
+        delay_s = float(seconds)
     except ValueError:
-        delay_s = -1.0
-    if kind != PREFIX or not 0 <= delay_s <= _MOST_DELAY_S:
-        raise ConfigError(f"unknown router {shown(name)}: use one of {', '.join(ROUTERS)}, as prefix:0.5")
-    return lambda: _PrefixAware(_Told(delay_s))
+        kind, delay_s = "", math.nan
+    if kind != PREFIX:
+        raise ConfigError(f"unknown router {shown(name)}: use one of {', '.join(ROUTERS)}, for example {PREFIX}:0.5")
+    if not 0 <= delay_s <= _MOST_DELAY_S:
+        raise ConfigError(
+            f"the delay of router {shown(name)} must lie in 0 .. {_MOST_DELAY_S:.0f} seconds: use for example "
+            f"{PREFIX}:0.5"
+        )
+    return lambda: _PrefixAware(_EventIndex(delay_s))
 
 
 class _RoundRobin(Router):
@@ -88,13 +116,14 @@ class _LeastLoaded(Router):
 
 
 class _PrefixAware(Router):
-    """The router ``prefix``. told: the index of events; None: the caches are asked."""
+    """The routers ``prefix`` and ``prefix:S``."""
 
-    def __init__(self, told: _Told | None) -> None:
-        self._told = told
-        self.events = told is not None
+    def __init__(self, index: _EventIndex | None) -> None:
+        """Make the router. ``index`` estimates hits; without an index, the caches themselves are asked."""
+        self._index = index
+        self.events = index is not None
         self._sent = Counter[int]()
-        self._pending: dict[int, dict[str, int]] = {}
+        self._pending: dict[int, dict[str, int]] = {}  # by replica: uncached tokens of requests that have not begun
 
     def choose(self, request: Request, replicas: Sequence[Replica], now_s: float) -> int:
         costs = []
@@ -111,48 +140,48 @@ class _PrefixAware(Router):
         return chosen
 
     def _known(self, request: Request, at: int, replica: Replica, now_s: float) -> int:
-        """Return the prompt tokens that are thought to be cached there."""
-        if self._told is not None:
-            return min(self._told.known_tokens(request, at, now_s), request.num_prompt_tokens - 1)
+        """Return the estimated prompt tokens that replica ``at`` has in its cache."""
+        if self._index is not None:
+            return min(self._index.known_tokens(request, at, now_s), request.num_prompt_tokens - 1)
         cache = replica.scheduler.cache
         return cache.find_hit(request).tokens if cache.enable_caching else 0
 
     def heard(self, at: int, replica: Replica) -> None:
-        if self._told is not None:
-            self._told.hear(at, replica.scheduler.cache.take_events(), replica.clock.now_s)
+        if self._index is not None:
+            self._index.add(at, replica.scheduler.cache.take_events(), replica.clock.now_s)
 
 
-class _Told:
-    """The blocks of each replica, by its events of ``delay_s`` ago."""
+class _EventIndex:
+    """An index of the blocks of each replica, from KV events that arrive ``delay_s`` seconds late."""
 
     def __init__(self, delay_s: float) -> None:
         self._delay_s = delay_s
-        self._coming: dict[int, deque[tuple[float, KVCacheEvent]]] = {}
+        self._arriving: dict[int, deque[tuple[float, KVCacheEvent]]] = {}
         self._blocks: dict[int, Counter[tuple[int, bytes]]] = {}
         self._sizes: dict[int, int] = {}
 
-    def hear(self, at: int, events: Sequence[KVCacheEvent], now_s: float) -> None:
-        """Take in ``events`` of replica ``at``, published at ``now_s``."""
-        self._coming.setdefault(at, deque()).extend((now_s + self._delay_s, one) for one in events)
+    def add(self, at: int, events: Sequence[KVCacheEvent], now_s: float) -> None:
+        """Add the events that replica ``at`` published at ``now_s``."""
+        self._arriving.setdefault(at, deque()).extend((now_s + self._delay_s, one) for one in events)
 
     def known_tokens(self, request: Request, at: int, now_s: float) -> int:
-        """Return the leading tokens of ``request`` that blocks of one group hold, by the events."""
-        coming, blocks = self._coming.get(at, deque()), self._blocks.setdefault(at, Counter())
-        while coming and coming[0][0] <= now_s:
-            self._believe(blocks, coming.popleft()[1])
+        """Return the leading tokens of ``request`` that the index has for replica ``at``, in the best of its groups."""
+        arriving, blocks = self._arriving.get(at, deque()), self._blocks.setdefault(at, Counter())
+        while arriving and arriving[0][0] <= now_s:
+            self._apply(blocks, arriving.popleft()[1])
         hash_block = 1 if request.hasher is None else request.hasher.block_size
         known = 0
         for group, size in self._sizes.items():
-            stride = size // hash_block
+            hashes_per_block = size // hash_block
             leading = 0
-            for key in request.hashes[stride - 1 :: stride]:
+            for key in request.hashes[hashes_per_block - 1 :: hashes_per_block]:
                 if not blocks[group, key]:
                     break
                 leading += 1
             known = max(known, leading * size)
         return known
 
-    def _believe(self, blocks: Counter[tuple[int, bytes]], event: KVCacheEvent) -> None:
+    def _apply(self, blocks: Counter[tuple[int, bytes]], event: KVCacheEvent) -> None:
         match event:
             case BlockStored():
                 self._sizes[event.group_idx] = event.block_size
@@ -164,12 +193,14 @@ class _Told:
 
 
 MOST_REPLICAS: Final = 1024
+"""Most replicas of a replay; each has a cache manager in memory. Chosen by hand."""
 _EACH: Final = ("requests", "prompt_tokens", "hit_tokens", "hit_rate", "preemptions")
-"""Of each replica, in documents."""
+"""Counts of each replica in a document."""
 _ADDED: Final = (
     *("requests", "prompt_tokens", "output_tokens", "hit_tokens", "computed_tokens", "preemptions", "steps"),
     *("moves", "moved_bytes", "checkpoints", "declined_checkpoints", "missed_tokens", "missed_a_gib_more"),
 )
+"""Counts of the whole report that are sums over the replicas."""
 _DEFAULT: Final = ReplaySettings()
 
 
@@ -178,10 +209,12 @@ class FleetReport:
     """The report of several replicas.
 
     Attributes:
-        whole: all replicas together, without the counts of single caches (resume points, tenants).
-        replicas: each replica by itself.
-        first_token_s: time to first token of each request, float64.
-        per_token_s: time per output token of each request, float64; NaN for an output of one token.
+        router: name of the router.
+        whole: report of all replicas together, without counts that belong to one cache (resume points, tenants).
+        replicas: report of each replica.
+        first_token_s: time to first token of each request in seconds, float64[requests], grouped by replica.
+        per_token_s: time per output token of each request in seconds, float64[requests], in the same order; NaN for an
+            output of one token.
     """
 
     router: str
@@ -191,20 +224,20 @@ class FleetReport:
     per_token_s: array[float]
 
     def within(self, first_token_s: float, per_token_s: float) -> int:
-        """Return the number of requests that meet both goals.
+        """Return the number of requests that meet both aims. O(requests).
 
         Args:
-            first_token_s: most seconds to the first token.
-            per_token_s: most seconds per later output token, on average.
+            first_token_s: limit of the time to first token, in seconds.
+            per_token_s: limit of the mean time per later output token, in seconds.
         """
         pairs = zip(self.first_token_s, self.per_token_s, strict=True)
         return sum(first <= first_token_s and not later > per_token_s for first, later in pairs)
 
     def to_dict(self, settings: Mapping[str, object]) -> dict[str, object]:
-        """Return the document of a replay; for several replicas also the router, and the results of each.
+        """Return the document of ``whole``. For several replicas it adds the router and the counts of each replica.
 
         Args:
-            settings: the settings to write into the document.
+            settings: settings to write into the document.
         """
         document = self.whole.to_dict(settings)
         if len(self.replicas) > 1:
@@ -229,13 +262,13 @@ def replay_replicas(
         source: the trace or workload.
         plan: the plan of each replica.
         settings: how each replica runs.
-        replicas: number of replicas; one replica is ``replay``.
-        router: name of the router.
-        summary: counts of the trace, if you have them already.
-        on_progress: called at most every 64 steps and at the end.
+        replicas: number of replicas, 1 to 1024. One replica gives the report of ``replay``.
+        router: name of the router, as ``router_named`` takes it.
+        summary: counts of the trace from ``source.summary()``; ``None`` computes them.
+        on_progress: called with the progress at most every 64 steps, and at the end.
 
     Raises:
-        ConfigError: as ``replay``, and for an unknown router.
+        ConfigError: for settings that cannot work, an unknown router, and a request that can never fit.
         TraceError: for a malformed line.
     """
     count = integer("replicas", replicas, 1, MOST_REPLICAS)
@@ -258,14 +291,14 @@ def replay_replicas(
         firsts += run.first_token_s
         laters += run.per_token_s
     whole = each[0] if count == 1 else _together(runs, each, firsts, laters)
-    reports = [told_of(one, counted) for one in (whole, *each)]
+    reports = [with_known_hits(one, counted) for one in (whole, *each)]
     return FleetReport(router, replace(reports[0], bad_lines=counted.bad_lines), tuple(reports[1:]), firsts, laters)
 
 
 def _together(
     runs: Sequence[Replica], each: Sequence[ReplayReport], firsts: Sequence[float], laters: Sequence[float]
 ) -> ReplayReport:
-    """Return one report: counts added, shares at most, latencies of all requests."""
+    """Merge the reports of several replicas: sums of counts, maxima of shares, and latencies of all requests."""
     added: dict[str, Any] = {name: sum(getattr(one, name) for one in each) for name in _ADDED}
     steps = added["steps"]
     return replace(
@@ -286,12 +319,14 @@ def _together(
 
 
 def _group(same: Sequence[GroupReport]) -> GroupReport:
+    """Merge the reports of one group from all replicas."""
     names = ("published", "evictions", "cached_blocks", "copies")
     added: dict[str, Any] = {name: sum(getattr(one, name) for one in same) for name in names}
     return replace(same[0], **added)
 
 
 def _counts(each: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sums of counts by name, sorted by name."""
     found = Counter[str]()
     for one in each:
         found.update(one)

@@ -366,7 +366,7 @@ class Simulation:
         counted = source.summary() if summary is None else summary
         replica = Replica(self, recording, on_explained)
         run_replicas(source, [replica], lambda _request, _now_s: 0, on_progress)
-        return replace(told_of(replica.report(source.name), counted), bad_lines=counted.bad_lines)
+        return replace(with_known_hits(replica.report(source.name), counted), bad_lines=counted.bad_lines)
 
 
 class Replica:
@@ -620,8 +620,8 @@ def replay_through(
     )
 
 
-def told_of(report: ReplayReport, summary: TraceSummary) -> ReplayReport:
-    """Return ``report`` with hits as far as the trace lets them be known: not at all where it tells lengths alone."""
+def with_known_hits(report: ReplayReport, summary: TraceSummary) -> ReplayReport:
+    """Return ``report``, without hits if the trace has lengths only."""
     return report if summary.tokens_known else report.without_hits()
 
 
@@ -637,14 +637,14 @@ def run_replicas(
     choose: returns the index of the replica for a request that arrives now, after all steps that began before.
     on_progress: called at most every 64 steps and at the end. on_steps: called with a replica's index after its steps.
     """
-    told = 0
+    reported = 0
 
     def stepped(at: int) -> None:
-        nonlocal told
+        nonlocal reported
         if on_steps is not None:
             on_steps(at)
-        if on_progress is not None and (now := sum(one.steps for one in replicas) // _STEPS_PER_PROGRESS) > told:
-            told = now
+        if on_progress is not None and (now := sum(one.steps for one in replicas) // _STEPS_PER_PROGRESS) > reported:
+            reported = now
             on_progress(_progress(replicas))
 
     watch = [partial(stepped, at) for at in range(len(replicas))]

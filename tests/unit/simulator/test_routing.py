@@ -20,7 +20,7 @@ from hybridkv.simulator import (
     replay,
     replay_replicas,
 )
-from hybridkv.simulator.fleet import ROUND_ROBIN, FleetReport, _Told
+from hybridkv.simulator.fleet import ROUND_ROBIN, FleetReport, _EventIndex
 from token_traces import Given
 
 SOURCE = UniformWorkload(templates=5, conversations=11, gap_s=0.02)
@@ -109,14 +109,14 @@ def test_router_index_applies_events_at_arrival() -> None:
     cache = KVCacheManager(plan_of(SOURCE))
     request = Request("r", list(range(100)), SamplingParams(max_tokens=1), hasher=cache.hasher)
     keys = tuple(request.hashes)
-    told = _Told(2.0)
-    told.hear(0, [BlockStored(keys[:5], None, tuple(range(80)), 16)], 1.0)
-    assert [told.known_tokens(request, 0, now) for now in (2.9, 3.0)] == [0, 80]
-    assert told.known_tokens(request, 1, 9.0) == 0  # another replica's
-    told.hear(0, [BlockRemoved(keys[3:4])], 4.0)
-    told.hear(0, [BlockStored(keys[3:4], keys[2], tuple(range(48, 64)), 16)], 6.0)
-    told.hear(0, [AllBlocksCleared()], 7.0)
-    assert [told.known_tokens(request, 0, now) for now in (5.9, 6.0, 8.0, 9.0)] == [80, 48, 80, 0]
+    index = _EventIndex(2.0)
+    index.add(0, [BlockStored(keys[:5], None, tuple(range(80)), 16)], 1.0)
+    assert [index.known_tokens(request, 0, now) for now in (2.9, 3.0)] == [0, 80]
+    assert index.known_tokens(request, 1, 9.0) == 0  # another replica's
+    index.add(0, [BlockRemoved(keys[3:4])], 4.0)
+    index.add(0, [BlockStored(keys[3:4], keys[2], tuple(range(48, 64)), 16)], 6.0)
+    index.add(0, [AllBlocksCleared()], 7.0)
+    assert [index.known_tokens(request, 0, now) for now in (5.9, 6.0, 8.0, 9.0)] == [80, 48, 80, 0]
 
 
 def test_router_report_counts_latencies_within_aims() -> None:
@@ -130,9 +130,12 @@ def test_router_report_counts_latencies_within_aims() -> None:
 
 
 def test_router_with_invalid_values_is_rejected() -> None:
-    for wrong in ("x", "prefix:", "prefix:-1", "prefix:nan", "least-loaded:1"):
+    for wrong in ("x", "prefix:", "prefix:x", "least-loaded:1", "least-loaded:x"):
         with pytest.raises(ConfigError, match="unknown router"):
             replay_replicas(SOURCE, plan_of(SOURCE), router=wrong)
+    for delay in ("-1", "nan", "1e7", "inf"):
+        with pytest.raises(ConfigError, match=f"delay of router 'prefix:{delay}' must lie in 0 .. 1000000 seconds"):
+            replay_replicas(SOURCE, plan_of(SOURCE), router=f"prefix:{delay}")
     with pytest.raises(ConfigError, match="replicas must be at least 1"):
         replay_replicas(SOURCE, plan_of(SOURCE), replicas=0)
     off = replay_replicas(SOURCE, plan_of(SOURCE), ReplaySettings(prefix_caching=False), replicas=2, router="prefix")
