@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients clean
 
 # Install torch first, so that no other package pulls another build.
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -142,6 +142,12 @@ test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/engine_duel.py
 	$(VLLM_PYTHON) tests/vllm/natural_duel.py
 	$(VLLM_PYTHON) tests/vllm/pd_duel.py
+
+# Compare whole vLLM engines (CPU build) with and without hybridkv: tokens per processor second, first token, hits.
+# Takes 25 minutes. VLLM_BENCH="--loads documents --variants stock natural" runs a part.
+VLLM_BENCH ?= --json benchmarks/bench_vllm.json
+bench-vllm: find-vllm
+	PYTHONPATH=tests/vllm $(VLLM_PYTHON) benchmarks/bench_vllm.py $(VLLM_BENCH)
 
 # Run vLLM's own scheduler tests with its scheduler and with ours. VLLM_TESTS is the folder tests of vLLM's sources.
 test-vllm-own: find-vllm

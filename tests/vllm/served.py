@@ -41,6 +41,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",  # what vLLM's keys begin with
 }
@@ -76,11 +77,16 @@ def model_with_words(folder: Path) -> Plain:
     match = MATCHES[0]
     model = tiny_model(match.name, SEED, match.fields)
     model.save_pretrained(folder)
-    words = models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")  # noqa: S106 - a word
+    add_words(folder, VOCABULARY)
+    return Plain(wrap(model, name=match.name))
+
+
+def add_words(folder: Path, vocabulary: int) -> None:
+    """Save a tokenizer of as many words beside the model."""
+    words = models.WordLevel({f"w{number}": number for number in range(vocabulary)}, unk_token="w0")  # noqa: S106 - a word
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(folder)  # noqa: S106 - same
-    return Plain(wrap(model, name=match.name))
 
 
 def free_port() -> int:
