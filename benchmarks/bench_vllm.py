@@ -371,13 +371,12 @@ def measure(loads: Sequence[Load | HttpLoad], variants: Sequence[Variant], round
 
 def import_engines() -> None:
     """Import the modules of vLLM that an engine needs, so that forks do not."""
-    import vllm_engine  # noqa: PLC0415 - sets vLLM's environment variables
+    import vllm_engine  # noqa: F401, PLC0415 - sets vLLM's environment variables before vLLM is imported
     from vllm.model_executor.models import gemma3, granitemoehybrid, llama  # noqa: F401, PLC0415
     from vllm.v1.worker import cpu_worker  # noqa: F401, PLC0415
 
     from hybridkv.vllm import natural_worker, scheduler  # noqa: F401, PLC0415
-
-    vllm_engine.vllm.LLM  # noqa: B018 - imported when it is first read
+    from vllm import LLM  # noqa: F401, PLC0415
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -393,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.show is not None:
         show(asked.show)
         return 0
-    every = (*LOADS, *HTTP_LOADS)
+    every: list[Load | HttpLoad] = [*LOADS, *HTTP_LOADS]
     loads = [one for one in every if asked.loads is None or any(_matches(one, text) for text in asked.loads)]
     if not loads:
         parser.error(f"no load has all words of any of {asked.loads}")

@@ -7,7 +7,7 @@ from typing import Any
 import bench_vllm
 import pytest
 from bench_vllm import VARIANTS, compare, options_of, rows
-from vllm_loads import HTTP_LOADS, LOADS, MIB, SHAPES, Load, Turn, agents, chats, documents, prompt_of
+from vllm_loads import HTTP_LOADS, LOADS, MIB, SHAPES, HttpLoad, Load, Turn, agents, chats, documents, prompt_of
 
 CHAT = (Turn((1, 2), 2), Turn((3,), 1))
 
@@ -53,7 +53,8 @@ def test_loads_are_drawn_alike_each_time_and_fit_the_model() -> None:
     assert chats(3) == chats(3)
     assert documents(5) == documents(5)
     assert agents(2) == agents(2)
-    assert len({(load.name, load.shape, load.memory) for load in (*LOADS, *HTTP_LOADS)}) == len(LOADS + HTTP_LOADS)
+    every: list[Load | HttpLoad] = [*LOADS, *HTTP_LOADS]
+    assert len({(load.name, load.shape, load.memory) for load in every}) == len(every)
     longest = options_of(VARIANTS[0], SHAPES["dense"], MIB)["max_model_len"]
     for load in LOADS:
         for conversation in load.conversations:
