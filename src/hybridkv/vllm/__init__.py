@@ -14,7 +14,7 @@ r"""hybridkv inside vLLM: vLLM's schedulers with this library's cache manager in
 
 The package patches nothing in vLLM: the scheduler is a subclass that replaces its ``kv_cache_manager`` after
 construction. Only ``scheduler``, ``natural_config`` and ``natural_worker`` import vLLM. All other modules use the names
-of vLLM's fields. vLLM 0.32 is supported.
+of vLLM's fields. vLLM 0.33 and 0.32 are supported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> object:
         if (error.name or "").partition(".")[0] != "vllm":
             raise
         raise ConfigError(
-            f"hybridkv.vllm.{name} runs inside vLLM, which is not installed: pip install 'vllm==0.32.*'"
+            f"hybridkv.vllm.{name} runs inside vLLM, which is not installed: pip install 'vllm>=0.32,<0.34'"
         ) from error
     found: object = getattr(module, name)
     return found

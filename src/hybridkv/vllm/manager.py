@@ -149,20 +149,31 @@ class CacheManager:
         """Return whether a prefix of ``request`` is looked up."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
-    def get_computed_blocks(self, request: EngineRequest) -> tuple[Blocks, int, int]:
-        """Return a hit's blocks, its tokens, and the tokens of a longer shared prefix that has no state, or 0."""
+    def get_computed_blocks(
+        self, request: EngineRequest, max_cache_hit_length: int | None = None
+    ) -> tuple[Blocks, int, int]:
+        """Return a hit's blocks, its tokens, and the tokens of a longer shared prefix that has no state, or 0.
+
+        Raises ConfigError for a hit longer than ``max_cache_hit_length``, which no supported option of vLLM bounds.
+        """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         mine = self._mirrors.of(request)
         hit = self.cache.find_hit(mine)
         mine.branch_tokens = hit.branch_tokens
+        if max_cache_hit_length is not None and hit.tokens > max_cache_hit_length:
+            raise ConfigError(
+                f"a hit of {hit.tokens} tokens cannot be bounded to {max_cache_hit_length}: leave --scheduler-cls out"
+            )
         if not hit.tokens:
             return self.empty_kv_cache_blocks, 0, hit.branch_tokens
         return Blocks(self.cache.engine.blocks_of(hit)), hit.tokens, hit.branch_tokens
 
-    def get_computed_blocks_for_connector(self, request: EngineRequest) -> tuple[Blocks, int, int, bool]:
+    def get_computed_blocks_for_connector(
+        self, request: EngineRequest, max_cache_hit_length: int | None = None
+    ) -> tuple[Blocks, int, int, bool]:
         """Return the result of get_computed_blocks. Unlike in vLLM, all groups hit the same number of tokens."""
-        return *self.get_computed_blocks(request), False
+        return *self.get_computed_blocks(request, max_cache_hit_length), False
 
     def truncate_computed_blocks(self, blocks: Blocks, num_computed_tokens: int) -> Blocks:
         """Raise ConfigError: hits end at block boundaries here, so no partial block has to be cut off."""

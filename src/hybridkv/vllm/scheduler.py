@@ -22,10 +22,10 @@ from hybridkv.errors import ConfigError
 from hybridkv.vllm.manager import CacheManager, reference_cache
 from hybridkv.vllm.natural import ATTRIBUTE, Options, StepWriter, default_block_size, natural_cache, natural_plan
 from hybridkv.vllm.natural_config import natural_config
-from hybridkv.vllm.specs import Settings, refuse, refuse_natural
+from hybridkv.vllm.specs import Settings, refuse, refuse_captured, refuse_natural
 
-SUPPORTED: Final = "0.32."
-"""The prefix of supported versions."""
+SUPPORTED: Final = ("0.33", "0.32")
+"""The supported releases of vLLM: the two newest, the newest first (docs/vllm.md)."""
 
 
 class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
@@ -36,16 +36,19 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         **kwargs: as in vLLM's scheduler.
 
     Raises:
-        ConfigError: the version, a group or an option is not supported.
+        ConfigError: the version, a group or an option is not supported, or vLLM schedules ahead and the class does not.
     """
 
     connector: Any  # vLLM's; None without one
     kv_cache_manager: Any  # vLLM's, until it is replaced
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
-        super().__init__(*args, **kwargs)
         require_version(vllm.__version__)
+        super().__init__(*args, **kwargs)
+        require_class(self)
+        theirs = self.kv_cache_manager
         self.replace_manager()
+        refuse_captured(self, theirs)
 
     def replace_manager(self) -> None:
         """Replace vLLM's cache manager with this library's."""
@@ -191,10 +194,20 @@ def _settings(scheduler: Any, **more: Any) -> Settings:  # noqa: ANN401 - vLLM's
 
 def require_version(version: str) -> None:
     """Raise ConfigError for a version that was not tested."""
-    if not version.startswith(SUPPORTED):
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
         raise ConfigError(
-            f"hybridkv.vllm supports vLLM {SUPPORTED}x, this is {version}: leave --scheduler-cls out, or install "
-            f"'vllm=={SUPPORTED}*'"
+            f"hybridkv.vllm supports vLLM {' and '.join(SUPPORTED)}, this is {version}: leave --scheduler-cls out, or "
+            f"install 'vllm=={SUPPORTED[0]}.*'"
+        )
+
+
+def require_class(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Raise ConfigError if vLLM schedules ahead of outputs and the class of ``scheduler`` does not."""
+    if scheduler.scheduler_config.async_scheduling and not isinstance(scheduler, TheirAsyncScheduler):
+        name = type(scheduler).__name__
+        raise ConfigError(
+            f"hybridkv.vllm.{name} schedules a step after the last one's output, and vLLM was started with async "
+            f"scheduling: use --scheduler-cls hybridkv.vllm.Async{name}, or --no-async-scheduling"
         )
 
 
@@ -215,6 +228,8 @@ def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLL
         return None
     running = decoded.requests
     scheduler.current_step += 1
+    if hasattr(scheduler, "num_executed_steps"):  # vLLM 0.33 counts them
+        scheduler.num_executed_steps += 1
     scheduler.prefill_capacity_bound = False  # no request waits
     names = [request.request_id for request in running]
     cached = CachedRequestData(

@@ -179,6 +179,11 @@ def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
             f"drafts of {scheduler.num_prefill_lookahead} modules that predict tokens, whose last tokens of a prompt "
             "are computed again: use one module"
         )
+    if getattr(scheduler, "num_hash_lookahead_tokens", 0):
+        yield (
+            "hashes of blocks that cover tokens after the block, as vLLM 0.33 has them for drafts: set "
+            "disable_lookahead_block_hashes in --speculative-config"
+        )
     if scheduler.kv_metrics_collector is not None:
         yield "--kv-cache-metrics, how long blocks live: leave it out"
     for group in scheduler.kv_cache_config.kv_cache_groups:
@@ -187,6 +192,25 @@ def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
         tokens = not hasattr(group.kv_cache_spec, "shapes")
         if scheduler.dcp_world_size > 1 and tokens and not group.kv_cache_spec.dcp_sharded:
             yield f"layers that are whole on every rank of context parallelism ({group.layer_names[0]}): leave it out"
+
+
+_CAPTURES: Final[Mapping[str, str]] = {"aux_output_connector": "routed experts in the output (aux_output_config)"}
+"""The option of vLLM that sets this attribute of its scheduler."""
+
+
+def refuse_captured(scheduler: Any, manager: Any) -> None:  # noqa: ANN401 - vLLM's Scheduler, and its own manager
+    """Raise ConfigError if an attribute of ``scheduler`` still holds vLLM's ``manager``, its coordinator or its pool.
+
+    vLLM's constructor may hand the manager to helpers. After the replacement, such a helper reads a cache that nobody
+    fills. Helpers are searched one level deep.
+    """
+    replaced = {id(one) for one in (manager, manager.coordinator, manager.block_pool)}
+    for name, value in vars(scheduler).items():
+        if any(id(one) in replaced for one in (value, *getattr(value, "__dict__", {}).values())):
+            raise ConfigError(
+                f"hybridkv.vllm does not support {_CAPTURES.get(name, name)}, which reads vLLM's own cache manager: "
+                "leave it out, or leave --scheduler-cls out"
+            )
 
 
 def _works_in_pool(connector: Any) -> bool:  # noqa: ANN401 - as above

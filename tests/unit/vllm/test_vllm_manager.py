@@ -21,7 +21,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.requests import HINTS
-from hybridkv.vllm.specs import cache_config, refuse, spec_of
+from hybridkv.vllm.specs import cache_config, refuse, refuse_captured, spec_of
 
 
 @dataclass
@@ -339,6 +339,7 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
         ),
         ({"partial": True}, "hits inside a block of 64 tokens, at multiples of 32"),
         ({"num_prefill_lookahead": 2}, "drafts of 2 modules"),
+        ({"num_hash_lookahead_tokens": 1}, "cover tokens after the block"),
         ({"kv_metrics_collector": object()}, "--kv-cache-metrics"),
         ({"group": {"role": "hisparse_source"}}, r"two places \(layer0\)"),
         ({"group": {"host_resident": True}}, r"two places \(layer0\)"),
@@ -358,12 +359,30 @@ def test_vllm_manager_accepts_supported_vllm_settings() -> None:
     refuse(started(dcp_world_size=2))
 
 
+@pytest.mark.parametrize("part", ["manager", "coordinator", "block_pool"])
+def test_vllm_manager_names_helpers_that_captured_vllms_manager(part: str) -> None:
+    theirs = SimpleNamespace(coordinator=object(), block_pool=object())
+    held = theirs if part == "manager" else getattr(theirs, part)
+    scheduler = SimpleNamespace(kv_cache_manager=object(), waiting=[], helper=SimpleNamespace(cache=object()))
+    refuse_captured(scheduler, theirs)
+    scheduler.aux_output_connector = SimpleNamespace(pool=held)
+    with pytest.raises(ConfigError, match=r"support routed experts in the output \(aux_output_config\)"):
+        refuse_captured(scheduler, theirs)
+    scheduler.aux_output_connector, scheduler.helper = None, held
+    with pytest.raises(ConfigError, match="support helper, which reads"):
+        refuse_captured(scheduler, theirs)
+
+
 def test_vllm_manager_rejects_impossible_calls() -> None:
     cache = manager(FullAttentionSpec())
     request = Asked("a", PROMPT)
     with pytest.raises(ConfigError, match="end at blocks"):
         cache.truncate_computed_blocks(cache.empty_kv_cache_blocks, 3)
     run(cache, request, len(PROMPT))
+    again = Asked("again", PROMPT)
+    assert cache.get_computed_blocks(again, len(PROMPT))[1] == 12
+    with pytest.raises(ConfigError, match="a hit of 12 tokens cannot be bounded to 11"):
+        cache.get_computed_blocks_for_connector(again, 11)
     request.all_token_ids = request.all_token_ids[:5]
     with pytest.raises(ConfigError, match="has 14 tokens, and cannot have 5"):
         cache.allocate_slots(request, 3)
@@ -378,7 +397,7 @@ def test_vllm_scheduler_without_vllm_names_the_package(name: str) -> None:
     code = f"import sys, hybridkv.vllm; assert 'vllm' not in sys.modules; hybridkv.vllm.{name}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603 - ours
     assert done.returncode
-    assert "pip install 'vllm==0.32.*'" in done.stderr.splitlines()[-1]
+    assert "pip install 'vllm>=0.32,<0.34'" in done.stderr.splitlines()[-1]
     with pytest.raises(AttributeError, match="no attribute 'Schedule'"):
         _ = vllm.Schedule
 
