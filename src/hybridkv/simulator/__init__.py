@@ -1,15 +1,17 @@
-"""Traces and generated workloads, run through the real scheduler and cache manager; only time is modelled.
+"""Replays of traces and generated workloads through the real scheduler and cache manager. Only time is modelled.
 
 TraceFile | Workload  ->  TraceRequest  ->  replay(source, plan)  ->  ReplayReport
 
-formats, trace, tokens    the readers, and token ids out of pieces
-workloads                 generators
-described                 what requests share, what a source holds, and any as a token-exact trace
-cost, hardware            modelled time, the bytes of the cache in it, and machines
-loop, report              the loop, what came of it
-fleet                     several replicas behind a router
-sweep, tune               many settings over one source, each a file, and the cheapest of them that keeps the aims
-setup                     plan, manager, scheduler and loop put together
+formats, trace, tokens    read traces; make token ids
+workloads                 generate requests
+described                 describe a source (lengths, rates, shared prefixes); convert it to a token-exact trace
+cost, hardware            model the time of a step on a machine
+calibration               fit a machine's rates to measured times
+setup                     build manager, scheduler and cost model from a plan
+loop, report              run the replay; report and record its results
+fleet                     replay through several replicas and a router
+sweep, tune               replay many settings, one file each; find the cheapest setting that meets latency aims
+ray_executor              run a sweep on a Ray cluster
 """
 
 from hybridkv.simulator.cost import CacheTraffic, StepCost

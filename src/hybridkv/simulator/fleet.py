@@ -3,7 +3,7 @@
     round-robin     each replica in turn
     least-loaded    the replica with the fewest running and waiting requests
     prefix          the replica with the fewest tokens to run before the first token of the request: the request's
-                    uncached tokens, and the uncached tokens of earlier requests that have not begun; then least-loaded
+                    uncached tokens, and those of earlier requests without a first token; then least-loaded
     prefix:S        the same, with an index that knows the caches of S seconds ago
 
 ``prefix`` looks up each request in every cache. ``prefix:S`` keeps an index of KV events, as routers outside of an
@@ -123,7 +123,7 @@ class _PrefixAware(Router):
         self._index = index
         self.events = index is not None
         self._sent = Counter[int]()
-        self._pending: dict[int, dict[str, int]] = {}  # by replica: uncached tokens of requests that have not begun
+        self._pending: dict[int, dict[str, int]] = {}  # by replica: uncached tokens of requests without a first token
 
     def choose(self, request: Request, replicas: Sequence[Replica], now_s: float) -> int:
         costs = []

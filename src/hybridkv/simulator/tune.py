@@ -1,13 +1,14 @@
-"""The cheapest setting that keeps the aims: Optuna asks, cells of a sweep answer.
+"""Search for the cheapest setting that meets latency aims. Optuna chooses settings; cells of a sweep evaluate them.
 
-    DIR/study.jsonl     Optuna's journal: what was tried in which order; started again, the search goes on
-    DIR/cells/...       as a sweep's, so that nothing is run twice
+    DIR/study.jsonl     Optuna's journal of the tried settings; a second run resumes there
+    DIR/cells/...       the cells, as in a sweep; a cell with a file is not run again
 
-    ttft-p99=1s,tpot-p99=50ms    mean, p50, p90 or p99 of the time to the first token, and of that per token after it
-    h100=2.5/h,l4=0.8/h          of one machine, per hour (h), day (d) or month of 730 hours (mo), in any one currency
+    ttft-p99=1s,tpot-p99=50ms    aims: mean, p50, p90 or p99 of the time to first token (ttft) or of the time per output
+                                 token (tpot), in s, ms or us
+    h100=2.5/h,l4=0.8/h          prices of one machine per hour (h), day (d) or month of 730 hours (mo), in one currency
 
-Few settings are all tried; of many, those that Optuna's sampler (TPE) thinks best. What keeps all aims is worth its
-price; what does not ranks behind all of these, by how far it is off.
+If the grid has at most ``trials`` settings, all are tried. Otherwise Optuna's sampler (TPE) selects them. Settings that
+meet all aims are ranked by price. The others follow, ranked by the aim that they miss by the largest factor.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ _NUMBER: Final = r"([0-9]{1,12}(?:\.[0-9]{1,12})?)"
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A limit on one time of all requests: at most ``most_s``. time: ttft or tpot. statistic: mean, p50, p90 or p99."""
+    """A limit on one statistic of a latency over all requests.
+
+    Attributes:
+        time: ``ttft`` (time to first token) or ``tpot`` (time per output token).
+        statistic: ``mean``, ``p50``, ``p90`` or ``p99``.
+        most_s: the limit in seconds.
+    """
 
     time: str
     statistic: str
@@ -50,70 +57,109 @@ class Aim:
         return f"{self.time}-{self.statistic}"
 
     def reached(self, report: Mapping[str, Any]) -> float:
-        """Return the seconds in a replay's document."""
+        """Return the statistic in seconds.
+
+        Args:
+            report: the document of a replay.
+        """
         return float(report[_TIMES[self.time]][self.statistic])
 
 
 def parse_aims(given: str) -> tuple[Aim, ...]:
-    """Return aims separated by commas. Raises ConfigError for an invalid or repeated aim."""
+    """Parse latency aims.
+
+    Args:
+        given: aims separated by commas, for example ``ttft-p99=1s,tpot-p99=50ms``.
+
+    Raises:
+        ConfigError: for an invalid aim, and for two limits of one statistic.
+    """
     aims: dict[str, Aim] = {}
     for one in given.split(","):
         found = re.fullmatch(rf"\s*([a-z]+)-([a-z0-9]+)\s*=\s*{_NUMBER}\s*([a-z]*)\s*", one)
         if found is None or found[1] not in _TIMES or found[2] not in _STATISTICS:
             raise ConfigError(
-                f"--slo {shown(one)} is no aim: say ttft or tpot, one of {', '.join(_STATISTICS)}, and a time, as "
-                "ttft-p99=1s,tpot-p99=50ms"
+                f"--slo {shown(one)} is not an aim: write ttft or tpot, one of {', '.join(_STATISTICS)}, and a limit, "
+                "for example ttft-p99=1s,tpot-p99=50ms"
             )
         if found[4] not in _SECONDS:
-            raise ConfigError(f"--slo {shown(one)} has no unit of time: say s, ms or us, as ttft-p99=1s")
+            raise ConfigError(f"--slo {shown(one)} has no unit of time: use s, ms or us, for example ttft-p99=1s")
         aim = Aim(found[1], found[2], float(found[3]) * _SECONDS[found[4]])
         if not aim.most_s:
-            raise ConfigError(f"--slo {shown(one)}: nothing takes no time")
+            raise ConfigError(f"the limit of --slo {shown(one)} must be above 0: every request takes some time")
         if aim.name in aims:
-            raise ConfigError(f"--slo says {aim.name} twice")
+            raise ConfigError(f"--slo has two limits of {aim.name}: give one")
         aims[aim.name] = aim
     return tuple(aims.values())
 
 
 def parse_prices(given: str) -> dict[str, float]:
-    """Return prices per hour, by name of the hardware. Raises ConfigError for an invalid price or a missing unit."""
+    """Parse prices of machines.
+
+    Args:
+        given: prices separated by commas, for example ``h100=2.5/h,l4=0.8/h``.
+
+    Returns:
+        The price of one machine per hour, by the name of the hardware.
+
+    Raises:
+        ConfigError: for an invalid price, a price without a unit of time, and unknown hardware.
+    """
     prices: dict[str, float] = {}
     for one in given.split(","):
         name, mark, price = (part.strip() for part in one.partition("="))
         found = re.fullmatch(rf"{_NUMBER}\s*(?:/\s*([a-z]+))?", price)
         if not mark or found is None:
-            raise ConfigError(f"--price {shown(one)} is no price: say it as h100=2.5/h")
+            raise ConfigError(f"--price {shown(one)} is not a price: write it as h100=2.5/h")
         if found[2] not in _HOURS:
-            raise ConfigError(f"--price {shown(one)} has no unit of time: say /h, /d or /mo, as h100=2.5/h")
+            raise ConfigError(f"--price {shown(one)} has no unit of time: use /h, /d or /mo, for example h100=2.5/h")
         hardware_named(name)
         if not float(found[1]):
-            raise ConfigError(f"--price {shown(one)}: what costs nothing needs no tuning")
+            raise ConfigError(f"the price of --price {shown(one)} must be above 0: a free machine needs no tuning")
         prices[name] = float(found[1]) / _HOURS[found[2]]
     return prices
 
 
 def worst(aims: tuple[Aim, ...], report: Mapping[str, Any]) -> tuple[Aim, float]:
-    """Return the aim that uses the largest part of its limit, and that part; up to 1 it is met."""
-    return max(((aim, aim.reached(report) / aim.most_s) for aim in aims), key=lambda of: of[1])
+    """Find the aim that uses the largest part of its limit.
+
+    Args:
+        aims: the aims.
+        report: the document of a replay.
+
+    Returns:
+        The aim, and its statistic divided by its limit. All aims are met if this is at most 1.
+    """
+    return max(((aim, aim.reached(report) / aim.most_s) for aim in aims), key=lambda pair: pair[1])
 
 
-def of_requests(aims: tuple[Aim, ...], time: str) -> float:
-    """Return the least limit among aims of ``time``, for single requests; infinity if there is none."""
+def request_limit(aims: tuple[Aim, ...], time: str) -> float:
+    """Return the lowest limit of one latency, in seconds; infinity without a limit. Each request is compared with it.
+
+    Args:
+        aims: the aims.
+        time: ``ttft`` or ``tpot``.
+    """
     return min((aim.most_s for aim in aims if aim.time == time), default=math.inf)
 
 
 _STUDY: Final = "study.jsonl"
 _REFUSED: Final = 1e9
-"""How far a setting is off that cannot serve the trace."""
+"""Used part of the worst aim for a setting that cannot serve the trace; above any real part. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A setting and its results. price_per_h: of all its machines.
+    """A setting and its results.
 
-    refused: the reason why it cannot serve the trace. reached: seconds by aim. worst: the aim that uses the largest
-    part of its limit, and that part. goodput_per_s: requests per second whose own times meet the aims. tokens: output
-    tokens for one unit of the currency.
+    Attributes:
+        cell: the setting.
+        price_per_h: price of all its machines per hour.
+        refused: the reason why it cannot serve the trace, or ``None``.
+        reached: the statistic of each aim in seconds, by the name of the aim; ``None`` if refused.
+        worst: name of the aim that uses the largest part of its limit, and that part.
+        goodput_per_s: requests per second that meet the aims by their own times.
+        tokens: output tokens for one unit of the currency.
     """
 
     cell: Cell
@@ -126,12 +172,12 @@ class Tried:
 
     @property
     def keeps_aims(self) -> bool:
-        """Whether it meets all aims."""
+        """Whether the setting meets all aims."""
         return self.worst[1] <= 1
 
     @property
     def rank(self) -> tuple[bool, float, float]:
-        """The rank, less is better: the price, then the used part of the worst aim."""
+        """Sort key, best first: price and used part of the worst aim, or the reverse if an aim is missed."""
         return (False, self.price_per_h, self.worst[1]) if self.keeps_aims else (True, self.worst[1], self.price_per_h)
 
 
@@ -151,24 +197,25 @@ def tune(
 
     Args:
         source: the trace or workload.
-        axes: values to try, by the options of Cell.of.
+        axes: values to try, by the name of an option of ``Cell.of``.
         aims: limits that a setting must meet.
-        prices: per hour of one machine, by name of the hardware.
-        folder: where cells and the study are kept; a second run resumes there.
+        prices: price of one machine per hour, by the name of the hardware.
+        folder: folder of the cells and the study; a second run resumes there.
         executor: runs the replays.
-        trials: most settings to try, including those of earlier runs.
-        at_once: settings that are asked for before the first result is known.
+        trials: most settings to try, including the settings of earlier runs.
+        at_once: settings to choose before the first of their results is known.
         on_done: called with each tried setting.
 
     Raises:
-        ConfigError: as sweep, and for hardware without a price.
+        ConfigError: for hardware without a price, an unknown model, and a folder that holds cells of another trace.
+        SweepError: if a file cannot be written or a worker process is lost.
         ModuleNotFoundError: without Optuna.
     """
     integer("trials", trials, 1)
     unpriced = [str(one) for one in axes["hardware"] if one not in prices]
     if unpriced:
-        raise ConfigError(f"no price for {', '.join(unpriced)}: say --price {unpriced[0]}=2.5/h")
-    single = {"first_token_s": of_requests(aims, "ttft"), "per_token_s": of_requests(aims, "tpot")}
+        raise ConfigError(f"no price for {', '.join(unpriced)}: add it, for example --price {unpriced[0]}=2.5/h")
+    single = {"first_token_s": request_limit(aims, "ttft"), "per_token_s": request_limit(aims, "tpot")}
     about = json.dumps([[asdict(one) for one in aims], prices], sort_keys=True)
     search = _Search(axes, Path(folder), trials, about)
     tried: dict[Cell, Tried] = {}
@@ -186,7 +233,7 @@ def tune(
 
 
 def _new(cells: Sequence[Cell], tried: Mapping[Cell, Tried]) -> list[Cell]:
-    """Return the cells that were not tried, each once."""
+    """Return the distinct cells that are not tried yet."""
     return [cell for cell in dict.fromkeys(cells) if cell not in tried]
 
 
@@ -217,14 +264,22 @@ def _tried(swept: Swept, aims: tuple[Aim, ...], prices: Mapping[str, float]) -> 
 
 
 def _value(tried: Tried, dearest: float) -> float:
-    """Return the value that Optuna minimises."""
+    """Return the value that Optuna minimises: the price, or a value above every price if an aim is missed."""
     return tried.price_per_h if tried.keeps_aims else dearest * min(1 + tried.worst[1], _REFUSED)
 
 
 class _Search:
-    """The settings to try, kept in a file. about: everything else on which results depend."""
+    """The choice of settings, by an Optuna study in a file."""
 
     def __init__(self, axes: Mapping[str, Sequence[object]], folder: Path, trials: int, about: str) -> None:
+        """Open or create the study.
+
+        Args:
+            axes: values to try, by option.
+            folder: folder of the study.
+            trials: most settings to try.
+            about: text of everything else that results depend on; a study with another text is another search.
+        """
         import optuna  # noqa: PLC0415  # an extra
         from optuna.storages.journal import JournalFileBackend  # noqa: PLC0415
 
@@ -237,14 +292,14 @@ class _Search:
             folder.mkdir(parents=True, exist_ok=True)
             storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / _STUDY)))
             self._study = optuna.create_study(
-                study_name=f"{json.dumps(self._texts, sort_keys=True)} {about}",  # others are another search
+                study_name=f"{json.dumps(self._texts, sort_keys=True)} {about}",
                 storage=storage,
                 load_if_exists=True,
                 sampler=optuna.samplers.TPESampler(seed=0),
                 direction="minimize",
             )
         except OSError as error:
-            raise SweepError(f"{folder}: cannot write: {error.strerror}; name another folder (--out)") from error
+            raise SweepError(f"cannot write to {folder} ({error.strerror}): name another folder (--out)") from error
         done = [dict(trial.params) for trial in self._finished()]
         self._left = trials - len(done)
         every = itertools.islice(itertools.product(*self._texts.values()), trials + 1)
@@ -256,7 +311,7 @@ class _Search:
         return [trial for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
 
     def ask(self, most: int) -> list[dict[str, Any]]:
-        """Return the next settings; an empty list when enough were tried."""
+        """Return at most ``most`` further settings; an empty list ends the search."""
         count = min(most, self._left if self._all is None else len(self._all))
         for _ in range(count):
             if self._all is not None:
@@ -266,13 +321,13 @@ class _Search:
         return [self._values(trial.params) for trial in self._open]
 
     def tell(self, values: Sequence[float]) -> None:
-        """Report the values of the settings that were asked for last."""
+        """Report the values of the settings that ``ask`` returned last, in their order."""
         for trial, value in zip(self._open, values, strict=True):
             self._study.tell(trial, value)
         self._open = []
 
     def known(self) -> list[dict[str, Any]]:
-        """Return all tried settings, including those of earlier runs."""
+        """Return all tried settings, including the settings of earlier runs."""
         return [self._values(trial.params) for trial in self._finished()]
 
     def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:

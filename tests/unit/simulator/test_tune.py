@@ -39,14 +39,14 @@ def test_tune_aims_are_parsed() -> None:
     aim, taken = worst(parse_aims("ttft-p99=1s,tpot-mean=50ms"), report)
     assert (aim.name, taken) == ("ttft-p99", 2.0)
     for wrong, what in (
-        ("", "is no aim"),
-        ("x-p99=1s", "is no aim"),
-        ("ttft-p98=1s", "is no aim"),
-        ("ttft-p99", "is no aim"),
+        ("", "is not an aim"),
+        ("x-p99=1s", "is not an aim"),
+        ("ttft-p98=1s", "is not an aim"),
+        ("ttft-p99", "is not an aim"),
         ("ttft-p99=1", "has no unit of time"),
         ("ttft-p99=1h", "has no unit of time"),
-        ("ttft-p99=0s", "nothing takes no time"),
-        ("ttft-p99=1s,ttft-p99=2s", "says ttft-p99 twice"),
+        ("ttft-p99=0s", "must be above 0: every request takes some time"),
+        ("ttft-p99=1s,ttft-p99=2s", "--slo has two limits of ttft-p99"),
     ):
         with pytest.raises(ConfigError, match=what):
             parse_aims(wrong)
@@ -55,11 +55,11 @@ def test_tune_aims_are_parsed() -> None:
 def test_tune_prices_are_parsed() -> None:
     assert parse_prices("h100=2.5/h, l4 = 24 / d,b200=730/mo") == {"h100": 2.5, "l4": 1.0, "b200": 1.0}
     for wrong, what in (
-        ("h100=2.5", "has no unit of time: say /h"),
+        ("h100=2.5", "has no unit of time: use /h"),
         ("h100=2.5/y", "has no unit of time"),
-        ("h100", "is no price"),
-        ("h100=x/h", "is no price"),
-        ("h100=0/h", "costs nothing"),
+        ("h100", "is not a price"),
+        ("h100=x/h", "is not a price"),
+        ("h100=0/h", "must be above 0: a free machine"),
         ("x=1/h", "unknown hardware 'x'"),
     ):
         with pytest.raises(ConfigError, match=what):
