@@ -1,4 +1,4 @@
-"""Build a replay from a plan and settings: the longest request, then manager, scheduler and loop."""
+"""Build a replay from a plan and settings: the longest request, then cache manager, scheduler, cost model and loop."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from hybridkv.units import MOST_COUNT, format_bytes, format_count, shown
 
 TOKEN_BUDGET: Final = 8192
 MOST_RUNNING: Final = 1 << 20
-"""Requests at once: rows are columns of memory."""
+"""Most requests that may run at once: each is a row of preallocated arrays. Chosen by hand."""
 MOST_TIME_SCALE: Final = 1e6
+"""Largest factor of durations: with larger ones, sums of seconds lose precision. Chosen by hand."""
 MOST_BLOCKS: Final = 1 << 25
-"""Of all groups' ids: the pool takes some 60 bytes for each, whatever the memory that is modelled."""
+"""Most block ids of a group: the pool takes about 60 bytes for each, independent of the modelled memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +41,19 @@ class ReplaySettings:
         max_running: most requests that run at once.
         token_budget: most tokens of a step.
         time_scale: factor of the modelled durations; 0: steps take no time.
-        hardware: the machine of one rank, as StepCost has it.
-        weights: format of the weights, as StepCost has it.
         prefix_caching: whether requests share cached prefixes.
-        placement: natural layout: the positions of recurrent states, instead of the plan's.
-        eviction: name of the eviction, instead of the plan's default.
+        hardware: the machine of one rank.
+        weights: format of the weights, a name of ``hardware.WEIGHT_BYTES``.
+        placement: natural layout: name of the policy that chooses checkpoint positions; ``None``: the plan's.
+        eviction: name of the eviction policy; ``None``: the plan's default.
         step_by_step: take each step by itself, without fast-forward; the report is the same.
-        shares: natural layout: the tenants' shares of the kept memory.
-        remembered_losses: number of evicted keys that are remembered to explain misses; 0: misses are not explained.
-        speculation: drafts of decoding rows, or None. The plan's model must have room for them
-            (num_speculative_tokens), and each step is taken by itself.
-        block_times: measure how long blocks live, idle, and wait between hits, as a Recording needs.
-        short_share: as SchedulerLimits has it.
+        shares: natural layout: the tenants' shares of the cached bytes.
+        remembered_losses: number of evicted keys to remember for explanations of misses; 0: misses are not explained.
+        block_times: measure how long blocks live, stay unused, and wait between hits; a Recording needs this.
+        speculation: drafts of decoding requests, or ``None``. The plan's model must have room for them
+            (num_speculative_tokens), and no step is fast-forwarded.
+        short_share: share of a step's tokens that short requests take first, as in ``SchedulerLimits``; ``None``: the
+            default of the layout.
 
     Raises:
         ConfigError: for values out of range.
@@ -87,16 +89,16 @@ class ReplaySettings:
             raise ConfigError(f"time_scale (--time-scale) must be 0 or more and finite, got {self.time_scale}")
         if self.time_scale > MOST_TIME_SCALE:
             raise ConfigError(
-                f"time_scale (--time-scale) must be at most {MOST_TIME_SCALE:g}, got {self.time_scale}: beyond, "
-                "seconds are not exact any more"
+                f"time_scale (--time-scale) must be at most {MOST_TIME_SCALE:g}, got {self.time_scale}: the "
+                "seconds of longer steps lose precision"
             )
 
 
 def require_placement(name: str | None, layout: str) -> None:
-    """Check that ``layout`` has the placement.
+    """Check that a layout has a placement.
 
     Args:
-        name: name of a placement; None: that of the layout.
+        name: name of a placement; ``None``: the default of the layout.
         layout: name of a layout.
 
     Raises:
@@ -104,7 +106,7 @@ def require_placement(name: str | None, layout: str) -> None:
     """
     if layout == NATURAL:
         if name is not None:
-            placement_named(name, align_tokens=1)  # only to check the name: the plan knows the tokens
+            placement_named(name, align_tokens=1)  # checks the name; the real alignment comes from the plan
     elif name not in {None, ALIGN, NO_STATES}:
         raise ConfigError(
             f"the reference layout has no placement {shown(name)}: choose {ALIGN} or {NO_STATES}, or --layout {NATURAL}"
@@ -124,21 +126,19 @@ def plan_for_trace(
     pcp: int = 1,
     token_budget: int = TOKEN_BUDGET,
 ) -> Plan:
-    """Return a plan for the requests of a trace.
-
-    The model's own length limit does not count, because a replay runs no model.
+    """Make a plan for the requests of a trace. It ignores the model's own length limit, because a replay runs no model.
 
     Args:
         summary: counts of the trace, from ``source.summary()``.
         model: the model, from read_model.
-        memory: cache memory of one rank, in bytes or as a size such as "40GiB".
-        max_model_len: most tokens of a request; None: those of the longest request.
-        placement: as ``plan`` has it.
-        windows_as_full: as ``plan`` has it.
-        layout: as ``plan`` has it.
+        memory: cache memory of one rank, in bytes or as text with a unit, for example ``40GiB``.
+        max_model_len: most tokens of a request; ``None``: the tokens of the longest request.
+        placement: name of the placement; ``None``: the default of the layout.
+        windows_as_full: whether layers with a window keep all tokens.
+        layout: cache layout, ``natural`` or ``reference``.
         dcp: ranks of decode context parallelism.
         pcp: ranks of prefill context parallelism.
-        token_budget: tokens of a step, for which windows and chunks must have room.
+        token_budget: most tokens of a step; windows and chunks need room for them.
 
     Raises:
         ConfigError: if max_model_len is below the longest request.
@@ -167,17 +167,17 @@ def plan_for_trace(
 def plan_with_length(
     summary: TraceSummary, plan: Plan, max_model_len: int | None = None, *, token_budget: int = TOKEN_BUDGET
 ) -> Plan:
-    """Return ``plan`` with another maximum length; its blocks stay the same.
+    """Return a plan with another maximum length; its blocks stay the same.
 
     Args:
         summary: counts of the trace, from ``source.summary()``.
         plan: the plan to change.
-        max_model_len: most tokens of a request; None: those of the longest request.
-        token_budget: tokens of a step, for which windows and chunks must have room.
+        max_model_len: most tokens of a request; ``None``: the tokens of the longest request.
+        token_budget: most tokens of a step; windows and chunks need room for them.
 
     Raises:
-        ConfigError: as plan_for_trace.
-        CapacityError: if the plan's blocks do not hold one such request.
+        ConfigError: if max_model_len is below the longest request.
+        CapacityError: if the plan's blocks do not hold one request of the maximum length.
     """
     longest = _maximum(summary, max_model_len)
     changed = replace(
@@ -192,18 +192,19 @@ def plan_with_length(
             f"the plan's {format_count(plan.config.num_blocks)} {unit}s ({format_bytes(plan.memory_bytes)}) hold one "
             f"request of {format_count(fit)} tokens, but the maximum length is {format_count(longest)} "
             f"(the longest request has {format_count(summary.longest_tokens)}, {summary.longest_at}): "
-            "plan with more memory"
+            "make the plan with more memory"
         )
     return changed
 
 
 def _maximum(summary: TraceSummary, max_model_len: int | None) -> int:
+    """Return the maximum length of a request in tokens; it must not be below the longest request."""
     if max_model_len is None:
         return summary.longest_tokens
     if max_model_len < summary.longest_tokens:
         raise ConfigError(
             f"max_model_len {max_model_len} is below the {summary.longest_tokens} tokens of the longest request "
-            f"({summary.longest_at}): raise it (--max-model-len) to that, or leave it out"
+            f"({summary.longest_at}): raise it (--max-model-len), or leave it out"
         )
     return max_model_len
 
@@ -216,23 +217,23 @@ def simulation_of(
     Args:
         plan: the plan of model and cache.
         settings: how the replay runs.
-        hasher: the hasher of another simulation, whose requests may come here.
+        hasher: the hasher of block keys; simulations that serve requests of one router share it. ``None`` makes one.
         events: whether the manager records KV events.
 
     Raises:
-        ConfigError: for settings that cannot work, such as a machine whose memory does not hold weights and cache
-            (unless steps take no time).
+        ConfigError: for settings that cannot work. With a time_scale above 0, this includes a machine that does not
+            hold the weights and the cache.
     """
     cost = StepCost.of(plan, hardware=settings.hardware, time_scale=settings.time_scale, weights=settings.weights)
     if settings.time_scale:
-        refused = too_large(plan.model, plan.memory_bytes, settings.hardware, settings.weights)
-        if refused is not None:
-            raise ConfigError(refused)
+        reason = too_large(plan.model, plan.memory_bytes, settings.hardware, settings.weights)
+        if reason is not None:
+            raise ConfigError(reason)
     ids = max(plan.config.blocks_of(at) for at in range(len(plan.config.groups)))
     if ids > MOST_BLOCKS:
         raise ConfigError(
-            f"{format_count(ids)} blocks are more than a replay keeps ({format_count(MOST_BLOCKS)}): lower memory "
-            "(--memory), or raise block_size (--block-size)"
+            f"the plan has {format_count(ids)} blocks, more than a replay keeps ({format_count(MOST_BLOCKS)}): lower "
+            "memory (--memory), or raise block_size (--block-size)"
         )
     speculation = settings.speculation
     limits = SchedulerLimits(
@@ -267,6 +268,7 @@ def simulation_of(
 
 
 def _why_off(plan: Plan, settings: ReplaySettings) -> str:
+    """Return the reason why prefix caching is off."""
     if not settings.prefix_caching:
         return "as asked for"
     if NO_STATES in {plan.placement, settings.placement}:
@@ -282,14 +284,17 @@ def replay(
     summary: TraceSummary | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ReplayReport:
-    """Run all requests of a trace through a fresh scheduler and manager, with modelled time; return the report.
+    """Run all requests of a trace through a new scheduler and cache manager with modelled time.
 
     Args:
         source: the trace or workload.
-        plan: the plan of model and cache, for example from plan_for_trace.
+        plan: the plan of model and cache, for example from ``plan_for_trace``.
         settings: how the replay runs.
-        summary: counts of the trace, if you have them already.
-        on_progress: called at most every 64 steps and at the end.
+        summary: counts of the trace from ``source.summary()``; ``None`` computes them.
+        on_progress: called with the progress at most every 64 steps, and at the end.
+
+    Returns:
+        The report. Equal arguments give equal reports.
 
     Raises:
         ConfigError: for settings that cannot work, and for a request that can never fit.

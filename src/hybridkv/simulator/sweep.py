@@ -1,4 +1,4 @@
-"""Replay one source under many settings; each setting is a cell with a file of its own.
+"""Replay one source under many settings. Each setting is a cell and has one file.
 
     DIR/sweep.json            names the trace that all cells replay
     DIR/cells/NAME.json       one cell: its options, and its report or the reason why it cannot run
@@ -64,12 +64,13 @@ class Cell:
 
     Attributes:
         model: a model, as ``read_model`` takes it.
-        memory: cache memory of one rank, such as ``40GiB``.
+        memory: cache memory of one rank, for example ``40GiB``.
         tp: tensor parallel ranks.
         layout: cache layout, a name of LAYOUTS.
         block_size: tokens of a block.
-        dtype: dtype of keys and values; None: that of the model's config.
-        hardware: machine of one rank, as ``hardware_named`` takes it. It replaces the machine of ``settings``.
+        dtype: dtype of keys and values; ``None``: the dtype of the model's config.
+        hardware: name or file of the machine of one rank, as ``hardware_named`` takes it. It replaces
+            ``settings.hardware``.
         replicas: number of engines.
         router: policy that chooses a replica for each request, as ``router_named`` takes it.
         first_token_s: limit of the time to first token of a request within the aims, in seconds.
@@ -104,17 +105,17 @@ class Cell:
 
     @classmethod
     def of(cls, *, drafts: int = 0, acceptance: float | None = None, **options: Any) -> Cell:  # noqa: ANN401 - by field
-        """Return the cell of options that are given by name, without those that have no effect.
+        """Make a cell from flat options.
 
-        One replica needs no router, and acceptance has no effect without drafts: such cells are equal.
+        Options without effect do not distinguish cells: the router of one replica, and acceptance without drafts.
 
         Args:
             drafts: drafted tokens of each decoding request in a step; 0: no speculation.
-            acceptance: probability that a draft is accepted, 0 to 1; None: ACCEPTANCE.
-            options: fields of Cell and of ReplaySettings.
+            acceptance: probability that a draft is accepted, 0 to 1; ``None``: 0.7, the value of ``loop.ACCEPTANCE``.
+            options: fields of Cell and of ReplaySettings, by name.
 
         Raises:
-            ConfigError: as the constructor.
+            ConfigError: for values out of range, and for a placement that the layout does not have.
         """
         names = {field.name for field in fields(ReplaySettings)} - {"hardware"}
         settings = ReplaySettings(
@@ -125,7 +126,7 @@ class Cell:
         return cell if cell.replicas > 1 else replace(cell, router=ROUND_ROBIN)
 
     def options(self) -> dict[str, object]:
-        """Return every option by name, flat; an absent limit is None."""
+        """Return all options by name, in one flat mapping. A latency without a limit is ``None``."""
         speculation = self.settings.speculation
         values: dict[str, object] = asdict(self.settings)
         values |= {field.name: getattr(self, field.name) for field in fields(self)}
@@ -152,21 +153,26 @@ class Cell:
         return f"{re.sub(r'[^A-Za-z0-9.]+', '-', '_'.join(words))[-_NAME_CHARACTERS:].strip('-')}-{digest}"
 
     def read(self) -> Model:
-        """Read the model. Raises ConfigError for an unknown model and for one that ``tp`` cannot shard."""
+        """Read the model, with the cell's block size, ranks, dtype and drafts.
+
+        Raises:
+            ConfigError: for an unknown model, and for a model that ``tp`` ranks cannot share.
+        """
         drafts = 0 if self.settings.speculation is None else self.settings.speculation.drafts
         return read_model(
             self.model, block_size=self.block_size, tp=self.tp, dtype=self.dtype, num_speculative_tokens=drafts
         )
 
     def run(self, source: RequestSource, summary: TraceSummary) -> dict[str, object]:
-        """Replay ``source`` and return the cell's document.
+        """Replay a source.
 
         Args:
             source: requests to replay.
-            summary: the summary of ``source``.
+            summary: counts of the source, from ``source.summary()``.
 
         Returns:
-            A document with ``report``, or with ``refused``: the reason why these options cannot serve the requests.
+            The cell's document. It has either ``report``, or ``refused`` with the reason why the options cannot serve
+            the requests.
         """
         document: dict[str, object] = {
             "schema": _CELL_SCHEMA,
@@ -193,7 +199,12 @@ class Cell:
 
 
 def is_document_of(cell: Cell, document: object) -> bool:
-    """Whether ``document`` is the result of ``cell`` on the same machine, in this version of the format."""
+    """Return whether a document is the result of a cell, on the same machine and in this version of the format.
+
+    Args:
+        cell: the cell.
+        document: any value that was read from a file.
+    """
     return (
         isinstance(document, Mapping)
         and document.get("schema") == _CELL_SCHEMA
@@ -205,25 +216,43 @@ def is_document_of(cell: Cell, document: object) -> bool:
 
 
 def differing(cells: Sequence[Cell]) -> list[str]:
-    """Return the names of the options that differ between ``cells``."""
+    """Return the names of the options with different values, in the order of a document.
+
+    Args:
+        cells: cells to compare.
+    """
     options = [cell.options() for cell in cells]
     return [name for name in options[0] if len({str(one[name]) for one in options}) > 1]
 
 
 def machines_of(cells: Sequence[Cell]) -> str:
-    """Name the machines of ``cells`` and the formats of their weights."""
+    """Return the machines and formats of weights as text, each combination once.
+
+    Args:
+        cells: cells of a sweep.
+    """
     words = (f"{cell.settings.hardware.name} with {cell.settings.weights} weights" for cell in cells)
     return ", ".join(dict.fromkeys(words))
 
 
 def in_words(cell: Cell, names: Sequence[str]) -> str:
-    """Return the options ``names`` of ``cell`` as text: each name and its value."""
+    """Return some options as text: each name and its value.
+
+    Args:
+        cell: the cell.
+        names: names of the options.
+    """
     options = cell.options()
     return ", ".join(f"{name.replace('_', ' ')} {options[name]}" for name in names)
 
 
 def in_short(cell: Cell, names: Sequence[str]) -> str:
-    """Return the values of the options ``names`` of ``cell`` as text, without options that are None."""
+    """Return the values of some options as text, without absent values.
+
+    Args:
+        cell: the cell.
+        names: names of the options.
+    """
     options = cell.options()
     return ", ".join(str(options[name]) for name in names if options[name] is not None)
 
@@ -234,7 +263,7 @@ _HEAD: Final = "sweep.json"
 _CELLS: Final = "cells"
 _CLAIMS: Final = "claims"
 _PLACE_BYTES: Final = 7
-"""Bytes of a digest that choose the byte of a claim. A lock may lie after the end of the file."""
+"""Bytes of a digest that choose the locked byte of a claim, at 0 to 2**56 - 1. The file may be shorter."""
 _POLL_S: Final = 0.5
 """Seconds between two polls of the cells that other processes have claimed. Chosen by hand."""
 
@@ -246,7 +275,7 @@ class Swept:
     Attributes:
         cell: the cell.
         document: content of its file.
-        again: whether an earlier sweep or another process had finished it.
+        again: whether an earlier sweep or another process finished it.
     """
 
     cell: Cell
@@ -255,13 +284,13 @@ class Swept:
 
 
 def processes(jobs: int) -> ProcessPoolExecutor:
-    """Return an Executor of ``jobs`` processes on this machine, which exit when this process does.
+    """Return an Executor of processes on this machine. They exit when this process exits.
 
     Args:
         jobs: number of processes, at least 1.
 
     Raises:
-        ConfigError: if ``jobs`` is below 1.
+        ConfigError: for fewer than one process.
     """
     integer("jobs (--jobs)", jobs, 1)
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads of the progress bar
@@ -277,6 +306,7 @@ def _end_with_parent() -> None:
 
 
 def _end_after(parent: BaseProcess) -> None:
+    """Wait for the end of ``parent``, then exit at once: a replay in the main thread would run on."""
     parent.join()
     os._exit(1)
 
@@ -290,18 +320,18 @@ def sweep(
     at_a_time: int | None = None,
     on_done: Callable[[Swept], None] | None = None,
 ) -> list[Swept]:
-    """Replay ``source`` once for each of ``cells`` and write their files to ``folder``.
+    """Replay a source once for each cell and write the files of the cells.
 
-    Cells with a file are not run again. The function waits for cells that another process has claimed.
+    Cells with a file are not run again. The call waits for cells that another process has claimed.
 
     Args:
         source: requests to replay.
         cells: settings to run; equal cells run once.
         folder: folder of the files; it is created if absent.
         executor: runs the cells. Only ``submit`` is called, and it must return futures of ``concurrent.futures``.
-        at_a_time: cells to claim and submit at once, such as the number of processes of ``executor``. None claims every
-            free cell at once, so a second sweep into ``folder`` finds no cell to run.
-        on_done: called with each cell when it is finished, first with the cells that have a file.
+        at_a_time: most cells to claim and submit at once, for example the processes of ``executor``. ``None`` claims
+            all free cells, so a second sweep into the folder finds no cell to run.
+        on_done: called with each finished cell, first with the cells that have a file.
 
     Returns:
         The finished cells, in the order of ``cells``.
@@ -339,7 +369,7 @@ def sweep(
         kept = f"{len(done)} of {len(set(cells))} cells are finished and kept"
         if isinstance(error, OSError):
             raise SweepError(
-                f"{folder}: {error.strerror}; {kept}: free disk space and run the same command again"
+                f"cannot write to {folder} ({error.strerror}); {kept}: free disk space and run the same command again"
             ) from error
         raise SweepError(f"a worker process was lost; {kept}: run the same command again with fewer --jobs") from error
     finally:
@@ -350,7 +380,7 @@ def sweep(
 def _finished(
     place: _Folder, missing: Sequence[Cell], submit: Callable[[Cell], Future[dict[str, object]]], most: int
 ) -> Generator[Swept, None, None]:
-    """Yield each of ``missing`` when it is finished, by this process or by another one that claimed it.
+    """Yield the missing cells as they are finished, by this process or by another one that claimed them.
 
     Args:
         place: the folder.
@@ -386,7 +416,7 @@ def _finished(
 
 
 def identity(source: RequestSource) -> str:
-    """Return a digest of a trace's content and how it is read, or of a workload's settings.
+    """Return a digest of a source: content and reading options of a trace, or settings of a workload.
 
     Args:
         source: a trace file or a workload.
@@ -395,15 +425,18 @@ def identity(source: RequestSource) -> str:
 
 
 class _Folder:
-    """The files of one sweep, and its claims of cells.
-
-    Raises ConfigError if the folder has cells of another trace, and SweepError if it cannot be written.
-    """
+    """The files of one sweep, and its claims of cells."""
 
     def __init__(self, path: Path, source: RequestSource) -> None:
+        """Open or create the folder.
+
+        Raises:
+            ConfigError: if the folder has cells of another trace.
+            SweepError: if the folder cannot be written.
+        """
         self._cells = path / _CELLS
         self._claims_path = path / _CLAIMS
-        self._claims: BinaryIO | None = None  # opened late: a finished sweep may lie in a folder without write access
+        self._claims: BinaryIO | None = None  # opened by the first claim: a finished sweep's folder may be read-only
         self._trace = identity(source)
         head = path / _HEAD
         try:
@@ -413,15 +446,15 @@ class _Folder:
                 about = {"schema": SCHEMA, "version": VERSION, "source": source.name, "trace": self._trace}
                 write_whole(head, _text(about))
         except OSError as error:
-            raise SweepError(f"{path}: cannot write: {error.strerror}; name another folder (--out)") from error
+            raise SweepError(f"cannot write to {path} ({error.strerror}): name another folder (--out)") from error
         if there is not None and (there.get("schema"), there.get("trace")) != (SCHEMA, self._trace):
             raise ConfigError(
-                f"{path} holds cells of another trace, {there.get('source')}, or of the same trace with other reading "
+                f"{path} holds cells of another trace, {there.get('source')}, or of this trace with other reading "
                 "options: name another folder (--out)"
             )
 
     def read(self, cell: Cell) -> Mapping[str, object] | None:
-        """Return the document of ``cell``, or None if there is none of this cell on the same machine."""
+        """Return the document of ``cell`` on the same machine, or ``None`` if it is not finished."""
         document = _document(self._cells / f"{cell.name}.json")
         return document if is_document_of(cell, document) else None
 
@@ -438,6 +471,7 @@ class _Folder:
         self._lock(cell, taken=False)
 
     def _lock(self, cell: Cell, *, taken: bool) -> None:
+        """Lock or unlock the byte of ``cell``. The kernel drops locks when the process exits."""
         import fcntl  # noqa: PLC0415  # only POSIX has it; the rest of the simulator runs anywhere
 
         if self._claims is None:
