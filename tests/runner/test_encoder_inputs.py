@@ -188,8 +188,11 @@ def test_encoder_input_that_is_invalid_is_rejected(name: str, make_engine: Engin
     ]
     wrong += [([40] * 257, "257 tokens exceeds the 256")]
     if name == "whisper":
-        wrong = [(np.zeros((8, 47), np.float32), r"shape \(8, 48\), got \(8, 47\)"), ([1], "got list")]
-        wrong += [(np.zeros((8, 48), np.int64), "floats"), (torch.zeros(1, 8, 48), r"got \(1, 8, 48\)")]
+        wrong = [(np.zeros((8, 47), np.float32), r"shape \(8, 48\), got ndarray \(8, 47\)"), ([1], "got list")]
+        wrong += [
+            (np.zeros((8, 48), np.int64), "takes float features of shape"),
+            (torch.zeros(1, 8, 48), r"got ndarray \(1, 8, 48\)"),
+        ]
         wrong += [(np.full((8, 48), value, np.float32), "contain NaN or infinity") for value in (np.nan, np.inf)]
     for given, message in wrong:
         with pytest.raises(ConfigError, match=message):
@@ -218,7 +221,10 @@ def test_step_with_invalid_encoder_input_changes_nothing(name: str, make_engine:
     assert new.encoder is not None
     wrong = [
         (replace(new, encoder=None), "begins without an encoder input"),
-        (replace(new, encoder=replace(new.encoder, digest=b"other")), "input b'other', which is not here"),
+        (
+            replace(new, encoder=replace(new.encoder, digest=b"other")),
+            "input b'other', which this runner does not have",
+        ),
         (replace(new, encoder=replace(new.encoder, num_tokens=200)), "needs blocks for 200 encoder tokens"),
     ]
     for row, message in wrong:
@@ -237,7 +243,7 @@ def test_encoder_input_of_undeclared_length_fails_its_step(name: str, make_engin
     (new,) = step.new_rows
     assert new.encoder is not None
     short = replace(new, encoder=replace(new.encoder, num_tokens=new.encoder.num_tokens - 1))
-    with pytest.raises(WorkerError, match="encoder tokens, not"):
+    with pytest.raises(WorkerError, match="encoder tokens, but its rows expect"):
         engine.runner.execute(replace(step, new_rows=(short,)))
 
 

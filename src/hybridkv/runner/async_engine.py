@@ -150,12 +150,12 @@ class Reading:
             (number of the request, increment) pairs; an empty list after the last one.
 
         Raises:
-            Exception: the error of a request, after its increments were returned.
+            Exception: an error of a request, after its increments were returned.
         """
         while self._unread:
             found = list[tuple[int, Increment]]()
             for number, one in self._unread:
-                if not (found and one.failed):  # the next call raises the error: what was found must not be lost
+                if not (found and one.failed):  # return the found increments now, and raise the error in the next call
                     found += ((number, part) for part in one.take(most))
             self._unread = [one for one in self._unread if not one[1].over]
             if found:
@@ -409,7 +409,7 @@ class AsyncEngine:
         return over
 
     def _wanted(self) -> bool:
-        """Whether a turn is useful: a reader has room, or there is no reader left and blocks are to be freed."""
+        """Return whether a turn is useful: a reader has room, or no reader is left and blocks are to be freed."""
         reading = [one for one in self._readers if not one.ended]
         return not reading or any(one.waits for one in reading)
 
@@ -440,7 +440,7 @@ class AsyncEngine:
         try:
             if not self._engine.idle:
                 self._engine.step()
-        except Exception as error:  # noqa: BLE001  # any error must reach the readers, who would wait forever
+        except Exception as error:  # noqa: BLE001  # any error must reach the readers, which would wait forever
             news += [partial(one.deliver, error=error) for one in self._open]
             self._end_streams()
             return True, news
@@ -451,7 +451,7 @@ class AsyncEngine:
         return self._engine.idle, news
 
     def _admit(self) -> list[_News]:
-        """Queue the requests of new readers; return the deliveries for readers whose request was rejected."""
+        """Queue the requests of new readers; return the deliveries of errors for rejected requests."""
         refused: list[_News] = []
         while self._arrivals:
             reader = self._arrivals.popleft()

@@ -42,13 +42,13 @@ def checked_messages(given: object, system: str | None = None) -> list[Message]:
     ConfigError if this is not a list of messages, is empty, or ends with a message of the assistant.
     """
     if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
-        raise ConfigError(f"messages must be a list of role and content, and not empty; got {shown(given)}")
+        raise ConfigError(f"messages must be a list with at least one role and content, got {shown(given)}")
     messages = [_checked(one) for one in given]
     if system is not None and messages[0]["role"] != SYSTEM:
         messages.insert(0, {"role": SYSTEM, "content": text("system", system)})
     if messages[-1]["role"] == ASSISTANT:
         raise ConfigError(
-            "the last message is of the assistant, so there is nothing to answer: end with a user message"
+            "the last message is by the assistant, so there is nothing to answer: end with a user message"
         )
     return messages
 
@@ -107,7 +107,7 @@ def require_chat(loaded: LoadedModel) -> None:
 def require_pictures(loaded: LoadedModel) -> None:
     """Raise ConfigError if messages to ``loaded`` cannot have pictures.
 
-    Its model, its processor, or pillow is missing.
+    Its model must take images, and it needs a processor and pillow.
     """
     ImageCall.of(instance("the loaded model", loaded, LoadedModel).model)
     require_pillow()
@@ -135,7 +135,7 @@ def chat_ids(
     Raises:
         ConfigError: as ``require_chat``; the template rejects the messages; there are pictures in them; or the template
             does not read one of ``names``.
-        Exception: an error that ``check`` raises.
+        Exception: an error of ``check``.
     """
     if any(_has_pictures(one) for one in messages):
         raise ConfigError("these messages have pictures, which token ids alone cannot hold: use chat_prompt")
@@ -167,11 +167,9 @@ def _refuse_unread(loaded: LoadedModel, read: Iterable[str], names: Iterable[str
 def chat_prompt(
     loaded: LoadedModel, messages: Sequence[Message], folder: Path | None = None
 ) -> tuple[list[int], Images | None]:
-    """Return the token ids of ``messages``, and their images in the form that ``Engine.add`` takes.
+    """Return the token ids of ``messages``, and their images as ``Engine.add`` takes them; None without images.
 
-    None without images.
-
-    The processor's kind of each token comes along: plain transformers asks for it. O(characters + pixels).
+    The images include the processor's kind of each token, which plain transformers needs. O(characters + pixels).
 
     Args:
         loaded: a model with a chat template, and with a processor if there are pictures.

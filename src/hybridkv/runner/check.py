@@ -6,7 +6,7 @@ logits, and the same sampler draws from them. Up to a first difference, that is 
 
 A difference is a near-tie if both of these hold; all others are errors of the cache:
 
-- the reference's two best scores are closer than 4 times the measured difference of the logits at that position.
+- the two best scores of the reference are closer than 4 times the measured difference of the logits at that position;
 - that measured difference is within rounding (hybridkv.runner.self_check.tolerance).
 """
 
@@ -35,6 +35,7 @@ from hybridkv.schedule import FinishReason
 from hybridkv.step import Step
 
 NEAR_TIE_FACTOR: Final = 4.0
+"""A near-tie's largest distance of two scores, as a multiple of the measured difference; chosen by hand."""
 
 _KEPT_LOGITS: Final = 1024
 _NOTHING: Final[Mapping[str, torch.Tensor]] = MappingProxyType({})
@@ -42,10 +43,16 @@ _NOTHING: Final[Mapping[str, torch.Tensor]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A token that differs from the reference. ``at`` is its index in the output.
+    """A token that differs from the reference.
 
-    ``margin`` is the distance of the reference's two best scores there, ``measured`` the largest difference of the
-    logits, and ``rounding`` the largest difference that rounding may cause; all in the units of the scores.
+    Attributes:
+        request_id: id of the request.
+        at: index of the token in the output.
+        token: the token.
+        expected: the token of the reference.
+        margin: distance of the reference's two best scores.
+        measured: largest difference of the logits, in units of the scores.
+        rounding: largest difference that rounding may cause, in units of the scores.
     """
 
     request_id: str
@@ -64,9 +71,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The result of a check. ``tokens``: tokens compared. ``wrong_ends``.
+    """The result of a check.
 
-    One line for each request that ended wrongly.
+    Attributes:
+        requests: number of requests.
+        tokens: number of compared tokens.
+        differences: tokens that differ from the reference.
+        wrong_ends: a line for each request that ended wrongly.
     """
 
     requests: int
@@ -96,7 +107,7 @@ class LogitRecorder:
         self._kept: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, step: Step, logits: torch.Tensor) -> None:
-        """Record the logits, float32[n, vocabulary], that the tokens of ``step`` are drawn from.
+        """Record the logits from which the tokens of ``step`` are drawn, float32[n, vocabulary].
 
         Logits after a rejected draft are overwritten once the token drawn instead has run.
         """
@@ -109,9 +120,9 @@ class LogitRecorder:
             self._kept[self._request_of_row[row], position] = ids.int(), values
 
     def difference(self, request_id: str, position: int, reference: torch.Tensor) -> float:
-        """Return the largest |logit - reference| over the kept logits of the token at ``position``; reference.
+        """Return the largest |logit - reference| over the kept logits of the token at ``position``.
 
-        [vocabulary].
+        reference: [vocabulary].
         """
         ids, values = self._kept[request_id, position]
         return float((values - reference[ids.long()]).abs().max())
@@ -156,10 +167,7 @@ def _tensors(images: Images | None, model: PreTrainedModel) -> dict[str, torch.T
 def _differences(
     loaded: LoadedModel, completion: Completion, params: SamplingParams, recorder: LogitRecorder, given: dict[str, Any]
 ) -> list[Difference]:
-    """Compare with ``generate`` if that can draw the same way.
-
-    Otherwise, and after a first difference, by teacher forcing.
-    """
+    """Compare with ``generate`` if it can draw the same way; otherwise, and after a first difference, by forcing."""
     prompt, ours, said, start = completion.prompt_token_ids, completion.token_ids, list[int](), 0
     if ours and params.temperature == 0 and not RowEdits.wanted(replace(params, repetition_penalty=1.0)):
         said = generate_greedy(loaded.model, prompt, len(ours), params.repetition_penalty, **given)
@@ -202,7 +210,7 @@ def generate_greedy(
 ) -> list[int]:
     """Return ``count`` tokens that ``model.generate`` adds to ``prompt``, without an end token.
 
-    ``encoder`` is the encoder input of an encoder-decoder, whose decoder's prompt is ``prompt``. ``images`` is the
+    ``encoder`` is the encoder input of an encoder-decoder; ``prompt`` is then the decoder's. ``images`` is the
     processor's output for the prompt's pictures.
     """
     ids = torch.tensor([list(prompt)], device=model.device)
@@ -244,7 +252,7 @@ def forced_logits(
 ) -> torch.Tensor:
     """Return the logits that predict ``output``, float32[len(output), vocabulary], from one forward without a cache.
 
-    ``encoder`` and ``images`` are those of ``generate_greedy``.
+    ``encoder`` and ``images`` are as in ``generate_greedy``.
     """
     ids = torch.tensor([[*prompt, *output[:-1]]], device=model.device)
     if encoder is not None:
@@ -273,10 +281,7 @@ def _sampling_of(
 
 
 def _wrong_end(loaded: LoadedModel, completion: Completion, params: SamplingParams) -> list[str]:
-    """Return a line that says what is wrong with the end of the output, or nothing.
-
-    Aborted requests are not checked.
-    """
+    """Return a line that describes a wrong end of the output, or an empty list. Aborted requests are not checked."""
     if completion.finish_reason is FinishReason.ABORT:
         return []
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(loaded.eos_token_ids))
@@ -292,5 +297,5 @@ def _wrong_end(loaded: LoadedModel, completion: Completion, params: SamplingPara
     found = [one for one in params.stop if whole.find(one, max(0, unstopped + 1 - len(one))) >= 0]
     stopped = bool(stops & set(output[-1:])) or bool(found)
     if stopped != (completion.finish_reason is FinishReason.STOP):
-        return [f"{name} ended by {completion.finish_reason}, but its output {'holds' if stopped else 'has no'} stop"]
+        return [f"{name} ended by {completion.finish_reason}, but its output {'has a' if stopped else 'has no'} stop"]
     return []

@@ -108,7 +108,8 @@ class Detokenizer:
 
     Attributes:
         text: the text that is certain so far; ``finish`` adds the text that was held back.
-        num_tokens: tokens taken in, up to the one that completes a stop string.
+        num_tokens: tokens added, up to the one that completes a stop string.
+        stopped: whether a stop string is complete.
 
     Args:
         tokenizer: has ``decode(ids, skip_special_tokens=)``.
@@ -153,16 +154,13 @@ class Detokenizer:
         return known
 
     def finish(self) -> str:
-        """Return the whole text, with an unfinished character as U+FFFD.
-
-        That may complete a stop string (``stopped``).
-        """
+        """Return the whole text, with an unfinished character as U+FFFD. That may complete a stop string."""
         if not self.stopped:
             self._extend(self._decode(self._window))
         return self.text
 
     def _ends_inside_a_character(self) -> bool:
-        """Whether a long window certainly ends inside a character: its last tokens show it without a decode of all."""
+        """Return whether a long window certainly ends inside a character. Only its last tokens are decoded."""
         if len(self._window) <= _LONG_TOKENS:
             return False
         return self._decode(self._window[-_CHARACTER_TOKENS:]).endswith(_REPLACEMENT)
@@ -181,11 +179,8 @@ class Detokenizer:
             self._extend(certain)
 
     def _extend(self, text: str) -> None:
-        """Show ``text``, the window's text so far, after the part that is shown already.
-
-        Look for stop strings in it.
-        """
-        # otherwise the pending bytes made their run invalid UTF-8, so that all of it decodes to replacement characters
+        """Show the new part of ``text``, the window's text so far, and look for stop strings in it."""
+        # if the pending bytes make their run invalid UTF-8, all of the run decodes to replacement characters
         new = text[len(self._seen) :] if text.startswith(self._seen) else self._decode(self._window[self._read :])
         self._seen = text
         if new:
@@ -194,7 +189,7 @@ class Detokenizer:
             self._cut(searched_from)
 
     def _move_on(self) -> None:
-        """Begin the pending tokens anew, after a window whose text ended in a whole character and was shown."""
+        """Begin new pending tokens: the text of the window is shown and ends in a whole character."""
         self._read = len(self._window)
         if self._read - self._next_window < _CONTEXT_TOKENS:
             return
@@ -291,11 +286,9 @@ class Progress:
             self.logprobs += [value for position, value in found if position >= prompt][:appended]
 
     def add_text(self, undrawn: Exception | None = None) -> FinishReason | None:
-        """Decode the new tokens. Return why the output ends here, if it does.
+        """Decode the new tokens. Return the finish reason if a stop string or an error ends the output here.
 
-        A stop string, or an error of the tokenizer.
-
-        ``undrawn``: the error because of which the newest token could not be drawn; it ends the output, too.
+        ``undrawn`` is the error that kept the newest token from being drawn; it ends the output, too.
         """
         if undrawn is not None and self.error is None:
             undrawn.add_note(f"request {self.request.request_id!r} ended: its next token could not be drawn")
@@ -312,10 +305,7 @@ class Progress:
         return FinishReason.STOP if stopped else None
 
     def end(self, reason: FinishReason, because: Exception | None = None) -> None:
-        """Record the end of the request.
-
-        Its completion, or the error of the scheduler or of the tokenizer that ended it.
-        """
+        """Record the end of the request: its completion, or ``because``, the error of the scheduler that ended it."""
         if because is not None:
             self.error = because
             return
@@ -358,7 +348,7 @@ class Progress:
         )
 
     def take(self) -> Increment | None:
-        """Return all that is new, or None. O(new tokens), and O(output) at its end.
+        """Return the next increment, or None without new output. O(new tokens), and O(output) at its end.
 
         output  [ read | new: the next increment | still to come ]
         """
@@ -384,7 +374,7 @@ class Progress:
 
 
 def count_step(live: Mapping[str, Progress], step: Step, result: StepResult, outcome: Outcome) -> list[Progress]:
-    """Count what ``step`` ran and drew for the ``live`` requests in it; return the requests that have new tokens."""
+    """Count the tokens that ``step`` ran and drew for its ``live`` requests; return the requests with new tokens."""
     logprobs = tokens_of(result.logprobs, len(step))
     counts, sampled = np.diff(outcome.appended.indptr).tolist(), np.diff(result.sampled.indptr).tolist()
     grown = []
@@ -409,9 +399,9 @@ class Stream(Iterator[Increment]):
     """Iterates over the increments of a request's output. With ``n`` outputs, ``Increment.output`` tells them apart.
 
     A stream stores no increments. Each output knows its last read position, and an increment holds everything after it.
-    A slow reader therefore costs no memory beyond the output itself (at most ``max_tokens``), and gets all that is new
+    A slow reader therefore costs no memory beyond the output itself (at most ``max_tokens``), and gets all new output
     at once. The engine runs only while a reader asks for output that does not exist yet: ``next`` runs steps for all
-    requests until its own has something new.
+    requests until its own has new output.
 
     A reader that leaves early must call ``close`` (or leave the ``with`` block); else the request runs to its end.
 
@@ -451,7 +441,7 @@ class Stream(Iterator[Increment]):
                 del self._outputs[place]
                 raise output.error
             if (new := output.take()) is not None:
-                # outputs take turns
+                # take turns: the next call looks at the other outputs first
                 turned = self._outputs[place + 1 :] + self._outputs[: place + 1]
                 self._outputs = [one for one in turned if not one.read]
                 return new

@@ -6,8 +6,8 @@
 
 A replay reads all its inputs from fixed memory: tokens, positions, slots, and the block tables of each kind of read.
 Nothing else of a Step can change. So every row has one token and no draft, the kernels of ``attention=triton`` write
-and read the keys, and no layer keeps recurrent states. Any other model, and one that cannot be captured, runs its steps
-as usual; the log says why.
+and read the keys, and no layer keeps recurrent states. Any other model runs its steps as usual, and so does a model
+that cannot be captured; the log says why.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Run = Callable[[], torch.Tensor]
 def compile_option(name: str, value: object) -> str | None:
     """Return ``value`` if it is None or DECODE. Raises ConfigError for anything else."""
     if value is not None and (not isinstance(value, str) or value != DECODE):
-        raise ConfigError(f"{name} must be {DECODE!r}, or None to compile nothing, got {shown(value)}")
+        raise ConfigError(f"{name} must be {DECODE!r}, or None for no compilation, got {shown(value)}")
     return None if value is None else DECODE
 
 
@@ -76,13 +76,13 @@ def _captured(run: Run) -> Run:
 
 
 RECORDERS: Final[Mapping[str, Callable[[Run], Run]]] = {"cuda": _captured}
-"""By type of device: converts a run to a replay of it over the same memory."""
+"""For each type of device: converts a run to a replay of it over the same memory."""
 
 
 def refusal(
     device: torch.device, attention: AttentionBackend, reads: Mapping[int, LayerRead], *, other: str | None
 ) -> str | None:
-    """Return why steps of a model cannot be captured; None if they may be. ``other``: another reason that is known."""
+    """Return why steps of a model cannot be captured; None if they can. ``other``: a reason that the caller knows."""
     if device.type not in RECORDERS:
         return f"graphs are captured on CUDA devices, but the model is on {device}"
     if attention is not AttentionBackend.TRITON:
@@ -94,8 +94,8 @@ def refusal(
 class DecodeGraphs:
     """The graphs of one runner. Each is made when the first step of its size arrives.
 
-    ``reads`` and ``pages`` are those of all layers, by index. ``max_model_len`` is the length of the longest request;
-    ``name`` is the model's name in the log.
+    ``reads`` and ``pages`` have all layers, by index. ``max_model_len`` is the length of the longest request; ``name``
+    is the model's name in the log.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class DecodeGraphs:
         self._graphs = dict[int, _Graph]()
         self._failed = False
 
-    @torch.inference_mode()  # its tensors are inference tensors, so each call that changes them must run in this mode
+    @torch.inference_mode()  # a graph's tensors are inference tensors, which only this mode may change
     def logits(self, step: Step, tokens: Int64, positions: Int64) -> torch.Tensor | None:
         """Return the logits after every token of ``step``, [R, vocabulary].
 

@@ -31,11 +31,11 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 MOST_TOKENS: Final = 8
-"""Most drafts of a request in one step. Later ones are hardly ever accepted, and each needs a recurrent state."""
+"""Most drafts of a request in one step. Later drafts are hardly ever accepted, and each needs a recurrent state."""
 
 
 class Drafter(Protocol):
-    """Proposes tokens for the requests of one engine, which closes it.
+    """Proposes tokens for the requests of one engine. The engine closes it.
 
     Drafts change the speed of outputs, never their tokens.
 
@@ -51,10 +51,7 @@ class Drafter(Protocol):
         """Raise ConfigError if it cannot propose tokens for ``target``."""
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return the drafts that follow the known tokens of each request.
-
-        At most ``num_speculative_tokens``, perhaps none.
-        """
+        """Return the drafts that follow the known tokens of each request, 0 to ``num_speculative_tokens``."""
 
     def close(self) -> None:
         """Release its resources; it is not used again."""
@@ -100,7 +97,7 @@ class NgramDrafter:
         """Accept any model."""
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return the tokens after the longest match in each request, or none. O(tokens) a request."""
+        """Return the tokens after the longest match in each request; empty without a match. O(tokens) a request."""
         return [self._after_match(request.token_ids()) for request in each(one_of(Request))("requests", requests)]
 
     def close(self) -> None:
@@ -201,11 +198,11 @@ class DraftModel:
 
 
 def _drafting(request: Request, count: int) -> SamplingParams:
-    """Return how ``count`` drafts of ``request`` are drawn. The target's output is part of the prompt here.
+    """Return the sampling parameters for ``count`` drafts of ``request``. Its output is part of the prompt here.
 
-    So all that depends on the output must be carried over. Penalties on its tokens become biases. A repetition penalty
-    then applies after these, and a presence penalty counts twice for a draft that comes again. A bad word is only found
-    within the drafts. These differences cost nothing but rejected drafts.
+    So edits that depend on the output must be carried over. Penalties on its tokens become biases. A repetition penalty
+    then applies after these, and a presence penalty counts twice for a repeated draft. A bad word is only found within
+    the drafts. These differences only lead to more rejected drafts.
     """
     own, prompt = request.sampling, request.num_prompt_tokens
     biases, outputs = dict(own.biases), request.num_output_tokens
@@ -229,9 +226,9 @@ def _drafting(request: Request, count: int) -> SamplingParams:
 
 
 def _shifted(function: LogitsProcessor, num_prompt: int) -> LogitsProcessor:
-    """Return ``function`` for a request whose prompt holds, after ``num_prompt`` tokens, the target's output.
+    """Return ``function`` for a prompt that has the target's output after its first ``num_prompt`` tokens.
 
-    If the function fails, the logits stay as they are: the target's own request reports the error when it gets there.
+    If the function fails, the logits stay unchanged: the target's own request reports the error when it gets there.
     """
     whole = takes_prompt(function)
 
@@ -305,7 +302,7 @@ class _Proposed:
 
 
 class AdaptiveDrafter:
-    """Hands out only those drafts of ``drafter`` that make a step faster.
+    """Returns only as many drafts of ``drafter`` as make a step faster.
 
     Use it with drafters that cost almost nothing.
 
@@ -318,8 +315,8 @@ class AdaptiveDrafter:
     Serving Using Goodput", 2024). A row that runs alone gets all its drafts; among many rows only nearly certain drafts
     are used.
 
-    It also learns from drafts that it did not hand out: the tokens that came instead show whether they were right. The
-    rate depends on how many drafts in a row were right before. Until it has seen steps of different sizes, it hands out
+    It also learns from drafts that it did not return: the tokens drawn in their place show whether they were right. The
+    rate depends on how many drafts in a row were right before. Until it has seen steps of different sizes, it returns
     all drafts. The number of drafts depends on the clock; the tokens of requests do not.
 
     Args:
@@ -338,7 +335,7 @@ class AdaptiveDrafter:
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Most drafts of a request in one step, those of ``drafter``."""
+        """Most drafts of a request in one step, as in ``drafter``."""
         return self._drafter.num_speculative_tokens
 
     def require(self, target: LoadedModel) -> None:
@@ -350,17 +347,19 @@ class AdaptiveDrafter:
         self._drafter.close()
 
     def took(self, tokens: int, seconds: float) -> None:
-        """Record the ``seconds`` of a step whose rows all decode, with ``tokens`` including drafts.
+        """Record the time of a step in which all rows decode.
 
-        ConfigError if invalid.
+        Args:
+            tokens: tokens that ran, including drafts.
+            seconds: time that they took.
+
+        Raises:
+            ConfigError: a value is invalid.
         """
         self._seconds.took(integer("tokens", tokens, 1, MOST_COUNT), real("seconds", seconds))
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return the first drafts of each of ``requests``, perhaps none.
-
-        O(n log n) for n drafts, in addition to ``drafter``.
-        """
+        """Return the first drafts of each request, 0 or more. O(n log n) for n drafts, without ``drafter``."""
         requests = each(one_of(Request))("requests", requests)
         proposed = self._drafter.propose(requests)
         if len(self._proposed) > _KEPT:
@@ -380,10 +379,7 @@ class AdaptiveDrafter:
         return run
 
     def _learn(self, before: _Proposed, came: list[int]) -> int:
-        """Compare the tokens that ``came`` with the drafts ``before``.
-
-        Return how many right drafts in a row end here.
-        """
+        """Compare the tokens that ``came`` with the drafts ``before``. Return the number of right drafts in a row."""
         run = before.run
         for draft, token in zip(before.drafts, came, strict=False):
             place = min(run, _LONGEST_RUN)
@@ -398,7 +394,7 @@ class AdaptiveDrafter:
         return run if len(came) <= len(before.drafts) else 0
 
     def _worthwhile(self, runs: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """Return how many drafts of each request to hand out, at most its ``lengths``."""
+        """Return how many drafts of each request are worthwhile, at most its ``lengths``."""
         most = max(lengths, default=0)
         cost = self._seconds
         if not most or not cost.known:

@@ -386,7 +386,7 @@ class Engine:
         try:
             for prompt, params, given, pictures in one_each(prompts, sampling, encoders, images):
                 added += self._add(prompt, params, encoder=given, images=pictures)
-            # behind the last request, steps that were scheduled ahead still hold its blocks
+            # after the last request, steps in flight still hold its blocks
             while any(one.completion is None for one in added) or (self._in_flight and not self._live):
                 self._run()
                 raise_first(added)
@@ -510,7 +510,7 @@ class Engine:
     def _run(self) -> None:
         """Do the work of ``step`` without returning requests."""
         self._require_open()
-        # a forward runs beside the scheduler, but not where what it reads is held for the next Step, too
+        # encoder inputs and images are shared with the next Step, so these models do not run while it is scheduled
         if self._in_flight and self._running is None and self.runner.cross is None and self.runner.images is None:
             inference = torch.is_inference_mode_enabled()
             self._running = self._thread.submit(self._execute_aside, self._in_flight[0], inference)
@@ -536,7 +536,7 @@ class Engine:
             self._decoded = (step.num_tokens, self._seconds)
         self._take_in(step, result, self.scheduler.update(result))
 
-    def _execute_aside(self, step: Step, inference: bool) -> StepResult:  # handed on by submit
+    def _execute_aside(self, step: Step, inference: bool) -> StepResult:  # called by submit
         """Run ``step`` in the thread, which has a current device and an inference mode of its own."""
         device = self.loaded.model.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode(inference):
@@ -569,7 +569,7 @@ class Engine:
 
     def _schedule_ahead(self) -> None:
         while len(self._in_flight) < self.options.in_flight:
-            # drained with requests not handed out: aborted ones, which the update of an empty Step brings
+            # live requests of a drained scheduler were aborted: the update of an empty Step returns them
             if self.scheduler.drained and (self._in_flight or not self._live):
                 return
             if self._in_flight and not self._may_run_ahead():
@@ -584,7 +584,7 @@ class Engine:
         """Return whether another step may be scheduled before the results of those in flight.
 
         With a drafter, a step that samples without drafts must be awaited: its next token could get no drafts. The
-        exception is one step after the drafter had none for any request; it is asked again after that step.
+        exception is one step after the drafter had no drafts for any request; it is asked again after that step.
         """
         if self.drafter is None:
             return True
@@ -594,10 +594,7 @@ class Engine:
         return found_none or not any(map(_would_run_ahead, self._in_flight))
 
     def _propose(self) -> None:
-        """Ask the drafter about the requests with one token left to run.
-
-        The newest tokens of others are not known yet.
-        """
+        """Ask the drafter about the requests with one token left to run; it needs their newest tokens."""
         if self.drafter is None:
             return
         ready = [one.request for one in self._live.values() if one.decodes]
@@ -612,7 +609,7 @@ class Engine:
             logger.warning("%s failed, no more drafts: %r", type(self.drafter).__name__, error, exc_info=True)
             self.drafter = None
             return
-        self._found_none = not any(map(len, drafts.values()))  # of whatever sequences
+        self._found_none = not any(map(len, drafts.values()))  # len, because drafts may be arrays
         self.scheduler.propose(drafts)
 
     def _watch(self) -> None:
@@ -620,10 +617,10 @@ class Engine:
         empty = len(self._in_flight) == 1 and not len(self._in_flight[0])
         self._idle = self._idle + 1 if empty else 0
         if self._idle > _IDLE_STEPS:
-            self._idle = 0  # whoever changes something may go on
+            self._idle = 0  # the caller may abort requests and continue
             raise CacheError(
                 f"{self.scheduler.num_waiting} requests wait and {self.scheduler.num_running} run, but "
-                f"{_IDLE_STEPS + 1} steps in a row were empty"
+                f"{_IDLE_STEPS + 1} steps in a row were empty: abort a request, or plan more memory"
             )
 
     def _take_in(self, step: Step, result: StepResult, outcome: Outcome) -> None:
@@ -656,9 +653,9 @@ class Engine:
 
 
 def _would_run_ahead(step: Step) -> bool:
-    """Return whether the step after ``step`` could have a token whose input is not known yet.
+    """Return whether the next step could have a row that ``step`` samples without drafts.
 
-    It could have no drafts.
+    Its input would not be known when the drafter is asked, so it could get no drafts.
     """
     return bool((step.samples & (np.diff(step.drafts.indptr) == 0)).any())
 

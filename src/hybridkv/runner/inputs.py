@@ -317,10 +317,9 @@ def _features(loaded: LoadedModel, given: Any) -> NDArray[np.floating[Any]]:  # 
     if isinstance(given, torch.Tensor):
         given = given.detach().cpu().float().numpy()
     if not isinstance(given, np.ndarray) or given.shape != wanted or not np.issubdtype(given.dtype, np.floating):
-        shape = getattr(given, "shape", type(given).__name__)
         raise ConfigError(
-            f"{loaded.name} takes float features of shape {wanted}, got {shape}: give one input at a time, padded as "
-            "its feature extractor does"
+            f"{loaded.name} takes float features of shape {wanted}, got {_kind(given)}: give one input at a time, "
+            "padded as its feature extractor does"
         )
     if not np.isfinite(given).all():
         raise ConfigError(f"the features for {loaded.name} contain NaN or infinity: give finite numbers")

@@ -60,7 +60,7 @@ class LoadedModel:
         tokenizer: a transformers tokenizer; None if prompts and outputs are token ids.
         eos_token_ids: tokens that end an output, from the generation config or the config.
         processor: for a multimodal model, makes token ids and pixels from a text and its pictures, like the processors
-            of transformers; or None.
+            of transformers.
         no_processor: why there is no processor, if that is known.
 
     Raises:
@@ -86,7 +86,7 @@ class LoadedModel:
 
     @property
     def decoder_start(self) -> list[int]:
-        """The first token of a decoder whose prompt is empty. Raises ConfigError if the model names none."""
+        """The first token of a decoder with an empty prompt. Raises ConfigError if the model does not name it."""
         for owner in (getattr(self.model, "generation_config", None), self.model.config):
             if isinstance(found := getattr(owner, "decoder_start_token_id", None), int):
                 return [found]
@@ -109,14 +109,14 @@ def load(
 
     Args:
         source: one of
-            ``tiny:NAME``, a small random model whose weights depend on ``seed``;
+            ``tiny:NAME``, a small model with random weights from ``seed``;
             a folder with config.json, safetensors and a tokenizer;
             a GGUF file, or a folder with nothing else: it needs gguf and accelerate, and is dequantized to float32;
             ``ORG/NAME``, if no such folder exists: the data of a model on the hub, from its local cache or the network.
         seed: seed of the weights of a tiny model.
         device: the torch device that holds the model.
-        trust_remote_code: run the Python code in the folder that its config or tokenizer names. Otherwise no such code
-            runs, and a tokenizer that needs it is rejected.
+        trust_remote_code: run the Python code in the folder that its config or tokenizer names. Otherwise no code of
+            the folder runs, and a tokenizer that needs it is rejected.
 
     Raises:
         ConfigError: the model cannot be loaded.
@@ -130,7 +130,7 @@ def load(
         return wrap(tiny_model(source.removeprefix(TINY), seed).to(where), byte_tokenizer(), source)
     files = files_of(source, code=trust_remote_code)
     if files.gguf is None:
-        # any dtype will do: the model's own is that of its weights, which are not read yet
+        # the check does not depend on the dtype, and the weights, which decide it, are not read yet
         require_runnable(read_model(files.folder, backend="transformers", dtype="float32"))
         require_plain_weights(files.folder)
         if not trust_remote_code:
@@ -188,9 +188,9 @@ class _Reading:
             raise ConfigError(f"cannot load the model in {self._where}: {error}") from error
         lacking = sorted(report["missing_keys"]) or sorted(str(one) for one in report["mismatched_keys"])
         if lacking:
-            what = "lacks" if report["missing_keys"] else "has in another shape"
+            verb = "lacks" if report["missing_keys"] else "has in another shape"
             raise ConfigError(
-                f"{self._where} {what} {len(lacking)} of the weights that its config asks for, the first {lacking[0]}: "
+                f"{self._where} {verb} {len(lacking)} of the weights that its config asks for, the first {lacking[0]}: "
                 "save the model there again with save_pretrained"
             )
         loaded: PreTrainedModel = model
@@ -207,7 +207,7 @@ class _Reading:
             raise ConfigError(f"cannot load the tokenizer in {self._where}: {error}") from error
 
     def processor(self, model: PreTrainedModel) -> tuple[Any, str]:
-        """Return the processor of ``model``, or None and why there is none. A failure is logged, too."""
+        """Return the processor of ``model`` and "", or None and the reason. A failure is logged, too."""
         if not hasattr(model, "get_image_features"):
             return None, ""
         if not any((self._files.folder / name).is_file() for name in _PROCESSORS):
@@ -270,10 +270,7 @@ def require_model(model: object) -> None:
 
 
 def _warn_of_quantized_cache(model: PreTrainedModel, name: str) -> None:
-    """Log a warning if the checkpoint asks for a quantized KV cache.
-
-    Pages hold keys and values in the model's dtype.
-    """
+    """Log a warning if the checkpoint asks for a quantized KV cache: pages have the model's dtype."""
     try:
         found = kv_dtype(model.config.to_dict(), name)
         asked = None if found is None else f"its {found.said_by} means {found.name} keys and values"
@@ -307,12 +304,12 @@ def _eos(model: PreTrainedModel) -> tuple[int, ...]:
     return ()
 
 
-# -- which files a model is read from
+# -- the files of a model
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's folder, and the GGUF file in it that holds the model; None if the folder itself does."""
+    """A model's folder, and the GGUF file in it; ``gguf`` is ``None`` for a folder with safetensors."""
 
     folder: Path
     gguf: str | None = None
@@ -434,7 +431,7 @@ def _tokenizer_class(name: object) -> object:
 
 
 def _object(path: Path) -> Mapping[str, object]:
-    """Return the JSON object in the file ``path``. Raises ConfigError if there is none."""
+    """Return the JSON object in the file ``path``. Raises ConfigError if the file has no object."""
     try:
         with open_regular(path) as file:
             held = read_json(file)

@@ -37,9 +37,12 @@ _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 class ModelCall:
     """The forward of ``model``. Its signature is read once: for large models that takes longer than to plan a Step.
 
-    ``cache_parameter`` is the name of the cache argument; models with recurrent layers alone call it ``cache_params``.
-    ``takes_positions``: the forward accepts position ids. A forward that passes unknown arguments on gets them if the
-    model has attention. ``keeps_logits``: it can compute the logits of selected tokens alone.
+    Attributes:
+        model: the model.
+        cache_parameter: name of the cache argument; models with only recurrent layers name it ``cache_params``.
+        takes_positions: whether the forward gets position ids. A forward that passes unknown arguments on gets them if
+            the model has attention.
+        keeps_logits: whether it can compute the logits of selected tokens alone.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -64,12 +67,14 @@ class ModelCall:
         positions: torch.Tensor | None,
         more: Mapping[str, Any] = _NOTHING,
     ) -> torch.Tensor:
-        """Run int64[tokens] ``tokens``.
+        """Run ``tokens``, and return the logits after some of them, [k, vocabulary].
 
-        Return the logits [k, vocabulary] after those at the indices ``keep``, int64[k].
-
-        ``positions``: int64[tokens], or None if the model makes its own. ``more``: further arguments, which take
-        precedence.
+        Args:
+            tokens: int64[tokens].
+            keep: indices of the tokens after which logits are needed, int64[k].
+            cache: the cache.
+            positions: int64[tokens]; None if the model makes its own.
+            more: further arguments, which take precedence.
         """
         arguments = self.arguments(cache, None if positions is None else positions[None])
         if self.keeps_logits:
@@ -79,10 +84,10 @@ class ModelCall:
 
 
 def _parameters(model: PreTrainedModel) -> tuple[set[str], bool]:
-    """Return the names of the parameters of the forward of ``model``, and whether it takes any other name, too.
+    """Return the parameter names of the forward of ``model``, and whether it takes any other name, too.
 
-    A forward that takes any name passes it on to the forward that it replaced, so those of the base classes are read,
-    too.
+    A forward that takes any name passes it on to the forward that it replaced. So the forwards of the base classes are
+    read, too.
     """
     classes = [vars(one) for one in type(model).__mro__ if issubclass(one, PreTrainedModel)]
     known: set[str] = set()
@@ -95,15 +100,12 @@ def _parameters(model: PreTrainedModel) -> tuple[set[str], bool]:
 
 
 def is_encoder_decoder(model: torch.nn.Module) -> bool:
-    """Return whether ``model`` has an encoder whose output its decoder attends to."""
+    """Return whether ``model`` has an encoder, to whose output its decoder attends."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def auto_class(config: Any) -> Any:  # noqa: ANN401  # configs and auto classes of transformers are not typed
-    """Return transformers' class that builds the generating model of ``config``.
-
-    For a multimodal one the whole model.
-    """
+    """Return transformers' class that builds the generating model of ``config``; with all parts if it is multimodal."""
     if not getattr(config, "is_encoder_decoder", False):
         kind = type(config)
         of_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -133,17 +135,22 @@ def decode(
     caches: tuple[Cache, Cache],
     keep: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run the decoder over ``ids``, int64[tokens] at ``positions``, as one request; return logits [tokens, vocabulary].
+    """Run the decoder over the tokens of one request, and return logits [tokens, vocabulary].
 
-    ``encoded`` is the encoder's output [1, n, width], or None if cross attention has it already. ``caches`` are those
-    of self and cross attention. ``keep``: int64[k], the tokens whose logits are needed; None for all.
+    Args:
+        model: an encoder-decoder.
+        ids: int64[tokens].
+        positions: int64[tokens].
+        encoded: the encoder's output [1, n, width]; None if cross attention has it already.
+        caches: the caches of self attention and of cross attention.
+        keep: indices of the tokens after which logits are needed, int64[k]; None for all.
     """
     if encoded is None:  # its values are never read, but without an output no cross attention runs
         encoded = torch.zeros((1, 1, model.config.hidden_size), dtype=model.dtype, device=model.device)
     more: dict[str, Any] = {}
     if "decoder_position_ids" in inspect.signature(model.forward).parameters:
         more["decoder_position_ids"] = positions[None]
-    # the forward has no argument for the tokens to keep, so the output head is handed these tokens alone
+    # the forward has no argument for the tokens to keep, so a hook passes only these tokens to the output head
     head = (
         nullcontext()
         if keep is None

@@ -40,7 +40,7 @@ def plan_within(
     Args:
         loaded: the model to plan for.
         memory: bytes, or a size such as "8GiB"; None for DEFAULT_MEMORY.
-        max_model_len: tokens of prompt and output together. None for the model's own limit, or for the longest request
+        max_model_len: tokens of prompt and output together. By default the model's own limit, or the longest request
             that fits if that is shorter.
         max_batched_tokens: tokens of a step, at most.
         max_in_flight: steps that are scheduled before the result of the first one is known.
@@ -99,9 +99,9 @@ def plan_for(
         loaded: the model to plan for.
         lengths: tokens of each request, prompt and output together.
         block_size: as in ``plan_within``.
-        memory: bytes or a size. None for the memory that all of them need at the same time, with all that they leave in
-            the cache.
-        max_model_len: tokens; None for the longest request.
+        memory: bytes or a size. By default the memory that all requests need at the same time, with all that they
+            leave in the cache.
+        max_model_len: tokens; by default, those of the longest request.
         layout: the plan's layout, as ``planner.plan`` takes it.
         placement: the policy for saved recurrent states, as ``planner.plan`` takes it.
         num_speculative_tokens: as in ``plan_within``.

@@ -43,6 +43,7 @@ from hybridkv.runner.chat import Message, chat_prompt, checked_messages, require
 from hybridkv.runner.images import Images
 from hybridkv.runner.inputs import EncoderFeed
 from hybridkv.runner.load import LoadedModel
+from hybridkv.units import shown
 
 Encode = Callable[[str | Sequence[int]], list[int]]
 ReadEncoder = Callable[[str | Sequence[int]], EncoderFeed]
@@ -69,12 +70,15 @@ BUILT_IN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One encoded prompt. ``marks`` are ascending.
+    """One encoded prompt.
 
-    They, ``tenant`` and ``hints`` are those of hybridkv.request.Request.
-
-    ``encoder`` is the encoder input, for an encoder-decoder. ``messages`` is the conversation that was encoded, and
-    ``images`` the processor's output for its pictures; both are None for a plain prompt.
+    Attributes:
+        token_ids: its tokens.
+        sampling: its sampling parameters.
+        marks, tenant, hints: as in hybridkv.request.Request.
+        encoder: the encoder input, for an encoder-decoder.
+        messages: the conversation that was encoded, if it was one.
+        images: the processor's output for the conversation's pictures.
     """
 
     token_ids: tuple[int, ...]
@@ -155,7 +159,7 @@ def read_conversations(
         loaded: a model with a chat template.
         defaults: as in ``read_prompts``.
         skip_bad_lines: as in ``read_prompts``.
-        system: text of a system message for conversations that have none.
+        system: text of a system message for conversations without one.
 
     Raises:
         TraceError: as ``read_prompts``.
@@ -168,7 +172,7 @@ def read_conversations(
         if isinstance(record, list):
             record = {"messages": record}
         if not isinstance(record, dict):
-            raise ConfigError('a line must be an object such as {"messages": [...]}, or a list of messages')
+            raise ConfigError('a line must be an object like {"messages": [...]}, or a list of messages')
         _refuse_unknown(record, _CHAT_KEYS, "key")
         messages = checked_messages(record.get("messages"), system)
         said = _shared_fields(record, defaults, loaded.vocab_size)
@@ -217,10 +221,10 @@ def _plain(text: str, encode: Encode, defaults: SamplingParams, read_encoder: Re
 def _parse(
     text: str, encode: Encode, defaults: SamplingParams, vocab_size: int, read_encoder: ReadEncoder | None
 ) -> Prompt:
-    """Read one JSON line. Raises ConfigError that says what is wrong."""
+    """Read one JSON line. Raises ConfigError for an invalid line."""
     record = _json(text)
     if not isinstance(record, dict):
-        raise ConfigError('a line must be an object such as {"prompt": "text"}')
+        raise ConfigError('a line must be an object like {"prompt": "text"}')
     _refuse_unknown(record, _KEYS if read_encoder is None else (*_KEYS, _ENCODER), "key")
     encoder = None if read_encoder is None else read_encoder(_text_or_ids(record.get(_ENCODER), _ENCODER))
     prompt = _text_or_ids(record.get("prompt", None if read_encoder is None else ""), "prompt")
@@ -253,7 +257,7 @@ def _text_or_ids(given: object, name: str) -> str | list[int]:
     if isinstance(given, str):
         return given
     if not given and not isinstance(given, list):
-        raise ConfigError(f"{name} is missing")
+        raise ConfigError(f"{name} is missing: give text or a list of token ids")
     if not isinstance(given, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in given):
         raise ConfigError(f"{name} must be a string or a list of integer token ids")
     return given
@@ -263,7 +267,7 @@ def _sampling(given: object, defaults: SamplingParams, vocab_size: int) -> Sampl
     if given is None:
         return defaults
     if not isinstance(given, dict):
-        raise ConfigError("sampling must be an object")
+        raise ConfigError(f"sampling must be an object, got {shown(given)}")
     _refuse_unknown(given, _SAMPLING_KEYS, "sampling key")
     made = replace(defaults, **given)
     for what, ids in (("stop token id", made.stop_token_ids), ("token of logit_bias or bad_words", made.named_tokens)):

@@ -1,7 +1,7 @@
-"""Self-check at load: the model on pages must compute the logits that it computes alone.
+"""Check at load that a model computes the same logits on pages as in plain forwards.
 
-Any model whose attention goes through transformers' interface can run on pages, but its config does not show whether it
-runs correctly. So a few prompts run on pages of their own, and their logits are compared with those of plain forwards:
+Any model that attends through transformers' interface can run on pages, but its config does not show whether it runs
+correctly. So a few prompts run on pages of their own, and their logits are compared with the logits of plain forwards:
 
     cold      two prompts in one step: neither may see the other
     chunked   the same in chunks that end inside blocks, while others run
@@ -41,12 +41,15 @@ logger = logging.getLogger(__name__)
 _TOLERANCE: Final = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 _TOKENS: Final = 41
+"""Tokens of the shortest first prompt; chosen by hand."""
 _LONGEST: Final = 320
-"""Prompts reach past a window or chunk that ends before so many tokens."""
+"""Most tokens of a prompt that is made longer to reach past a window or chunk; chosen by hand."""
 _CHUNK: Final = 29
+"""Tokens of a step, so that chunks end inside blocks; chosen by hand."""
 _ROWS: Final = 2
 _SEED: Final = 11
 _FEWEST: Final = 8
+"""Tokens of the shortest prompt that is compared; chosen by hand."""
 
 _Kind = tuple[type, str, torch.dtype, str, str | None, int, AttentionBackend]
 _COMPARED: Final[dict[_Kind, Forwards]] = {}
@@ -56,10 +59,7 @@ _MOST_KINDS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The first ``tokens`` of a prompt, in a regime.
-
-    Prompts of a ``wave`` run together, and the next wave after them.
-    """
+    """The first ``tokens`` of a prompt, in a regime. Prompts of a ``wave`` run together, and waves in order."""
 
     regime: str
     wave: int
@@ -69,10 +69,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alone:
-    """The model's results without pages. ``logits``: float32[tokens, vocabulary] after every token of each prompt.
+    """The model's results without pages.
 
-    Differences up to ``bound`` are rounding. ``context`` is the change of the last logits when other tokens come before
-    the last few. If it is not above ``bound``, a wrong context would not be noticed.
+    Attributes:
+        prompts: token ids of the prompts.
+        logits: logits after every token of each prompt, float32[tokens, vocabulary].
+        bound: differences up to this share of the largest logit are rounding.
+        context: change of the last logits when other tokens come before the last few. If it is not above ``bound``, a
+            wrong context would not be noticed.
     """
 
     prompts: tuple[list[int], ...]
@@ -83,9 +87,12 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """``worst``: by regime, the largest difference as a share of the largest logit, and the number of tokens before it.
+    """The result of a comparison.
 
-    Differences up to ``bound`` are rounding. ``failed`` is the model's error, or "".
+    Attributes:
+        worst: for each regime, the largest difference as a share of the largest logit, and the tokens before it.
+        bound: differences up to it are rounding.
+        failed: the model's error, or "".
     """
 
     worst: Mapping[str, tuple[float, int]]
@@ -94,7 +101,7 @@ class Report:
 
     @property
     def wrong(self) -> str:
-        """What differs; "" if nothing does."""
+        """The regimes that differ and by how much, or the model's error; "" if the results agree."""
         worst = self.worst.items()
         said = (f"{regime} {most:.2g} after token {at}" for regime, (most, at) in worst if not most <= self.bound)
         return ", ".join(said) or self.failed
@@ -129,7 +136,7 @@ def plain_transformers(model: PreTrainedModel) -> Iterator[None]:
         yield
     except (HybridKVError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a model's code raises anything
+    except Exception as error:  # a model's code may raise any error
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnsupportedModelError(
             f"{type(model).__name__} fails in plain transformers, without pages: {said}: correct the model or its "
@@ -145,12 +152,10 @@ def tolerance(dtype: torch.dtype) -> float:
 def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> Forwards | None:
     """Return the kind of forwards with which ``loaded`` computes the same on pages as alone.
 
-    None if it was not compared.
-
     Rows run together if that agrees, otherwise one by one. It takes about ten short forwards for each kind, once in a
     process for models that differ in their weights alone. Encoder-decoders, and plans for requests of a few tokens, are
-    not compared. The log says so if a wrong context would not show, or if rows run one by one. Raises
-    UnsupportedModelError, with the differences, if neither agrees.
+    not compared; the result is then None. The log says so if a wrong context would not show, or if rows run one by one.
+    Raises UnsupportedModelError, with the differences, if neither agrees.
     """
     length = min(_length(plan), plan.max_model_len - 1)
     if is_encoder_decoder(loaded.model) or length < _FEWEST:
@@ -164,7 +169,7 @@ def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -
     trial = Trial(plan, forwards_of(loaded.model, probed), attention)
     report = compare(loaded, alone, trial)
     if report.wrong and not report.failed and depends_on_calls(probed.mixers):
-        return trial.forwards  # alone, too: its mixers were compared one by one, and the log tells
+        return trial.forwards  # the model differs without pages, too: its mixers are compared one by one
     together = ""
     if report.wrong and trial.forwards is Forwards.TOGETHER:
         together, trial = f" (together: {report.wrong})", replace(trial, forwards=Forwards.BY_ROW)
@@ -182,7 +187,7 @@ def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -
 
 
 def _kind_of(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> _Kind | None:
-    """Return all that decides how a model runs, except its weights; None if a module has code of its own."""
+    """Return the properties that decide how a model runs, except its weights; None if a module has code of its own."""
     model = loaded.model
     if any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in model.modules()):
         return None
@@ -225,7 +230,7 @@ def compare(loaded: LoadedModel, alone: Alone, trial: Trial) -> Report:
         said = _on_pages(loaded, alone.prompts, asked, trial)
     except (HybridKVError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # noqa: BLE001 - a model that was handed what it does not expect raises anything
+    except Exception as error:  # noqa: BLE001 - a model may raise any error for arguments that it does not expect
         return Report({}, alone.bound, failed=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
     worst = dict[str, tuple[float, int]]()
     for one, logits in said.items():
@@ -235,7 +240,7 @@ def compare(loaded: LoadedModel, alone: Alone, trial: Trial) -> Report:
 
 
 def _plain(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
-    """float32[tokens, vocabulary]."""
+    """Return the logits after every token of ``prompt`` without pages, float32[tokens, vocabulary]."""
     ids = torch.tensor([list(prompt)], device=loaded.model.device)
     with plain_transformers(loaded.model):
         logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False).logits[0].float()
@@ -245,7 +250,7 @@ def _plain(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
 def _on_pages(
     loaded: LoadedModel, prompts: Sequence[Sequence[int]], asked: Sequence[Asked], trial: Trial
 ) -> dict[Asked, torch.Tensor]:
-    """Return the logits of each prompt, float32[vocabulary], from a runner made for this."""
+    """Return the last logits of each prompt, float32[vocabulary], from a runner of its own."""
     plan, lengths = trial.plan, [len(prompt) + 1 for prompt in prompts] * 3
     small = plan_for(loaded, lengths, block_size=plan.model.block_size, layout=plan.layout, placement=plan.placement)
     by_request, rows, said = dict[str, Asked](), dict[int, str](), dict[Asked, torch.Tensor]()

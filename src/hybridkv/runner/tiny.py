@@ -51,14 +51,11 @@ _GAINS: Final = (
     (".q_b_proj.", 2.5),
     (".linear.", 4.0),  # Zamba: attention's output is added to an input that is normalised afterwards
 )
-"""(part of a parameter's name, gain): the first match counts, else _OTHER_GAIN."""
+"""(part of a parameter's name, gain). The first match counts; without a match, _OTHER_GAIN."""
 _OTHER_GAIN: Final = 1.5
 _NORM_GAIN: Final = 0.6
 _EMBEDDINGS: Final = ("embed", "shared.weight", "relative_attention_bias")
-"""Embeddings of tokens and positions.
-
-T5's token embedding is its head as well, and it has a third one, of distances.
-"""
+"""Names of embeddings of tokens and positions, and of T5's embedding of distances. T5 ties its token embedding."""
 _BIAS_STD: Final = 1.5
 _UNREADABLE: Final = 0.2
 _DECAY: Final = (0.01, 0.3)
@@ -157,5 +154,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=_CHAT,
     )
     if len(made) != VOCAB_SIZE:
-        raise ConfigError(f"the byte tokenizer has {len(made)} tokens, expected {VOCAB_SIZE}")
+        raise ConfigError(
+            f"the byte tokenizer has {len(made)} tokens instead of {VOCAB_SIZE}: install the version of tokenizers "
+            "that hybridkv requires"
+        )
     return made

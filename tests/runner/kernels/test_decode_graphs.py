@@ -187,7 +187,7 @@ def test_decode_graphs_on_a_cpu_are_off_with_a_warning(
 
 
 def test_unknown_compile_option_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="compile must be 'decode', or None to compile nothing, got 'all'"):
+    with pytest.raises(ConfigError, match="compile must be 'decode', or None for no compilation, got 'all'"):
         EngineOptions(compile="all")
     assert EngineOptions().compile is None
 

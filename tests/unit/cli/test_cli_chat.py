@@ -81,8 +81,8 @@ def test_chat_output_without_conversation_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ([], "messages must be a list of role and content, and not empty"),
-        ({"messages": "hello"}, "messages must be a list of role and content"),
+        ([], "messages must be a list with at least one role and content, got"),
+        ({"messages": "hello"}, "messages must be a list with at least one role and content"),
         ({"prompt": "hello"}, "unknown key 'prompt': known are messages, sampling, marks"),
         (["hello"], 'a message must have "role" and "content"'),
         ([{"role": "user"}], 'a message must have "role" and "content"'),
@@ -94,7 +94,7 @@ def test_chat_output_without_conversation_has_none(tmp_path: Path) -> None:
             "token of logit_bias or bad_words 900 is outside",
         ),
         ({"messages": [ASK], "sampling": {"logits_processors": []}}, "unknown sampling key 'logits_processors'"),
-        (5, "a line must be an object such as"),
+        (5, "a line must be an object like"),
     ],
 )
 def test_chat_with_invalid_conversation_prints_one_line(line: Any, message: str, tmp_path: Path) -> None:  # noqa: ANN401  # same

@@ -1,19 +1,19 @@
-"""The transformers Caches of one step, between a model and pages: of self attention and of cross attention.
+"""The transformers Caches of one step, between a model and pages, for self attention and for cross attention.
 
-StepCache writes keys and values into pages, and hands back gathered contexts. Of a step of one row, RowCache is as long
-as its request, and as transformers' own says it:
+StepCache writes keys and values into pages, and returns gathered contexts. RowCache does so for a step of one row, and
+reports the length of its request as transformers' own caches do:
 
 tokens      0 .. first seen | .. computed | scheduled
 keys, values                [ gathered from pages     ]     kv_offset: where they begin; kv_length: how many
 
-Cross attention: encoders run for what is not there, decoders read their output through block tables.
+Cross attention: encoders run for new inputs, and decoders read their output through block tables.
 
     rows that encode     encoder -> output [1, n, width] -> the decoder's own projections -> pages, block by block
     all rows of a step   pages -> gathered outputs -> attention, each row over all n tokens of its own
 
-Keys and values come from a forward of the decoder over one token, whose cache takes what cross attention hands over:
-the projections stay the model's code. Every distinct input of a step is encoded once and alone, so that equal inputs
-give equal bytes whatever runs beside them.
+A forward of the decoder over one token makes the keys and values, and its cache records them. So the projections stay
+the model's code. Every distinct input of a step is encoded once and alone, so that equal inputs give equal bytes in
+every step.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ Pages = tuple[torch.Tensor, ...]
 
 
 class StepCache(EmptyCache):
-    """Scatters a flattened step into the arena and gathers what its rows attend to.
+    """Writes the keys and values of a flattened step into pages, and gathers the contexts of its rows.
 
-    views: for every layer index its keys and values, [num_blocks, block_size, heads, width] each.
-    context: has the GatherBatch of every layer. Recurrent mixers do not see this cache: they have one of their own.
-    positions: int64[tokens], of the step's tokens, each in its own request.
+    Recurrent mixers do not see this cache: they have one of their own.
+
+    Args:
+        views: keys and values of every layer by index, [num_blocks, block_size, heads, width] each.
+        context: has the GatherBatch of every layer.
+        positions: positions of the step's tokens in their requests, int64[tokens].
     """
 
     def __init__(
@@ -61,9 +64,9 @@ class StepCache(EmptyCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values [1, heads, tokens, width]; the contexts [1, heads, gathered tokens, width] back.
+        """Write keys and values [1, heads, tokens, width], and return the contexts [1, heads, gathered tokens, width].
 
-        What a kernel reads from pages comes back as it is.
+        If a kernel reads the pages, the keys and values are returned unchanged.
         """
         keys, values = self._views[layer_idx]
         self._context.layer = layer_idx
@@ -76,19 +79,22 @@ class StepCache(EmptyCache):
         return gathered(keys, batch), gathered(values, batch)
 
     def get_seq_length(self, *_args: object, **_kwargs: object) -> torch.Tensor | int:
-        """Return offsets from places in the step to positions, int64[tokens]: position minus place, by row.
+        """Return the position of each token minus its index in the step, int64[tokens].
 
-        Models are handed positions, but Llama 4 makes them anew as ``arange(tokens)`` plus this, to scale the queries
-        of layers without rotary positions. Who takes it for one length of several tokens gets torch's error.
+        Models get positions, but Llama 4 computes its own as ``arange(tokens)`` plus this value, to scale the queries
+        of layers without rotary positions. A model that uses this value as one length gets torch's error.
         """
         return self._offsets
 
 
 class RowCache(StepCache):
-    """Writes the row's tokens, hands back what it attends to in order. The model makes its own masks and positions.
+    """Writes the tokens of one row, and returns its context in order. The model makes its own masks and positions.
 
-    views, context: as StepCache has them, of a step of one row. masks: of every layer index that attends.
-    positions: int64[tokens] of the row's tokens, consecutive.
+    Args:
+        views: as in StepCache.
+        context: as in StepCache, for a step of one row.
+        positions: consecutive positions of the row's tokens, int64[tokens].
+        masks: the mask of every layer that attends, by index.
     """
 
     def __init__(
@@ -103,24 +109,27 @@ class RowCache(StepCache):
 
     @property
     def is_sliding(self) -> list[bool | None]:
-        """By layer index, None where nothing attends: by it transformers finds a layer for each of its masks."""
+        """Whether each layer, by index, sees less than all tokens; None if it does not attend.
+
+        Transformers reads it to find a layer for each of its masks.
+        """
         masks = (self._masks.get(index) for index in range(max(self._masks, default=-1) + 1))
         return [None if mask is None else mask != CAUSAL for mask in masks]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values [1, heads, tokens, width]; those from the first one seen on back."""
+        """Write keys and values [1, heads, tokens, width]; return the context from the first token that is seen."""
         keys, values = super().update(key_states, value_states, layer_idx)
         length = self._length(layer_idx)
         return keys[:, :, :length], values[:, :, :length]
 
     def get_seq_length(self, *_args: object, **_kwargs: object) -> int:
-        """Tokens of the request before these."""
+        """Return the number of the request's tokens before the row's."""
         return self._computed
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many keys there are, and where they begin."""
+        """Return the number of keys, and the position of the first."""
         del query_length
         length = self._length(layer_idx)
         return length, self._computed + self._tokens - length
@@ -143,9 +152,17 @@ class CrossLayer:
 
 
 class CrossAttention:
-    """The encoder's side of a runner. layers: one a decoder layer. inputs: what encoders read, by digest.
+    """The encoder's side of a runner.
 
-    tables: whose rows say where each row's output lies. context: of the model. encoded: inputs encoded so far.
+    Args:
+        model: an encoder-decoder.
+        layers: the cross attention of each decoder layer.
+        tables: the block tables, with the blocks of each row's encoder output.
+        context: the StepContext of the model.
+
+    Attributes:
+        inputs: encoder inputs by digest.
+        encoded: number of inputs encoded so far.
     """
 
     def __init__(
@@ -165,7 +182,7 @@ class CrossAttention:
             self.inputs.hold_again(read.digest)
 
     def release_inputs(self, step: Step) -> None:
-        """``step`` ran, or never will."""
+        """Release the encoder inputs of ``step``, which has run or failed."""
         for _, read in _encoding(step):
             self.inputs.release(read.digest)
 
@@ -177,13 +194,14 @@ class CrossAttention:
         for row, read in _encoding(step):
             if read.digest not in self.inputs:
                 raise WorkerError(
-                    f"Step {step.id}: row {row} encodes input {read.digest!r}, which is not here: hold it first"
+                    f"Step {step.id}: row {row} encodes input {read.digest!r}, which this runner does not have: hold "
+                    "it first"
                 )
         for group in self._groups:
             require_blocks(step, self._tables[group], group, tokens[step.rows], "encoder tokens")
 
     def begin(self, step: Step) -> None:
-        """``step`` was applied to the tables: encode what its new rows bring."""
+        """Encode the inputs of the new rows of ``step``, which has been applied to the tables."""
         self._tokens = self._with_new_rows(step)
         rows: dict[bytes | str, dict[int, int]] = {}
         for row, read in _encoding(step):
@@ -195,26 +213,32 @@ class CrossAttention:
                 self._encode(step, digest, mine)
 
     def _with_new_rows(self, step: Step) -> Int64:
-        """int64[rows], encoder tokens of each, once ``step`` is applied. WorkerError for new ones without an input."""
+        """Return the encoder tokens of each row after ``step`` is applied, int64[rows].
+
+        Raises WorkerError for a new row without an encoder input.
+        """
         tokens = self._tokens.copy()
         for new in step.new_rows:
             if new.encoder is None:
                 raise WorkerError(
-                    f"Step {step.id}: row {new.row} begins without an encoder input: this model needs one"
+                    f"Step {step.id}: row {new.row} begins without an encoder input: give one, this model needs it"
                 )
             tokens[new.row] = new.encoder.num_tokens
         return tokens
 
     def _encode(self, step: Step, digest: bytes | str, rows: Mapping[int, int]) -> None:
-        """Run the encoder on one input, and write what cross attention makes of its output for each of ``rows``.
+        """Run the encoder on one input, and write the keys and values of cross attention for each of ``rows``.
 
-        rows: tokens that each expects.
+        rows: the number of encoder tokens that each row expects.
         """
         output = encode(self._model, self.inputs[digest])
         self.encoded += 1
         if set(rows.values()) != {output.shape[1]}:
-            said = set(rows.values())
-            raise WorkerError(f"Step {step.id}: input {digest!r} has {output.shape[1]} encoder tokens, not {said}")
+            expected = " and ".join(map(str, sorted(set(rows.values()))))
+            raise WorkerError(
+                f"Step {step.id}: input {digest!r} has {output.shape[1]} encoder tokens, but its rows expect "
+                f"{expected}: give its number of tokens"
+            )
         taking = ProbeCache()
         first = torch.zeros(1, dtype=torch.int64, device=output.device)
         decode(self._model, first, first, output, caches=(ProbeCache(), taking))
@@ -236,42 +260,47 @@ class CrossAttention:
         return {layer.index: (batches[layer.group], layer.pages) for layer in self._layers}
 
     def cache(self) -> Cache:
-        """For the decoder: keys and values of all layers are there, in pages."""
+        """Return the decoder's cache of cross attention, which has the keys and values of all layers in pages."""
         return _PagedCache(self._layers, self._context)
 
 
 def _encoding(step: Step) -> list[tuple[int, EncoderRead]]:
-    """Return the new rows of ``step`` that encode what they read."""
+    """Return the new rows of ``step`` that encode their input, with that input."""
     return [(new.row, new.encoder) for new in step.new_rows if new.encoder is not None and new.encoder.encodes]
 
 
 class _PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Cross attention whose keys and values are in pages: who asks for a layer's will attend to them next."""
+    """Reports the keys and values of cross attention as cached; they are in pages.
+
+    A module that asks for the keys of a layer attends to them next.
+    """
 
     def __init__(self, layers: Sequence[CrossLayer], context: StepContext) -> None:
         by_index = {layer.index: layer for layer in layers}
         super().__init__(layers=[_PagedLayer(by_index[index], context) for index in range(len(layers))])
 
     def get_seq_length(self, *_args: object, **_kwargs: object) -> int:
-        """Something is cached, whatever it is: positions are not made of it."""
+        """Return 1: something is cached. No model computes positions from this length."""
         return 1
 
 
 class _PagedLayer:
-    """The layer of a _PagedCache. Its tensors hold no token: the attention function reads pages itself."""
+    """The layer of a _PagedCache. Its tensors have no token, because the attention function reads pages itself.
+
+    Each is [1, heads, 0, width].
+    """
 
     def __init__(self, layer: CrossLayer, context: StepContext) -> None:
         self._layer, self._context = layer, context
-        # of no token: [1, heads, 0, width]
         self._empty = [pages.new_empty((1, pages.shape[2], 0, pages.shape[3])) for pages in layer.pages]
 
     @property
     def keys(self) -> torch.Tensor:
-        """Those of the cross attention that is about to run."""
+        """No keys; reading them marks this layer as the one with cross attention next."""
         self._context.crossing = self._layer.index
         return self._empty[0]
 
     @property
     def values(self) -> torch.Tensor:
-        """As ``keys``."""
+        """No values."""
         return self._empty[1]

@@ -1,24 +1,23 @@
-"""Which formula the attention of a module is: read from what it hands over, proven on noise against its own function.
+"""Find the formula of a module's attention, and run it on dense keys or on pages.
 
-A modelling file brings an eager attention of its own, which need not be softmax(scale * q . k) . v: it caps scores
-(Gemma 2), has a sink beside the keys (gpt-oss), adds a bias (T5), or does what was not foreseen. A form is taken for a
-module when both give the same for scores so large that a cap, a sink or a wrong scale shows; where none does, the
-module's own function runs.
+A modelling file has an eager attention function of its own, which may be more than softmax(scale * q . k) . v: it may
+cap scores (Gemma 2), have a sink next to the keys (gpt-oss), or add a bias (T5). The arguments of the call suggest
+forms. A form is used if it gives the same result as the module's function on noise, with scores so large that a cap, a
+sink or a wrong scale shows. If no form does, the module's own function runs.
 
     out = softmax(softcap(scale * query . key) + mask) . value        lse = log of the sum of all exponentials
 
-``dense_attention`` computes this over dense keys. Query heads share KV heads without a copy of the keys for each: where
-all queries see the same keys, those of the heads that share a KV head are queries of that one head. On a CPU torch's
-flash kernel runs, which reads strided keys and makes no scores of its own size; elsewhere, and for soft caps, plain
-products do.
+``dense_attention`` computes this over dense keys, without a copy of the keys for each query head. If all queries see
+the same keys, the query heads that share a KV head become queries of that one head. On a CPU torch's flash kernel runs,
+which reads strided keys and stores no scores. On other devices, and for soft caps, plain products run.
 
-Attention that reads pages where they lie: kernels of the worker stand in for the attention function of transformers.
+Kernels of the worker can replace the attention function of transformers and read the pages themselves:
 
-    StepCache.update    writes the step's keys and values into their slots, and hands them on as they are
+    StepCache.update    writes the step's keys and values into their slots, and returns them unchanged
     attend              a kernel reads the pages of the layer that was updated last
 
-A layer runs this way whose formula is known and whose keys reach its attention as they were cached; one that makes
-others of them first (some expand latents) is handed gathered contexts, whatever backend was asked for.
+This needs a known formula, and keys that reach the attention as they were cached. Some layers change their keys first
+(they expand latents): these always get gathered contexts.
 """
 
 from __future__ import annotations
@@ -55,20 +54,21 @@ from hybridkv.worker.triton_attention import LayerShape, triton_batch, triton_pa
 _TOLERANCE: Final = 1e-4
 """Largest difference in float32, as a share of the largest value."""
 _LOUD: Final = 6.0
-"""Noise of this spread in queries: weights far from even, scores beyond what a cap leaves alone."""
+"""Standard deviation of the noise in queries: weights become uneven, and scores exceed a cap. Chosen by hand."""
 _QUERIES: Final = 5
 _PAST: Final = 6
+"""Queries of the noise, and keys before them; chosen by hand."""
 _KNOWN: Final = {"position_ids", "cache_position", "s_aux"}
-"""Tensors that a form accounts for; with any other handed over, the module's own function runs."""
+"""Tensors that a form accounts for. If a module passes any other tensor, its own function runs."""
 _FLASH: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""What scaled_dot_product_attention calls on a CPU, which throws the log-sum-exp away."""
+"""The kernel of scaled_dot_product_attention on a CPU, called directly for its log-sum-exp."""
 
 Eager = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """eager(module, query, key, value, mask, **kwargs): out [rows, queries, heads, width], and weights or None."""
 
 
 class Attended(NamedTuple):
-    """What a layer attends with: query [rows, heads, queries, width]; key, value [rows, KV heads, keys, width]."""
+    """The inputs of attention: query [rows, heads, queries, width]; key, value [rows, KV heads, keys, width]."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -80,7 +80,8 @@ def eager_function(module: torch.nn.Module) -> Eager:
     found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if found is None:
         raise UnsupportedModelError(
-            f"{type(module).__module__} has no eager_attention_forward: its attention cannot run on gathered contexts"
+            f"{type(module).__module__} has no eager_attention_forward, so its attention cannot run on gathered "
+            "contexts: run this model with plain transformers"
         )
     function: Eager = found
     return function
@@ -99,12 +100,18 @@ def dense_attention(
     causal: bool = False,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of ``states``, whose heads are a multiple of the KV heads: neighbouring ones share one.
+    """Return (out, lse) of attention over ``states``. O(queries * keys).
 
-    mask: added to the scores, of their dtype, [rows or 1, 1, queries, keys]; every query sees some key. causal: as many
-    queries as keys, each of which sees the keys up to its own place; no mask then.
-    out: [rows, heads, queries, width of a value], of the query's dtype. lse: [rows, heads, queries], of float32
-    (float64 for float64). O(queries * keys).
+    Args:
+        states: the heads are a multiple of the KV heads, and neighbouring heads share one.
+        scale: factor of the scores.
+        mask: added to the scores, in their dtype, [rows or 1, 1, queries, keys]; every query sees some key.
+        causal: each of as many queries as keys sees the keys up to its own place; without a mask.
+        softcap: cap of the scaled scores.
+
+    Returns:
+        out [rows, heads, queries, width of a value] in the query's dtype, and lse [rows, heads, queries] in float32
+        (float64 for float64).
     """
     query, key, value = states
     rows, heads, queries, width = query.shape
@@ -123,7 +130,7 @@ def dense_attention(
 def _flash(
     states: Attended, scale: float, mask: torch.Tensor | None, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values narrower than keys (MLA) are made as wide: the kernel knows one width."""
+    """Run torch's flash kernel. Values narrower than keys (MLA) are padded, because the kernel knows one width."""
     query, key, value = states
     width = value.shape[3]
     wide = value if width == key.shape[3] else F.pad(value, (0, key.shape[3] - width))
@@ -134,7 +141,7 @@ def _flash(
 def _products(
     states: Attended, scale: float, mask: torch.Tensor | None, *, causal: bool, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and sums in float32 at least."""
+    """Run plain products, with scores and sums in float32 at least."""
     query, key, value = states
     rows, heads, queries, width = query.shape
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], queries, width)
@@ -155,9 +162,12 @@ def _products(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
-    """``scale`` of the scores, ``softcap`` of the scaled scores, and one logit a head as ``sinks``.
+    """The formula of a module's attention.
 
-    None for no cap or sink.
+    Attributes:
+        scale: factor of the scores.
+        softcap: cap of the scaled scores, if there is one.
+        sinks: a logit for each head, if there are sinks.
     """
 
     scale: float
@@ -166,10 +176,10 @@ class AttentionForm:
 
 
 def form_of(module: torch.nn.Module, eager: Eager, states: Attended, handed: Mapping[str, Any]) -> AttentionForm | None:
-    """Return the form of ``module``, which passed ``handed`` to its attention; None if no form is proven.
+    """Return the form of ``module``, which passed ``handed`` to its attention; None if no form gives the same result.
 
-    states: of such a call; their shapes count, and their dtype not: the comparison is made in float32. One short call
-    of ``eager``, and one of dense_attention for each form that comes into question.
+    It takes one short call of ``eager``, and one of dense_attention for each possible form. states: the inputs of a
+    call, of which only the shapes count; the comparison runs in float32.
     """
     if any(isinstance(one, torch.Tensor) and name not in _KNOWN for name, one in handed.items()):
         return None
@@ -184,14 +194,14 @@ def form_of(module: torch.nn.Module, eager: Eager, states: Attended, handed: Map
     with torch.inference_mode():
         try:
             wanted = eager(module, *noise, mask, **handed)[0].float()
-        except Exception:  # noqa: BLE001 - whatever it wants that it was not given here
+        except Exception:  # noqa: BLE001 - the function needs other arguments, so that no form fits
             return None
         asked = _forms(module, query.shape[3], handed)
         return next((one for one in asked if _same(one, noise, mask, wanted)), None)
 
 
 def _forms(module: torch.nn.Module, width: int, handed: Mapping[str, Any]) -> list[AttentionForm]:
-    """Those that ``module`` could mean, the plainest first."""
+    """Return the forms that ``module`` may have, the simplest first."""
     scaling = handed.get("scaling")
     softcaps = (handed.get("softcap"), getattr(module, "attn_logit_softcapping", None))
     scale = width**-0.5 if scaling is None else float(scaling)
@@ -233,24 +243,28 @@ class AttentionBackend(StrEnum):
 def attention_backend(name: str, value: object) -> AttentionBackend:
     """Return ``value`` as an AttentionBackend. Raises ConfigError, with all names, for any other value."""
     try:
-        return AttentionBackend(value)  # type: ignore[arg-type]  # whatever it is, the enumeration judges it
+        return AttentionBackend(value)  # type: ignore[arg-type]  # the enumeration rejects all other values
     except ValueError as error:
         raise ConfigError(f"{name} must be one of {', '.join(AttentionBackend)}, got {shown(value)}") from error
 
 
 Attend = Callable[[torch.Tensor, KVPages, AttentionForm], torch.Tensor]
-"""Queries [tokens, heads, width] over the pages of a layer: [tokens, heads, width of a value]."""
+"""Attends with queries [tokens, heads, width] over the pages of a layer: [tokens, heads, width of a value]."""
 Prepare = Callable[[PagedBatch, AttentionMask, LayerShape, KVPages], Attend]
-"""For a Step's reads under a mask, in layers like that of the pages."""
+"""Prepares a Step's reads under a mask, for all layers with pages like the given ones."""
 Write = Callable[[KVPages, torch.Tensor, torch.Tensor], None]
-"""The pages of a layer, and the keys and values of a Step's tokens, [tokens, heads, width] each."""
+"""Writes the keys and values of a Step's tokens, [tokens, heads, width] each, into the pages of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRead:
-    """How a layer reads: its group, its mask, and whether its context must be in one piece (``whole``).
+    """The reads of a layer.
 
-    ``heads`` is set for a layer that a kernel reads from pages, None for one with gathered contexts.
+    Attributes:
+        group: number of its group.
+        mask: the tokens that it sees.
+        whole: whether its context must be in one piece.
+        heads: its shape, if a kernel reads its pages; None for gathered contexts.
     """
 
     group: int
@@ -261,14 +275,20 @@ class LayerRead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedStep:
-    """A Step in layers that read alike. write_kv: into its tokens' slots. pages: by layer index. attend: reads them."""
+    """A Step in layers with equal reads.
+
+    Attributes:
+        write_kv: writes keys and values into the slots of the Step's tokens.
+        pages: pages of each layer, by index.
+        attend: attends over pages.
+    """
 
     write_kv: Write
     pages: Mapping[int, KVPages]
     attend: Attend
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Keys and values [1, heads, tokens, width] of the step's tokens."""
+        """Write the keys and values of the step's tokens, [1, heads, tokens, width]."""
         self.write_kv(self.pages[layer], key[0].transpose(0, 1), value[0].transpose(0, 1))
 
     def read(self, layer: int, query: torch.Tensor, form: AttentionForm) -> torch.Tensor:
@@ -310,9 +330,10 @@ def kernel_of(backend: AttentionBackend, device: torch.device) -> Prepare | None
 
 
 def write_of(backend: AttentionBackend, table: BlockTable, tokens: int) -> Write:
-    """Into the first ``tokens`` slots that ``table`` has committed: one launch where Triton runs anyway, or on a GPU.
+    """Return a function that writes into the first ``tokens`` slots that ``table`` has committed.
 
-    Else by torch, which looks at them first and waits for the device. WorkerError as ``write_slots``.
+    With Triton or on a GPU it is one kernel launch. Otherwise torch runs, which checks the slots first and waits for
+    the device. Raises WorkerError as ``write_slots``.
     """
     slots = table.slot_mapping[:tokens]
     if backend is AttentionBackend.TRITON or copy_kernels(table.device) is not TORCH:

@@ -1,14 +1,14 @@
 """The gather backend: contexts are copied out of their pages, and each layer attends to them part by part.
 
-A GatherBatch says which blocks one step copies in one group of attention layers, and which tokens see which keys:
+A GatherBatch lists the blocks that one step copies in one group of attention layers, and the keys that each token sees:
 
     a step's tokens     [ d0 | d1 | d2 | p p p p p ]                 d: rows that decode, p: a prefill chunk
     gathered contexts   [ shared ][ d0 .. | d1 .. | d2 .. ][ p ....... ] whole blocks, padded within a bucket
 
-    pasts               shared   by d0 d1 d2 p, once for all of them: a prefix that several rows share
-                        past     by a chunk: the context before it, all of which each of its tokens sees
-    segments            buckets  by rows that decode, each its own, one call for all of them
-                        own      by a chunk, its own tokens, causal
+    pasts               shared   a prefix that several rows share (d0 d1 d2 p), read once for all of them
+                        past     the context before a chunk; each of its tokens sees all of it
+    segments            buckets  the contexts of rows that decode, one call for all rows of a bucket
+                        own      the tokens of a chunk, causal
 
 Only visible blocks are gathered; for a window or chunk, from the first token that a query reaches:
 
@@ -48,7 +48,7 @@ from hybridkv.worker import CAUSAL, AttentionMask, BlockTable, with_sink
 NAME: Final = "hybridkv_gather"
 """The attention function's name in transformers' AttentionInterface."""
 _LEAST_SHARED: Final = 4
-"""Blocks: a beginning that is shorter is cheaper gathered once a row than combined."""
+"""Blocks of a shared prefix. A shorter one is cheaper to gather for each row than to combine; chosen by hand."""
 
 Int64 = NDArray[np.int64]
 
@@ -57,10 +57,15 @@ Int64 = NDArray[np.int64]
 class Segment:
     """One attention call: ``rows`` requests of ``queries`` tokens each.
 
-    tokens: their places in the step's flattened row, a slice or int64[rows * queries].
-    start: where their contexts begin in the gathered ones; padded: tokens gathered for each row, of which
-    ``length`` take part. mask: added to the scores, [rows, 1, queries, length], None where nothing is hidden.
-    causal: the keys are the queries' own tokens, each of which sees those up to itself; there is no mask then.
+    Attributes:
+        tokens: indices of the queries in the flattened step, a slice or int64[rows * queries].
+        rows: number of rows.
+        queries: tokens of each row.
+        start: index of the first context in the gathered tokens.
+        padded: tokens gathered for each row.
+        length: how many of them take part.
+        mask: added to the scores, [rows, 1, queries, length]; None if every query sees all keys, and if ``causal``.
+        causal: whether the keys are the queries' own tokens, of which each sees the tokens up to itself.
     """
 
     tokens: slice | torch.Tensor
@@ -75,9 +80,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Past:
-    """``length`` gathered keys from ``start`` on; every one of ``tokens`` sees all of them.
+    """Gathered keys that all ``tokens`` see.
 
-    ``tokens`` are as in Segment.
+    Attributes:
+        tokens: as in Segment.
+        start: index of the first key in the gathered tokens.
+        length: number of keys.
     """
 
     tokens: slice | torch.Tensor
@@ -87,10 +95,14 @@ class Past:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatherBatch:
-    """The reads and writes of one step in one group; built once, used by every layer of it that reaches as far back.
+    """The reads and writes of one step in one group, for all of its layers with the same mask.
 
-    write_block, write_offset: int64[tokens], where each token's keys and values go; empty for cross attention.
-    read_blocks: int64[n], the blocks to gather. stale: int64[m], gathered tokens that no query of their row sees.
+    Attributes:
+        write_block, write_offset: the place of each token's keys and values, int64[tokens]; empty for cross attention.
+        read_blocks: the blocks to gather, int64[n].
+        stale: gathered tokens that no query of their row sees, int64[m].
+        segments: the attention calls.
+        pasts: further keys, whose results are combined with the segments'.
     """
 
     write_block: torch.Tensor
@@ -102,9 +114,9 @@ class GatherBatch:
 
 
 def gathered(pages: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
-    """Copy the contexts of ``batch`` out of ``pages``, with zeros for tokens that no query sees.
+    """Return a copy of the contexts of ``batch`` in ``pages``, [1, heads, tokens, width].
 
-    [1, heads, tokens, width].
+    Tokens that no query sees are zeros.
     """
     copied = pages.index_select(0, batch.read_blocks).flatten(0, 1)
     copied.index_fill_(0, batch.stale, 0)
@@ -114,8 +126,10 @@ def gathered(pages: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
 class _Reach(NamedTuple):
     """The tokens that a step's tokens see.
 
-    sees: the mask of the layers' attention. context: int64[R], tokens of each row's context; None: those of its
-    request. last_seen: int64[tokens], the last token that each sees; None: itself.
+    Attributes:
+        sees: the mask of the layers' attention.
+        context: tokens of each row's context, int64[R]; None for all tokens of its request.
+        last_seen: the last token that each token sees, int64[tokens]; None for the token itself.
     """
 
     sees: AttentionMask
@@ -124,9 +138,9 @@ class _Reach(NamedTuple):
 
 
 class _Builder:
-    """Collects parts, and the blocks and stale tokens they gather.
+    """Collects segments and pasts, and the blocks and stale tokens that they gather.
 
-    dtype: of the scores. whole: each row's context is one piece.
+    ``dtype`` is that of the scores. With ``whole``, each row's context is one piece.
     """
 
     def __init__(self, step: Step, table: BlockTable, reach: _Reach, dtype: torch.dtype, *, whole: bool) -> None:
@@ -151,9 +165,10 @@ class _Builder:
         self.blocks = -(-self.context // self.size) - self.first_block
 
     def build(self, slots: torch.Tensor) -> GatherBatch:
-        """Make all parts. slots: int64[tokens], of tokens that are written.
+        """Make the segments of rows that decode, then of chunks. slots: int64[tokens], where tokens are written.
 
-        First of rows that decode, by tokens and the power of two that their block counts round up to; then of chunks.
+        Rows that decode with equally many tokens, and with block counts that round up to one power of two, share one
+        segment.
         """
         rows = np.flatnonzero(self.decodes)
         # exponent of the power of two: 1 -> 0, 2 -> 1, 3, 4 -> 2
@@ -175,11 +190,11 @@ class _Builder:
         )
 
     def _share(self) -> None:
-        """Gather prefixes that rows share once, as no part of the rows' own contexts.
+        """Gather prefixes that rows share once, and take them out of the rows' own contexts.
 
-        Rows with the same first block are compared with the longest of them. As many of its blocks are shared, by all
-        rows that have them, as save the most reads. Only blocks before a row's queries count: all of these see all of
-        them.
+        Rows with the same first block are compared with the longest of them. The shared length is the one that saves
+        the most reads over all rows with these blocks. Only blocks before a row's queries count, because all its
+        queries see all of their tokens.
         """
         table, whole = self.table.get_numpy_array(), self.computed // self.size
         long = np.flatnonzero(whole >= _LEAST_SHARED)
@@ -202,7 +217,7 @@ class _Builder:
             self.first_block[sharing] = shared
 
     def _bucket(self, members: Int64) -> None:
-        """One call for rows that run equally many tokens; ``members`` are indices into the step's rows."""
+        """Add one call for rows that run equally many tokens; ``members`` are indices into the step's rows."""
         queries, width = int(self.scheduled[members[0]]), int(self.blocks[members].max())
         padded = width * self.size
         begin = self.first_block[members] * self.size
@@ -271,29 +286,36 @@ def gather_batch(
 ) -> GatherBatch:
     """Plan the reads and writes of ``step`` through ``table``, whose cells and slots have been committed.
 
-    step: at least one row. sees: of the layers' attention. dtype: of its scores. whole: no shared and past parts.
-    last_seen: int64[tokens] of the step, the position of the last token that each sees, inside its row's chunk; None:
-    its own, as causal attention has it. O(tokens + gathered tokens).
+    O(tokens + gathered tokens).
+
+    Args:
+        step: a Step with at least one row.
+        table: the block table of the layers' group.
+        sees: the mask of the layers' attention.
+        dtype: dtype of the scores.
+        whole: whether each row's context must be one piece, without shared and past parts.
+        last_seen: position of the last token that each token sees, inside its row's chunk, int64[tokens]; None for
+            the token itself, as in causal attention.
     """
     builder = _Builder(step, table, _Reach(sees, last_seen=last_seen), dtype, whole=whole)
     return builder.build(table.slot_mapping[: step.num_tokens])
 
 
 def cross_batch(step: Step, table: BlockTable, tokens: Int64, dtype: torch.dtype) -> GatherBatch:
-    """Plan the cross attention of ``step`` through ``table``: all ``tokens``, int64[R], of each row's encoder output.
+    """Plan the cross attention of ``step`` through ``table``, as ``gather_batch`` does.
 
-    step, dtype: as in gather_batch; each row has at least one token to read. O(tokens + gathered tokens).
+    tokens: tokens of each row's encoder output, at least one, int64[R]. O(tokens + gathered tokens).
     """
     last_seen = np.repeat(tokens - 1, step.num_scheduled)
     builder = _Builder(step, table, _Reach(CAUSAL, tokens, last_seen), dtype, whole=True)
     return builder.build(torch.empty(0, dtype=torch.int64, device=table.device))
 
 
-# -- attention over what is gathered
+# -- attention over gathered contexts
 
 
 CrossRead = tuple[GatherBatch, tuple[torch.Tensor, ...]]
-"""What the cross attention of one layer reads in a step, of its keys and values [blocks, block_size, ..] each."""
+"""The reads of one layer's cross attention in a step, and its keys and values, [blocks, block_size, ..] each."""
 
 
 def attend(
@@ -302,21 +324,36 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    **kwargs: Any,  # noqa: ANN401  # whatever the model hands to its attention goes on to its eager function
+    **kwargs: Any,  # noqa: ANN401  # further arguments of the model go on to its eager function
 ) -> tuple[torch.Tensor, None]:
     """Attend with one layer over a flattened step, by the signature of transformers' attention functions.
 
-    query: [1, heads, tokens, width]. key, value: [1, kv heads, gathered tokens, width], as StepCache.update
-    gave them or as the model expanded them; for cross attention they are empty, and its pages are gathered here.
-    Returns [1, tokens, heads, value width]. The GatherBatch is that of the layer that was updated last (shared modules
-    do not know their layer), or that asked for its encoder's keys.
-    position_bias: for T5, one for each segment (SegmentBias); for its cross attention, zeros.
-    Raises WorkerError outside of a runner.
+    The GatherBatch is that of the layer that was updated last, or that asked for its encoder's keys: shared modules do
+    not know their layer.
+
+    Args:
+        module: the attention module.
+        query: [1, heads, tokens, width].
+        key: [1, kv heads, gathered tokens, width], as StepCache.update returned it or as the model expanded it. It is
+            empty for cross attention, whose pages are gathered here.
+        value: like ``key``.
+        attention_mask: ignored.
+        kwargs: arguments of the module's eager function. ``position_bias`` of T5 has one bias for each segment
+            (SegmentBias), and zeros for cross attention.
+
+    Returns:
+        [1, tokens, heads, value width], and None.
+
+    Raises:
+        WorkerError: the module runs outside of a runner.
     """
-    del attention_mask  # transformers makes none for a name it does not know; masks are those of the parts
+    del attention_mask  # transformers makes no mask for an attention function of an unknown name
     context: StepContext | None = getattr(module, CONTEXT, None)
     if context is None:
-        raise WorkerError(f"{type(module).__name__} runs outside of a ModelRunner: give it its own attention back")
+        raise WorkerError(
+            f"{type(module).__name__} runs outside of a ModelRunner: restore its own attention with "
+            "set_attn_implementation"
+        )
     states = Attended(query, key, value)
     if context.noting is not None:
         return context.noting(module, states, kwargs), None
@@ -396,7 +433,7 @@ def _in_order(parts: Sequence[torch.Tensor], segments: Sequence[Segment]) -> tor
 
 
 class SegmentBias(StandIn):
-    """Stands in for ``compute_bias`` of ``module``. context: has the segments of the Step that runs, and positions."""
+    """Replaces ``compute_bias`` of ``module``. ``context`` has the segments and positions of the running Step."""
 
     def __init__(self, module: torch.nn.Module, context: StepContext) -> None:
         super().__init__(module, "compute_bias")
@@ -412,17 +449,17 @@ class SegmentBias(StandIn):
             return self._own(query_length, key_length, **known)
         batch = self._context.attention_batch()
         if not isinstance(batch, GatherBatch):
-            raise WorkerError("a layer with biases of its own reads pages, and the kernels have no biases")
+            raise WorkerError("kernels that read pages have no position biases: run this layer with attention=gather")
         return [self._of(segment, positions) for segment in batch.segments]
 
     def _of(self, segment: Segment, positions: torch.Tensor) -> torch.Tensor:
         queries, length = positions[segment.tokens].view(segment.rows, segment.queries), segment.length
         if segment.rows == 1:
             return self._own(segment.queries, length, past_seen_tokens=int(queries[0, 0]))
-        # biases of the last of ``length`` tokens, by distance, shifted to where each query is
+        # the biases of the last of ``length`` tokens, shifted to the place of each query
         last = self._own(1, length, past_seen_tokens=length - 1)[0, :, 0]
         keys = torch.arange(length, device=last.device) + (length - 1 - queries)[..., None]
-        return last[:, keys.clamp(max=length - 1)].transpose(0, 1)  # keys behind a query are masked
+        return last[:, keys.clamp(max=length - 1)].transpose(0, 1)  # keys after a query are masked
 
     def _own(self, query_length: int, key_length: int, **known: Any) -> torch.Tensor:  # noqa: ANN401  # as above
         own: Any = type(self._module)
@@ -431,7 +468,7 @@ class SegmentBias(StandIn):
 
 
 def segment_biases(decoder: torch.nn.Module, context: StepContext) -> list[SegmentBias]:
-    """Make one for every module of ``decoder`` with its own biases; most models have no such module."""
+    """Make a SegmentBias for every module of ``decoder`` with position biases; most models have no biases."""
     biased = (one for one in decoder.modules() if getattr(one, "has_relative_attention_bias", False))
     return [SegmentBias(module, context) for module in biased]
 
