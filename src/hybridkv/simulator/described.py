@@ -1,13 +1,13 @@
 """Describe a trace without a replay, and convert any source to a token-exact trace.
 
-``describe`` reports lengths, rates, shared prefixes, and the hits of a cache that forgets nothing. Shares of prompts by
-length count requests; hit rates count tokens. Both assume that every request has ended before the next begins, so they
-bound a replay in any memory from above.
+``describe`` reports lengths, rates, shared prefixes, and the hits of an unlimited cache. Shares of prompts by length
+count requests; hit rates count tokens. Both assume that each request ends before the next one begins. They are
+therefore upper bounds for a replay with any memory.
 
-``convert`` writes times, pieces, marks, tenants and hints, but no text.
+``convert`` writes times, pieces, resume marks, tenants and hints, but no text.
 
     runs_of([prompt, output])   ->  [((kind, segment), offset, length), ...]
-    Prefixes().add(runs)        ->  leading tokens that were there before
+    Prefixes().add(runs)        ->  leading tokens that an earlier sequence had
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ from hybridkv.simulator.trace import RequestSource
 from hybridkv.units import MOST_COUNT, shown
 
 Run = tuple[Hashable, int, int]
-"""(what tells its segment from others, offset, length), in tokens."""
+"""A run of tokens: (identity of its segment, offset of the first token, length), both in tokens."""
 
 
 class Edge:
-    """Tokens that follow another edge of the prefix tree; each request that passes through has them all."""
+    """An edge of the prefix tree: a run of tokens that every sequence through it has in full.
+
+    Attributes:
+        length: tokens of the run.
+        children: the edges that continue it, by segment and offset of their first token.
+    """
 
     __slots__ = ("children", "length")
 
@@ -48,13 +53,19 @@ class Edge:
 
 
 class Prefixes:
-    """A tree of every run of tokens that was added, from the first token on. Memory: O(pieces)."""
+    """A prefix tree of token sequences. Memory: O(pieces)."""
 
     def __init__(self) -> None:
         self._root = Edge(0)
 
     def add(self, runs: Sequence[Run]) -> int:
-        """Add ``runs``; return how many leading tokens were there before. Edges end there and after the last token."""
+        """Add a sequence and return the number of leading tokens that an earlier sequence had. O(edges on its path).
+
+        The tree has a node after the shared tokens and after the last token.
+
+        Args:
+            runs: the sequence.
+        """
         at, shared, new = self._root, 0, False
         for segment, first, tokens in runs:
             offset, length = first, tokens
@@ -72,7 +83,11 @@ class Prefixes:
         return shared
 
     def path(self, runs: Sequence[Run]) -> Iterator[Edge]:
-        """Return the edges of ``runs``, which were added."""
+        """Yield the edges of a sequence that was added.
+
+        Args:
+            runs: the sequence.
+        """
         at = self._root
         for segment, first, tokens in runs:
             offset, end = first, first + tokens
@@ -82,9 +97,13 @@ class Prefixes:
                 offset += at.length
 
     def shared_tokens(self, request: TraceRequest) -> int:
-        """Return the leading tokens of the prompt that are there, without its last one, which always runs; then add it.
+        """Return the leading prompt tokens that an earlier request had; then add the request's prompt and output.
 
-        The last token of its output is not added, because it is sampled and never run.
+        The last token of the prompt never counts, because it always runs. The last token of the output is not added,
+        because it is sampled but never run.
+
+        Args:
+            request: the request.
         """
         prompt = runs_of([request.prompt])
         shared = self.add(leading(prompt, request.num_prompt_tokens - 1))
@@ -93,7 +112,12 @@ class Prefixes:
 
 
 def leading(runs: Sequence[Run], tokens: int) -> list[Run]:
-    """Return the first ``tokens`` tokens of ``runs``."""
+    """Return the first tokens of a sequence.
+
+    Args:
+        runs: the sequence.
+        tokens: number of tokens to return; the whole sequence if it is shorter.
+    """
     found = list[Run]()
     for segment, offset, length in runs:
         if tokens > 0:
@@ -103,7 +127,11 @@ def leading(runs: Sequence[Run], tokens: int) -> list[Run]:
 
 
 def runs_of(parts: Sequence[Pieces]) -> list[Run]:
-    """Return the runs of ``parts`` in sequence; adjacent tokens of one segment form one run."""
+    """Join pieces to one sequence. Adjacent tokens of one segment form one run.
+
+    Args:
+        parts: the pieces, for example of prompt and output.
+    """
     runs = list[Run]()
     for pieces in parts:
         for number, offset, length in pieces.pieces:
@@ -118,14 +146,20 @@ def runs_of(parts: Sequence[Pieces]) -> list[Run]:
 SCHEMA: Final = "hybridkv.trace"
 VERSION: Final = 1
 BLOCK_SIZES: Final = (1, 16, 32, 64, 128, 256, 512, 1024)
-"""Tokens of a block. 1: hits that end at any token, as in the natural layout."""
+"""Block sizes in tokens. Size 1 counts hits that end at any token, as in the natural layout."""
 _SPANS: Final = 48
-"""Of time, in which arrivals are counted."""
+"""Number of equal time spans in which arrivals are counted. Chosen by hand, for the width of a chart."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthBin:
-    """The number of requests with ``least`` to ``most`` tokens."""
+    """A bin of a histogram of lengths.
+
+    Attributes:
+        least: fewest tokens of a request in the bin.
+        most: most tokens of a request in the bin.
+        requests: number of requests.
+    """
 
     least: int
     most: int
@@ -134,7 +168,13 @@ class LengthBin:
 
 @dataclass(frozen=True, slots=True)
 class BlockHits:
-    """The hits of blocks of ``block_size`` tokens in an endless cache."""
+    """The hits in an unlimited cache with one block size.
+
+    Attributes:
+        block_size: tokens of a block.
+        hit_tokens: prompt tokens in whole shared blocks, over all requests.
+        hit_rate: ``hit_tokens`` divided by all prompt tokens.
+    """
 
     block_size: int
     hit_tokens: int
@@ -145,11 +185,28 @@ class BlockHits:
 class TraceDescription:
     """The description of a trace.
 
-    seconds: from the first request to the last. arrivals: requests in equal parts of that time.
-    prompt_tokens, output_tokens, shared_tokens: of all requests. prompts, outputs, shared: of single requests, in bins
-    of powers of two; shared is the longest beginning of a prompt that an earlier request had, outputs included. For a
-    trace of lengths only, shared_tokens and shared_lengths are None, and shared and hits are empty. busiest_per_s:
-    mean rate in the busiest part. tenants: number of distinct names.
+    A shared prefix is the longest beginning of a prompt that an earlier request had in its prompt and output.
+
+    Attributes:
+        source: name of the trace or workload.
+        requests: number of requests.
+        bad_lines: lines that were skipped.
+        seconds: time from the first request to the last.
+        requests_per_s: mean rate.
+        busiest_per_s: mean rate in the busiest part of ``arrivals``.
+        prompt_tokens: prompt tokens of all requests.
+        output_tokens: output tokens of all requests.
+        longest_tokens: prompt and output tokens of the longest request.
+        shared_tokens: tokens of all shared prefixes; ``None`` for a trace of lengths only.
+        tenants: number of distinct tenants.
+        prompt_lengths: distribution of prompt tokens per request.
+        output_lengths: distribution of output tokens per request.
+        shared_lengths: distribution of shared prefixes in tokens; ``None`` for a trace of lengths only.
+        arrivals: number of requests in each of 48 equal parts of ``seconds``.
+        prompts: histogram of prompt tokens; bins are powers of two.
+        outputs: histogram of output tokens.
+        shared: histogram of shared prefixes; empty for a trace of lengths only.
+        hits: hits in an unlimited cache by block size; empty for a trace of lengths only.
     """
 
     source: str
@@ -173,24 +230,24 @@ class TraceDescription:
     hits: tuple[BlockHits, ...]
 
     def to_json(self) -> str:
-        """Return the document as text."""
+        """Return the JSON document."""
         return json.dumps({"schema": SCHEMA, "version": VERSION, **asdict(self)}, indent=2) + "\n"
 
 
 def describe(source: RequestSource, block_sizes: Sequence[int] = BLOCK_SIZES) -> TraceDescription:
-    """Describe a source in two passes. O(pieces); about 100 bytes are kept for each new piece.
+    """Describe a source. It reads the source twice. O(pieces); memory: about 100 bytes for each new piece.
 
     Args:
         source: the trace or workload.
-        block_sizes: block sizes, in tokens, for which hits are counted.
+        block_sizes: block sizes in tokens, at least one; hits are counted for each of them.
 
     Raises:
-        TraceError: as iterating does.
+        TraceError: for a malformed line, and if the source changes between the two passes.
         ConfigError: for invalid block sizes.
     """
     sizes = sorted({integer("block_sizes", one, 1, MOST_COUNT) for one in block_sizes})
     if not sizes:
-        raise ConfigError(f"block_sizes must name one, got {shown(block_sizes)}")
+        raise ConfigError(f"block_sizes must have at least one size, got {shown(block_sizes)}")
     summary = source.summary()
     prefixes, times = Prefixes(), array("d")
     prompts, outputs, shared = array("q"), array("q"), array("q")
@@ -203,7 +260,10 @@ def describe(source: RequestSource, block_sizes: Sequence[int] = BLOCK_SIZES) ->
         if request.tenant is not None:
             tenants.add(request.tenant)
     if len(times) != summary.requests:
-        raise TraceError(f"{source.name} changed while it was read")
+        raise TraceError(
+            f"{source.name} changed from {summary.requests} to {len(times)} requests while it was read: try again when "
+            "it is complete"
+        )
     seconds = times[-1] - times[0]
     arrivals = _parts(times, seconds)
     known = summary.tokens_known
@@ -232,7 +292,7 @@ def describe(source: RequestSource, block_sizes: Sequence[int] = BLOCK_SIZES) ->
 
 
 def _parts(times: Sequence[float], seconds: float) -> list[int]:
-    """Return the number of times in each of equal parts."""
+    """Return the number of times in each of 48 equal parts of ``seconds``."""
     counts = [0] * _SPANS
     for time in times:
         counts[min(int((time - times[0]) / seconds * _SPANS), _SPANS - 1) if seconds else 0] += 1
@@ -240,7 +300,7 @@ def _parts(times: Sequence[float], seconds: float) -> list[int]:
 
 
 def _bins(lengths: Sequence[int]) -> tuple[LengthBin, ...]:
-    """Return bins 0, 1, 2 .. 3, 4 .. 7 and so on, from the first to the last that is not empty."""
+    """Return the bins 0, 1, 2 .. 3, 4 .. 7 and so on, without empty bins at both ends."""
     counts: dict[int, int] = {}
     for length in lengths:
         counts[length.bit_length()] = counts.get(length.bit_length(), 0) + 1
@@ -253,17 +313,17 @@ _NO_HINTS = asdict(NO_HINTS)
 
 
 def convert(source: RequestSource, path: str | Path) -> int:
-    """Write a source as a token-exact trace; return the number of requests.
+    """Write a source as a token-exact trace and return the number of requests.
 
-    The file appears complete or not at all. Segments are numbered in order, so equal tokens stay equal and ids of the
-    source are not written. O(pieces); about 100 bytes are kept for each segment.
+    The file appears complete or not at all. Segments are numbered anew, so equal tokens stay equal, but the file has no
+    ids of the source. O(pieces); memory: about 100 bytes for each segment.
 
     Args:
         source: the trace or workload.
-        path: the file to write; gzip if it ends in .gz.
+        path: the file to write; compressed with gzip if the name ends in .gz.
 
     Raises:
-        TraceError: as iterating does.
+        TraceError: for a malformed line.
         OSError: if the file cannot be written.
     """
     path, requests = Path(path), 0
@@ -275,19 +335,27 @@ def convert(source: RequestSource, path: str | Path) -> int:
 
 
 def _zipped(path: Path, raw: BinaryIO) -> AbstractContextManager[gzip.GzipFile | BinaryIO]:
-    """Yield a file that writes to ``raw``, compressed if ``path`` says so; ``raw`` itself stays open."""
+    """Return a file that writes to ``raw``, with gzip if the name of ``path`` ends in .gz. ``raw`` stays open."""
     if path.suffix != ".gz":
         return nullcontext(raw)
     return gzip.GzipFile("", "wb", fileobj=raw, mtime=0)
 
 
 def _lines(source: RequestSource) -> Iterator[bytes]:
+    """Yield the line of each request."""
     numbers: defaultdict[tuple[int, int], int] = defaultdict(itertools.count().__next__)
     for request in source:
         yield json.dumps(_record(request, numbers), separators=(",", ":")).encode() + b"\n"
 
 
 def _record(request: TraceRequest, numbers: defaultdict[tuple[int, int], int]) -> dict[str, object]:
+    """Return the JSON object of a request.
+
+    Args:
+        request: the request.
+        numbers: number of each segment in the file, by kind and segment of the source.
+    """
+
     def numbered(run: Pieces) -> list[list[int]] | int:
         if not request.tokens_known:
             return run.num_tokens

@@ -1,14 +1,13 @@
-"""What came of a replay: counts and latencies, what it looked like on the way, why each request missed what.
+"""Results of a replay: the report, samples over time, and explained misses.
 
-ReplayReport   counts of the scheduler and latencies of simulated time; it follows from the inputs alone: equal inputs
-               give byte-equal documents, and wall time is no part of it
-Recording      steps -> look(now) -> at most MOST_SAMPLES samples: when there are more, every other one goes and the
-                                     next are twice as far apart
-               ends  -> end(...)  -> a row for each request
-               A stride is looked at before and behind, never within: nobody comes or goes there, and what it wrote is
-               as old as its end.
+ReplayReport   Counts of the scheduler and latencies in simulated time. Equal inputs give byte-equal documents, because
+               wall time is not part of the report.
+Recording      look(now) after each step -> at most MOST_SAMPLES samples. When there are more, it drops every other one
+               and doubles the interval between samples.
+               end(...) -> one row for each finished request.
+               A fast-forward is sampled only before and after it: no request begins or ends within it.
 Explained      {"request": 7, "origin": "line 8", ..., "prompt_tokens": 900, "hit_tokens": 512,
-                "misses": [{"first": 512, ...}]}; hit tokens and those of the misses are the prompt
+                "misses": [{"first": 512, ...}]}. The hit tokens and the tokens of the misses add up to the prompt.
 """
 
 from __future__ import annotations
@@ -37,7 +36,14 @@ VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Mean and nearest-rank percentiles; zeros where nothing was measured. Seconds, to a microsecond."""
+    """Mean and nearest-rank percentiles of values, rounded to 6 digits after the point; zeros without values.
+
+    Attributes:
+        mean: arithmetic mean.
+        p50: median.
+        p90: 90th percentile.
+        p99: 99th percentile.
+    """
 
     mean: float
     p50: float
@@ -46,7 +52,11 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution:
-        """Return the distribution of ``values``, in any order. O(n log n)."""
+        """Return the distribution of some values. O(n log n).
+
+        Args:
+            values: the values, in any order.
+        """
         if not values:
             return cls(0.0, 0.0, 0.0, 0.0)
         ordered = sorted(values)
@@ -59,10 +69,16 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """What became of one group's blocks. kind: class of its spec. block_size: tokens.
+    """Counts of one group's blocks.
 
-    published: blocks that got a key. evictions: keys lost again. cached_blocks: with a key at the end.
-    copies: blocks copied before a forward, so that a state that can be hit is not written to.
+    Attributes:
+        kind: class of the group's spec.
+        layers: number of layers.
+        block_size: tokens of a block.
+        published: blocks that got a key, so that requests can hit them.
+        evictions: keys that were evicted.
+        cached_blocks: blocks with a key at the end.
+        copies: blocks that were copied before a forward, because the original can be hit and must not be written.
     """
 
     kind: str
@@ -80,30 +96,35 @@ class ReplayReport:
 
     Attributes:
         source: name of the trace or workload.
-        bad_lines: lines of the trace that were skipped.
-        machine: the machine of the times, in words.
-        prompt_tokens: of all requests.
-        output_tokens: of all requests.
-        hit_tokens: prompt tokens found in the cache at the first admission; None if the trace has lengths only.
-        computed_tokens: all tokens that ran, including those computed again after a preemption.
-        peak_usage: largest share of blocks in use, 0 to 1.
-        mean_running: rows per step.
+        requests: number of requests.
+        prompt_tokens: prompt tokens of all requests.
+        output_tokens: output tokens of all requests.
         longest_tokens: prompt and output tokens of the longest request.
+        bad_lines: lines of the trace that were skipped.
+        hit_tokens: prompt tokens found in the cache at the first admission of each request; ``None`` for a trace of
+            lengths only.
+        computed_tokens: tokens that ran, including tokens computed again after a preemption.
+        preemptions: number of preemptions.
+        peak_usage: largest share of blocks in use, 0 to 1.
+        steps: number of steps.
+        mean_running: mean rows of a step.
         simulated_s: end of the last step, in seconds of the trace.
-        time_to_first_token_s: from arrival to the end of the step that sampled the first token.
-        time_per_output_token_s: mean over the tokens after the first, for requests with at least two.
-        timed: False if steps take no time; both times are then zeros, and null in the document.
-        caching_off: the reason why no request could hit, or None.
-        groups: in the order of the plan.
-        refusals: how often a waiting request was refused, by reason; at most once per step and request.
+        time_to_first_token_s: time from arrival to the end of the step that sampled the first token.
+        time_per_output_token_s: mean time per token after the first, for requests with at least two output tokens.
+        machine: the machines of the modelled times, in words.
+        timed: whether steps take time. If not, both latencies are zeros, and null in the document.
+        caching_off: the reason why no request could hit, or ``None``.
+        groups: counts of each group, in the order of the plan.
+        refusals: how often the scheduler did not admit a waiting request, by reason; at most once per step and request.
         moves: blocks that moved between slabs.
-        moved_bytes: bytes of these blocks.
+        moved_bytes: bytes of the moved blocks.
         checkpoints: natural layout: positions at which a state was stored.
-        declined_checkpoints: natural layout: positions at which there was no room for a state.
-        ends: resume points that a ranked eviction kept, as CacheStatistics has them.
-        missed_tokens: as CacheStatistics has them.
-        missed_a_gib_more: as CacheStatistics has them.
-        tenants: as CacheStatistics has them, if there are shares.
+        declined_checkpoints: natural layout: positions without memory for a state.
+        ends: counts of resume points by kind, if the eviction ranks them; as in CacheStatistics.
+        missed_tokens: tokens that evicted resume points would have saved; ``None`` for a trace of lengths only.
+        missed_a_gib_more: estimated part of ``missed_tokens`` that one GiB more would have saved; ``None`` for a trace
+            of lengths only.
+        tenants: counts of each tenant, if there are shares.
         misses: prompt tokens that were not hit, by MissReason, if misses are explained.
         drafted_tokens: verified drafts, if there is speculation.
         accepted_tokens: accepted drafts, if there is speculation.
@@ -143,21 +164,21 @@ class ReplayReport:
 
     @property
     def hit_rate(self) -> float | None:
-        """hit_tokens / prompt_tokens, None where hits are unknown."""
+        """Hit tokens divided by prompt tokens; ``None`` for a trace of lengths only."""
         if self.hit_tokens is None:
             return None
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def without_hits(self) -> ReplayReport:
-        """Return the same report without every value that depends on which tokens are equal."""
+        """Return the report without values that depend on token ids, for a trace of lengths only."""
         unknown = replace(self, hit_tokens=None, missed_tokens=None, missed_a_gib_more=None)
         return replace(unknown, ends=(), tenants=(), misses={})
 
     def to_dict(self, settings: Mapping[str, object]) -> dict[str, object]:
-        """Return the document: its schema, the settings, every field and the hit rate.
+        """Return the document: schema, settings, every field and the hit rate.
 
         Args:
-            settings: the settings to write into the document.
+            settings: settings to write into the document.
         """
         counts = asdict(self)
         if not counts.pop("timed"):
@@ -172,10 +193,10 @@ class ReplayReport:
         }
 
     def to_json(self, settings: Mapping[str, object]) -> str:
-        """Return the document as text, one line per value.
+        """Return the document as JSON text, with one line for each value.
 
         Args:
-            settings: the settings to write into the document.
+            settings: settings to write into the document.
         """
         return json.dumps(self.to_dict(settings), indent=2) + "\n"
 
@@ -183,7 +204,9 @@ class ReplayReport:
 Float64 = NDArray[np.float64]
 
 MOST_SAMPLES: Final = 1024
+"""Most samples of a recording: more than the pixels of a chart need. Chosen by hand."""
 _FIRST_INTERVAL_S: Final = 1 / 16
+"""Seconds between samples at first; a power of two, so that doubled intervals are exact. Chosen by hand."""
 _REASONS: Final = tuple(MissReason)
 
 
@@ -191,9 +214,16 @@ _REASONS: Final = tuple(MissReason)
 class Samples:
     """Columns of n samples.
 
-    time_s: float64[n]. running, waiting: requests, int64[n]. prompt_tokens, hit_tokens: of requests that began so far,
-    int64[n]. held, evictable: blocks of each group, int64[n, groups]. usage: float64[n]. missed: tokens by MissReason
-    so far, int64[n, reasons], zeros where misses are not explained.
+    Attributes:
+        time_s: seconds of the trace, float64[n].
+        running: running requests, int64[n].
+        waiting: waiting requests, int64[n].
+        prompt_tokens: prompt tokens of all requests that began so far, int64[n].
+        hit_tokens: hit tokens of all requests that began so far, int64[n].
+        held: blocks that requests hold, int64[n, groups].
+        evictable: cached blocks that no request holds, int64[n, groups].
+        usage: share of blocks in use, 0 to 1, float64[n].
+        missed: missed tokens so far by MissReason, int64[n, reasons]; zeros if misses are not explained.
     """
 
     time_s: Float64
@@ -209,9 +239,16 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Columns of all requests, in the order of their ends, float64[requests]: seconds of the trace, and tokens.
+    """Columns of all requests in the order in which they finished, float64[requests].
 
-    begun_s: when the first step began that it was in.
+    Attributes:
+        arrival_s: time of arrival, in seconds of the trace.
+        begun_s: start of the first step of the request, in seconds of the trace.
+        first_token_s: time of the first output token, in seconds of the trace.
+        end_s: time of the last output token, in seconds of the trace.
+        prompt_tokens: prompt tokens.
+        hit_tokens: prompt tokens found in the cache.
+        output_tokens: output tokens.
     """
 
     arrival_s: Float64
@@ -225,7 +262,13 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A whole recording. idle: cached blocks at the end by group, by their seconds without a hit (EDGES_S)."""
+    """A complete recording.
+
+    Attributes:
+        samples: the samples.
+        requests: times and tokens of each request.
+        idle: cached blocks at the end, by group and by bucket of seconds without a hit (EDGES_S).
+    """
 
     samples: Samples
     requests: RequestTimes
@@ -233,9 +276,14 @@ class Recorded:
 
 
 class Recording:
-    """Samples of a replay. scheduler: the one that is replayed; its cache must measure block times."""
+    """Samples of a replay."""
 
     def __init__(self, scheduler: Scheduler) -> None:
+        """Make an empty recording.
+
+        Args:
+            scheduler: the replayed scheduler; its cache must measure block times.
+        """
         self._scheduler = scheduler
         self._samples: list[tuple[float, ...]] = []
         self._groups = len(scheduler.cache.groups)
@@ -243,7 +291,12 @@ class Recording:
         self._requests = tuple(array("d") for _ in RequestTimes.__dataclass_fields__)
 
     def look(self, now_s: float, *, last: bool = False) -> None:
-        """Take a sample, if one is due or if it is the ``last``. O(blocks)."""
+        """Take a sample if the interval has passed. O(blocks) for a sample.
+
+        Args:
+            now_s: current time, in seconds of the trace.
+            last: take the sample in any case.
+        """
         if now_s < self._next_s and not last:
             return
         self._samples.append(self._sample(now_s))
@@ -268,12 +321,17 @@ class Recording:
         )
 
     def end(self, times: tuple[float, float, float, float], tokens: tuple[int, int, int]) -> None:
-        """Record a request: times of arrival, start, first token and end; tokens of prompt, hit and output."""
+        """Record a finished request.
+
+        Args:
+            times: arrival, start, first token and end, in seconds of the trace.
+            tokens: prompt tokens, hit tokens and output tokens.
+        """
         for column, value in zip(self._requests, (*times, *tokens), strict=True):
             column.append(value)
 
     def recorded(self) -> Recorded:
-        """Return everything recorded so far."""
+        """Return all samples and requests so far."""
         table = np.array(self._samples, np.float64).reshape(len(self._samples), -1)
         time_s, running, waiting, prompt, hit, usage = table[:, :6].T
         held, evictable, missed = np.split(table[:, 6:].astype(np.int64), (self._groups, 2 * self._groups), axis=1)
@@ -291,7 +349,15 @@ _PARQUET: Final = ".parquet"
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """The misses of request ``number`` of a trace, counted from 0, when it began; in the order of the prompt."""
+    """The misses of one request when it began.
+
+    Attributes:
+        number: number of the request in the trace, from 0.
+        trace: the request.
+        begun_s: time when it began, in seconds of the trace.
+        hit_tokens: prompt tokens found in the cache.
+        misses: the misses, in the order of the prompt.
+    """
 
     number: int
     trace: TraceRequest
@@ -300,7 +366,12 @@ class Explained:
     misses: tuple[Miss, ...]
 
     def to_dict(self, *, in_order: bool) -> dict[str, object]:
-        """Return the document of a line; ``in_order`` (KVCacheManager.evicts_in_order) makes ``more_bytes`` a bound."""
+        """Return the JSON object of the request.
+
+        Args:
+            in_order: whether the cache evicts in order of use (KVCacheManager.evicts_in_order). ``more_bytes`` of a
+                miss is then an upper bound, otherwise an estimate.
+        """
         return {
             "request": self.number,
             "origin": self.trace.origin,
@@ -308,28 +379,28 @@ class Explained:
             "begun_s": round(self.begun_s, 6),
             "prompt_tokens": self.trace.num_prompt_tokens,
             "hit_tokens": self.hit_tokens,
-            "misses": [_said(miss, AT_MOST if in_order else ESTIMATE) for miss in self.misses],
+            "misses": [_facts(miss, AT_MOST if in_order else ESTIMATE) for miss in self.misses],
         }
 
 
-def _said(miss: Miss, bound: str) -> dict[str, object]:
-    """Return the known facts of a miss."""
-    said = {name: value for name, value in asdict(miss).items() if value is not None}
-    interval = said.pop("interval", None)
-    if "more_bytes" in said:
-        said["more_bytes_is"] = bound
+def _facts(miss: Miss, bound: str) -> dict[str, object]:
+    """Return the known facts of a miss; ``bound`` describes its ``more_bytes``."""
+    facts = {name: value for name, value in asdict(miss).items() if value is not None}
+    interval = facts.pop("interval", None)
+    if "more_bytes" in facts:
+        facts["more_bytes_is"] = bound
     if interval is not None:
-        said |= {"placement": f"interval:{interval}", "state_at": miss.interval_state}
-    return {name: round(value, 6) if isinstance(value, float) else value for name, value in said.items()}
+        facts |= {"placement": f"interval:{interval}", "state_at": miss.interval_state}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in facts.items()}
 
 
 @contextmanager
 def explained_file(path: Path, *, in_order: bool) -> Iterator[Callable[[Explained], None]]:
-    """Yield a function to call with each request; the file exists at the end, complete, or not at all.
+    """Yield a function that writes one request. At the end, the file exists in full or not at all.
 
     Args:
-        path: the file: JSON lines, or Parquet columns if it ends in .parquet.
-        in_order: as Explained.to_dict.
+        path: the file to write: Parquet if the name ends in .parquet, otherwise JSON lines.
+        in_order: whether the cache evicts in order of use, as in ``Explained.to_dict``.
 
     Raises:
         ConfigError: for Parquet without pyarrow, and if the file cannot be written.
@@ -348,17 +419,19 @@ def explained_file(path: Path, *, in_order: bool) -> Iterator[Callable[[Explaine
             yield add
             write(rows)
     except OSError as error:
-        raise ConfigError(f"{path} could not be written: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise ConfigError(f"{path} could not be written ({reason}): name another file (--explain-to)") from error
 
 
 @contextmanager
 def _lines(file: Any) -> Iterator[Callable[[list[dict[str, object]]], None]]:  # noqa: ANN401 - a binary file
+    """Yield a function that writes rows as JSON lines."""
     yield lambda rows: file.writelines((json.dumps(row) + "\n").encode() for row in rows)
 
 
 @contextmanager
 def _parquet(file: Any) -> Iterator[Callable[[list[dict[str, object]]], None]]:  # noqa: ANN401 - as above
-    """Yield the same function for Parquet, with tokens by reason as columns, so that sums need no unnesting."""
+    """Yield a function that writes rows as Parquet, with a column of tokens for each reason: sums need no unnesting."""
     try:
         import pyarrow as pa  # noqa: PLC0415  # an extra
         from pyarrow import parquet  # noqa: PLC0415
