@@ -494,8 +494,6 @@ class Scheduler:
             self._peak_usage = max(self._peak_usage, taken.peak_usage)
         return taken
 
-    stride = fast_forward  # its name in 0.1
-
     # -- failure
 
     def fail(self, step_id: int, error: BaseException | str) -> None:
