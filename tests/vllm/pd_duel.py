@@ -37,7 +37,7 @@ SIDES: Mapping[str, Mapping[str, Any]] = {
 WHOLE, LATE = "whole.json", "a state one token late"
 """As folder_connector has them, which imports vLLM."""
 
-WITH_STATES, REFUSAL, EDGES = "granite_hybrid", "let it load beside the steps", (65, 129, 193)
+WITH_STATES, REFUSAL, EDGES = "granite_hybrid", "let it load asynchronously", (65, 129, 193)
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 

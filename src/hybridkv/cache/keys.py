@@ -1,4 +1,4 @@
-"""Keys of blocks: under which keys a block can be hit, and which step writes it.
+"""Keys of blocks: the keys under which a block can be hit, and the step that writes it.
 
     no key --publish--> waits for a step --mark_written--> written
       ^                        |                              |
@@ -85,12 +85,12 @@ class BlockKeys:
         self._keys = np.full(num_blocks, None, np.object_)  # bytes, or None for a block without key of all its tokens
         self._step = np.full(num_blocks, WRITTEN, np.int32)  # step that will write a published block
         self._lost_at = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
-        self.each_group, self._each_step = self._group.data, self._step.data  # quick to read and write singly
+        self.each_group, self._each_step = self._group.data, self._step.data  # memoryviews access one entry faster
         self._each_lost_at = self._lost_at.data
         self._supersedable: set[int] = set()
         self.journal = Journal() if journal is None else journal
 
-    # -- answers
+    # -- read
 
     def key_of(self, block: int) -> bytes | None:
         """Return the key of all tokens of ``block``; ``None`` without one."""
@@ -128,13 +128,16 @@ class BlockKeys:
         return self.num_kept(ids, evictions) == len(ids)
 
     def num_kept(self, ids: Int32, evictions: int) -> int:
-        """Return how many leading ``ids`` kept their keys since then. Valid for up to 2**31 evictions."""
+        """Return how many leading ``ids`` kept their keys since ``self.evictions`` was ``evictions``.
+
+        Valid for up to 2**31 evictions.
+        """
         if self.evictions == evictions:
             return len(ids)
         lost = self._lost_at[ids] - _wrapped(evictions) > 0
         return int(lost.argmax()) if lost.any() else len(ids)
 
-    # -- published
+    # -- publish
 
     def publish(self, group: int, ids: Sequence[int] | Int32, keys: Sequence[bytes], step: int = WRITTEN) -> None:
         """Give ``keys`` to blocks ``ids`` of ``group``. O(ids).
@@ -179,10 +182,10 @@ class BlockKeys:
     def publish_partial(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> int | None:
         """Give a partial key to ``block``: it begins with ``tokens``, which no other block has after ``parent``.
 
-        A parent has few partial keys, so the oldest one may have to go.
+        A parent has at most MOST_PARTIAL partial keys, so the oldest one may be removed.
 
         Returns:
-            The block that lost its last key by it, else ``None``.
+            The block that lost its last key by this, else ``None``.
         """
         self._begin(group, block, step)
         index = self.indexes[group]
@@ -192,13 +195,13 @@ class BlockKeys:
         if gone is None:
             return None
         if index.is_partial(gone) or self.key_of(gone) is not None:
-            self._note_lost(np.array([gone], np.int32))  # one of its keys: hits that rest on it become stale
+            self._note_lost(np.array([gone], np.int32))  # it lost one of its keys: remembered hits become stale
             return None
         self.lost[group] += 1
         self._wipe(np.array([gone], np.int32))
         return gone
 
-    # -- lost
+    # -- evict
 
     def evict(self, ids: Int32) -> None:
         """Remove the keys of ``ids``, which all have one. Raises CacheError for a block without a key."""
@@ -306,7 +309,7 @@ class BlockKeys:
         self.evictions += 1
         self._lost_at.fill(_wrapped(self.evictions))
 
-    # -- moved
+    # -- move
 
     def follow(self, moves: Int64) -> None:
         """Move the keys of blocks that moved, int64[m, 2] of (source, target)."""
@@ -328,38 +331,37 @@ class BlockKeys:
         self.evictions += 1
         self._lost_at[sources] = _wrapped(self.evictions)
 
-    # -- checkpoints that are passed by
+    # -- checkpoints that a later one supersedes
 
     def flag_supersedable(self, block: int) -> None:
         """Flag the checkpoint in ``block``: it is useful only until a later one of the same request is kept."""
         self._supersedable.add(block)
 
     def take_supersedable(self, blocks: Sequence[int]) -> Int32:
-        """Return the flagged ones of ``blocks``, int32, and remove their flags."""
+        """Return the flagged blocks among ``blocks``, int32, and remove their flags."""
         gone = [block for block in blocks if block in self._supersedable]
         self._supersedable.difference_update(gone)
         return np.array(gone, np.int32)
 
-    # -- published, then written
+    # -- steps that write published blocks
 
     def mark_written(self, ids: Int32, step: int) -> Bool:
         """Note that ``step`` wrote ``ids``.
 
         Returns:
-            bool[len(ids)], which of them waited for this very step. A block may have been evicted or published again
-                since.
+            Which of them waited for this step, bool[len(ids)]. A block may have been evicted or published again since.
         """
         now: Bool = self._step[ids] == step
         self._step[ids[now]] = WRITTEN
         return now
 
     def unwritten(self, ids: Int32, first_step: int) -> Int32:
-        """Return those of ``ids`` that wait for step ``first_step`` or a later one, int32."""
+        """Return the blocks of ``ids`` that wait for step ``first_step`` or a later one, int32."""
         late: Int32 = ids[self._step[ids] >= first_step]
         return late
 
     def all_written(self, ids: Int32) -> bool:
-        """Return whether each of ``ids`` has been written. The null block has."""
+        """Return whether each of ``ids`` has been written. The null block counts as written."""
         return bool((self._step[ids] == WRITTEN).all())
 
     def every_unwritten(self) -> list[int]:
@@ -378,7 +380,7 @@ class BlockKeys:
         """Emit an event for each of ``keys``, of ``ids`` in ``groups``, whose block was written."""
         if not self.journal.reports_events:
             return
-        if self.journal.reports_resume_points:  # of states the last one of a key is told
+        if self.journal.reports_resume_points:  # a state's removal is reported when no copy with its key is left
             for key, group in zip(keys, groups, strict=True):
                 if group in self._silent and self.indexes[group].get(key) is None:
                     self.journal.events.put(ResumePointRemoved(group, key))
@@ -387,19 +389,13 @@ class BlockKeys:
             if done and group not in self._silent:
                 self.journal.events.put(BlockRemoved(block_hashes=(key,), group_idx=group))
 
-    # -- what else can be hit: states, tokens that end inside a block
+    # -- resume points: states and partial blocks
 
     def is_kept(self, point: ResumePointStored) -> int | None:
-        """Return the step that the resume point waits for, WRITTEN for none; ``None`` if no block is found there."""
+        """Return the step that will write the block of a resume point, or WRITTEN; ``None`` without a block."""
         index = self.indexes[point.group_idx]
         block = index.get(point.parent)
         if point.partial_tokens:
-            block = next(
-                (
-                    entry.block
-                    for entry in index.partial_blocks_of(point.parent)
-                    if entry.tokens == point.partial_tokens
-                ),
-                None,
-            )
+            entries = index.partial_blocks_of(point.parent)
+            block = next((one.block for one in entries if one.tokens == point.partial_tokens), None)
         return None if block is None else self.step_of(block)

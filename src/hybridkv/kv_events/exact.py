@@ -285,11 +285,11 @@ class ExactEvents:
 
         Each group may store blocks with more tokens after these; the blocks of all groups must agree.
         """
-        parent, tail = part
-        if not self._has_windows(at, len(tail) // _TOKEN_BYTES):
+        parent, partial = part
+        if not self._has_windows(at, len(partial) // _TOKEN_BYTES):
             return False
         extras = next(parts[part] for parts in at.parts.values() if part in parts)
-        covers = [set(self._covers(at, group, parent, tail, extras)) for group in (*self._full, *self._windows)]
+        covers = [set(self._covers(at, group, parent, partial, extras)) for group in (*self._full, *self._windows)]
         if not all(covers):
             return False
         return any(
@@ -297,16 +297,16 @@ class ExactEvents:
         )
 
     @staticmethod
-    def _covers(at: _Position, group: int, parent: bytes, tail: bytes, extras: object) -> Iterator[bytes]:
-        """Yield the tokens of the blocks of ``group`` after ``at`` that begin with ``tail``, as bytes."""
+    def _covers(at: _Position, group: int, parent: bytes, partial: bytes, extras: object) -> Iterator[bytes]:
+        """Yield the tokens of the blocks of ``group`` after ``at`` that begin with ``partial``, as bytes."""
         for found, tokens in at.parts.get(group, ()):
-            if found == parent and tokens.startswith(tail):
+            if found == parent and tokens.startswith(partial):
                 yield tokens
         for child in at.children.values():
             block = child.blocks.get(group)
             if block is not None and _extras_of(block) == extras:
                 tokens = np.array(block.token_ids, np.int32).tobytes()
-                if tokens.startswith(tail):
+                if tokens.startswith(partial):
                     yield tokens
 
     # -- the events to publish
@@ -342,7 +342,7 @@ class ExactEvents:
             one = one.parent
 
     def _drop_unused(self, positions: Iterable[_Position]) -> None:
-        """Delete the unused ones of ``positions``, and parents that become unused by that."""
+        """Delete unused ``positions``, and parents that become unused by that."""
         for at in positions:
             one: _Position | None = at
             while one is not None and one.key in self._at and one.is_unused:
@@ -370,13 +370,16 @@ def kind_of(spec: KVCacheSpec) -> KVCacheSpec:
 def _require_known(config: KVCacheConfig, kinds: Sequence[tuple[int, KVCacheSpec]], *, natural: bool) -> None:
     """Raise ConfigError if exact events do not support one of the groups."""
     instead = "publish raw events instead (exact=False, --kv-events-form raw)"
-    if any(isinstance(spec, ChunkedLocalAttentionSpec) for _, spec in kinds):
-        raise ConfigError(f"exact events do not support chunked attention: {instead}")
-    if any(group.is_eagle_group for group in config.groups):
-        raise ConfigError(f"exact events do not support groups that drop a block for EAGLE: {instead}")
+    chunked = [number for number, spec in kinds if isinstance(spec, ChunkedLocalAttentionSpec)]
+    if chunked:
+        raise ConfigError(f"exact events do not support chunked attention, as in group {chunked[0]}: {instead}")
+    eagle = [number for number, group in enumerate(config.groups) if group.is_eagle_group]
+    if eagle:
+        raise ConfigError(f"exact events do not support group {eagle[0]}, which drops a block for EAGLE: {instead}")
     if not any(spec.keeps is Keeps.TOKENS for _, spec in kinds):
-        raise ConfigError(f"exact events need a group of full attention, and the plan has no such group: {instead}")
+        raise ConfigError(f"exact events need a group of full attention, and the plan has only other groups: {instead}")
     in_blocks = {Keeps.TOKENS, Keeps.WINDOW} if natural else {Keeps.TOKENS, Keeps.WINDOW, Keeps.STATE}
     sizes = {spec.block_size for _, spec in kinds if spec.keeps in in_blocks}
     if len(sizes) > 1:
-        raise ConfigError(f"exact events need blocks of one size, but the plan has {sorted(sizes)} tokens: {instead}")
+        found = " and ".join(map(str, sorted(sizes)))
+        raise ConfigError(f"exact events need blocks of one size, but the plan has blocks of {found} tokens: {instead}")

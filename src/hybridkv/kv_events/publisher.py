@@ -118,9 +118,7 @@ class KVEventPublisher:
         self.dropped = 0
         self.unanswered = 0
         self._context = zmq.Context()
-        self._context.setsockopt(
-            zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES
-        )  # limits requests; all sockets of the context have it
+        self._context.setsockopt(zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES)  # holds for all sockets of the context
         try:
             self._pub, self.endpoint = self._listen(zmq.PUB, endpoint)
             self._router = None
@@ -139,7 +137,9 @@ class KVEventPublisher:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             socket.close(linger=0)
-            raise ConfigError(f"cannot publish events at {endpoint}: {error}") from error
+            raise ConfigError(
+                f"cannot publish events at {endpoint}: {error}; give a free address like tcp://127.0.0.1:5557"
+            ) from error
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def publish(self, events: Sequence[KVCacheEvent]) -> None:
@@ -177,7 +177,7 @@ class KVEventPublisher:
         while True:
             self._answer()
             with suppress(Empty):
-                for _ in range(max(1, self._queue.qsize())):  # all that wait, so that answers never delay batches
+                for _ in range(max(1, self._queue.qsize())):  # all waiting batches, so that answers never delay them
                     found = self._queue.get(timeout=_POLL_SECONDS)
                     if found is None:
                         return

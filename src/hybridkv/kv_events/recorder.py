@@ -32,6 +32,7 @@ _POSITIONS: Final = (
 )
 """Fields of vLLM's arrays by position; the recorder drops the fields without a name here."""
 _KEPT: Final = tuple(name for name in _POSITIONS if name is not None)
+_CHECK: Final = "record a publisher of KV events in this schema"
 
 Numbered = tuple[int, bytes]
 
@@ -109,7 +110,9 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) 
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(f"cannot listen to {endpoint}: {error}") from error
+        raise ConfigError(
+            f"cannot listen to {endpoint}: {error}; give the publisher's address, like tcp://127.0.0.1:5557"
+        ) from error
     return socket
 
 
@@ -123,7 +126,9 @@ def _replay(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> list[Numb
             if int.from_bytes(number, "big", signed=True) < 0:
                 return found
             found.append((int.from_bytes(number, "big"), batch))
-    raise ConfigError(f"no answer from {endpoint}: check that it is a publisher's replay endpoint")
+    raise ConfigError(
+        f"no answer from {endpoint} within {_ANSWER_MS // 1000} s: check that it is a publisher's replay endpoint"
+    )
 
 
 def _received(socket: zmq.Socket[bytes], seconds: float | None) -> Iterator[Numbered]:
@@ -134,7 +139,8 @@ def _received(socket: zmq.Socket[bytes], seconds: float | None) -> Iterator[Numb
             frames = socket.recv_multipart()
             if len(frames) != len(_FRAMES):
                 raise ConfigError(
-                    f"a message has {len(frames)} frames, but KV events have {', '.join(_FRAMES)}: check the endpoint"
+                    f"a message has {len(frames)} frames, but KV events have {len(_FRAMES)} ({', '.join(_FRAMES)}): "
+                    "give the PUB endpoint of a publisher of KV events"
                 )
             yield int.from_bytes(frames[1], "big"), frames[2]
 
@@ -175,7 +181,9 @@ def line_of(number: int, batch: bytes, *, known: bool) -> tuple[str, int]:
     for one in stored:
         hashes, size = one.get("block_hashes"), one.get("block_size")
         if not isinstance(hashes, list) or not hashes or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"batch {number} is not in vLLM's schema: blocks {shown(hashes)} of {shown(size)} tokens")
+            raise ConfigError(
+                f"batch {number} is not in vLLM's schema, with blocks {shown(hashes)} of {shown(size)} tokens: {_CHECK}"
+            )
     kept = [{name: _written(one.get(name)) for name in _KEPT} for one in stored]
     line = {"seq": number, "ts": seconds, **({"known": True} if known else {}), "events": kept}
     return json.dumps(line, separators=(",", ":")) + "\n", sum(len(one["block_hashes"]) for one in stored)
@@ -187,7 +195,7 @@ def _decoded(number: int, batch: bytes) -> tuple[float, list[Mapping[str, Any]]]
         seconds, events, *_ = msgspec.msgpack.decode(batch)
         return real("ts", seconds), [_fields(event) for event in events]
     except (msgspec.DecodeError, TypeError, ValueError, ConfigError) as error:
-        raise ConfigError(f"batch {number} is not in vLLM's schema: {error}") from error
+        raise ConfigError(f"batch {number} is not in vLLM's schema ({error}): {_CHECK}") from error
 
 
 def _fields(event: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any value that a message holds

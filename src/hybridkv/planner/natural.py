@@ -176,8 +176,8 @@ def _tensors(group: KVCacheGroupSpec, at: int, slabs: SlabLayout) -> Iterator[KV
         offset_bytes += round_up(page_bytes, ALIGNMENT_BYTES)
     if offset_bytes > of.block_bytes // parts:
         raise ConfigError(
-            f"group {at} needs {offset_bytes} bytes in each of the {parts} parts of a block, but the block has only "
-            f"{of.block_bytes} bytes: enlarge block_bytes"
+            f"group {at} needs {offset_bytes} bytes in each of the {parts} parts of a block, but a part has only "
+            f"{of.block_bytes // parts} bytes: enlarge block_bytes to {offset_bytes * parts}"
         )
 
 

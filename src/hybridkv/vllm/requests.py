@@ -416,8 +416,8 @@ class Admissions:
         comes_whole = not new_tokens and loaded == request.num_tokens
         if loads and new_tokens and self._blocks_move:
             raise ConfigError(
-                f"the connector loads {external} tokens of {name!r} in the step that goes on from them, "
-                "where its blocks may still move in the natural layout: let it load beside the steps (asynchronously)"
+                f"the connector loads {external} tokens of {name!r} in the step that resumes there, but "
+                "its blocks may still move in the natural layout: let it load asynchronously"
             )
         if loads and self._states:
             self._check_states(name, loaded, new_tokens, comes_whole=comes_whole)
@@ -466,8 +466,8 @@ class Admissions:
         end = loaded + new_tokens
         if new_tokens and any(one.state_column(loaded) != one.state_column(end) for one in self._states):
             raise ConfigError(
-                f"the connector loads a state behind {loaded} tokens of {name!r} in the step that goes on from it, and "
-                "vLLM's worker copies it before it is there: let it load beside the steps (asynchronously)"
+                f"the connector loads the state after {loaded} tokens of {name!r} in the step that resumes there, and "
+                "vLLM's worker copies it before it arrives: let it load asynchronously"
             )
         if comes_whole and name in self._restarted:
             raise ConfigError(
@@ -481,7 +481,8 @@ class Admissions:
         kept = tuple(ids[:size] for ids, size in zip(hit.ids, sizes, strict=True))
         if not all(ids.all() for ids in kept):
             raise ConfigError(
-                f"a hit cannot be cut to {num_tokens} tokens: of windows and states its end is kept alone"
+                f"the connector needs a hit cut to {num_tokens} tokens, but the cache keeps windows and states only at "
+                "the end of the hit: let the connector report all tokens of the hit, or 0"
             )
         return KVCacheBlocks(kept, hit.pool, hit.evictions)
 

@@ -491,7 +491,7 @@ def test_vllm_manager_connector_with_fewer_tokens_shortens_the_hit() -> None:
     run(windows, Asked("a", PROMPT), len(PROMPT))
     request = Asked("b", PROMPT)
     blocks, hit, _ = windows.get_computed_blocks(request)
-    with pytest.raises(ConfigError, match="cannot be cut to 4"):
+    with pytest.raises(ConfigError, match="needs a hit cut to 4 tokens"):
         windows.allocate_slots(
             request, 10, num_new_computed_tokens=hit, new_computed_blocks=blocks, num_external_computed_tokens=4 - hit
         )
@@ -578,7 +578,7 @@ def test_vllm_manager_load_of_a_copied_state_in_a_step_is_rejected(
     request = Asked("a", PROMPT)
     with cache.step():
         if not fits:
-            with pytest.raises(ConfigError, match="beside the steps"):
+            with pytest.raises(ConfigError, match="let it load asynchronously"):
                 cache.allocate_slots(request, new, num_external_computed_tokens=external)
         else:
             assert cache.allocate_slots(request, new, num_external_computed_tokens=external) is not None
