@@ -79,7 +79,7 @@ def chat(folder: Path) -> None:
             (done,) = engine.generate([chat_ids(loaded, said)], SAMPLING)
             said.append({"role": "assistant", "content": done.text or ""})
             print(f"> {question}\n{done.text}")
-            print(f"[{done.hit_tokens} of {len(done.prompt_token_ids)} prompt tokens were in the cache]\n")
+            print(f"[hit tokens: {done.hit_tokens} of {len(done.prompt_token_ids)} prompt tokens]\n")
 
 
 def main() -> None:

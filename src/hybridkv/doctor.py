@@ -295,7 +295,7 @@ class _Case:
         """Yield the result of every check; for a trace of lengths alone, of checks that do not depend on hits."""
         keeps_states = any(group.spec.keeps is Keeps.STATE for group in self.plan.config.groups)
         if not self.summary.tokens_known:
-            yield _fine(BLOCKS, "unknown: the trace tells lengths alone")
+            yield _fine(BLOCKS, "unknown: the trace holds only lengths")
             if keeps_states:
                 yield self._states_fit(ran)
             return

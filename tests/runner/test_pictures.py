@@ -265,13 +265,13 @@ def test_chat_keeps_pictures_in_the_conversation(folder: Path, monkeypatch: pyte
     out, err = done.stdout, done.stderr
     shown = "[1.png, 20 x 12, is added to your next message]"
     assert out.count(shown) == 2
-    summaries = [line for line in out.splitlines() if "prompt tokens were in the cache" in line]
+    summaries = [line for line in out.splitlines() if line.startswith("[hit tokens: ")]
     prompt = len("user: What?\nassistant: ") + TOKENS
     longer = prompt + 6 + len("\nuser: And?\nassistant: ")
-    seen = "prompt tokens were in the cache; vision ran"
-    assert summaries[0].startswith(f"[0 of {prompt} {seen} 1 times for 1 pictures; 6 new")
-    assert summaries[1].startswith(f"[{prompt + 5} of {longer} {seen} 0 times for 1 pictures")
-    assert summaries[2].startswith(f"[{prompt - 1} of {prompt} {seen} 0 times for 1 pictures")
+    seen = "prompt tokens; vision ran"
+    assert summaries[0].startswith(f"[hit tokens: 0 of {prompt} {seen} 1 times for 1 pictures; 6 output tokens")
+    assert summaries[1].startswith(f"[hit tokens: {prompt + 5} of {longer} {seen} 0 times for 1 pictures")
+    assert summaries[2].startswith(f"[hit tokens: {prompt - 1} of {prompt} {seen} 0 times for 1 pictures")
     assert [line.partition(":")[2].strip() for line in err.splitlines()] == [
         "cannot read picture 'none.png': No such file or directory",
         "cannot read picture '': Is a directory",

@@ -76,10 +76,10 @@ def test_converted_gguf_file_has_equal_weights_and_chats(
     capsys.readouterr()
     example["chat"](folder)
     said = capsys.readouterr().out
-    hits = [line for line in said.splitlines() if line.endswith("prompt tokens were in the cache]")]
+    hits = [line for line in said.splitlines() if line.startswith("[hit tokens: ")]
     assert [said.count(f"> {question}\n") for question in example["QUESTIONS"]] == [1, 1, 1]
-    assert hits[0].startswith("[0 of ")
-    assert not any(line.startswith("[0 of ") for line in hits[1:])
+    assert hits[0].startswith("[hit tokens: 0 of ")
+    assert not any(line.startswith("[hit tokens: 0 of ") for line in hits[1:])
     assert len(hits) == len(example["QUESTIONS"])
 
 

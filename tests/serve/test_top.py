@@ -1,5 +1,6 @@
 """`hybridkv top` and `doctor` show the values of /metrics with any prefix, and report failures in one line."""
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ def test_top_draws_rates_of_recorded_metrics() -> None:
     assert "waiting 7 5 no space, 2 seats" in lines
     assert any(line.startswith("memory in use 25.0% █") for line in lines)
     assert "hit rate - 25.0%" in lines
-    assert "TTFT 0.1 0.18 0.198" in lines
+    assert "time to first token 0.1 0.18 0.198" in lines
     view.add(Exposition.parse(LATER, 12.0))
     lines = drawn(view)
     assert "hit rate 90.0% 30.9% █" in lines
@@ -187,6 +188,34 @@ def test_top_does_not_send_its_key_to_a_redirect(capsys: pytest.CaptureFixture[s
         assert look(url=other, api_key="sk-all") == 0
         assert keys[1:] == ["Bearer sk-all"] * 2
     assert "running" in capsys.readouterr().out
+
+
+class Refuses(Quiet, BaseHTTPRequestHandler):
+    """Answers 500 at /broken, and redirects any other path to a foreign server or to an invalid address."""
+
+    def do_GET(self) -> None:
+        self.send_response(500 if self.path.startswith("/broken") else 307)
+        self.send_header("Location", "http://127.0.0.1:x/" if self.path.startswith("/invalid") else "http://127.0.0.2/")
+        self.end_headers()
+        self.wfile.write(b"a body that nothing reads")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [("/broken", "answers 500"), ("/foreign", "must not get the key"), ("/invalid", "cannot read")]
+)
+def test_top_with_a_failed_answer_closes_its_socket(path: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[socket.socket] = []
+    create_connection = socket.create_connection
+
+    def recorded(address: tuple[str, int], timeout: float, source: None) -> socket.socket:
+        opened.append(create_connection(address, timeout, source))
+        return opened[-1]
+
+    monkeypatch.setattr(socket, "create_connection", recorded)
+    with answering(Refuses) as there, pytest.raises(ConfigError, match=message) as error:
+        look(url=there + path, api_key="sk-all")
+    assert error.value.__traceback__ is not None  # the error is alive, with the frames that held the answer
+    assert [one.fileno() for one in opened] == [-1]
 
 
 @pytest.mark.parametrize(

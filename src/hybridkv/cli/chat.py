@@ -1,7 +1,7 @@
-"""`hybridkv chat`: a conversation with a model that finds earlier turns in the cache.
+"""`hybridkv chat`: a conversation with a model; the cache keeps its earlier turns.
 
-A turn is a request with the whole conversation so far, formatted by the chat template. Tokens of earlier turns are
-cache hits; their number is printed after each answer. A picture is read once, when it is shown to the model.
+A turn is a request with the whole conversation so far, formatted by the chat template. Tokens of earlier turns are hit
+tokens; their number is printed after each answer. A picture is read once, when the user adds it to a message.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def chat_command(
     sampling: SamplingOptions = SamplingOptions(max_new_tokens=256),
     memory: str | None = cache_option("Cache memory: 64MiB, or a number of bytes.", show_default="1GiB"),
 ) -> int:
-    """Chat with a model: answers are streamed, each followed by the number of prompt tokens found in the cache."""
+    """Chat with a model: answers are streamed, each followed by its hit tokens."""
     params = sampling.params()
     loaded = model.load()
     from hybridkv.runner.chat import require_chat  # noqa: PLC0415  # torch takes seconds: only this command pays
@@ -167,6 +167,6 @@ def _summary(done: Completion, seconds: float, seen: str) -> str:
     hit, prompt, made = done.hit_tokens, len(done.prompt_token_ids), len(done.token_ids)
     cut = "" if done.finish_reason == "stop" else f", ended by {done.finish_reason}"
     return (
-        f"[{format_count(hit)} of {format_count(prompt)} prompt tokens were in the cache; {seen}"
-        f"{format_count(made)} new tokens in {seconds:.1f} s{cut}]"
+        f"[hit tokens: {format_count(hit)} of {format_count(prompt)} prompt tokens; {seen}"
+        f"{format_count(made)} output tokens in {seconds:.1f} s{cut}]"
     )

@@ -1,4 +1,4 @@
-"""`hybridkv explain`: why tokens of one request were not found, as sentences next to a picture of its prompt."""
+"""`hybridkv explain`: why prompt tokens of one request missed the cache, next to a drawing of its prompt."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SENTENCES: Final = {
     MissReason.UNPUBLISHED: "seen, but not published: the request that has them still computes them, or never did",
     MissReason.NO_WINDOW: "keys and values are cached, but the window or chunk before them is not",
     MissReason.BLOCK_EDGE: "in a partial block: in this layout a hit ends at a block boundary",
-    MissReason.NO_ROOM: "found, but there was no memory to copy their partial block or state",
+    MissReason.NO_ROOM: "cached, but there was no memory to copy their partial block or state",
     MissReason.CACHING_OFF: "not looked up: caching is off for this request",
     MissReason.LAST_TOKEN: "last token of the prompt: it always runs, for its logits",
 }
@@ -144,15 +144,15 @@ def _show(explained: Explained, run: Prepared) -> None:
             "machine": run.simulation.machine,
             f"request {explained.number}": f"{trace.origin}, at {trace.timestamp_s:,.3f} s; "
             f"began {waited:,.3f} s later",
-            "prompt": f"{format_count(tokens)} tokens, {format_count(explained.hit_tokens)} of them "
-            f"({share(explained.hit_tokens / tokens)}) found in the cache",
+            "prompt": f"{format_count(tokens)} tokens, {format_count(explained.hit_tokens)} hit tokens, "
+            f"hit rate {share(explained.hit_tokens / tokens)}",
         }
     )
     rows = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for name in ("tokens", "where", "why"):
         rows.add_column(name, overflow="fold", no_wrap=name != "why")
     if explained.hit_tokens:
-        rows.add_row(_span(0, explained.hit_tokens), _drawn(0, explained.hit_tokens, tokens, "█"), "found")
+        rows.add_row(_span(0, explained.hit_tokens), _drawn(0, explained.hit_tokens, tokens, "█"), "hit")
     for miss in explained.misses:
         mark = _MARKS.get(miss.reason, "·")
         rows.add_row(
@@ -174,7 +174,7 @@ def _drawn(first: int, end: int, tokens: int, mark: str) -> str:
 
 
 def _sentence(miss: Miss, run: Prepared) -> str:
-    """Explain why the tokens of ``miss`` were not found in ``run``."""
+    """Return the reason of ``miss`` in ``run`` as a sentence."""
     if miss.reason is MissReason.EVICTED:
         return _evicted(miss, run)
     if miss.reason is not MissReason.NO_STATE:

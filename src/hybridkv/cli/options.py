@@ -128,9 +128,7 @@ skip_bad_lines_option: Final = partial(
     "--skip-bad-lines",
     default=False,
 )
-explain_option: Final = partial(
-    output_option, "Report why prompt tokens were not found in the cache.", "--explain", default=False
-)
+explain_option: Final = partial(output_option, "Report missed prompt tokens by reason.", "--explain", default=False)
 REMEMBERED: Final = 1 << 20
 """Default number of evicted keys that are remembered to explain misses; each takes some 200 bytes."""
 page_option: Final = partial(

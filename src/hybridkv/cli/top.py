@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPMessage
 from itertools import pairwise
@@ -33,10 +34,10 @@ RUNNING_SUFFIX: Final = ":num_requests_running"
 _KEPT: Final = 60
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _TIMES: Final = {
-    "time_to_first_token_seconds": "TTFT",
-    "request_time_per_output_token_seconds": "TPOT",
-    "request_queue_time_seconds": "queue",
-    "e2e_request_latency_seconds": "end to end",
+    "time_to_first_token_seconds": "time to first token",
+    "request_time_per_output_token_seconds": "time per output token",
+    "request_queue_time_seconds": "time in queue",
+    "e2e_request_latency_seconds": "whole request",
 }
 _NONE: Final = "-"
 
@@ -71,7 +72,11 @@ def top_command(
 
 
 class View:
-    """The metrics of the server at ``url``: the latest samples, and the first one."""
+    """The metrics of the server at ``url``: the latest samples, and the first one.
+
+    Args:
+        url: address of the metrics, as ``metrics_url`` returns it.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -156,7 +161,7 @@ def _groups(now: Exposition) -> Table:
 
 def _misses(now: Exposition) -> Table:
     """Return a table of missed prompt tokens by reason, empty unless the server explains misses."""
-    rows = table("missed", "tokens", "share")
+    rows = table("prompt tokens missed", "tokens", "share of missed")
     reasons = now.by("prompt_tokens_missed_total", "reason")
     for reason, tokens in sorted(reasons.items(), key=lambda one: -one[1]):
         rows.add_row(printable(reason.replace("_", " ")), _count(tokens), _share(tokens / (sum(reasons.values()) or 1)))
@@ -247,9 +252,9 @@ class Exposition:
         return None if grown is None or seconds <= 0 else grown / seconds
 
     def hit_rate(self, before: Exposition | None = None) -> float | None:
-        """Return the share of prompt tokens found in the cache since ``before``, 0 to 1; None without prompts."""
-        asked, found = self.since(before, "prefix_cache_queries_total"), self.since(before, "prefix_cache_hits_total")
-        return None if not asked or found is None else found / asked
+        """Return hit tokens as a share of prompt tokens since ``before``, 0 to 1; ``None`` without prompt tokens."""
+        prompt, hit = self.since(before, "prefix_cache_queries_total"), self.since(before, "prefix_cache_hits_total")
+        return None if not prompt or hit is None else hit / prompt
 
     def quantile(self, name: str, share: float, before: Exposition | None = None) -> float | None:
         """Return a quantile of a histogram, interpolated within its bucket as Prometheus does; None without samples.
@@ -307,6 +312,7 @@ def read_metrics(url: str, api_key: str | None) -> str:
             return read.decode()
     except HTTPError as error:
         key = ": set HYBRIDKV_API_KEY to a key without a salt" if error.code in {401, 403} else ""
+        error.close()  # the error holds the answer, whose socket would stay open while the error is kept
         raise ConfigError(f"{url} answers {error.code} {error.reason}{key}") from error
     except ConfigError:
         raise
@@ -323,12 +329,15 @@ class _KeyStays(HTTPRedirectHandler):
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> Request | None:
         """Follow a redirect as HTTPRedirectHandler. Raises ConfigError if a key would go to another server."""
-        if req.has_header("Authorization") and _server_of(newurl) != _server_of(req.full_url):
-            parts = urlsplit(newurl)
-            other = shown(f"{parts.scheme}://{parts.netloc}")
-            raise ConfigError(
-                f"{req.full_url} redirects to {other}, which must not get the key: give the address of that server"
-            )
+        with ExitStack() as failing:
+            failing.callback(fp.close)  # urllib closes the answer only if no error is raised here
+            if req.has_header("Authorization") and _server_of(newurl) != _server_of(req.full_url):
+                parts = urlsplit(newurl)
+                other = shown(f"{parts.scheme}://{parts.netloc}")
+                raise ConfigError(
+                    f"{req.full_url} redirects to {other}, which must not get the key: give the address of that server"
+                )
+            failing.pop_all()
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 

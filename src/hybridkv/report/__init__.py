@@ -1,6 +1,8 @@
-"""Charts of plans, replays, sweeps and searches: one HTML file each, which needs no network (docs/reports.md).
+"""Charts of plans, replays, sweeps and searches as HTML files that need no network (docs/reports.md).
 
-caches and settings choose the charts -> page draws them and writes the file
+caches     pages of a plan and of a replay
+settings   pages of a sweep and of a search
+page       the HTML file, and the forms of chart that both use
 """
 
 from hybridkv.report.caches import plan_page, replay_page

@@ -1,7 +1,7 @@
-"""The pages of a plan and of a replay.
+"""Pages of a plan and of a replay.
 
-A plan: the memory of one request, the number of requests that fit, and the layout of the memory. A replay: hits,
-waiting requests, the content of the cache, latencies, and wasted memory.
+The page of a plan shows the memory map, the memory of one request, and the number of requests that fit. The page of a
+replay shows the hit rate, the content of the cache, waiting requests, latencies, and waste.
 """
 
 from __future__ import annotations
@@ -16,13 +16,29 @@ from numpy.typing import NDArray
 from hybridkv.cache import EDGES_S, MissReason
 from hybridkv.planner import Plan
 from hybridkv.planner.config import blocks_needed, copies_that_fit
-from hybridkv.report.page import ALERT, FREE, PADDING, Chart, Kind, bars, kinds_of, layers, line, lying, page, steps
+from hybridkv.report.page import (
+    ALERT,
+    FREE,
+    PADDING,
+    UNKNOWN_HITS,
+    Chart,
+    Kind,
+    bars,
+    kinds_of,
+    layers,
+    line,
+    lying,
+    page,
+    steps,
+)
 from hybridkv.simulator import ReplayReport
 from hybridkv.simulator.report import Recorded
 from hybridkv.units import format_bytes, format_count
 
 _SHORTEST: Final = 256
+"""Tokens of the shortest request in charts over the length."""
 _LENGTHS: Final = 24
+"""Points of a line over the length."""
 
 
 def plan_page(plan: Plan) -> str:
@@ -66,23 +82,27 @@ def _blocks(plan: Plan, tokens: int) -> tuple[int, ...]:
 
 
 def _map(plan: Plan, kinds: list[Kind], blocks: NDArray[np.int64]) -> Chart:
-    """Return a chart to scale: weights, and the cache full of requests of the longest context."""
+    """Return a chart to scale: the weights, and a cache that is full of requests of the longest context.
+
+    Args:
+        plan: the plan to draw.
+        kinds: all kinds of groups in the plan.
+        blocks: blocks of one request of the longest context, int64[groups].
+    """
     config = plan.config
     copies, _ = copies_that_fit(config, plan.limits, tuple(blocks.tolist()))
     parts = [(one.name, float(copies * blocks @ one.content_bytes), one.colour) for one in kinds]
     padding = sum(float(copies * blocks @ (one.block_bytes - one.content_bytes)) for one in kinds)
     left = plan.memory_bytes - padding - sum(size for _, size, _ in parts)
-    parts += [("padding", padding, PADDING), ("too little for one more", left, FREE)]
+    parts += [("padding", padding, PADDING), ("free, less than one more request", left, FREE)]
     traces = [lying(name, ["cache"], [size / 2**30], colour) for name, size, colour in parts if size]
     weights = plan.model.weight_bytes / plan.model.tp
     if weights:
         traces.append(lying("weights", ["weights"], [weights / 2**30], 3))
-    many = (
-        f"{format_count(copies)} request{'s' if copies != 1 else ''} of {format_count(plan.capacity.longest_context)}"
-    )
-    said = f"The memory of one rank to scale, with {many} tokens in it" + (
-        ", and what the weights take besides." if weights else "."
-    )
+    many = f"{format_count(copies)} request{'s' if copies != 1 else ''}"
+    length = f"{format_count(plan.capacity.longest_context)} tokens"
+    besides = ", and the weights" if weights else ""
+    said = f"The memory of one rank, drawn to scale: the cache with {many} of {length}{besides}."
     layout = {"barmode": "stack", "hovermode": "closest", "xaxis": {"title": "GiB"}}
     return Chart("Memory map", said, traces, layout, 280)
 
@@ -91,7 +111,10 @@ def _request(plan: Plan, kinds: list[Kind], lengths: NDArray[np.int64], blocks: 
     whole = np.array([plan.config.units_for(row) * plan.config.unit_bytes for row in blocks.tolist()])
     traces = [line(one.name, lengths, blocks @ one.block_bytes / 2**20, one.colour) for one in kinds]
     traces.append(line(f"all, in whole {plan.config.unit}s", lengths, whole / 2**20, PADDING, line={"dash": "dot"}))
-    said = "What one request takes by its tokens: attention grows with them, windows up to a point, states not at all."
+    said = (
+        "Cache memory of one request by its length. Attention grows with each token, a window stops growing when it is "
+        "full, and a state keeps its size."
+    )
     log = {"type": "log", "rangemode": "normal"}
     axes = {"xaxis": {"title": "tokens", "type": "log"}, "yaxis": {"title": "MiB", **log}}
     return Chart("One request", said, traces, axes)
@@ -99,7 +122,7 @@ def _request(plan: Plan, kinds: list[Kind], lengths: NDArray[np.int64], blocks: 
 
 def _fitting(plan: Plan, lengths: NDArray[np.int64], blocks: NDArray[np.int64]) -> Chart:
     fit = [copies_that_fit(plan.config, plan.limits, tuple(row))[1] for row in blocks.tolist()]
-    said = "How many requests of so many tokens fit at once, sharing nothing."
+    said = "Requests of a length that fit in the cache at once, if they share no prefix."
     axes = {
         "xaxis": {"title": "tokens", "type": "log"},
         "yaxis": {"title": "requests", "type": "log", "rangemode": "normal"},
@@ -134,25 +157,23 @@ def _facts(plan: Plan, report: ReplayReport) -> dict[str, str]:
         "layout": f"{plan.layout}, {format_count(plan.config.num_blocks)} {plan.config.unit}s",
         "requests": format_count(report.requests),
         "prompt tokens": format_count(report.prompt_tokens),
-        "found in the cache": "unknown: the trace tells lengths alone"
-        if report.hit_rate is None
-        else f"{report.hit_rate:.1%}",
+        "hit rate": UNKNOWN_HITS if report.hit_rate is None else f"{report.hit_rate:.1%}",
         "preemptions": format_count(report.preemptions),
-        "memory in use, at most": f"{report.peak_usage:.1%}",
+        "peak memory use": f"{report.peak_usage:.1%}",
         **_times(report),
-        "requests side by side": f"{report.mean_running:.1f}",
-        "simulated": f"{report.simulated_s:,.0f} s",
+        "requests per step": f"{report.mean_running:.1f}",
+        "simulated time": f"{report.simulated_s:,.0f} s",
     }
 
 
 def _times(report: ReplayReport) -> dict[str, str]:
-    """Yield charts of latencies, if steps take time."""
+    """Return the latencies as facts; empty if steps take no time."""
     if not report.timed:
         return {}
     first, later = report.time_to_first_token_s, report.time_per_output_token_s
     return {
-        "first token within (50% / 99%)": f"{first.p50:,.3f} / {first.p99:,.3f} s",
-        "a token more (50% / 99%)": f"{later.p50 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
+        "time to first token (p50 / p99)": f"{first.p50:,.3f} / {first.p99:,.3f} s",
+        "time per output token (p50 / p99)": f"{later.p50 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
     }
 
 
@@ -174,12 +195,14 @@ def _charts(plan: Plan, report: ReplayReport, recorded: Recorded) -> Iterator[Ch
 def _hits(recorded: Recorded) -> Chart:
     at, prompt, hit = _thinned(recorded.samples.time_s, recorded.samples.prompt_tokens, recorded.samples.hit_tokens)
     traces = [
-        steps("just then", at[:-1], _share(np.diff(hit), np.diff(prompt)), 5),
-        line("so far", at[1:], _share(hit[1:], prompt[1:]), 0),
+        steps("since the previous point", at[:-1], _share(np.diff(hit), np.diff(prompt)), 5),
+        line("total", at[1:], _share(hit[1:], prompt[1:]), 0),
     ]
-    said = "Of the prompt tokens of requests that began: how many were in the cache and did not have to run."
+    said = (
+        "Hit tokens as a share of the prompt tokens of all requests that have begun. Hit tokens are not computed again."
+    )
     axis = {"tickformat": ".0%", "range": [0, 1]}
-    return Chart("Prompt tokens found", said, traces, {"xaxis": {"title": _TIME["title"]}, "yaxis": axis})
+    return Chart("Hit rate", said, traces, {"xaxis": _TIME, "yaxis": axis})
 
 
 def _misses(recorded: Recorded) -> Chart:
@@ -189,23 +212,25 @@ def _misses(recorded: Recorded) -> Chart:
         for number, reason in enumerate(MissReason)
         if missed[-1, number]
     ]
-    said = "Prompt tokens that had to run, by the reason why they were not found, summed up."
-    return Chart("Why tokens were missed", said, layers(at, parts), {"xaxis": _TIME, "yaxis": {"title": "tokens"}})
+    said = "Prompt tokens that had to be computed, summed up for each reason."
+    return Chart(
+        "Missed prompt tokens, by reason", said, layers(at, parts), {"xaxis": _TIME, "yaxis": {"title": "tokens"}}
+    )
 
 
 def _filled(plan: Plan, kinds: list[Kind], recorded: Recorded) -> Chart:
     at, held, evictable = _thinned(recorded.samples.time_s, recorded.samples.held, recorded.samples.evictable)
-    used = [(f"{one.name}, in use", held @ one.block_bytes / 2**30, one.colour) for one in kinds]
+    used = [(f"{one.name}, held", held @ one.block_bytes / 2**30, one.colour) for one in kinds]
     cached = [(f"{one.name}, cached", evictable @ one.block_bytes / 2**30, one.colour) for one in kinds]
     taken = sum((values for _, values, _ in (*used, *cached)), np.zeros(len(at)))
     left = np.maximum(plan.config.arena_bytes / 2**30 - taken, 0)
     traces = [
         *layers(at, used),
         *layers(at, cached, fillpattern={"shape": "/", "size": 5}),
-        *layers(at, [("free, or holes in slabs", left, FREE)]),
+        *layers(at, [("free, or unusable parts of slabs", left, FREE)]),
     ]
-    said = "All of the memory for the cache: blocks that requests hold, blocks that only wait for a hit, and the rest."
-    return Chart("What fills the cache", said, traces, {"xaxis": _TIME, "yaxis": {"title": "GiB"}}, 380)
+    said = "Memory of the cache: blocks that requests hold, cached blocks that no request holds, and free memory."
+    return Chart("Memory over time", said, traces, {"xaxis": _TIME, "yaxis": {"title": "GiB"}}, 380)
 
 
 def _ages(kinds: list[Kind], recorded: Recorded) -> Chart:
@@ -213,25 +238,26 @@ def _ages(kinds: list[Kind], recorded: Recorded) -> Chart:
     used = np.flatnonzero(counts.any(axis=1))
     names = [f"{EDGES_S[at]:g} s" if at < len(EDGES_S) else "longer" for at in used.tolist()]
     traces = [bars(one.name, names, counts[used] @ one.block_bytes / 2**30, one.colour) for one in kinds]
-    said = "Cached blocks at the end, by how long ago they were hit, or written if never."
+    said = "Cached blocks at the end of the replay, by the time since their last hit, or since they were written."
     layout = {"barmode": "stack", "xaxis": {"title": "up to", "type": "category"}, "yaxis": {"title": "GiB"}}
-    return Chart("How old the cache is", said, traces, layout)
+    return Chart("Age of cached blocks", said, traces, layout)
 
 
 def _queue(recorded: Recorded) -> Chart:
     samples = recorded.samples
-    traces = [steps("run", samples.time_s, samples.running, 0), steps("wait", samples.time_s, samples.waiting, ALERT)]
-    said = (
-        "Requests that run and that wait. Waiting for long means too little memory, or too few rows or tokens a step."
-    )
-    return Chart("Requests at once", said, traces, {"xaxis": _TIME})
+    traces = [
+        steps("running", samples.time_s, samples.running, 0),
+        steps("waiting", samples.time_s, samples.waiting, ALERT),
+    ]
+    said = "If many requests wait for long, memory is short, or a step takes too few requests or tokens."
+    return Chart("Requests", said, traces, {"xaxis": _TIME})
 
 
 def _latencies(recorded: Recorded) -> Iterator[Chart]:
     times = recorded.requests
     yield Chart(
-        "Time to the first token",
-        "By when requests arrived: half of them, 90% and 99% had their first token within so many seconds.",
+        "Time to first token",
+        "Quantiles over the requests that arrived at about the same time.",
         _quantiles(times.arrival_s, times.first_token_s - times.arrival_s),
         {"xaxis": _TIME, "yaxis": {"title": "seconds", "type": "log", "rangemode": "normal"}},
     )
@@ -240,7 +266,7 @@ def _latencies(recorded: Recorded) -> Iterator[Chart]:
         each = (times.end_s - times.first_token_s)[later] / (times.output_tokens[later] - 1)
         yield Chart(
             "Time per output token",
-            "Of requests with more than one token, the mean over those behind the first.",
+            "Mean time of the tokens after the first: quantiles over the requests that arrived at about the same time.",
             _quantiles(times.arrival_s[later], each * 1000),
             {"xaxis": _TIME, "yaxis": {"title": "milliseconds"}},
         )
@@ -252,12 +278,12 @@ def _quantiles(at: Float64, values: Float64) -> list[Any]:
     places = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, len(edges) - 2)
     bins = [place for place in range(len(edges) - 1) if (places == place).any()]
     middles = [(edges[place] + edges[place + 1]) / 2 for place in bins]
-    found = [(f"{share:.0%}", share, colour) for share, colour in ((0.5, 0), (0.9, 1), (0.99, ALERT))]
+    quantiles = (("p50", 0.5, 0), ("p90", 0.9, 1), ("p99", 0.99, ALERT))
     return [
         line(
             name, middles, [np.quantile(values[places == place], share) for place in bins], colour, mode="lines+markers"
         )
-        for name, share, colour in found
+        for name, share, colour in quantiles
     ]
 
 
@@ -269,19 +295,19 @@ def _slowest(recorded: Recorded) -> Chart:
         for i in longest
     ]
     parts = (
-        ("waits", (times.begun_s - times.arrival_s)[longest], ALERT),
-        ("reads its prompt", (times.first_token_s - times.begun_s)[longest], 1),
-        ("says its output", (times.end_s - times.first_token_s)[longest], 0),
+        ("waiting", (times.begun_s - times.arrival_s)[longest], ALERT),
+        ("prefill, to the first token", (times.first_token_s - times.begun_s)[longest], 1),
+        ("decode", (times.end_s - times.first_token_s)[longest], 0),
     )
-    said = f"The {len(names)} requests that took longest, named by their arrival and tokens of prompt + output."
+    said = f"The {len(names)} requests that took longest, named by their arrival time and tokens of prompt + output."
     layout = {
         "barmode": "stack",
         "hovermode": "closest",
-        "xaxis": {"title": "seconds since it arrived"},
+        "xaxis": {"title": "seconds since the request arrived"},
         "yaxis": {"showticklabels": False, "title": "requests"},
     }
     traces = [lying(name, names, seconds, colour) for name, seconds, colour in parts]
-    return Chart("The slowest requests", said, traces, layout, 420)
+    return Chart("Slowest requests", said, traces, layout, 420)
 
 
 def _waste(plan: Plan, report: ReplayReport, kinds: list[Kind]) -> Chart:
@@ -290,16 +316,16 @@ def _waste(plan: Plan, report: ReplayReport, kinds: list[Kind]) -> Chart:
     made = sum(one.made for one in report.ends)
     unused = sum(one.unused for one in report.ends)
     rows = [
-        ("computed again", again / max(report.computed_tokens, 1), ALERT),
-        ("kept, never hit", unused / made if made else 0.0, 1),
+        ("tokens computed again", again / max(report.computed_tokens, 1), ALERT),
+        ("resume points never hit", unused / made if made else 0.0, 1),
         *((f"padding of {one.name}", one.padding, PADDING) for one in kinds),
-        ("left over", plan.capacity.unused_bytes / plan.memory_bytes, PADDING),
+        ("memory too small for a block", plan.capacity.unused_bytes / plan.memory_bytes, PADDING),
     ]
     rows.reverse()
     traces = [lying(name, [name], [share], colour, showlegend=False) for name, share, colour in rows]
     said = (
-        "What served nobody: tokens computed again after preemptions, of all computed; ends kept and given up without "
-        "a hit, of all kept; padding in blocks; memory in which no block fits."
+        "Tokens computed again after preemptions, of all computed tokens. Resume points evicted before a hit, of all "
+        "that were made. Padding in blocks. Memory at the end in which no block fits."
     )
     most = max(0.05, *(share for _, share, _ in rows))
     layout = {"hovermode": "closest", "xaxis": {"tickformat": ".1%", "range": [0, most]}, "barmode": "stack"}

@@ -1,7 +1,7 @@
-"""One HTML file with everything in it: facts, charts, and the library that draws them (plotly, its minified script).
+"""Write one HTML file that holds facts, charts, tables and the library that draws them (plotly's minified script).
 
-Charts are Plotly's own JSON without colours: the page applies the colours of light or dark mode, and describes each
-chart in a sentence. Shared forms: step lines, stacked areas, bars.
+A chart is Plotly's JSON with numbers in place of colours. The page's script sets the colours of the light or dark
+theme, and each chart has a description of one or two sentences.
 """
 
 from __future__ import annotations
@@ -22,12 +22,20 @@ from hybridkv.planner import Plan
 from hybridkv.specs import Keeps
 
 Trace = Mapping[str, Any]
-"""One of Plotly's traces. ``colour``, a number, is what the page colours it by: equal ones are alike in all charts."""
+"""A trace of Plotly, with the number of a colour as ``colour``: equal numbers have the same colour in all charts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart: title, and a description of one or two sentences. traces, layout: Plotly's. height: pixels."""
+    """A chart of a page.
+
+    Attributes:
+        title: heading of the chart.
+        said: description, one or two sentences.
+        traces: data, as Plotly has it.
+        layout: axes and other settings, as Plotly has them.
+        height: height in pixels.
+    """
 
     title: str
     said: str
@@ -38,9 +46,14 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table: title and description as in a Chart. rows: texts, of which a short row ends in a wide cell.
+    """A table of a page.
 
-    named: the columns of text.
+    Attributes:
+        title: heading of the table.
+        said: description, one or two sentences.
+        columns: names of the columns.
+        rows: texts of the cells. The last cell of a short row spans the remaining columns.
+        named: number of leading columns that hold text; the others hold numbers.
     """
 
     title: str
@@ -51,7 +64,7 @@ class Table:
 
 
 def page(title: str, facts: Mapping[str, str], parts: Sequence[Chart | Table]) -> str:
-    """Return the HTML text of a page.
+    """Return the HTML text of a page. O(characters), with some 5 MB of plotly's script.
 
     Args:
         title: the page's title.
@@ -75,8 +88,8 @@ def page(title: str, facts: Mapping[str, str], parts: Sequence[Chart | Table]) -
     sections = "".join(
         _section(part, charts.index(part)) if isinstance(part, Chart) else _table(part) for part in parts
     )
-    told = {"title": html.escape(title), "rows": rows, "sections": sections}
-    return template.format(**told, style=style, plotly=get_plotlyjs(), data=data, draw=draw)
+    texts = {"title": html.escape(title), "rows": rows, "sections": sections}
+    return template.format(**texts, style=style, plotly=get_plotlyjs(), data=data, draw=draw)
 
 
 def _section(chart: Chart, at: int) -> str:
@@ -108,7 +121,9 @@ def _cells(row: Sequence[str], table: Table) -> str:
 Float64 = NDArray[np.float64]
 
 PADDING, FREE, ALERT = 7, 9, 4
-"""Colours of what nobody can use, of what nobody uses, and of what one should look at."""
+"""Colours of unusable memory, of free memory, and of values that need attention."""
+UNKNOWN_HITS: Final = "unknown: the trace holds only lengths"
+"""Text in place of a hit rate, if the trace does not say which tokens are equal."""
 _OF_KINDS: Final[Mapping[str, int]] = {
     Keeps.TOKENS: 0,
     Keeps.WINDOW: 5,
@@ -121,10 +136,13 @@ _SAID: Final[Mapping[str, str]] = {Keeps.TOKENS: "keys and values", Keeps.WINDOW
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of groups in a plan, the same in every chart.
+    """Groups of a plan that keep the same kind of data; every chart uses the same name and colour for them.
 
-    block_bytes, content_bytes: bytes of each group's blocks in memory, and the used part, float64[groups]; 0 for groups
-    of other kinds.
+    Attributes:
+        name: the kind and its number of layers, in words.
+        colour: number of the colour.
+        block_bytes: bytes of a block of each group in memory, float64[groups]; 0 for groups of other kinds.
+        content_bytes: bytes of a block without padding, float64[groups]; 0 for groups of other kinds.
     """
 
     name: str
@@ -134,7 +152,7 @@ class Kind:
 
     @property
     def padding(self) -> float:
-        """Share of its memory that is padding, if its groups have equally many blocks."""
+        """Padding as a share of the memory, if all groups of the kind have equally many blocks."""
         return 1 - float(self.content_bytes.sum() / self.block_bytes.sum())
 
 
@@ -155,7 +173,7 @@ def kinds_of(plan: Plan) -> list[Kind]:
 
 
 def numbers(values: ArrayLike, digits: int = 6) -> list[float | None]:
-    """Return ``values`` for JSON, rounded to ``digits`` significant digits; None, a gap, for NaN."""
+    """Return ``values`` for JSON, rounded to ``digits`` significant digits. NaN becomes null, a gap in a chart."""
     each = np.asarray(values, np.float64).tolist()
     return [None if math.isnan(one) else float(f"{one:.{digits}g}") for one in each]
 
@@ -179,15 +197,15 @@ def steps(name: str, x: ArrayLike, y: ArrayLike, colour: int) -> Trace:
 
 
 def layers(x: ArrayLike, parts: Iterable[tuple[str, ArrayLike, int]], **more: Any) -> list[Trace]:  # noqa: ANN401 - as above
-    """Return stacked areas of ``parts``: name, values and colour."""
+    """Return stacked areas. ``parts`` holds name, values and colour of each, the lowest area first."""
     return [line(name, x, y, colour, stackgroup="all", line={"width": 0.5}, **more) for name, y, colour in parts]
 
 
 def bars(name: str, x: Sequence[str], y: ArrayLike, colour: int, **more: Any) -> Trace:  # noqa: ANN401 - Plotly's
-    """Return bars by name."""
+    """Return vertical bars; ``x`` names them."""
     return {"type": "bar", "name": name, "x": list(x), "y": numbers(y), "colour": colour, **more}
 
 
 def lying(name: str, y: Sequence[str], x: ArrayLike, colour: int, **more: Any) -> Trace:  # noqa: ANN401 - Plotly's
-    """Return horizontal bars, the first at the bottom."""
+    """Return horizontal bars; ``y`` names them, the first at the bottom."""
     return {"type": "bar", "orientation": "h", "name": name, "y": list(y), "x": numbers(x), "colour": colour, **more}

@@ -1,7 +1,7 @@
-"""The pages of many settings: of a sweep and of a search.
+"""Pages of many settings: of a sweep and of a search.
 
-A sweep: hit rates and waiting times over memory, compared, and as numbers. A search: price and goodput of settings, how
-far each is from the aims, and the distance to the runner-up.
+The page of a sweep shows hit rates and latencies over memory, and a table of all settings. The page of a search shows
+price and goodput of the settings, their latencies compared with the aims, and a table of all tried settings.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any, Final
 
-from hybridkv.report.page import ALERT, Chart, Table, Trace, line, lying, numbers, page
+from hybridkv.report.page import ALERT, UNKNOWN_HITS, Chart, Table, Trace, line, lying, numbers, page
 from hybridkv.simulator import Cell, Swept, Tried
 from hybridkv.simulator.sweep import differing, in_short, in_words, machines_of
 from hybridkv.simulator.tune import Aim
@@ -19,8 +19,9 @@ from hybridkv.units import format_count, parse_bytes
 _MOST_LINES: Final = 20
 _MOST_ROWS: Final = 60
 _MOST_CELLS: Final = 1000
+"""Limits of lines in a chart, of rows in the heat map and of rows in the table. Chosen by hand."""
 _HEAT: Final = [[0, "#3b4a6b"], [0.5, "#b0578d"], [1, "#f2c14e"]]
-"""Colours that are told apart on light and on dark, and without some of them."""
+"""Colours that differ on a light and on a dark page, and for colour-blind readers."""
 Report = dict[str, Any]
 
 
@@ -50,18 +51,18 @@ def _facts(done: Sequence[Swept], names: Sequence[str]) -> dict[str, str]:
         facts |= {
             "requests": format_count(_report(quick)["requests"]),
             "prompt tokens": format_count(_report(quick)["prompt_tokens"]),
-            **_most_found(served, names),
-            f"99% of first tokens within {_first_token(quick):,.3f} s": in_words(quick.cell, names),
+            **_highest_hit_rate(served, names),
+            f"lowest time to first token p99, {_first_token(quick):,.3f} s": in_words(quick.cell, names),
         }
     return facts
 
 
-def _most_found(served: Sequence[Swept], names: Sequence[str]) -> dict[str, str]:
+def _highest_hit_rate(served: Sequence[Swept], names: Sequence[str]) -> dict[str, str]:
     """Return the setting with the highest hit rate, if hits are known."""
     if not _hits_known(served):
-        return {"found in the cache": "unknown: the trace tells lengths alone"}
+        return {"hit rate": UNKNOWN_HITS}
     best = max(served, key=lambda one: _report(one)["hit_rate"])
-    return {f"most found, {_report(best)['hit_rate']:.1%}": in_words(best.cell, names)}
+    return {f"highest hit rate, {_report(best)['hit_rate']:.1%}": in_words(best.cell, names)}
 
 
 def _parts(done: Sequence[Swept], names: Sequence[str], lines: dict[str, list[Swept]]) -> Iterator[Chart | Table]:
@@ -89,19 +90,19 @@ def _curves(lines: dict[str, list[Swept]]) -> Iterator[Chart]:
     log = {"type": "log", "rangemode": "normal"}
     hits: list[tuple[str, str, Callable[[Report], float | None], dict[str, Any]]] = []
     if _hits_known([one for cells in lines.values() for one in _served(cells)]):
-        said = "Of all prompt tokens, how many were found."
+        said = "Hit tokens as a share of all prompt tokens."
         hits.append(("Hit rate over memory", said, lambda one: one["hit_rate"], share))
     for title, said, value, axis in (
         *hits,
         (
-            "Time to the first token over memory",
-            "99% of the requests had their first token within so many seconds.",
+            "Time to first token over memory",
+            "The p99 of all requests: 99% have their first token within this time.",
             lambda one: one["time_to_first_token_s"]["p99"] or None,
             {"title": "seconds", **log},
         ),
         (
             "Time per output token over memory",
-            "99% of the requests had a token more within so many milliseconds, in the mean.",
+            "The p99 of all requests, each with the mean time of its output tokens after the first.",
             lambda one: one["time_per_output_token_s"]["p99"] * 1000,
             {"title": "milliseconds"},
         ),
@@ -115,23 +116,23 @@ def _curves(lines: dict[str, list[Swept]]) -> Iterator[Chart]:
 def _best(lines: dict[str, list[Swept]], most: int) -> tuple[list[str], str]:
     """Return the names of the ``most`` best lines, best first, and a sentence if there are others.
 
-    The best lines have the highest hit rate; if hits are unknown, the earliest first tokens.
+    The best lines have the highest hit rates. If hits are unknown, they have the lowest times to first token.
     """
     known = _hits_known([one for cells in lines.values() for one in _served(cells)])
-    worth = {
+    ranks = {
         name: max((_report(one)["hit_rate"] if known else -_first_token(one) for one in _served(cells)), default=-inf)
         for name, cells in lines.items()
     }
-    best = "that find most" if known else "with the earliest first tokens"
-    some = f" The {most} of {format_count(len(lines))} {best}." if len(lines) > most else ""
-    return sorted(worth, key=lambda name: -worth[name])[:most], some
+    best = "with the highest hit rates" if known else "with the lowest times to first token"
+    some = f" Only the {most} of {format_count(len(lines))} {best} are shown." if len(lines) > most else ""
+    return sorted(ranks, key=lambda name: -ranks[name])[:most], some
 
 
 def _curve(name: str, cells: Sequence[Swept], value: Callable[[Report], float | None], colour: int) -> dict[str, Any]:
     served = _served(cells)
     sizes = [parse_bytes(one.cell.memory) / 2**30 for one in served]
     values = [float("nan") if (found := value(_report(one))) is None else found for one in served]
-    dash = ("solid", "dash", "dot")[colour // 10 % 3]  # as many colours as there are, then other strokes
+    dash = ("solid", "dash", "dot")[colour // 10 % 3]  # the page has 10 colours; more lines get other strokes
     return dict(line(name, sizes, values, colour, mode="lines+markers", line={"dash": dash}))
 
 
@@ -162,7 +163,7 @@ def _heat(lines: dict[str, list[Swept]]) -> Chart:
         "xaxis": {"type": "category", "title": "memory", "showgrid": False},
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
     }
-    said = f"Share of the prompt tokens that were found; a gap is a setting that cannot serve these requests.{some}"
+    said = f"Hit tokens as a share of the prompt tokens. A gap is a setting that cannot serve the trace.{some}"
     return Chart("Hit rate of every setting", said, [trace], layout, 110 + 34 * len(shown))
 
 
@@ -173,29 +174,31 @@ def _table(done: Sequence[Swept], names: Sequence[str]) -> Table:
         if "report" not in one.document:
             rows.append([*setting, f"refused: {one.document['refused']}"])
             continue
-        told = _report(one)
-        first, later = told["time_to_first_token_s"], told["time_per_output_token_s"]
-        seconds = told["simulated_s"] or 1.0
+        report = _report(one)
+        first, later = report["time_to_first_token_s"], report["time_per_output_token_s"]
+        seconds = report["simulated_s"] or 1.0
         rows.append(
             [
                 *setting,
-                "unknown" if told["hit_rate"] is None else f"{told['hit_rate']:.2%}",
+                "unknown" if report["hit_rate"] is None else f"{report['hit_rate']:.2%}",
                 f"{first['p50']:,.3f} / {first['p99']:,.3f} s",
                 f"{later['p50'] * 1000:,.1f} / {later['p99'] * 1000:,.1f} ms",
-                f"{told['output_tokens'] / seconds:,.0f}",
-                format_count(told["preemptions"]),
-                f"{told['peak_usage']:.1%}",
+                f"{report['output_tokens'] / seconds:,.0f}",
+                format_count(report["preemptions"]),
+                f"{report['peak_usage']:.1%}",
             ]
         )
     columns = [
         *(name.replace("_", " ") for name in names),
-        "found",
-        "first token (50% / 99%)",
-        "a token more (50% / 99%)",
+        "hit rate",
+        "time to first token (p50 / p99)",
+        "time per output token (p50 / p99)",
+        "output tokens/s",
+        "preemptions",
+        "peak memory use",
     ]
-    columns += ["output tokens/s", "preempted", "memory in use, at most"]
-    first = f" The first {_MOST_CELLS} of them." if len(done) > _MOST_CELLS else ""
-    return Table("All settings", f"Each was replayed by itself.{first}", columns, rows, len(names))
+    first = f" Only the first {_MOST_CELLS} are shown." if len(done) > _MOST_CELLS else ""
+    return Table("All settings", f"Each setting was replayed by itself.{first}", columns, rows, len(names))
 
 
 def _setting(cell: Cell, names: Sequence[str]) -> list[str]:
@@ -224,8 +227,9 @@ def _first_token(one: Swept) -> float:
 
 _SHOWN: Final = 20
 _BELOW: Final = 80
-"""Pixels of an axis with its title, below which the legend lies."""
-_KEEPS, _BEST, _NEXT = 2, 0, 1
+"""Pixels of an axis with its title. The legend is below it."""
+_MEETS, _BEST, _NEXT = 2, 0, 1
+"""Colours of settings that meet the aims, of the best one and of the runner-up."""
 
 
 def tune_page(source: str, tried: Sequence[Tried], aims: Sequence[Aim]) -> str:
@@ -240,12 +244,12 @@ def tune_page(source: str, tried: Sequence[Tried], aims: Sequence[Aim]) -> str:
         ConfigError: if plotly is not installed.
     """
     names = differing([one.cell for one in tried]) or ["model", "memory"]
-    kept = sum(one.keeps_aims for one in tried)
+    meeting = sum(one.keeps_aims for one in tried)
     facts = {
         "machines": machines_of([one.cell for one in tried]),
         "aims": ", ".join(f"{one.name} within {one.most_s:g} s" for one in aims),
         "settings tried": format_count(len(tried)),
-        "keep the aims": format_count(kept),
+        "meet the aims": format_count(meeting),
         **_winners(tried, names),
     }
     parts: list[Chart | Table] = [*_charts(tried, names, aims), _table_of_tried(tried, names)]
@@ -255,8 +259,8 @@ def tune_page(source: str, tried: Sequence[Tried], aims: Sequence[Aim]) -> str:
 def _winners(tried: Sequence[Tried], names: Sequence[str]) -> Mapping[str, str]:
     best, *others = [one for one in tried if one.refused is None] or [tried[0]]
     if best.refused is not None:
-        return {"none can serve this trace": best.refused}
-    first = "cheapest" if best.keeps_aims else "none keeps them; the nearest"
+        return {"no setting can serve this trace": best.refused}
+    first = "cheapest" if best.keeps_aims else "no setting meets the aims; nearest"
     facts = {first: f"{in_words(best.cell, names)}: {best.price_per_h:,.2f} an hour, {_taken(best)}"}
     if others:
         other = others[0]
@@ -267,7 +271,7 @@ def _winners(tried: Sequence[Tried], names: Sequence[str]) -> Mapping[str, str]:
 
 def _taken(one: Tried) -> str:
     aim, share = one.worst
-    return f"{aim} at {share:.1%} of the aim"
+    return f"{aim} is {share:.1%} of the aim"
 
 
 def _charts(tried: Sequence[Tried], names: Sequence[str], aims: Sequence[Aim]) -> Iterator[Chart]:
@@ -277,8 +281,8 @@ def _charts(tried: Sequence[Tried], names: Sequence[str], aims: Sequence[Aim]) -
     yield _cost(served, names)
     shown = served[:_SHOWN][::-1]  # the best at the top
     labels = [in_short(one.cell, names) for one in shown]
-    some = f" Named by {', '.join(name.replace('_', ' ') for name in names)}, the best at the top"
-    some += f": {_SHOWN} of {len(served)}." if len(served) > _SHOWN else "."
+    some = f" Labels name {', '.join(name.replace('_', ' ') for name in names)}. The best setting is at the top."
+    some += f" Only the best {_SHOWN} of {len(served)} are shown." if len(served) > _SHOWN else ""
     limits = {aim.name: aim.most_s for aim in aims}
     taken = [
         lying(name, labels, [(one.reached or {})[name] / limit for one in shown], colour)
@@ -296,25 +300,25 @@ def _charts(tried: Sequence[Tried], names: Sequence[str], aims: Sequence[Aim]) -
         "line": {"dash": "dot", "color": "#d55e00"},
     }
     yield Chart(
-        "How much of the aims is taken",
-        f"1 is the aim; what reaches beyond misses it.{some}",
+        "Latencies compared with the aims",
+        f"1 is the aim; a longer bar misses it.{some}",
         taken,
-        _lying_layout("of the aim", height, [0, most], [edge]),
+        _lying_layout("share of the aim", height, [0, most], [edge]),
         height,
     )
     tokens = [one.tokens for one in shown]
     parts = [
         lying(
-            name, [label for label, one in zip(labels, shown, strict=True) if one.keeps_aims is keeps], values, colour
+            name, [label for label, one in zip(labels, shown, strict=True) if one.keeps_aims is meets], values, colour
         )
-        for name, keeps, colour in (("keeps the aims", True, _KEEPS), ("misses them", False, ALERT))
-        if (values := [value for value, one in zip(tokens, shown, strict=True) if one.keeps_aims is keeps])
+        for name, meets, colour in (("meets the aims", True, _MEETS), ("misses the aims", False, ALERT))
+        if (values := [value for value, one in zip(tokens, shown, strict=True) if one.keeps_aims is meets])
     ]
     height = 130 + 24 * len(shown)
     layout = _lying_layout("output tokens", height, None, [])
     layout["yaxis"] = {**layout["yaxis"], "categoryorder": "array", "categoryarray": labels}
-    said = f"Output tokens for one of the currency.{some}"
-    yield Chart("What the money buys", said, parts, layout, height)
+    said = f"Output tokens for one unit of the currency.{some}"
+    yield Chart("Output tokens for the price", said, parts, layout, height)
 
 
 def _lying_layout(title: str, height: int, span: list[float] | None, shapes: list[Trace]) -> dict[str, Any]:
@@ -335,8 +339,8 @@ def _cost(served: Sequence[Tried], names: Sequence[str]) -> Chart:
     parts: list[tuple[str, Sequence[Tried], int, str, int]] = [
         ("cheapest" if best.keeps_aims else "nearest", [best], _BEST, "star", 16),
         ("runner-up", others[:1], _NEXT, "diamond", 12),
-        ("keep the aims", [one for one in others[1:] if one.keeps_aims], _KEEPS, "circle", 9),
-        ("miss them", [one for one in others[1:] if not one.keeps_aims], ALERT, "x", 9),
+        ("meet the aims", [one for one in others[1:] if one.keeps_aims], _MEETS, "circle", 9),
+        ("miss the aims", [one for one in others[1:] if not one.keeps_aims], ALERT, "x", 9),
     ]
     traces: list[dict[str, Any]] = [
         {
@@ -346,19 +350,19 @@ def _cost(served: Sequence[Tried], names: Sequence[str]) -> Chart:
             "x": numbers([one.price_per_h for one in some]),
             "y": numbers([one.goodput_per_s for one in some]),
             "text": [in_words(one.cell, names) for one in some],
-            "hovertemplate": "%{text}<br>%{x:,.2f} an hour, %{y:,.2f} a second<extra></extra>",
+            "hovertemplate": "%{text}<br>price/h %{x:,.2f}, goodput/s %{y:,.2f}<extra></extra>",
             "colour": colour,
-            "cliponaxis": False,  # nothing at all is drawn whole, too
+            "cliponaxis": False,  # a marker at 0 is drawn whole
             "marker": {"symbol": symbol, "size": size},
         }
         for name, some, colour, symbol, size in parts
         if some
     ]
-    said = "Each setting by its price, and by how many requests a second keep the aims by their own times."
+    said = "Price of each setting, and its goodput: requests per second that meet the aims with their own latencies."
     layout = {
         "hovermode": "closest",
-        "xaxis": {"title": "price an hour", "rangemode": "tozero"},
-        "yaxis": {"title": "requests a second"},
+        "xaxis": {"title": "price per hour", "rangemode": "tozero"},
+        "yaxis": {"title": "requests per second"},
     }
     return Chart("Cost and goodput", said, traces, layout, 400)
 
@@ -374,5 +378,5 @@ def _table_of_tried(tried: Sequence[Tried], names: Sequence[str]) -> Table:
         times = [f"{seconds:,.3f} s" for seconds in one.reached.values()]
         worth = f"{one.price_per_h:,.2f}", f"{one.goodput_per_s:,.2f}", f"{one.tokens:,.0f}"
         rows.append([*setting, worth[0], "yes" if one.keeps_aims else "no", *times, *worth[1:]])
-    columns = [*(name.replace("_", " ") for name in names), "price/h", "keeps", *aims, "goodput/s", "tokens/1"]
-    return Table("All that was tried", "The best first.", columns, rows, len(names))
+    columns = [*(name.replace("_", " ") for name in names), "price/h", "meets aims", *aims, "goodput/s", "tokens/1"]
+    return Table("All tried settings", "The best setting is first.", columns, rows, len(names))

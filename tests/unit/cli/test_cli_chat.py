@@ -146,7 +146,7 @@ def test_chat_conversation_hits_its_earlier_turns() -> None:
     # all of the turn before, but for the last token of its answer, which nobody computed
     hits = [0, tokens[0] + 11, tokens[0] - 1]
     for hit, prompt, summary in zip(hits, [*tokens, tokens[0]], summaries, strict=True):
-        assert summary.startswith(f"[{hit} of {prompt} prompt tokens were in the cache; 12 new tokens in ")
+        assert summary.startswith(f"[hit tokens: {hit} of {prompt} prompt tokens; 12 output tokens in ")
 
 
 def test_chat_with_too_long_message_continues() -> None:
@@ -204,7 +204,7 @@ def test_chat_restores_the_terminal(leaves: str) -> None:
         terminal.until("> ")
         terminal.type("hello\n")
         if leaves == "prompt":
-            terminal.until("prompt tokens were in the cache")
+            terminal.until("prompt tokens; ")
             terminal.until("> ")
         else:
             terminal.until("hello\r\n")

@@ -88,24 +88,24 @@ def test_report_page_matches_the_report(hybrid: tuple[Plan, ReplayReport, Record
     plan, report, recorded = hybrid
     text = replay_page(plan, report, recorded)
     shown = charts(text)
-    _, so_far = shown["Prompt tokens found"]
+    _, so_far = shown["Hit rate"]
     assert so_far["y"][-1] == pytest.approx(report.hit_rate, abs=1e-5)
     assert 0.1 < (report.hit_rate or 0) < 1
-    missed = {one["name"].replace(" ", "_"): one["y"][-1] for one in shown["Why tokens were missed"]}
+    missed = {one["name"].replace(" ", "_"): one["y"][-1] for one in shown["Missed prompt tokens, by reason"]}
     assert missed == pytest.approx(report.misses, rel=1e-5)
-    whole = np.sum([one["y"] for one in shown["What fills the cache"]], axis=0)
+    whole = np.sum([one["y"] for one in shown["Memory over time"]], axis=0)
     assert whole == pytest.approx(plan.config.arena_bytes / 2**30, rel=1e-4)
-    at_the_end = sum(one["y"][-1] for one in shown["What fills the cache"] if one["name"].endswith("cached"))
-    by_age = np.sum([one["y"] for one in shown["How old the cache is"]])
+    at_the_end = sum(one["y"][-1] for one in shown["Memory over time"] if one["name"].endswith("cached"))
+    by_age = np.sum([one["y"] for one in shown["Age of cached blocks"]])
     cached = [group.cached_blocks * plan.config.block_bytes_of(at) for at, group in enumerate(report.groups)]
     assert by_age == pytest.approx(sum(cached) / 2**30, rel=1e-4)
     assert at_the_end == pytest.approx(by_age, rel=1e-4)
     assert sum(cached)
-    slowest = np.sum([one["x"] for one in shown["The slowest requests"]], axis=0)
+    slowest = np.sum([one["x"] for one in shown["Slowest requests"]], axis=0)
     took = recorded.requests.end_s - recorded.requests.arrival_s
     assert slowest.tolist() == pytest.approx(np.sort(took)[-40:].tolist(), rel=1e-4)
     waste = {one["name"]: one["x"][0] for one in shown["Waste"]}
-    assert waste["kept, never hit"] == pytest.approx(
+    assert waste["resume points never hit"] == pytest.approx(
         sum(one.unused for one in report.ends) / sum(one.made for one in report.ends), rel=1e-4
     )
     assert 0 < waste["padding of keys and values of 10 layers"] < 0.01
@@ -194,7 +194,7 @@ def test_report_of_a_sweep_is_drawn_over_memory() -> None:
     assert llama["x"] == [2, 4]
     assert llama["y"] == pytest.approx([rates[1]["hit_rate"], rates[0]["hit_rate"]], rel=1e-5)
     assert llama["y"][0] < llama["y"][1]
-    assert {one["name"] for one in shown["Time to the first token over memory"]} == {"llama-3-8b", "gemma-3-27b"}
+    assert {one["name"] for one in shown["Time to first token over memory"]} == {"llama-3-8b", "gemma-3-27b"}
     (heat,) = shown["Hit rate of every setting"]
     assert heat["x"] == ["64MiB", "2GiB", "4GiB"]
     assert dict(zip(heat["y"], heat["z"], strict=True))["llama-3-8b"][0] is None
@@ -228,11 +228,11 @@ def test_report_of_a_search_is_drawn_by_cost_and_goodput() -> None:
     drawn = {one["name"]: (one["x"], one["y"]) for one in shown["Cost and goodput"]}
     assert drawn["cheapest"] == ([2.0], [0.5])
     assert drawn["runner-up"] == ([2.5], [0.6])
-    assert drawn["keep the aims"] == ([3.0], [0.6])
-    assert drawn["miss them"] == ([1.0], [0.0])
-    first, _ = shown["How much of the aims is taken"]
+    assert drawn["meet the aims"] == ([3.0], [0.6])
+    assert drawn["miss the aims"] == ([1.0], [0.0])
+    first, _ = shown["Latencies compared with the aims"]
     assert first["x"] == [4.0, 0.2, 0.3, 0.4]
-    assert "<dd>memory 4GiB: 25.0% dearer, tpot-p99 at 40.0% of the aim</dd>" in text
+    assert "<dd>memory 4GiB: 25.0% dearer, tpot-p99 is 40.0% of the aim</dd>" in text
     assert table_of(text)[-1][-1] == "refused: too small"
     only_refused = tune_page("chat", TRIED[-1:], AIMS)
     assert charts(only_refused) == {}
@@ -281,7 +281,7 @@ def test_report_pages_are_written_by_plan_and_replay(tmp_path: Path) -> None:
     document = json.loads(run(*asked, "--json", "--report", replay).stdout)
     assert "block_times" not in document["settings"]
     assert "Memory map" in charts(plan.read_text("utf-8"))
-    assert "Why tokens were missed" in charts(replay.read_text("utf-8"))
+    assert "Missed prompt tokens, by reason" in charts(replay.read_text("utf-8"))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

@@ -13,7 +13,7 @@ from hybridkv.simulator import ReplaySettings, TraceFile, convert, describe, pla
 
 BASE = ("--model", "llama-3-8b", "--memory", "1GiB")
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-UNKNOWN = "unknown: the trace tells lengths alone"
+UNKNOWN = "unknown: the trace holds only lengths"
 
 
 @pytest.fixture
@@ -115,9 +115,9 @@ def test_lengths_only_sweep_names_no_winner_by_hits(azure: Path, tmp_path: Path)
     assert "%" not in text
     assert [one["report"]["hit_rate"] for one in json.loads(run(*asked, "--json").stdout)] == [None, None]
     facts, charts, rows = read(page)
-    assert facts["found in the cache"] == UNKNOWN
+    assert facts["hit rate"] == UNKNOWN
     assert facts["machines"] == "H100 SXM with bf16 weights"
-    assert not any("most found" in name for name in facts)
+    assert not any("highest hit rate" in name for name in facts)
     assert not any("Hit rate" in title for title in charts)
     assert [row[1] for row in rows[1:]] == ["unknown", "unknown"]
 
@@ -137,15 +137,15 @@ def test_lengths_only_report_page_omits_hits(azure: Path, tmp_path: Path) -> Non
     page = tmp_path / "replay.html"
     run("replay", azure, *BASE, "--report", page)
     facts, charts, _ = read(page)
-    assert facts["found in the cache"] == UNKNOWN
+    assert facts["hit rate"] == UNKNOWN
     assert facts["machine"] == "1 x H100 SXM: 14.96 GiB of bf16 weights + 1 GiB of cache in 74.51 GiB"
-    assert "Prompt tokens found" not in charts
-    assert "Time to the first token" in charts
+    assert "Hit rate" not in charts
+    assert "Time to first token" in charts
     run("replay", azure, *BASE, "--time-scale", "0", "--report", page)
     facts, charts, _ = read(page)
     assert facts["machine"] == "no machine: steps take no time"
-    assert not any("token within" in name or "a token more" in name for name in facts)
-    assert "Time to the first token" not in charts
+    assert not any("time to first token" in name or "time per output token" in name for name in facts)
+    assert "Time to first token" not in charts
 
 
 def test_lengths_only_doctor_skips_hit_checks(azure: Path) -> None:

@@ -254,7 +254,7 @@ function showGroups() {
     const [kind, size, held, cached, evictable, , evictions] = latest.groups[group];
     row.children[0].firstElementChild.textContent = String(group);
     row.children[0].firstElementChild.setAttribute("aria-pressed", String(chosen === group));
-    row.children[0].firstElementChild.setAttribute("aria-label", `Group ${group}: its blocks alone`);
+    row.children[0].firstElementChild.setAttribute("aria-label", `Group ${group}: show only its blocks`);
     row.children[1].textContent = kind;
     track(row.children[2].firstElementChild, [["running", (held * size) / latest.arena], ["cached", (evictable * size) / latest.arena]]);
     row.children[3].textContent = bytes(held * size);
@@ -275,7 +275,7 @@ function showSlowest() {
     const bar = item.children[1] ?? element("div", item, "track");
     const perToken = output > 1 ? `, time per output token ${seconds((whole - first) / (output - 1))}` : "";
     text.textContent = `${id.slice(0, 14)}: ${seconds(whole)}, waited ${seconds(queued)}, time to first token ${seconds(first)}${perToken}; ` +
-      `hit ${count.format(hit)} of ${count.format(prompt)}, output ${count.format(output)}${preempted ? `, preemptions ${preempted}` : ""}`;
+      `hit tokens ${count.format(hit)} of ${count.format(prompt)}, output tokens ${count.format(output)}${preempted ? `, preemptions ${preempted}` : ""}`;
     track(bar, [["queued", queued / longest], ["prefill", Math.max(first - queued, 0) / longest], ["decode", (whole - first) / longest]]);
   });
 }
