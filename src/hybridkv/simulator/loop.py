@@ -1,16 +1,18 @@
-"""The replay loop: arrivals of a trace drive the real scheduler; only time is modelled.
+"""The replay loop: requests of a trace drive the real scheduler; only time is modelled.
 
-    advance to the next arrival:  schedule() -> Step;  now += cost;  update(the trace's next output tokens)
-                                  fast_forward(the trace's next output tokens), while steps before the arrival are equal
-    then add the request, to the one replica or to the one that a router chooses
+    for each request of the trace:
+        until its arrival, either take one step:    schedule() -> Step;  now += cost;  update(next output tokens)
+                           or several equal steps:  fast_forward(next output tokens of all rows)
+        then add the request to a replica; with several replicas, a router chooses one
+    until all requests are done: take steps in the same way
 
-Simulated time advances only by steps, and jumps to the next arrival when nothing is left to do. The scheduler uses the
-same ``clock``. A request is built, and hashed, when it arrives, and dropped when it finishes.
+Simulated time advances only by steps. It jumps to the next arrival if the scheduler has no work. The scheduler reads
+the same ``clock``. A request is built and hashed when it arrives, and deleted when it finishes.
 
-Speculation: each draft is accepted with one probability if the drafts before it were (Leviathan, Kalman, Matias, arXiv
-2211.17192, section 3.1): a step of n drafts and acceptance a gives (1 - a**(n + 1)) / (1 - a) tokens on average.
-Acceptance depends on the request's output and the position alone, so a replay is the same every time. Drafts run as
-tokens of the step and take their time there; proposing them takes no time.
+Speculation: each draft is accepted with the same probability if the drafts before it were accepted (Leviathan, Kalman
+and Matias, arXiv 2211.17192, section 3.1). A step with n drafts and acceptance a gives (1 - a**(n + 1)) / (1 - a)
+tokens on average. Acceptance depends only on the request's output and the position, so each replay gives the same
+result. Drafts run as tokens of the step and take its time; proposing them takes no time.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ from hybridkv.step import Copy, Csr, NewRow, Step, StepResult
 from hybridkv.units import shown
 
 MOST_DRAFTS: Final = 64
+"""Limit of drafts of a request in a step. Chosen by hand."""
 ACCEPTANCE: Final = 0.7
-"""Of a draft, where nobody says."""
+"""Default probability that a draft is accepted. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +66,17 @@ class Speculation:
     def __post_init__(self) -> None:
         check_fields(self, partial(integer, least=1, most=MOST_DRAFTS), "drafts")
         if not 0 <= real("acceptance", self.acceptance) <= 1:
-            raise ConfigError(f"acceptance (--acceptance) must lie in 0 .. 1, got {shown(self.acceptance)}")
+            raise ConfigError(
+                f"acceptance (--acceptance) must be a probability in 0 .. 1, such as 0.7, got {shown(self.acceptance)}"
+            )
 
     @classmethod
     def of(cls, drafts: int, acceptance: float | None = None) -> Speculation | None:
-        """Return the speculation of ``drafts`` drafts, or None for 0 drafts.
+        """Return the speculation of ``drafts`` drafts, or ``None`` for 0 drafts.
 
         Args:
             drafts: drafted tokens of each decoding request in a step.
-            acceptance: probability that a draft is accepted if the drafts before it were; None: ACCEPTANCE.
+            acceptance: probability that a draft is accepted if the drafts before it were; ``None``: ACCEPTANCE.
 
         Raises:
             ConfigError: for values out of range.
@@ -80,6 +85,9 @@ class Speculation:
 
     def accepted(self, starts: UInt64, positions: UInt64) -> NDArray[np.int64]:
         """Return how many of its drafts each row accepts, int64[rows]. O(rows).
+
+        The number of accepted drafts is geometric: floor(log(u) / log(acceptance)) for a uniform chance u, at most
+        ``drafts``.
 
         Args:
             starts: start of the output piece of each row's next token, uint64[rows].
@@ -92,7 +100,17 @@ class Speculation:
 
 
 class Live:
-    """A request between its arrival and its end. piece: index of the next output piece."""
+    """An unfinished request.
+
+    Args:
+        trace: the request of the trace.
+
+    Attributes:
+        trace: the request of the trace.
+        begun_s: time of its first step; ``None`` before.
+        first_token_s: time of its first output token; 0 before.
+        piece: index of the next output piece.
+    """
 
     __slots__ = ("begun_s", "first_token_s", "piece", "trace")
 
@@ -104,7 +122,7 @@ class Live:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its first token was sampled."""
+        """Whether its first output token was sampled."""
         return self.first_token_s > 0
 
 
@@ -112,10 +130,10 @@ class OutputRows:
     """The next output tokens of the requests in the scheduler's rows, as columns.
 
     Attributes:
-        starts: start of the current piece of the next output token, uint64[rows] (tokens.py).
+        starts: start of the piece that holds the row's next output token, uint64[rows] (tokens.py).
         positions: position of that token in the piece, uint64[rows].
-        left: tokens left of the current piece, int64[rows].
-        silent: whether the row has no token yet, bool[rows].
+        left: tokens of the piece from that token on, int64[rows].
+        silent: whether the row has no output token yet, bool[rows].
         live: the request of each row.
     """
 
@@ -127,7 +145,12 @@ class OutputRows:
         self.live: list[Live | None] = [None] * 64
 
     def begin(self, new: NewRow, live: Live) -> None:
-        """Start the row of ``new``, or resume it after a preemption. O(pieces of the output)."""
+        """Set the columns of a row that starts, or that resumes after a preemption. O(pieces of the output).
+
+        Args:
+            new: the row, with the tokens that it has.
+            live: the request of the row.
+        """
         self._make_room(new.row + 1)
         said = len(new.token_ids) - new.num_prompt_tokens
         self.live[new.row] = live
@@ -141,7 +164,7 @@ class OutputRows:
         self.left[new.row] -= said
 
     def sample(self, step: Step) -> tuple[Csr, NDArray[np.int32]]:
-        """Return the sampled tokens of ``step``, and the rows that sampled their first one. A few numpy calls."""
+        """Return the sampled tokens of ``step``, and the rows that sampled their first one. O(rows), in numpy."""
         rows = step.rows[step.samples]
         indptr = np.zeros(len(step) + 1, np.int64)
         np.cumsum(step.samples, out=indptr[1:])
@@ -156,9 +179,9 @@ class OutputRows:
         return Csr(indptr, tokens), first
 
     def drafts(self, rows: NDArray[np.int64], speculation: Speculation) -> list[list[int]]:
-        """Return the next tokens of each row as drafts; an empty list before its first token.
+        """Return the next tokens of each row as drafts; none for a row before its first token. O(rows), in numpy.
 
-        One token of the piece is left to be sampled after them. A few numpy calls.
+        The last token of a piece is never a draft, so that the step can sample a token of the piece after the drafts.
         """
         self._begin_pieces(rows)
         more = np.arange(speculation.drafts).astype(np.uint64)
@@ -167,7 +190,7 @@ class OutputRows:
         return [some[:count] for some, count in zip(tokens, most, strict=True)]
 
     def sample_drafted(self, step: Step, speculation: Speculation) -> tuple[Csr, NDArray[np.int32]]:
-        """Return the same as ``sample``, with the accepted drafts of each row before its sampled token."""
+        """Return the same as ``sample``, but with the accepted drafts of each row before its sampled token."""
         rows = step.rows[step.samples]
         self._begin_pieces(rows)
         starts, positions = self.starts[rows], self.positions[rows]
@@ -185,10 +208,11 @@ class OutputRows:
         self.silent[first] = False
         return Csr(indptr, tokens), first
 
-    def say(self, rows: NDArray[np.int64], most: int) -> NDArray[np.int32]:
-        """Return the tokens that ``rows`` sample in the next steps, int32[rows, steps]; at most ``most`` steps.
+    def next_tokens(self, rows: NDArray[np.int64], most: int) -> NDArray[np.int32]:
+        """Return the tokens that ``rows`` sample in the next steps, int32[rows, steps]. O(tokens), in numpy.
 
-        There is no column if a row has its first token to sample. Nothing advances before ``pass_by``. Few numpy calls.
+        There are at most ``most`` steps, none past the end of a row's piece, and none if a row has no token yet. The
+        rows do not advance; call ``skip`` for that.
         """
         if self.silent[rows].any():
             return np.empty((len(rows), 0), np.int32)
@@ -197,7 +221,7 @@ class OutputRows:
         positions = self.positions[rows][:, None] + more
         return token_ids_at(self.starts[rows][:, None], positions)
 
-    def pass_by(self, rows: NDArray[np.int64], steps: int) -> None:
+    def skip(self, rows: NDArray[np.int64], steps: int) -> None:
         """Advance ``rows`` by ``steps`` sampled tokens."""
         self.positions[rows] += np.uint64(steps)
         self.left[rows] -= steps
@@ -210,7 +234,7 @@ class OutputRows:
     def _owner(self, row: int) -> Live:
         live = self.live[row]
         if live is None:
-            raise CacheError(f"a step names row {row}, which no request began")
+            raise CacheError(f"a step names row {row}, but no request has that row: this is a bug of the scheduler")
         return live
 
     def _begin_pieces(self, rows: NDArray[np.integer]) -> None:
@@ -220,7 +244,10 @@ class OutputRows:
 
     def _next_piece(self, row: int, live: Live) -> None:
         if live.piece == len(live.trace.output.pieces):
-            raise CacheError(f"{live.trace.origin} was asked for more tokens than its trace has")
+            most = live.trace.num_output_tokens
+            raise CacheError(
+                f"{live.trace.origin} samples more than its {most} output tokens: this is a bug of the scheduler"
+            )
         starts, positions, lengths = live.trace.output.columns()
         self.starts[row] = starts[live.piece]
         self.positions[row] = positions[live.piece]
@@ -234,21 +261,31 @@ class OutputRows:
 
 
 _STEPS_PER_PROGRESS: Final = 64
+"""Steps between two reports of progress, so that a report costs little compared with the steps. Chosen by hand."""
 _MOST_EMPTY_STEPS: Final = 1000
+"""Empty steps in a row after which a replay fails, because it would never end. Chosen by hand."""
 _OWN: Final = ("requests", "prompt_tokens", "output_tokens", "longest_tokens", "steps", "moves", "moved_bytes")
 _COUNTS: Final = (
     *("hit_tokens", "computed_tokens", "preemptions", "peak_usage", "misses", "drafted_tokens", "accepted_tokens"),
 )
 _KEPT: Final = ("ends", "missed_tokens", "missed_a_gib_more", "tenants")
-"""_OWN, _COUNTS, _KEPT: fields of reports by their owner: the replica, the scheduler, the cache."""
+"""Fields of a report that have the same name in the replica (_OWN), the scheduler (_COUNTS) and the cache (_KEPT)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a replay is. requests: those finished. time_s: simulated seconds.
+    """The progress of a replay.
 
-    prompt_tokens, hit_tokens: of requests that began so far. usage: share of the blocks that requests hold, 0 .. 1, the
-    most of any replica. most_at_once: requests that ran or waited at one time so far, the most of any replica; exact.
+    Attributes:
+        requests: finished requests.
+        steps: steps so far.
+        running: running requests.
+        waiting: waiting requests.
+        time_s: simulated seconds.
+        prompt_tokens: prompt tokens of all requests that have begun.
+        hit_tokens: hit tokens of these requests.
+        usage: share of the blocks that requests hold, 0 to 1; with several replicas, the largest share.
+        most_at_once: largest number of unfinished requests at one time so far; with several replicas, the largest.
     """
 
     requests: int
@@ -263,7 +300,7 @@ class Progress:
 
 
 class SimulatedClock:
-    """Seconds since the trace began; calling it reads it, as Scheduler(clock=) wants."""
+    """Simulated seconds since the trace began. Pass it to Scheduler as ``clock``, which calls it for the time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -273,14 +310,14 @@ class SimulatedClock:
         return self.now_s
 
 
-class _Stretch:
-    """The next steps that fast-forward may take, and the end of each; none begins at ``arrival_s`` or later.
+class _FastForward:
+    """The next steps that a fast-forward may take, and the end of each; no step begins at ``arrival_s`` or later.
 
-    clock: is set to the step's time while they are taken.
+    The scheduler calls ``begin`` and ``end``, which set ``clock`` to the time of the step.
     """
 
-    def __init__(self, saying: OutputRows, cost: StepCost, clock: SimulatedClock, arrival_s: float | None) -> None:
-        self._saying = saying
+    def __init__(self, outputs: OutputRows, cost: StepCost, clock: SimulatedClock, arrival_s: float | None) -> None:
+        self._outputs = outputs
         self._cost = cost
         self._clock = clock
         self._now_s = clock.now_s
@@ -289,16 +326,21 @@ class _Stretch:
         self._ends_s = np.empty(0)
 
     def choose(self, uniform: UniformSteps) -> NDArray[np.int32]:
-        """Return the tokens of all rows, to the last step that begins before the arrival and the end of patience."""
+        """Return the tokens of all rows, int32[rows, steps], for the steps that may be taken.
+
+        The steps begin before the next arrival, and before the patience of a waiting request ends.
+        """
         rows, computed, most = uniform.rows, uniform.computed, uniform.steps
         self.rows, self._computed = rows, computed
         if self._arrival_s is not None:
             step_s = self._cost.decode_seconds(computed, 1).item()
-            if step_s * most > self._arrival_s - self._now_s:  # a guess, so that nothing is made that is not taken
+            if step_s * most > self._arrival_s - self._now_s:  # an estimate, so that few tokens are made in vain
                 most = int((self._arrival_s - self._now_s) / step_s) + 1
-        tokens = self._saying.say(rows, most)
+        tokens = self._outputs.next_tokens(rows, most)
         seconds = self._cost.decode_seconds(computed, tokens.shape[1])
-        self._ends_s = np.cumsum(np.concatenate(([self._now_s], seconds)))  # one addition after the other
+        self._ends_s = np.cumsum(
+            np.concatenate(([self._now_s], seconds))
+        )  # summed in order, so that times equal those of single steps
         begins_s = self._ends_s[:-1]
         if uniform.since_s is not None:
             begins_s = begins_s[begins_s - uniform.since_s < uniform.patience_s]
@@ -319,16 +361,16 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The fresh parts that a replay drives.
+    """The parts that a replay drives, unused so far.
 
     Attributes:
-        scheduler: a fresh scheduler.
-        cost: seconds of its steps.
+        scheduler: a scheduler without requests.
+        cost: cost model of its steps.
         clock: the clock that the scheduler reads.
-        encoder_tokens: encoder tokens of every request.
-        caching_off: the reason why no request can hit, or None.
-        step_by_step: as ReplaySettings has it.
-        speculation: as ReplaySettings has it.
+        encoder_tokens: encoder tokens of every request; 0: the model has no encoder.
+        caching_off: the reason why no request can hit; ``None`` if requests can hit.
+        step_by_step: as in ReplaySettings.
+        speculation: as in ReplaySettings.
         machine: the machine of the times, in words.
     """
 
@@ -342,7 +384,7 @@ class Simulation:
     machine: str = ""
 
     def replica(self) -> Replica:
-        """Return a replica that runs these parts, to be used once."""
+        """Return a replica that runs these parts. Call this once: the parts keep their state."""
         return Replica(self)
 
     def run(
@@ -354,7 +396,7 @@ class Simulation:
         recording: Recording | None = None,
         on_explained: Callable[[Explained], None] | None = None,
     ) -> ReplayReport:
-        """Replay a trace, once, and return the report.
+        """Replay a trace and return the report. Call this once: the parts keep their state. O(steps).
 
         Args:
             source: the trace or workload.
@@ -362,6 +404,10 @@ class Simulation:
             on_progress: called at most every 64 steps and at the end.
             recording: a Recording of ``scheduler``.
             on_explained: called as each request begins, with the reasons of its misses.
+
+        Raises:
+            TraceError: for a malformed line.
+            ConfigError: for a request that can never fit; for ``on_explained`` if the cache does not explain misses.
         """
         counted = source.summary() if summary is None else summary
         replica = Replica(self, recording, on_explained)
@@ -374,16 +420,19 @@ class Replica:
 
     Args:
         simulation: the parts to run.
-        recording: samples the replay; None: nothing is sampled.
+        recording: samples the replay; ``None``: nothing is sampled.
         on_explained: called as each request begins, with the reasons of its misses.
 
     Attributes:
-        scheduler: of the simulation.
-        clock: of the simulation.
+        scheduler: the simulation's scheduler.
+        clock: the simulation's clock.
         live: unfinished requests, by request id.
-        most_at_once: the largest number of them.
-        first_token_s: time to first token of each finished request, in order.
-        per_token_s: time per output token of each finished request; NaN for an output of one token.
+        most_at_once: largest number of unfinished requests at one time so far.
+        first_token_s: time to first token of each finished request, in seconds, in the order of their ends.
+        per_token_s: time per output token of these requests, in seconds; NaN for an output of one token.
+
+    Raises:
+        ConfigError: for ``on_explained`` if the cache does not explain misses.
     """
 
     def __init__(
@@ -393,7 +442,7 @@ class Replica:
         on_explained: Callable[[Explained], None] | None = None,
     ) -> None:
         if on_explained is not None and simulation.scheduler.cache.misses is None:
-            raise ConfigError("this cache cannot explain misses: construct it with remembered_losses")
+            raise ConfigError("this cache cannot explain misses: construct it with remembered_losses above 0")
         self._on_explained = on_explained
         self.simulation = simulation
         self.scheduler, self.cost, self.clock = simulation.scheduler, simulation.cost, simulation.clock
@@ -410,14 +459,16 @@ class Replica:
         self.first_token_s, self.per_token_s = array("d"), array("d")
 
     def advance(self, until_s: float | None, on_steps: Callable[[], None] | None = None) -> None:
-        """Run every step that begins before ``until_s``, the next arrival; None: until all requests are done.
+        """Run every step that begins before the next arrival.
 
-        on_steps: called after each step, and after several steps taken as one.
+        Args:
+            until_s: time of the next arrival, in seconds; ``None``: run until all requests are done.
+            on_steps: called after each step, and after each fast-forward.
         """
         while not self.scheduler.drained and (until_s is None or self.clock.now_s < until_s):
             if self.recording is not None:
                 self.recording.look(self.clock.now_s)
-            if self.step_by_step or not self._stride(until_s):
+            if self.step_by_step or not self._fast_forward(until_s):
                 self._step()
             if on_steps is not None:
                 on_steps()
@@ -427,7 +478,15 @@ class Replica:
             self.recording.look(self.clock.now_s, last=True)
 
     def request_of(self, request_id: str, trace: TraceRequest) -> Request:
-        """Return ``trace`` as a request for replicas with this hasher. Raises ConfigError for an invalid request."""
+        """Return a request of the trace as a Request, hashed as the replica's cache needs it. O(prompt tokens).
+
+        Args:
+            request_id: the id of the request.
+            trace: the request of the trace.
+
+        Raises:
+            ConfigError: for an invalid request.
+        """
         sampling = SamplingParams(max_tokens=trace.num_output_tokens, ignore_eos=True)
         # a trace does not describe encoder inputs, so each request gets its own and shares none
         size = self.simulation.encoder_tokens
@@ -445,15 +504,24 @@ class Replica:
         )
 
     def add(self, request: Request, trace: TraceRequest) -> None:
-        """Add ``request`` of ``trace``, which arrives now. Raises ConfigError for a request that can never fit."""
+        """Add a request that arrives now.
+
+        Args:
+            request: the request, as ``request_of`` returns it.
+            trace: the same request in the trace.
+
+        Raises:
+            ConfigError: for a request that can never fit.
+        """
         self.scheduler.add(request)
         self.live[request.request_id] = Live(trace)
-        self.most_at_once = max(self.most_at_once, len(self.live))  # it grows nowhere else
+        self.most_at_once = max(self.most_at_once, len(self.live))  # only this method adds requests
         self.prompt_tokens += trace.num_prompt_tokens
         self.output_tokens += trace.num_output_tokens
         self.longest_tokens = max(self.longest_tokens, trace.num_tokens)
 
     def _step(self) -> None:
+        """Schedule a step, advance the clock by its cost, and report its sampled tokens to the scheduler."""
         speculation = self.speculation
         if speculation is not None:
             self._propose(speculation)
@@ -489,13 +557,13 @@ class Replica:
         drafts = self.rows.drafts(rows, speculation)
         self.scheduler.propose({one.request_id: some for one, some in zip(running, drafts, strict=True) if some})
 
-    def _stride(self, arrival_s: float | None) -> bool:
-        """Take equal steps before ``arrival_s`` as one; return False, with nothing done, if there are none."""
-        plan = _Stretch(self.rows, self.cost, self.clock, arrival_s)
+    def _fast_forward(self, arrival_s: float | None) -> bool:
+        """Take all equal steps before ``arrival_s`` at once; return False, with nothing changed, if there are none."""
+        plan = _FastForward(self.rows, self.cost, self.clock, arrival_s)
         taken = self.scheduler.fast_forward(plan.choose, plan)
         if not taken.steps:
             return False
-        self.rows.pass_by(plan.rows, taken.steps)
+        self.rows.skip(plan.rows, taken.steps)
         self.steps += taken.steps
         self.row_steps += taken.steps * taken.rows
         self.empty_steps = 0
@@ -505,6 +573,7 @@ class Replica:
         return True
 
     def _count(self, copies: Sequence[Copy | Transfer]) -> None:
+        """Count the moves and copies of blocks."""
         for copy in copies:
             if copy.kind == "move":
                 self.moves += 1
@@ -513,15 +582,16 @@ class Replica:
                 self.copies[copy.group] += 1
 
     def _check_progress(self, step: Step) -> None:
-        """Raise CacheError if a scheduler with work makes only empty steps, which would run the loop for ever."""
+        """Raise CacheError after many empty steps of a scheduler with work: the loop would run for ever."""
         self.empty_steps = 0 if len(step) else self.empty_steps + 1
         if self.empty_steps > _MOST_EMPTY_STEPS:
             raise CacheError(
-                f"the scheduler made {self.empty_steps} empty steps in a row with {self.scheduler.num_waiting} "
-                "requests waiting"
+                f"the scheduler made {self.empty_steps} empty steps in a row with {self.scheduler.num_waiting} waiting "
+                f"requests, but at most {_MOST_EMPTY_STEPS} are allowed: this is a bug of the scheduler"
             )
 
     def _finish(self, request: Request) -> None:
+        """Record the latencies of a request that ended now."""
         live = self.live.pop(request.request_id)
         self.requests += 1
         if self.recording is not None:
@@ -535,7 +605,11 @@ class Replica:
         self.per_token_s.append(spent_s / later_tokens if later_tokens else math.nan)
 
     def report(self, source: str) -> ReplayReport:
-        """Return the report of this replica. source: the trace's name."""
+        """Return the report of this replica. O(requests * log(requests)).
+
+        Args:
+            source: name of the trace.
+        """
         counts, kept = self.scheduler.statistics(), self.scheduler.cache.statistics()
         counted: dict[str, Any] = {
             name: getattr(owner, name)
@@ -588,18 +662,18 @@ def replay_through(
     recording: Recording | None = None,
     on_explained: Callable[[Explained], None] | None = None,
 ) -> ReplayReport:
-    """Replay a trace through your own scheduler, which must be fresh; return the report.
+    """Replay a trace through your own scheduler, which must have no requests, and return the report. O(steps).
 
     Args:
         source: the trace or workload.
         scheduler: the scheduler to drive.
-        cost: seconds of its steps.
+        cost: cost model of its steps.
         clock: the clock of the scheduler. Without it, the scheduler measures patience in wall time.
-        encoder_tokens: encoder tokens of every request; 0: none.
+        encoder_tokens: encoder tokens of every request; 0: the model has no encoder.
         summary: counts of the trace, if you have them already.
         on_progress: called at most every 64 steps and at the end.
-        step_by_step: as ReplaySettings has it.
-        speculation: as ReplaySettings has it.
+        step_by_step: as in ReplaySettings.
+        speculation: as in ReplaySettings.
         recording: a Recording of the scheduler.
         on_explained: called as each request begins, with the reasons of its misses.
 
@@ -621,7 +695,12 @@ def replay_through(
 
 
 def with_known_hits(report: ReplayReport, summary: TraceSummary) -> ReplayReport:
-    """Return ``report``, without hits if the trace has lengths only."""
+    """Return ``report``, without its hits if the trace holds only lengths, so that equal tokens are unknown.
+
+    Args:
+        report: the report of a replay.
+        summary: summary of the replayed trace.
+    """
     return report if summary.tokens_known else report.without_hits()
 
 
@@ -632,10 +711,19 @@ def run_replicas(
     on_progress: Callable[[Progress], None] | None = None,
     on_steps: Callable[[int], None] | None = None,
 ) -> None:
-    """Run every request of ``source`` in one of ``replicas``, which share a hasher, until all are done.
+    """Run every request of ``source`` in one of ``replicas`` until all requests are done.
 
-    choose: returns the index of the replica for a request that arrives now, after all steps that began before.
-    on_progress: called at most every 64 steps and at the end. on_steps: called with a replica's index after its steps.
+    Args:
+        source: the trace or workload.
+        replicas: replicas whose caches hash requests in the same way.
+        choose: called with each request and its arrival time in seconds, after all earlier steps; returns the index of
+            its replica.
+        on_progress: called at most every 64 steps and at the end.
+        on_steps: called with a replica's index after its steps.
+
+    Raises:
+        TraceError: for a malformed line.
+        ConfigError: for a request that can never fit; the message names it.
     """
     reported = 0
 
@@ -663,7 +751,7 @@ def run_replicas(
 
 
 def _progress(replicas: Sequence[Replica]) -> Progress:
-    """Return the progress of all replicas together."""
+    """Return the progress of the whole replay: sums over the replicas, and their largest usage."""
     schedulers = [one.scheduler for one in replicas]
     found = [one.prompt_tokens_found for one in schedulers]
     return Progress(

@@ -34,7 +34,7 @@ from hybridkv.simulator import (
     plan_for_trace,
     simulation_of,
 )
-from hybridkv.simulator.loop import _Stretch
+from hybridkv.simulator.loop import _FastForward
 from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from hybridkv.step import Cells, Copy, Csr, Step, StepResult
 from hybridkv.units import MiB
@@ -189,9 +189,9 @@ def test_fast_forward_reports_the_time_to_eviction(monkeypatch: pytest.MonkeyPat
 
 
 def test_fast_forward_with_unreported_step_time_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = _Stretch.begin
-    monkeypatch.setattr(_Stretch, "end", lambda one, steps, copies: begin(one, steps))  # noqa: ARG005 - none is made
-    monkeypatch.setattr(_Stretch, "begin", lambda *_: None)
+    begin = _FastForward.begin
+    monkeypatch.setattr(_FastForward, "end", lambda one, steps, copies: begin(one, steps))  # noqa: ARG005 - none is made
+    monkeypatch.setattr(_FastForward, "begin", lambda *_: None)
     step_by_step, fast_forwarded = at_what_time(monkeypatch)
     assert fast_forwarded != step_by_step
 
@@ -215,11 +215,11 @@ def test_fast_forward_past_an_arrival_is_detected(monkeypatch: pytest.MonkeyPatc
     made = tight("llama-3-8b", source, "natural", 8)
     compared(source, made)
 
-    def too_long(stretch: _Stretch, arrival_s: float | None) -> None:
+    def too_long(forward: _FastForward, arrival_s: float | None) -> None:
         late = None if arrival_s is None else arrival_s + 0.01
-        object.__setattr__(stretch, "_late", late)
+        object.__setattr__(forward, "_late", late)
 
-    monkeypatch.setattr(_Stretch, "_arrival_s", property(lambda one: one._late, too_long), raising=False)
+    monkeypatch.setattr(_FastForward, "_arrival_s", property(lambda one: one._late, too_long), raising=False)
     with pytest.raises(AssertionError):
         compared(source, made)
 
