@@ -1,11 +1,11 @@
-"""Requests of a trace file, streamed: JSON lines, one JSON array, or CSV rows, plain or gzip, by their content.
+"""Read the requests of a trace file as a stream: JSON lines, one JSON array, or CSV rows, all plain or as gzip.
 
-    TraceFile(path).summary()     first pass: counts and the longest request (it sets the maximum length)
+    TraceFile(path).summary()         first pass: counts, and the longest request, which sets the maximum length
     for request in TraceFile(path)    second pass: one TraceRequest at a time
 
-The format is that of the first good record, or the one that is named; formats/ holds them. Requests must stand in the
-order of their timestamps, equal ones allowed: a file that is streamed cannot be sorted on the way. Formats without
-times arrive as a Poisson process, equal ones for equal files; of conversations only turns to come are kept.
+The format is the one that you name, or that of the first good record (formats/). Requests must be in the order of their
+timestamps, because a stream cannot be sorted; equal timestamps are allowed. Requests of formats without timestamps
+arrive as a Poisson process; the same file gives the same arrivals. Only later turns of conversations stay in memory.
 """
 
 from __future__ import annotations
@@ -40,17 +40,22 @@ _BETWEEN: Final = " \t\r\n,["
 _CHUNK_BYTES: Final = 1 << 20
 
 MOST_LINE_BYTES: Final = 1 << 24
-"""Of a line, or of an item of an array: a million tokens, each a piece of its own. Mooncake's ids take 40 KB."""
+"""Limit of a line, or of an item of an array. A request of a million pieces fits; Mooncake's longest line has 40 KB."""
 
 Numbered = Iterator[tuple[int, Record | MalformedLineError]]
-"""(number of the line, its record or what is wrong)."""
+"""Pairs of a line's number and its record, or the error of a malformed line."""
 
 
 def records(path: Path, rows: Callable[[Record], bool]) -> Numbered:
-    """Yield the records of the file at ``path``; blank lines are skipped.
+    """Yield the records of a file, without blank lines.
 
-    rows: whether the columns of a first line belong to a CSV file. Raises TraceError if the file cannot be read, for an
-    array that is cut off, and for a line that is too long: its end is unknown, so it cannot be skipped.
+    Args:
+        path: the file.
+        rows: whether the columns of a first line belong to a CSV file.
+
+    Raises:
+        TraceError: if the file cannot be read, for an array that is cut off, and for a line over MOST_LINE_BYTES. Its
+            end is unknown, so it cannot be skipped.
     """
     number = 0
     try:
@@ -60,9 +65,9 @@ def records(path: Path, rows: Callable[[Record], bool]) -> Numbered:
                     yield from _array(path, text)
                 return
             columns: list[str] | None = None
-            for number, line in _lines(path, file):  # told where it ended
+            for number, line in _lines(path, file):  # errors below name the last number
                 if number == 1:
-                    line = line.removeprefix(_BOM)  # noqa: PLW2901  # a mark, no content
+                    line = line.removeprefix(_BOM)  # noqa: PLW2901  # the byte order mark is no content
                     if rows(dict.fromkeys(names := _columns(line))):
                         columns = names
                         continue
@@ -73,7 +78,9 @@ def records(path: Path, rows: Callable[[Record], bool]) -> Numbered:
                     record = error
                 yield number, record
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TraceError(f"{path}, after line {number}: the gzip data is damaged: {error}") from None
+        raise TraceError(
+            f"{path}, after line {number}: the gzip data is damaged: {error}: compress the trace again"
+        ) from None
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -84,14 +91,14 @@ def _lines(path: Path, file: gzip.GzipFile | io.BufferedReader) -> Iterator[tupl
     while line := file.readline(MOST_LINE_BYTES + 1):
         number += 1
         if len(line) > MOST_LINE_BYTES:
-            raise TraceError(f"{path}, line {number}: longer than {MOST_LINE_BYTES} bytes: a line is one request")
+            raise TraceError(f"{path}, line {number}: longer than {MOST_LINE_BYTES} bytes: write one request per line")
         if line.strip():
             yield number, line
 
 
 @contextmanager
 def _open(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
-    """Open the plain bytes of the file at ``path``, whatever its name says."""
+    """Open a file for reading, decompressed if its content is gzip data."""
     with open_regular(path) as file:
         zipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
         file.seek(0)
@@ -110,7 +117,7 @@ def _object(line: bytes) -> Record:
         raise MalformedLineError("not UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise MalformedLineError(f"not JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets nested as deep
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond the limits of Python
         raise MalformedLineError(f"not JSON that can be read: {error}") from None
     if not isinstance(record, dict):
         raise MalformedLineError(f"a line must be a JSON object, not {type(record).__name__}")
@@ -118,7 +125,7 @@ def _object(line: bytes) -> Record:
 
 
 def _columns(line: bytes) -> list[str]:
-    """Return a first line as column names; the result is meaningless if the file is not CSV."""
+    """Return the cells of a first line as column names; an empty list if it is not CSV."""
     try:
         return [name.strip() for name in _cells(line)]
     except MalformedLineError:
@@ -143,7 +150,10 @@ def _cells(line: bytes) -> list[str]:
 
 
 def _array(path: Path, file: io.TextIOWrapper) -> Numbered:
-    """Yield the items of one array, each with its first line. Items after a broken one cannot be told apart."""
+    """Yield the items of one array, each with the number of its first line.
+
+    A broken item raises TraceError, because the beginning of the next item is unknown.
+    """
     decoder, text, at, number = json.JSONDecoder(), "", 0, 1
     while True:
         while at < len(text) and text[at] in _BETWEEN:
@@ -151,12 +161,12 @@ def _array(path: Path, file: io.TextIOWrapper) -> Numbered:
             at += 1
         if at < len(text) and text[at] == "]":
             return
-        wrong = "the array ends too soon"
+        wrong = "the array ends too soon: write the trace again"
         if at < len(text):
             try:
                 item, end = decoder.raw_decode(text, at)
             except json.JSONDecodeError as error:
-                wrong = f"not JSON: {error.msg}"
+                wrong = f"not JSON: {error.msg}: correct the item, because an array cannot skip it"
             except (ValueError, RecursionError) as error:
                 raise TraceError(f"{path}, line {number}: not JSON that can be read: {error}") from None
             else:
@@ -176,7 +186,7 @@ def _array(path: Path, file: io.TextIOWrapper) -> Numbered:
 
 
 ARRIVALS_PER_S: Final = 1.0
-"""Of formats without times."""
+"""Requests per second of formats without timestamps, unless you set it. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +194,14 @@ class TraceSummary:
     """Counts from one pass over a source.
 
     Attributes:
+        requests: number of requests.
+        prompt_tokens: prompt tokens of all requests.
+        output_tokens: output tokens of all requests.
         longest_tokens: prompt and output tokens of the longest request.
-        longest_at: the line or index of that request.
-        bad_lines: lines that were skipped.
-        first_bad: the error of the first of them.
-        tokens_known: False if only lengths are known, so equal tokens cannot be found.
+        longest_at: line or number of that request, for messages.
+        bad_lines: skipped lines.
+        first_bad: error of the first skipped line, if there is one.
+        tokens_known: whether equal tokens are known; False if the trace holds only lengths.
     """
 
     requests: int
@@ -202,7 +215,7 @@ class TraceSummary:
 
 
 class RequestSource(Protocol):
-    """A source of requests: a trace file or a generated workload. Iterating again starts over."""
+    """A source of requests: a trace file or a generated workload. Each iteration starts at the first request."""
 
     @property
     def name(self) -> str:
@@ -216,7 +229,15 @@ class RequestSource(Protocol):
 
 
 def summarise(items: Iterable[TraceRequest | TraceError], name: str) -> TraceSummary:
-    """Return counts of ``items``; an error among them is a skipped line. Raises TraceError if no request is left."""
+    """Return counts of requests. O(requests).
+
+    Args:
+        items: requests, and the errors of skipped lines.
+        name: name of the source, for messages.
+
+    Raises:
+        TraceError: if there is no request.
+    """
     requests = prompt_tokens = output_tokens = longest_tokens = bad_lines = 0
     longest_at, first_bad, known = "", None, False
     for item in items:
@@ -231,8 +252,8 @@ def summarise(items: Iterable[TraceRequest | TraceError], name: str) -> TraceSum
         if item.num_tokens > longest_tokens:
             longest_tokens, longest_at = item.num_tokens, item.origin
     if not requests:
-        because = f" but {bad_lines} bad lines; the first: {first_bad}" if bad_lines else ""
-        raise TraceError(f"{name} holds no requests{because}")
+        because = f": {bad_lines} bad lines were skipped, the first is {first_bad}" if bad_lines else ""
+        raise TraceError(f"{name} holds no requests, at least 1 is needed{because}")
     longest = longest_tokens, longest_at
     return TraceSummary(requests, prompt_tokens, output_tokens, *longest, bad_lines, first_bad, known)
 
@@ -242,13 +263,21 @@ class TraceFile:
 
     Args:
         path: the file.
-        format_name: one of FORMATS; None: detected from the content.
-        trace_block_size: tokens of a Mooncake hash block.
-        tokenizer: for formats of text: a name as encoder_named takes it, or an encoder.
+        format_name: one of FORMATS; ``None``: detected from the content.
+        trace_block_size: tokens that one hash id of a Mooncake trace stands for.
+        tokenizer: for formats of text: a name as ``encoder_named`` takes it, or an encoder.
         arrivals_per_s: requests per second, for formats without timestamps.
-        limit: most requests to read.
-        skip_bad_lines: skip and count malformed lines; otherwise the first raises TraceError.
+        skip_bad_lines: skip and count malformed lines; otherwise the first one raises TraceError.
+        limit: number of requests after which reading stops; ``None``: read all.
         salts: whether requests with different salts share nothing, for formats that have salts.
+
+    Attributes:
+        path: the file.
+        skip_bad_lines: as given.
+        limit: as given.
+
+    Raises:
+        ConfigError: for values out of range, an unknown format, and as ``encoder_named``.
     """
 
     def __init__(
@@ -264,11 +293,15 @@ class TraceFile:
         salts: bool = True,
     ) -> None:
         if trace_block_size < 1:
-            raise ConfigError(f"the trace's block size must be at least 1 token, got {trace_block_size}")
+            raise ConfigError(
+                f"the trace's block size (--trace-block-size) must be at least 1 token, got {trace_block_size}"
+            )
         if limit is not None and limit < 1:
-            raise ConfigError(f"the limit must be at least 1 request, got {limit}")
+            raise ConfigError(f"the limit (--limit) must be at least 1 request, got {limit}")
         if not 0 < arrivals_per_s <= 1e6:
-            raise ConfigError(f"arrivals must be above 0 and at most 1e6 a second, got {arrivals_per_s}")
+            raise ConfigError(
+                f"arrivals (--arrivals) must be above 0 and at most 1e6 requests per second, got {arrivals_per_s}"
+            )
         self.path = Path(path)
         self.skip_bad_lines = skip_bad_lines
         self.limit = limit
@@ -288,29 +321,33 @@ class TraceFile:
 
     @property
     def name(self) -> str:
-        """The file's name without its folder, because reports must not depend on the trace's location."""
+        """The file's name without its folder, so that reports do not depend on the folder."""
         return self.path.name
 
     @property
     def format_name(self) -> str:
-        """The format of the first good record. Raises TraceError if there is no good record."""
+        """Name of the first good record's format. Raises TraceError if there is no good record."""
         for item in self._items():
             if isinstance(item, tuple):
                 return item[0].name
             if not self.skip_bad_lines:
-                raise item
-        raise TraceError(f"{self.path} holds no requests")
+                raise _with_remedy(item)
+        raise TraceError(f"{self.path} holds no requests, at least 1 is needed")
 
     def without_salts(self) -> TraceFile:
-        """Return the same source, as if all requests had one salt."""
+        """Return the same source, but with equal salts for all requests."""
         return TraceFile(self.path, **{**self._options, "salts": False})  # type: ignore[arg-type]  # as __reduce__
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return a recipe for another process, which opens the file for itself."""
+        """Pickle the arguments, so that another process opens the file itself."""
         return partial(TraceFile, **self._options), (self.path,)  # type: ignore[arg-type]  # each its own type
 
     def digest(self) -> str:
-        """Return a digest of the content and of how it is read: equal digests give equal requests. O(bytes)."""
+        """Return a digest of the content and of the options: equal digests give equal requests. O(bytes).
+
+        Raises:
+            TraceError: if the file cannot be read.
+        """
         found = sha256(repr(sorted(self._options.items())).encode())
         try:
             with open_regular(self.path) as file:
@@ -321,11 +358,19 @@ class TraceFile:
         return found.hexdigest()
 
     def summary(self) -> TraceSummary:
-        """Return counts from one pass. Raises TraceError as iterating does, and if no request is left."""
+        """Return counts from one pass over the file. O(bytes).
+
+        Raises:
+            TraceError: as for iterating, and if there is no request.
+        """
         return summarise(self._requests(), str(self.path))
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """Iterate over the requests in order. Raises TraceError at a malformed line unless these are skipped."""
+        """Iterate over the requests in the order of their timestamps.
+
+        Raises:
+            TraceError: for a file that cannot be read, and for a malformed line unless bad lines are skipped.
+        """
         for item in self._requests():
             if isinstance(item, TraceRequest):
                 yield item
@@ -335,14 +380,17 @@ class TraceFile:
         good = 0
         for item in self._in_order():
             if isinstance(item, TraceError) and not self.skip_bad_lines:
-                raise item
+                raise _with_remedy(item)
             yield item
             good += isinstance(item, TraceRequest)
             if good == self.limit:
                 return
 
     def _in_order(self) -> Iterator[TraceRequest | TraceError]:
-        """Yield requests of formats without times, and later turns of conversations, each at its time."""
+        """Yield the requests of all records by time, and the errors of malformed lines.
+
+        Requests of formats without timestamps get their times here. Later turns of conversations wait for theirs.
+        """
         later = _Later()
         gaps, begins_s = np.random.default_rng(0), 0.0
         previous_s = 0.0
@@ -389,17 +437,20 @@ class TraceFile:
         if line_format is not None and isinstance(read, Recording):
             yield line_format, number, tuple(read.rest())
 
-    def _wrong(self, number: int, what: str) -> TraceError:
-        return TraceError(f"{self.path}, line {number}: {what}")
+    def _wrong(self, number: int, message: str) -> TraceError:
+        """Return the error of a malformed line."""
+        return TraceError(f"{self.path}, line {number}: {message}")
 
     def _is_row(self, columns: Record) -> bool:
         """Return whether a first line names the columns of a CSV file."""
         if self._named is not None and self._named.in_rows and not self._named.owns(columns):
-            raise TraceError(f"{self.path}, line 1: it must name the columns {self._named.fields}")
+            raise TraceError(
+                f"{self.path}, line 1: it must name the columns {self._named.fields}: add them, or change --format"
+            )
         return any(one.in_rows and one.owns(columns) for one in self._formats)
 
     def _detect(self, record: Record) -> Format:
-        """Return the format whose own fields ``record`` has."""
+        """Return the first format that has the fields of ``record``."""
         for line_format in self._formats:
             if line_format.owns(record):
                 return line_format
@@ -410,7 +461,7 @@ class TraceFile:
 
 
 class _Later:
-    """Later requests by time; equal times in the order of ``put``."""
+    """A queue of later requests by time; requests with equal times keep the order of ``put``."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, TraceRequest]] = []
@@ -422,9 +473,14 @@ class _Later:
         heapq.heappush(self._heap, (request.timestamp_s, self._made, request))
 
     def until(self, now_s: float) -> Iterator[TraceRequest]:
-        """Yield and remove the requests whose time has come."""
+        """Remove and yield the requests up to the time ``now_s``."""
         while self._heap and self._heap[0][0] <= now_s:
             yield heapq.heappop(self._heap)[2]
+
+
+def _with_remedy(error: TraceError) -> TraceError:
+    """Return the error of a malformed line with the option that skips it."""
+    return TraceError(f"{error}; --skip-bad-lines skips it")
 
 
 def _unordered(timestamp_s: float, previous_s: float) -> str:

@@ -1,22 +1,22 @@
 """Seeded generators of request streams: chat, agent, api, documents, mix, think.
 
-    chat    1,700 conversations an hour with 40 assistants (Zipf 1.0): system prompt, then turns; a turn's prompt is
-            all that was said before, outputs included, and a new user text
-    think   the same, but what the model wrote comes back as other tokens (its reasoning is stripped), so that a turn
-            shares the previous prompt only
-    agent   650 tasks an hour for 12 agents: system and tools, then steps of observation and output; 15% of the tasks
-            fork into 2 to 4 that go on apart
-    api     6,000 calls an hour of 80 templates (Zipf 0.8), each with an input of its own
-    documents  2,000 readers an hour ask 3 questions on average about a document of 10,000 to 60,000 tokens, each behind
-            all that was said before; the calls of api between them
-    mix     chat, agent and api together
+    chat       1,700 conversations per hour with 40 assistants (Zipf 1.0). A prompt is a system prompt, all earlier
+               turns with their outputs, and a new user text
+    think      as chat, but an earlier output comes back as other tokens, because the client strips its reasoning. A
+               turn shares only the previous prompt
+    agent      650 tasks per hour for 12 agents: system prompt and tools, then steps of observation and output. 15% of
+               the tasks fork into 2 to 4 tasks that continue independently
+    api        6,000 calls per hour of 80 templates (Zipf 0.8), each with its own input
+    documents  2,000 readers per hour, each with a document of 10,000 to 60,000 tokens and 3 questions on average. A
+               prompt has the earlier questions and answers. The calls of api come in between
+    mix        chat, agent and api together
 
-Conversations, tasks and calls arrive as Poisson processes during ``hours``; what follows them may end later.
-Lengths are log-normal around the median, cut at both ends; those of system prompts are log-uniform. ``rate``
-multiplies the arrivals. The generator of random numbers is handed in: equal seeds give equal streams. Every prompt
-begins with the piece that others begin with, too (system prompt, tools, template); ``marks`` marks its end.
+Conversations, tasks and calls begin as Poisson processes during ``hours``; their later turns and steps may come after
+that. ``rate`` multiplies the number of arrivals. Lengths are log-normal with two limits; lengths of system prompts are
+log-uniform. Equal seeds give equal streams. Every prompt begins with a piece that other prompts share (system prompt,
+tools, template); with ``marks``, the end of this piece is a resume mark. The numbers were chosen by hand.
 
-UniformWorkload has equal conversations, and a closed form of its hit rate in an endless cache.
+UniformWorkload has equal conversations, and a closed formula for the hit tokens of an unlimited cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Final
 
 import numpy as np
 
-from hybridkv.arguments import integer
+from hybridkv.arguments import at_least, check_fields
 from hybridkv.errors import ConfigError
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.tokens import PROMPT_SEGMENT, Piece, Pieces
@@ -38,12 +38,19 @@ from hybridkv.simulator.trace import TraceSummary, summarise
 
 _HOUR_S: Final = 3600.0
 MOST_HOURS: Final = 100.0
-"""Of arrivals at rate 1: up to 1.9 million requests of 1 KB each."""
+"""Limit of ``hours`` times ``rate``: it gives up to 1.9 million requests of 1 KB each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Log-normal token counts (or seconds): median, sigma of the logarithm, and where they are cut."""
+    """A log-normal distribution of token counts or seconds, with two limits.
+
+    Attributes:
+        median: median of the distribution.
+        sigma: standard deviation of the logarithm.
+        least: lower limit.
+        most: upper limit.
+    """
 
     median: float
     sigma: float
@@ -55,7 +62,11 @@ class Lengths:
         object.__setattr__(self, "_log_median", float(np.log(self.median)))
 
     def draw(self, rng: np.random.Generator) -> int:
-        """Draw one count."""
+        """Draw one number.
+
+        Args:
+            rng: source of random numbers.
+        """
         return min(max(round(rng.lognormal(self._log_median, self.sigma)), self.least), self.most)
 
 
@@ -75,7 +86,14 @@ _FORKING: Final = 0.15
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """The state of a generator. segments: numbers that are not used yet."""
+    """The state of a generator.
+
+    Attributes:
+        rng: source of random numbers.
+        hours: hours of arrivals.
+        rate: factor of the arrivals.
+        segments: numbers of new segments.
+    """
 
     rng: np.random.Generator
     hours: float
@@ -83,35 +101,36 @@ class _Stream:
     segments: Iterator[int]
 
     def piece(self, tokens: int) -> Piece:
-        """Return new tokens, which no earlier piece has."""
+        """Return a piece of new tokens, which no earlier piece has."""
         return (next(self.segments), 0, tokens)
 
     def arrivals_s(self, per_hour: float) -> list[float]:
-        """Yield the times of a Poisson process in order, in seconds."""
+        """Return the times of a Poisson process, ascending, in seconds."""
         count = self.rng.poisson(per_hour * self.rate * self.hours)
         times: list[float] = np.sort(self.rng.uniform(0, self.hours * _HOUR_S, count)).tolist()
         return times
 
     def shared(self, count: int, least: int, most: int) -> list[Piece]:
-        """Return ``count`` prefixes of log-uniform length."""
+        """Return ``count`` new prefixes of log-uniform length, ``least`` to ``most`` tokens."""
         lengths = np.exp(self.rng.uniform(np.log(least), np.log(most), count))
         return [self.piece(round(tokens)) for tokens in lengths.tolist()]
 
     def zipf(self, prefixes: list[Piece], exponent: float, draws: int) -> list[Piece]:
-        """Yield one of ``prefixes`` per draw, the k-th with a weight of k ** -exponent."""
+        """Return one of ``prefixes`` for each draw, the k-th with a weight of k ** -exponent."""
         weights = np.arange(1, len(prefixes) + 1) ** -exponent
         chosen = self.rng.choice(len(prefixes), draws, p=weights / weights.sum())
         return [prefixes[at] for at in chosen.tolist()]
 
 
 def _request(time_s: float, prompt: list[Piece], output: Piece) -> TraceRequest:
-    """Return a request; times are whole milliseconds, as in a file."""
+    """Return a request. Its time is rounded to milliseconds, as in a trace file."""
     return TraceRequest(
         round(time_s * 1000) / 1000, Pieces(PROMPT_SEGMENT, tuple(prompt)), Pieces(PROMPT_SEGMENT, (output,))
     )
 
 
 def _conversations(stream: _Stream, *, outputs_return: bool) -> list[TraceRequest]:
+    """Generate conversations; ``outputs_return`` tells whether later prompts have the same tokens as the outputs."""
     rng = stream.rng
     systems = stream.shared(40, 200, 1500)
     starts_s = stream.arrivals_s(1700)
@@ -124,7 +143,7 @@ def _conversations(stream: _Stream, *, outputs_return: bool) -> list[TraceReques
             answer = stream.piece(_ANSWER.draw(rng))
             requests.append(_request(time_s, [*said, user], answer))
             said = [*said, user, answer] if outputs_return else [*said, user]
-            # a stripped answer comes back as new tokens, of the same number
+            # a stripped answer comes back as the same number of new tokens
             heard_tokens = 0 if outputs_return else answer[2]
             time_s += _THINKING_S.draw(rng)
     return requests
@@ -135,7 +154,7 @@ think: Final = partial(_conversations, outputs_return=False)
 
 
 def agent(stream: _Stream) -> list[TraceRequest]:
-    """Generate tasks of agents that act and observe."""
+    """Generate tasks of agents, steps of observation and output."""
     rng = stream.rng
     starts_s = stream.arrivals_s(650)
     agents = stream.zipf(stream.shared(12, 600, 1500), 1.0, len(starts_s))
@@ -153,7 +172,7 @@ def agent(stream: _Stream) -> list[TraceRequest]:
 def _act(
     stream: _Stream, requests: list[TraceRequest], begin: tuple[float, list[Piece]], steps: int
 ) -> tuple[float, list[Piece]]:
-    """Add ``steps`` steps to ``requests``; return the time of the last and the whole conversation at that time."""
+    """Add ``steps`` steps to ``requests``; return the time of the last one, and the conversation with its output."""
     time_s, said = begin
     for step in range(steps):
         if step:
@@ -166,7 +185,7 @@ def _act(
 
 
 def api(stream: _Stream) -> list[TraceRequest]:
-    """Generate single calls of templates."""
+    """Generate calls of templates."""
     times_s = stream.arrivals_s(6000)
     templates = stream.zipf(stream.shared(80, 300, 1500), 0.8, len(times_s))
     return [
@@ -196,7 +215,7 @@ def documents(stream: _Stream) -> list[TraceRequest]:
 
 
 def _shared_end(request: TraceRequest) -> tuple[int]:
-    """Return the tokens of the first piece, which every generator takes from ``shared``."""
+    """Return the length of the first piece, which other prompts share."""
     return (request.prompt.pieces[0][2],)
 
 
@@ -207,10 +226,19 @@ WORKLOADS: Final[Mapping[str, Callable[[_Stream], list[TraceRequest]]]] = Mappin
 
 @dataclass(frozen=True)
 class Workload:
-    """One generated stream. kind: a name in WORKLOADS. rate: multiplies the arrivals. limit: requests kept.
+    """A generated stream of requests.
 
-    marks: mark where the shared beginning of each prompt ends; the tokens are the same with and without.
-    Raises ConfigError for an unknown kind and for sizes that cannot work.
+    Attributes:
+        kind: a name in WORKLOADS.
+        seed: seed of the random numbers, at least 0.
+        hours: hours of arrivals; ``hours`` times ``rate`` is at most MOST_HOURS.
+        rate: factor of the arrivals.
+        limit: number of requests to keep, the first ones by time; ``None``: all.
+        marks: whether the end of each prompt's shared piece is a resume mark. The tokens do not depend on it.
+        name: name in reports and messages.
+
+    Raises:
+        ConfigError: for an unknown kind, and for values out of range.
     """
 
     kind: str
@@ -225,22 +253,22 @@ class Workload:
         if self.kind not in WORKLOADS:
             raise ConfigError(f"unknown workload {self.kind!r}: use one of {', '.join(WORKLOADS)}")
         if self.seed < 0:
-            raise ConfigError(f"the seed must be 0 or more, got {self.seed}")
-        for what, value in (("hours", self.hours), ("rate", self.rate)):
+            raise ConfigError(f"the seed (--seed) must be at least 0, got {self.seed}")
+        for name, value in (("hours", self.hours), ("rate", self.rate)):
             if not 0 < value <= 1000:
-                raise ConfigError(f"{what} must be above 0 and at most 1000, got {value}")
+                raise ConfigError(f"{name} must be above 0 and at most 1000, got {value}")
         if self.hours * self.rate > MOST_HOURS:
             raise ConfigError(
-                f"hours times rate must be at most {MOST_HOURS:g}, got {self.hours * self.rate:g}: all requests are "
-                "drawn before the first arrives"
+                f"hours times rate must be at most {MOST_HOURS:g}, got {self.hours * self.rate:g}: lower --hours or "
+                "--rate, because all requests are generated in advance"
             )
         if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"the limit must be at least 1 request, got {self.limit}")
+            raise ConfigError(f"the limit (--limit) must be at least 1 request, got {self.limit}")
         object.__setattr__(self, "name", f"workload:{self.kind}")
 
     @cached_property
     def _requests(self) -> list[TraceRequest]:
-        """Return all requests by time; those of one time in the order in which they were drawn."""
+        """All requests by time; requests with equal times keep the order in which they were generated."""
         stream = _Stream(np.random.default_rng(self.seed), self.hours, self.rate, itertools.count())
         drawn = sorted(WORKLOADS[self.kind](stream), key=lambda request: request.timestamp_s)[: self.limit]
         return [
@@ -249,7 +277,11 @@ class Workload:
         ]
 
     def summary(self) -> TraceSummary:
-        """Return counts. Raises TraceError if chance and a low rate made no request."""
+        """Return counts. O(requests).
+
+        Raises:
+            TraceError: if a low rate gave no request.
+        """
         return summarise(self._requests, self.name)
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -259,18 +291,31 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class UniformWorkload:
-    """``conversations`` conversations, dealt out to ``templates`` system prompts in turn, of ``turns`` turns.
+    """Conversations of equal lengths, with a closed formula for their hit tokens.
 
-        prompt of turn t   system | user 0 | answer 0 | ... | user t      S + U + t * (A + U) tokens
+        prompt of turn t   system | user 0 | answer 0 | ... | user t      P(t) = S + U + t * (A + U) tokens
 
-    Every conversation takes its turn t before any takes turn t + 1, one request every ``gap_s`` seconds.
-    When an answer is done before the next turn arrives, and nothing is evicted, at a block size b:
+    All conversations take turn t before any takes turn t + 1. A request arrives every ``gap_s`` seconds. The formula
+    holds if each answer ends before the next turn arrives, and if nothing is evicted. With blocks of b tokens:
 
-    * turn 0 hits ``S // b * b`` tokens, but for the first conversation of each template: 0;
-    * turn t > 0 hits ``known // b * b`` of known = P(t - 1) + A - 1 tokens: the last token of an answer is sampled
-      but never run.
+    * turn 0 has ``S // b * b`` hit tokens, but none for the first conversation of each template;
+    * turn t > 0 has ``known // b * b`` hit tokens, with known = P(t - 1) + A - 1. The last token of an answer is
+      sampled, but not computed.
 
-    That a prompt's last token always runs costs nothing here: it is never part of what was said before.
+    The last token of a prompt always runs. This changes nothing here, because it belongs to the new user text.
+
+    Attributes:
+        templates: number of system prompts; conversation c uses number c modulo ``templates``.
+        conversations: number of conversations.
+        turns: turns of each conversation.
+        system_tokens: tokens of a system prompt, S.
+        user_tokens: tokens of a user text, U.
+        answer_tokens: tokens of an output, A.
+        gap_s: seconds between two arrivals.
+        name: name in reports and messages.
+
+    Raises:
+        ConfigError: for values out of range.
     """
 
     templates: int = 3
@@ -283,11 +328,11 @@ class UniformWorkload:
     name: str = "workload:uniform"
 
     def __post_init__(self) -> None:
-        for what in ("templates", "conversations", "turns", "system_tokens", "user_tokens", "answer_tokens"):
-            integer(what, getattr(self, what), 1)
+        counts = ("templates", "conversations", "turns", "system_tokens", "user_tokens", "answer_tokens")
+        check_fields(self, at_least(1), *counts)
 
     def prompt_tokens(self, turn: int) -> int:
-        """Return the tokens of a prompt.
+        """Return the length of a prompt in tokens.
 
         Args:
             turn: the turn of the conversation, from 0.
@@ -295,12 +340,12 @@ class UniformWorkload:
         return self.system_tokens + self.user_tokens + turn * (self.answer_tokens + self.user_tokens)
 
     def hit_tokens(self, block_size: int, *, exact: bool = False) -> int:
-        """Return the prompt tokens of the whole workload that an endless cache holds, by the formulas above.
+        """Return the hit tokens of all requests in an unlimited cache, by the formulas above. O(turns).
 
         Args:
             block_size: tokens of a block.
-            exact: whether the end of a turn is hit to the token (natural layout); where prompts part, the block
-                boundary before counts in both cases.
+            exact: whether a turn hits the previous one up to its last token, as in the natural layout. Turn 0 always
+                hits up to a block boundary.
         """
         warm = max(self.conversations - self.templates, 0)
         tokens = warm * (self.system_tokens // block_size * block_size)

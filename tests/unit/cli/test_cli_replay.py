@@ -430,7 +430,7 @@ def test_replay_command_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Pat
         ),
         (("workload:chat", *BASE, "--seed", "-1"), "seed must be 0 or more"),
         (("workload:chat", *BASE, "--hours", "0"), "hours must be above 0"),
-        (("workload:chat", *BASE, "--limit", "0"), "limit must be at least 1 request"),
+        (("workload:chat", *BASE, "--limit", "0"), "limit (--limit) must be at least 1 request"),
         (("workload:chat", *BASE, "--trace-block-size", "16"), "--trace-block-size has no effect on workload:chat"),
         (("workload:chat", *BASE, "--skip-bad-lines"), "--skip-bad-lines has no effect on workload:chat"),
         (("workload:uniform", *BASE, "--seed", "1"), "--seed has no effect on workload:uniform"),

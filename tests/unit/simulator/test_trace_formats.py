@@ -126,7 +126,7 @@ def test_trace_without_times_gets_arrivals(tmp_path: Path) -> None:
     times = [one.timestamp_s for one in TraceFile(path, tokenizer="bytes:4", arrivals_per_s=10)]
     assert times == [one.timestamp_s for one in TraceFile(path, tokenizer="bytes:4", arrivals_per_s=10)]
     assert 30 < times[-1] < 50
-    with pytest.raises(ConfigError, match="arrivals must be above 0"):
+    with pytest.raises(ConfigError, match=r"arrivals \(--arrivals\) must be above 0"):
         TraceFile(path, arrivals_per_s=0)
 
 
@@ -250,7 +250,7 @@ def test_openai_log_trace_is_read(tmp_path: Path) -> None:
         ({"body": {"prompt": "x", "max_tokens": 1}}, "no time: one of time, timestamp, created_at, created must be"),
         ({"time": "noon", "body": {"prompt": "x", "max_tokens": 1}}, "not a date and time: 'noon'"),
         ({"time": -1, "body": {"prompt": "x", "max_tokens": 1}}, r"time must lie in 0 \.\. 1e\+15, got -1"),
-        ({"time": 5, "body": {"prompt": "x"}}, "nothing says how long the output is"),
+        ({"time": 5, "body": {"prompt": "x"}}, "the output's length is unknown: give a text in response"),
         ({"time": 5, "body": {"prompt": "", "max_tokens": 1}}, "the prompt must have at least 1 token"),
         (
             {"time": 5, "body": {"prompt": 5, "max_tokens": 1}},
@@ -300,9 +300,9 @@ def test_text_trace_without_tokenizer_is_rejected(tmp_path: Path) -> None:
         list(TraceFile(path))
     with pytest.raises(ConfigError, match=r"no tokenizer at .*nowhere"):
         TraceFile(path, tokenizer=str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match="say bytes:1 to bytes:4"):
+    with pytest.raises(ConfigError, match="use bytes:1 to bytes:4"):
         TraceFile(path, tokenizer="bytes:9")
-    with pytest.raises(ConfigError, match="is no tokenizer that can be read"):
+    with pytest.raises(ConfigError, match="is not a readable tokenizer"):
         TraceFile(path, tokenizer=str(path))
 
 

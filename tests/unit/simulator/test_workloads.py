@@ -181,7 +181,7 @@ def test_workload_with_invalid_values_is_rejected() -> None:
             Workload("chat", hours=bad)
         with pytest.raises(ConfigError, match="rate must be above 0 and at most 1000"):
             Workload("chat", rate=bad)
-    with pytest.raises(ConfigError, match="limit must be at least 1 request"):
+    with pytest.raises(ConfigError, match=r"limit \(--limit\) must be at least 1 request"):
         Workload("chat", limit=0)
     with pytest.raises(TraceError, match="workload:chat holds no requests"):
         Workload("chat", hours=1e-9).summary()

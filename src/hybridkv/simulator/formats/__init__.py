@@ -1,7 +1,9 @@
-"""The records of traces: each format by its content, or by name.
+"""The formats of trace records. A format is detected from the fields of a record, or chosen by name.
 
-numbers   Mooncake, token-exact, Azure, BurstGPT      events    KV events of an engine
-texts     ShareGPT, `vllm bench`, aiperf, OpenAI-style logs; texts are not kept
+numbers   Mooncake, token-exact, Azure, BurstGPT
+events    KV events of an engine
+texts     ShareGPT, `vllm bench`, aiperf, OpenAI-style logs; their texts are not kept
+request   a request of any format, and code that formats share
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ __all__ = ["FORMATS", "Format", "MalformedLineError", "Record", "TraceRequest", 
 
 
 def formats(trace_block_size: int, encode: Encoder | None, *, salts: bool = True) -> tuple[Format, ...]:
-    """Return all formats; the first that owns a record reads it. encode: encoder of text, or None.
+    """Return all formats. The first one that owns a record reads it.
 
-    salts: whether requests with different salts share nothing.
+    Args:
+        trace_block_size: tokens that one hash id of a Mooncake trace stands for.
+        encode: encoder of text; without it, a record of text is an error.
+        salts: whether requests with different salts share nothing.
     """
     text = encode or _no_encoder
     numbers = (mooncake(trace_block_size), TOKEN_EXACT, AZURE, BURSTGPT)
@@ -30,17 +35,25 @@ def formats(trace_block_size: int, encode: Encoder | None, *, salts: bool = True
 
 def _no_encoder(_text: str) -> NoReturn:
     raise ConfigError(
-        "this trace holds text: name a tokenizer (--tokenizer), as a tokenizer.json, its folder, or bytes:4 for four "
-        "bytes a token"
+        "this trace holds text: name a tokenizer (--tokenizer), which is a tokenizer.json, its folder, or bytes:4 for "
+        "tokens of four bytes"
     )
 
 
 FORMATS: Final = tuple(one.name for one in formats(1, None))
-"""Names."""
+"""Names of all formats."""
 
 
 def format_named(name: str, among: tuple[Format, ...]) -> Format:
-    """Return the format of that name. Raises ConfigError for another name."""
+    """Return a format by its name.
+
+    Args:
+        name: the name, one of FORMATS.
+        among: the formats, as ``formats`` returns them.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
     for one in among:
         if one.name == name:
             return one

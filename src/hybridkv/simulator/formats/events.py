@@ -1,19 +1,19 @@
-"""KV events as a trace: requests are inferred from the blocks that their prompts and outputs stored.
+"""Read KV events as a trace: requests are inferred from the blocks that their prompts and outputs stored.
 
     {"ts": seconds, "events": [{"type": "BlockStored", "block_hashes": [...], "parent_block_hash": null,
                                 "block_size": 16, "group_idx": 0}, ...]}
 
 A line is a batch. An event is an object or vLLM's array, ["BlockStored", hashes, parent, tokens, block size, ...].
-Hashes are names, numbers or text. Only events that store blocks of one group of full attention on the GPU are read;
-token ids are not read. Blocks stored in sequence after a parent form one chain, and a chain
+A hash is a number or a text. Only events that store blocks of one group of full attention on the GPU are read; token
+ids are not read. Blocks that a batch stores one after another, from a parent on, form a chain. A chain
 
-    continues an open request's prompt   if it follows its last block within a second, before a single block did
-    continues its output                 if it is one block that follows its last block within ten seconds
-    starts a request                     otherwise; its prompt is the path from the root
+    continues the prompt of a request   if it follows the request's last block within a second, and no output began
+    continues the output of a request   if it is one block that follows the request's last block within ten seconds
+    starts a request                    otherwise; the prompt is the path from the root
 
-A request is therefore the path from the root to its last block, and arrived when its first batch did. Events do not
-describe requests that stored nothing, tokens that fill no block, which tokens of the block between prompt and output
-belong to which, and the wait before the first block was stored.
+So a request is the path from the root to its last block, and it arrives with its first batch. Events do not show
+requests that stored no block, tokens that filled no block, the boundary between prompt and output inside a block, and
+the wait before the first block was stored.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from hybridkv.simulator.tokens import NEW_OUTPUT, PROMPT_SEGMENT, Piece, Pieces
 from hybridkv.units import MOST_COUNT, shown
 
 CHUNK_SECONDS: Final = 1.0
-"""Between two steps that read one prompt, at most."""
+"""Limit between two chains of one prompt, which a step stores each. Chosen by hand."""
 BLOCK_SECONDS: Final = 10.0
-"""Between two blocks of one output, at most."""
+"""Limit between two blocks of one output. Chosen by hand."""
 _STORED: Final = "BlockStored"
 _FULL: Final = {None, "full_attention", "mla_attention", "sink_full_attention"}
 
@@ -49,13 +49,15 @@ Name = int | str
 
 
 class _Batch(Struct):
+    """A line. ``known`` is true for batches that describe the content of the cache before the recording."""
+
     ts: Annotated[float, Meta(ge=0, lt=1e12)]
     events: list[Any]
     known: Any = False
 
 
 class _Stored(Struct):
-    """An event that stores, its fields in the order of vLLM's arrays."""
+    """An event that stores blocks, with its fields in the order of vLLM's arrays."""
 
     block_hashes: Annotated[list[Name], Meta(min_length=1)]
     parent_block_hash: Name | None
@@ -70,7 +72,7 @@ class _Stored(Struct):
 
 
 class _Segment:
-    """Blocks in sequence without a fork, the first after ``before``. depth: tokens from the root to there."""
+    """Blocks without a fork, the first one after the block ``before``. ``depth``: tokens from the root to its start."""
 
     __slots__ = ("before", "depth", "number", "tokens")
 
@@ -81,7 +83,7 @@ class _Segment:
         self.tokens = 0
 
     def more(self, tokens: int) -> _Block:
-        """Add one block. Raises MalformedLineError if the request is longer than a request may be."""
+        """Add a block and return it. Raises MalformedLineError if the path is too long for a request."""
         self.tokens += tokens
         check_total(self.depth + self.tokens)
         return _Block(self, self.tokens)
@@ -98,13 +100,13 @@ class _Block:
 
     @property
     def depth(self) -> int:
-        """Tokens from the root to its end."""
+        """Tokens from the root to the end of the block."""
         return self.segment.depth + self.end
 
 
 @dataclass(slots=True)
 class _Chain:
-    """An unfinished request: the last block of its prompt, and its last block."""
+    """A request so far: ``asked`` is the last block of its prompt, ``last`` its last block. Times are in seconds."""
 
     begun_s: float
     last_s: float
@@ -114,7 +116,7 @@ class _Chain:
 
 
 class Recording:
-    """One pass over batches. known: batches that describe earlier content, and make no requests, say so."""
+    """Reader of one pass over batches. Requests are complete only after the last batch; ``rest`` returns them."""
 
     def __init__(self) -> None:
         self._times = Times()
@@ -126,7 +128,7 @@ class Recording:
         self._has_group = False
 
     def __call__(self, record: Record, origin: str, _number: int) -> tuple[TraceRequest, ...]:
-        """Read a batch. O(its blocks)."""
+        """Read a batch, and return no request. O(blocks of the batch)."""
         batch = read(record, _Batch)
         runs = _runs([one for one in map(_stored, batch.events) if one is not None and self._is_ours(one)])
         at_s = self._times.since_first(batch.ts)
@@ -134,25 +136,25 @@ class Recording:
             before = self._before(parent)
             last = self._stored(before, names, size)
             if last is not None and batch.known is not True:
-                self._hear(before, last, len(names), at_s, origin)
+                self._add_chain(before, last, len(names), at_s, origin)
         return ()
 
     def rest(self) -> list[TraceRequest]:
-        """Return all requests by time. O(their blocks)."""
+        """Return all requests by time. O(requests * log(requests) + forks)."""
         self._chains.sort(key=lambda one: one.begun_s)
         return [_request(chain, number) for number, chain in enumerate(self._chains)]
 
     def _is_ours(self, event: _Stored) -> bool:
-        """Return whether the event belongs to the group that is read: the first group of full attention in the file."""
+        """Return whether the event belongs to the first group of full attention in the file; others are ignored."""
         if event.medium not in {None, "GPU"} or event.kv_cache_spec_kind not in _FULL:
             return False
-        group = event.group_idx or 0  # older ones name none
+        group = event.group_idx or 0  # events of older engines have no group
         if not self._has_group:
             self._has_group, self._group = True, group
         return bool(group == self._group)
 
     def _before(self, parent: Name | None) -> _Block | None:
-        """Return the block of that name; an unknown one has no tokens."""
+        """Return the block of that hash. An unknown block becomes a root without tokens."""
         if parent is None:
             return None
         if parent not in self._blocks:
@@ -160,7 +162,7 @@ class Recording:
         return self._blocks[parent]
 
     def _stored(self, before: _Block | None, names: Iterable[Name], size: int) -> _Block | None:
-        """Add ``names`` after ``before``, and return the last."""
+        """Add blocks after ``before``, and return the last one."""
         at = before
         for name in names:
             found = self._blocks.get(name)
@@ -171,8 +173,8 @@ class Recording:
             at = found
         return at
 
-    def _hear(self, before: _Block | None, last: _Block, blocks: int, at_s: float, origin: str) -> None:
-        """Note that ``blocks`` blocks up to ``last`` were stored after ``before``."""
+    def _add_chain(self, before: _Block | None, last: _Block, blocks: int, at_s: float, origin: str) -> None:
+        """Add a chain of ``blocks`` blocks, from after ``before`` to ``last``, to a request or as a new one."""
         for chain in [] if before is None else self._open[before]:
             reads = chain.asked is chain.last
             if at_s - chain.last_s <= (BLOCK_SECONDS if blocks == 1 else CHUNK_SECONDS if reads else -1.0):
@@ -191,12 +193,14 @@ def _stored(event: object) -> _Stored | None:
     if isinstance(event, list) and event and isinstance(event[0], str):
         event = {"type": event[0], **dict(zip(_Stored.__struct_fields__, event[1:], strict=False))}
     if not isinstance(event, Mapping):
-        raise MalformedLineError(f"an event must be an object or an array that begins with its type: {shown(event)}")
+        raise MalformedLineError(
+            f"an event must be an object or an array that begins with its type, got {shown(event)}"
+        )
     return read(event, _Stored) if event.get("type") == _STORED else None
 
 
 def _runs(events: Iterable[_Stored]) -> list[tuple[Name | None, list[Name], int]]:
-    """Yield parent, names and block size of each chain that one batch stores, in any number of events."""
+    """Return parent, hashes and block size of each chain of a batch. A chain may come from several events."""
     runs: list[tuple[Name | None, list[Name], int]] = []
     for event in events:
         if runs and runs[-1][1][-1] == event.parent_block_hash and runs[-1][2] == event.block_size:
@@ -207,7 +211,7 @@ def _runs(events: Iterable[_Stored]) -> list[tuple[Name | None, list[Name], int]
 
 
 def _request(chain: _Chain, number: int) -> TraceRequest:
-    """Return the request of a chain. An output that filled no block has one known token, its own."""
+    """Return the request of a chain. An output that filled no block becomes one token that occurs nowhere else."""
     prompt = Pieces(PROMPT_SEGMENT, _path(chain.asked, None))
     said = _path(chain.last, chain.asked)
     output = Pieces(PROMPT_SEGMENT, said) if said else Pieces(NEW_OUTPUT, ((number, 0, 1),))
@@ -215,7 +219,7 @@ def _request(chain: _Chain, number: int) -> TraceRequest:
 
 
 def _path(last: _Block, before: _Block | None) -> tuple[Piece, ...]:
-    """Return the tokens after ``before``, up to ``last``. O(forks)."""
+    """Return the tokens from after ``before`` to the end of ``last`` as pieces. O(forks)."""
     pieces: list[Piece] = []
     at: _Block | None = last
     while at is not None and (before is None or at.segment is not before.segment):
@@ -227,4 +231,4 @@ def _path(last: _Block, before: _Block | None) -> tuple[Piece, ...]:
 
 
 KV_EVENTS: Final = Format("kv-events", "ts, events", lambda record: isinstance(record.get("events"), list), Recording)
-"""Batches of events, as `hybridkv trace record` writes them. Requests are told at the end, when each has ended."""
+"""Batches of events, as `hybridkv trace record` writes them. The reader returns all requests after the last batch."""

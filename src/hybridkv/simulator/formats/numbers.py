@@ -1,20 +1,23 @@
-"""Traces without text: tokens known by ids, or lengths alone, whose tokens occur nowhere else and hit nothing.
+"""Formats without text: tokens are known by ids, or only lengths are known.
 
     mooncake      {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [id, ...]}
-                  one id per trace block of the prompt, ceil(input_length / trace block size) of them; inside a
-                  block the tokens are a function of the id; outputs are tokens that occur nowhere else
     token-exact   {"timestamp": ms, "prompt": [[segment, offset, length], ...], "output": [[...], ...]}
-                  optionally "marks": [token count, ...], where the caller wants a state kept and a hit to be
-                  able to end (natural layout): 1 .. tokens of prompt and output, in any order; prompt and output may
-                  be counts of tokens instead, both of them, where nothing but their lengths is known
-    of both       optionally "tenant": name, on whose share of memory it counts, and "hints": what the caller knows of
-                  when its prefix is wanted again (hybridkv.request.Hints), any of
-                  {"over": true, "goes_on": true, "within_s": s, "shared_tokens": n, "scratch": true, "secret": true}
     azure         TIMESTAMP,ContextTokens,GeneratedTokens                        2023-11-16 18:15:46.6805900,374,44
     burstgpt      Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type        5,ChatGPT,472,18,490,...
 
-azure: AzurePublicDataset's LLM inference traces of 2023 and 2024; times with or without a zone. burstgpt: seconds;
-lines of requests that failed have no response tokens and are malformed here: skip them. Times count from the first.
+mooncake: ``hash_ids`` has one id for each trace block of the prompt, ceil(input_length / trace block size) ids. The
+tokens of a block are a function of its id. Output tokens occur nowhere else.
+
+token-exact: ``marks`` (optional) lists resume marks as token counts, from 1 to the tokens of prompt and output. If only
+lengths are known, prompt and output are both token counts.
+
+mooncake and token-exact: ``tenant`` (optional) is the name of the tenant, and ``hints`` (optional) holds fields of
+hybridkv.request.Hints: {"over": true, "goes_on": true, "within_s": s, "shared_tokens": n, "scratch": true,
+"secret": true}.
+
+azure: AzurePublicDataset's LLM inference traces of 2023 and 2024; times are with or without a zone. burstgpt: times are
+in seconds; a failed request has no response tokens, so its line is malformed. Both count times from the first request.
+Tokens of traces with only lengths occur nowhere else, so they never hit.
 """
 
 from __future__ import annotations
@@ -49,13 +52,13 @@ from hybridkv.units import MOST_COUNT, ceil_div
 
 _MOST_SEGMENT: Final = (1 << 64) - 1
 _UNSHARED: Final = 1 << 63
-"""Blocks from here on are of one line alone; traces count theirs from 0."""
+"""First hash id of tokens that occur in one line only. The ids of traces count from 0, so they are smaller."""
 _Segment = Annotated[int, Meta(ge=0)]
 _Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 
 
 def _tenant_and_hints(record: Record) -> tuple[str | None, Hints]:
-    """Return the tenant and hints of a record, or None and NO_HINTS."""
+    """Return the tenant and the hints of a record, ``None`` and NO_HINTS if it has no such fields."""
     try:
         tenant = text("tenant", record["tenant"]) if "tenant" in record else None
         return tenant, Hints.parse(record["hints"]) if "hints" in record else NO_HINTS
@@ -64,8 +67,9 @@ def _tenant_and_hints(record: Record) -> tuple[str | None, Hints]:
 
 
 def _check_segments(largest: int) -> None:
+    """Raise MalformedLineError if a segment does not fit in 64 bits."""
     if largest > _MOST_SEGMENT:
-        raise MalformedLineError(f"a segment or hash id must be at most {_MOST_SEGMENT}")
+        raise MalformedLineError(f"a segment or hash id must be at most {_MOST_SEGMENT}, got {largest}")
 
 
 # -- tokens known by ids
@@ -78,7 +82,11 @@ class _Hashed(Turn, kw_only=True):
 
 
 def mooncake(block_size: int) -> Format:
-    """Mooncake JSON lines. block_size: tokens that one hash id stands for."""
+    """Return the format of Mooncake's traces.
+
+    Args:
+        block_size: tokens that one hash id stands for.
+    """
 
     def parse(sessions: Sessions, record: Record, origin: str, number: int) -> tuple[TraceRequest]:
         line = read(record, _Hashed)
@@ -89,17 +97,17 @@ def mooncake(block_size: int) -> Format:
         if len(ids) != blocks:
             raise MalformedLineError(
                 f"hash_ids has {len(ids)} ids, but input_length {prompt_tokens} makes {blocks} blocks of "
-                f"{block_size} tokens: is --trace-block-size right?"
+                f"{block_size} tokens: check --trace-block-size"
             )
         _check_segments(max(ids))
         pieces = [(one, 0, block_size) for one in ids]
         pieces[-1] = (ids[-1], 0, prompt_tokens - (blocks - 1) * block_size)
-        if before is not None:  # behind an output that nobody else has, nothing is shared
+        if before is not None:  # the previous output occurs nowhere else, so tokens after it share nothing
             said = (*before.prompt.pieces, *before.output.pieces)
             pieces = [*said, (_UNSHARED + 2 * number, 0, prompt_tokens)]
             check_total(before.num_tokens + prompt_tokens + output_tokens)
         output = (
-            Pieces(HASHED_BLOCK, ((_UNSHARED + 2 * number + 1, 0, output_tokens),))  # for a turn to come
+            Pieces(HASHED_BLOCK, ((_UNSHARED + 2 * number + 1, 0, output_tokens),))  # a later turn has it in its prompt
             if "session_id" in record
             else Pieces(NEW_OUTPUT, ((number, 0, output_tokens),))
         )
@@ -134,7 +142,7 @@ def _parse_exact(record: Record, origin: str, number: int) -> tuple[TraceRequest
 
 
 def _pieces(given: list[Piece], name: str) -> Pieces:
-    """Return the pieces of field ``name`` without empty ones; at least one token must remain."""
+    """Return the pieces of the field ``name`` without empty ones. Raises MalformedLineError if it has no token."""
     pieces = tuple(one for one in given if one[2])
     if not pieces:
         raise MalformedLineError(f"{name} must have at least 1 token")
@@ -150,7 +158,7 @@ TOKEN_EXACT: Final = Format(
 )
 
 
-# -- lengths alone
+# -- only lengths
 
 
 class _Azure(Struct):
@@ -166,7 +174,7 @@ class _BurstGpt(Struct):
 
 
 def _rows(name: str, kind: type[_Azure | _BurstGpt]) -> Format:
-    """Rows of a CSV file. kind: the columns that are read. Times count from the first row."""
+    """Return a format of CSV rows with the columns of ``kind``. Times count from the first row."""
 
     def parse(since_first: Callable[[float], float], record: Record, origin: str, number: int) -> tuple[TraceRequest]:
         line = read(record, kind, from_text=True)

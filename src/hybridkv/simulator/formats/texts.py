@@ -1,23 +1,24 @@
-"""Traces that hold text. It is made token ids, and these pieces of a tree, on the way in; nothing else is kept of it.
+"""Formats with text. Texts become token ids, and token ids become pieces; nothing else is kept of the texts.
 
     sharegpt    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}
-                a request for each answer, whose prompt is all that was said before
+                one request for each answer; its prompt holds all earlier messages
     vllm-bench  {"prompt": text, "output_tokens": n}
-                the custom data set of `vllm bench serve`; 256 where n is not said
+                the custom data set of `vllm bench serve`; n is 256 by default
     aiperf      {"timestamp": ms, "text_input": text | "messages": [...] | "input_length": n, "output_length": n}
-                its mooncake_trace without hash ids
+                aiperf's mooncake_trace without hash ids
     openai      {"time": ..., "body": {"messages": [...] | "prompt": ..., "max_tokens": n}, "response": {...}}
-                or the body's fields beside the time's
+                or one object with the fields of the body and the time
 
-openai, in words: the time is ``time``, ``timestamp``, ``created_at`` or ``created``: ISO 8601, or seconds since 1970
-(milliseconds from 1e11 on); ``request`` may stand for ``body``. The output is the response's text, or as many new
-tokens as ``usage`` counts, or as ``max_tokens`` allows. Requests with different ``cache_salt`` share nothing.
+openai: the time is ``time``, ``timestamp``, ``created_at`` or ``created``: ISO 8601, or seconds since 1970
+(milliseconds from 1e11 on). ``request`` may replace ``body``. The output is the text of the response. Without it, the
+output has as many new tokens as ``usage`` counts, or as ``max_tokens`` allows. Requests with different ``cache_salt``
+share nothing.
 
-A message becomes the tokens of ``<|role|>``, of its content and of a line break, each encoded by itself, so that what
-was said before is a prefix of what is asked next; tools and pictures stand as the text of their JSON. A model's own
-chat template differs by some tokens a message.
+A message becomes the tokens of ``<|role|>``, of its content and of a line break, each encoded separately. So earlier
+messages are a prefix of the next prompt. Tools and pictures become the text of their JSON. A model's own chat template
+differs by a few tokens per message.
 
-Token ids become pieces: what begins alike has the same pieces, and nothing else is kept of what the ids were.
+Token ids become pieces (segment, offset, length): equal beginnings have the same pieces.
 
     [7 7 3 1]     ->  (0, 0, 4)
     [7 7 5]       ->  (0, 0, 2) (1, 0, 1)
@@ -58,10 +59,11 @@ from hybridkv.simulator.tokens import PROMPT_SEGMENT, Piece, Pieces
 from hybridkv.units import MOST_COUNT, shown
 
 TURN_SECONDS: Final = 30.0
-"""From one request of a conversation without times to its next."""
+"""Seconds between two requests of a conversation without times. Chosen by hand."""
 BENCH_OUTPUT_TOKENS: Final = 256
-"""Where `vllm bench` is not told: its own default."""
+"""Output tokens of a prompt without a length; the default of `vllm bench`."""
 BY_BYTES: Final = "bytes:"
+"""Beginning of a tokenizer's name that makes one token of 1 to 4 bytes."""
 _MOST_BYTES: Final = 4
 _FILE: Final = "tokenizer.json"
 _TIMES: Final = ("time", "timestamp", "created_at", "created")
@@ -72,35 +74,44 @@ _ANSWERS: Final = "assistant"
 
 Ids = NDArray[np.int32]
 Encoder = Callable[[str], Ids]
-"""text -> token ids, int32[n], without special tokens."""
+"""A function from a text to its token ids, int32[n], without special tokens."""
 
 
 def encoder_named(name: str) -> Encoder:
-    """``bytes:N`` makes a token of every N bytes of UTF-8, 1 to 4; anything else names a tokenizer.json or its folder.
+    """Return the encoder of a name.
 
-    ConfigError for what is none of these, and where the tokenizers library is missing.
+    Args:
+        name: ``bytes:N`` for one token of each N bytes of UTF-8, with N from 1 to 4; otherwise a tokenizer.json, or a
+            folder with one.
+
+    Raises:
+        ConfigError: for another name, for an unreadable file, and if the tokenizers library is not installed.
     """
     if name.startswith(BY_BYTES):
         digits = name.removeprefix(BY_BYTES)
         if digits not in {str(one) for one in range(1, _MOST_BYTES + 1)}:
-            raise ConfigError(f"tokenizer {shown(name)}: say bytes:1 to bytes:{_MOST_BYTES}")
+            raise ConfigError(f"unknown tokenizer {shown(name)}: use bytes:1 to bytes:{_MOST_BYTES}")
         return _bytes_encoder(int(digits))
     path = Path(name)
     path = path / _FILE if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"no tokenizer at {path}: name a {_FILE}, a folder with one, or bytes:4 (four bytes a token)")
+        raise ConfigError(
+            f"no tokenizer at {path}: name a {_FILE}, a folder with one, or bytes:4 (tokens of four bytes)"
+        )
     try:
         from tokenizers import Tokenizer  # noqa: PLC0415  # an extra
     except ImportError:
-        raise ConfigError("reading text needs tokenizers: pip install 'hybridkv[traces]', or say bytes:4") from None
+        raise ConfigError("reading text needs tokenizers: pip install 'hybridkv[traces]', or use bytes:4") from None
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001  # the library raises nothing narrower
-        raise ConfigError(f"{path} is no tokenizer that can be read: {error}") from None
+        raise ConfigError(f"{path} is not a readable tokenizer: {error}: name a {_FILE} of Hugging Face") from None
     return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 
 def _bytes_encoder(size: int) -> Encoder:
+    """Return an encoder that makes a token of every ``size`` bytes of UTF-8."""
+
     def encode(text: str) -> Ids:
         raw = text.encode(errors="surrogatepass")
         columns = np.zeros((-(-len(raw) // size), _MOST_BYTES), np.uint8)
@@ -112,7 +123,7 @@ def _bytes_encoder(size: int) -> Encoder:
 
 
 class _Branch:
-    """Tokens of a segment from ``offset`` on, and the branches that follow, by their first token."""
+    """An edge of the tree: tokens of a segment from ``offset`` on. ``next``: the edges after it, by first token."""
 
     __slots__ = ("ids", "next", "offset", "segment")
 
@@ -123,21 +134,29 @@ class _Branch:
         self.next: dict[int, _Branch] = {}
 
     def cut(self, tokens: int) -> None:
-        """End the branch after ``tokens``; the rest becomes a branch that follows."""
+        """Split the branch after ``tokens`` tokens; the rest becomes the only branch that follows."""
         rest = _Branch(self.segment, self.offset + tokens, self.ids[tokens:])
         rest.next, self.next = self.next, {int(rest.ids[0]): rest}
         self.ids = self.ids[:tokens]
 
 
 class TokenTree:
-    """All token runs of one pass that may share a beginning. segments: numbers of new segments."""
+    """A radix tree of the token sequences of one pass that may share prefixes.
+
+    Args:
+        segments: numbers of new segments.
+    """
 
     def __init__(self, segments: Iterator[int]) -> None:
         self._segments = segments
         self._first: dict[int, _Branch] = {}
 
     def pieces(self, ids: Ids) -> list[Piece]:
-        """Return ``ids``, int32[n], as pieces. O(n); new tokens are kept, 4 bytes each."""
+        """Return token ids as pieces, and add new tokens to the tree. O(n); a new token takes 4 bytes.
+
+        Args:
+            ids: the token ids, int32[n].
+        """
         found: list[Piece] = []
         following, at = self._first, 0
         while at < len(ids):
@@ -166,7 +185,15 @@ def _alike(one: Ids, other: Ids) -> int:
 
 
 def split(pieces: list[Piece], tokens: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """Return the first ``tokens`` tokens, and the rest."""
+    """Split pieces after a number of tokens. O(pieces).
+
+    Args:
+        pieces: the pieces.
+        tokens: the tokens of the first part.
+
+    Returns:
+        The pieces of the first part, and those of the rest.
+    """
     first: list[Piece] = []
     rest: list[Piece] = []
     for segment, offset, length in pieces:
@@ -180,7 +207,7 @@ def split(pieces: list[Piece], tokens: int) -> tuple[tuple[Piece, ...], tuple[Pi
 
 
 class _Written:
-    """Texts of one pass as pieces."""
+    """Makes requests from the texts of one pass. Requests with the same salt share prefixes."""
 
     def __init__(self, encode: Encoder) -> None:
         self.encode = encode
@@ -190,7 +217,7 @@ class _Written:
     def request(
         self, timestamp_s: float, prompt: Ids, output: Ids | int, origin: str, *, salt: str = ""
     ) -> TraceRequest:
-        """Return a request with the given output, or with that many tokens that occur nowhere else."""
+        """Return a request. ``output``: its token ids, or the number of its tokens, which occur nowhere else."""
         new = output if isinstance(output, int) else 0
         known = prompt if isinstance(output, int) else np.concatenate((prompt, output))
         if not len(prompt):
@@ -206,7 +233,7 @@ class _Written:
     def turn(
         self, before: TraceRequest | None, timestamp_s: float, tokens: int, output: int, origin: str
     ) -> TraceRequest:
-        """Return a request that continues ``before`` with ``tokens`` new tokens."""
+        """Return a request with ``tokens`` new prompt tokens, which follow the prompt and the output of ``before``."""
         said = () if before is None else (*before.prompt.pieces, *before.output.pieces)
         prompt = Pieces(PROMPT_SEGMENT, (*said, (next(self._segments), 0, tokens)))
         check_total(prompt.num_tokens + output)
@@ -214,7 +241,7 @@ class _Written:
         return TraceRequest(timestamp_s, prompt, answer, origin=origin)
 
     def conversation(self, said: Iterable[tuple[str, str]]) -> Ids:
-        """Return the tokens of messages, each a role and its content, and of the header of the answer."""
+        """Return the token ids of messages, pairs of role and content, and of the header of the answer."""
         texts = [text for role, content in said for text in (f"<|{role}|>\n", content, "\n")]
         return np.concatenate([self.encode(text) for text in (*texts, f"<|{_ANSWERS}|>\n")])
 
@@ -226,14 +253,15 @@ class _Message(Struct):
 
     @property
     def said(self) -> tuple[str, str]:
-        """Return role and content; content that is not text becomes its JSON."""
+        """Role and content of the message; content other than text is written as JSON."""
         content = self.content if isinstance(self.content, str) else "".join(map(_part, self.content or ()))
         return self.role, content + (json.dumps(self.tool_calls, sort_keys=True) if self.tool_calls else "")
 
 
 def _part(part: object) -> str:
-    told = part.get("text") if isinstance(part, Mapping) else None
-    return told if isinstance(told, str) else json.dumps(part, sort_keys=True)
+    """Return the text of a part of a message, or its JSON if it has no text."""
+    text = part.get("text") if isinstance(part, Mapping) else None
+    return text if isinstance(text, str) else json.dumps(part, sort_keys=True)
 
 
 class _SharedTurn(Struct):
@@ -246,7 +274,11 @@ class _Conversation(Struct):
 
 
 def sharegpt(encode: Encoder) -> Format:
-    """Read conversations without times. Turns with no answer, or an empty one, make no request."""
+    """Return the format of ShareGPT's conversations, which have no times. An empty answer makes no request.
+
+    Args:
+        encode: encoder of texts.
+    """
 
     def parse(written: _Written, record: Record, origin: str, _number: int) -> list[TraceRequest]:
         said: list[tuple[str, str]] = []
@@ -274,7 +306,11 @@ class _Asked(Struct):
 
 
 def vllm_bench(encode: Encoder) -> Format:
-    """Read prompts of a benchmark, without times, one a line."""
+    """Return the format of the custom data set of `vllm bench serve`, which has no times.
+
+    Args:
+        encode: encoder of texts.
+    """
 
     def parse(written: _Written, record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
         line = read(record, _Asked)
@@ -297,7 +333,11 @@ class _Sent(Turn, kw_only=True):
 
 
 def aiperf(encode: Encoder) -> Format:
-    """Read aiperf's mooncake_trace without hash ids: one request a line, maybe some time after another."""
+    """Return the format of aiperf's mooncake_trace without hash ids, one request or turn of a session per line.
+
+    Args:
+        encode: encoder of texts.
+    """
 
     def parse(written: _Written, sessions: Sessions, record: Record, origin: str, number: int) -> tuple[TraceRequest]:
         line = read(record, _Sent)
@@ -347,7 +387,12 @@ class _Limits(Struct):
 
 
 def openai(encode: Encoder, *, salts: bool = True) -> Format:
-    """Read logs of requests in OpenAI's form, one a line. salts: whether different ``cache_salt`` share nothing."""
+    """Return the format of logs of requests to OpenAI's API, one request per line.
+
+    Args:
+        encode: encoder of texts.
+        salts: whether requests with different ``cache_salt`` share nothing.
+    """
 
     def parse(written: _Written, times: Times, record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
         given = _object(record, "body") or _object(record, "request") or record
@@ -373,6 +418,7 @@ def openai(encode: Encoder, *, salts: bool = True) -> Format:
 
 
 def _output(record: Record, body: Record, encode: Encoder) -> Ids | int:
+    """Return the token ids of the output, or their number. Raises MalformedLineError if both are unknown."""
     answer = _object(record, "response") or {}
     answer = _object(answer, "body") or answer
     choices = answer.get("choices")
@@ -385,10 +431,11 @@ def _output(record: Record, body: Record, encode: Encoder) -> Ids | int:
         for count in astuple(read(counts, kind)):
             if count is not None:
                 return int(count)
-    raise MalformedLineError("nothing says how long the output is: no text in response, no usage, no max_tokens")
+    raise MalformedLineError("the output's length is unknown: give a text in response, a count in usage, or max_tokens")
 
 
 def _seconds(record: Record) -> float:
+    """Return the time of a record in seconds since 1970. Raises MalformedLineError for a missing or invalid time."""
     for name in _TIMES:
         value: Any = record.get(name)
         if isinstance(value, str):
@@ -401,5 +448,6 @@ def _seconds(record: Record) -> float:
 
 
 def _object(record: Record, name: str) -> Record | None:
+    """Return the object in the field ``name``, ``None`` if there is no object."""
     value = record.get(name)
     return value if isinstance(value, Mapping) else None
