@@ -154,7 +154,10 @@ def test_failed_forward_is_a_server_error(monkeypatch: pytest.MonkeyPatch) -> No
             return execute(*arguments)
 
         monkeypatch.setattr(engine.runner, "execute", failing)
-        assert served.refused(PATH, 500, prompt="a")["message"] == "the request failed: RuntimeError"
+        assert (
+            served.refused(PATH, 500, prompt="a")["message"]
+            == "the request failed with RuntimeError: read the server's log"
+        )
         answer = served.client.post(PATH, json={**LONG, "stream": True, "return_token_ids": True})
         lines = [one for one in answer.text.split("\n\n") if one]
         assert answer.status_code == 200

@@ -85,7 +85,7 @@ class WhyOptions:
             return self.remember or REMEMBERED
         if self.remember is not None:
             raise ConfigError(
-                "--remember has no effect without --explain or --explain-to FILE: give one of them, or leave it out"
+                "--remember has no effect without --explain or --explain-to FILE: give one of them, or drop --remember"
             )
         return 0
 
@@ -104,8 +104,8 @@ def explain_command(
     run = options.prepare(trace, options.settings(remembered_losses=remember or REMEMBERED, block_times=True))
     if request >= run.summary.requests:
         raise ConfigError(
-            f"there is no request {request}: {run.source.name} holds {format_count(run.summary.requests)} requests, "
-            "numbered from 0"
+            f"there is no request {request}: {run.source.name} holds {format_count(run.summary.requests)} requests, so "
+            f"give a number in 0 .. {run.summary.requests - 1}"
         )
     found: list[Explained] = []
     source = _UntilFound(run.source, found)

@@ -412,7 +412,7 @@ class RunOptions:
         if settings.remembered_losses and not summary.tokens_known:
             raise ConfigError(
                 f"{source.name} holds only lengths: misses cannot be explained because equal tokens are unknown; "
-                "replay it without --explain and --explain-to"
+                "leave out --explain and --explain-to"
             )
         plan, own_length = self._plan(summary)
         length_from = "longest request" if self.max_model_len is None else "--max-model-len"

@@ -212,7 +212,7 @@ class Exposition:
             for family in text_string_to_metric_families(text):
                 found += [(one.name, one.labels, one.value) for one in family.samples]
         except (ValueError, KeyError, IndexError) as error:
-            raise ConfigError(f"not metrics in the Prometheus format: {error}") from error
+            raise ConfigError(f"not metrics in the Prometheus format: {error}: check the address") from error
         prefix = next((name.removesuffix(RUNNING_SUFFIX) for name, *_ in found if name.endswith(RUNNING_SUFFIX)), None)
         if prefix is None:
             raise ConfigError(f"no metric is named *{RUNNING_SUFFIX}: name a server of hybridkv or vLLM")
@@ -311,9 +311,9 @@ def read_metrics(url: str, api_key: str | None) -> str:
             read: bytes = answer.read(MOST_BYTES)
             return read.decode()
     except HTTPError as error:
-        key = ": set HYBRIDKV_API_KEY to a key without a salt" if error.code in {401, 403} else ""
+        remedy = "set HYBRIDKV_API_KEY to a key without a salt" if error.code in {401, 403} else "check the address"
         error.close()  # the error holds the answer, whose socket would stay open while the error is kept
-        raise ConfigError(f"{url} answers {error.code} {error.reason}{key}") from error
+        raise ConfigError(f"{url} answers {error.code} {error.reason}: {remedy}") from error
     except ConfigError:
         raise
     except (OSError, HTTPException, ValueError) as error:

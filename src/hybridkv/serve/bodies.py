@@ -246,7 +246,7 @@ class ChatMessage(Body):
         if self.content is None and not self.tool_calls:
             raise ValueError("a message without tool_calls needs content: add content")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"role {self.role!r} cannot have tool_calls: only assistant can")
+            raise ValueError(f"role {self.role!r} cannot have tool_calls: leave them out, only assistant can have them")
         return self
 
 
@@ -335,7 +335,7 @@ class TokenizeBody(TemplateBody):
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give a prompt or messages, and not both")
+            raise ValueError("the body needs either prompt or messages: give one of them")
         return self
 
 

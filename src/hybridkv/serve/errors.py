@@ -106,7 +106,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, CacheError):
         return ApiError(503, str(error))
     logger.error("a request failed", exc_info=error)
-    return ApiError(500, f"the request failed: {type(error).__name__}")
+    return ApiError(500, f"the request failed with {type(error).__name__}: read the server's log")
 
 
 def answer_errors(app: FastAPI) -> None:

@@ -94,7 +94,7 @@ class Places:
         """Raise ApiError 400 for more outputs than there are places."""
         if count > self._most:
             raise ApiError(
-                400, f"{count} outputs asked for at once (prompts times n), at most {self._most} fit: ask for fewer"
+                400, f"{count} outputs asked for at once (prompts times n), but at most {self._most} fit: ask for fewer"
             )
 
     @contextmanager
@@ -435,7 +435,7 @@ def _arguments(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"arguments of a tool call are not valid JSON, but {text[:40]!r}: {error}") from None
+        raise ConfigError(f"arguments of a tool call are not valid JSON: {error}, got {text[:40]!r}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"arguments of a tool call must be a JSON object, got {text[:40]!r}")
     return found

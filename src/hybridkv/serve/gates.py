@@ -112,7 +112,7 @@ class ApiKeys:
             if not words or words[0].startswith("#"):
                 continue
             if len(words) > 2:
-                raise ConfigError(f"{path}, line {number}: {len(words)} words: a line is a key, or a key and its salt")
+                raise ConfigError(f"{path}, line {number}: a line must be KEY or KEY SALT, got {len(words)} words")
             if words[0] in salts:
                 raise ConfigError(f"{path}, line {number}: this key is on an earlier line too: remove one of them")
             salts[words[0]] = words[1] if len(words) == 2 else None

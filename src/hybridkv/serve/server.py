@@ -365,7 +365,9 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"cannot listen at {host}, port {port}: {error}") from error
+        raise ConfigError(
+            f"cannot listen at {host}, port {port}: {error}: use an address of this machine and a free port, or port 0"
+        ) from error
     # asyncio does it for sockets of its own only; without, bodies wait 40 ms for the headers' acknowledgement
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
     return listening
