@@ -218,7 +218,7 @@ def test_trace_malformed_line_is_named(write: Write, line: Record | str | bytes,
     assert kept == (["line 1", "line 3"] if fixed else ["line 2", "line 3"])
     summary = trace.summary()
     assert (summary.requests, summary.bad_lines) == (2, 1)
-    assert summary.first_bad == str(caught.value)
+    assert f"{summary.first_bad}; --skip-bad-lines skips it" == str(caught.value)
 
 
 def test_trace_with_mixed_formats_is_rejected(write: Write) -> None:
