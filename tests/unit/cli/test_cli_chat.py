@@ -153,7 +153,7 @@ def test_chat_with_too_long_message_continues() -> None:
     done = run(*CHAT, stdin=f"{'x' * 5000}\nhello\n")
     assert done.stderr.startswith("error: ")
     assert "/new starts a new conversation" in done.stderr
-    assert "[0 of 23 prompt tokens" in done.stdout
+    assert "[hit tokens: 0 of 23 prompt tokens" in done.stdout
 
 
 class Terminal:

@@ -265,7 +265,7 @@ def test_trace_without_requests_is_rejected(write: Write) -> None:
 
 
 def test_trace_option_that_is_invalid_is_rejected(write: Write) -> None:
-    with pytest.raises(ConfigError, match="block size must be at least 1 token, got 0"):
+    with pytest.raises(ConfigError, match=r"block size \(--trace-block-size\) must be at least 1 token, got 0"):
         TraceFile(write(PIECES), trace_block_size=0)
     with pytest.raises(ConfigError, match=r"limit \(--limit\) must be at least 1 request, got 0"):
         TraceFile(write(PIECES), limit=0)

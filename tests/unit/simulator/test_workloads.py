@@ -174,7 +174,7 @@ def test_workload_limit_keeps_the_first_requests() -> None:
 def test_workload_with_invalid_values_is_rejected() -> None:
     with pytest.raises(ConfigError, match="unknown workload 'chats': use one of agent, api, chat, documents"):
         Workload("chats")
-    with pytest.raises(ConfigError, match="seed must be 0 or more, got -1"):
+    with pytest.raises(ConfigError, match=r"seed \(--seed\) must be at least 0, got -1"):
         Workload("chat", seed=-1)
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="hours must be above 0 and at most 1000"):
