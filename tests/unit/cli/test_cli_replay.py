@@ -428,7 +428,7 @@ def test_replay_command_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Pat
             ("workload:chat", *BASE, "--plan", "p.json", "--placement", "none", "--windows-as-full"),
             "drop --model, --memory, --windows-as-full, or drop --plan",
         ),
-        (("workload:chat", *BASE, "--seed", "-1"), "seed must be 0 or more"),
+        (("workload:chat", *BASE, "--seed", "-1"), "the seed (--seed) must be at least 0"),
         (("workload:chat", *BASE, "--hours", "0"), "hours must be above 0"),
         (("workload:chat", *BASE, "--limit", "0"), "limit (--limit) must be at least 1 request"),
         (("workload:chat", *BASE, "--trace-block-size", "16"), "--trace-block-size has no effect on workload:chat"),
