@@ -163,7 +163,7 @@ def test_explain_command_describes_one_request(tmp_path: Path) -> None:
     assert "more memory would have kept them" in shown
     assert "1,088 .. 3,983  " + " " * 6 + "▒" * 18 in shown
     shown = run("explain", tmp_path / "t.jsonl", "3", *asked).stdout
-    assert "3,984 of them (99.60%) found" in shown
+    assert "3,984 hit tokens, hit rate 99.60%" in shown
     assert "in a partial block" in shown
     assert "there is no request 4" in error("explain", tmp_path / "t.jsonl", "4", *asked)
     for command in (
