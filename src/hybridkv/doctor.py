@@ -1,8 +1,8 @@
-"""Diagnoses of a plan, a trace in a given memory, or a running server: problems, and how to fix them (docs/doctor.md).
+"""Diagnose a plan, a trace in a given memory, or a running server: problems and remedies (docs/doctor.md).
 
-Each check returns a figure and, if something is wrong, a finding. A plan is checked by itself: where hits may end, the
-bytes of states and how many fit, whether windows are kept as windows. A trace is replayed, and so is each remedy, which
-proves it. A server is asked for its metrics only.
+Each check returns a figure and, if it finds a problem, a finding. The checks of a plan need no trace: where hits may
+end, the bytes of states, how many states fit, and whether windows are kept as windows. For a trace, the doctor replays
+the trace and then each remedy, which proves the remedy. For a server, it reads only the metrics.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Proof:
     """The effect of a remedy, from a replay or a plan.
 
     Attributes:
-        change: the remedy.
-        figure: the compared quantity.
+        change: the remedy, for example ``with --layout natural``.
+        figure: name and unit of the compared quantity.
         before: its value without the remedy.
         after: its value with the remedy.
     """
@@ -58,14 +58,14 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem.
+    """The result of one check.
 
     Attributes:
-        name: of the check.
-        said: the problem in a sentence; empty if nothing is wrong.
-        figure: the figure that shows it.
-        remedy: how to fix it.
-        proof: the effect of the remedy, if it was tried.
+        name: name of the check.
+        said: the problem in one sentence; empty if nothing is wrong.
+        figure: the measured quantity, in words.
+        remedy: how to fix the problem; empty if nothing is wrong.
+        proof: the effect of the remedy; ``None`` if it was not tried.
     """
 
     name: str
@@ -80,9 +80,9 @@ class Diagnosis:
     """The results of all checks.
 
     Attributes:
-        subject: what was checked.
+        subject: the checked plan, trace or server, in words.
         findings: the problems.
-        figures: the figure of every check by its name, without checks that could not be done.
+        figures: the figure of each check by its name; checks that were not possible are absent.
     """
 
     subject: str
@@ -91,31 +91,41 @@ class Diagnosis:
 
     @classmethod
     def of(cls, subject: str, looks: Iterable[Finding]) -> Diagnosis:
-        """Separate the problems from the figures of checks that found nothing wrong."""
+        """Collect the results of checks.
+
+        Args:
+            subject: the checked plan, trace or server, in words.
+            looks: the results; they count as problems if ``said`` is not empty.
+        """
         every = list(looks)
         return cls(subject, tuple(one for one in every if one.said), {one.name: one.figure for one in every})
 
 
 def _fine(name: str, figure: str) -> Finding:
-    """Return the figure of a check that found nothing wrong."""
+    """Return the result of a check that found no problem."""
     return Finding(name, "", figure, "")
 
 
-_LONG_EDGE: Final = 256
-"""Tokens between two possible ends of hits that exceed many shared prefixes; chosen by hand."""
+_LONG_INTERVAL: Final = 256
+"""Tokens between two possible ends of a hit that exceed many shared prefixes; chosen by hand."""
 _HEAVY: Final = 4
-"""States may take this many times the bytes of the tokens between them; chosen by hand."""
+"""States may take this many times the bytes of the tokens between two states; chosen by hand."""
 
 
 def examine_plan(plan: Plan, max_running: int) -> Diagnosis:
-    """Check a plan for ``max_running`` requests at once. O(blocks of a request)."""
+    """Check a plan. O(blocks of a request).
+
+    Args:
+        plan: the plan of model and cache.
+        max_running: most requests that run at once.
+    """
     return Diagnosis.of(
         f"plan of {plan.model.name} in {format_bytes(plan.memory_bytes)}", _plan_looks(plan, max_running)
     )
 
 
 def _plan_looks(plan: Plan, max_running: int) -> Iterator[Finding]:
-    yield _edges(plan)
+    yield _hit_boundaries(plan)
     if _of_kind(plan, Keeps.STATE):
         yield _weight(plan)
         yield _plan_room(plan, max_running)
@@ -123,8 +133,12 @@ def _plan_looks(plan: Plan, max_running: int) -> Iterator[Finding]:
         yield _windows(plan)
 
 
-def edge_tokens(plan: Plan) -> int:
-    """Return the tokens between two possible ends of hits; 1 if hits end at any token."""
+def hit_interval(plan: Plan) -> int:
+    """Return the tokens between two positions where hits may end; 1 if hits end at any token.
+
+    Args:
+        plan: the plan of model and cache.
+    """
     if plan.layout == NATURAL:
         return 1
     specs = [
@@ -134,7 +148,15 @@ def edge_tokens(plan: Plan) -> int:
 
 
 def planned_again(plan: Plan, **changed: Any) -> Plan:  # noqa: ANN401 - arguments of hybridkv.planner.plan
-    """Return ``plan`` made anew with ``changed`` arguments. CapacityError if that does not fit the memory."""
+    """Plan again with other arguments; all others stay as in the given plan.
+
+    Args:
+        plan: the plan to change.
+        changed: arguments of ``hybridkv.planner.plan``.
+
+    Raises:
+        CapacityError: if the memory does not hold the new plan.
+    """
     same = changed.get("layout", plan.layout) == plan.layout
     asked = {
         "memory": plan.memory_bytes,
@@ -154,18 +176,30 @@ def planned_again(plan: Plan, **changed: Any) -> Plan:  # noqa: ANN401 - argumen
 
 
 def states_that_fit(plan: Plan) -> int:
-    """Return how many requests can have a state, and a block of everything else, at once."""
+    """Return the number of requests that can hold a state and a block of each other group at the same time.
+
+    Args:
+        plan: the plan of model and cache.
+    """
     needed = blocks_needed(plan.config.groups, replace(plan.limits, max_model_len=1))
     return copies_that_fit(plan.config, plan.limits, needed)[0]
 
 
 def has_windows(plan: Plan) -> bool:
-    """Return whether some layers of the model read only a window or a chunk."""
+    """Return whether some layers of the model read only a window or a chunk.
+
+    Args:
+        plan: the plan of model and cache.
+    """
     return any(layer.spec.keeps is Keeps.WINDOW for layer in plan.model.layers)
 
 
 def windows_are_full(plan: Plan) -> bool:
-    """Return whether layers with windows keep every token."""
+    """Return whether layers with windows keep every token.
+
+    Args:
+        plan: the plan of model and cache.
+    """
     return has_windows(plan) and not _of_kind(plan, Keeps.WINDOW)
 
 
@@ -174,21 +208,23 @@ def _of_kind(plan: Plan, kind: Keeps) -> list[int]:
     return [number for number, group in enumerate(plan.config.groups) if group.spec.keeps is kind]
 
 
-def _edges(plan: Plan) -> Finding:
-    edge = edge_tokens(plan)
-    if edge == 1:
+def _hit_boundaries(plan: Plan) -> Finding:
+    """Check the tokens between two positions where hits may end."""
+    interval = hit_interval(plan)
+    if interval == 1:
         return _fine(BLOCKS, "hits end at any token")
-    figure = f"hits end at multiples of {format_count(edge)} tokens"
-    if edge < _LONG_EDGE:
+    figure = f"hits end at multiples of {format_count(interval)} tokens"
+    if interval < _LONG_INTERVAL:
         return _fine(BLOCKS, figure)
     said = (
-        f"Prompts that share fewer than {format_count(edge)} tokens get no hit; other hits lose up to as many tokens."
+        f"Prompts that share fewer than {format_count(interval)} tokens get no hit; other hits lose up to as many "
+        "tokens."
     )
     return Finding(BLOCKS, said, figure, "plan with --layout natural, where hits end at any token")
 
 
 def _weight(plan: Plan) -> Finding:
-    """Compare the bytes of states at an interval with the bytes of the tokens between them."""
+    """Compare the bytes of a state with the bytes of the tokens between two states."""
     states = sum(plan.config.block_bytes_of(number) for number in _of_kind(plan, Keeps.STATE))
     tokens = [(number, plan.config.groups[number].spec.block_size) for number in _of_kind(plan, Keeps.TOKENS)]
     each = sum(plan.config.block_bytes_of(number) / size for number, size in tokens)
@@ -206,6 +242,7 @@ def _weight(plan: Plan) -> Finding:
 
 
 def _plan_room(plan: Plan, max_running: int) -> Finding:
+    """Check whether each running request has memory for a state."""
     fit = states_that_fit(plan)
     figure = f"room for the states of {format_count(fit)} requests, {format_count(max_running)} may run"
     if fit >= max_running:
@@ -218,6 +255,7 @@ def _plan_room(plan: Plan, max_running: int) -> Finding:
 
 
 def _windows(plan: Plan) -> Finding:
+    """Check whether a plan that keeps windows as windows holds more requests."""
     if not windows_are_full(plan):
         return _fine(WINDOWS, "windows are kept as windows")
     other = planned_again(plan, windows_as_full=False)
@@ -226,17 +264,21 @@ def _windows(plan: Plan) -> Finding:
     figure = f"{before:.2f} {longest} fit, {after:.2f} with windows"
     if after <= before:  # no request is longer than a window
         return _fine(WINDOWS, figure)
-    said = "Layers that read a window alone keep every token."
+    said = "Layers that read only a window keep every token."
     proof = Proof("the plan without --windows-as-full", f"{longest} that fit", round(before, 2), round(after, 2))
     return Finding(WINDOWS, said, figure, "plan without --windows-as-full", proof)
 
 
 _LITTLE: Final = 0.01
-"""A share of the prompt tokens below this is not reported; chosen by hand, as the shares and counts below."""
+"""Smaller shares of the prompt tokens are not reported; chosen by hand, as the three limits below."""
 _HALF: Final = 0.5
+"""Share of the possible hits below which blocks or salts are a problem."""
 _MANY: Final = 100
+"""Fewer states do not show whether states are read again."""
 _UNREAD: Final = 0.05
+"""Share of states that are read again, below which states are a problem."""
 _SALTED: Final = "openai"
+"""The trace format with salts."""
 
 
 def examine_trace(
@@ -247,14 +289,18 @@ def examine_trace(
     summary: TraceSummary | None = None,
     on_replay: Callable[[str], None] = lambda _: None,
 ) -> Diagnosis:
-    """Check a trace under a plan. O(replays): one for the trace and one for each remedy.
+    """Check a trace with a plan. O(replays): one of the trace, and one for each remedy.
 
     Args:
-        source: the trace.
-        plan: the plan to replay it with.
-        settings: of the replays.
-        summary: of the trace; None computes it.
-        on_replay: called with the name of each replay before it begins.
+        source: the trace or workload.
+        plan: the plan of model and cache.
+        settings: how the replays run.
+        summary: counts of the trace from ``source.summary()``; ``None`` computes them.
+        on_replay: called before each replay with its name.
+
+    Raises:
+        ConfigError: for settings that cannot work, and for a request that can never fit.
+        TraceError: for a malformed line.
     """
     counted = source.summary() if summary is None else summary
     on_replay("as it is")
@@ -266,13 +312,19 @@ def examine_trace(
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """A replay, and the most requests that ran and waited at once."""
+    """A finished replay.
+
+    Attributes:
+        report: its report.
+        most_at_once: most requests that ran and waited at the same time, at least 1.
+    """
 
     report: ReplayReport
     most_at_once: int
 
 
 def _run(source: RequestSource, plan: Plan, settings: ReplaySettings, summary: TraceSummary) -> _Ran:
+    """Replay ``source``."""
     most = 0
 
     def see(now: Progress) -> None:
@@ -285,6 +337,16 @@ def _run(source: RequestSource, plan: Plan, settings: ReplaySettings, summary: T
 
 @dataclass(frozen=True, slots=True)
 class _Case:
+    """A trace with its plan, and the checks of it.
+
+    Attributes:
+        source: the trace or workload.
+        plan: the plan of model and cache.
+        settings: how the replays run.
+        summary: counts of the trace.
+        on_replay: called before each replay with its name.
+    """
+
     source: RequestSource
     plan: Plan
     settings: ReplaySettings
@@ -292,7 +354,7 @@ class _Case:
     on_replay: Callable[[str], None]
 
     def looks(self, ran: _Ran) -> Iterator[Finding]:
-        """Yield the result of every check; for a trace of lengths alone, of checks that do not depend on hits."""
+        """Yield the result of each check. A trace of lengths only has no checks that depend on hits."""
         keeps_states = any(group.spec.keeps is Keeps.STATE for group in self.plan.config.groups)
         if not self.summary.tokens_known:
             yield _fine(BLOCKS, "unknown: the trace holds only lengths")
@@ -311,13 +373,13 @@ class _Case:
             yield self._windows(ran)
 
     def _blocks(self, ran: _Ran, shared: list[int], prompts: int) -> Finding:
-        edge, all_ = edge_tokens(self.plan), sum(shared)
-        reached = sum(one // edge * edge for one in shared)
-        where = f", {reached / prompts:.2%} up to multiples of {format_count(edge)} tokens, where hits end"
-        figure = (
-            f"{all_ / prompts:.2%} of the prompt tokens are shared with an earlier prompt{where if edge > 1 else ''}"
-        )
-        if all_ < _LITTLE * prompts or reached >= _HALF * all_:
+        """Check whether hits reach the ends of shared prefixes."""
+        interval, possible = hit_interval(self.plan), sum(shared)
+        reached = sum(one // interval * interval for one in shared)
+        figure = f"{possible / prompts:.2%} of the prompt tokens are shared with an earlier prompt"
+        if interval > 1:
+            figure += f", {reached / prompts:.2%} up to multiples of {format_count(interval)} tokens, where hits end"
+        if possible < _LITTLE * prompts or reached >= _HALF * possible:
             return _fine(BLOCKS, figure)
         said = "Blocks are larger than most shared prefixes, which therefore cannot be hit."
         remedy = "--layout natural, where hits end at any token"
@@ -325,6 +387,7 @@ class _Case:
         return Finding(BLOCKS, said, figure, remedy, proof)
 
     def _salts(self, ran: _Ran, source: TraceFile, shared: int, prompts: int) -> Finding:
+        """Check whether different salts keep prompts from sharing blocks."""
         plain = source.without_salts()
         possible = sum(_shared(plain))
         figure = (
@@ -341,6 +404,7 @@ class _Case:
         return Finding(SALTS, said, figure, change, proof)
 
     def _states_read(self, ran: _Ran) -> Finding:
+        """Check whether kept states are read again."""
         groups = zip(self.plan.config.groups, ran.report.groups, strict=True)
         states = [report for group, report in groups if group.spec.keeps is Keeps.STATE]
         kept, read = max(one.published for one in states), max(one.copies for one in states)
@@ -362,6 +426,7 @@ class _Case:
         return _fine(STATES_READ, figure)
 
     def _states_fit(self, ran: _Ran) -> Finding:
+        """Check whether the memory holds a state for each request that could run."""
         fit, wanted = states_that_fit(self.plan), min(ran.most_at_once, self.settings.max_running)
         figure = f"room for the states of {format_count(fit)} requests, {format_count(wanted)} could run at once"
         if fit >= wanted:
@@ -373,7 +438,7 @@ class _Case:
         if room is not None:
             memory = min(memory, room // MiB * MiB)
         if memory <= self.plan.memory_bytes:
-            remedy = f"more ranks or replicas: the cache has what weights leave of one {hardware.name}"
+            remedy = f"more ranks or replicas: weights and cache fill the memory of one {hardware.name}"
             return Finding(STATES_FIT, said, figure, remedy)
         remedy, change = f"more memory, such as {format_bytes(memory)}, or more ranks or replicas", format_bytes(memory)
         if not ran.report.timed:
@@ -384,20 +449,22 @@ class _Case:
         return Finding(STATES_FIT, said, figure, remedy, proof)
 
     def _windows(self, ran: _Ran) -> Finding:
+        """Check whether windows that are kept as windows raise the hit rate."""
         if not windows_are_full(self.plan):
             return _fine(WINDOWS, "windows are kept as windows")
         figure = f"all layers keep every token; at most {ran.report.peak_usage:.1%} of the memory was held by requests"
-        said = "Layers that read a window alone keep every token."
+        said = "Layers that read only a window keep every token."
         proof = self._hits("without --windows-as-full", ran, windows_as_full=False)
         if proof.after <= proof.before:  # memory is not the bottleneck
             return _fine(WINDOWS, figure)
         return Finding(WINDOWS, said, figure, "plan without --windows-as-full", proof)
 
-    def _hits(self, change: str, ran: _Ran, **planned: Any) -> Proof:  # noqa: ANN401 - arguments of plan_for_trace
+    def _hits(self, change: str, ran: _Ran, **planned: Any) -> Proof:  # noqa: ANN401 - arguments of planned_again
+        """Compare the hit rate with that of a replay with ``planned`` arguments."""
         return Proof(change, "hit rate", _rate(ran.report), _rate(self._replay(change, **planned).report))
 
     def _replay(self, change: str, **planned: Any) -> _Ran:  # noqa: ANN401 - as above
-        """Replay the trace with ``planned`` arguments instead of the plan's."""
+        """Replay the trace with a plan that has the arguments ``planned``."""
         self.on_replay(change)
         plan, settings = self.plan, self.settings
         placed = planned.get("layout", plan.layout) == plan.layout and settings.placement is not None
@@ -407,40 +474,59 @@ class _Case:
 
 
 def _rate(report: ReplayReport) -> float:
-    """Return the hit rate of a replay with known tokens."""
+    """Return the hit rate of a replay, 0 without prompt tokens."""
     return report.hit_rate or 0.0
 
 
 def _shared(source: RequestSource) -> list[int]:
-    """Return for each request how many of its first tokens an earlier request began with."""
+    """Return the tokens of each prompt's longest prefix that an earlier request had."""
     prefixes = Prefixes()
     return [prefixes.shared_tokens(request) for request in source]
 
 
 _MUCH: Final = 0.1
-"""A share of the prompt tokens; chosen by hand, as the shares and counts below."""
+"""Share of the prompt tokens from which a reason of misses is a problem; chosen by hand, as the limits below."""
 _NEVER_HIT: Final = 0.9
+"""Share of the evicted resume points that were never hit, from which they are a problem."""
 _FEW_HITS: Final = 0.05
+"""Hits per stored resume point, below which resume points are a problem."""
 _ENOUGH_TOKENS: Final = 10_000
+"""Fewer prompt tokens do not show whether the cache is hit."""
 
 
 class Figures(Protocol):
-    """The metrics of one moment, by their names without a prefix."""
+    """The metrics of a server at one moment. Names have no prefix."""
 
     def of(self, name: str, **labels: str) -> float | None:
-        """Return the sum of the samples with ``labels``; ``None`` if there is no sample."""
+        """Return the sum of the samples of a metric, or ``None`` without a sample.
+
+        Args:
+            name: name of the metric.
+            labels: values of labels that a sample must have.
+        """
 
     def by(self, name: str, label: str) -> Mapping[str, float]:
-        """Return the sum of the samples for each value of ``label``."""
+        """Return the sum of the samples of a metric for each value of a label.
+
+        Args:
+            name: name of the metric.
+            label: name of the label.
+        """
 
 
 def examine_server(subject: str, now: Figures) -> Diagnosis:
-    """Check the metrics of a server; ``subject`` names it."""
+    """Check the metrics of a server.
+
+    Args:
+        subject: name of the server.
+        now: its metrics.
+    """
     looks = (_found(now), *_reasons(now), _ends(now), _server_room(now))
     return Diagnosis.of(subject, (one for one in looks if one is not None))
 
 
 def _found(now: Figures) -> Finding | None:
+    """Check whether any prompt hits the cache."""
     asked, found = now.of("prefix_cache_queries_total"), now.of("prefix_cache_hits_total")
     if not asked or found is None:
         return None
@@ -456,7 +542,7 @@ def _found(now: Figures) -> Finding | None:
 
 
 def _reasons(now: Figures) -> Iterator[Finding]:
-    """Yield findings from the reasons of misses, if the server explains them."""
+    """Yield the check of each reason of misses, if the server explains misses."""
     missed, prompts = now.by("prompt_tokens_missed_total", "reason"), now.of("prefix_cache_queries_total")
     if not missed or not prompts:
         return
@@ -480,7 +566,7 @@ def _reasons(now: Figures) -> Iterator[Finding]:
 
 
 def _ends(now: Figures) -> Finding | None:
-    """Check whether resume points, such as states, are hit again."""
+    """Check whether resume points are hit."""
     made, hits = now.of("kv_ends_stored_total"), now.of("kv_end_hits_total")
     gone, unused = now.of("kv_ends_evicted_total"), now.of("kv_ends_evicted_unused_total")
     if made is None or hits is None or gone is None or unused is None:
@@ -496,6 +582,7 @@ def _ends(now: Figures) -> Finding | None:
 
 
 def _server_room(now: Figures) -> Finding | None:
+    """Check whether the memory has states for hits while requests wait for memory."""
     held = now.of("kv_group_blocks", kind="state", state="held")
     free = now.of("kv_group_blocks", kind="state", state="evictable")
     if held is None or free is None:

@@ -78,7 +78,7 @@ def test_doctor_of_plan_with_windows_as_full_reports_it(tmp_path: Path) -> None:
     assert found.keys() == {"windows"}
     proof = found["windows"]["proof"]
     assert proof["after"] > 2 * proof["before"]
-    assert "WRONG: Layers that read a window alone keep every token." in run("doctor", tmp_path / "plan.json").stdout
+    assert "WRONG: Layers that read only a window keep every token." in run("doctor", tmp_path / "plan.json").stdout
 
 
 # -- traces

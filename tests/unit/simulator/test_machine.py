@@ -160,7 +160,7 @@ def test_machine_memory_limits_doctor_remedies() -> None:
     told: list[str] = []
     found = doctor.examine_trace(source, made, ReplaySettings(hardware=small), on_replay=told.append)
     (finding,) = [one for one in found.findings if one.name == "states_and_requests"]
-    assert finding.remedy == "more ranks or replicas: the cache has what weights leave of one H100 SXM"
+    assert finding.remedy == "more ranks or replicas: weights and cache fill the memory of one H100 SXM"
     assert finding.proof is None
     assert not any("GiB" in one for one in told)
 
