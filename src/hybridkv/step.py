@@ -28,6 +28,21 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
+def ranges(first: Int64, counts: Int64) -> Int64:
+    """Return the numbers ``first[i]`` .. ``first[i] + counts[i] - 1`` for each i. O(sum of counts).
+
+    ((5, 9), (2, 1)) gives (5, 6, 9).
+
+    Args:
+        first: int64[n].
+        counts: int[n], each at least 0.
+    """
+    ends = np.cumsum(counts)
+    total = ends.item(-1) if len(ends) else 0
+    numbers: Int64 = np.arange(total) + np.repeat(first - (ends - counts), counts)
+    return numbers
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Csr:
     """A list of R lists of token ids, held in two arrays: row i is ``values[indptr[i]:indptr[i + 1]]``.

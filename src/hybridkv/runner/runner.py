@@ -66,7 +66,7 @@ from hybridkv.runner.states.recurrent import RecurrentMixer
 from hybridkv.runner.states.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
 from hybridkv.runner.step_context import StandIn, StepContext
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
-from hybridkv.step import Csr, Step, StepResult
+from hybridkv.step import Csr, Step, StepResult, ranges
 from hybridkv.units import MOST_COUNT
 from hybridkv.worker import AttentionMask, BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage, copy_kernels
 from hybridkv.worker.tables import group_reads
@@ -395,9 +395,7 @@ class ModelRunner:
 
     def _run(self, step: Step, tokens: Int64, wanted: Int64, states: Mapping[int, StateBatch]) -> torch.Tensor:
         """Run one forward over all of ``step``; return the logits as ``_forward`` does."""
-        scheduled = step.num_scheduled.astype(np.int64)
-        inside = np.arange(len(tokens)) - np.repeat(np.cumsum(scheduled) - scheduled, scheduled)
-        positions = np.repeat(step.num_computed.astype(np.int64), scheduled) + inside
+        positions = ranges(step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64))
         owners = self._owner_rows(step)
         for group in self._token_groups:
             self.tables[group].compute_slot_mapping(owners, positions)

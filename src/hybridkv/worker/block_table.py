@@ -48,6 +48,7 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError, WorkerError
+from hybridkv.step import ranges
 from hybridkv.worker.attention import ContextShare
 
 Int32 = NDArray[np.int32]
@@ -637,21 +638,10 @@ class BlockTable:
         np.maximum.at(self.num_blocks_per_row, rows, ((columns + 1) * self.blocks_per_kv_block).astype(np.int32))
         more = np.flatnonzero(self.num_blocks_per_row > before)
         held = before[more].astype(np.int64)
-        cells = _ragged(more * self.max_num_blocks_per_req + held, self.num_blocks_per_row[more] - held)
+        cells = ranges(more * self.max_num_blocks_per_req + held, self.num_blocks_per_row[more] - held)
         self._flat[cells] = cells % self.blocks_per_kv_block  # the null block's kernel blocks, id 0 where it is whole
         return cells
 
     def _mark_row(self, row: int, start: int, end: int) -> None:
         first = row * self.max_num_blocks_per_req
         self._mirror.mark(np.arange(first + start, first + end))
-
-
-def _ragged(first: Int64, counts: Int64) -> Int64:
-    """Return ``counts[i]`` numbers from ``first[i]`` on, for each i. O(sum of counts).
-
-    ((5, 9), (2, 1)) gives (5, 6, 9).
-    """
-    ends = np.cumsum(counts)
-    total = ends.item(-1) if len(ends) else 0
-    numbers: Int64 = np.arange(total) + np.repeat(first - (ends - counts), counts)
-    return numbers

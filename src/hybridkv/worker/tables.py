@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
-from hybridkv.step import SCHEMA_VERSION, Step
+from hybridkv.step import SCHEMA_VERSION, Step, ranges
 from hybridkv.units import ceil_div
 from hybridkv.worker.attention import PagedBatch
 from hybridkv.worker.block_table import BlockTable, Ids, KernelSize, require_below
@@ -422,8 +422,7 @@ def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
     """
     scheduled = step.num_scheduled.astype(np.int64)
     owners = np.repeat(step.rows.astype(np.int64), scheduled)
-    inside = np.arange(step.num_tokens) - np.repeat(step.token_ids.indptr[:-1], scheduled)
-    positions = np.repeat(step.num_computed.astype(np.int64), scheduled) + inside
+    positions = ranges(step.num_computed.astype(np.int64), scheduled)
     tables.commit_block_table(tables.num_rows)
     tables.compute_slot_mapping(owners, positions)
     tables.commit_slot_mapping(step.num_tokens)

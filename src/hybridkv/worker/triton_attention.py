@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
+from hybridkv.step import ranges
 from hybridkv.worker.attention import CAUSAL, AttentionMask, PagedBatch, check_batch, check_layer
 from hybridkv.worker.pages import KVPages, load_kernels
 
@@ -321,8 +322,7 @@ def splits_of(keys: Int64, programs: float) -> Int64:
 def _tiles_of(rows: Int64, of_a_tile: int) -> tuple[Int64, Int64]:
     """Return (request, its tile) for every tile; ``rows``: int64[requests], ``of_a_tile``: rows of a full tile."""
     counts = -(-rows // of_a_tile)
-    request = np.repeat(np.arange(len(counts)), counts)
-    return request, np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(np.arange(len(counts)), counts), ranges(np.zeros_like(counts), counts)
 
 
 def _keys_read(batch: PagedBatch, mask: AttentionMask, request: Int64, ends: Int64, queries: int) -> Int64:
@@ -351,8 +351,7 @@ def _work_list(request: Int64, tile: Int64, keys: Int64, parts: Int64) -> tuple[
     request, tile, parts = request[order], tile[order], parts[order]
     split = np.where(parts > 1, parts, 0)
     first = np.cumsum(split) - split
-    of_tile = np.repeat(np.arange(len(parts)), parts)
-    number = np.arange(len(of_tile)) - (np.cumsum(parts) - parts)[of_tile]
+    of_tile, number = np.repeat(np.arange(len(parts)), parts), ranges(np.zeros_like(parts), parts)
     work = (request[of_tile], tile[of_tile], number, parts[of_tile], first[of_tile] + number)
     return np.stack(work, 1), np.stack((request, tile, first, parts), 1)[parts > 1]
 

@@ -42,7 +42,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hybridkv.errors import WorkerError
 from hybridkv.runner.attention.formulas import Attended, AttentionForm, PagedStep, dense_attention, eager_function
 from hybridkv.runner.step_context import CONTEXT, StandIn, StepContext, on_device, places_of
-from hybridkv.step import Step
+from hybridkv.step import Step, ranges
 from hybridkv.worker import CAUSAL, AttentionMask, BlockTable, with_sink
 
 NAME: Final = "hybridkv_gather"
@@ -251,10 +251,7 @@ class _Builder:
 
     def _places(self, members: Int64) -> slice | torch.Tensor:
         """Return the indices of the tokens of ``members`` in the step."""
-        counts = self.scheduled[members]
-        ends = np.cumsum(counts)
-        places = np.repeat(self.first[members] - (ends - counts), counts) + np.arange(ends[-1])
-        return places_of(places, self.device)
+        return places_of(ranges(self.first[members], self.scheduled[members]), self.device)
 
     def _hidden(self, members: Int64, key: Int64, queries: int) -> NDArray[np.bool_]:
         """Return which keys at int64[rows, keys] each query does not see: bool[rows, queries, keys]."""

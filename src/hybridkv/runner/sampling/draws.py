@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import WorkerError
-from hybridkv.step import Csr, Logprobs, NewRow, Step
+from hybridkv.step import Csr, Logprobs, NewRow, Step, ranges
 
 Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
@@ -63,9 +63,7 @@ class Draws:
         """Return the draws of ``step``. O(rows + drafts)."""
         drafts = np.diff(step.drafts.indptr)
         count = np.where(step.samples, drafts + 1, 0)
-        row = np.repeat(np.arange(len(step)), count)
-        ends = np.cumsum(count)
-        place = np.arange(len(row)) - np.repeat(ends - count, count)
+        row, place = np.repeat(np.arange(len(step)), count), ranges(np.zeros_like(count), count)
         certain = step.num_computed.astype(np.int64) + step.num_scheduled - drafts
         last = step.token_ids.indptr[1:] - 1 - drafts
         draft = np.full(len(row), NO_DRAFT, np.int64)
@@ -119,8 +117,7 @@ def check_drafts(step: Step) -> None:
             f"Step {step.id}: row {step.rows[wrong[0]]} has {drafts[wrong[0]]} drafts of "
             f"{step.num_scheduled[wrong[0]]} tokens: give drafts after a certain token, in rows that sample"
         )
-    inside = np.arange(len(step.drafts.values)) - np.repeat(step.drafts.indptr[:-1], drafts)
-    last = np.repeat(step.token_ids.indptr[1:] - drafts, drafts) + inside
+    last = ranges(step.token_ids.indptr[1:] - drafts, drafts)
     if step.drafts.values.min() < 0 or (step.token_ids.values[last] != step.drafts.values).any():
         raise WorkerError(f"Step {step.id}: drafts must be token ids, and equal the last tokens of their row")
 
