@@ -162,11 +162,11 @@ def fitted(measured: Sequence[Measured], cost: StepCost, name: str) -> Hardware:
     """
     work = [np.array([_work(step, cost) for step in one.steps]) for one in measured]
     seconds = np.array([one.seconds for one in measured])
-    if len(measured) < 5 or not (seconds > 0).all():
-        raise ConfigError(
-            f"{len(measured)} shapes, the fastest in {seconds.min(initial=np.inf):g} s, do not determine the rates: "
-            "measure at least 5 shapes, each longer than 0 s"
-        )
+    if len(measured) < 5:
+        raise ConfigError(f"{len(measured)} shapes do not determine 5 rates: measure at least 5 shapes")
+    if not (seconds > 0).all():
+        fastest = measured[int(seconds.argmin())]
+        raise ConfigError(f"shape {fastest.shape} took {fastest.seconds:g} s, not above 0 s: measure it again")
     best, least = np.zeros(5), float("inf")
     intensity = [one[:, :2].sum(axis=1) / one[:, 2] for one in work]  # operations per byte
     for ridge in (0.0, *np.quantile(np.concatenate(intensity), _RIDGES).tolist(), float("inf")):
