@@ -52,7 +52,7 @@ def test_kv_write_of_float8_is_scaled_and_rounded() -> None:
     latents = torch.zeros(BLOCKS, SIZE, 10).to(torch.float8_e4m3fn)
     write_latent(slots_of(9), latents, torch.full((1, 8), 3.0), torch.full((1, 2), -5.0), scale=2.0)
     assert latents[2, 1].tolist() == [1.5] * 8 + [-2.5] * 2
-    with pytest.raises(WorkerError, match="keys of shape"):
+    with pytest.raises(WorkerError, match="keys have shape"):
         write_kv(slots_of(6), pages, states.int(), states[..., :6])
 
 
@@ -86,10 +86,10 @@ KEYS, VALUES = torch.ones(2, HEADS, 8), torch.ones(2, HEADS, 6)
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda pages: write_kv(slots_of(1, 2), pages, KEYS, VALUES[:1]), "values of shape"),
-        (lambda pages: write_kv(slots_of(1, 2), pages, KEYS, KEYS), "values of shape"),
-        (lambda pages: write_kv(slots_of(1, 2), pages, KEYS, VALUES.double()), "values of shape"),
-        (lambda pages: write_kv(slots_of(1), pages, KEYS, VALUES), "keys of shape"),
+        (lambda pages: write_kv(slots_of(1, 2), pages, KEYS, VALUES[:1]), "values have shape"),
+        (lambda pages: write_kv(slots_of(1, 2), pages, KEYS, KEYS), "values have shape"),
+        (lambda pages: write_kv(slots_of(1, 2), pages, KEYS, VALUES.double()), "values have shape"),
+        (lambda pages: write_kv(slots_of(1), pages, KEYS, VALUES), "keys have shape"),
         (lambda pages: write_kv(write_slots(torch.tensor([1, 2]), 5, SIZE), pages, KEYS, VALUES), "do not fit pages"),
         (lambda pages: write_kv(write_slots(torch.tensor([1, 2]), 12, 2), pages, KEYS, VALUES), "do not fit pages"),
         (

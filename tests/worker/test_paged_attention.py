@@ -225,7 +225,7 @@ def test_context_parallel_block_is_spread_over_all_ranks(interleave: int, size: 
         (lambda: ContextShare.of_ranks(dcp_size=2, pcp_rank=-1), "pcp rank -1 of 1"),
         (lambda: AttentionMask(window=0), "window must be at least 1"),
         (lambda: AttentionMask(chunk=-1), "chunk must be at least 1"),
-        (lambda: AttentionMask(causal=False, window=3), "needs causal=True"),
+        (lambda: AttentionMask(causal=False, window=3), "give causal=True"),
         (lambda: KVPages(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 2, 8)), "pages of keys"),
         (lambda: KVPages(torch.zeros(2, 4, 8), torch.zeros(2, 4, 8)), "pages of keys"),
         (lambda: KVPages(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8), 0.0), "key_scale must be a positive"),
@@ -275,7 +275,7 @@ def test_paged_attention_call_that_does_not_fit_is_rejected() -> None:
         ((query, pages, replace(batch, block_size=2)), {}, "blocks of 2 tokens, the pages have"),
         ((query, pages, replace(batch, seq_lens=(3, 5, 21))), {}, "request 0 has 4 queries but 3 tokens"),
         ((query, pages, batch), {"softcap": 0.0}, "softcap must be positive"),
-        ((query, pages, batch), {"sink_logits": torch.zeros(3)}, "one sink logit for each head"),
+        ((query, pages, batch), {"sink_logits": torch.zeros(3)}, "one logit for each head"),
         ((query, pages, replace(batch, share=ContextShare(2))), {"sink_logits": torch.zeros(4)}, "call with_sink"),
     )
     for (one, held, read), options, message in wrong:

@@ -49,7 +49,7 @@ class ContextShare:
     Attributes:
         size: context parallel ranks.
         rank: this rank, 0 .. size - 1.
-        interleave: neighbouring tokens that lie on one rank.
+        interleave: neighbouring tokens that one rank holds.
 
     Raises:
         ConfigError: a number is out of range.
@@ -75,7 +75,7 @@ class ContextShare:
             dcp_rank: this rank among them.
             pcp_size: ranks of prefill context parallelism.
             pcp_rank: this rank among them.
-            interleave: neighbouring tokens that lie on one rank.
+            interleave: neighbouring tokens that one rank holds.
 
         Raises:
             ConfigError: a rank does not exist.
@@ -92,7 +92,7 @@ class ContextShare:
 
         Args:
             block_size: slots of a block on this rank.
-            device: where the result lives.
+            device: device of the result.
 
         Raises:
             WorkerError: the interleave does not divide the block, so slots of different tokens would be the same.
@@ -189,8 +189,8 @@ def with_sink(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor) -
     """
     if out.dim() != 3 or lse.shape != out.shape[:2] or sink_logits.shape != out.shape[1:2]:
         raise WorkerError(
-            f"shapes {tuple(out.shape)}, {tuple(lse.shape)} and {tuple(sink_logits.shape)}: "
-            "give [tokens, heads, width], [tokens, heads] and one sink logit for each head"
+            f"out, lse and sink_logits have shapes {tuple(out.shape)}, {tuple(lse.shape)} and "
+            f"{tuple(sink_logits.shape)}: give [tokens, heads, width], [tokens, heads] and one logit for each head"
         )
     logits = sink_logits.to(lse.dtype)
     # exp(lse) / (exp(lse) + exp(logit)), exact also where both are large
@@ -218,14 +218,16 @@ class AttentionMask:
     def __post_init__(self) -> None:
         check_fields(self, or_none(at_least(1)), "window", "chunk")
         if not self.causal and (self.window is not None or self.chunk is not None):
-            raise ConfigError("a window or chunk ends at the query's own token: it needs causal=True")
+            raise ConfigError(
+                f"window {self.window} and chunk {self.chunk} end at the query's own token: give causal=True"
+            )
 
     @classmethod
     def of(cls, spec: KVCacheSpec) -> AttentionMask:
         """Return the mask of a layer.
 
         Args:
-            spec: what the layer keeps.
+            spec: the spec of the layer.
         """
         window, chunk = spec.mask
         return cls(window=window, chunk=chunk)
@@ -273,7 +275,7 @@ class PagedBatch:
         seq_lens: tokens of each request that may be read; its queries are the last of them.
         block_table: int64[requests, columns], block ids.
         block_size: slots of a block on this rank.
-        num_blocks: block ids lie below it.
+        num_blocks: block ids are below it.
         share: the tokens that the slots of this rank hold.
     """
 
@@ -308,7 +310,7 @@ class PagedBatch:
         return torch.arange(live, end, device=device)
 
     def positions_in(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return int64[n, block_size], the token of a request that lies in each slot of its columns.
+        """Return int64[n, block_size], the token of a request in each slot of its columns.
 
         Args:
             columns: int64[n].
@@ -333,7 +335,7 @@ def paged_batch(
         seq_lens: tokens of each request that may be read.
         block_table: int[requests, columns], block ids.
         block_size: slots of a block on this rank.
-        num_blocks: block ids must lie below it.
+        num_blocks: block ids must be below it.
         share: the tokens that the slots of this rank hold.
 
     Raises:
@@ -472,6 +474,6 @@ def check_batch(batch: PagedBatch, mask: AttentionMask) -> None:
     short = [r for r, (count, length) in enumerate(zip(counts, batch.seq_lens, strict=True)) if count > length]
     if mask.causal and short:
         raise WorkerError(
-            f"request {short[0]} has {counts[short[0]]} queries but {batch.seq_lens[short[0]]} tokens: seq_lens count "
-            "the queries' own tokens"
+            f"request {short[0]} has {counts[short[0]]} queries but {batch.seq_lens[short[0]]} tokens: count the "
+            "queries' own tokens in seq_lens"
         )

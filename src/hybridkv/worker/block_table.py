@@ -17,7 +17,7 @@ blocks:
 If ``write_cells`` skips columns of a row, they hold the null block. Cells at or after ``num_blocks_per_row`` are stale:
 they may hold any old id.
 
-A slot says where the keys and values of a token lie:
+A slot is the place of a token's keys and values:
 
     table row   [ 7 | 3 ]        block_size 4, position 5: column 1, offset 1
     slots       28 29 30 31 | 12 13 14 15                   -> 3 * 4 + 1 = 13
@@ -63,7 +63,7 @@ _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 class SlotMapper:
     """Computes slots, for at most ``max_tokens`` tokens a call. Calls share scratch arrays.
 
-    ``block_size`` and ``width`` are those of the table: kernel blocks where memory blocks are split.
+    ``block_size`` and ``width`` are measured in kernel blocks, like the table's cells.
     """
 
     def __init__(self, block_size: int, width: int, share: ContextShare, max_tokens: int) -> None:
@@ -123,13 +123,14 @@ def as_int64(name: str, values: Ids) -> Int64:
 
 
 def require_below(name: str, values: NDArray[np.integer], end: int, why: str = "") -> None:
-    """Raise WorkerError unless all ``values`` lie in 0 .. end - 1. ``why`` says where the bound comes from. O(n)."""
-    # as unsigned numbers negative ones are the largest: one pass instead of two
+    """Raise WorkerError unless all ``values`` lie in 0 .. end - 1. ``why`` names the source of the bound. O(n)."""
+    # as unsigned numbers, negative numbers are the largest: one pass instead of two
     if values.size and np.maximum.reduce(values.view(_UNSIGNED[values.itemsize])) >= end:
         raise WorkerError(f"{name} must lie in 0 .. {end - 1}{why}, got {values.min()} .. {values.max()}")
 
 
 _MOST_SINGLE: Final = 1024
+"""Cells marked one by one before they become an array; chosen by hand."""
 
 
 class TableMirror:
@@ -138,7 +139,7 @@ class TableMirror:
     Args:
         host: int32[rows, width], the table to follow.
         pin_memory: send from pinned memory, without waiting for the device.
-        device: where the copy lives.
+        device: device of the copy.
     """
 
     def __init__(self, host: Int32, pin_memory: bool, device: torch.device) -> None:
@@ -187,7 +188,7 @@ class TableMirror:
         return len(cells)
 
     def clear(self) -> None:
-        """Set the device table to zeros, as the host's is, and mark nothing. O(rows * width)."""
+        """Set the device table to zeros, like the host table, and drop all marks. O(rows * width)."""
         self.device.zero_()
         self._forget()
 
@@ -207,7 +208,7 @@ KernelSize = int | Sequence[int] | None
 
 
 def choose_kernel_block_size(block_size: int, kernel_block_size: KernelSize) -> int:
-    """Return the tokens of a kernel block where a memory block has ``block_size``.
+    """Return the tokens of a kernel block if a memory block has ``block_size``.
 
     A single size must divide ``block_size``. From a list, the first positive divisor is taken. Raises ConfigError if no
     size divides it, or if the list is empty.
@@ -266,12 +267,12 @@ class BlockTable:
         max_num_blocks_per_req: columns of a row, in memory blocks.
         max_num_batched_tokens: tokens of the largest step.
         pin_memory: keep the host table in pinned memory, and send from pinned memory (for a GPU).
-        device: where the committed table and slots live.
+        device: device of the committed table and slots.
         kernel_block_size: tokens of a kernel block, or the sizes that the kernel supports; None keeps blocks whole.
-        cp_kv_cache_interleave_size: neighbouring tokens that lie on one rank.
+        cp_kv_cache_interleave_size: neighbouring tokens that one rank holds.
         num_speculative_tokens: most drafts of a request in a step. With several ranks the table has ``max_num_reqs * (1
             + num_speculative_tokens)`` rows, one for every token of a request that verifies drafts.
-        num_blocks: ids of memory blocks must lie below it; None bounds them by int32 alone.
+        num_blocks: ids of memory blocks must be below it; by default, only int32 limits them.
         dcp_world_size: ranks of decode context parallelism.
         dcp_rank: this rank among them.
         pcp_world_size: ranks of prefill context parallelism.
@@ -283,14 +284,14 @@ class BlockTable:
             with several prefill ranks 2 * pcp_world_size * max_num_reqs more.
         slot_mapping: int64[capacity], the committed slots on the device.
         share: the tokens that this rank holds.
-        row_tokens: tokens of a request that a row has room for; positions lie below it.
-        id_limit: ids of memory blocks lie below it.
+        row_tokens: tokens of a request that a row has room for; positions are below it.
+        id_limit: ids of memory blocks are below it.
 
     Raises:
         ConfigError: a size is below 1, a kernel size or interleave does not divide, or pinned memory has no GPU.
     """
 
-    def __init__(  # noqa: PLR0917  # the positions are those of vLLM's tables, whose users know them
+    def __init__(  # noqa: PLR0917  # the same positions as in vLLM's tables, which users know
         self,
         block_size: int,
         max_num_reqs: int,
@@ -335,8 +336,8 @@ class BlockTable:
         self.id_limit = most if num_blocks is None else num_blocks
         if not 1 <= self.id_limit <= most:  # an id above would wrap around in the int32 table
             raise ConfigError(
-                f"num_blocks must lie in 1 .. {most}, got {num_blocks}: each is {self.blocks_per_kv_block} kernel "
-                "blocks, whose ids are int32"
+                f"num_blocks must lie in 1 .. {most}, got {num_blocks}: each block is {self.blocks_per_kv_block} "
+                "kernel blocks, and their ids are int32"
             )
         if share.size > 1 and self.block_size % share.interleave:
             raise ConfigError(
@@ -363,7 +364,7 @@ class BlockTable:
         self._host_tokens = self._device_tokens = 0
         self.slot_mapping_np: Int64 = np.full(self._capacity, NO_SLOT, np.int64)
         self.slot_mapping = torch.full((self._capacity,), NO_SLOT, dtype=torch.int64, device=self.device)
-        # written through numpy, like the mirror of the table
+        # host memory is written through numpy, like the mirror of the table
         self._slot_mirror: Int64 | None = self.slot_mapping.numpy() if self.device.type == "cpu" else None
 
     # -- rows, one at a time
@@ -400,7 +401,7 @@ class BlockTable:
         self._put(ids, row_idx, 0)
 
     def move_row(self, src: int, tgt: int) -> None:
-        """Move the blocks of row ``src`` to row ``tgt``, whose own are dropped; ``src`` becomes empty. O(blocks).
+        """Move the blocks of row ``src`` to row ``tgt``, which drops its own; ``src`` becomes empty. O(blocks).
 
         Args:
             src: a row.

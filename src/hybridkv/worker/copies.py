@@ -1,15 +1,15 @@
-"""Copies of blocks, and what a Step does to blocks before its forward (docs/contracts.md, 10).
+"""Copies of blocks, and the moves, zeroing and copies of a Step before its forward (docs/contracts.md, 10).
 
-The order is moves, zeroing, other copies. A copy takes all bytes of a block, in every layer of its group:
+A copy takes all bytes of a block, in every layer of its group:
 
-    reference   a block of a group is its page in every layer of the group; pages lie in the layers' tensors
+    reference   a block of a group is its page in every layer of the group; pages are in the layers' tensors
     natural     a block of a class is block_bytes of the arena in one piece, shared by all groups of the class
 
-Copies keep their order where one depends on another. Independent copies run together:
+Copies keep their order if one depends on another. Independent copies run together:
 
     A -> B    level 0
     C -> D    level 0
-    B -> C    level 1: reads what the first wrote, and writes what the second reads
+    B -> C    level 1: reads a block that the first copy wrote, and writes a block that the second reads
 
 Kernels work on stacked views of blocks. Torch copies them on any device, Triton in one launch:
 
@@ -74,7 +74,7 @@ class CopyKernels:
 
     Attributes:
         copy_blocks: (stack, source, destination): copy block source[i] to block destination[i], in every layer.
-        shift_columns: (stack, shifts): copy conv states; the last bias columns of a destination keep what they hold.
+        shift_columns: (stack, shifts): copy conv states; the last bias columns of a destination stay unchanged.
         zero_blocks: (stack, blocks): set all bits of these blocks to 0.
     """
 
@@ -86,9 +86,9 @@ class CopyKernels:
 def stack_layers(views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return views [blocks, ...] as few stacks [layers, blocks, ...] over the same memory. O(layers log layers).
 
-    Layers share a stack if shapes, strides and storage are the same and they lie equally far apart, in the order of
-    their addresses. Elements become integers of the same width. Raises ConfigError for two views of one address, and
-    for elements that are not 1, 2, 4 or 8 bytes wide.
+    Layers share a stack if shapes, strides and storage are the same and their addresses are equally far apart, in
+    order. Elements become integers of the same width. Raises ConfigError for two views of one address, and for elements
+    that are not 1, 2, 4 or 8 bytes wide.
     """
     alike: dict[object, list[torch.Tensor]] = {}
     for view in views:
@@ -162,10 +162,10 @@ def triton_kernels() -> CopyKernels:
 
 
 def copy_kernels(device: torch.device) -> CopyKernels:
-    """Return the fastest operations that a device has: those of Triton on a GPU where it is installed, else TORCH.
+    """Return the fastest operations of a device: Triton's on a GPU if it is installed, else TORCH.
 
     Args:
-        device: where the blocks live.
+        device: device of the blocks.
     """
     try:
         return triton_kernels() if device.type == "cuda" else TORCH
@@ -197,7 +197,7 @@ class BlockCopier:
         # requests get block ids null_blocks .. num_blocks - 1 of a group
         self._null_blocks = np.array([config.null_blocks_of(group) for group in groups])
         self._num_blocks = np.array([config.blocks_of(group) for group in groups])
-        # two blocks can share bytes only if id * spacing is equal, or lies in one slab for two classes (natural)
+        # two blocks can share bytes only if id * spacing is equal, or is in one slab for two classes (natural)
         self._class_of = np.arange(len(groups))
         if slabs is None:
             self._stacks = [_layers_of(storage, group) for group in groups]
@@ -221,7 +221,7 @@ class BlockCopier:
         self._checked(step)
 
     def execute_before(self, step: Step) -> None:
-        """Do what a Step says before its forward: moves, zeroing, then the other copies. O(bytes copied).
+        """Run the moves, the zeroing, and then the other copies of a Step before its forward. O(bytes copied).
 
         Args:
             step: the Step.
@@ -241,8 +241,8 @@ class BlockCopier:
         for copy in step.copies:
             if copy.stage != "before" or copy.kind not in _KINDS:
                 raise WorkerError(
-                    f"Step {step.id}: {copy} must have the stage 'before' (nothing is copied after a forward) and a "
-                    f"kind of {_KINDS}"
+                    f"Step {step.id}: {copy} must have the stage 'before', because nothing is copied after a forward, "
+                    f"and the kind {' or '.join(_KINDS)}"
                 )
         copies = np.array([(one.group, one.source, one.destination) for one in step.copies], np.int64).reshape(-1, 3)
         group, block = np.concatenate((copies[:, :2], copies[:, ::2], step.zero.astype(np.int64))).T
@@ -279,7 +279,7 @@ class BlockCopier:
                 self._kernels.copy_blocks(stack, blocks[0, first:end], blocks[1, first:end])
 
     def _places(self, of: Int64, blocks: Int64) -> Int64:
-        """Return int64[2, n], equal where two blocks share bytes. ``of``: int64[n], classes; ``blocks``: int64[n, 2].
+        """Return int64[2, n], equal if two blocks share bytes. ``of``: int64[n], classes; ``blocks``: int64[n, 2].
 
         If a slab passes from one class to another within a Step, blocks of both classes share its bytes. Then the whole
         slab counts as one place, so that copies within it keep their order.

@@ -62,7 +62,7 @@ def _slots_before(token: tl.tensor, ranks: tl.constexpr, rank: tl.constexpr, int
 def _loaded(
     at: tl.tensor, mask: tl.tensor, fp8: tl.constexpr, native: tl.constexpr, compute: tl.constexpr
 ) -> tl.tensor:
-    """Load elements in the dtype of the computation. With ``fp8``, they are bytes of e4m3, exact in any such dtype."""
+    """Load elements in the dtype of the computation. With ``fp8``, they are bytes of e4m3, which all dtypes hold."""
     held = tl.load(at, mask=mask, other=0)
     if fp8:
         if native:

@@ -69,7 +69,7 @@ def parts_of(spec: KVCacheSpec) -> tuple[PagePart, ...]:
     """Return the parts of a layer's page: keys and values, one latent, or its states.
 
     Args:
-        spec: what one layer keeps.
+        spec: the spec of one layer.
 
     Raises:
         ConfigError: the spec is of several layers, or of an unknown kind.
@@ -94,7 +94,7 @@ class PagedStorage:
     Args:
         config: the KV cache of the plan.
         layout: for every layer the parts of its page, in order; None takes them from the specs (``parts_of``).
-        device: where the arena lives.
+        device: device of the arena.
         order: the order of tokens and heads within a block, for every part that has heads.
 
     Attributes:
@@ -209,7 +209,7 @@ class KVPages:
             )
         for name in ("key_scale", "value_scale"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be a positive number, got {getattr(self, name)}; 1 for none")
+                raise ConfigError(f"{name} must be a positive number, got {getattr(self, name)}: give 1 for no scale")
 
     @classmethod
     def of_views(cls, views: tuple[torch.Tensor, ...], order: PageOrder = PageOrder.NHD) -> KVPages:
@@ -253,7 +253,7 @@ class KVPages:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks, the null block included; kernel blocks where blocks are split."""
+        """Number of blocks with the null block; kernel blocks if blocks are split."""
         return self.keys.shape[0]
 
     @property
@@ -273,10 +273,10 @@ _ROUNDED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteSlots:
-    """The places in one group's pages that a step's tokens are written to.
+    """The places in one group's pages to which a step's tokens are written.
 
     Attributes:
-        num_tokens: tokens of the step, those that are not written included.
+        num_tokens: tokens of the step, with tokens that are not written.
         num_blocks: blocks of the pages.
         block_size: tokens of a block.
         tokens: int64[n], the tokens that are written.
@@ -318,8 +318,8 @@ def write_slots(slots: torch.Tensor, num_blocks: int, block_size: int) -> WriteS
         twice = torch.nonzero(ordered[1:] == ordered[:-1]).flatten()
         if len(twice):
             raise WorkerError(
-                f"two tokens go to slot {int(ordered[twice[0]])}: a block that is written belongs to one request, and "
-                "each position is scheduled once"
+                f"two tokens go to slot {int(ordered[twice[0]])}: give each token a slot of its own, in a block that "
+                "one request alone writes"
             )
     blocks = torch.div(held, block_size, rounding_mode="floor")
     return WriteSlots(len(slots), num_blocks, block_size, tokens, blocks, held % block_size)
@@ -364,11 +364,11 @@ def write_latent(
 def triton_write_kv(slots: torch.Tensor, pages: KVPages, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write exactly the bits that ``write_kv`` writes, in one Triton launch, which a CUDA graph may capture.
 
-    Slots are not checked: a token whose slot does not exist is not written, and two tokens must not share a slot
+    Slots are not checked: a token with a slot that does not exist is not written, and two tokens must not share a slot
     (``write_slots`` checks both).
 
     Args:
-        slots: int64[tokens], contiguous, on the device of the pages, such as BlockTable.slot_mapping.
+        slots: int64[tokens], contiguous, on the device of the pages, like BlockTable.slot_mapping.
         pages: the layer's pages.
         keys: [tokens, kv heads, width], as in ``write_kv``.
         values: [tokens, kv heads, value width], as in ``write_kv``.
@@ -439,7 +439,7 @@ def _latent_parts(
             f"pages of shape {tuple(pages.shape)}: give [tokens, width] of both"
         )
     if not 0 < scale < math.inf:
-        raise WorkerError(f"the scale of latents must be a positive number, got {scale}; 1 for none")
+        raise WorkerError(f"the scale of latents must be a positive number, got {scale}: give 1 for no scale")
     width = latent.shape[1]
     views = KVPages(pages[:, :, None, :width], pages[:, :, None, width:], scale, scale)
     return _parts(num_tokens, views, latent[:, None], rotary[:, None], ("latents", "rotary parts"))
@@ -450,7 +450,7 @@ def _part(num_tokens: int, view: torch.Tensor, states: torch.Tensor, name: str, 
     fits = states.dtype == view.dtype or (view.dtype == torch.float8_e4m3fn and states.dtype in _ROUNDED)
     if states.shape != wanted or not fits:
         raise WorkerError(
-            f"{name} of shape {tuple(states.shape)} in {states.dtype}: the pages take {wanted} in {view.dtype}"
+            f"{name} have shape {tuple(states.shape)} and {states.dtype}: give {wanted} in {view.dtype}, like the pages"
         )
     # in float32 precision, so that torch and Triton multiply by the same factor
     return _Part(view, states, float(np.float32(1 / scale)))
@@ -472,14 +472,16 @@ def _write(slots: WriteSlots, parts: tuple[_Part, _Part]) -> None:
 def _launch(slots: torch.Tensor, parts: tuple[_Part, _Part]) -> None:
     kernels = load_kernels("write_kv")
     if parts[0].rounded != parts[1].rounded:
-        raise WorkerError(f"states of {parts[0].states.dtype} and {parts[1].states.dtype}: give both in one dtype")
+        raise WorkerError(
+            f"the two states have dtypes {parts[0].states.dtype} and {parts[1].states.dtype}: give both in one dtype"
+        )
     if len(slots):
         keys, values = ((_as_bytes(part.view), _as_bytes(part.states), part.factor) for part in parts)
         kernels.launch_write(slots, keys, values, fp8=parts[0].rounded)
 
 
 def load_kernels(instead: str) -> ModuleType:
-    """Import the Triton kernels. Without Triton, raise a ConfigError that names what to use ``instead``."""
+    """Import the Triton kernels. Without Triton, raise a ConfigError that names the function to use ``instead``."""
     try:
         return import_module("hybridkv.worker.kernels")
     except ImportError as error:

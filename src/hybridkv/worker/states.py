@@ -57,8 +57,8 @@ _NULL_BLOCK: Final = 0
 class StatePlan:
     """Copies of states between columns, for all groups of one block size.
 
-    A temporal state goes from column source + bias to column destination. Of a conv state, columns bias .. of source go
-    to columns 0 .. of destination, whose last bias columns keep what they hold.
+    A temporal state goes from column source + bias to column destination. The columns bias .. of a conv state go from
+    source to columns 0 .. of destination, and the last bias columns of destination stay unchanged.
 
     Attributes:
         stage: "before" or "after" the forward.
@@ -125,7 +125,7 @@ class RowColumns:
         self._column: Int64 = np.full(max_num_reqs, _NONE, np.int64)
 
     def drop(self, rows: Ids) -> None:
-        """Forget the columns of rows whose request finishes, is preempted or resumes. O(rows).
+        """Forget the columns of rows with a request that finishes, is preempted or resumes. O(rows).
 
         Args:
             rows: int[n].
@@ -230,7 +230,9 @@ def state_copies(plan: StatePlan, table: Int32, num_blocks: Int32) -> StateCopie
     """
     row, column = plan.row, np.stack((plan.source, plan.source + plan.bias, plan.destination))
     if row.size and row.max() >= len(table):
-        raise WorkerError(f"row {row.max()} is not in a block table of {len(table)} rows: size both alike")
+        raise WorkerError(
+            f"row {row.max()} is not in a block table of {len(table)} rows: make both with the same max_num_reqs"
+        )
     last = column.max(axis=0)
     held = num_blocks[row].astype(np.int64)
     _refuse(row, last >= held, "the row has no such column of states: send its blocks first", column=last, columns=held)
@@ -273,8 +275,8 @@ class StatePart:
         dtype: of its elements.
         kind: "conv" for the last inputs of a causal convolution, one column for each token; "temporal" for a state of
             all tokens before.
-        columns_axis: for a conv state, the dimension of its columns: 0 for [columns, channels], 1 for [channels,
-            columns]. ``None`` for a temporal state.
+        columns_axis: the dimension of a conv state's columns: 0 for [columns, channels], 1 for [channels, columns].
+            ``None`` for a temporal state.
 
     Raises:
         ConfigError: the kind is unknown, a size is below 1, or columns_axis does not fit the kind.
@@ -310,7 +312,7 @@ def state_parts(spec: MambaSpec, columns_axis: int) -> tuple[StatePart, ...]:
     attention temporal states only.
 
     Args:
-        spec: what the layer keeps.
+        spec: the spec of the layer.
         columns_axis: 0 for conv states as vLLM stores them, 1 as transformers does.
     """
     states = parts_of(spec)
@@ -446,7 +448,7 @@ def _flat(part: StatePart, view: torch.Tensor) -> torch.Tensor:
     try:
         return view.view(view.shape[0], -1)
     except RuntimeError as error:
-        raise ConfigError(f"a temporal state {part.shape} does not lie in one piece: {error}") from error
+        raise ConfigError(f"a temporal state {part.shape} must be in one piece ({error})") from error
 
 
 def _refuse_collisions(source: Int64, destination: Int64) -> None:

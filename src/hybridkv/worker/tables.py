@@ -31,8 +31,8 @@ T = TypeVar("T")
 class MultiGroupBlockTable:
     """One BlockTable for each group; a request has the same row in all of them. ``tables[i]`` is the table of group i.
 
-    With ``specs``, a row of a group has ``spec.max_row_blocks`` columns. A group whose blocks do not hold tokens of the
-    request (recurrent states, the output of an encoder) is whole on every rank and has no slots. Blocks of states are
+    With ``specs``, a row of a group has ``spec.max_row_blocks`` columns. A group of recurrent states or encoder outputs
+    is whole on every rank and has no slots, because its blocks do not hold tokens of the request. Blocks of states are
     never split. Without ``specs`` every group counts as attention, with ``max(ceil(max_model_len / (block_size *
     ranks)), 1 + num_speculative_tokens)`` columns.
 
@@ -41,16 +41,16 @@ class MultiGroupBlockTable:
         max_model_len: tokens of the longest request.
         max_num_batched_tokens: tokens of the largest step.
         pin_memory: keep host tables in pinned memory, and send from pinned memory (for a GPU).
-        device: where the committed tables and slots live.
+        device: device of the committed tables and slots.
         block_sizes: tokens of a memory block, one number for each group.
         kernel_block_sizes: tokens of a kernel block, the sizes that the kernel supports, or None to keep blocks whole.
             One entry for each group, or a single entry for all.
         num_speculative_tokens: most drafts of a request in a step.
         max_num_blocks: columns of a row in memory blocks, one number for each group, instead of the widths above.
-        cp_kv_cache_interleave_size: neighbouring tokens that lie on one rank.
-        num_blocks: block ids must lie below it: one number for all groups, or one for each; None bounds them by int32
-            alone.
-        specs: what each group keeps.
+        cp_kv_cache_interleave_size: neighbouring tokens that one rank holds.
+        num_blocks: block ids must be below it: one number for all groups, or one for each; by default, only int32
+            limits them.
+        specs: the spec of each group.
         max_encoder_tokens: encoder tokens that cross attention reads.
         dcp_world_size: ranks of decode context parallelism.
         dcp_rank: this rank among them.
@@ -65,7 +65,7 @@ class MultiGroupBlockTable:
         ConfigError: a size is out of range, or a list has another length than ``block_sizes``.
     """
 
-    def __init__(  # noqa: PLR0917  # the positions are those of vLLM's tables, whose users know them
+    def __init__(  # noqa: PLR0917  # the same positions as in vLLM's tables, which users know
         self,
         max_num_reqs: int,
         max_model_len: int,
@@ -128,7 +128,7 @@ class MultiGroupBlockTable:
             holds_tokens = keeps in {Keeps.TOKENS, Keeps.WINDOW}
             table = BlockTable(
                 size,
-                # a group that is whole on every rank is like that of a single rank, with the rows of the others
+                # a group that is whole on every rank is made for a single rank, with the rows of the other groups
                 max_num_reqs if holds_tokens else self.num_rows,
                 width,
                 max_num_batched_tokens,
@@ -161,16 +161,16 @@ class MultiGroupBlockTable:
         pcp_world_size: int = 1,
         pcp_rank: int = 0,
     ) -> MultiGroupBlockTable:
-        """Make the tables of a plan's groups on one rank, split as the plan says. Pinned if a GPU reads them.
+        """Make the tables of a plan's groups on one rank, split as in the plan. Pinned if a GPU reads them.
 
         Args:
             config: the KV cache of the plan.
             max_num_reqs: rows of requests.
             max_model_len: tokens of the longest request.
             max_num_batched_tokens: tokens of the largest step.
-            device: where the committed tables and slots live.
+            device: device of the committed tables and slots.
             max_encoder_tokens: encoder tokens that cross attention reads.
-            cp_kv_cache_interleave_size: neighbouring tokens that lie on one rank.
+            cp_kv_cache_interleave_size: neighbouring tokens that one rank holds.
             dcp_world_size: ranks of decode context parallelism.
             dcp_rank: this rank among them.
             pcp_world_size: ranks of prefill context parallelism.
@@ -198,7 +198,7 @@ class MultiGroupBlockTable:
 
     @property
     def token_groups(self) -> tuple[int, ...]:
-        """The numbers of the groups whose blocks hold tokens of the request; they have slots."""
+        """The numbers of the groups that hold tokens of the request in their blocks; they have slots."""
         return tuple(group for group, table in enumerate(self._tables) if table in self._mapped)
 
     def __len__(self) -> int:
@@ -298,7 +298,7 @@ class MultiGroupBlockTable:
 
         Args:
             src: a row.
-            tgt: another row, whose own blocks are dropped.
+            tgt: another row; its own blocks are dropped.
         """
         for table in self._tables:
             table.move_row(src, tgt)
@@ -372,7 +372,7 @@ def _one_a_group(name: str, values: Sequence[T], groups: int) -> list[T]:
 
 
 def _row_blocks(block_size: int, spec: KVCacheSpec | None, limits: RequestLimits) -> int:
-    """Return the columns of a row; without a spec those of attention (docs/contracts.md, 7)."""
+    """Return the columns of a row; without a spec, as for attention (docs/contracts.md, 7)."""
     if spec is None:
         return max(ceil_div(limits.max_model_len, block_size * limits.cp), 1 + limits.num_speculative_tokens)
     return spec.max_row_blocks(limits)
@@ -400,7 +400,8 @@ class StepBatch:
 
     Attributes:
         positions: int64[tokens], the position of each token in its request, on the device of the tables.
-        groups: by number, the groups whose blocks hold tokens of the request; no recurrent states, no encoder outputs.
+        groups: the groups with tokens of the request in their blocks, by number; no recurrent states, no encoder
+            outputs.
     """
 
     positions: torch.Tensor
@@ -436,7 +437,7 @@ def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
 
 
 def group_reads(step: Step, group: int, table: BlockTable) -> PagedBatch:
-    """Return the PagedBatch of ``step`` in ``group``, whose ``table`` has committed its cells. O(cells read).
+    """Return the PagedBatch of ``step`` in ``group`` after its ``table`` has committed the cells. O(cells read).
 
     Never waits for the device, because the table has checked every id that it holds. Raises WorkerError for rows that
     have too few blocks for their tokens.

@@ -2,7 +2,7 @@
 
     rows of request r    for one KV head, its queries times the query heads of that head; a *tile* is a run of rows
     work                 (request, tile, split of its keys, splits, part): the work of one program for each KV head
-    combined             (request, tile, first part, parts) of tiles whose keys were split (flash decoding)
+    combined             (request, tile, first part, parts) of tiles with split keys (flash decoding)
 
 Keys are split if there are fewer tiles than programs that keep a GPU busy, so that one long request uses all of it.
 """
@@ -93,7 +93,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The sizes of what a program holds at a time.
+    """The rows, keys and columns that a program holds at a time.
 
     Attributes:
         rows: rows of a request.
@@ -146,7 +146,7 @@ class TritonBatch:
         starts: int32[requests + 1], the first query of each request.
         lengths: int32[requests], tokens of each request.
         work: int32[n, 5], the work of each program, described at the top of this module.
-        combined: int32[m, 4], the tiles whose keys were split.
+        combined: int32[m, 4], the tiles with split keys.
         parts: results of splits that the kernel writes before it combines them.
     """
 
@@ -213,7 +213,7 @@ def triton_batch(
         num_heads: query heads of the layers.
         pages: the pages of one of the layers.
         dtype: of the queries.
-        splits: programs that share the keys of every tile; None takes as many as keep the device busy for these
+        splits: programs that share the keys of every tile; by default, as many as keep the device busy for these
             lengths. The number changes results by rounding only.
 
     Raises:
@@ -266,7 +266,7 @@ def triton_paged_attention(
     sink_logits: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what ``paged_attention`` does, in one launch, and a second one if ``batch`` splits keys.
+    """Compute the same as ``paged_attention`` in one launch, or in two if ``batch`` splits keys.
 
     Products and the weights of values have the dtype of the query; sums are float32. It never waits for the device and
     allocates by the shape of the batch alone, so a CUDA graph may capture it. Make and refill ``batch`` outside the
@@ -279,8 +279,8 @@ def triton_paged_attention(
         scale: factor of the scores.
         softcap: as in ``paged_attention``.
         sink_logits: float[heads], as in ``paged_attention``.
-        out: [tokens, heads, value width], where to write the outputs, in float32, bfloat16 or float16; None allocates
-            float32.
+        out: memory for the outputs, [tokens, heads, value width] in float32, bfloat16 or float16; by default, new
+            memory in float32.
 
     Returns:
         The outputs, and float32[tokens, heads], the natural logarithms of the sums of exponentials.
@@ -365,7 +365,7 @@ def _columns(width: int) -> tuple[int, int]:
 
 
 def _programs(device: torch.device) -> int:
-    """Return how many programs keep ``device`` busy: one on a CPU, whose interpreter runs them one after another."""
+    """Return how many programs keep ``device`` busy: one on a CPU, where the interpreter runs one at a time."""
     if device.type != "cuda":
         return 1
     return _PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
