@@ -137,6 +137,7 @@ test-vllm-generate: find-vllm
 # Run whole engines of vLLM (CPU build) with its own scheduler and with ours. Takes two hours.
 test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/drift.py
+	$(VLLM_PYTHON) tests/vllm/drift.py --faults
 	$(VLLM_PYTHON) tests/vllm/natural_views.py
 	$(VLLM_PYTHON) tests/vllm/schedule_duel.py
 	$(VLLM_PYTHON) tests/vllm/scheduling.py --requests 64

@@ -1,17 +1,25 @@
 """What hybridkv.vllm relies on in vLLM is there, and asks for nothing new: ``make test-vllm-engine`` runs it first.
 
-python drift.py        prints what has drifted; none: exit code 0
+    python drift.py                 prints what has drifted; nothing: exit code 0
+    python drift.py --faults        makes drifts on purpose, and fails unless each is named
+
+Signatures, fields and attributes are compared by name. From the source of vLLM it is read what its scheduler writes and
+calls in ``schedule`` (effects.py): ``decode_step`` has the same effect, or a guard says why it needs none. The same for
+attributes that its constructor hands the cache manager, and for all that vLLM reads of a manager.
 """
 
+import ast
 import inspect
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from effects import captures, effects, methods_of, reads, tree_of
 from vllm.config import CacheConfig, CompilationConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -38,8 +46,12 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import select_common_block_size
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from hybridkv.vllm.manager import Blocks, CacheManager
-from hybridkv.vllm.requests import EngineRequest
+import hybridkv.vllm.scheduler as ours
+import vllm
+from hybridkv.vllm.manager import Block, Blocks, CacheManager, Coordinator, Pool
+from hybridkv.vllm.requests import EngineRequest, SlotsAhead
+
+RELEASE = ".".join(vllm.__version__.split(".")[:2])
 
 NOT_ASKED = {"create_kv_cache_blocks"}
 """Of their manager for itself alone."""
@@ -150,6 +162,16 @@ FIELDS = {
     CompilationConfig: ("compilation_time", "encoder_compilation_time", "static_forward_context"),
 }
 """Of their dataclasses, read, made or put right."""
+FIELDS_OF_RELEASE: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
+    "0.32": {},
+    "0.33": {
+        SchedulerOutput: (
+            "encoder_input_updates",  # requests with encoder inputs go through vLLM's loop: empty, as it starts
+            "skip_drafts",  # without drafts: False, as it starts
+        )
+    },
+}
+"""More of them, in one release."""
 WHOLE = (SchedulerOutput, CachedRequestData)
 IN_BATCHES = ("req_id_to_index", "block_table")
 IN_RUNNERS = ("requests", "input_batch", "kv_caches", "device", "prepare_inputs_event")
@@ -169,6 +191,126 @@ NAMED = (
 """That these are there, importing says."""
 
 
+SKIPPED: Mapping[str, tuple[str, ...]] = {
+    "scheduler.waiting": (
+        "_inflight_prefills.add()",
+        "deferred_waiting.add()",
+        "deferred_waiting.discard()",
+        "failed_recving_kv_req_ids.remove()",
+        "finished_recving_kv_req_ids.remove()",
+        "kv_cache_manager.cache_blocks()",
+        "kv_cache_manager.coordinator.get_num_blocks_to_allocate()",
+        "kv_cache_manager.get_blocks()",
+        "kv_cache_manager.get_computed_blocks()",
+        "kv_cache_manager.get_computed_blocks_for_connector()",
+        "kv_cache_manager.record_blocks_for_zeroing()",
+        "kv_cache_manager.record_prefix_cache_stats()",
+        "kv_cache_manager.take_kv_cache_block_copies()",
+        "kv_cache_manager.truncate_computed_blocks()",
+        "request.replay_start",
+        "request.shared_prefix_boundary",
+        "request.status",
+        "requests.get()",
+        "running.append()",
+        "waiting.peek_request()",
+        "waiting.pop_request()",
+        "waiting.prepend_request()",
+        "waiting.prepend_requests()",
+    ),
+    "scheduler.kv_holding_waiting": ("kv_holding_waiting.prepend_requests()",),
+    "scheduler.connector": (
+        "_kv_fetch_counts",
+        "_kv_fetch_stages.pop()",
+        "connector.get_external_cache_hit_sources()",
+        "connector.get_loaded_kv_cache_group_ids()",
+        "connector.get_num_new_matched_tokens()",
+        "connector.has_pending_block_frees()",
+        "connector.update_state_after_alloc()",
+        "connector_prefix_cache_stats.record()",
+        "kv_cache_manager.take_boundary_state_offloads()",
+        "scheduler_output.kv_connector_block_state",
+        "scheduler_output.kv_connector_metadata",
+    ),
+    "scheduler.ec_connector": (
+        "ec_connector.build_connector_meta()",
+        "ec_connector.ensure_cache_available()",
+        "ec_connector.has_cache_item()",
+        "ec_connector.update_state_after_alloc()",
+        "scheduler_output.ec_connector_metadata",
+    ),
+    "scheduler.aux_output_connector": (
+        "aux_output_connector.build_connector_meta()",
+        "aux_output_connector.request_finished()",
+        "scheduler_output.aux_output_connector_metadata",
+    ),
+    "scheduler.defer_block_free": (
+        "deferred_frees.append()",
+        "kv_cache_manager.block_pool.free_blocks()",
+        "kv_cache_manager.pop_blocks_for_free()",
+        "sched_step_seq",
+    ),
+    "speculative_config": ("request.spec_token_ids",),
+    "enable_logging_iteration_details": ("stats.num_inputs", "stats.output_tokens"),
+    "request.mm_features": (
+        "encoder_cache_manager.allocate()",
+        "encoder_cache_manager.can_allocate()",
+        "encoder_cache_manager.check_and_update_cache()",
+        "encoder_cache_manager.free()",
+        "encoder_cache_manager.get_cached_num_encoder_embeds()",
+        "encoder_cache_mismatch_reqs.add()",
+    ),
+    # the loop preempts: all of these only where a request gets no slot
+    "decoded is None": (
+        "kv_cache_manager.free()",
+        "request.drop_stale_output",
+        "request.num_output_placeholders",
+        "request.num_preemptions",
+        "request.num_stale_output_tokens",
+        "reset_preempted_req_ids.add()",
+        "running",
+        "running.index()",
+        "running.pop()",
+    ),
+    # our step is opened around decode_step and the loop
+    "manager.decode": ("kv_cache_manager.allocate_slots()", "kv_cache_manager.new_step_starts()"),
+}
+"""Effects of vLLM's loop that ``decode_step`` goes without, by the guard in our source for which it does."""
+SKIPPED_OF_RELEASE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "0.32": {"scheduler.waiting": ("grammar_compile_error_reqs.add()",)},
+    "0.33": {
+        "scheduler.waiting": ("grammar_compile_error_reqs", "last_prefill_step"),
+        "scheduler.connector": ("deferred_loads",),
+        "scheduler.aux_output_connector": (
+            "aux_output_connector.cap_external_hit()",
+            "aux_output_connector.max_cache_hit()",
+            "aux_output_connector.request_loading()",
+        ),
+        "request.mm_features": (
+            "_pending_encoder_input_ids",
+            "_pending_encoder_input_ids.get()",
+            "_pending_encoder_input_ids.pop()",
+        ),
+    },
+}
+"""More of them, in one release."""
+CAPTURED: Mapping[str, set[str]] = {
+    "0.32": {"connector.bind_kv_cache_manager()"},
+    "0.33": {"connector.bind_kv_cache_manager()", "aux_output_connector"},
+}
+"""What vLLM's constructor hands its manager. Connectors are bound again; ``refuse_captured`` refuses all others."""
+READERS = ("v1/core", "v1/engine", "v1/metrics", "distributed", "entrypoints")
+"""Folders of vLLM whose modules read a cache manager."""
+PARTS: Mapping[str, type] = {
+    "": CacheManager,
+    "block_pool": Pool,
+    "coordinator": Coordinator,
+    "empty_kv_cache_blocks": Blocks,
+    "empty_kv_cache_blocks.blocks": Block,
+    "kv_cache_config": KVCacheConfig,
+}
+"""Our class for what vLLM reads of a manager."""
+
+
 def parameters(function: Any) -> tuple[str, ...]:  # noqa: ANN401 - of vLLM
     return tuple(name for name in inspect.signature(function).parameters if name != "self")
 
@@ -183,14 +325,14 @@ def public(kind: type) -> dict[str, Any]:
 
 
 def drifted() -> Iterator[str]:
-    for theirs, ours in ((KVCacheManager, CacheManager), (KVCacheBlocks, Blocks)):
+    for theirs, kind in ((KVCacheManager, CacheManager), (KVCacheBlocks, Blocks)):
         for name, method in public(theirs).items():
             if name in NOT_ASKED:
                 continue
-            mine = getattr(ours, name, None)
+            mine = getattr(kind, name, None)
             if mine is None:
                 yield f"{theirs.__name__}.{name} is not answered"
-            elif callable(method) and parameters(mine) != parameters(method):
+            elif callable(method) and not takes(mine, parameters(method)):
                 yield f"{theirs.__name__}.{name}{parameters(method)}, ours {parameters(mine)}"
     for kind, methods in (
         (Scheduler, OF_SCHEDULERS),
@@ -201,16 +343,70 @@ def drifted() -> Iterator[str]:
         for name, wanted in methods.items():
             if parameters(getattr(kind, name)) != wanted:
                 yield f"{kind.__name__}.{name}{parameters(getattr(kind, name))}, not {wanted}"
-    for kind, names in FIELDS.items():
+    for kind, names in chain(FIELDS.items(), FIELDS_OF_RELEASE[RELEASE].items()):
         there = set(kind._fields) if hasattr(kind, "_fields") else {one.name for one in fields(kind)}
         yield from (f"{kind.__name__} has no {name}" for name in names if name not in there)
     yield from not_set()
+    yield from bypassed()
+    yield from captured()
+    yield from unread()
+
+
+def takes(function: Any, names: tuple[str, ...]) -> bool:  # noqa: ANN401 - ours
+    """Whether it has these parameters, and others only with defaults: of a newer release."""
+    mine = [one for one in inspect.signature(function).parameters.values() if one.name != "self"]
+    more = mine[len(names) :]
+    return tuple(one.name for one in mine[: len(names)]) == names and all(one.default is not one.empty for one in more)
+
+
+def bypassed() -> Iterator[str]:
+    """Effects of methods of vLLM's that run no longer, or not in every step."""
+    methods = methods_of(Scheduler)
+    mine = set[str]()
+    for function in (ours.decode_step, ours._not_in_the_last_step):
+        mine |= effects(tree_of(function), methods, "scheduler")
+    guarding = (ours.decode_step, ours._nothing_else, SlotsAhead.decode)
+    source = "".join(inspect.getsource(function) for function in guarding)
+    skipped = set[str]()
+    for guard, names in chain(SKIPPED.items(), SKIPPED_OF_RELEASE[RELEASE].items()):
+        skipped |= set(names)
+        if guard not in source:
+            yield f"decode_step has no guard {guard}, for which it goes without {', '.join(names)}"
+    theirs = effects(methods["schedule"], methods)
+    for name in sorted(theirs - mine - skipped):
+        yield f"Scheduler.schedule has an effect {name}, which decode_step has not"
+    for name in sorted(skipped - theirs):
+        yield f"Scheduler.schedule has no effect {name}"
+    for name in sorted(effects(methods["_mamba_block_aligned_split"], methods)):
+        yield f"Scheduler._mamba_block_aligned_split has an effect {name}, which NaturalScheduler's has not"
+
+
+def captured() -> Iterator[str]:
+    found = captures(methods_of(Scheduler)["__init__"])
+    for name in sorted(found - CAPTURED[RELEASE]):
+        yield f"Scheduler.__init__ hands its cache manager to {name}, before it is replaced"
+    for name in sorted(CAPTURED[RELEASE] - found):
+        yield f"Scheduler.__init__ hands its cache manager no longer to {name}"
+
+
+def unread() -> Iterator[str]:
+    """Paths that vLLM reads of a manager, and ours does not have."""
+    for path, file in sorted(reads(vllm, READERS).items()):
+        of, _, name = path.rpartition(".")
+        part = PARTS.get(of)
+        if part is None or not has(part, name):
+            yield f"{file} reads kv_cache_manager.{path}, which ours does not have"
+
+
+def has(kind: type, name: str) -> bool:
+    named = is_dataclass(kind) and name in {one.name for one in fields(kind)}
+    return named or hasattr(kind, name) or f"self.{name}" in inspect.getsource(kind)
 
 
 def not_set() -> Iterator[str]:
     """What constructors and classes are to set, or to have, and one function to take."""
     for kind in WHOLE:  # of what we make, another field is another thing to say
-        more = {one.name for one in fields(kind)} - set(FIELDS[kind])
+        more = {one.name for one in fields(kind)} - {*FIELDS[kind], *FIELDS_OF_RELEASE[RELEASE].get(kind, ())}
         yield from (f"{kind.__name__} has a field {name}, of which decode_step says nothing" for name in sorted(more))
     if parameters(select_common_block_size) != OF_BLOCK_SIZES:
         yield f"select_common_block_size{parameters(select_common_block_size)}, not {OF_BLOCK_SIZES}"
@@ -230,7 +426,38 @@ def not_set() -> Iterator[str]:
         )
 
 
+def faults() -> Iterator[str]:
+    """Faults made on purpose that are not named."""
+    constructor = methods_of(Scheduler)["__init__"]
+    for statement, name in (
+        ("self.helper = Helper(self.kv_cache_manager)", "helper"),
+        ("pool = self.kv_cache_manager.block_pool", "pool"),
+        ("self.helpers['a'] = self.kv_cache_manager.coordinator", "helpers"),
+        ("self.helper.bind(self.kv_cache_manager, 3)", "helper.bind()"),
+    ):
+        changed = ast.FunctionDef("__init__", constructor.args, [*constructor.body, *ast.parse(statement).body], [])
+        if captures(changed) - captures(constructor) != {name}:
+            yield f"{statement} is not named"
+    methods = methods_of(Scheduler)
+    for statement, name in (
+        ("self.num_steps += 1", "num_steps"),
+        ("self.counts[request.request_id] = 1", "counts"),
+        ("self.counts.update(a=1)", "counts.update()"),
+        ("counts = self.counts\ncounts.clear()", "counts.clear()"),
+        ("request.steps += 1", "request.steps"),
+    ):
+        for where in ("schedule", "_preempt_request"):
+            function = methods[where]
+            changed = ast.FunctionDef(where, function.args, [*function.body, *ast.parse(statement).body], [])
+            more = {**methods, where: changed}
+            if effects(more["schedule"], more) - effects(methods["schedule"], methods) != {name}:
+                yield f"{statement!r} in {where} is not named"
+
+
 if __name__ == "__main__":
-    found = list(drifted())
+    if not set(ours.SUPPORTED) == set(FIELDS_OF_RELEASE) == set(SKIPPED_OF_RELEASE) == set(CAPTURED):
+        sys.exit(f"the lists here are not of the releases {', '.join(ours.SUPPORTED)}")
+    ours.require_version(vllm.__version__)
+    found = list(faults() if "--faults" in sys.argv else drifted())
     sys.stdout.write("".join(f"{line}\n" for line in found))
     sys.exit(bool(found))

@@ -27,6 +27,8 @@ import vllm
 from hybridkv.vllm.scheduler import decode_step
 
 STOP, STEPS, REQUESTS = 7, 250, 30
+COUNTERS = ("prefill_capacity_bound", "current_step", "num_executed_steps", "last_prefill_step")
+"""Of schedulers, where their release has them."""
 TAKEN: Counter[bool] = Counter()
 """Steps that ``decode_step`` made, and those that it left to the loop."""
 
@@ -84,7 +86,8 @@ class Side:
             ]
         stands = self.scheduler
         usage = stands.kv_cache_manager.usage
-        return [*told, len(stands.running), len(stands.waiting), usage, stands.prefill_capacity_bound]
+        counters = [getattr(stands, name, None) for name in COUNTERS]
+        return [*told, len(stands.running), len(stands.waiting), usage, *counters]
 
 
 def token_at(name: str, place: int, seed: int) -> int:
