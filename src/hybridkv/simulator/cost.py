@@ -28,41 +28,6 @@ and multiplies them with the tokens of every input.
 
 Left out: attention inside encoders; encoders of images and sound whose outputs the decoder reads as tokens; sampling.
 Context parallel ranks share the cache and the attention, but each computes all operations of the weights.
-
-CacheTraffic counts the cache bytes that a step moves through the memory of one rank. A row has ``c`` computed tokens
-and runs ``s`` more; a token takes ``b`` bytes in a layer. A step reads, for each row and layer:
-
-    full attention, MLA     (c + s) * b                          every token of the request
-    window of W             min(c + s, s + W - 1) * b            s queries, each with the W - 1 tokens before it
-    chunk of C              (c % C + s) * b                      from the start of the chunk that contains token c
-    attention sinks         sink_len * b                         in addition to the layer's other tokens
-    cross attention         encoder tokens * b                   independent of s
-    recurrent layer         2 * its state                        one read and one write
-    encoder-only            0                                    keeps no data between steps
-
-Each block copy that the Step lists moves 2 * content of a block of its group. The masks in hybridkv.specs define these
-reads. Three simplifications:
-
-* All queries of a row read keys and values once. FlashAttention (arXiv 2205.14135) reads them once per tile of queries.
-* A scan carries its state through a chunk of the prompt without memory traffic. The chunked scan of Mamba-2 (arXiv
-  2405.21060, section 6) writes one state per tile.
-* New tokens count once, as reads. A row that begins at token 0 counts like any other, although its state is cleared.
-
-If a kernel masks a window but the cache keeps all tokens (windows managed as full attention), a step reads the window.
-Each context parallel rank holds and reads 1 / (dcp * pcp) of a request's tokens, and the whole of states and encoder
-outputs. Padding of pages is not read.
-
-Operations counts the operations of attention and of recurrent states.
-
-    attention   2 (width of a key + width of a value) * query heads for each pair of a token and a token that it sees:
-                a product and a sum for each element (Kaplan et al., section 2.1, count the half of the keys);
-                4 * width for absorbed latents (DeepSeek-V2, arXiv 2405.04434, section 2.1.2)
-    states      6 for each element and token: decay, write and read (Mamba-2, section 2.1)
-
-The mask defines the pairs, so a causal prompt has half of its square. Decode context parallel ranks are tensor parallel
-ranks: each has the query heads of all of them and its part of the tokens, which gives the same count. Prefill context
-parallel ranks share the queries of a prompt. Only the decoder's reads of an encoder output count. Attention counts no
-operations if the number of query heads is unknown, and in layers that share the cache of another layer.
 """
 
 from __future__ import annotations
@@ -96,7 +61,32 @@ Spans = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class CacheTraffic:
-    """Cache bytes that one rank moves in a step; build it with ``of``.
+    """Cache bytes that a step moves through the memory of one rank; build it with ``of``.
+
+    A row has ``c`` computed tokens and runs ``s`` more; a token takes ``b`` bytes in a layer. A step reads, for each
+    row and layer:
+
+        full attention, MLA     (c + s) * b                          every token of the request
+        window of W             min(c + s, s + W - 1) * b            s queries, each with the W - 1 tokens before it
+        chunk of C              (c % C + s) * b                      from the start of the chunk that contains token c
+        attention sinks         sink_len * b                         in addition to the layer's other tokens
+        cross attention         encoder tokens * b                   independent of s
+        recurrent layer         2 * its state                        one read and one write
+        encoder-only            0                                    keeps no data between steps
+
+    Each block copy that the Step lists moves 2 * content of a block of its group. The masks in hybridkv.specs define
+    these reads. Three simplifications:
+
+    * All queries of a row read keys and values once. FlashAttention (arXiv 2205.14135) reads them once per tile of
+      queries.
+    * A scan carries its state through a chunk of the prompt without memory traffic. The chunked scan of Mamba-2 (arXiv
+      2405.21060, section 6) writes one state per tile.
+    * New tokens count once, as reads. A row that begins at token 0 counts like any other, although its state is
+      cleared instead of read.
+
+    If a kernel masks a window but the cache keeps all tokens (windows managed as full attention), a step reads the
+    window. Each context parallel rank holds and reads 1 / (dcp * pcp) of a request's tokens, and the whole of states
+    and encoder outputs. Padding of pages is not read.
 
     Attributes:
         token_bytes: bytes of a token in the layers that read every token.
@@ -215,7 +205,18 @@ _STATE_OPERATIONS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Operations of one rank for attention and states; build it with ``of``.
+    """Operations of attention and of recurrent states on one rank; build it with ``of``.
+
+        attention   2 (width of a key + width of a value) * query heads for each pair of a token and a token that it
+                    sees: a product and a sum for each element (Kaplan et al., arXiv 2001.08361, section 2.1, count the
+                    half of the keys); 4 * width for absorbed latents (DeepSeek-V2, arXiv 2405.04434, section 2.1.2)
+        states      6 for each element and token: decay, write and read (Mamba-2, arXiv 2405.21060, section 2.1)
+
+    The mask defines the pairs, so a causal prompt has half of its square. Decode context parallel ranks are tensor
+    parallel ranks: each has the query heads of all of them and its part of the tokens, which gives the same count.
+    Prefill context parallel ranks share the queries of a prompt. Only the decoder's reads of an encoder output count.
+    Attention counts no operations if the number of query heads is unknown, and in layers that share the cache of
+    another layer.
 
     Attributes:
         pair: operations for a token and one token that it sees, in all layers that keep every token.
