@@ -184,8 +184,8 @@ def test_write_kernel_with_a_fault_fails_the_comparison(
     [
         (torch.tensor([1], dtype=torch.int32), torch.float32, "contiguous int64"),
         (torch.tensor([[1]]), torch.float32, "contiguous int64"),
-        (torch.tensor([1, 2]), torch.float32, "keys of shape"),
-        (torch.tensor([1]), torch.bfloat16, "keys of shape"),
+        (torch.tensor([1, 2]), torch.float32, "keys have shape"),
+        (torch.tensor([1]), torch.bfloat16, "keys have shape"),
     ],
 )
 def test_write_kernel_with_invalid_inputs_writes_nothing(slots: torch.Tensor, given: torch.dtype, message: str) -> None:
