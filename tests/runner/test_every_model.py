@@ -89,7 +89,7 @@ def test_at_least_149_model_types_run() -> None:
     ("model_type", "match"),
     [
         ("bigbird_pegasus", "attends in both directions"),
-        ("deepseek_v32", "an indexer's keys are kept next to keys and values"),
+        ("deepseek_v32", "keeps an indexer's keys next to keys and values"),
         ("moshi", "computes other logits on paged caches than in plain transformers"),
         ("openai-gpt", "layers keep nothing"),
         ("zaya", "does not run on paged caches, so it is not supported"),

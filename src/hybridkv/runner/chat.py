@@ -29,7 +29,6 @@ Message = dict[str, Any]
 """role: text. content: text, or a list of parts: {"type": "text", "text": ...}, {"type": "image", "image": ...}."""
 
 SYSTEM: Final = "system"
-USER: Final = "user"
 ASSISTANT: Final = "assistant"
 
 _IMAGE_KEYS: Final = ("path", "url", "image")

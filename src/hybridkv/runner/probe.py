@@ -174,7 +174,8 @@ class ProbeCache(EmptyCache):
 
     def update_indexer(self, *_args: object, **_kwargs: object) -> NoReturn:
         """Raise UnsupportedModelError: pages have no room for an indexer's keys."""
-        raise _unsupported("an indexer's keys are kept next to keys and values")
+        owner = type(self.callers[-1].module).__name__ if self.callers else "the model"
+        raise _unsupported(f"{owner} keeps an indexer's keys next to keys and values")
 
     def mixers(self) -> tuple[RecurrentMixer, ...]:
         """Return the modules that kept states, in the order of their layers."""

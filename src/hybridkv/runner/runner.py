@@ -409,23 +409,15 @@ class ModelRunner:
         images = None if self.images is None else self.images.read(step, tokens, positions)
         cross = None if self.cross is None else self.cross.reads(step)
         last_seen = None if images is None else images.last_seen
-        self._context.begin(self._attention_of(step, last_seen), states, cross, at)
-        try:
-            with torch.inference_mode():
-                return self._call(self._tensor(tokens), at, self._tensor(wanted), images)
-        finally:
-            self._context.end()
+        with self._context.running(self._attention_of(step, last_seen), states, cross, at), torch.inference_mode():
+            return self._call(self._tensor(tokens), at, self._tensor(wanted), images)
 
     def _decoded(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Mapping[int, PagedStep]
     ) -> torch.Tensor:
         """Run a decoding step inside DecodeGraphs."""
-        self._context.begin(attention, {}, None, positions)
-        try:
-            with torch.inference_mode():
-                return self._call(tokens, positions, torch.arange(len(tokens), device=self._device), None)
-        finally:
-            self._context.end()
+        with self._context.running(attention, {}, None, positions), torch.inference_mode():
+            return self._call(tokens, positions, torch.arange(len(tokens), device=self._device), None)
 
     def _call(
         self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, images: ImageRead | None

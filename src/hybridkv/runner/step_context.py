@@ -5,7 +5,8 @@ The StepContext tells modules about the running Step. It changes before each for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -53,20 +54,21 @@ class StepContext:
     forms: Mapping[torch.nn.Module, AttentionForm] = field(default_factory=dict)
     noting: Noting | None = None
 
-    def begin(
+    @contextmanager
+    def running(
         self,
         attention: Mapping[int, GatherBatch | PagedStep],
         states: Mapping[int, StateBatch],
-        cross: Mapping[int, CrossRead] | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> None:
-        """Begin a forward."""
+        cross: Mapping[int, CrossRead] | None,
+        positions: torch.Tensor,
+    ) -> Iterator[None]:
+        """Hold a Step for one forward, and release it at the end."""
         self.attention, self.states, self.cross, self.positions = attention, states, cross or {}, positions
-        self.layer = self.crossing = None
-
-    def end(self) -> None:
-        """End a forward, and release all that it used."""
-        self.begin({}, {})
+        try:
+            yield
+        finally:
+            self.attention, self.states, self.cross = {}, {}, {}
+            self.positions = self.layer = self.crossing = None
 
     def take_cross(self) -> CrossRead | None:
         """Return the reads of the cross attention that is about to run; None if self attention runs."""
