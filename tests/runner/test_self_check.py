@@ -75,9 +75,9 @@ def test_self_check_runs_once_per_config_and_again_for_changed_code(monkeypatch:
     compared = []
     compare = self_check.compare
 
-    def counted(loaded: LoadedModel, alone: self_check.Alone, trial: self_check.Trial) -> self_check.Report:
+    def counted(loaded: LoadedModel, plain: self_check.PlainResults, trial: self_check.Trial) -> self_check.Report:
         compared.append(loaded)
-        return compare(loaded, alone, trial)
+        return compare(loaded, plain, trial)
 
     monkeypatch.setattr(self_check, "compare", counted)
     for seed in (0, 1):

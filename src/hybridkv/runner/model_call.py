@@ -46,10 +46,10 @@ class ModelCall:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        known, hands_on = _parameters(model)
+        known, passes_on = _parameters(model)
         self.model = model
         self.cache_parameter = "cache_params" if "cache_params" in known else "past_key_values"
-        self.takes_positions = "position_ids" in known or (hands_on and any(attention_modules(model)))
+        self.takes_positions = "position_ids" in known or (passes_on and any(attention_modules(model)))
         self.keeps_logits = "logits_to_keep" in known
 
     def arguments(self, cache: Cache, positions: torch.Tensor | None) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def _of_data(url: str, what: str) -> bytes:
 
 
 def _require_pixels(size: tuple[int, int], what: str) -> None:
-    """Raise ConfigError for a picture with too many pixels, whatever limit the application has set in pillow."""
+    """Raise ConfigError for a picture with too many pixels. The limit of the application in pillow does not count."""
     width, height = size
     if width * height > MOST_PIXELS:
         raise ConfigError(

@@ -68,7 +68,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Alone:
+class PlainResults:
     """The model's results without pages.
 
     Attributes:
@@ -150,10 +150,10 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> Forwards | None:
-    """Return the kind of forwards with which ``loaded`` computes the same on pages as alone.
+    """Return the kind of forwards with which ``loaded`` computes the same on pages as without them.
 
     Rows run together if that agrees, otherwise one by one. It takes about ten short forwards for each kind, once in a
-    process for models that differ in their weights alone. Encoder-decoders, and plans for requests of a few tokens, are
+    process for models that differ only in their weights. Encoder-decoders, and plans for requests of a few tokens, are
     not compared; the result is then None. The log says so if a wrong context would not show, or if rows run one by one.
     Raises UnsupportedModelError, with the differences, if neither agrees.
     """
@@ -164,21 +164,21 @@ def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -
     if kind is not None and kind in _COMPARED:
         return _COMPARED[kind]
     step_context.require_free(loaded.model)
-    name, alone = type(loaded.model).__name__, said_alone(loaded, length)
+    name, plain = type(loaded.model).__name__, results_without_pages(loaded, length)
     probed = probe(loaded.model)  # refuses a model that cannot run on pages at all, and says why
     trial = Trial(plan, forwards_of(loaded.model, probed), attention)
-    report = compare(loaded, alone, trial)
+    report = compare(loaded, plain, trial)
     if report.wrong and not report.failed and depends_on_calls(probed.mixers):
         return trial.forwards  # the model differs without pages, too: its mixers are compared one by one
     together = ""
     if report.wrong and trial.forwards is Forwards.TOGETHER:
         together, trial = f" (together: {report.wrong})", replace(trial, forwards=Forwards.BY_ROW)
-        report = compare(loaded, alone, trial)
+        report = compare(loaded, plain, trial)
     report.require_right(name)
     if trial.forwards is Forwards.BY_ROW:
         logger.info("%s: each row of a step runs in a forward of its own%s", name, together)
-    if alone.context <= report.bound:
-        logger.info("%s: a wrong context would not show in its logits (%.2g)", name, alone.context)
+    if plain.context <= report.bound:
+        logger.info("%s: a wrong context would not show in its logits (%.2g)", name, plain.context)
     elif kind is not None:
         _COMPARED[kind] = trial.forwards
         if len(_COMPARED) > _MOST_KINDS:
@@ -202,7 +202,7 @@ def _length(plan: Plan) -> int:
     return max([_TOKENS, *(end for end in ends if end <= _LONGEST)])
 
 
-def said_alone(loaded: LoadedModel, length: int) -> Alone:
+def results_without_pages(loaded: LoadedModel, length: int) -> PlainResults:
     """Compute the logits of ``loaded`` for prompts of up to ``length`` tokens, at least 8, without pages.
 
     Raises UnsupportedModelError if that fails.
@@ -216,27 +216,27 @@ def said_alone(loaded: LoadedModel, length: int) -> Alone:
             noise = difference(_plain(loaded, first), logits[0])
         elsewhere = _plain(loaded, [*other[: length - length // 8], *first[length - length // 8 :]])
     bound = max(tolerance(loaded.model.dtype), 4 * noise)
-    return Alone(prompts, logits, bound, context=difference(elsewhere[-1], logits[0][-1]))
+    return PlainResults(prompts, logits, bound, context=difference(elsewhere[-1], logits[0][-1]))
 
 
-def compare(loaded: LoadedModel, alone: Alone, trial: Trial) -> Report:
-    """Compare the prompts of ``alone`` on pages. The Report has the model's error, if it raises one."""
-    length = len(alone.prompts[0])
+def compare(loaded: LoadedModel, plain: PlainResults, trial: Trial) -> Report:
+    """Compare the prompts of ``plain`` on pages. The Report has the model's error, if it raises one."""
+    length = len(plain.prompts[0])
     ends = sorted({length // 3, length // 3 + 1, length - 1, length})
     asked = [Asked("cold", 0, 0, length // 3), Asked("cold", 0, 1, length // 3 // 2)]
-    asked += [Asked("chunked", 1, prompt, len(tokens)) for prompt, tokens in enumerate(alone.prompts)]
+    asked += [Asked("chunked", 1, prompt, len(tokens)) for prompt, tokens in enumerate(plain.prompts)]
     asked += [Asked("warm", 2 + wave, 0, end) for wave, end in enumerate(ends)]
     try:
-        said = _on_pages(loaded, alone.prompts, asked, trial)
+        said = _on_pages(loaded, plain.prompts, asked, trial)
     except (HybridKVError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - a model may raise any error for arguments that it does not expect
-        return Report({}, alone.bound, failed=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return Report({}, plain.bound, failed=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
     worst = dict[str, tuple[float, int]]()
     for one, logits in said.items():
-        found = difference(logits, alone.logits[one.prompt][one.tokens - 1])
+        found = difference(logits, plain.logits[one.prompt][one.tokens - 1])
         worst[one.regime] = max(worst.get(one.regime, (0.0, 0)), (found, one.tokens))
-    return Report(worst, alone.bound)
+    return Report(worst, plain.bound)
 
 
 def _plain(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:

@@ -3,7 +3,7 @@
     flattened queries   [ a a a | b | c c ]        query_start_loc 0 3 4 6
     request a           positions seq_len - 3 .. seq_len - 1 over the tokens 0 .. seq_len - 1 of its row of blocks
 
-Scores, sums and outputs are float32 (float64 for float64 queries), whatever the dtype of the pages.
+Scores, sums and outputs are float32 (float64 for float64 queries), for every dtype of the pages.
 
 With context parallelism, each rank holds a share of the tokens and attends to its own slots:
 

@@ -181,7 +181,7 @@ class BlockCopier:
     """Moves, copies and zeroes blocks as Steps say.
 
     Every call checks the whole Step before it writes. The copies of one level and one class of the natural layout are
-    one batch, because a block lies in one piece. In the reference layout each group counts as a class, with stacked
+    one batch, because a block is one piece. In the reference layout each group counts as a class, with stacked
     layers.
 
     Args:

@@ -46,13 +46,13 @@ class Wave:
 
     Attributes:
         tokens: the indices of the tokens in the flattened step, a slice or int64[rows].
-        goes_on: the rows of the wave before that run another token.
+        continuing: the rows of the wave before that run another token.
         written: the rows with a state to save after this token.
         blocks: int64[w], the block of each of these.
     """
 
     tokens: slice | torch.Tensor
-    goes_on: slice | torch.Tensor
+    continuing: slice | torch.Tensor
     written: slice | torch.Tensor
     blocks: torch.Tensor
 
@@ -172,7 +172,7 @@ class _GroupStates:
         whole = len(written) == len(rows) and (written == np.arange(len(rows))).all()
         return Wave(
             tokens=places_of(self.first[rows] + at, self.device),
-            goes_on=_ALL if len(rows) == len(before) else on_device(np.searchsorted(before, rows), self.device),
+            continuing=_ALL if len(rows) == len(before) else on_device(np.searchsorted(before, rows), self.device),
             written=_ALL if whole else on_device(written, self.device),
             blocks=on_device(mine[:, 2], self.device),
         )
@@ -250,7 +250,7 @@ class PagedMixer(StandIn):
                 self._write(wave, states)
             return
         for wave in rows.waves:
-            states = tuple(state[wave.goes_on] for state in states)
+            states = tuple(state[wave.continuing] for state in states)
             result, states = run_decode(self._mixer, hidden[0, wave.tokens].unsqueeze(1), states)
             out[0, wave.tokens] = result.squeeze(1)
             self._write(wave, states)
