@@ -20,8 +20,8 @@ BLOCKS = [
     (line, [one.removeprefix("    ").rstrip() for one in shown.splitlines() if one.strip()])
     for line, shown in re.findall(r"^    \$ (.*)\n((?:    (?!\$).*\n)*)", TEXT, re.MULTILINE)
 ]
-ELSEWHERE = ("make vllm-env", ".venv/vllm-", "hybridkv serve")
-"""Commands that this test does not run: they need the network, or tests/serve/test_command.py runs them."""
+ELSEWHERE = ("make vllm-env", ".venv/vllm-", "vllm serve", "hybridkv serve")
+"""Commands that this test does not run: they need the network or a GPU, or tests/serve/test_command.py runs them."""
 RUN = [(line, shown) for line, shown in BLOCKS if not line.startswith(ELSEWHERE)]
 
 
