@@ -273,7 +273,8 @@ class PointBlocks:
         elif segment:
             ids = np.array(segment, np.int64)
             self.counts[ids] += len(children) - 1
-            self._hand_on(ids, children[0].tenant)
+            self._discharge(ids)
+            self._charge(ids, children[0].tenant)
         loose = self._drop(np.array(gone, np.int64))
         if loose.size:
             loose = loose[self._pool.ref_counts(loose) == 0]
@@ -425,9 +426,7 @@ class PointBlocks:
         new = ids[counts == 0]
         self.counts[ids] = counts + 1
         if new.size:
-            if self.payers.size:
-                self.payers[new] = tenant
-                self.weights.add(tenant, self._size(new))
+            self._charge(new, tenant)
             self.space.keep(new)
 
     def _recount(self, points: Sequence[tuple[int, Ids]]) -> None:
@@ -452,15 +451,11 @@ class PointBlocks:
         sizes: Int64 = self._bytes[self._pool.classes_of(ids)]
         return sizes
 
-    def _size(self, ids: Ids) -> int:
-        return int(self._bytes_of_each(ids).sum())
-
-    def _hand_on(self, ids: Ids, tenant: int) -> None:
-        """Charge ``tenant`` for ``ids``, which its resume points need."""
+    def _charge(self, ids: Ids, tenant: int) -> None:
+        """Charge ``tenant`` for ``ids``, for which no tenant is charged."""
         if self.payers.size:
-            self._discharge(ids)
             self.payers[ids] = tenant
-            self.weights.add(tenant, self._size(ids))
+            self.weights.add(tenant, int(self._bytes_of_each(ids).sum()))
 
     def _discharge(self, ids: Ids) -> None:
         if self.payers.size:
