@@ -50,23 +50,30 @@ class Regime:
     """options: of vllm.LLM. little: a pool so small that the models of POOLS are preempted. everywhere: for all models.
 
     stores: an ExampleConnector stores what is computed; what is compared is a second engine, which loads it.
-    late: beside its steps, and not all of it (late_connector).
+    late: beside its steps, and not all of it (late_connector). ahead: with async scheduling, which vLLM's CPU platform
+    switches off otherwise (gpu_defaults.py).
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    scheduler: str = ASYNC
+    scheduler: str = SYNC
     priorities: bool = False
     abort: int = 0
     little: bool = False
     stores: bool = False
     late: bool = False
+    ahead: bool = False
     everywhere: bool = False
 
 
 REGIMES = (
     Regime("as started", everywhere=True),
-    Regime("one step at a time", {"async_scheduling": False}, SYNC),
+    Regime("the async class, one step at a time", scheduler=ASYNC),
+    Regime("a step ahead", scheduler=ASYNC, ahead=True, everywhere=True),
+    Regime("a step ahead, chunks", {"max_num_batched_tokens": 48}, ASYNC, ahead=True),
+    Regime("a step ahead, preempted", scheduler=ASYNC, little=True, ahead=True),
+    Regime("a step ahead, aborts", scheduler=ASYNC, abort=2, ahead=True),
+    Regime("a step ahead, loaded beside steps", scheduler=ASYNC, stores=True, late=True, ahead=True),
     Regime("chunks", {"max_num_batched_tokens": 48}),
     Regime("preempted", little=True, everywhere=True),
     Regime("preempted, by priority", {"scheduling_policy": "priority"}, little=True, priorities=True),
@@ -87,14 +94,20 @@ REGIMES = (
             "enforce_eager": False,
             "compilation_config": {"backend": "eager"},
         },
-        SYNC,
     ),
     Regime("nothing cached", {"enable_prefix_caching": False}),
 )
 
 
 def run(model: Path, rounds: Sequence[Round], match: Match, regime: Regime, scheduler: str | None) -> Any:  # noqa: ANN401 - what vllm_engine.py answers
-    options = {"max_model_len": 320, "block_size": 32, "enable_prefix_caching": True, **match.options, **regime.options}
+    options = {
+        "max_model_len": 320,
+        "block_size": 32,
+        "enable_prefix_caching": True,
+        "async_scheduling": regime.ahead,
+        **match.options,
+        **regime.options,
+    }
     if regime.little:
         options["num_gpu_blocks_override"] = POOLS.get(match.name, 22)
     if regime.stores:
@@ -105,7 +118,8 @@ def run(model: Path, rounds: Sequence[Round], match: Match, regime: Regime, sche
             "kv_role": "kv_both",
             "kv_connector_extra_config": more,
         }
-    asked = job_of(model, rounds, options, scheduler=scheduler, priorities=regime.priorities, abort=regime.abort)
+    told = {"priorities": regime.priorities, "abort": regime.abort, "ahead": regime.ahead}
+    asked = job_of(model, rounds, options, scheduler=scheduler, **told)
     if regime.stores:
         plenty = {name: value for name, value in options.items() if name != "num_gpu_blocks_override"}
         answers_of({**asked, "options": plenty}, model.parent)
@@ -123,8 +137,10 @@ def fitting(match: Match) -> list[str]:
     return [one.name for one in REGIMES if one.everywhere or match.name in IN_EVERY_REGIME]
 
 
-def faults(theirs: Any, ours: Any, rounds: Sequence[Round], preempts: bool) -> Iterator[str]:  # noqa: ANN401 - as above
+def faults(theirs: Any, ours: Any, rounds: Sequence[Round], regime: Regime, preempts: bool) -> Iterator[str]:  # noqa: ANN401 - as above
     """What is not equal, or not what the regime says."""
+    if theirs["in_flight"] != ours["in_flight"] or (regime.ahead and ours["in_flight"] < 2):
+        yield f"{theirs['in_flight']} batches in flight, with ours {ours['in_flight']}"
     if not ours["manager"].startswith("hybridkv.") or theirs["manager"].startswith("hybridkv."):
         yield f"managers are {theirs['manager']} and {ours['manager']}"
     for one, wanted, found in zip(rounds, theirs["rounds"], ours["rounds"], strict=True):
@@ -168,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
             every = [one for answers in ours["rounds"] for one in answers]
             hits = sum(one["hit_tokens"] for answers in theirs["rounds"] for one in answers)
-            found = list(faults(theirs, ours, rounds, regime.little and match.name in POOLS))
+            found = list(faults(theirs, ours, rounds, regime, regime.little and match.name in POOLS))
             cells = (
                 f"tiny:{match.name}",
                 regime.name,

@@ -48,7 +48,8 @@ class Regime:
     preempts: requests of ours are preempted, where tokens take blocks. drafts: not for models with recurrent states.
     alike: chunks end at the same tokens in both, and only so are bfloat16 models the same: second turns, which go on
     from states that decoding left, are left out. captured: on GPUs alone, where graphs of the kernels are captured.
-    priorities: later prompts go first.
+    priorities: later prompts go first. second_runner: vLLM would take its second model runner for ours, as it does on
+    GPUs.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Regime:
     alike: bool = False
     captured: bool = False
     priorities: bool = False
+    second_runner: bool = False
 
 
 def placed(name: str) -> Mapping[str, Any]:
@@ -86,6 +88,7 @@ REGIMES = (
     Regime("nothing kept", ours=placed("none"), alike=True),
     Regime("on one grid", {"max_num_seqs": 1, "max_num_batched_tokens": 64}, ours=placed("interval:64"), alike=True),
     Regime("captured", {"enforce_eager": False}, captured=True),
+    Regime("the second runner by default", second_runner=True),
     Regime("two ranks", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
 )
 
@@ -111,7 +114,8 @@ def answers(
     elif regime.ahead:
         scheduler = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
     told = {"priorities": regime.priorities, "abort": regime.abort, "ahead": regime.ahead, "fault": fault}
-    return answers_of(job_of(model, rounds, options, scheduler=scheduler, **told), model.parent)
+    second = regime.second_runner and ours
+    return answers_of(job_of(model, rounds, options, scheduler=scheduler, second_runner=second, **told), model.parent)
 
 
 def fits(match: Match, regime: Regime) -> bool:
@@ -198,6 +202,10 @@ def tell(  # noqa: PLR0917 - what its line is made of
     faults = [str(one) for one in differences]
     if regime.preempts and match.name not in BOUNDED and not ours["preemptions"]:
         faults.append("nobody was preempted")
+    if theirs["in_flight"] != ours["in_flight"] or (regime.ahead and ours["in_flight"] < 2):
+        faults.append(f"{theirs['in_flight']} batches in flight, with ours {ours['in_flight']}")
+    if ours["runner"] != theirs["runner"]:
+        faults.append(f"the model runner is {ours['runner']}, that of stock {theirs['runner']}")
     if ours["usage"]:
         faults.append(f"{ours['usage']:.3f} of the cache is in use at the end")
     cells = (

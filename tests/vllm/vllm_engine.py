@@ -4,9 +4,11 @@ python vllm_engine.py JOB ANSWERS    both JSON files
 
 JOB      {"model": folder, "rounds": [[token ids, ...], ...], "output": tokens, "options": {of vllm.LLM},
           "scheduler": a name or null, "priorities": whether later prompts go first, "abort": every so many-th prompt,
-          "ahead": whether a step is scheduled before the last one's output is in, "fault": of natural_faults, or null}
+          "ahead": whether steps are scheduled ahead of outputs, "second_runner": whether that is vLLM's default, as on
+          GPUs, "fault": of natural_faults, or null}
 ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n}, ...], ...], "preemptions": n, "usage": share, "manager": name,
-          "version": of vLLM}
+          "in_flight": most batches in the engine's queue, 0 without a queue, "runner": module of the model runner where
+          it runs in this process, "version": of vLLM}
 
 python vllm_engine.py OPTIONS        of vllm.LLM, JSON; a line of JSON in, a line of JSON out, until the lines end
 
@@ -17,7 +19,6 @@ out      {"answers": [{"tokens": [...], "hit_tokens": n}, ...], "preemptions": n
 import json
 import os
 import sys
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its scheduler is looked into
 
+import gpu_defaults
 import natural_faults
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -49,11 +51,8 @@ class Watched:
         self.engine = vllm.LLM(skip_tokenizer_init=True, **options).llm_engine
         self.core = self.engine.engine_core.engine_core
         self._manager = self.core.scheduler.kv_cache_manager
-
-    def run_ahead(self) -> None:
-        """Two steps at once, as vLLM has it on GPUs; on CPUs it says no, though its worker minds neither way."""
-        self.core.batch_queue_size, self.core.batch_queue = 2, deque(maxlen=2)
-        self.core.step_fn = self.core.step_with_batch_queue
+        if self.core.batch_queue is not None:
+            self.core.batch_queue = gpu_defaults.Counted(maxlen=self.core.batch_queue.maxlen)
 
     def play(self, asks: list[dict[str, Any]], abort: int = 0) -> list[dict[str, Any]]:
         """``asks`` side by side, to the last block that is handed over; greedy, every output as long as asked for.
@@ -83,7 +82,15 @@ class Watched:
         name = type(self._manager).__module__
         if name.startswith("hybridkv."):
             self._manager.cache.check()
-        return {"preemptions": self.preemptions, "usage": self._manager.usage, "manager": name}
+        queue = self.core.batch_queue
+        worker = getattr(self.core.model_executor, "driver_worker", None)  # of the executor of this process alone
+        return {
+            "runner": None if worker is None else type(worker.worker.model_runner).__module__,
+            "preemptions": self.preemptions,
+            "usage": self._manager.usage,
+            "manager": name,
+            "in_flight": 0 if queue is None else queue.longest,
+        }
 
 
 def do(job_file: str, out: str) -> None:
@@ -93,9 +100,11 @@ def do(job_file: str, out: str) -> None:
         job["options"]["scheduler_cls"] = job["scheduler"]
     if job.get("fault") is not None:
         natural_faults.commit(job["fault"])
-    watched = Watched(model=job["model"], **job["options"])
     if job.get("ahead"):
-        watched.run_ahead()
+        gpu_defaults.schedule_ahead()
+    if job.get("second_runner"):
+        gpu_defaults.prefer_second_runner()
+    watched = Watched(model=job["model"], **job["options"])
     found = []
     for number, prompts in enumerate(job["rounds"]):
         asks = [{"name": f"{number}-{i}", "prompt": ids, "output": job["output"]} for i, ids in enumerate(prompts)]

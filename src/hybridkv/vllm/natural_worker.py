@@ -22,7 +22,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from hybridkv.errors import ConfigError
 from hybridkv.vllm.natural import ATTRIBUTE, Cell, NaturalStep, Options, default_block_size, natural_spec
 from hybridkv.vllm.natural_config import natural_config
-from hybridkv.vllm.specs import layer_specs
+from hybridkv.vllm.specs import choose_runner, layer_specs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,11 @@ class Arena:
 
 
 class NaturalLayout:
-    """A mixin before one of vLLM's workers that adds the natural layout. Needs vLLM's first model runner."""
+    """A mixin before one of vLLM's workers that adds the natural layout. It chooses vLLM's first model runner."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+        choose_runner(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg] # the worker that this class precedes
 
     @staticmethod
     def packs(layout: KVCacheLayout) -> bool:

@@ -22,7 +22,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.vllm.manager import CacheManager, reference_cache
 from hybridkv.vllm.natural import ATTRIBUTE, Options, StepWriter, default_block_size, natural_cache, natural_plan
 from hybridkv.vllm.natural_config import natural_config
-from hybridkv.vllm.specs import Settings, refuse, refuse_captured, refuse_natural
+from hybridkv.vllm.specs import Settings, choose_runner, refuse, refuse_captured, refuse_natural
 
 SUPPORTED: Final = ("0.33", "0.32")
 """The supported releases of vLLM: the two newest, the newest first (docs/vllm.md)."""
@@ -115,7 +115,19 @@ class NaturalScheduler(Scheduler):
     """vLLM's scheduler with pages in each layer's own size, and states saved where the placement says.
 
     vLLM's own prefix caching must be off. Then each request has one running state, as this layout requires.
+
+    Args:
+        vllm_config: as in vLLM's scheduler.
+        *args: as in vLLM's scheduler.
+        **kwargs: as in vLLM's scheduler.
+
+    Raises:
+        ConfigError: as in Scheduler; or vLLM's model runner V2 was chosen.
     """
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+        choose_runner(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
 
     def replace_manager(self) -> None:
         """Replace vLLM's cache manager with this library's, and the connector with one for this layout."""

@@ -8,6 +8,8 @@ library lacks, is rejected at start.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -24,6 +26,7 @@ from hybridkv.specs import (
     SlidingWindowSpec,
 )
 
+logger = logging.getLogger(__name__)
 _STATES: Final = "MambaSpec"
 _HEADS: Final = ("block_size", "num_kv_heads", "head_size")
 _ATTENTION: Final[Mapping[str, tuple[Callable[..., KVCacheSpec], tuple[str, ...]]]] = {
@@ -223,6 +226,31 @@ def _works_in_pool(connector: Any) -> bool:  # noqa: ANN401 - as above
     )
 
 
+RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
+_FOLLOW_RUNNER: Final = ("logits_processors", "return_sampling_mask", "enable_trace_replay")
+"""Options of a model that vLLM checks against its choice of runner before a scheduler or worker exists."""
+
+
+def choose_runner(started: Any) -> None:  # noqa: ANN401 - vLLM's VllmConfig
+    """Choose vLLM's first model runner in this process if vLLM chose V2, which the natural layout does not support.
+
+    vLLM reads the choice from the environment in each process, so workers and the scheduler call this before vLLM's
+    constructor does. The user must choose where vLLM has derived other options from V2 already: with drafts, and with
+    the options in ``_FOLLOW_RUNNER``.
+
+    Raises ConfigError if the user must choose, or chose V2.
+    """
+    if not started.use_v2_model_runner:
+        return
+    follow = any(getattr(started.model_config, name, None) for name in _FOLLOW_RUNNER)
+    if RUNNER not in os.environ and started.speculative_config is None and not follow:
+        os.environ[RUNNER] = "0"
+    if started.use_v2_model_runner:
+        raise ConfigError(f"the natural layout supports vLLM's first model runner: start with {RUNNER}=0")
+    started._validate_v1_model_runner()
+    logger.warning("the natural layout runs on vLLM's first model runner: %s=0 is set in this process", RUNNER)
+
+
 def refuse_natural(started: Any, config: Config, connector: Any) -> None:  # noqa: ANN401 - vLLM's VllmConfig
     """Raise ConfigError for the first unsupported option of the natural layout.
 
@@ -238,8 +266,6 @@ def _switches(started: Any) -> Iterator[str]:  # noqa: ANN401 - as above
         yield f"needs --worker-cls {WORKER}, this is {started.parallel_config.worker_cls}"
     if started.cache_config.enable_prefix_caching:
         yield "caches prefixes itself: switch vLLM's own off (--no-enable-prefix-caching)"
-    if started.use_v2_model_runner:
-        yield "supports vLLM's first model runner: start with VLLM_USE_V2_MODEL_RUNNER=0"
 
 
 def _features(started: Any, config: Config, connector: Any) -> Iterator[str]:  # noqa: ANN401 - as above

@@ -351,7 +351,7 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
         "cache_config": {"enable_prefix_caching": False},
         "model_config": {"is_encoder_decoder": False},
     }
-    whole = dict.fromkeys(("kv_transfer_config", "ec_transfer_config", "speculative_config", "use_v2_model_runner"))
+    whole = dict.fromkeys(("kv_transfer_config", "ec_transfer_config", "speculative_config"))
     for part, fields in changed.items():
         if isinstance(fields, dict):
             parts[part] = parts.get(part, {}) | fields
@@ -365,7 +365,6 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
     [
         ({"parallel_config": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}}, "needs --worker-cls hybridkv"),
         ({"cache_config": {"enable_prefix_caching": True}}, "--no-enable-prefix-caching"),
-        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size 2"),
         ({"parallel_config": {"data_parallel_size": 2}}, "data_parallel_size 2"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size 2"),

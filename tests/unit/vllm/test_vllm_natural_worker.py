@@ -24,6 +24,7 @@ from engine_groups import SIZE
 from hybridkv.errors import ConfigError
 from hybridkv.planner import SlabClass, SlabLayout
 from hybridkv.vllm.natural import ATTRIBUTE, Cell, NaturalStep, natural_plan
+from hybridkv.vllm.specs import RUNNER
 
 LENGTH, MEMORY = 128, 64 << 10
 
@@ -80,17 +81,18 @@ class Event:
 class TheirWorker:
     """The methods of vLLM's workers that the mix-in uses. calls: the calls so far, in order."""
 
-    def __init__(self, layouts: Sequence[str] = ("LBNHC", "BLNHC"), kernel_block: int = SIZE) -> None:
+    def __init__(
+        self, vllm_config: SimpleNamespace, layouts: Sequence[str] = ("LBNHC", "BLNHC"), kernel_block: int = SIZE
+    ) -> None:
         backend = SimpleNamespace(size=kernel_block)
         layer = SimpleNamespace(get_attn_backend=lambda: backend)
         compiled = {"compilation_time": 3.0, "encoder_compilation_time": 1.0}
         self.calls: list[str] = []
         self.layouts = list(layouts)
-        self.vllm_config = SimpleNamespace(
-            additional_config={"hybridkv": {"block_size": SIZE}},
-            compilation_config=SimpleNamespace(
-                **compiled, static_forward_context={f"layer{number}": layer for number in range(8)}
-            ),
+        self.vllm_config = vllm_config
+        vllm_config.additional_config = {"hybridkv": {"block_size": SIZE}}
+        vllm_config.compilation_config = SimpleNamespace(
+            **compiled, static_forward_context={f"layer{number}": layer for number in range(8)}
         )
         table = SimpleNamespace(block_table=SimpleNamespace(np=np.zeros((2, 4), np.int32)))
         self.model_runner = SimpleNamespace(
@@ -185,10 +187,62 @@ def output(step: NaturalStep | None, name: str = "step") -> SimpleNamespace:
     return made
 
 
+def first_runner() -> SimpleNamespace:
+    """A VllmConfig of vLLM's first model runner."""
+    return SimpleNamespace(use_v2_model_runner=False)
+
+
 def begun(mixed: type[Any], **changed: Any) -> Any:  # noqa: ANN401 - a worker
-    worker = mixed(**changed)
+    worker = mixed(first_runner(), **changed)
     worker.initialize_from_config(theirs())
     return worker
+
+
+class Defaults:
+    """A VllmConfig whose runner is V2 unless the environment says otherwise, as vLLM's is on GPUs."""
+
+    speculative_config = None
+
+    def __init__(self, **model: object) -> None:
+        self.model_config, self.validated = SimpleNamespace(**model), 0
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return os.environ.get(RUNNER, "1") == "1"
+
+    def _validate_v1_model_runner(self) -> None:
+        self.validated += 1
+
+
+def test_natural_worker_chooses_the_first_runner_where_vllm_would_take_the_second(
+    mixed: type[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(RUNNER, "kept for the end of this test")
+    monkeypatch.delenv(RUNNER)
+    started = Defaults(logits_processors=None)
+    mixed(started)
+    assert (os.environ[RUNNER], started.use_v2_model_runner, started.validated) == ("0", False, 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the natural layout runs on vLLM's first model runner: VLLM_USE_V2_MODEL_RUNNER=0 is set in this process"
+    ]
+    mixed(started)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("given", ["the second runner", "drafts", "logits_processors"])
+def test_natural_worker_lets_the_user_choose_what_vllm_has_derived_options_from(
+    mixed: type[Any], monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv(RUNNER, "1")
+    started = Defaults(**{given: ["one"]} if given == "logits_processors" else {})
+    if given != "the second runner":
+        monkeypatch.delenv(RUNNER)
+    if given == "drafts":
+        started.speculative_config = object()  # type: ignore[assignment]
+    before = os.environ.get(RUNNER)
+    with pytest.raises(ConfigError, match="the natural layout supports vLLM's first model runner: start with VLLM_USE"):
+        mixed(started)
+    assert os.environ.get(RUNNER) == before
 
 
 def test_natural_worker_warms_up_after_the_first_step_makes_the_views(mixed: type[Any]) -> None:
@@ -252,9 +306,9 @@ def test_natural_worker_rewrites_tables_after_the_previous_step_read_them(mixed:
 
 
 def test_natural_worker_offers_packable_page_layouts_only(mixed: type[Any]) -> None:
-    assert mixed(layouts=[one.name for one in Layout]).get_supported_kv_cache_layouts() == ["BLNHC"]
+    assert mixed(first_runner(), layouts=[one.name for one in Layout]).get_supported_kv_cache_layouts() == ["BLNHC"]
     with pytest.raises(ConfigError, match=r"side by side \(LBNHC\).*--attention-backend"):
-        mixed(layouts=["LBNHC"]).get_supported_kv_cache_layouts()
+        mixed(first_runner(), layouts=["LBNHC"]).get_supported_kv_cache_layouts()
 
 
 @pytest.mark.parametrize("kernel_block", [SIZE // 2, 3])
@@ -273,7 +327,7 @@ def test_natural_worker_rejects_steps_of_another_scheduler(mixed: type[Any]) -> 
 
 @pytest.mark.parametrize("specs", [HYBRID, WINDOWS, (HYBRID[0],), (FULL,)])
 def test_natural_worker_layers_of_a_group_are_disjoint_and_aligned(mixed: type[Any], specs: Sequence[object]) -> None:
-    worker = mixed()
+    worker = mixed(first_runner())
     worker.initialize_from_config(theirs(specs))
     ours = plan_of(specs)
     worker.execute_model(output(STEP._replace(config=ours)))

@@ -1,0 +1,55 @@
+"""Defaults of vLLM on GPUs that its CPU platform switches off, switched on in this process: for vllm_engine.py.
+
+``schedule_ahead``         async scheduling: AsyncScheduler, the engine's queue of two batches, the runner's async path
+``prefer_second_runner``   model runner V2 where it is not set by hand, as where Triton compiles
+"""
+
+from collections import deque
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from vllm.config import vllm as config
+from vllm.platforms.cpu import CpuPlatform
+
+
+class Done:
+    """A stream or an event of a device whose work is done when a call returns, as that of a CPU is."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - methods that wait, and return nothing
+        if name not in {"record", "synchronize", "wait", "wait_event", "wait_stream"}:
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+class Counted(deque[Any]):
+    """The queue of batches of an engine. longest: most batches that it held."""
+
+    longest = 0
+
+    def appendleft(self, batch: Any) -> None:  # noqa: ANN401 - vLLM's
+        super().appendleft(batch)
+        self.longest = max(self.longest, len(self))
+
+
+def schedule_ahead() -> None:
+    """Let the CPU platform keep the async scheduling that is asked for, and let its runner do without CUDA."""
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def keep(cls: type[CpuPlatform], vllm_config: Any) -> None:  # noqa: ANN401 - vLLM's
+        asked = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asked
+
+    CpuPlatform.check_and_update_config = classmethod(keep)
+    torch.cuda.Stream = torch.cuda.Event = Done  # type: ignore[assignment, misc]
+    torch.cuda.stream = nullcontext  # type: ignore[assignment]
+    torch.cuda.current_stream = Done  # type: ignore[assignment]
+
+
+def prefer_second_runner() -> None:
+    """Let vLLM choose model runner V2 as on a GPU. Whether a CPU can run it is another question."""
+    config.HAS_TRITON = True
