@@ -92,7 +92,8 @@ class EngineOptions:
             in a thread of their own while the next step is scheduled.
         prefix_caching: share the blocks of equal prefixes.
         self_check: first compare the model on pages with about 15 short plain forwards (hybridkv.runner.self_check).
-        image_bytes: bytes of image features kept on the device. Beyond it, those read longest ago are computed again.
+        image_bytes: bytes of image features kept on the device. Beyond it, the features read longest ago are dropped,
+            and computed again when they are read.
         attention: how attention over pages runs (AttentionBackend).
         compile: "decode" runs steps that only decode as CUDA graphs. It needs attention="triton" and a model that
             allows it; else steps run as usual, and the log says why.
@@ -365,7 +366,7 @@ class Engine:
     ) -> list[Completion]:
         """Run ``prompts`` to their ends. Requests that were added before run as well; ``step`` returns these.
 
-        If one prompt is rejected, none of them runs. Any later error ends all of them, and none is returned later.
+        If one prompt is rejected, no prompt runs. Any later error ends all prompts, and ``step`` returns none of them.
 
         Args:
             prompts: text or token ids each.
@@ -560,7 +561,7 @@ class Engine:
             self.runner.images.launched(step)
 
     def _land(self) -> None:
-        """Remove the oldest Step from those in flight: it has run or failed."""
+        """Remove the oldest Step in flight, which has run or failed."""
         step = self._in_flight.popleft()
         if self.runner.cross is not None:
             self.runner.cross.release_inputs(step)

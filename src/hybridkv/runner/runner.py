@@ -184,7 +184,7 @@ class ModelRunner:
         self.decode_graphs = None if compiled is None else self._captured_decoding(max_model_len)
 
     def _give_pages(self, planned: Model, mixers: Mapping[str, RecurrentMixer]) -> None:
-        """Give every layer its group and its views of the pages. ``mixers``: those that keep states, by layer name."""
+        """Give every layer its group and its views of the pages. ``mixers``: the recurrent mixers, by layer name."""
         group_of = {name: number for number, group in enumerate(self.config.groups) for name in group.layer_names}
         crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
         attending = [layer for layer in planned.layers if layer.name not in mixers and layer not in crossing]

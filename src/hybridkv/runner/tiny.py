@@ -70,7 +70,7 @@ def tiny_model(name: str, seed: int = 0, fields: Mapping[str, Any] | None = None
     Args:
         name: one of TINY_MODELS or TINY_ENCODER_DECODERS.
         seed: seed of the weights.
-        fields: fields of the config to change, such as sizes.
+        fields: fields of the config to change, for example sizes.
 
     Raises:
         ConfigError: the name is unknown; the config has no such field; or no model can be built with these fields.

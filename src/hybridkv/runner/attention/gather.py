@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class GatherBatch:
         read_blocks: the blocks to gather, int64[n].
         stale: gathered tokens that no query of their row sees, int64[m].
         segments: the attention calls.
-        pasts: further keys, whose results are combined with the segments'.
+        pasts: further keys; their results are combined with the results of the segments.
     """
 
     write_block: torch.Tensor
@@ -123,24 +123,28 @@ def gathered(pages: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
     return copied.transpose(0, 1).unsqueeze(0)
 
 
+class _Reach(NamedTuple):
+    """The tokens that a step's tokens see.
+
+    Attributes:
+        sees: the mask of the layers' attention.
+        context: tokens of each row's context, int64[R]; None for all tokens of its request.
+        last_seen: the last token that each token sees, int64[tokens]; None for the token itself.
+    """
+
+    sees: AttentionMask
+    context: Int64 | None = None
+    last_seen: Int64 | None = None
+
+
 class _Builder:
     """Collects segments and pasts, and the blocks and stale tokens that they gather.
 
-    Args are those of ``gather_batch``. ``context`` has the tokens of each row's context, int64[R], if these are not all
-    tokens of its request.
+    ``dtype`` is that of the scores. With ``whole``, each row's context is one piece.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        table: BlockTable,
-        sees: AttentionMask,
-        dtype: torch.dtype,
-        *,
-        whole: bool,
-        context: Int64 | None = None,
-        last_seen: Int64 | None = None,
-    ) -> None:
+    def __init__(self, step: Step, table: BlockTable, reach: _Reach, dtype: torch.dtype, *, whole: bool) -> None:
+        sees, context, last_seen = reach
         self.table, self.sees, self.dtype, self.device = table, sees, dtype, table.device
         self.size = table.block_size
         self.rows, self.decodes = step.rows.astype(np.int64), step.decodes
@@ -277,7 +281,7 @@ def gather_batch(
     whole: bool,
     last_seen: Int64 | None = None,
 ) -> GatherBatch:
-    """Plan the reads and writes of ``step`` through ``table``, whose cells and slots have been committed.
+    """Plan the reads and writes of ``step`` through ``table``, which has committed its cells and slots.
 
     O(tokens + gathered tokens).
 
@@ -290,7 +294,7 @@ def gather_batch(
         last_seen: position of the last token that each token sees, inside its row's chunk, int64[tokens]; None for
             the token itself, as in causal attention.
     """
-    builder = _Builder(step, table, sees, dtype, whole=whole, last_seen=last_seen)
+    builder = _Builder(step, table, _Reach(sees, last_seen=last_seen), dtype, whole=whole)
     return builder.build(table.slot_mapping[: step.num_tokens])
 
 
@@ -300,7 +304,7 @@ def cross_batch(step: Step, table: BlockTable, tokens: Int64, dtype: torch.dtype
     tokens: tokens of each row's encoder output, at least one, int64[R]. O(tokens + gathered tokens).
     """
     last_seen = np.repeat(tokens - 1, step.num_scheduled)
-    builder = _Builder(step, table, CAUSAL, dtype, whole=True, context=tokens, last_seen=last_seen)
+    builder = _Builder(step, table, _Reach(CAUSAL, tokens, last_seen), dtype, whole=True)
     return builder.build(torch.empty(0, dtype=torch.int64, device=table.device))
 
 
