@@ -162,7 +162,7 @@ def documents(asks: int) -> tuple[Conversation, ...]:
     The document of rank r is asked about with a probability in proportion to 1/r. Some are asked about once.
     """
     random = Random(f"documents {asks}")  # noqa: S311 - as above
-    texts = [_tokens(random, 500, 1700) for _ in range(24)]
+    texts = [_tokens(random, 500, 1700) for _ in range(16)]
     weights = [1 / rank for rank in range(1, 1 + len(texts))]
     asked = random.choices(texts, weights, k=asks)
     return tuple((Turn(text + _tokens(random, 20, 80), random.randint(8, 24)),) for text in asked)
@@ -172,7 +172,9 @@ def short_answers(count: int) -> tuple[Conversation, ...]:
     """Return ``count`` requests with short prompts and answers. Each begins with one of four prefixes."""
     random = Random(f"short answers {count}")  # noqa: S311 - as above
     prefixes = [_tokens(random, 128, 128) for _ in range(4)]
-    return tuple((Turn(random.choice(prefixes) + _tokens(random, 48, 48), 24),) for _ in range(count))
+    return tuple(
+        (Turn(random.choice(prefixes) + _tokens(random, 48, 48), random.randint(12, 36)),) for _ in range(count)
+    )
 
 
 def agents(count: int) -> tuple[Conversation, ...]:
@@ -197,14 +199,14 @@ def _loads() -> Iterator[Load]:
     yield Load("16 chats", "hybrid", ENOUGH, chats(16), 16)
     yield Load("32 chats", "hybrid", ENOUGH, chats(32), 32)
     yield Load("16 chats", "hybrid", 20 * MIB, chats(16), 16)
-    yield Load("documents", "hybrid", ENOUGH, documents(32), 4)
-    yield Load("documents", "hybrid", 20 * MIB, documents(32), 4)
+    yield Load("documents", "hybrid", ENOUGH, documents(40), 4)
+    yield Load("documents", "hybrid", 20 * MIB, documents(40), 4)
     yield Load("agents", "hybrid", ENOUGH, agents(8), 4)
     yield Load("agents", "hybrid", 20 * MIB, agents(8), 4)
     yield Load("16 chats", "windows", ENOUGH, chats(16), 16)
-    yield Load("documents", "windows", 24 * MIB, documents(32), 4)
+    yield Load("documents", "windows", 24 * MIB, documents(40), 4)
     yield Load("16 chats", "dense", ENOUGH, chats(16), 16)
-    yield Load("documents", "dense", 48 * MIB, documents(32), 4)
+    yield Load("documents", "dense", 48 * MIB, documents(40), 4)
     yield Load("agents", "dense", 48 * MIB, agents(8), 4)
     yield Load("short answers", "tiny", ENOUGH, short_answers(256), 16)
 
