@@ -200,11 +200,15 @@ def run(model: Path, load: Load, variant: Variant) -> dict[str, Any]:
 
 def _child(send: Any, model: str, load: Load, variant: Variant, log: Path) -> None:  # noqa: ANN401 - a connection
     import vllm_engine  # noqa: PLC0415 - as above
+    from generators import VllmError  # noqa: PLC0415
 
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     watched = vllm_engine.Watched(model=model, **options_of(variant, SHAPES[load.shape], load.memory))
+    used = max(tensor.size for tensor in watched.core.scheduler.kv_cache_config.kv_cache_tensors)
+    if used > load.memory:
+        raise VllmError(f"VllmError: the cache has {used} bytes, the load allows {load.memory}")
     send.send(play(watched, load))
 
 
@@ -377,6 +381,8 @@ def import_engines() -> None:
 
     from hybridkv.vllm import natural_worker, scheduler  # noqa: F401, PLC0415
     from vllm import LLM  # noqa: F401, PLC0415
+
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # vLLM would prefer it to the memory of a load
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

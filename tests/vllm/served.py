@@ -39,7 +39,6 @@ SUBSCRIBED_WITHIN_S, LAST_EVENTS_WITHIN_MS = 2.0, 3000
 QUERIES, HITS, USAGE = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:kv_cache_usage_perc"
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "OMP_NUM_THREADS": "1",
@@ -100,6 +99,7 @@ def server(model: Path, options: Sequence[str]) -> Iterator[str]:
     """Its address. Ended behind the block."""
     port = free_port()
     sizes = ("--max-model-len", "320", "--block-size", "32", "--dtype", "float32", "--enforce-eager")
+    sizes += ("--kv-cache-memory-bytes", str(1 << 30))
     # what ``vllm serve`` runs; the command itself asks for metadata of vllm, and the CPU build's are vllm-cpu's
     command = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model)
     place = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybridkv.cache import BlockLock, CacheOptions, EngineHashes, KVCacheBlocks, KVCacheEvent, KVCacheManager
+from hybridkv.cache import BlockLock, CacheOptions, EngineHashes, Hit, KVCacheBlocks, KVCacheEvent, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.specs import Keeps
 from hybridkv.vllm.requests import Admissions, Decoded, EngineRequest, Mirrors, SlotsAhead
@@ -167,7 +167,7 @@ class CacheManager:
             )
         if not hit.tokens:
             return self.empty_kv_cache_blocks, 0, hit.branch_tokens
-        return Blocks(self.cache.engine.blocks_of(hit)), hit.tokens, hit.branch_tokens
+        return Blocks(self.cache.engine.blocks_of(hit), hit), hit.tokens, hit.branch_tokens
 
     def get_computed_blocks_for_connector(
         self, request: EngineRequest, max_cache_hit_length: int | None = None
@@ -222,7 +222,7 @@ class CacheManager:
         if mine.row >= 0 and name not in self._admissions.loaded:
             new = self.ahead.serve(request, mine, num_new_tokens, num_lookahead_tokens)
         else:
-            hit = None if new_computed_blocks is None else new_computed_blocks.held
+            hit = None if new_computed_blocks is None else new_computed_blocks.hit or new_computed_blocks.held
             new = self._admissions.admit(
                 request,
                 mine,
@@ -367,12 +367,11 @@ class CacheManager:
         """Return how many tokens of ``request`` can be hit, by the group with the fewest."""
         if not self.enable_caching:
             return 0
-        blocks = Blocks(self.cache.get_blocks(request.request_id)).blocks
+        key_of, groups = self.cache.block_pool.keys.key_of, self.cache.groups
         counts = [
-            max((place + 1 for place, one in enumerate(ids) if one.block_hash is not None), default=0)
-            * self._sizes[number]
-            for number, ids in enumerate(blocks)
-            if self.cache.groups[number].kind.publishes
+            next((place for place in range(len(ids), 0, -1) if key_of(ids[place - 1]) is not None), 0) * size
+            for group, size, ids in zip(groups, self._sizes, self.get_block_ids(request.request_id), strict=True)
+            if group.kind.publishes
         ]
         return min(counts, default=0)
 
@@ -475,12 +474,16 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """Our blocks under the names of vLLM's KVCacheBlocks. ``held`` are the blocks in this library's class."""
+    """Our blocks under the names of vLLM's KVCacheBlocks.
 
-    __slots__ = ("held",)
+    ``held`` are the blocks in this library's class. ``hit`` is the look-up that found them, if one did: an admission
+    checks its tokens no second time.
+    """
 
-    def __init__(self, held: KVCacheBlocks) -> None:
-        self.held = held
+    __slots__ = ("held", "hit")
+
+    def __init__(self, held: KVCacheBlocks, hit: Hit | None = None) -> None:
+        self.held, self.hit = held, hit
 
     @property
     def blocks(self) -> tuple[list[Block], ...]:

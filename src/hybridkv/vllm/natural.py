@@ -175,6 +175,11 @@ class NaturalStep(NamedTuple):
     config: KVCacheConfig | None = None
 
 
+# most steps have no operations: they share these
+_NO_PAIRS: Final[Int32] = np.empty((0, 2), np.int32)
+_NO_TRIPLES: Final[Int32] = np.empty((0, 3), np.int32)
+
+
 class StepWriter:
     """Writes the steps of one manager, in order."""
 
@@ -205,7 +210,7 @@ class StepWriter:
         copied = [one for one in transfers.copies if one.kind != "move"]
         return NaturalStep(
             _triples((self._class_of[one.group], one.source, one.destination) for one in moved),
-            np.array(zero, np.int32).reshape(-1, 2),
+            np.array(zero, np.int32) if zero else _NO_PAIRS,
             _triples((self._class_of[one.group], one.source, one.destination) for one in copied),
             _triples(self._kept(transfers, ends)),
             tuple(self._moved_cells(transfers)),
@@ -284,4 +289,5 @@ class StepWriter:
 
 
 def _triples(given: Iterable[tuple[int, int, int]]) -> Int32:
-    return np.array(list(given), np.int32).reshape(-1, 3)
+    triples = list(given)
+    return np.array(triples, np.int32) if triples else _NO_TRIPLES

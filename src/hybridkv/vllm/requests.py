@@ -35,7 +35,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from hybridkv.arguments import text
-from hybridkv.cache import Admission, EngineHashes, KVCacheBlocks, KVCacheManager, Refusal
+from hybridkv.cache import Admission, EngineHashes, Hit, KVCacheBlocks, KVCacheManager, Refusal
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import LoraAdapter, MultimodalItem
 from hybridkv.request import Hints, Lent, Request
@@ -384,7 +384,7 @@ class Admissions:
         self,
         request: EngineRequest,
         mine: Request,
-        hit: KVCacheBlocks | None,
+        hit: KVCacheBlocks | Hit | None,
         hit_tokens: int,
         *,
         new_tokens: int,
@@ -401,7 +401,7 @@ class Admissions:
         Args:
             request: vLLM's request.
             mine: ours of ``request``.
-            hit: blocks of its hit; ``None`` without one.
+            hit: its hit, or the blocks of it; ``None`` without one.
             hit_tokens: tokens of the hit.
             new_tokens: tokens that the step computes.
             external: tokens that a connector brings. Negative if it has fewer than ``hit_tokens``.
@@ -475,8 +475,9 @@ class Admissions:
                 "could be computed from: let it bring all tokens but the last"
             )
 
-    def _cut(self, hit: KVCacheBlocks, num_tokens: int) -> KVCacheBlocks:
+    def _cut(self, found: KVCacheBlocks | Hit, num_tokens: int) -> KVCacheBlocks:
         """Return the first ``num_tokens`` tokens of a hit. ConfigError if a window or state has no block there."""
+        hit = self._cache.engine.blocks_of(found) if isinstance(found, Hit) else found
         sizes = [num_tokens // group.policy.block_size for group in self._cache.groups]
         kept = tuple(ids[:size] for ids, size in zip(hit.ids, sizes, strict=True))
         if not all(ids.all() for ids in kept):
