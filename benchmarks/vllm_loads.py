@@ -200,6 +200,7 @@ def _loads() -> Iterator[Load]:
     yield Load("32 chats", "hybrid", ENOUGH, chats(32), 32)
     yield Load("16 chats", "hybrid", 20 * MIB, chats(16), 16)
     yield Load("documents", "hybrid", ENOUGH, documents(40), 4)
+    yield Load("documents", "hybrid", 40 * MIB, documents(40), 4)
     yield Load("documents", "hybrid", 20 * MIB, documents(40), 4)
     yield Load("agents", "hybrid", ENOUGH, agents(8), 4)
     yield Load("agents", "hybrid", 20 * MIB, agents(8), 4)
