@@ -219,7 +219,7 @@ def _world(rng: random.Random, eviction: str) -> World:
         plan.max_model_len,
         **cache_options,
         placement=placement_of(plan),
-        eviction=eviction_named(eviction if layout == "natural" else LRU.name),
+        eviction=eviction_named(eviction),
         clock=lambda: next(ticks) * 0.05,
     )
     scheduler = Scheduler(cache, limits, clock=lambda: next(ticks) * 0.05)

@@ -124,13 +124,17 @@ def run(core: Any, kinds: tuple[Any, Any], ahead: int, count: int) -> tuple[list
     return stock.took, ours.took
 
 
-def engine_core(match: Any, most: int) -> tuple[Any, Any]:  # noqa: ANN401 - vLLM's
-    """Of an engine of that model, for up to ``most`` requests, and that engine: with it goes what the core knows."""
+def engine_core(match: Any, most: int, eviction: str = "lru") -> tuple[Any, Any]:  # noqa: ANN401 - vLLM's
+    """Of an engine of that model, for up to ``most`` requests, and that engine: with it goes what the core knows.
+
+    eviction: of our schedulers. Block ids equal those of stock with ``lru`` only.
+    """
     with TemporaryDirectory() as name:
         folder = Path(name) / "model"
         tiny_model(match.name, 0, match.fields).save_pretrained(folder)
         options = {"dtype": "float32", "max_model_len": 320, "block_size": BLOCK, **match.options}
         options |= {"max_num_seqs": most, "max_num_batched_tokens": most, "num_gpu_blocks_override": 8 * most}
+        options |= {"additional_config": {"hybridkv": {"eviction": eviction}}}
         llm = vllm.LLM(
             model=str(folder), skip_tokenizer_init=True, enforce_eager=True, enable_prefix_caching=True, **options
         )
@@ -144,11 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--requests", nargs="+", type=int, default=(64, 256, 1024))
+    parser.add_argument("--eviction", default="hazard", help="of our schedulers: hazard, their default, or lru")
     asked = parser.parse_args(arguments)
     say("| model | steps | requests | us a request and step: stock | ours | stock / ours |")
     say("|---|---|--:|--:|--:|--:|")
     for match in (match for match in MATCHES if match.name in asked.models):
-        core, _engine = engine_core(match, max(asked.requests))
+        core, _engine = engine_core(match, max(asked.requests), asked.eviction)
         for title, kinds in KINDS.items():
             for count in asked.requests:
                 stock, ours = (median(took) for took in run(core, kinds, int(kinds[0] is StockAsync), count))

@@ -454,6 +454,16 @@ class Slots:
             self._checkpoints.keep_resume_point(request, computed)
         self._pool.advance_epoch()
 
+    def keep_boundary(self, request: Request) -> None:
+        """Value the last boundary that ``request`` computed as a resume point, published or not. Reference layout.
+
+        Raises:
+            CacheError: The request holds no blocks.
+        """
+        row = self._residents.row_of(request)
+        if not self._checkpoints.idle and request.writes_prefix_cache and row not in self._loading:
+            self._checkpoints.keep_resume_point(request, min(request.num_computed_tokens, request.num_tokens))
+
     def withdraw(self, request: Request) -> None:
         """Unpublish what the open step would have written of ``request``; see EngineSide.withdraw."""
         self._publisher.withdraw(self._residents.row_of(request))

@@ -29,7 +29,7 @@ from hybridkv.cache.holds import Loads, Locks, Pins
 from hybridkv.cache.journal import EventQueue, Journal
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
-from hybridkv.cache.placement import DEFAULT_PLACEMENT, NoStates, Placement, placement_of
+from hybridkv.cache.placement import DEFAULT_PLACEMENT, BoundaryPlacement, NoStates, Placement, placement_of
 from hybridkv.cache.plan import SlotPlanner
 from hybridkv.cache.policies import (
     AlignedStatePolicy,
@@ -54,6 +54,8 @@ from hybridkv.cache.policies import (
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher, Retention
 from hybridkv.cache.residents import Residents
+from hybridkv.cache.spaces.one_size import FreeOrder
+from hybridkv.cache.spaces.ranked_order import RankedOrder
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.cache.transfers import Checkpoints, TransferLog
 from hybridkv.errors import ConfigError, UnsupportedModelError
@@ -92,17 +94,12 @@ def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) ->
                 f"placement {placement.name} needs the natural layout; in the reference layout the specs say where "
                 "states are kept: plan with placement= instead"
             )
-        if eviction != LRU:
-            raise ConfigError(
-                f"eviction {eviction.name} needs the natural layout: the reference layout evicts blocks in the order "
-                f"of their last use, {LRU.name}"
-            )
         if options.max_moved_bytes is not None or options.space is not None or not options.partial_block_hits:
             raise ConfigError(
                 "max_moved_bytes, space and partial_block_hits mean nothing in the reference layout, whose blocks have "
                 "one size and are shared whole: leave them out, or plan with the natural layout"
             )
-        return ReferenceLayout(options.retention)
+        return ReferenceLayout(options.retention, eviction=eviction)
     placed = DEFAULT_PLACEMENT if placement is None else placement
     found = SlabSpace(config.slabs, options.max_moved_bytes) if options.space is None else options.space
     return NaturalLayout(placed, eviction, found, options.retention, options.partial_block_hits, options.shares)
@@ -120,6 +117,15 @@ def _refuse_shares(config: KVCacheConfig, eviction: Eviction, placement: Placeme
     if placement is not None and not placement.keeps_states:
         raise ConfigError(
             f"shares of tenants limit kept resume points, but placement {placement.name} keeps no states: use another"
+        )
+
+
+def _refuse_dropped_states(eviction: Eviction, kinds: Sequence[GroupKind]) -> None:
+    """Raise ConfigError for states whose hits need the block after them, which a resume point does not count."""
+    if any(kind.drops for kind in kinds) and any(kind.publishes and kind.keeps_state for kind in kinds):
+        raise ConfigError(
+            f"eviction {eviction.name} cannot keep recurrent states for EAGLE in the reference layout, because a hit "
+            f"drops the last block and needs the state before it: use eviction {LRU.name}, or leave use_eagle out"
         )
 
 
@@ -156,28 +162,40 @@ class ReferenceLayout:
         retention: Tokens between the windows and states kept; 0 for those at each request's own boundaries, ``None``
             for all.
         placement: Where states are kept; ``None``, because the specs say it.
-        eviction: What is evicted next.
-        ranks: Resume points are kept by value.
+        eviction: What is evicted next. With a ranking, block ids differ from those of vLLM; hits and steps follow the
+            same rules.
         shares: Memory shares of tenants.
         rewrites_states: Running states are rewritten in place, so a failed step leaves them broken.
         shares_in_part: A branch can begin with blocks that its parent has filled in part.
         keeps_resume_points: Everything that a request computed can be reused after its end, to the last token.
         partial_block_hits: Hits may end inside a block.
-        evicts_in_order: Free blocks of one size are evicted in the order of their last use.
-        follows_vllm: Block ids and steps equal those of vLLM.
+        follows_vllm: Steps equal those of vLLM for equal hits; with the eviction ``lru``, block ids too.
     """
 
     retention: int | None = None
     placement: None = None
     eviction: Eviction = LRU
-    ranks: bool = False
     shares: TenantShares = EVERYBODY
     rewrites_states: bool = False
     shares_in_part: bool = False
     keeps_resume_points: bool = False
     partial_block_hits: bool = False
-    evicts_in_order: ClassVar[bool] = True
     follows_vllm: ClassVar[bool] = True
+
+    @property
+    def ranks(self) -> bool:
+        """Whether resume points are kept by value."""
+        return self.eviction.ranking is not None
+
+    @property
+    def evicts_in_order(self) -> bool:
+        """Whether free blocks are evicted in the order of their last use."""
+        return not self.ranks
+
+    def resume_points(self, kinds: Sequence[GroupKind]) -> Placement:
+        """Return where resume points of ranked eviction are: at block boundaries that hits may end at."""
+        states = any(kind.publishes and kind.keeps_state for kind in kinds)
+        return BoundaryPlacement(self.alignment(kinds), at_chunk_ends=states) if self.ranks else NoStates()
 
     def publishes(self, spec: KVCacheSpec) -> bool:
         """Return whether blocks of ``spec`` can be hit: tokens, and states if their spec keeps them."""
@@ -231,8 +249,9 @@ class ReferenceLayout:
         return config.num_blocks
 
     def pool(self, config: KVCacheConfig, journal: Journal, columns: Sequence[tuple[int, int]]) -> BlockPool:
-        """Return a pool with blocks of one size in one order."""
-        return BlockPool(config.num_blocks, len(config.groups), journal=journal, columns=columns)
+        """Return a pool with blocks of one size: in one order, or with the unneeded ones first."""
+        space = RankedOrder(config.num_blocks, len(config.groups)) if self.ranks else None
+        return BlockPool(config.num_blocks, len(config.groups), journal=journal, columns=columns, space=space)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +287,10 @@ class NaturalLayout:
     def is_by_digest(self, spec: KVCacheSpec) -> bool:
         """Return whether ``spec`` holds the input of cross attention."""
         return spec.keeps is Keeps.ENCODER
+
+    def resume_points(self, kinds: Sequence[GroupKind]) -> Placement:  # noqa: ARG002 - the answer of a layout
+        """Return where resume points are."""
+        return self.placement
 
     def hash_block(self, kinds: Sequence[GroupKind]) -> int:
         """Return the largest hash block for groups that publish tokens. States have no blocks of tokens."""
@@ -461,6 +484,8 @@ def assemble(
         hash_block = found.block_size
     hasher = found
     alignment = layout.alignment(kinds)
+    if isinstance(layout, ReferenceLayout) and layout.ranks:
+        _refuse_dropped_states(layout.eviction, kinds)
 
     sizes = [config.block_bytes_of(number) for number in range(len(kinds))]
     most = options.remembered_losses
@@ -495,16 +520,17 @@ def assemble(
     retention = Retention(layout.retention, alignment, any(kind.drops for kind in kinds)) if caching else None
     publisher = Publisher(groups, pool, shared_in_part=shared_in_part, retention=retention)
     residents = Residents(groups, publisher, hasher=hasher, hash_block_size=hash_block, journal=journal)
-    placement = layout.placement if caching and layout.placement is not None else NoStates()
-    stateful = [group for group in groups if group.states is not None] if placement.keeps_states else []
+    placement = layout.resume_points(kinds) if caching else NoStates()
+    stateful = [group for group in groups if isinstance(group.policy, RunningStatePolicy) and group.kind.publishes]
+    stateful = stateful if caching else []
     eviction_policy: EvictionPolicy = LeastRecentlyUsed(stateful, pool, placement)
-    if ranking is not None and config.slabs and journal.blocks is not None and isinstance(layout, NaturalLayout):
+    if ranking is not None and journal.blocks is not None and not isinstance(pool.space, FreeOrder):
         publishing = [group for group in groups if group.kind.publishes]
-        sizes = [one.block_bytes for one in config.slabs.classes]
-        blocks = PointBlocks(publishing, pool, layout.space, sizes, len(layout.shares.of))
+        sizes = [config.unit_bytes or 1] if config.slabs is None else [one.block_bytes for one in config.slabs.classes]
+        blocks = PointBlocks(publishing, pool, pool.space, sizes, len(layout.shares.of))
         rankings = TenantRankings(ranking, layout.shares, config.arena_bytes, blocks.weights)
         eviction_policy = RankedResumePoints(
-            pool, blocks=blocks, rankings=rankings, facts=journal.blocks, hash_block=hash_block
+            pool, blocks=blocks, rankings=rankings, facts=journal.blocks, hash_block=hash_block, alignment=alignment
         )
     transfers = TransferLog(groups, pool, publisher=publisher, pins=pins, eviction_policy=eviction_policy)
     checkpoints = Checkpoints(
@@ -513,6 +539,7 @@ def assemble(
         transfers=transfers,
         placement=placement,
         prefix_multiple=layout.eviction.prefix_multiple if placement.keeps_states else 0,
+        alignment=alignment if layout.follows_vllm else 1,
         eviction_policy=eviction_policy,
     )
     lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, eviction_policy=eviction_policy)

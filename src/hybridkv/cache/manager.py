@@ -550,8 +550,8 @@ class KVCacheManager:
     def keep_resume_point(self, request: Request) -> None:
         """Keep everything that a request computed, so that a later request can resume after its last token.
 
-        Call it before ``free`` when a request ends or is preempted and no step in flight holds it. Does nothing in the
-        reference layout.
+        Call it before ``free`` when a request ends or is preempted and no step in flight holds it. In the reference
+        layout it resumes at the last block boundary, and only a ranked eviction must know it.
 
         Args:
             request: A resident request.
@@ -562,7 +562,7 @@ class KVCacheManager:
         if self.bounds.keeps_resume_points:
             self._slots.keep_resume_point(request)
         else:
-            self._residents.row_of(request)
+            self._slots.keep_boundary(request)
 
     # -- the natural layout
 

@@ -31,6 +31,7 @@ from hybridkv.arguments import instance, instances, integer
 from hybridkv.cache.journal import Journal, Released, Used
 from hybridkv.cache.keys import WRITTEN, BlockKeys
 from hybridkv.cache.spaces.one_size import FreeOrder
+from hybridkv.cache.spaces.ranked_order import RankedOrder
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import BlockError, CapacityError, ConfigError
 from hybridkv.units import MOST_COUNT, shown
@@ -85,7 +86,7 @@ class BlockPool:
         num_groups: int = 1,
         *,
         journal: Journal | None = None,
-        space: SlabSpace | None = None,
+        space: RankedOrder | SlabSpace | None = None,
         silent: Sequence[int] = (),
         columns: Sequence[tuple[int, int]] = (),
     ) -> None:
@@ -103,7 +104,7 @@ class BlockPool:
         self.bases = (0,) if space is None else space.bases
         self._class_bases = np.array(self.bases)
         self._group_bases = np.array([self.bases[one] for one in self.classes], np.int32)
-        self.space: FreeOrder | SlabSpace = FreeOrder(num_blocks) if space is None else space
+        self.space: FreeOrder | RankedOrder | SlabSpace = FreeOrder(num_blocks) if space is None else space
         self._reserved = [0] * len(self.bases)
         self._ref = np.zeros(num_blocks, np.int32)
         self._each_ref = self._ref.data  # quick to read and write singly

@@ -55,6 +55,7 @@ class Checkpoints:
         transfers: TransferLog,
         placement: Placement,
         prefix_multiple: int,
+        alignment: int,
         eviction_policy: EvictionPolicy,
     ) -> None:
         self.groups = tuple(groups)
@@ -62,6 +63,7 @@ class Checkpoints:
         self._transfers = transfers
         self._placement = placement
         self._prefix_multiple = prefix_multiple
+        self._alignment = alignment
         self._next = np.full(64, NEVER)
         self._eviction_policy = eviction_policy
         self.idle = not (self.groups or eviction_policy.ranks)
@@ -120,11 +122,10 @@ class Checkpoints:
 
     def _aligned_prefix(self, request: Request) -> int:
         """Return the last multiple of ``prefix_multiple`` before the prompt's last token; 0 without one."""
-        return (
-            (request.num_prompt_tokens - 1) // self._prefix_multiple * self._prefix_multiple
-            if self._prefix_multiple
-            else 0
-        )
+        if not self._prefix_multiple:
+            return 0
+        prefix = (request.num_prompt_tokens - 1) // self._prefix_multiple * self._prefix_multiple
+        return prefix // self._alignment * self._alignment
 
     def _next_position(self, request: Request, after_tokens: int) -> int:
         """Return the next position after ``after_tokens``; NEVER without one."""
@@ -219,8 +220,9 @@ class Checkpoints:
         self._ahead.discard(request.row)
         for position, column in self._late.pop(request.row, ()):
             self._keep_column(request, position, column, ended=False)
-        if self._placement.keeps_final_state and tokens:
-            self._keep_column(request, tokens, 0, ended=True)
+        boundary = tokens // self._alignment * self._alignment
+        if self._placement.keeps_final_state and boundary:
+            self._keep_column(request, boundary, 0, ended=True)
 
     def _keep_column(self, request: Request, tokens: int, column: int, *, ended: bool) -> None:
         """Publish the state after ``tokens`` tokens in its block, which lies in ``column``."""

@@ -15,7 +15,7 @@ import typer
 
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import DEFAULT_EVICTIONS, EVICTIONS
-from hybridkv.planner.plan import NATURAL
+from hybridkv.planner.plan import NATURAL, REFERENCE
 from hybridkv.regular_files import write_whole
 from hybridkv.schedule.limits import SHORT_SHARE
 
@@ -104,8 +104,8 @@ output_option: Final = _panel("Output")
 
 eviction_option: Final = partial(
     cache_option,
-    f"Eviction policy of the natural layout: {', '.join(EVICTIONS)}.",
-    show_default=DEFAULT_EVICTIONS[NATURAL].name,
+    f"Eviction policy: {', '.join(EVICTIONS)}.",
+    show_default=f"{DEFAULT_EVICTIONS[NATURAL].name}; {DEFAULT_EVICTIONS[REFERENCE].name} in the reference layout",
 )
 shares_option: Final = partial(
     cache_option,

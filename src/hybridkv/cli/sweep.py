@@ -67,7 +67,7 @@ class AxesOptions:
     placement: str | None = cache_option(
         "Positions where recurrent states are saved.", show_default="that of the layout"
     )
-    eviction: str | None = cache_option("Eviction policies of the natural layout.", show_default="that of the layout")
+    eviction: str | None = cache_option("Eviction policies.", show_default="that of the layout")
     block_size: str = cache_option("Tokens in a block.", default="16")
     dtype: str | None = cache_option("Dtypes of keys and values: bf16, fp8.", "--kv-dtype", show_default="the model's")
     max_running: str = run_option("Limits of requests that run at once.", default=str(_DEFAULTS.max_running))

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.journal import BlockFact, Ids, Lost, Moved, Released
 from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.spaces.ranked_order import RankedOrder
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.eviction.resume_points import (
     ResumePoint,
@@ -75,7 +76,7 @@ class PointBlocks:
         self,
         groups: Sequence[CacheGroup],
         pool: BlockPool,
-        space: SlabSpace,
+        space: RankedOrder | SlabSpace,
         block_bytes: Sequence[int],
         tenants: int = 1,
     ) -> None:
@@ -241,8 +242,11 @@ class PointBlocks:
         """Return the known keys of blocks that begin with the tokens of ``point`` inside a block; empty without any."""
         if not point.inside[1]:
             return set()
-        keys = {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
-        return keys.union(request.hashes[point.depth : point.depth + 1])
+        return self._own_keys(point).union(request.hashes[point.depth : point.depth + 1])
+
+    def _own_keys(self, point: ResumePoint) -> set[bytes]:
+        """Return the keys of the own blocks of ``point``."""
+        return {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
 
     def _put_below(self, point: ResumePoint, parent: ResumePoint) -> list[ResumePoint]:
         """Put ``point`` below ``parent``, now known to be its prefix. Return the points with changed costs."""
@@ -270,9 +274,8 @@ class PointBlocks:
         elif segment:
             ids = np.array(segment, np.int64)
             self.counts[ids] += len(children) - 1
-            if self.payers.size:
-                self._discharge(ids)
-                self._charge(ids, children[0].tenant)
+            self._discharge(ids)
+            self._charge(ids, children[0].tenant)
         loose = self._drop(np.array(gone, np.int64))
         if loose.size:
             loose = loose[self._pool.ref_counts(loose) == 0]
@@ -305,7 +308,7 @@ class PointBlocks:
             one for block in point.own + (segment or []) if block in owners for one in owners[block] if one is not point
         ]
         others = siblings_of(point)
-        keys = {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
+        keys = self._own_keys(point)
         if keys:  # resume points that continue after its partial block
             others += [one for before in level_of(point) for key in sorted(keys) for one in few(before, key)]
         return found + [one for one in others if self.overlaps or not one.children]
@@ -424,8 +427,7 @@ class PointBlocks:
         new = ids[counts == 0]
         self.counts[ids] = counts + 1
         if new.size:
-            if self.payers.size:
-                self._charge(new, tenant)
+            self._charge(new, tenant)
             self.space.keep(new)
 
     def _recount(self, points: Sequence[tuple[int, Ids]]) -> None:
@@ -451,9 +453,10 @@ class PointBlocks:
         return sizes
 
     def _charge(self, ids: Ids, tenant: int) -> None:
-        """Charge ``tenant``, one of several, for ``ids``, for which no tenant is charged."""
-        self.payers[ids] = tenant
-        self.weights.add(tenant, int(self._bytes_of_each(ids).sum()))
+        """Charge ``tenant`` for ``ids``, for which no tenant is charged."""
+        if self.payers.size:
+            self.payers[ids] = tenant
+            self.weights.add(tenant, int(self._bytes_of_each(ids).sum()))
 
     def _discharge(self, ids: Ids) -> None:
         if self.payers.size:

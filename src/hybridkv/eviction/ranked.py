@@ -276,12 +276,20 @@ class RankedResumePoints:
         rankings: Chooses the next resume point to evict.
         facts: Changes of blocks since the last read (``Journal.blocks``). This object empties the list.
         hash_block: Tokens of a hash block.
+        alignment: Tokens of which every hit is a multiple.
     """
 
     ranks = True
 
     def __init__(
-        self, pool: BlockPool, *, blocks: PointBlocks, rankings: TenantRankings, facts: list[BlockFact], hash_block: int
+        self,
+        pool: BlockPool,
+        *,
+        blocks: PointBlocks,
+        rankings: TenantRankings,
+        facts: list[BlockFact],
+        hash_block: int,
+        alignment: int,
     ) -> None:
         self._pool = pool
         self._facts = facts
@@ -291,6 +299,7 @@ class RankedResumePoints:
         self._counts = PointCounts()
         self._clock = pool.journal.clock
         self._hash_block = hash_block
+        self._alignment = alignment
         self._none = [0] * len(pool.bases)
         self._tree = ResumePointTree(hash_block)
         self._ghost_entries = defaultdict[int, dict[int, ResumePoint]](dict)  # by tenant and serial, the oldest first
@@ -449,7 +458,7 @@ class RankedResumePoints:
     def _make(self, request: Request, place: Place, tokens: int, now: float, *, ended: bool) -> ResumePoint:
         session = self._sessions.get(request.row)
         gap = None if session is None else session.gap
-        kind, tenant = kind_of(request, tokens, ended=ended), self._tenant_of(request)
+        kind, tenant = kind_of(request, tokens, self._alignment, ended=ended), self._tenant_of(request)
         point = self._tree.make(place, kind, tokens, now, gap, tenant)
         self._note_hint(point, hint_of(request, tokens), now)
         return point

@@ -145,13 +145,21 @@ _MOST: Final = 11
 KINDS: Final = len(Kind)
 
 
-def kind_of(request: Request, tokens: int, *, ended: bool) -> Kind:
-    """Return the kind of a resume point at ``tokens`` of ``request``. ended: the request ended there."""
+def kind_of(request: Request, tokens: int, alignment: int, *, ended: bool) -> Kind:
+    """Return the kind of a resume point at ``tokens`` of ``request``.
+
+    Args:
+        request: The request.
+        tokens: A multiple of ``alignment``.
+        alignment: Tokens of which every resume point is a multiple.
+        ended: The request ended there.
+    """
     if ended:
         return Kind.OUTPUT
-    if tokens == request.branch_tokens or tokens in request.marks:
+    branches = (request.branch_tokens, *request.marks)
+    if any(one // alignment * alignment == tokens for one in branches):
         return Kind.BRANCH
-    return Kind.PROMPT if tokens == request.num_prompt_tokens - 1 else Kind.GRID
+    return Kind.PROMPT if tokens == (request.num_prompt_tokens - 1) // alignment * alignment else Kind.GRID
 
 
 def hint_of(request: Request, tokens: int) -> int:

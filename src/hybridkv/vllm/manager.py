@@ -10,7 +10,7 @@ lacks raises ConfigError.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import numpy as np
 
 from hybridkv.cache import BlockLock, CacheOptions, EngineHashes, Hit, KVCacheBlocks, KVCacheEvent, KVCacheManager
 from hybridkv.errors import ConfigError
+from hybridkv.request import Request
 from hybridkv.specs import Keeps
 from hybridkv.vllm.requests import Admissions, Decoded, EngineRequest, Mirrors, SlotsAhead
 from hybridkv.vllm.specs import Config, Settings, cache_config
@@ -37,7 +38,7 @@ def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
         enable_kv_cache_events=settings.enable_events,
         dcp_world_size=settings.dcp_world_size,
         hasher=EngineHashes(settings.hash_block_size) if settings.enable_caching else None,
-        options=CacheOptions(retention=settings.retention),
+        options=CacheOptions(retention=settings.retention, eviction=settings.eviction),
     )
 
 
@@ -111,6 +112,25 @@ class CacheManager:
                 for group in self._attention:
                     self._new_ids += filter(None, ids[group])
         return decoded
+
+    def store_checkpoints(self, output: Any) -> Mapping[int, tuple[Request, int]]:  # noqa: ANN401 - vLLM's
+        """Tell the eviction policy, and the placement, which token counts the step of ``output`` passes.
+
+        Returns, by row, the requests that may pass a position, and their tokens after the step without drafts.
+        """
+        if self.cache.checkpoints.idle:
+            return {}
+        cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        drafts = output.scheduled_spec_decode_tokens
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+        ends = dict[int, tuple[Request, int]]()
+        for name, mine in self.ahead.served.items():
+            if name in counts:
+                end = computed[name] + counts[name] - len(drafts.get(name, ()))
+                ends[mine.row] = mine, end
+                self.cache.engine.store_checkpoints_of(mine, computed[name], end)
+        return ends
 
     def scheduled(self, output: object) -> None:
         """Note ``output`` as the scheduler's result of the step that ended last."""
@@ -302,7 +322,7 @@ class CacheManager:
         self._due.pop(name, None)
         self._admissions.forget(name)
         mine = self._mirrors.known(name)
-        if mine is not None and mine.row >= 0 and self.cache.bounds.keeps_resume_points:
+        if mine is not None and mine.row >= 0 and not self.cache.checkpoints.idle:
             self.cache.engine.withdraw(mine)  # a request preempted by priority may hold slots of this step
             self.cache.keep_resume_point(self._mirrors.of(request))
         self.cache.free(name)

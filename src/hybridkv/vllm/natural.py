@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Any, Final, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from hybridkv.cache import CacheOptions, KVCacheManager, Transfers, placement_named
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.eviction import eviction_named
+from hybridkv.eviction import HAZARD, LRU, Eviction, eviction_named
 from hybridkv.models.model import Layer, Model
 from hybridkv.planner import KVCacheConfig, Plan, plan
 from hybridkv.planner.plan import NATURAL
@@ -59,16 +59,51 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         ``block_size`` is the default.
         """
-        asked = given.get(OPTIONS, {})
-        try:
-            made = msgspec.convert({"block_size": block_size, **asked} if isinstance(asked, dict) else asked, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{OPTIONS} of --additional-config: {error}") from None
+        made = _read(cls, given, {"block_size": block_size})
         if made.placement is not None:
             placement_named(made.placement, made.block_size)
         if made.eviction is not None:
             eviction_named(made.eviction)
         return made
+
+
+class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of the reference layout in ``--additional-config '{"hybridkv": {...}}'``.
+
+    Attributes:
+        eviction: name of the eviction policy; ``None`` for the default.
+    """
+
+    eviction: str | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Return the options in vLLM's additional config. Raises ConfigError for invalid ones."""
+        return _read(cls, given, {})
+
+    def chosen(self, config: Config, *, use_eagle: bool) -> Eviction:
+        """Return the eviction of the groups of ``config``.
+
+        The default is ``hazard``. It is ``lru`` for recurrent layers with a draft head that reads the cache: a hit then
+        needs the block after each state, which ranked eviction does not count.
+        """
+        if self.eviction is not None:
+            return eviction_named(self.eviction)
+        states = any(hasattr(spec, "shapes") for _, spec in layer_specs(config))
+        drops = use_eagle or any(group.is_eagle_group for group in config.kv_cache_groups)
+        return LRU if states and drops else HAZARD
+
+
+_Given = TypeVar("_Given", bound=msgspec.Struct)
+
+
+def _read(cls: type[_Given], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> _Given:
+    """Return the options in vLLM's additional config as a ``cls``. Raises ConfigError for invalid ones."""
+    asked = given.get(OPTIONS, {})
+    try:
+        return msgspec.convert({**defaults, **asked} if isinstance(asked, dict) else asked, cls)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{OPTIONS} of --additional-config: {error}") from None
 
 
 def default_block_size(config: Config) -> int:
@@ -202,7 +237,7 @@ class StepWriter:
 
     def write(self, output: Any) -> NaturalStep:  # noqa: ANN401 - vLLM's
         """Return the operations of ``output`` and correct its ids, inside the manager's step. O(scheduled requests)."""
-        ends = self._store(output)
+        ends = self._manager.store_checkpoints(output)
         transfers = self._cache.fields.take_transfers()
         zero = list(self._correct_ids(output))
         config, self._config = self._config, None
@@ -216,25 +251,6 @@ class StepWriter:
             tuple(self._moved_cells(transfers)),
             config,
         )
-
-    def _store(self, output: Any) -> Mapping[int, tuple[Request, int]]:  # noqa: ANN401 - vLLM's
-        """Allocate blocks for states that the step passes; return, by row, requests that may pass one and their ends.
-
-        The ends exclude drafts.
-        """
-        if self._cache.checkpoints.idle:
-            return {}
-        cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
-        drafts = output.scheduled_spec_decode_tokens
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed |= {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
-        ends = dict[int, tuple[Request, int]]()
-        for name, mine in self._manager.ahead.served.items():
-            if name in counts:
-                end = computed[name] + counts[name] - len(drafts.get(name, ()))
-                ends[mine.row] = mine, end
-                self._cache.engine.store_checkpoints_of(mine, computed[name], end)
-        return ends
 
     def _kept(self, transfers: Transfers, ends: Mapping[int, tuple[Request, int]]) -> Iterator[tuple[int, int, int]]:
         """Yield copies of each row's running state after the forward pass. CacheError for a position inside a chunk."""

@@ -20,7 +20,15 @@ import vllm
 from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.errors import ConfigError
 from hybridkv.vllm.manager import CacheManager, reference_cache
-from hybridkv.vllm.natural import ATTRIBUTE, Options, StepWriter, default_block_size, natural_cache, natural_plan
+from hybridkv.vllm.natural import (
+    ATTRIBUTE,
+    Options,
+    ReferenceOptions,
+    StepWriter,
+    default_block_size,
+    natural_cache,
+    natural_plan,
+)
 from hybridkv.vllm.natural_config import natural_config
 from hybridkv.vllm.specs import Settings, choose_runner, refuse, refuse_captured, refuse_natural
 
@@ -54,6 +62,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         """Replace vLLM's cache manager with this library's."""
         refuse(self)
         manager, config = self.kv_cache_manager, self.kv_cache_config
+        options = ReferenceOptions.of(self.vllm_config.additional_config)
         settings = _settings(
             self,
             hash_block_size=self.hash_block_size,
@@ -61,6 +70,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
             use_eagle=manager.use_eagle,
             dcp_world_size=self.dcp_world_size,
             retention=config.prefix_cache_retention_interval,
+            eviction=options.chosen(config, use_eagle=manager.use_eagle),
         )
         # chunks end where states are saved, so no block is allocated for a state inside a chunk
         self.mamba_has_prefill_checkpoint_blocks = False
@@ -75,11 +85,12 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         self.kv_cache_manager.prepare(self.running, 1 + self.num_spec_tokens, self.num_lookahead_tokens)
 
     def complete(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
-        """Add to the output of a step, inside the step. The reference layout adds nothing.
+        """Complete a step with its ``output``, inside the step. The reference layout adds nothing to the output.
 
         Args:
             output: vLLM's SchedulerOutput.
         """
+        self.kv_cache_manager.store_checkpoints(output)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:  # noqa: ANN401 - vLLM's
         """Schedule as vLLM does, inside a step of the cache. Steps that only decode skip vLLM's loop.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import LRU, Eviction
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
@@ -56,6 +57,7 @@ class Settings:
         enable_events: whether the cache records events.
         dcp_world_size: decode context parallel ranks.
         retention: vLLM's prefix_cache_retention_interval.
+        eviction: what the reference layout evicts next.
         watermark: share of all blocks that stays free when a request is admitted while others run.
         new_stats: returns an empty PrefixCacheStats of vLLM; ``None`` without statistics.
     """
@@ -68,6 +70,7 @@ class Settings:
     enable_events: bool
     dcp_world_size: int = 1
     retention: int | None = None
+    eviction: Eviction = LRU
     watermark: float = 0.0
     new_stats: Callable[[], Any] | None = None
 

@@ -34,7 +34,7 @@ class _Side:
 
 
 class Twins(Rig):
-    """What a Rig does, in the natural layout, compared with nothing but another scheduler that is told the same.
+    """What a Rig does, compared with nothing but another scheduler that is told the same.
 
     evictions: of the two; they must decide alike. shares: of both. Every method raises DifferenceError where the two
     differ, ContentError where a step reads wrong content, CacheError where check() fails.
@@ -48,7 +48,7 @@ class Twins(Rig):
         self.shares = shares
         self.now = 0.0
         self.model = digest_model(config, options.vocabulary)
-        self.is_natural = True
+        self.is_natural = bool(options.blocks_per_slab)
         self.has_cross = any(group.spec.keeps is Keeps.ENCODER for group in config.groups)
         self.sides = [self._side(eviction) for eviction in evictions]
         self.cache = self.sides[0].cache
@@ -67,7 +67,7 @@ class Twins(Rig):
             dcp_world_size=options.dcp,
             pcp_world_size=options.pcp,
             options=CacheOptions(
-                placement=placement_named(options.placement, 1),
+                placement=placement_named(options.placement, 1) if self.is_natural else None,
                 eviction=eviction,
                 shares=self.shares,
                 clock=lambda: self.now,

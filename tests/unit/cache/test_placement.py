@@ -12,6 +12,7 @@ from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import (
     DEFAULT_PLACEMENT,
     AlignPlacement,
+    BoundaryPlacement,
     EndsPlacement,
     IntervalPlacement,
     NoStates,
@@ -25,13 +26,14 @@ from hybridkv.request import Request
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec
 
 MOST = 2**31 - 1
-ALL = (NoStates(), AlignPlacement(4), IntervalPlacement(7), EndsPlacement())
+ALL = (NoStates(), AlignPlacement(4), IntervalPlacement(7), EndsPlacement(), BoundaryPlacement(4, at_chunk_ends=True))
 
 placements = st.one_of(
     st.just(NoStates()),
     st.builds(AlignPlacement, st.integers(1, 40)),
     st.builds(IntervalPlacement, st.integers(1, 40)),
     st.just(EndsPlacement()),
+    st.builds(BoundaryPlacement, st.integers(1, 40), at_chunk_ends=st.booleans()),
 )
 
 
@@ -62,6 +64,11 @@ def kept(placement: Placement, of: Request, tokens: int, end: int) -> bool:
             )
         case IntervalPlacement(size):
             return marked or tokens % size == 0
+        case BoundaryPlacement(size):
+            # of the prompt only: the end of a request is kept without a position
+            own = [prompt - 1, of.branch_tokens, *of.marks]
+            ends = [*own, min(end, prompt)] if placement.at_chunk_ends else own
+            return tokens <= prompt and tokens % size == 0 and any(0 <= e - tokens < size for e in ends)
         case _:
             return marked or tokens == prompt - 1 or tokens == of.branch_tokens
 
@@ -97,7 +104,7 @@ def test_placement_checkpoints_in_steps_of_any_size_come_once(
     edges = [0, *sorted(cuts), 130]
     parts = [placement.checkpoints(of, start, end) for start, end in pairwise(edges)]
     met, whole = tuple(t for part in parts for t in part), placement.checkpoints(of, 0, 130)
-    if isinstance(placement, AlignPlacement):  # each step adds the last multiple in it
+    if isinstance(placement, AlignPlacement | BoundaryPlacement):  # each step adds the last multiple in it
         assert set(whole) <= set(met) <= {t for t in range(131) if t % placement.tokens == 0 or t in of.marks}
         assert len(met) == len(set(met))
     else:
@@ -119,8 +126,8 @@ def test_checkpoints_with_eviction_corner_add_one_to_each_prompt(
 
 
 def test_placement_kinds_declare_states_and_final_state() -> None:
-    assert [one.keeps_states for one in ALL] == [False, True, True, True]
-    assert [one.keeps_final_state for one in ALL] == [False, False, True, True]
+    assert [one.keeps_states for one in ALL] == [False, True, True, True, True]
+    assert [one.keeps_final_state for one in ALL] == [False, False, True, True, True]
 
 
 @given(placement=placements, of=requests, tokens=st.integers(1, 130))
@@ -152,7 +159,7 @@ def test_placement_name_is_parsed(name: str, placement: Placement) -> None:
 
 def test_placement_default_is_ends() -> None:
     assert DEFAULT_PLACEMENT.name == "ends"
-    assert [one.name for one in ALL] == ["none", "align:4", "interval:7", "ends"]
+    assert [one.name for one in ALL] == ["none", "align:4", "interval:7", "ends", "boundaries"]
 
 
 @pytest.mark.parametrize(

@@ -411,10 +411,6 @@ def test_replay_command_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Pat
             "unknown placement 'all': use none, ends, interval:N, align or align:N",
         ),
         (("workload:uniform", *BASE, "--eviction", "lruu"), "use lru, hazard (did you mean lru?)"),
-        (
-            ("workload:uniform", *BASE, "--layout", "reference", "--eviction", "hazard"),
-            "eviction hazard needs the natural layout",
-        ),
         (("workload:chat", *BASE, "--share", "a"), "not a share: 'a'; write it like team-a=30% or team-a=30%..60%"),
         (
             ("workload:uniform", *BASE, "--share", "a=30%", "--eviction", "lru"),

@@ -12,9 +12,18 @@ from natural_faults import FAULTS
 from engine_groups import SIZE, Asked, Config, FullAttentionSpec, Group, MambaSpec, Sampling, SlidingWindowSpec
 from hybridkv.cache import BlockRemoved, BlockStored, KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.eviction import HAZARD, LRU
 from hybridkv.request import Request
 from hybridkv.vllm.manager import CacheManager
-from hybridkv.vllm.natural import NaturalStep, Options, StepWriter, default_block_size, natural_cache, natural_plan
+from hybridkv.vllm.natural import (
+    NaturalStep,
+    Options,
+    ReferenceOptions,
+    StepWriter,
+    default_block_size,
+    natural_cache,
+    natural_plan,
+)
 from hybridkv.vllm.specs import Settings, refuse_natural
 from natural_engine import Connector, Engine, Output
 
@@ -389,3 +398,15 @@ def test_vllm_natural_supported_vllm_settings_are_accepted() -> None:
     refuse_natural(started(speculative_config={"method": "ngram"}), config(LARGE, WINDOWS), None)
     with pytest.raises(ConfigError, match="another method than ngram"):
         refuse_natural(started(speculative_config={"method": "eagle"}), config(LARGE, WINDOWS), None)
+
+
+def test_vllm_reference_eviction_is_read_from_additional_config() -> None:
+    hybrid, dense = config(LARGE, HYBRID), config(LARGE, (FULL,))
+    assert ReferenceOptions.of({}).chosen(hybrid, use_eagle=False) == HAZARD
+    assert ReferenceOptions.of({"hybridkv": {"eviction": "lru"}}).chosen(hybrid, use_eagle=False) == LRU
+    assert ReferenceOptions.of({}).chosen(hybrid, use_eagle=True) == LRU
+    assert ReferenceOptions.of({}).chosen(dense, use_eagle=True) == HAZARD
+    with pytest.raises(ConfigError, match="unknown field `placement`"):
+        ReferenceOptions.of({"hybridkv": {"placement": "ends"}})
+    with pytest.raises(ConfigError, match="unknown eviction 'fifo'"):
+        ReferenceOptions.of({"hybridkv": {"eviction": "fifo"}}).chosen(hybrid, use_eagle=False)

@@ -137,6 +137,50 @@ class AlignPlacement:
 
 
 @dataclass(frozen=True, slots=True)
+class BoundaryPlacement:
+    """Says where resume points of the reference layout are: at multiples of B, where its hits may end.
+
+        prompt   [ chunk ..... : rest | chunk ... : rest : last token ]      output ....... : rest ]
+                               ^ at_chunk_ends    ^ the same prompt again                   ^ the end
+
+    Its states are columns of the rows, saved where chunks end; nothing is copied. So these positions only say which
+    prefixes are valued. Those of prompts are the last multiples before the last token, branch points and marks, and
+    with states each chunk's last multiple. A position without a saved state is ignored.
+
+    Attributes:
+        tokens: B, the tokens of which every hit is a multiple.
+        at_chunk_ends: Whether states are saved, so that hits can end where chunks ended, and nowhere between.
+    """
+
+    tokens: int
+    at_chunk_ends: bool
+    name: str = "boundaries"
+    keeps_states: bool = True
+    keeps_final_state: bool = True
+
+    def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        """Return these positions. O(marks)."""
+        last = min(end, request.num_prompt_tokens)
+        asked = {*_own(request), last} if self.at_chunk_ends else _own(request)
+        return tuple(sorted({one for one in map(self._boundary, asked) if start < one <= last}))
+
+    def next_checkpoint(self, request: Request, after: int) -> int:
+        """Return the next multiple in the prompt with states, else the next position. O(marks)."""
+        prompt = request.num_prompt_tokens
+        if self.at_chunk_ends:
+            boundary = (after // self.tokens + 1) * self.tokens
+            return boundary if boundary <= prompt else NEVER
+        return min((one for one in map(self._boundary, _own(request)) if after < one <= prompt), default=NEVER)
+
+    def _boundary(self, tokens: int) -> int:
+        return tokens // self.tokens * self.tokens
+
+    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - a method of Placement
+        """Return False: the ranking learns which resume points are passed."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
 class IntervalPlacement:
     """Keeps states every ``tokens`` tokens, in prompt and output, and at the end of the request.
 
