@@ -1,6 +1,9 @@
 """benchmarks/bench_vllm.py without vLLM: its loads, clients, comparison and table."""
 
+import json
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +12,8 @@ import pytest
 from bench_vllm import VARIANTS, compare, options_of, rows
 from vllm_loads import HTTP_LOADS, LOADS, MIB, SHAPES, HttpLoad, Load, Turn, agents, chats, documents, prompt_of
 
+ROOT = Path(__file__).parents[3]
+RESULT = ROOT / "benchmarks" / "bench_vllm.json"
 CHAT = (Turn((1, 2), 2), Turn((3,), 1))
 
 
@@ -118,3 +123,25 @@ def test_a_variant_that_does_not_start_and_differences_are_shown() -> None:
     runs += [run("natural", 0, 1, differences=3), run("reference", 0, 1, near_ties=1)]
     last = [bench_vllm.cells(row)[-1] for row in rows(runs)]
     assert last == ["equal", "does not start", "3 differences", "equal, 1 near-ties"]
+
+
+def test_the_table_of_the_guide_shows_the_committed_result(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_vllm.show(RESULT)
+    assert capsys.readouterr().out == (ROOT / "docs" / "data" / "vllm-engines.csv").read_text("utf-8")
+
+
+def test_the_readme_shows_the_committed_result() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    every = list(rows(json.loads(RESULT.read_text("utf-8"))["runs"]))
+    for words, load, is_pressed in (("32 chats", "32 chats", False), ("agents in 20 MiB", "agents", True)):
+        some = [row for row in every if (row["model"], row["load"]) == ("hybrid", load)]
+        rates = {row["variant"]: row["rate"] for row in some if (row["memory_mib"] == 20) == is_pressed}
+        (line,) = (line for line in readme.splitlines() if line.startswith("|") and words in line)
+        shown = re.findall(r"\[([\d,]+)\]", line)
+        assert shown == [f"{max(rates['stock'], rates['stock-32']):,.0f}", f"{rates['natural']:,.0f}"]
+
+
+def test_outputs_of_this_library_equal_those_of_stock_in_the_committed_result() -> None:
+    runs = json.loads(RESULT.read_text("utf-8"))["runs"]
+    assert {one["variant"] for one in runs} >= {"stock", "stock-32", "reference", "natural"}
+    assert all(not one["differences"] for one in runs if not one["variant"].startswith("stock-"))
