@@ -539,7 +539,6 @@ def assemble(
         transfers=transfers,
         placement=placement,
         prefix_multiple=layout.eviction.prefix_multiple if placement.keeps_states else 0,
-        alignment=alignment if layout.follows_vllm else 1,
         eviction_policy=eviction_policy,
     )
     lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, eviction_policy=eviction_policy)

@@ -66,7 +66,7 @@ class EvictionPolicy(Protocol):
     def keep(self, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
         """Keep the resume point at ``tokens`` of ``request``. Its blocks are published, new ``states`` among them.
 
-        ``ended``: the request ends there.
+        ``ended``: the request ends there, or may end before its next resume point.
         """
         ...
 

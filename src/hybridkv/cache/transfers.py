@@ -55,7 +55,6 @@ class Checkpoints:
         transfers: TransferLog,
         placement: Placement,
         prefix_multiple: int,
-        alignment: int,
         eviction_policy: EvictionPolicy,
     ) -> None:
         self.groups = tuple(groups)
@@ -63,7 +62,7 @@ class Checkpoints:
         self._transfers = transfers
         self._placement = placement
         self._prefix_multiple = prefix_multiple
-        self._alignment = alignment
+        self._alignment = placement.alignment
         self._next = np.full(64, NEVER)
         self._eviction_policy = eviction_policy
         self.idle = not (self.groups or eviction_policy.ranks)
@@ -191,7 +190,9 @@ class Checkpoints:
         lacking = [group for group in self.groups if group.index.state_at(request, tokens) is None]
         if not lacking:
             if self._eviction_policy.ranks:
-                self._eviction_policy.keep(request, tokens, (), ended=False)
+                # a row of the reference layout drops its states as it passes them: each may be its last one
+                in_output = self._alignment > 1 and tokens > request.num_prompt_tokens
+                self._eviction_policy.keep(request, tokens, (), ended=in_output)
             return
         needs = [0] * len(self._transfers.pool.classes)
         for group in lacking:

@@ -125,10 +125,17 @@ class PointCounts:
 
 @dataclass(slots=True)
 class _Session:
-    """Hold the kept resume point at which a row resumed, and the seconds since the last use of its prefix."""
+    """Hold what a row resumed at, and the last end of its output.
+
+    Attributes:
+        consumed: The kept resume point at which the row resumed.
+        gap: Seconds since the last use of its prefix.
+        output: The resume point that its output made last.
+    """
 
     consumed: ResumePoint | None = None
     gap: float | None = None
+    output: ResumePoint | None = None
 
 
 @dataclass(slots=True)
@@ -437,13 +444,34 @@ class RankedResumePoints:
         place = self._tree.place_of(request, tokens)
         if place is None:
             return
-        point = self._tree.at(place) or self._make(request, place, tokens, now, ended=ended)
+        known = self._tree.at(place)
+        point = known or self._make(request, place, tokens, now, ended=ended)
         if request.hints is not NO_HINTS:
             self._note_hint(point, hint_of(request, tokens), now)
         if point.kept and states:
             self._release(point, now)  # some of its states were lost and have been saved again
         if point.kept or self._insert(request, point, now):
             self._pass(request, tokens, now)
+            if ended:
+                self._replace_output(request, None if known is point else point, now)
+
+    def _replace_output(self, request: Request, point: ResumePoint | None, now: float) -> None:
+        """Forget the resume point that the output of ``request`` made before it reached ``point``, unless it was hit.
+
+        ``point`` is ``None`` if other requests made it: they may need the one before.
+        """
+        session = self._sessions.get(request.row)
+        if session is None:
+            return
+        passed, session.output = session.output, point
+        if passed is None or point is None or not passed.kept or passed.hits or passed.tokens >= point.tokens:
+            return
+        self._unlist(passed)
+        _, changed = self._blocks.take_out(passed)
+        if passed.awaited:
+            self._await(self._tree.note_evicted(passed))
+        self._forget(passed, now)
+        self._note_stale(changed)
 
     def _pass(self, request: Request, tokens: int, now: float) -> None:
         """Set the hint NEVER where ``request`` resumed, because its session has reached ``tokens``."""

@@ -156,8 +156,9 @@ def kind_of(request: Request, tokens: int, alignment: int, *, ended: bool) -> Ki
     """
     if ended:
         return Kind.OUTPUT
-    branches = (request.branch_tokens, *request.marks)
-    if any(one // alignment * alignment == tokens for one in branches):
+    if tokens == request.branch_tokens // alignment * alignment:
+        return Kind.BRANCH
+    if request.marks and any(one // alignment * alignment == tokens for one in request.marks):
         return Kind.BRANCH
     return Kind.PROMPT if tokens == (request.num_prompt_tokens - 1) // alignment * alignment else Kind.GRID
 

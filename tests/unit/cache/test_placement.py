@@ -65,10 +65,10 @@ def kept(placement: Placement, of: Request, tokens: int, end: int) -> bool:
         case IntervalPlacement(size):
             return marked or tokens % size == 0
         case BoundaryPlacement(size):
-            # of the prompt only: the end of a request is kept without a position
             own = [prompt - 1, of.branch_tokens, *of.marks]
-            ends = [*own, min(end, prompt)] if placement.at_chunk_ends else own
-            return tokens <= prompt and tokens % size == 0 and any(0 <= e - tokens < size for e in ends)
+            ends = [*own, end] if placement.at_chunk_ends else own
+            inside = tokens <= prompt or placement.at_chunk_ends
+            return inside and tokens % size == 0 and any(0 <= e - tokens < size for e in ends)
         case _:
             return marked or tokens == prompt - 1 or tokens == of.branch_tokens
 

@@ -42,6 +42,11 @@ class Placement(Protocol):
         """Whether the state at the end of a request becomes a checkpoint."""
         ...
 
+    @property
+    def alignment(self) -> int:
+        """Tokens of which every resume point is a multiple."""
+        ...
+
     def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Return the token counts at which the state should be kept, ascending. O(positions).
 
@@ -78,6 +83,7 @@ class NoStates:
     name: str = "none"
     keeps_states: bool = False
     keeps_final_state: bool = False
+    alignment: int = 1
 
     def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:  # noqa: ARG002 - a method of Placement
         """Return no position."""
@@ -109,6 +115,7 @@ class AlignPlacement:
     tokens: int
     keeps_states: bool = True
     keeps_final_state: bool = False
+    alignment: int = 1
 
     def __post_init__(self) -> None:
         _check_tokens(self.tokens)
@@ -140,12 +147,13 @@ class AlignPlacement:
 class BoundaryPlacement:
     """Says where resume points of the reference layout are: at multiples of B, where its hits may end.
 
-        prompt   [ chunk ..... : rest | chunk ... : rest : last token ]      output ....... : rest ]
-                               ^ at_chunk_ends    ^ the same prompt again                   ^ the end
+        prompt   [ chunk ..... : rest | chunk ... : rest : last token ]   output [ .... : .... : rest ]
+                               ^ at_chunk_ends    ^ the same prompt again               ^      ^ the end
 
     Its states are columns of the rows, saved where chunks end; nothing is copied. So these positions only say which
-    prefixes are valued. Those of prompts are the last multiples before the last token, branch points and marks, and
-    with states each chunk's last multiple. A position without a saved state is ignored.
+    prefixes are valued. They are the last multiples before the prompt's last token, branch points and marks. With
+    states, each chunk's last multiple is one too, also in the output, whose earlier states the row drops. A position
+    without a saved state is ignored.
 
     Attributes:
         tokens: B, the tokens of which every hit is a multiple.
@@ -160,17 +168,21 @@ class BoundaryPlacement:
 
     def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Return these positions. O(marks)."""
-        last = min(end, request.num_prompt_tokens)
-        asked = {*_own(request), last} if self.at_chunk_ends else _own(request)
+        asked = (*_own(request), end) if self.at_chunk_ends else _own(request)
+        last = end if self.at_chunk_ends else min(end, request.num_prompt_tokens)
         return tuple(sorted({one for one in map(self._boundary, asked) if start < one <= last}))
 
     def next_checkpoint(self, request: Request, after: int) -> int:
-        """Return the next multiple in the prompt with states, else the next position. O(marks)."""
-        prompt = request.num_prompt_tokens
+        """Return the next multiple with states, else the next position in the prompt. O(marks)."""
         if self.at_chunk_ends:
-            boundary = (after // self.tokens + 1) * self.tokens
-            return boundary if boundary <= prompt else NEVER
-        return min((one for one in map(self._boundary, _own(request)) if after < one <= prompt), default=NEVER)
+            return (after // self.tokens + 1) * self.tokens
+        own, prompt = map(self._boundary, _own(request)), request.num_prompt_tokens
+        return min((one for one in own if after < one <= prompt), default=NEVER)
+
+    @property
+    def alignment(self) -> int:
+        """B."""
+        return self.tokens
 
     def _boundary(self, tokens: int) -> int:
         return tokens // self.tokens * self.tokens
@@ -190,6 +202,7 @@ class IntervalPlacement:
     tokens: int
     keeps_states: bool = True
     keeps_final_state: bool = True
+    alignment: int = 1
 
     def __post_init__(self) -> None:
         _check_tokens(self.tokens)
@@ -224,6 +237,7 @@ class EndsPlacement:
     name: str = "ends"
     keeps_states: bool = True
     keeps_final_state: bool = True
+    alignment: int = 1
 
     def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Return these two positions, and marks. O(marks)."""
