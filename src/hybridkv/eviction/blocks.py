@@ -242,11 +242,8 @@ class PointBlocks:
         """Return the known keys of blocks that begin with the tokens of ``point`` inside a block; empty without any."""
         if not point.inside[1]:
             return set()
-        return self._own_keys(point).union(request.hashes[point.depth : point.depth + 1])
-
-    def _own_keys(self, point: ResumePoint) -> set[bytes]:
-        """Return the keys of the own blocks of ``point``."""
-        return {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
+        keys = {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
+        return keys.union(request.hashes[point.depth : point.depth + 1])
 
     def _put_below(self, point: ResumePoint, parent: ResumePoint) -> list[ResumePoint]:
         """Put ``point`` below ``parent``, now known to be its prefix. Return the points with changed costs."""
@@ -274,8 +271,9 @@ class PointBlocks:
         elif segment:
             ids = np.array(segment, np.int64)
             self.counts[ids] += len(children) - 1
-            self._discharge(ids)
-            self._charge(ids, children[0].tenant)
+            if self.payers.size:
+                self._discharge(ids)
+                self._charge(ids, children[0].tenant)
         loose = self._drop(np.array(gone, np.int64))
         if loose.size:
             loose = loose[self._pool.ref_counts(loose) == 0]
@@ -308,7 +306,7 @@ class PointBlocks:
             one for block in point.own + (segment or []) if block in owners for one in owners[block] if one is not point
         ]
         others = siblings_of(point)
-        keys = self._own_keys(point)
+        keys = {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
         if keys:  # resume points that continue after its partial block
             others += [one for before in level_of(point) for key in sorted(keys) for one in few(before, key)]
         return found + [one for one in others if self.overlaps or not one.children]
@@ -427,7 +425,8 @@ class PointBlocks:
         new = ids[counts == 0]
         self.counts[ids] = counts + 1
         if new.size:
-            self._charge(new, tenant)
+            if self.payers.size:
+                self._charge(new, tenant)
             self.space.keep(new)
 
     def _recount(self, points: Sequence[tuple[int, Ids]]) -> None:
@@ -453,10 +452,9 @@ class PointBlocks:
         return sizes
 
     def _charge(self, ids: Ids, tenant: int) -> None:
-        """Charge ``tenant`` for ``ids``, for which no tenant is charged."""
-        if self.payers.size:
-            self.payers[ids] = tenant
-            self.weights.add(tenant, int(self._bytes_of_each(ids).sum()))
+        """Charge ``tenant``, one of several, for ``ids``, for which no tenant is charged."""
+        self.payers[ids] = tenant
+        self.weights.add(tenant, int(self._bytes_of_each(ids).sum()))
 
     def _discharge(self, ids: Ids) -> None:
         if self.payers.size:

@@ -26,7 +26,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.eviction.resume_points import Heir, ResumePoint, class_kind, hinted_rate, is_hinted, note_hit
+from hybridkv.eviction.resume_points import KINDS, Heir, ResumePoint, hinted_rate, is_hinted, note_hit
 from hybridkv.request_rows import grown
 
 Float = NDArray[np.float64]
@@ -486,7 +486,7 @@ def class_of(point: ResumePoint) -> tuple[int, int, int]:
         gap = -1
     else:
         gap = 0 if point.session_gap < 1.0 else min(6, 1 + int(math.log(point.session_gap, 3)))
-    return class_kind(point.kind, point.hint), min(point.hits, 3), gap
+    return int(point.kind) + KINDS * point.hint, min(point.hits, 3), gap
 
 
 def least_gap_s(hits: int, gap: int) -> float | None:
