@@ -11,16 +11,19 @@ attributes that its constructor hands the cache manager, and for all that vLLM r
 import ast
 import inspect
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from itertools import chain
+from itertools import chain, product
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from effects import captures, effects, methods_of, reads, tree_of
 from vllm.config import CacheConfig, CompilationConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -48,6 +51,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 import hybridkv.vllm.scheduler as ours
 import vllm
+from hybridkv.errors import ConfigError
 from hybridkv.vllm.manager import Block, Blocks, CacheManager, Coordinator, Pool
 from hybridkv.vllm.requests import EngineRequest, SlotsAhead
 
@@ -173,6 +177,17 @@ FIELDS_OF_RELEASE: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
 }
 """More of them, in one release."""
 WHOLE = (SchedulerOutput, CachedRequestData)
+STORED = {
+    *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"),
+    *("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
+    *("locality", "ownership", "session_id"),  # ours leave them out
+}
+EVENTS: Mapping[str, Mapping[Any, set[str]]] = {
+    "0.32": {BlockStored: STORED},
+    # with hashes that cover later tokens alone, which are refused
+    "0.33": {BlockStored: STORED | {"lookahead_token_ids"}},
+}
+"""Fields of vLLM's events."""
 IN_BATCHES = ("req_id_to_index", "block_table")
 IN_RUNNERS = ("requests", "input_batch", "kv_caches", "device", "prepare_inputs_event")
 NAMED = (
@@ -408,6 +423,9 @@ def not_set() -> Iterator[str]:
     for kind in WHOLE:  # of what we make, another field is another thing to say
         more = {one.name for one in fields(kind)} - {*FIELDS[kind], *FIELDS_OF_RELEASE[RELEASE].get(kind, ())}
         yield from (f"{kind.__name__} has a field {name}, of which decode_step says nothing" for name in sorted(more))
+    for kind, known in EVENTS[RELEASE].items():
+        for name in sorted(known ^ set(kind.__struct_fields__)):
+            yield f"{kind.__name__} has a field {name}, or has it no longer, of which EventConverter does not know"
     if parameters(select_common_block_size) != OF_BLOCK_SIZES:
         yield f"select_common_block_size{parameters(select_common_block_size)}, not {OF_BLOCK_SIZES}"
     if not hasattr(SamplingParams(), "extra_args"):
@@ -454,10 +472,34 @@ def faults() -> Iterator[str]:
                 yield f"{statement!r} in {where} is not named"
 
 
+def refusals() -> Iterator[str]:
+    """Starts that are not refused, or refused without need."""
+    for version, is_supported in (("0.31.2", False), ("0.32.1", True), ("0.33.0+cpu", True), ("0.34.0", False)):
+        if refused(ours.require_version, version) != ("" if is_supported else f"this is {version}"):
+            yield f"version {version} is {'refused' if is_supported else 'accepted'}"
+    for name in ("Scheduler", "NaturalScheduler"):
+        for kind, ahead in product((name, f"Async{name}"), (False, True)):
+            made = object.__new__(getattr(ours, kind))
+            made.scheduler_config = SimpleNamespace(async_scheduling=ahead)
+            wanted = f"hybridkv.vllm.Async{name}" if ahead and kind == name else ""
+            if refused(ours.require_class, made) != wanted:
+                yield f"{kind} with async_scheduling={ahead}: {refused(ours.require_class, made) or 'accepted'}"
+
+
+def refused(require: Any, given: object) -> str:  # noqa: ANN401 - a function of ours
+    """The part of its error that says what is wrong with what was given, or nothing."""
+    try:
+        require(given)
+    except ConfigError as error:
+        found = re.search(r"this is [\w.+]+|hybridkv\.vllm\.Async\w+", str(error))
+        return found[0] if found else str(error)
+    return ""
+
+
 if __name__ == "__main__":
-    if not set(ours.SUPPORTED) == set(FIELDS_OF_RELEASE) == set(SKIPPED_OF_RELEASE) == set(CAPTURED):
+    if not set(ours.SUPPORTED) == set(FIELDS_OF_RELEASE) == set(SKIPPED_OF_RELEASE) == set(CAPTURED) == set(EVENTS):
         sys.exit(f"the lists here are not of the releases {', '.join(ours.SUPPORTED)}")
     ours.require_version(vllm.__version__)
-    found = list(faults() if "--faults" in sys.argv else drifted())
+    found = [*faults(), *refusals()] if "--faults" in sys.argv else list(drifted())
     sys.stdout.write("".join(f"{line}\n" for line in found))
     sys.exit(bool(found))
