@@ -1,12 +1,13 @@
-"""A prefill and a decode engine of vLLM's, both stock and both ours, in either layout: ``make test-vllm-engine``.
+"""A prefill and a decode engine of vLLM's with NIXL, both stock and both ours: ``make test-vllm-engine``.
 
 The second engine's tokens must be those of a single engine of stock, but for near-ties, whatever becomes of what the
-first hands over (folder_connector); stock and the reference layout must find as much. Deliberate faults must show.
-Prints a table in Markdown; see docs/vllm.md.
+first hands over; stock and the reference layout must find and load as much. Deliberate faults must show
+(nixl_variants). Prints a table in Markdown; see docs/vllm.md.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ import torch
 from generate_duel import MATCHES, Match, say
 from generation import Answer, Comparison, Round, make_rounds
 from generators import ENGINE, OUTPUT, Plain, VllmError, answers_of, job_of, last_error
+from pd_served import FIRST, SIDE_CHANNEL, connector
+from served import free_port
 
 from hybridkv.runner import tiny_model, wrap
 
@@ -34,8 +37,8 @@ SIDES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Options of vllm.LLM for both engines."""
-WHOLE, LATE = "whole.json", "a state one token late"
-"""As folder_connector has them, which imports vLLM."""
+LATE = "a state one token late"
+"""As nixl_variants has it, which imports vLLM."""
 
 WITH_STATES, REFUSAL, EDGES = "granite_hybrid", "let it load asynchronously", (65, 129, 193)
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -43,40 +46,46 @@ TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """first, second: options of vllm.LLM for either engine. connector: its extra config.
+    """first, second: options of vllm.LLM for either engine.
 
-    at_once: the second is asked before the first has answered. gone: of every so many-th handover no file is left but
-    whole.json; never: it is not even asked for. fault: of the connector, which must show. little: memory of the second.
-    within: loads are of the step that goes on from them, behind whole blocks. With states nobody can: stock answers
-    otherwise, ours refuses.
+    alone: the second is not given what the first answers for every so many-th prompt. lost: of every so many-th prompt
+    the second is sent to an engine that is gone. fault: of the connector, which must show. little: memory of the
+    second. several: the connector is one of several. within: loads belong to the step that resumes after them, at the
+    end of whole blocks. With states nobody can: stock answers otherwise, ours refuses.
     """
 
     name: str
     first: Mapping[str, Any] = field(default_factory=dict)
     second: Mapping[str, Any] = field(default_factory=dict)
-    connector: Mapping[str, Any] = field(default_factory=dict)
-    at_once: bool = False
-    gone: int = 0
-    never: int = 0
+    alone: int = 0
+    lost: int = 0
     fault: str | None = None
     states_alone: bool = False
     little: bool = False
+    several: bool = False
     within: bool = False
 
     def refuses(self, match: Match, side: str) -> bool:
         """Whether ours has to."""
         return self.within and (side == "natural" or (side == "reference" and match.name == WITH_STATES))
 
+    def given(self, number: int, answered: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The transfer parameters of the second engine's request, after the first engine's answer."""
+        if self.alone and number % self.alone == 0:
+            return None
+        if self.lost and number % self.lost == 0:
+            return {**answered, "remote_engine_id": f"gone-{number}", "remote_port": free_port()}
+        return answered
+
 
 REGIMES = (
     Regime("handed over"),
-    Regime("asked at once", at_once=True),
-    Regime("loads take three steps", connector={"delay": 3}),
-    Regime("files gone", gone=3),
-    Regime("never came", connector={"patience_s": 0.5}, never=3),
+    Regime("every third alone", alone=3),
+    Regime("every ninth prefill engine gone", lost=9),
     Regime("chunks", {"max_num_batched_tokens": 48}),
-    Regime("few blocks", connector={"delay": 3}, little=True),
-    Regime("loaded within the step", connector={"within": True}, within=True),
+    Regime("few blocks", little=True),
+    Regime("several connectors", several=True),
+    Regime("loaded within the step", within=True),
     Regime("two ranks", TWO_RANKS, TWO_RANKS),
     Regime(LATE, fault=LATE, states_alone=True),
     Regime("a state that did not come", fault="a state that did not come", states_alone=True),
@@ -90,12 +99,14 @@ class Live:
     """vllm_engine.py in a process of its own. log: what vLLM says."""
 
     def __init__(self, options: Mapping[str, Any], log: Path) -> None:
+        self._port = free_port()
         self._log = log
         self._process = subprocess.Popen(  # noqa: S603 - this very Python, and a script of these tests
             [sys.executable, str(ENGINE), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w", encoding="utf-8"),
+            env={**os.environ, SIDE_CHANNEL: str(self._port)},
             text=True,
         )
 
@@ -110,10 +121,11 @@ class Live:
             self._process.kill()
             self._process.wait()
 
-    def ask(self, asks: Sequence[Mapping[str, Any]]) -> None:
+    def ask(self, asks: Sequence[Mapping[str, Any]], *, hold: bool = False) -> None:
+        """hold: it is asked once more, when others have read its blocks."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"asks": asks}) + "\n")
+            self._process.stdin.write(json.dumps({"asks": asks, "hold": hold}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise VllmError(last_error(self._log.read_text("utf-8"))) from None
@@ -128,33 +140,42 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What two engines made of all rounds: answers of the second, round by round."""
+    """What two engines made of all rounds: answers of the second, round by round; tokens that it loaded."""
 
     answers: list[list[Answer]]
+    loaded: int
     preemptions: int
     faults: tuple[str, ...]
 
 
 def options_of(model: Path, match: Match, side: str, regime: Regime, *, first: bool) -> dict[str, Any]:
     options = {"model": str(model), "max_model_len": 320, "block_size": 32, "enable_prefix_caching": True}
-    extra = {"folder": str(model.with_name("handovers")), "patience_s": 60, "fault": regime.fault, **regime.connector}
-    transfer = {
-        "kv_connector": "FolderConnector",
-        "kv_connector_module_path": "folder_connector",
-        "kv_role": "kv_producer" if first else "kv_consumer",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
+    varies = regime.fault is not None or regime.within
+    transfer = connector("kv_producer" if first else "kv_consumer", natural=side == "natural", varied=varies)
+    if varies:
+        transfer["kv_connector_extra_config"] = {"fault": regime.fault, "within": regime.within}
+    if regime.several:
+        transfer = several(transfer, match, model.with_name("stored"))
     asked = regime.first if first else regime.second
     little = {"num_gpu_blocks_override": LITTLE[side]} if regime.little and not first else {}
     return {**options, **match.options, **asked, **little, **SIDES[side], "kv_transfer_config": transfer}
 
 
+def several(one: Mapping[str, Any], match: Match, folder: Path) -> dict[str, Any]:
+    """The connector ``one`` in vLLM's MultiConnector; next to it, for models of one group, one that only stores."""
+    stores = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    children = [one, stores] if match.name == "llama" else [one]
+    shared = {name: value for name, value in one.items() if name in {"kv_role", "kv_load_failure_policy"}}
+    return {"kv_connector": "MultiConnector", **shared, "kv_connector_extra_config": {"connectors": children}}
+
+
 def pair(model: Path, match: Match, rounds: Sequence[Round], regime: Regime, side: str) -> Pair:
     """Raises VllmError, with the error of the engine that failed."""
-    folder = model.with_name("handovers")
-    folder.mkdir(exist_ok=True)
-    found, preemptions, faults, number = list[list[Answer]](), 0, list[str](), 0
+    found, faults, number, answered = list[list[Answer]](), list[str](), 0, dict[str, Any]()
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(
@@ -163,32 +184,24 @@ def pair(model: Path, match: Match, rounds: Sequence[Round], regime: Regime, sid
             for one in (True, False)
         )
         for one in rounds:
-            sends, takes = [], []
-            for prompt in one.prompts:
+            names = [f"{number + place}" for place in range(len(one.prompts))]
+            first.ask([asked_of(*ask, 1, FIRST) for ask in zip(names, one.prompts, strict=True)], hold=True)
+            handed = [answer["transfer"] for answer in first.answer()["answers"]]
+            takes = []
+            for name, prompt, params in zip(names, one.prompts, handed, strict=True):
                 number += 1
-                name = f"{number}"
-                whole = prompt if regime.fault == LATE else prompt[:-1]
-                if not regime.never or number % regime.never:
-                    sends.append(asked_of(name, whole, 1, {"handover": name, "send": True}))
-                takes.append(asked_of(name, prompt, OUTPUT, {"handover": name}))
-            first.ask(sends)
-            if regime.at_once:
-                second.ask(takes)
-            faults += left_over("first", first.answer(), side)
-            if regime.gone:
-                for name in (ask["name"] for ask in takes if int(ask["name"]) % regime.gone == 0):
-                    lose(folder / name)
-            if not regime.at_once:
-                second.ask(takes)
+                takes.append(asked_of(name, prompt, OUTPUT, regime.given(number, params)))
+            second.ask(takes)
             answered = second.answer()
             faults += left_over("second", answered, side)
-            preemptions = answered["preemptions"]
+            if not regime.alone and not regime.lost:  # the lease of blocks that nobody reads is 30 s
+                first.ask([])
+                faults += left_over("first", first.answer(), side)
             found.append([Answer(tuple(told["tokens"]), told["hit_tokens"]) for told in answered["answers"]])
-            faults += [f"{path.name} was left" for path in folder.iterdir()]
-    return Pair(found, preemptions, tuple(faults))
+    return Pair(found, answered["loaded"], answered["preemptions"], tuple(faults))
 
 
-def asked_of(name: str, prompt: Sequence[int], output: int, transfer: Mapping[str, Any]) -> dict[str, Any]:
+def asked_of(name: str, prompt: Sequence[int], output: int, transfer: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"name": name, "prompt": list(prompt), "output": output, "transfer": transfer}
 
 
@@ -197,13 +210,6 @@ def left_over(which: str, told: Any, side: str) -> Iterator[str]:  # noqa: ANN40
         yield f"{told['usage']:.3f} of the {which} engine's cache is in use at the end"
     if told["manager"].startswith("hybridkv.") != (side != "stock"):
         yield f"the {which} engine's manager is another"
-
-
-def lose(folder: Path) -> None:
-    """The files of a producer that went away between its word and its deed."""
-    for path in folder.iterdir():
-        if path.name != WHOLE:
-            path.unlink()
 
 
 def single(model: Path, match: Match, rounds: Sequence[Round]) -> list[list[Answer]]:
@@ -222,9 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     wrong = 0
-    found, preempted = (" | ".join(f"{what}: {side}" for side in asked.sides) for what in ("found", "preemptions"))
-    say(f"| model | regime | tokens | near-ties | {found} | {preempted} | |")
-    say("|---|---|--:|--:|" + "--:|" * (2 * len(asked.sides)) + "---|")
+    columns = [f"{what}: {side}" for what in ("found", "loaded", "preemptions") for side in asked.sides]
+    say(f"| model | regime | tokens | near-ties | {' | '.join(columns)} | |")
+    say("|---|---|--:|--:|" + "--:|" * len(columns) + "---|")
     for match in (match for match in MATCHES if match.name in asked.models):
         model = tiny_model(match.name, SEED, match.fields)
         plain = Plain(wrap(model, name=match.name))
@@ -281,7 +287,7 @@ def compare(  # noqa: PLR0917 - what a line is made of
     hits = {
         side: sum(one.hit_tokens for answered in found.answers for one in answered) for side, found in pairs.items()
     }
-    same = [hits[side] for side in ("stock", "reference") if side in hits]
+    same = [(hits[side], pairs[side].loaded) for side in ("stock", "reference") if side in hits]
     if len({*same}) > 1 and not any(one.preemptions for one in pairs.values()):
         faults.append("stock and the reference layout find different amounts")
     cells = (
@@ -290,6 +296,7 @@ def compare(  # noqa: PLR0917 - what a line is made of
         f"{sum(len(one.tokens) for found in pairs.values() for answered in found.answers for one in answered):,}",
         str(sum(one.near_tie for found in compared.values() for one in found)),
         *(f"{hits[side]:,}" if side in hits else "-" for side in sides),
+        *(f"{pairs[side].loaded:,}" if side in pairs else "-" for side in sides),
         *(str(pairs[side].preemptions) if side in pairs else "-" for side in sides),
         "; ".join(filter(None, (f"**{len(faults)} faults**" if faults else shown(regime, different), *failed))),
     )

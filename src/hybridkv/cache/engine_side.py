@@ -37,6 +37,19 @@ class EngineSide:
         """
         return self._lookup.blocks_of(instance("hit", hit, Hit))
 
+    def find_hit_without_states(self, request: Request, common: Hit) -> Hit:
+        """Find the longest cached prefix of attention, for an engine that loads recurrent states from elsewhere.
+
+        Args:
+            request: A request that was made with the hasher of the manager.
+            common: The result of ``find_hit``.
+
+        Returns:
+            A longer Hit whose columns of states are null, or ``common``.
+        """
+        self._residents.refuse_stranger(request)
+        return self._lookup.find_without_states(request, instance("common", common, Hit))
+
     def begin_step(self, step: int) -> None:
         """Open a step without a ``with`` block, until ``end_step``.
 

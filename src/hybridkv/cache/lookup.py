@@ -135,6 +135,30 @@ class PrefixLookup:
             return hit
         return hit._replace(uncached_tokens=uncached, branch_tokens=hit.tokens + uncached)
 
+    def find_without_states(self, request: Request, common: Hit) -> Hit:
+        """Find the longest cached prefix in the groups that keep tokens, for a caller that brings the states.
+
+            tokens      [ hit of all groups | more attention blocks: the caller brings the state after them | ... ]
+
+        Columns of states are null in a hit that is longer than ``common``, the result of ``find``. As in vLLM, the
+        result is ``common`` if a group has a state after the attention blocks. O(blocks of the hit).
+        """
+        limit = request.num_tokens - 1
+        states = [group for group in self._groups if group.states is not None]
+        tokens = [group for group in self._asked if group.states is None]
+        if not states or self._hasher is None or not request.reads_prefix_cache:
+            return common
+        hit = self._agreed(request, limit, limit // self.alignment * self.alignment, tokens)
+        search = Search(limit, limit, self.alignment)
+        found = (one.policy.hits.longest(one.index, request, one.keys(request), search).tokens for one in states)
+        if hit.tokens <= max(common.tokens, *found):
+            return common
+        groups = list(hit.groups)
+        for group in states:
+            groups[group.number] = GroupHit(hit.tokens, np.zeros(group.policy.hits.columns(hit.tokens), np.int32))
+        sources = tuple([0 if group.states is not None else hit.sources[group.number] for group in self._groups])
+        return hit._replace(groups=tuple(groups), sources=sources)
+
     def find_written(self, request: Request) -> Hit:
         """Find the longest prefix of all tokens of ``request`` that is cached and written. O(blocks of the prefix)."""
         hit = self._longest(request, 0 if self._hasher is None else request.num_tokens)
@@ -168,10 +192,10 @@ class PrefixLookup:
             return self._miss
         if self._alone is not None:
             return self._longest_of(self._alone, request, Search(candidate, limit_tokens, self.alignment))
-        return self._agreed(request, limit_tokens, candidate)
+        return self._agreed(request, limit_tokens, candidate, self._asked)
 
-    def _agreed(self, request: Request, limit_tokens: int, candidate: int) -> Hit:
-        """Return the longest hit of at most ``candidate`` tokens on which all groups agree.
+    def _agreed(self, request: Request, limit_tokens: int, candidate: int, groups: Sequence[CacheGroup]) -> Hit:
+        """Return the longest hit of at most ``candidate`` tokens on which ``groups`` agree, asked in this order.
 
         Each group may lower the candidate. All groups are asked in turn until no group lowers it (a fixed point,
         because the candidate only falls). A group that drops blocks for EAGLE looks one column after the candidate,
@@ -186,7 +210,7 @@ class PrefixLookup:
         ahead = limit_tokens if len(self._groups) == 1 else request.num_tokens
         while candidate and not agreed:
             agreed = True
-            for group in self._asked:
+            for group in groups:
                 before, past = hits.get(group.number), int(group.kind.drops and group.number not in dropped)
                 if before is not None and group.policy.hits.downward_closed:
                     hit = _trimmed(before, min(before.tokens, candidate), group.policy.block_size)
@@ -206,7 +230,7 @@ class PrefixLookup:
                     longest = candidate
         asked, sources = self._no_hit.groups, self._no_hit.sources
         if candidate:
-            asked = tuple([hits[group.number] for group in self._groups])
+            asked = tuple([hits.get(group.number, GroupHit(0, _NONE)) for group in self._groups])
             sources = tuple([group.policy.hits.source(group.index, request, candidate) for group in self._groups])
             seen.append(np.array([source for source in sources if source], np.int32))
         return Hit(

@@ -310,9 +310,13 @@ def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGr
 
 
 def _check_load(request: Request, wanted: SlotDemand) -> None:
-    """Raise ConfigError unless a demand without new tokens asks for blocks of external tokens."""
+    """Raise ConfigError unless a demand without new tokens asks for blocks of external tokens.
+
+    Look-ahead after a hit counts too: the load then writes the block of the last token, which is computed again.
+    """
     name = request.request_id
-    if wanted.new_tokens < 0 or wanted.external_tokens <= 0:
+    last = bool(wanted.hit.tokens and wanted.lookahead_tokens)
+    if wanted.new_tokens < 0 or not (wanted.external_tokens > 0 or last):
         raise ConfigError(f"nothing to allocate for {name!r}: num_new_tokens is {wanted.new_tokens}")
     if not wanted.delayed:
         raise ConfigError(

@@ -179,21 +179,26 @@ class CacheManager:
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         mine = self._mirrors.of(request)
-        hit = self.cache.find_hit(mine)
-        mine.branch_tokens = hit.branch_tokens
-        if max_cache_hit_length is not None and hit.tokens > max_cache_hit_length:
-            raise ConfigError(
-                f"a hit of {hit.tokens} tokens cannot be bounded to {max_cache_hit_length}: leave --scheduler-cls out"
-            )
-        if not hit.tokens:
-            return self.empty_kv_cache_blocks, 0, hit.branch_tokens
-        return Blocks(self.cache.engine.blocks_of(hit), hit), hit.tokens, hit.branch_tokens
+        return self._found(mine, self.cache.find_hit(mine), max_cache_hit_length)
 
     def get_computed_blocks_for_connector(
         self, request: EngineRequest, max_cache_hit_length: int | None = None
     ) -> tuple[Blocks, int, int, bool]:
-        """Return the result of get_computed_blocks. Unlike in vLLM, all groups hit the same number of tokens."""
-        return *self.get_computed_blocks(request, max_cache_hit_length), False
+        """Return the hit of attention, and whether states are missing at its end, for a connector that brings them."""
+        if not self.prefix_cache_lookup_enabled(request):
+            return self.empty_kv_cache_blocks, 0, 0, False
+        mine = self._mirrors.of(request)
+        common = self.cache.find_hit(mine)
+        hit = self.cache.engine.find_hit_without_states(mine, common)
+        return *self._found(mine, hit, max_cache_hit_length), hit.tokens > common.tokens
+
+    def _found(self, mine: Request, hit: Hit, most: int | None) -> tuple[Blocks, int, int]:
+        """Return ``hit`` of ``mine`` as vLLM's scheduler reads it. ConfigError if it has more than ``most`` tokens."""
+        mine.branch_tokens = hit.branch_tokens
+        if most is not None and hit.tokens > most:
+            raise ConfigError(f"a hit of {hit.tokens} tokens cannot be bounded to {most}: leave --scheduler-cls out")
+        blocks = Blocks(self.cache.engine.blocks_of(hit), hit) if hit.tokens else self.empty_kv_cache_blocks
+        return blocks, hit.tokens, hit.branch_tokens
 
     def truncate_computed_blocks(self, blocks: Blocks, num_computed_tokens: int) -> Blocks:
         """Raise ConfigError: hits end at block boundaries here, so no partial block has to be cut off."""
@@ -509,7 +514,10 @@ class Blocks:
     def blocks(self) -> tuple[list[Block], ...]:
         """The blocks of each group."""
         key_of = _no_key if self.held.pool is None else self.held.pool.keys.key_of
-        return tuple([Block(one, key_of(one), one == 0) for one in ids.tolist()] for ids in self.held.ids)
+        return tuple(
+            [Block(one, key_of(known), known == 0) for one, known in zip(own, ids.tolist(), strict=True)]
+            for own, ids in zip(self.held.blocks, self.held.ids, strict=True)
+        )
 
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None

@@ -420,7 +420,7 @@ class Admissions:
                 "its blocks may still move in the natural layout: let it load asynchronously"
             )
         if loads and self._states:
-            self._check_states(name, loaded, new_tokens, comes_whole=comes_whole)
+            self._check_states(name, loaded, new_tokens, comes_whole=comes_whole, last=external == 1)
         if comes_whole:
             # vLLM computes the last token again, but the transfer writes its block too, so it is allocated
             external, lookahead = external - 1, 1
@@ -456,7 +456,7 @@ class Admissions:
             self._cache.engine.synchronise_one(mine, loaded)
         return new
 
-    def _check_states(self, name: str, loaded: int, new_tokens: int, *, comes_whole: bool) -> None:
+    def _check_states(self, name: str, loaded: int, new_tokens: int, *, comes_whole: bool, last: bool) -> None:
         """Raise ConfigError for a state that would not exist when it is read.
 
         In a synchronous load, vLLM's worker copies the state to the step's last block before the connector writes the
@@ -469,10 +469,10 @@ class Admissions:
                 f"the connector loads the state after {loaded} tokens of {name!r} in the step that resumes there, and "
                 "vLLM's worker copies it before it arrives: let it load asynchronously"
             )
-        if comes_whole and name in self._restarted:
+        if comes_whole and (last or name in self._restarted):
             raise ConfigError(
-                f"the connector brings the whole prompt of {name!r} once more, and so no state that its last token "
-                "could be computed from: let it bring all tokens but the last"
+                f"the connector loads all {loaded} tokens of {name!r}, so that no state is left from which the last "
+                "token can be computed: let it load all tokens but the last"
             )
 
     def _cut(self, found: KVCacheBlocks | Hit, num_tokens: int) -> KVCacheBlocks:

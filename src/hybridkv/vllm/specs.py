@@ -148,8 +148,8 @@ def _states(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
     )
 
 
-_GATHERS_STATES: Final = {"OffloadingConnector"}
-"""Classes of connectors that read each state saved at a block boundary. Mooncake's store uses vLLM's pool instead."""
+_GATHERS_STATES: Final = "OffloadingConnector"
+"""The class of connectors that store the states of ``take_boundary_state_offloads``."""
 
 
 WORKER: Final = "hybridkv.vllm.NaturalWorker"
@@ -165,16 +165,20 @@ def refuse(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's Scheduler, its own 
 
 def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
     """Yield each unsupported option with its fix."""
-    transfer, theirs = scheduler.vllm_config.kv_transfer_config, scheduler.kv_cache_manager
-    if transfer is not None and _works_in_pool(scheduler.connector):
-        yield f"the connector {transfer.kv_connector}, which works in vLLM's own pool: take one that is handed ids"
+    theirs = scheduler.kv_cache_manager
     states = any(hasattr(one.kv_cache_spec, "shapes") for one in scheduler.kv_cache_config.kv_cache_groups)
-    kinds = {kind.__name__ for kind in type(scheduler.connector).__mro__}
-    if transfer is not None and states and kinds & _GATHERS_STATES:
-        yield (
-            f"the connector {transfer.kv_connector} beside recurrent states, which it gathers while a prompt is "
-            "computed: take one that hands over what a request ends with"
-        )
+    for connector in connectors_in(scheduler.connector):
+        name, kinds = type(connector).__name__, {kind.__name__ for kind in type(connector).__mro__}
+        if _works_in_pool(connector):
+            yield (
+                f"the connector {name}, which reads and locks blocks in vLLM's own pool, and hybridkv replaces that: "
+                "take one that works with the block ids that it is given, like NixlConnector"
+            )
+        if states and _GATHERS_STATES in kinds:
+            yield (
+                f"the connector {name} for models with recurrent states, because it stores states that vLLM reports "
+                "during a prompt, and hybridkv reports none: take one that reads the last state, like NixlConnector"
+            )
     if theirs.enable_caching and theirs.coordinator.enable_partial_hash_hits:
         yield (
             f"hits inside a block of {scheduler.block_size} tokens, at multiples of {scheduler.hash_block_size}: leave "
@@ -217,6 +221,17 @@ def refuse_captured(scheduler: Any, manager: Any) -> None:  # noqa: ANN401 - vLL
                 f"hybridkv.vllm does not support {_CAPTURES.get(name, name)}, which reads vLLM's own cache manager: "
                 "leave it out, or leave --scheduler-cls out"
             )
+
+
+def connectors_in(connector: Any) -> Iterator[Any]:  # noqa: ANN401 - as above
+    """Yield ``connector``, or those that a MultiConnector combines; nothing for ``None``."""
+    if connector is not None:
+        inside = getattr(connector, "sub_connectors", None)
+        if inside is None:
+            yield connector
+        else:
+            for one in inside:
+                yield from connectors_in(one)
 
 
 def _works_in_pool(connector: Any) -> bool:  # noqa: ANN401 - as above
@@ -279,10 +294,14 @@ def _features(started: Any, config: Config, connector: Any) -> Iterator[str]:  #
             yield f"does not support {name} {size}: leave it out"
     drafts = started.speculative_config
     states = any(hasattr(spec, "shapes") for _, spec in layer_specs(config))
+    for one in connectors_in(connector):
+        if not getattr(one, TAKES, False):
+            yield (
+                f"does not support the connector {type(one).__name__}, whose class does not say {TAKES} = True: vLLM's "
+                "connectors read one number of blocks for all layers, and here each layer has its own; for NIXL, take "
+                "NaturalNixlConnector (kv_connector_module_path hybridkv.vllm.nixl)"
+            )
     given = {
-        f"connectors whose class does not say {TAKES} = True": (
-            connector is not None and not getattr(connector, TAKES, False)
-        ),
         "ec_transfer_config, connectors of encoders": started.ec_transfer_config,
         "models with an encoder and a decoder": started.model_config.is_encoder_decoder,
         # vLLM itself answers differently with drafts than without (docs/vllm.md), so results cannot be compared

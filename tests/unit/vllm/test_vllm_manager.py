@@ -306,6 +306,11 @@ def test_vllm_state_spec_pairs_shapes_with_dtypes() -> None:
     assert (spec.shapes, spec.dtypes) == (((2, 2),), ("float32",))  # type: ignore[attr-defined]
 
 
+def several(*connectors: object) -> SimpleNamespace:
+    """As vLLM's MultiConnector."""
+    return SimpleNamespace(sub_connectors=list(connectors))
+
+
 def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kinds
     """A scheduler of vLLM's that is supported, but for what is ``changed``."""
     coordinator = SimpleNamespace(enable_partial_hash_hits=changed.pop("partial", False))
@@ -313,7 +318,6 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
     group = SimpleNamespace(layer_names=["layer0"], kv_cache_spec=spec, host_resident=False, role="default")
     vars(group).update(changed.pop("group", {}))
     fields = {
-        "vllm_config": SimpleNamespace(kv_transfer_config=changed.pop("transfer", None)),
         "kv_cache_manager": SimpleNamespace(enable_caching=True, coordinator=coordinator),
         "kv_cache_config": SimpleNamespace(kv_cache_groups=[group]),
         "connector": None,
@@ -329,14 +333,10 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (
-            {"transfer": SimpleNamespace(kv_connector="Offload"), "connector": InPool()},
-            "Offload, which works in vLLM's own",
-        ),
-        (
-            {"transfer": SimpleNamespace(kv_connector="Mine"), "connector": Gathers(), "spec": MambaSpec()},
-            "Mine beside recurrent states",
-        ),
+        ({"connector": InPool()}, "InPool, which reads and locks blocks in vLLM's own pool"),
+        ({"connector": Gathers(), "spec": MambaSpec()}, "Gathers for models with recurrent states"),
+        ({"connector": several(object(), several(InPool()))}, "InPool, which reads and locks"),
+        ({"connector": several(Gathers()), "spec": MambaSpec()}, "Gathers for models with recurrent"),
         ({"partial": True}, "hits inside a block of 64 tokens, at multiples of 32"),
         ({"num_prefill_lookahead": 2}, "drafts of 2 modules"),
         ({"num_hash_lookahead_tokens": 1}, "cover tokens after the block"),
@@ -353,9 +353,9 @@ def test_vllm_manager_rejects_unsupported_vllm_settings(changed: dict[str, Any],
 
 def test_vllm_manager_accepts_supported_vllm_settings() -> None:
     refuse(started())
-    refuse(started(transfer=SimpleNamespace(kv_connector="ExampleConnector"), num_prefill_lookahead=1))
-    refuse(started(transfer=SimpleNamespace(kv_connector="NixlConnector"), spec=MambaSpec()))
-    refuse(started(transfer=SimpleNamespace(kv_connector="OffloadingConnector"), connector=Gathers()))
+    refuse(started(connector=object(), num_prefill_lookahead=1))
+    refuse(started(connector=several(object(), object()), spec=MambaSpec()))
+    refuse(started(connector=several(Gathers())))
     refuse(started(dcp_world_size=2))
 
 
@@ -451,6 +451,26 @@ def test_vllm_manager_fully_loaded_prompt_computes_its_last_token() -> None:
     cache.cache.check()
 
 
+def test_vllm_manager_load_of_the_last_token_writes_its_block() -> None:
+    """The hit is as long as a hit can be, and a connector for dense models still brings the last token."""
+    cache = manager(FullAttentionSpec())
+    run(cache, Asked("a", PROMPT[:13]), 13)
+    request = Asked("b", PROMPT[:13])
+    assert admit_load(cache, request, 1) is not None
+    (blocks,) = cache.get_block_ids("b")
+    assert [one.block_id for one in cache.get_blocks("b").blocks[0] if one.block_hash is None] == blocks[3:]
+    assert len(blocks) == 4
+    cache.cache_blocks(request, 13)
+    request.num_computed_tokens = 12
+    assert run(cache, request, 1) is not None
+    assert cache.get_block_ids("b") == (blocks,)
+    cache.free(request)
+    states = manager(FullAttentionSpec(), MambaSpec())
+    run(states, Asked("a", PROMPT[:12]), 12)
+    with pytest.raises(ConfigError, match="no state is left from which the last token can be computed"):
+        admit_load(states, Asked("b", PROMPT[:13]), 1)
+
+
 def test_vllm_manager_partly_loaded_window_is_recomputed() -> None:
     cache = manager(SlidingWindowSpec())
     request = Asked("a", PROMPT)
@@ -531,6 +551,59 @@ def test_vllm_manager_resumes_at_a_loaded_state(external: int, hits: int) -> Non
     cache.free(request)
     assert cache.usage == 0
     cache.cache.check()
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_vllm_manager_connector_that_brings_states_needs_fewer_blocks(*, windowed: bool) -> None:
+    """Attention blocks after the last state are hit too, and the connector brings the state and the other blocks."""
+    specs = (FullAttentionSpec(), MambaSpec(), *((SlidingWindowSpec(),) if windowed else ()))
+    cache = manager(*specs)
+    run(cache, Asked("a", PROMPT), len(PROMPT))  # its only state follows the whole prompt
+    request = Asked("b", PROMPT)
+    assert cache.get_computed_blocks(request)[1] == 0
+    blocks, hit, _, diverged = cache.get_computed_blocks_for_connector(request)
+    assert (hit, diverged) == (12, True)
+    assert [len(ids) for ids in blocks.held.blocks] == [3] * len(specs)
+    assert blocks.held.blocks[1] == [0, 0, 0]
+    with cache.step():
+        assert cache.allocate_slots(
+            request,
+            0,
+            num_new_computed_tokens=hit,
+            new_computed_blocks=blocks,
+            num_external_computed_tokens=1,
+            delay_cache_blocks=True,
+        )
+    attention, states, *_ = cache.get_block_ids("b")
+    assert attention[:3] == cache.get_block_ids("a")[0][:3]
+    assert [bool(one) for one in states] == [False, False, False, True]
+    unhashed = cache.get_blocks("b").get_unhashed_block_ids_all_groups()
+    assert [unhashed[0], unhashed[1]] == [attention[3:], states[3:]]
+    request.num_computed_tokens = 13
+    cache.cache_blocks(request, 13)
+    assert run(cache, request, 1) is not None
+    cache.free(request)
+    cache.cache.check()
+
+
+def test_vllm_manager_hits_of_all_groups_do_not_diverge() -> None:
+    for cache in (manager(FullAttentionSpec()), manager(FullAttentionSpec(), MambaSpec())):
+        run(cache, Asked("a", PROMPT[:12]), 12)  # a state follows the block boundary
+        found = cache.get_computed_blocks_for_connector(Asked("b", PROMPT))
+        assert found[1:] == (12, 0, False)
+        assert cache.get_computed_blocks_for_connector(Asked("c", [9, *PROMPT]))[1:] == (0, 0, False)
+    off = manager(FullAttentionSpec(), MambaSpec(mamba_cache_mode="none"), enable_caching=False)
+    assert off.get_computed_blocks_for_connector(Asked("d", PROMPT)) == (off.empty_kv_cache_blocks, 0, 0, False)
+
+
+def test_vllm_manager_state_after_evicted_attention_does_not_diverge() -> None:
+    """As in vLLM, the hit that all groups agree on counts then."""
+    cache = manager(FullAttentionSpec(), MambaSpec())
+    run(cache, Asked("a", PROMPT[:12]), 12)
+    cache.evict_blocks({cache.get_block_ids("a")[0][2]})
+    found = cache.get_computed_blocks_for_connector(Asked("b", PROMPT))
+    assert found[1:] == (0, 8, False)
+    assert found[1:3] == cache.get_computed_blocks(Asked("c", PROMPT))[1:]
 
 
 def test_vllm_manager_partly_loaded_state_is_not_hit() -> None:

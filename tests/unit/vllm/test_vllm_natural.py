@@ -388,9 +388,12 @@ def test_vllm_natural_unsupported_vllm_settings_are_rejected(changed: dict[str, 
 
 
 def test_vllm_natural_connector_without_layout_support_is_rejected() -> None:
-    refuse_natural(started(), config(LARGE, HYBRID), SimpleNamespace(supports_natural_layout=True))
-    with pytest.raises(ConfigError, match="does not support connectors whose class does not say supports_natural_lay"):
-        refuse_natural(started(), config(LARGE, HYBRID), object())
+    supported = SimpleNamespace(supports_natural_layout=True)
+    for accepted in (supported, SimpleNamespace(sub_connectors=[supported, supported])):
+        refuse_natural(started(), config(LARGE, HYBRID), accepted)
+    for rejected in (object(), SimpleNamespace(sub_connectors=[supported, object()])):
+        with pytest.raises(ConfigError, match="connector object, whose class does not say supports_natural_layout"):
+            refuse_natural(started(), config(LARGE, HYBRID), rejected)
 
 
 def test_vllm_natural_supported_vllm_settings_are_accepted() -> None:
