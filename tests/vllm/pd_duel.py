@@ -198,6 +198,8 @@ def pair(model: Path, match: Match, rounds: Sequence[Round], regime: Regime, sid
                 first.ask([])
                 faults += left_over("first", first.answer(), side)
             found.append([Answer(tuple(told["tokens"]), told["hit_tokens"]) for told in answered["answers"]])
+    if bool(answered["failed"]) != bool(regime.lost):
+        faults.append(f"{answered['failed']} loads failed")
     return Pair(found, answered["loaded"], answered["preemptions"], tuple(faults))
 
 

@@ -15,7 +15,8 @@ python vllm_engine.py OPTIONS        of vllm.LLM, JSON; a line of JSON in, a lin
 in       {"asks": [{"name": ..., "prompt": token ids, "output": tokens, "transfer": kv_transfer_params or null}, ...],
           "hold": whether the engine stops at the last answer, while others may still read blocks of these requests}
 out      {"answers": [{"tokens": [...], "hit_tokens": n, "transfer": kv_transfer_params or null}, ...],
-          "loaded": tokens that a connector brought, "preemptions": n, "usage": share, "manager": name}
+          "loaded": tokens that a connector was to bring, "failed": loads that failed, "preemptions": n,
+          "usage": share, "manager": name}
 """
 
 import json
@@ -55,7 +56,7 @@ class Watched:
         self._manager = self.core.scheduler.kv_cache_manager
         if self.core.batch_queue is not None:
             self.core.batch_queue = gpu_defaults.Counted(maxlen=self.core.batch_queue.maxlen)
-        self.loaded = 0
+        self.loaded = self.failed = 0
         if self.core.scheduler.connector is not None:
             self._count_loads(self.core.scheduler.connector)
 
@@ -67,6 +68,13 @@ class Watched:
             allocated(request, blocks, num_external_tokens)
 
         connector.update_state_after_alloc = counted
+        heard = connector.update_connector_output
+
+        def failed(output: Any) -> None:  # noqa: ANN401 - vLLM's
+            self.failed += len(output.failed_recving or ())
+            heard(output)
+
+        connector.update_connector_output = failed
 
 
     def play(self, asks: list[dict[str, Any]], abort: int = 0, *, hold: bool = False) -> list[dict[str, Any]]:
@@ -102,6 +110,7 @@ class Watched:
         return {
             "runner": None if worker is None else type(worker.worker.model_runner).__module__,
             "loaded": self.loaded,
+            "failed": self.failed,
             "preemptions": self.preemptions,
             "usage": self._manager.usage,
             "manager": name,

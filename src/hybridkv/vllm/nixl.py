@@ -79,6 +79,7 @@ class NaturalNixlWorker(NixlPullConnectorWorker):  # type: ignore[misc] # as abo
         if self.use_host_buffer:
             raise ConfigError("kv_buffer_device 'cpu' copies blocks of one size: leave it out in the natural layout")
         self.kv_cache_config = config
+        self._is_hma_required = len(groups) > 1  # then failed blocks have no unique ids, and requests are reported
         self._group_spec_types = (FullAttentionSpec,) * len(groups)  # every group moves as blocks
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -194,6 +195,11 @@ class NaturalNixlConnector(NixlPullConnector):  # type: ignore[misc] # as above
     def get_required_kvcache_layout(cls, vllm_config: Any) -> None:  # noqa: ANN401 - vLLM's
         """Return ``None``: NaturalWorker takes a layout in which pages of other layers may lie between blocks."""
         del vllm_config
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], NixlHandshakePayload]) -> None:
+        """Serve handshakes by rank; vLLM passes none at start, and the listener of NixlConnector would keep to that."""
+        if metadata:
+            super().set_xfer_handshake_metadata_pp_aware(metadata)
 
     def build_connector_worker_meta(self) -> Handshakes | None:
         """Return the handshake with the first output of a worker."""

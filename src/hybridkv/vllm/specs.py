@@ -166,19 +166,7 @@ def refuse(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's Scheduler, its own 
 def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
     """Yield each unsupported option with its fix."""
     theirs = scheduler.kv_cache_manager
-    states = any(hasattr(one.kv_cache_spec, "shapes") for one in scheduler.kv_cache_config.kv_cache_groups)
-    for connector in connectors_in(scheduler.connector):
-        name, kinds = type(connector).__name__, {kind.__name__ for kind in type(connector).__mro__}
-        if _works_in_pool(connector):
-            yield (
-                f"the connector {name}, which reads and locks blocks in vLLM's own pool, and hybridkv replaces that: "
-                "take one that works with the block ids that it is given, like NixlConnector"
-            )
-        if states and _GATHERS_STATES in kinds:
-            yield (
-                f"the connector {name} for models with recurrent states, because it stores states that vLLM reports "
-                "during a prompt, and hybridkv reports none: take one that reads the last state, like NixlConnector"
-            )
+    yield from _unsupported_connectors(scheduler)
     if theirs.enable_caching and theirs.coordinator.enable_partial_hash_hits:
         yield (
             f"hits inside a block of {scheduler.block_size} tokens, at multiples of {scheduler.hash_block_size}: leave "
@@ -220,6 +208,23 @@ def refuse_captured(scheduler: Any, manager: Any) -> None:  # noqa: ANN401 - vLL
             raise ConfigError(
                 f"hybridkv.vllm does not support {_CAPTURES.get(name, name)}, which reads vLLM's own cache manager: "
                 "leave it out, or leave --scheduler-cls out"
+            )
+
+
+def _unsupported_connectors(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
+    """Yield each unsupported connector with its fix."""
+    states = any(hasattr(one.kv_cache_spec, "shapes") for one in scheduler.kv_cache_config.kv_cache_groups)
+    for connector in connectors_in(scheduler.connector):
+        name, kinds = type(connector).__name__, {kind.__name__ for kind in type(connector).__mro__}
+        if _works_in_pool(connector):
+            yield (
+                f"the connector {name}, which reads and locks blocks in vLLM's own pool, and hybridkv replaces that: "
+                "take one that works with the block ids that it is given, like NixlConnector"
+            )
+        if states and _GATHERS_STATES in kinds:
+            yield (
+                f"the connector {name} for models with recurrent states, because it stores states that vLLM reports "
+                "during a prompt, and hybridkv reports none: take one that reads the last state, like NixlConnector"
             )
 
 
