@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env vllm-nixl find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients clean
 
 # Install torch first, so that no other package pulls another build.
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -117,6 +117,10 @@ $(VLLM_ENV)/done.stamp: tests/vllm/wheel_requirements.py tests/vllm/newer_python
 
 vllm-env: $(VLLM_ENV)/done.stamp
 	@echo "make test-vllm-engine VLLM_PYTHON=$(VLLM_ENV)/bin/python"
+
+# Install NIXL next to vLLM, for engines that hand requests over (docs/vllm.md): 240 MB. It is no dependency of hybridkv.
+vllm-nixl: $(VLLM_ENV)/done.stamp
+	$(VLLM_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 
 # Comparisons with vLLM. VLLM_PYTHON is a Python with vllm and hybridkv.
 FIND_VLLM = from importlib.util import find_spec; raise SystemExit(not (find_spec("vllm") and find_spec("hybridkv")))

@@ -21,7 +21,7 @@ import torch
 from generate_duel import MATCHES, Match, say
 from generation import Answer, Comparison, Round, make_rounds
 from generators import ENGINE, OUTPUT, Plain, VllmError, answers_of, job_of, last_error
-from pd_served import FIRST, SIDE_CHANNEL, connector
+from pd_served import FIRST, SIDE_CHANNEL, connector, require_nixl
 from served import free_port
 
 from hybridkv.runner import tiny_model, wrap
@@ -228,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--regimes", nargs="+", default=regimes, choices=regimes)
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
     asked = parser.parse_args(arguments)
+    require_nixl()
     torch.set_num_threads(1)
     wrong = 0
     columns = [f"{what}: {side}" for what in ("found", "loaded", "preemptions") for side in asked.sides]
@@ -253,8 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def at_edges(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """The first prompts, as long as whole blocks and the token that the second engine computes."""
-    return (Round("edges", tuple(one[:n] for one in rounds[0].prompts for n in EDGES if len(one) >= n)),)
+    """The first prompts, each cut to whole blocks and the token that the second engine computes; none begins another."""
+    cut = (one[: max((n for n in EDGES if n <= len(one)), default=0)] for one in rounds[0].prompts)
+    return (Round("edges", tuple(filter(None, cut))),)
 
 
 def compare(  # noqa: PLR0917 - what a line is made of

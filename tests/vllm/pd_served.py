@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +25,12 @@ FIRST = {"do_remote_decode": True, "do_remote_prefill": False}
 
 RELEASED_WITHIN_S = 2.0
 """Both servers count the blocks of the last request as free by then."""
+
+
+def require_nixl() -> None:
+    """End with the command that installs NIXL, where it is missing."""
+    if find_spec("nixl") is None:
+        raise SystemExit(f"{sys.executable} lacks nixl: run make vllm-nixl, or pip install --no-deps nixl nixl-cu12")
 
 
 def connector(role: str, *, natural: bool = False, varied: bool = False) -> dict[str, Any]:
@@ -45,6 +52,7 @@ def handed_over(first: str, second: str, prompts: Sequence[Sequence[int]]) -> li
 
 
 def main() -> int:
+    require_nixl()
     wrong = 0
     say("| vllm serve, twice | prompts | loaded, of the second's metrics | |")
     say("|---|--:|--:|---|")

@@ -76,7 +76,6 @@ class Watched:
 
         connector.update_connector_output = failed
 
-
     def play(self, asks: list[dict[str, Any]], abort: int = 0, *, hold: bool = False) -> list[dict[str, Any]]:
         """``asks`` side by side, to the last block that is handed over; greedy, every output as long as asked for.
 
