@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def at_edges(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """The first prompts, each cut to whole blocks and the token that the second engine computes; none begins another."""
+    """The first prompts, cut to whole blocks and the token that the second engine computes; none begins another."""
     cut = (one[: max((n for n in EDGES if n <= len(one)), default=0)] for one in rounds[0].prompts)
     return (Round("edges", tuple(filter(None, cut))),)
 
