@@ -29,7 +29,10 @@ from hybridkv.runner import tiny_model, wrap
 SEED = 0
 SIDES: Mapping[str, Mapping[str, Any]] = {
     "stock": {},
-    "reference": {"scheduler_cls": "hybridkv.vllm.AsyncScheduler"},
+    "reference": {
+        "scheduler_cls": "hybridkv.vllm.AsyncScheduler",
+        "additional_config": {"hybridkv": {"eviction": "lru"}},  # as stock evicts
+    },
     "natural": {
         "scheduler_cls": "hybridkv.vllm.NaturalScheduler",
         "worker_cls": "hybridkv.vllm.NaturalWorker",
