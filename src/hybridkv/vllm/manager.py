@@ -118,7 +118,7 @@ class CacheManager:
 
         Returns, by row, the requests that may pass a position, and their tokens after the step without drafts.
         """
-        if self.cache.checkpoints.idle:
+        if not self.cache.checkpoints.awaits_checkpoints:
             return {}
         cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
         drafts = output.scheduled_spec_decode_tokens
