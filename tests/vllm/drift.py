@@ -21,11 +21,14 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from effects import captures, effects, methods_of, reads, tree_of
+from effects import captures, effects, methods_of, path_of, reads, tree_of
 from vllm.config import CacheConfig, CompilationConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -53,6 +56,7 @@ import hybridkv.vllm.scheduler as ours
 import vllm
 from hybridkv.errors import ConfigError
 from hybridkv.vllm.manager import Block, Blocks, CacheManager, Coordinator, Pool
+from hybridkv.vllm.nixl import NaturalNixlWorker
 from hybridkv.vllm.requests import EngineRequest, SlotsAhead
 
 RELEASE = ".".join(vllm.__version__.split(".")[:2])
@@ -163,6 +167,17 @@ FIELDS = {
     ParallelConfig: ("worker_cls", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
     CacheConfig: ("enable_prefix_caching",),
     CompilationTimes: ("language_model", "encoder"),
+    TransferTopology: (
+        "tp_rank",
+        "tp_size",
+        "block_size",
+        "engine_id",
+        "is_mla",
+        "is_mamba",
+        "total_num_kv_heads",
+        "attn_backends",
+    ),
+    NixlAgentMetadata: ("region_num_blocks", "region_group_ids", "region_names", "block_lens", "block_strides"),
     CompilationConfig: ("compilation_time", "encoder_compilation_time", "static_forward_context"),
 }
 """Of their dataclasses, read, made or put right."""
@@ -190,6 +205,18 @@ EVENTS: Mapping[str, Mapping[Any, set[str]]] = {
 """Fields of vLLM's events."""
 IN_BATCHES = ("req_id_to_index", "block_table")
 IN_RUNNERS = ("requests", "input_batch", "kv_caches", "device", "prepare_inputs_event")
+NOT_REGISTERED = {
+    "_head_sharded_draft_regions",
+    "_mixed_mem_types",
+    "_packed_member_layouts",
+    "_ple_block_len",
+    "_ple_region_index",
+    "_remote_region_offset",
+    "_scratch_region_indices",
+    "_skip_dram_xfer",
+    "_ssm_region_indices",
+}
+"""Set by their registration for NIXL, and by ours left as their constructor has it: no region is of such a kind."""
 NAMED = (
     KVCacheConfig.num_blocks_of,
     KVCacheConfig.needs_kv_cache_zeroing,
@@ -418,8 +445,23 @@ def has(kind: type, name: str) -> bool:
     return named or hasattr(kind, name) or f"self.{name}" in inspect.getsource(kind)
 
 
+def registered(kind: type) -> set[str]:
+    """Attributes that the registration of a connector's worker assigns, fills or appends to."""
+    found = set[str]()
+    for node in ast.walk(tree_of(kind.register_kv_caches)):  # type: ignore[attr-defined] # vLLM's
+        match node:
+            case ast.Attribute(value=ast.Name("self"), attr=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.Subscript(ctx=ast.Store()) | ast.Call(func=ast.Attribute(attr="append")):
+                path = path_of(node.func.value if isinstance(node, ast.Call) else node).split(".")
+                found.update(path[1:2] if path[0] == "self" else ())
+    return found
+
+
 def not_set() -> Iterator[str]:
     """What constructors and classes are to set, or to have, and one function to take."""
+    for name in sorted(registered(NixlBaseConnectorWorker) - registered(NaturalNixlWorker) - NOT_REGISTERED):
+        yield f"NixlBaseConnectorWorker.register_kv_caches sets {name}, and NaturalNixlWorker does not"
     for kind in WHOLE:  # of what we make, another field is another thing to say
         more = {one.name for one in fields(kind)} - {*FIELDS[kind], *FIELDS_OF_RELEASE[RELEASE].get(kind, ())}
         yield from (f"{kind.__name__} has a field {name}, of which decode_step says nothing" for name in sorted(more))

@@ -11,11 +11,13 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
+from hybridkv.vllm.nixl import NaturalNixlConnector
+
 FAULTS: Final = ("a state one token late", "a state that did not come", "blocks one column off")
 
 
-class VariantNixlConnector(NixlConnector):  # type: ignore[misc] # vLLM is not typed here
-    """Both ends: vLLM makes one for the scheduler and one for each worker."""
+class Variant(NixlConnector):  # type: ignore[misc] # vLLM is not typed here
+    """Before a connector. Both ends: vLLM makes one for the scheduler and one for each worker."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         super().__init__(*args, **kwargs)
@@ -53,3 +55,11 @@ class VariantNixlConnector(NixlConnector):  # type: ignore[misc] # vLLM is not t
         while due:
             self.connector_worker.start_load_kv(NixlConnectorMetadata())
             due -= self.connector_worker.get_transfer_results().finished_recving
+
+
+class VariantNixlConnector(Variant):
+    """Of vLLM's connector."""
+
+
+class VariantNaturalNixlConnector(Variant, NaturalNixlConnector):
+    """Of ours."""

@@ -109,7 +109,7 @@ class Live:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w", encoding="utf-8"),
-            env={**os.environ, SIDE_CHANNEL: str(self._port)},
+            env={**os.environ, SIDE_CHANNEL: str(self._port), "VLLM_SSM_CONV_STATE_LAYOUT": "DS"},  # else by name
             text=True,
         )
 
