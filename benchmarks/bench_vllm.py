@@ -268,7 +268,8 @@ def rows(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         for one in of_load:
             if one["variant"].startswith(STOCK) and "seconds" in one:
                 best[one["round"]] = max(best.get(one["round"], 0.0), _rate(one))
-        for variant in dict.fromkeys(one["variant"] for one in of_load):
+        ran = {one["variant"] for one in of_load}
+        for variant in (variant.name for variant in VARIANTS if variant.name in ran):
             every = [one for one in of_load if one["variant"] == variant]
             row: dict[str, Any] = dict(zip(("model", "load", "memory_mib"), key, strict=True)) | {"variant": variant}
             done = [one for one in every if "seconds" in one]
