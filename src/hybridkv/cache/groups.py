@@ -275,7 +275,9 @@ class CacheGroup:
 
     # -- needs
 
-    def peak_blocks(self, limits: RequestLimits, steps: int, tokens: int, encoder_tokens: int) -> int:
+    def peak_blocks(
+        self, limits: RequestLimits, steps: int, tokens: int, encoder_tokens: int, unread_columns: int = 0
+    ) -> int:
         """Return the most blocks that a request holds at once.
 
         Args:
@@ -283,8 +285,9 @@ class CacheGroup:
             steps: Steps in flight.
             tokens: Tokens of the request.
             encoder_tokens: Tokens of its encoder output.
+            unread_columns: Leading columns that it no longer reads, and so does not hold.
         """
-        most = self.policy.most_columns(tokens, encoder_tokens)
+        most = self.policy.most_columns(tokens, encoder_tokens) - unread_columns
         if self.holds_all:
             return most
         bound = self.kind.spec.max_request_blocks(limits) + (steps - 1 if self.states is not None else 0)

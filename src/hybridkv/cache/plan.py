@@ -212,7 +212,7 @@ class SlotPlanner:
             return Refusal(Reason.PREFIX_NOT_WRITTEN, blocked, needed, free)
         if admission is not None:
             kept = _needed_blocks(plans, (0,) * len(plans), pool)  # sources are held for this step alone
-            later = _later_blocks(groups, plans, row, admission)
+            later = _later_blocks(groups, plans, row, demand.computed, admission)
             both = pool.by_class([now + then for now, then in zip(kept, later, strict=True)])
             in_all = pool.space.weigh(both, given_back).needed
             wanted_blocks = max(in_all + admission.reserve_blocks, needed + admission.chunk_reserve)
@@ -259,10 +259,9 @@ class SlotPlanner:
 
     def blocks_to_come(self, request: Request, limits: RequestLimits) -> int:
         """Return the most blocks that ``request`` may still take; see EngineSide.blocks_to_come."""
-        whole = Admission(limits, 0)
-        return self._pool.units(
-            [max(most, 0) for most in _unheld(self._groups, request.row, [0] * len(self._groups), whole)]
-        )
+        row, whole = request.row, Admission(limits, 0)
+        unread = [0 if row < 0 else group.rows.each_dropped[row] for group in self._groups]
+        return self._pool.units([max(most, 0) for most in _unheld(self._groups, row, unread, whole)])
 
     def _adopted(self, request: Request, wanted: SlotDemand) -> Sequence[Int32]:
         """Return the blocks with which a new row begins, by group: the hit, and a cached encoder output.
@@ -388,23 +387,27 @@ def _largest_group(plans: Sequence[GroupPlan]) -> int:
 
 
 def _later_blocks(
-    groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], row: int, admission: Admission
+    groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], row: int, computed_tokens: int, admission: Admission
 ) -> list[int]:
     """Return the blocks that an admitted request may still need up to its peak, by group.
 
-    ``row`` is -1, or the row into which the request was loaded.
+    ``row`` is -1, or the row into which the request was loaded. Columns that no layer reads after ``computed_tokens``
+    are never taken. Without this, a long hit would count the whole peak of a window, however few tokens follow.
     """
-    unheld = _unheld(groups, row, [plan.drop for plan in plans], admission)
+    unread = [
+        plan.drop if row >= 0 or group.holds_all or group.states is not None else group.policy.droppable(computed_tokens)
+        for group, plan in zip(groups, plans, strict=True)
+    ]
     return [
         max(most - (int(np.count_nonzero(plan.reuse)) if len(plan.reuse) else 0) - plan.take, 0)
-        for most, plan in zip(unheld, plans, strict=True)
+        for most, plan in zip(_unheld(groups, row, unread, admission), plans, strict=True)
     ]
 
 
-def _unheld(groups: Sequence[CacheGroup], row: int, dropped: Sequence[int], admission: Admission) -> list[int]:
-    """Return the blocks of a request at its peak, without those in its columns from ``dropped`` on.
+def _unheld(groups: Sequence[CacheGroup], row: int, unread: Sequence[int], admission: Admission) -> list[int]:
+    """Return the blocks of a request at its peak, without those in its columns from ``unread`` on.
 
-    ``row`` -1: no row yet.
+    ``row`` -1: no row yet. ``unread``: leading columns that the request no longer reads, by group.
     """
     full, tokens, encoder = admission.full, admission.tokens, admission.encoder_tokens
     tokens = full.max_model_len if tokens is None else tokens
@@ -412,9 +415,9 @@ def _unheld(groups: Sequence[CacheGroup], row: int, dropped: Sequence[int], admi
     if any(map(_BOUNDED_BY_LENGTH, groups)):
         full = replace(full, max_model_len=tokens, max_encoder_tokens=encoder)
     unheld = []
-    for group, columns in zip(groups, dropped, strict=True):
+    for group, columns in zip(groups, unread, strict=True):
         held = 0 if row < 0 else int(np.count_nonzero(group.rows.ids(row)[columns:]))
-        unheld.append(group.peak_blocks(full, admission.steps, tokens, encoder) - held)
+        unheld.append(group.peak_blocks(full, admission.steps, tokens, encoder, columns) - held)
     return unheld
 
 

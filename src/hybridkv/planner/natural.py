@@ -22,6 +22,9 @@ order:
    (its blocks share slabs, so live blocks may have to move to free a slab);
 4. the least padding; 5. the smallest S.
 
+If the first answer gives fewer than 64 slabs, the search compares the first answers of all four bounds of padding, and
+prefers the one that wastes the least: padding, the null slab, and a slab of each kind that is used in part.
+
 Candidates are the S that up to 128 blocks of some group fill. For each, a dynamic program over the layers of a kind
 finds the sizes of lowest cost; ties take larger groups. It takes O(candidates * layers^2) in numpy, under a second for
 100 layers. Only the preferred bytes depend on the memory, and they only order the answers. So taking the first answer
@@ -59,6 +62,9 @@ from hybridkv.units import MOST_BYTES, ceil_div, round_up, shown
 SLABS_PREFERRED: Final = 600
 """Slabs that a pool should have. With at least this many, moving whole slabs had no measurable cost in simulations."""
 
+SLABS_FEW: Final = 64
+"""Below this many slabs, the null slab and the partly used slab of each class waste more than some padding would."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
@@ -87,7 +93,7 @@ def natural_choices(
         _Kind(tuple(members), spec, _kernel_blocks(spec, kernel_block_size)) for members, spec in merged_types(layers)
     ]
     needs = [kind.spec.max_request_blocks(limits) + kind.spec.reserved_blocks(limits.cp) for kind in kinds]
-    for packing in _packings(kinds, memory_bytes // SLABS_PREFERRED):
+    for packing in _packings(kinds, memory_bytes):
         blocks: Counter[int] = Counter()
         for need, ks in zip(needs, packing.blocks_per_slab, strict=True):
             for k in ks:
@@ -105,7 +111,7 @@ def _config_of(kinds: Sequence[_Kind], packing: Packing, num_slabs: int) -> KVCa
     return natural_config(groups, slab_layout(packing.slab_bytes, num_slabs, ks, parts))
 
 
-def _packings(kinds: Sequence[_Kind], preferred_bytes: int) -> Iterator[Packing]:
+def _packings(kinds: Sequence[_Kind], memory_bytes: int) -> Iterator[Packing]:
     """Yield packings of ``kinds``. If all layers share one group, there is one packing: a block is a slab."""
     if len(kinds) == 1:
         (kind,) = kinds
@@ -113,9 +119,16 @@ def _packings(kinds: Sequence[_Kind], preferred_bytes: int) -> Iterator[Packing]
         block_bytes = kind.kernel_blocks * sum(round_up(page, ALIGNMENT_BYTES) for page in pages)
         yield Packing(block_bytes, ((len(kind.members),),), ((1,),))
         return
-    yield from packings(
-        [LayerKind(len(kind.members), kind.spec.page_size_bytes, kind.kernel_blocks) for kind in kinds], preferred_bytes
-    )
+    sizes = [LayerKind(len(kind.members), kind.spec.page_size_bytes, kind.kernel_blocks) for kind in kinds]
+    preferred = memory_bytes // SLABS_PREFERRED
+    if memory_bytes < SLABS_FEW * next(packings(sizes, preferred)).slab_bytes:
+        best = [next(packings(sizes, preferred, [target]), None) for target in PADDING_TARGETS]
+        # the null slab, and a slab of each kind that is used in part
+        yield min(
+            filter(None, best),
+            key=lambda one: worst_padding(sizes, one) + Fraction((1 + len(kinds)) * one.slab_bytes, memory_bytes),
+        )
+    yield from packings(sizes, preferred)
 
 
 def _kernel_blocks(spec: KVCacheSpec, kernel_block_size: int | None) -> int:
@@ -243,8 +256,12 @@ class _Split:
     choice: NDArray[np.int16]
 
 
-def packings(kinds: Sequence[LayerKind], preferred_bytes: int) -> Iterator[Packing]:
+def packings(
+    kinds: Sequence[LayerKind], preferred_bytes: int, targets: Sequence[Fraction | None] = PADDING_TARGETS
+) -> Iterator[Packing]:
     """Yield the packings of ``kinds``, best first. There is always one, and ``preferred_bytes`` changes the order only.
+
+    ``targets`` is the accepted padding, strictest first; there is always a packing for ``None``.
 
     Raises ConfigError for more than MOST_LAYERS layers, and for pages that are too large for int64 arithmetic.
     """
@@ -260,7 +277,7 @@ def packings(kinds: Sequence[LayerKind], preferred_bytes: int) -> Iterator[Packi
             "can be planned: lower block_size (--block-size), or correct the sizes in the model's config"
         )
     slabs = _candidates(kinds)
-    for target in PADDING_TARGETS:
+    for target in targets:
         splits = [_split(kind, slabs, target) for kind in kinds]
         cost = np.sum([one.cost for one in splits], axis=0)
         padding = np.max([one.padding for one in splits], axis=0)

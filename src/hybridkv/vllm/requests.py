@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import ceil
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -357,6 +358,29 @@ class _Load(NamedTuple):
     resumes: bool
 
 
+GROWTH: Final = 0.25
+"""Share of the next blocks of all running requests that stays free when a request is admitted.
+
+Models with states and the natural layout only. Without it they admit more than stock and then preempt more
+(docs/vllm.md, Little memory).
+"""
+
+
+def growth_of(cache: KVCacheManager) -> float:
+    """Return the blocks, or slabs, that a running request takes together when all its groups need their next block.
+
+    Return 0 for the reference layout without saved states, where admissions equal those of vLLM.
+    """
+    slabs = cache.config.slabs
+    if slabs is None:
+        saved = any(group.states is not None and not group.states.rotates for group in cache.groups)
+        return len(cache.groups) if saved else 0
+    growing = (
+        number for number, group in enumerate(cache.config.groups) if group.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}
+    )
+    return sum(slabs.class_of(number).block_bytes for number in growing) / slabs.slab_bytes
+
+
 class Admissions:
     """Admissions to the blocks of ``cache`` of requests in ``mirrors``.
 
@@ -369,6 +393,7 @@ class Admissions:
         self._watermark = int(settings.watermark * cache.config.num_blocks)
         self._blocks_move = cache.placement is not None
         self._states = tuple(group.states for group in cache.groups if group.states is not None)
+        self._growth = GROWTH * growth_of(cache)
         self.loading = dict[str, _Load]()
         self.loaded = set[str]()
         self.resumed = set[str]()
@@ -410,7 +435,7 @@ class Admissions:
             delayed: whether nothing is published yet.
             whole: whether all tokens of the request must fit.
             reserved: blocks that other requests still need.
-            has_running: whether any request runs; if so, the watermark stays free.
+            has_running: whether any request runs; if so, the watermark and the blocks to grow stay free.
         """
         name, loaded, loads = request.request_id, hit_tokens + external, external > 0
         comes_whole = not new_tokens and loaded == request.num_tokens
@@ -427,7 +452,7 @@ class Admissions:
         if external < 0 and hit is not None:
             # negative: the connector has fewer tokens than the hit, and vLLM computes the difference again
             hit, hit_tokens, external = self._cut(hit, loaded), loaded, 0
-        watermark = self._watermark if has_running else 0
+        spare = self._watermark + self._blocks_to_grow() if has_running else 0
         plan = self._cache.plan_slots(
             mine,
             new_tokens,
@@ -440,8 +465,8 @@ class Admissions:
             admission=Admission(
                 self._limits(request.num_tokens if whole else 1, encoder_tokens),
                 steps=0,  # as vLLM counts: the state that the chunk writes, not the one that the next chunk reads
-                reserve_blocks=watermark,
-                chunk_reserve=reserved + watermark,
+                reserve_blocks=spare,
+                chunk_reserve=reserved + spare,
             ),
         )
         if isinstance(plan, Refusal):
@@ -455,6 +480,10 @@ class Admissions:
         elif loaded:
             self._cache.engine.synchronise_one(mine, loaded)
         return new
+
+    def _blocks_to_grow(self) -> int:
+        """Return the blocks, or slabs, that stay free for the requests that hold blocks. O(requests)."""
+        return ceil(self._growth * len(self._cache.engine.resident_requests())) if self._growth else 0
 
     def _check_states(self, name: str, loaded: int, new_tokens: int, *, comes_whole: bool, last: bool) -> None:
         """Raise ConfigError for a state that would not exist when it is read.

@@ -18,7 +18,7 @@ from hybridkv.errors import CapacityError, ConfigError, SchemaError
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.planner import KVCacheConfig, Plan, SlabClass, SlabLayout, plan, plan_from_json, plan_to_json
 from hybridkv.planner.config import blocks_needed, reserved_blocks
-from hybridkv.planner.natural import LayerKind, natural_config, packings, worst_padding
+from hybridkv.planner.natural import LayerKind, natural_choices, natural_config, packings, worst_padding
 from hybridkv.planner.plan import DEFAULT_PLACEMENTS, LAYOUTS, facts_of, padding_of
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
@@ -26,6 +26,7 @@ from hybridkv.specs import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RequestLimits,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
@@ -307,6 +308,16 @@ def test_natural_packings_match_hand_calculation() -> None:
     assert worst_padding(kinds, tiny) <= Fraction(1, 100)
     assert tiny.slab_bytes < 3 * 2**20
     assert next(packings(kinds, 1)) == tiny
+
+
+def test_natural_plan_of_few_slabs_prefers_padding_to_large_slabs() -> None:
+    """Two states are 79,872 bytes and five pages 81,920, which pads 2.6 %. Without padding a slab has 638,976 bytes."""
+    page = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype="float32")
+    state = MambaSpec(block_size=32, shapes=((4992,),), dtypes=("float32",))
+    layers = [("a", page), ("b", page), ("c", state), ("d", state)]
+    limits = RequestLimits(1024, 256)
+    few, many = (next(natural_choices(layers, memory, limits)).unit_bytes for memory in (3 << 20, 1 << 30))
+    assert (few, many % 638_976) == (81_920, 0)
 
 
 def test_natural_kernel_blocks_match_hand_calculation() -> None:

@@ -153,6 +153,32 @@ def test_vllm_manager_admission_counts_one_state_per_chunk() -> None:
     assert cache.allocate_slots(Asked("a", PROMPT), 4, full_sequence_must_fit=True) is None
 
 
+def test_vllm_manager_admission_after_a_long_hit_counts_only_the_window_that_follows() -> None:
+    """Ten full columns are hit, one follows. Of the window two columns are hit, one follows: 14 blocks of 15."""
+    cache = manager(FullAttentionSpec(), SlidingWindowSpec(), num_blocks=16)
+    first, second = Asked("a", list(range(1, 41))), Asked("b", list(range(1, 43)))
+    for _ in range(10):
+        assert run(cache, first, 4) is not None
+    cache.free(first)
+    blocks, hits, _ = cache.get_computed_blocks(second)
+    assert hits == 40
+    given = {"num_new_computed_tokens": hits, "new_computed_blocks": blocks, "full_sequence_must_fit": True}
+    assert cache.allocate_slots(second, 2, **given) is not None
+    assert cache.block_pool.get_num_free_blocks() == 1
+
+
+def test_vllm_manager_with_states_keeps_blocks_free_for_running_requests() -> None:
+    """Half a block for each running request, rounded up. Without states admissions are vLLM's."""
+    states, dense = manager(FullAttentionSpec(), MambaSpec(), num_blocks=6), manager(FullAttentionSpec(), num_blocks=4)
+    for cache in (states, dense):
+        assert run(cache, Asked("a", [1, 2, 3]), 3) is not None
+    second = Asked("b", list(range(10, 18)))
+    assert states.allocate_slots(second, 8) is None
+    assert states.allocate_slots(second, 8, has_scheduled_reqs=False) is not None
+    assert dense.allocate_slots(second, 8) is not None
+    assert [cache.block_pool.get_num_free_blocks() for cache in (states, dense)] == [0, 0]
+
+
 def test_vllm_manager_holds_blocks_in_flight_after_the_end() -> None:
     cache = manager(FullAttentionSpec())
     request = Asked("a", PROMPT)

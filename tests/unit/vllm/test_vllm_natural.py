@@ -217,6 +217,16 @@ def test_vllm_natural_without_kept_state_has_no_hit() -> None:
     assert not engine.worker.counts
 
 
+def test_vllm_natural_keeps_slabs_free_for_running_requests() -> None:
+    full, columns = FullAttentionSpec(), LENGTH // SIZE
+    cache = manager((columns + 2) * 2 * full.real_page_size_bytes, [full])
+    assert cache.cache.bounds.usable_blocks == columns + 1
+    assert cache.allocate_slots(Asked("a", [1, 2, 3]), 3) is not None
+    second = Asked("b", [one % 250 for one in range(columns * SIZE)])
+    assert cache.allocate_slots(second, second.num_tokens) is None
+    assert cache.allocate_slots(second, second.num_tokens, has_scheduled_reqs=False) is not None
+
+
 def test_vllm_natural_keeps_states_at_checkpoints_while_decoding() -> None:
     """The state needs no new block there."""
     engine = Engine(manager(specs=[STATE], options=Options(SIZE, "interval:6")))
