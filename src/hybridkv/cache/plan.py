@@ -395,7 +395,9 @@ def _later_blocks(
     are never taken. Without this, a long hit would count the whole peak of a window, however few tokens follow.
     """
     unread = [
-        plan.drop if row >= 0 or group.holds_all or group.states is not None else group.policy.droppable(computed_tokens)
+        plan.drop
+        if row >= 0 or group.holds_all or group.states is not None
+        else group.policy.droppable(computed_tokens)
         for group, plan in zip(groups, plans, strict=True)
     ]
     return [
