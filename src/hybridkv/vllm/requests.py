@@ -371,14 +371,13 @@ def growth_of(cache: KVCacheManager) -> float:
 
     Return 0 for the reference layout without saved states, where admissions equal those of vLLM.
     """
-    slabs = cache.config.slabs
-    if slabs is None:
+    if cache.bounds.follows_vllm:
         saved = any(group.states is not None and not group.states.rotates for group in cache.groups)
         return len(cache.groups) if saved else 0
     growing = (
         number for number, group in enumerate(cache.config.groups) if group.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}
     )
-    return sum(slabs.class_of(number).block_bytes for number in growing) / slabs.slab_bytes
+    return sum(map(cache.config.block_bytes_of, growing)) / cache.config.unit_bytes
 
 
 class Admissions:

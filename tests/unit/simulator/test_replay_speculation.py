@@ -87,7 +87,7 @@ def test_speculation_with_states_needs_speculative_blocks() -> None:
     [
         (0, 0.5, "drafts"),
         (65, 0.5, "drafts"),
-        (2, 1.5, "acceptance .* 0 .. 1, got 1.5"),
+        (2, 1.5, "acceptance .* 0 .. 1, such as 0.7, got 1.5"),
         (2, float("nan"), "acceptance"),
     ],
 )
