@@ -445,6 +445,12 @@ def has(kind: type, name: str) -> bool:
     return named or hasattr(kind, name) or f"self.{name}" in inspect.getsource(kind)
 
 
+def of_self(node: ast.expr) -> list[str]:
+    """The attribute of ``self`` that the expression is of, or none."""
+    path = path_of(node).split(".")
+    return path[1:2] if path[0] == "self" else []
+
+
 def registered(kind: type) -> set[str]:
     """Attributes that the registration of a connector's worker assigns, fills or appends to."""
     found = set[str]()
@@ -452,9 +458,10 @@ def registered(kind: type) -> set[str]:
         match node:
             case ast.Attribute(value=ast.Name("self"), attr=name, ctx=ast.Store()):
                 found.add(name)
-            case ast.Subscript(ctx=ast.Store()) | ast.Call(func=ast.Attribute(attr="append")):
-                path = path_of(node.func.value if isinstance(node, ast.Call) else node).split(".")
-                found.update(path[1:2] if path[0] == "self" else ())
+            case ast.Subscript(ctx=ast.Store()) as filled:
+                found.update(of_self(filled))
+            case ast.Call(func=ast.Attribute(attr="append", value=appended)):
+                found.update(of_self(appended))
     return found
 
 

@@ -162,8 +162,7 @@ def test_vllm_manager_admission_after_a_long_hit_counts_only_the_window_that_fol
     cache.free(first)
     blocks, hits, _ = cache.get_computed_blocks(second)
     assert hits == 40
-    given = {"num_new_computed_tokens": hits, "new_computed_blocks": blocks, "full_sequence_must_fit": True}
-    assert cache.allocate_slots(second, 2, **given) is not None
+    assert cache.allocate_slots(second, 2, hits, blocks, full_sequence_must_fit=True) is not None
     assert cache.block_pool.get_num_free_blocks() == 1
 
 
