@@ -146,7 +146,7 @@ class NaturalOracle(Oracle):
             return False
         more = self.natural.needs(request, count, replace(hit, sources=()), lookahead, 0)
         missing = self.natural.missing(request, count, hit, lookahead)
-        peaks = self._peaks(request, len(request.tokens))
+        peaks = self._peaks(request, len(request.tokens), hit.tokens)
         later = self.natural.blocks.by_class(
             [
                 max(peak - sum(block != 0 for block in table) - new, 0)

@@ -71,15 +71,21 @@ class Oracle:
         """What so many blocks of every group take of the pool."""
         return sum(peaks)
 
-    def _peaks(self, request: OracleRequest, tokens: int) -> list[int]:
-        """Most blocks that ``request`` holds in each group on its way to ``tokens`` tokens."""
+    def _peaks(self, request: OracleRequest, tokens: int, computed: int = 0) -> list[int]:
+        """Most blocks that ``request`` holds in each group on its way from ``computed`` to ``tokens`` tokens."""
         lookahead, steps = self.limits.num_lookahead_tokens, self.limits.max_in_flight
         total = min(tokens + lookahead, self.cache.max_model_len)
         in_flight = (self.limits.max_batched_tokens + lookahead) * steps
-        return [
-            math.ceil(request.encoder / group.size) if group.kind == "cross" else group.peak(total, in_flight, steps)
-            for group in self.cache.groups
-        ]
+        found = []
+        for group in self.cache.groups:
+            if group.kind == "cross":
+                found.append(math.ceil(request.encoder / group.size))
+                continue
+            peak = group.peak(total, in_flight, steps)
+            if group.kind in {"window", "chunk"}:  # what is out of reach after a hit is never held
+                peak = min(peak, math.ceil(total / group.size) - group.first_live(computed) // group.size)
+            found.append(peak)
+        return found
 
     def add(self, request: OracleRequest, arrival_time: float = 0.0) -> OracleRequest:
         """A request joins the queue, at its end until it is taken in."""
@@ -428,7 +434,7 @@ class Oracle:
     def _fits(self, request: OracleRequest, count: int, hit: OracleHit) -> bool:
         """Whether all known tokens fit, and the reserve besides."""
         layout, needed = self.cache.lay_out(request, count, hit, self.limits.num_lookahead_tokens)
-        peaks = self._peaks(request, len(request.tokens))
+        peaks = self._peaks(request, len(request.tokens), hit.tokens)
         later = sum(
             max(peak - sum(block != 0 for block in table), 0) for peak, table in zip(peaks, layout, strict=True)
         )
