@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Self
 
 from generate_duel import Match, say
 from scheduling import answer_to, scheduler_of
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler as Stock
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
@@ -234,6 +235,8 @@ def core_of(match: Match, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401 - 
         given = {"dtype": "float32", "max_model_len": LENGTH, "block_size": BLOCK, "enable_prefix_caching": True}
         given |= {"max_num_seqs": RUNNING, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 512, **options}
         engine = vllm.LLM(model=str(folder), skip_tokenizer_init=True, enforce_eager=True, **given)
+    # with drafts, vLLM's CPU platform fails when a second engine of a process registers its kernels again
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     return engine.llm_engine.engine_core.engine_core, engine
 
 
