@@ -29,7 +29,8 @@ HITS = {
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_six_short_regimes_equal_plain_transformers(name: str, make_engine: EngineFactory) -> None:
-    room = 1 if name in {"llama4", "qwen3_next", "falcon_h1", "zamba2"} else 2  # so that requests are preempted
+    # so that requests are preempted; in falcon_h1's few slabs, what grows always fits beside its states
+    room = None if name == "falcon_h1" else 1 if name in {"llama4", "qwen3_next", "zamba2"} else 2
     prompts = shared_prompts(4, 1, prefix=8, longest=16)
     found = Regimes(make_engine, loaded_model(name, 1), prompts, 20, failing=(6, 14), room=room).compare()
     assert found.tokens == (len(found.regimes) + 1) * 4 * 20
