@@ -521,8 +521,8 @@ def assemble(
     publisher = Publisher(groups, pool, shared_in_part=shared_in_part, retention=retention)
     residents = Residents(groups, publisher, hasher=hasher, hash_block_size=hash_block, journal=journal)
     placement = layout.resume_points(kinds) if caching else NoStates()
-    stateful = [group for group in groups if isinstance(group.policy, RunningStatePolicy) and group.kind.publishes]
-    stateful = stateful if caching else []
+    copied = [group for group in groups if isinstance(group.policy, RunningStatePolicy) and group.kind.publishes]
+    stateful = copied if caching else []
     eviction_policy: EvictionPolicy = LeastRecentlyUsed(stateful, pool, placement)
     if ranking is not None and journal.blocks is not None and not isinstance(pool.space, FreeOrder):
         publishing = [group for group in groups if group.kind.publishes]

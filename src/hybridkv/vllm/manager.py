@@ -327,7 +327,8 @@ class CacheManager:
         self._due.pop(name, None)
         self._admissions.forget(name)
         mine = self._mirrors.known(name)
-        if mine is not None and mine.row >= 0 and not self.cache.checkpoints.idle:
+        keeps = self.cache.bounds.keeps_resume_points or not self.cache.checkpoints.idle
+        if keeps and mine is not None and mine.row >= 0:
             self.cache.engine.withdraw(mine)  # a request preempted by priority may hold slots of this step
             self.cache.keep_resume_point(self._mirrors.of(request))
         self.cache.free(name)

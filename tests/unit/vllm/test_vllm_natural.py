@@ -423,3 +423,13 @@ def test_vllm_reference_eviction_is_read_from_additional_config() -> None:
         ReferenceOptions.of({"hybridkv": {"placement": "ends"}})
     with pytest.raises(ConfigError, match="unknown eviction 'fifo'"):
         ReferenceOptions.of({"hybridkv": {"eviction": "fifo"}}).chosen(hybrid, use_eagle=False)
+
+
+def test_vllm_natural_lru_keeps_the_last_partial_block_without_states() -> None:
+    """Without evictions both policies hit the same tokens, to the last one."""
+    found = []
+    for eviction in ("lru", "hazard"):
+        engine = Engine(manager(specs=(FULL,), options=Options(SIZE, eviction=eviction)))
+        assert play(engine)[1] == 0
+        found.append(sum(engine.hits.values()))
+    assert found[0] == found[1] == 870
