@@ -466,12 +466,8 @@ class RankedResumePoints:
         passed, session.output = session.output, point
         if passed is None or point is None or not passed.kept or passed.hits or passed.tokens >= point.tokens:
             return
-        self._unlist(passed)
-        _, changed = self._blocks.take_out(passed)
-        if passed.awaited:
-            self._await(self._tree.note_evicted(passed))
+        self._take_out(passed)
         self._forget(passed, now)
-        self._note_stale(changed)
 
     def _pass(self, request: Request, tokens: int, now: float) -> None:
         """Set the hint NEVER where ``request`` resumed, because its session has reached ``tokens``."""
@@ -529,12 +525,16 @@ class RankedResumePoints:
 
     def _release(self, point: ResumePoint, now: float) -> None:
         """Keep ``point`` no longer, and remember it. O(its segment times its children)."""
+        self._record_evicted(point, self._take_out(point), now, declined=False)
+
+    def _take_out(self, point: ResumePoint) -> ResumePoint:
+        """Keep ``point`` no longer, and return its parent. O(its segment times its children)."""
         self._unlist(point)
         parent, changed = self._blocks.take_out(point)
         if point.awaited:
             self._await(self._tree.note_evicted(point))
-        self._record_evicted(point, parent, now, declined=False)
         self._note_stale(changed)
+        return parent
 
     def _unlist(self, point: ResumePoint) -> None:
         """Neither evict ``point`` nor recompute its saved tokens per byte."""
