@@ -26,6 +26,7 @@ from hybridkv.cache.fast_forward import FastForward
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.holds import Loads, Locks, Pins
+from hybridkv.cache.index import MOST_PROMPT_ENDS
 from hybridkv.cache.journal import EventQueue, Journal
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
@@ -47,6 +48,7 @@ from hybridkv.cache.policies import (
     Span,
     StateHits,
     TokenHits,
+    UnitStateHits,
     WindowSpan,
     inner_of,
     keeps_tokens,
@@ -99,7 +101,9 @@ def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) ->
                 "max_moved_bytes, space and partial_block_hits mean nothing in the reference layout, whose blocks have "
                 "one size and are shared whole: leave them out, or plan with the natural layout"
             )
-        return ReferenceLayout(options.retention, eviction=eviction)
+        return ReferenceLayout(options.retention, eviction=eviction, hit_unit=options.hit_unit)
+    if options.hit_unit is not None:
+        raise ConfigError("hit_unit means nothing in the natural layout, whose hits end at any token: leave it out")
     placed = DEFAULT_PLACEMENT if placement is None else placement
     found = SlabSpace(config.slabs, options.max_moved_bytes) if options.space is None else options.space
     return NaturalLayout(placed, eviction, found, options.retention, options.partial_block_hits, options.shares)
@@ -168,7 +172,7 @@ class ReferenceLayout:
         rewrites_states: Running states are rewritten in place, so a failed step leaves them broken.
         shares_in_part: A branch can begin with blocks that its parent has filled in part.
         keeps_resume_points: Everything that a request computed can be reused after its end, to the last token.
-        partial_block_hits: Hits may end inside a block.
+        hit_unit: Hits may end inside a block, at multiples of so many tokens; ``None``: at boundaries only.
         follows_vllm: Steps equal those of vLLM for equal hits; with the eviction ``lru``, block ids too.
     """
 
@@ -179,8 +183,13 @@ class ReferenceLayout:
     rewrites_states: bool = False
     shares_in_part: bool = False
     keeps_resume_points: bool = False
-    partial_block_hits: bool = False
+    hit_unit: int | None = None
     follows_vllm: ClassVar[bool] = True
+
+    @property
+    def partial_block_hits(self) -> bool:
+        """Whether hits may end inside a block."""
+        return self.hit_unit is not None
 
     @property
     def ranks(self) -> bool:
@@ -195,7 +204,7 @@ class ReferenceLayout:
     def resume_points(self, kinds: Sequence[GroupKind]) -> Placement:
         """Return where resume points of ranked eviction are: at block boundaries that hits may end at."""
         states = any(kind.publishes and kind.keeps_state for kind in kinds)
-        return BoundaryPlacement(self.alignment(kinds), at_chunk_ends=states) if self.ranks else NoStates()
+        return BoundaryPlacement(self.boundary(kinds), at_chunk_ends=states) if self.ranks else NoStates()
 
     def publishes(self, spec: KVCacheSpec) -> bool:
         """Return whether blocks of ``spec`` can be hit: tokens, and states if their spec keeps them."""
@@ -208,16 +217,24 @@ class ReferenceLayout:
 
     def hash_block(self, kinds: Sequence[GroupKind]) -> int:
         """Return the largest hash block for all groups that publish."""
+        if self.hit_unit is not None:
+            return self.hit_unit
         return math.gcd(*(kind.block_size for kind in kinds if kind.publishes)) or kinds[0].block_size
 
     def alignment(self, kinds: Sequence[GroupKind]) -> int:
+        """Return the tokens of which every hit is a multiple."""
+        return self.boundary(kinds) if self.hit_unit is None else self.hit_unit
+
+    def boundary(self, kinds: Sequence[GroupKind]) -> int:
         """Return the least common multiple of the blocks that can be hit."""
         return math.lcm(*(kind.block_size for kind in kinds if kind.publishes))
 
     def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
         """Return one policy a kind."""
-        alignment = self.alignment(kinds)
+        alignment = self.boundary(kinds)
         _check_retention(self.retention, alignment)
+        if self.hit_unit is not None:
+            _check_hit_unit(self.hit_unit, kinds)
         for number, kind in enumerate(kinds):
             if kind.publishes:
                 _check_hash_block(number, kind, hash_block)
@@ -233,7 +250,8 @@ class ReferenceLayout:
             case MambaSpec(cache_mode="align"):
                 need = None if self.retention is None else 1
                 publishing = PublishRule(size, alignment, need, 0, self.retention)
-                return AlignedStatePolicy(size, spec.num_speculative_blocks, publishing, StateHits(size))
+                states = StateHits(size) if self.hit_unit is None else UnitStateHits(size)
+                return AlignedStatePolicy(size, spec.num_speculative_blocks, publishing, states)
             case MambaSpec():
                 return RunningStatePolicy(size, 1 + spec.num_speculative_blocks, BlocklessHits(accepts=False))
             case CrossAttentionSpec():
@@ -242,7 +260,8 @@ class ReferenceLayout:
                 return EncoderPolicy(size, BlocklessHits(accepts=True), keeps=False)
             case _:
                 span = _span_of(spec)
-                return AttentionPolicy(size, span, PublishRule(size, alignment, past=past), BlockHits(span, size))
+                hits = BlockHits(span, size) if self.hit_unit is None else TokenHits(span, size)
+                return AttentionPolicy(size, span, PublishRule(size, alignment, past=past), hits)
 
     def num_blocks(self, config: KVCacheConfig) -> int:
         """Return the number of blocks of the config."""
@@ -375,6 +394,39 @@ def _check_hash_block(number: int, kind: GroupKind, hash_block: int) -> None:
         raise ConfigError(
             f"group {number} has blocks of {kind.block_size} tokens, no multiple of the hash block "
             f"{hash_block}: choose a hash block that divides every block size"
+        )
+
+
+def _tails_of(groups: Sequence[CacheGroup]) -> list[CacheGroup]:
+    """Return the groups whose states are copied at the end of each prompt.
+
+    If there are any, all groups index many partial blocks: each prompt adds one.
+    """
+    tails = [group for group in groups if isinstance(group.policy.hits, UnitStateHits)]
+    for group in groups if tails else ():
+        group.index.most_partial = MOST_PROMPT_ENDS
+    return tails
+
+
+def _check_hit_unit(unit: int, kinds: Sequence[GroupKind]) -> None:
+    """Raise ConfigError unless hits of these groups may end at multiples of ``unit`` inside blocks.
+
+    All blocks have one size, so that one chunk ends every block. Only full attention is shared in part here, and only
+    states in columns bound hits to the unit.
+    """
+    shared = [kind for kind in kinds if kind.publishes]
+    states = [kind for kind in shared if kind.keeps_state]
+    sizes = {kind.block_size for kind in shared}
+    full = all(kind.keeps_state or isinstance(kind.inner, FullAttentionSpec) for kind in shared)
+    if not states or len(sizes) != 1 or not full or any(kind.drops for kind in kinds):
+        raise ConfigError(
+            f"hit_unit {unit} needs full attention and recurrent states of mode align, with blocks of one size and "
+            "without EAGLE: leave it out"
+        )
+    if (size := sizes.pop()) % unit or any(kind.num_drafts for kind in states):
+        raise ConfigError(
+            f"hit_unit {unit} must divide the block of {size} tokens, and recurrent states must have no blocks for "
+            "drafts: choose a divisor, and leave drafts out"
         )
 
 
@@ -518,7 +570,7 @@ def assemble(
     holding_tokens = [group for group in groups if group.kind.publishes and group.states is None]
     shared_in_part = holding_tokens if caching and layout.partial_block_hits else []
     retention = Retention(layout.retention, alignment, any(kind.drops for kind in kinds)) if caching else None
-    publisher = Publisher(groups, pool, shared_in_part=shared_in_part, retention=retention)
+    publisher = Publisher(groups, pool, shared_in_part=shared_in_part, retention=retention, unit=options.hit_unit or 1)
     residents = Residents(groups, publisher, hasher=hasher, hash_block_size=hash_block, journal=journal)
     placement = layout.resume_points(kinds) if caching else NoStates()
     copied = [group for group in groups if isinstance(group.policy, RunningStatePolicy) and group.kind.publishes]
@@ -534,7 +586,7 @@ def assemble(
         )
     transfers = TransferLog(groups, pool, publisher=publisher, pins=pins, eviction_policy=eviction_policy)
     checkpoints = Checkpoints(
-        stateful,
+        (*stateful, *(_tails_of(groups) if caching else ())),
         publisher=publisher,
         transfers=transfers,
         placement=placement,

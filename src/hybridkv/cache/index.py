@@ -5,7 +5,7 @@
 
               block   [ tokens of an entry | written later ]     parent: key of the tokens before the block
 
-A partial entry is found by comparing tokens, not by hashing: a parent has at most MOST_PARTIAL entries
+A partial entry is found by comparing tokens, not by hashing: a parent has at most ``most_partial`` entries
 (docs/contracts.md, 10).
 
 Runs of keys that were found one after another are remembered with their blocks, and then compared as arrays:
@@ -33,6 +33,12 @@ from hybridkv.request import Request
 
 MOST_PARTIAL: Final = 4
 """Partial entries of one parent. Chosen by hand."""
+
+MOST_PROMPT_ENDS: Final = 256
+"""The same where every prompt adds an entry, as with ``CacheOptions.hit_unit``. Chosen by hand.
+
+Many prompts may differ inside one block. A look-up compares the tokens of all entries, so their number is bounded.
+"""
 
 TOKEN_BYTES: Final = 4
 
@@ -86,6 +92,7 @@ class PrefixIndex:
 
     Attributes:
         num_partial: Number of partial entries.
+        most_partial: Most partial entries of one parent.
         additions: Entries added so far, partial ones included.
         keys_in_runs: Keys in all runs; a key in two runs counts twice.
     """
@@ -101,6 +108,7 @@ class PrefixIndex:
         self._partial: dict[bytes, list[PartialBlock]] = {}
         self._parent: dict[int, bytes] = {}
         self.num_partial = 0
+        self.most_partial = MOST_PARTIAL
         self.additions = 0
 
     def __len__(self) -> int:
@@ -262,7 +270,7 @@ class PrefixIndex:
         self.additions += 1
         found = self._partial.setdefault(parent, [])
         gone = None
-        if len(found) == MOST_PARTIAL:
+        if len(found) == self.most_partial:
             gone = found.pop(0).block
             self.num_partial -= 1
             if all(other.block != gone for other in found):
@@ -338,7 +346,7 @@ class PrefixIndex:
         """Return whether ``block`` is a state after ``tokens`` tokens."""
         column, rest = divmod(tokens, self._block_size)
         if not rest:
-            return bool(column) and block == self.get(request.hashes[column - 1])
+            return bool(column) and block == self.get(request.hashes[column * self._hashes_per_block - 1])
         return any(entry.block == block and entry.length == rest for entry in self._own_partial_blocks(request, column))
 
     def last_state(self, request: Request, end_tokens: int, alignment: int) -> int:
@@ -346,7 +354,6 @@ class PrefixIndex:
         size = self._block_size
         if not self._first and not self.num_partial:
             return 0
-        hashes: Sequence[bytes] = request.hashes
         for column in range(end_tokens // size, -1, -1):
             longest = -1
             for entry in self._own_partial_blocks(request, column):
@@ -355,7 +362,11 @@ class PrefixIndex:
                     longest = position
             if longest >= 0:
                 return longest
-            if column and column * size % alignment == 0 and self.get(hashes[column - 1]) is not None:
+            if (
+                column
+                and column * size % alignment == 0
+                and self.get(request.hashes[column * self._hashes_per_block - 1]) is not None
+            ):
                 return column * size
         return 0
 
@@ -363,7 +374,7 @@ class PrefixIndex:
         """Return the block of the state after ``tokens`` tokens; ``None`` without one."""
         column, rest = divmod(tokens, self._block_size)
         if not rest:
-            return self.get(request.hashes[column - 1]) if column else None
+            return self.get(request.hashes[column * self._hashes_per_block - 1]) if column else None
         for entry in self._own_partial_blocks(request, column):
             if entry.length == rest:
                 return entry.block

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.index import MOST_PARTIAL, TOKEN_BYTES, PartialBlock, PrefixIndex
+from hybridkv.cache.index import TOKEN_BYTES, PartialBlock, PrefixIndex
 from hybridkv.cache.journal import (
     AllBlocksCleared,
     BlockRemoved,
@@ -182,14 +182,14 @@ class BlockKeys:
     def publish_partial(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> int | None:
         """Give a partial key to ``block``: it begins with ``tokens``, which no other block has after ``parent``.
 
-        A parent has at most MOST_PARTIAL partial keys, so the oldest one may be removed.
+        A parent has a bounded number of partial keys, so the oldest one may be removed.
 
         Returns:
             The block that lost its last key by this, else ``None``.
         """
         self._begin(group, block, step)
         index = self.indexes[group]
-        if self.journal.reports_resume_points and len(entries := index.partial_blocks_of(parent)) == MOST_PARTIAL:
+        if self.journal.reports_resume_points and len(entries := index.partial_blocks_of(parent)) == index.most_partial:
             self.journal.events.put(ResumePointRemoved(group, parent, entries[0].tokens))
         gone = index.add_partial(parent, PartialBlock(tokens, block, len(tokens) // TOKEN_BYTES))
         if gone is None:

@@ -79,7 +79,7 @@ class CacheBounds:
 
     def __init__(self, parts: CacheParts) -> None:
         groups, pool, layout = parts.groups, parts.pool, parts.layout
-        kept = [one for one in groups if one.states is not None and one.kind.publishes and not one.policy.hits.copies]
+        kept = [one for one in groups if one.kind.publishes and one.states is not None and not one.states.rotates]
         self.reads_encoder = any(group.kind.spec.keeps is Keeps.ENCODER for group in groups)
         self.drops_for_eagle = any(group.kind.drops for group in groups)
         self.rewrites_states = layout.rewrites_states
@@ -112,7 +112,8 @@ class CacheBounds:
                     f"num_speculative_tokens is {drafts}, but group {group.number} has {most} speculative state "
                     "blocks: read the model with num_speculative_tokens="
                 )
-            if group.kind.publishes and not group.policy.hits.copies and group.policy.block_size <= drafts:
+            in_columns = group.kind.publishes and group.states is not None and not group.states.rotates
+            if in_columns and group.policy.block_size <= drafts:
                 raise ConfigError(
                     f"num_speculative_tokens is {drafts}: states kept every {group.policy.block_size} tokens (group "
                     f"{group.number}) need fewer drafts than that"

@@ -35,6 +35,9 @@ class CacheOptions:
             more moves waits for the next step. At least 1, so one request can always move. ``None``: no bound.
         space: Natural layout, for measurements: a replacement of SlabSpace, with its methods.
         partial_block_hits: Natural layout: whether hits may end inside a block, which is then copied.
+        hit_unit: Reference layout, for full attention and ``align`` states: hits may also end inside a block, at the
+            last multiple of so many tokens before the last token of an earlier prompt. The end is then copied. Chunks
+            must end there, and no group may drop blocks for EAGLE.
         resume_point_events: Events also report states and partial blocks (ResumePointStored, ResumePointRemoved). An
             exact KVEventPublisher needs them in the natural layout.
         max_event_blocks: Most blocks in events that wait for ``take_events``. Beyond it the oldest events are dropped,
@@ -52,6 +55,7 @@ class CacheOptions:
     max_moved_bytes: int | None = None
     space: SlabSpace | None = None
     partial_block_hits: bool = True
+    hit_unit: int | None = None
     resume_point_events: bool = False
     max_event_blocks: int = MAX_EVENT_BLOCKS
     remembered_losses: int = 0
@@ -61,7 +65,7 @@ class CacheOptions:
     def __post_init__(self) -> None:
         check_fields(self, or_none(partial(integer, most=MOST_COUNT)), "retention")
         check_fields(self, partial(integer, least=0, most=MOST_COUNT), "max_pinned_blocks", "remembered_losses")
-        check_fields(self, or_none(partial(integer, least=1)), "max_moved_bytes")
+        check_fields(self, or_none(partial(integer, least=1)), "max_moved_bytes", "hit_unit")
         check_fields(self, partial(integer, least=1), "max_event_blocks")
         check_fields(self, flag, "partial_block_hits", "resume_point_events", "block_times")
         instance("shares", self.shares, TenantShares)

@@ -428,7 +428,8 @@ def _unwritten_prefix(
 ) -> int | None:
     """Return the first group whose hit is copied from a block that ``step``, still being made, will write."""
     for group, plan, source in zip(groups, plans, sources, strict=True):
-        copied = int(plan.reuse[-1]) if group.states is not None and len(plan.reuse) else source
+        # a state that is adopted ends the reused columns; they end with a null one if a state is copied from source
+        copied = (int(plan.reuse[-1]) if group.states is not None and len(plan.reuse) else 0) or source
         if copied and pool.keys.step_of(copied) == step:
             return group.number
     return None

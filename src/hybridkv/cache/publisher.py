@@ -79,10 +79,13 @@ class Publisher:
     Args:
         groups: All groups.
         pool: The blocks.
-        shared_in_part: Groups whose blocks can be hit in part; an empty list in the reference layout.
+        shared_in_part: Groups whose blocks can be hit in part; an empty list in the reference layout without
+            ``hit_unit``.
         retention: Which windows and states are kept; ``None`` without prefix caching.
+        unit: Resume points inside blocks are multiples of so many tokens.
 
     Attributes:
+        unit: Tokens of which resume points inside blocks are multiples.
         publishes: Whether anything is published.
         open_step: The step that is being made; WRITTEN without one.
         wants_runs: Whether runs are recorded for events; else block ids are enough.
@@ -96,7 +99,9 @@ class Publisher:
         *,
         shared_in_part: Sequence[CacheGroup],
         retention: Retention | None,
+        unit: int = 1,
     ) -> None:
+        self.unit = unit
         self.publishes = retention is not None
         self.open_step = WRITTEN
         self.wants_runs = pool.journal.reports_events
@@ -233,7 +238,7 @@ class Publisher:
             parent, tokens_inside = group.index.partial_key(request, tokens)
             self._pool.publish_partial(group.number, block, parent, tokens_inside, step)
         else:
-            self._pool.publish(group.number, (block,), (request.hashes[column - 1],), step)
+            self._pool.publish(group.number, (block,), (request.hashes[column * group.hashes_per_block - 1],), step)
         if step != WRITTEN:
             self.record(np.array([block], np.int32), [], step)
         if self.wants_resume_points:
@@ -335,15 +340,20 @@ class Publisher:
         """Note that the resume points up to ``known_tokens`` are handled."""
         known_tokens = max(known_tokens, self._passed_tokens.item(request.row))
         self._passed_tokens[request.row] = known_tokens
-        ahead = [end for end in _resume_points_of(request) if end > known_tokens] if self._shared_in_part else []
+        ahead = [end for end in self._resume_points_of(request) if end > known_tokens] if self._shared_in_part else []
         self._next_resume_point[request.row] = ahead[0] if ahead and request.writes_prefix_cache else NEVER
+
+    def _resume_points_of(self, request: Request) -> list[int]:
+        """Return the resume points of ``request``, ascending: before its prompt's last token, and its marks."""
+        asked, unit = {request.num_prompt_tokens - 1, *request.marks}, self.unit
+        return sorted((asked if unit == 1 else {one // unit * unit for one in asked}) - {0})
 
     def _publish_resume_points(self, group: CacheGroup, request: Request, known_tokens: int) -> None:
         """Publish the resume points of ``group`` up to ``known_tokens`` that are not handled yet."""
         if known_tokens < self.next_resume_point(request.row):
             return
         ended = self._passed_tokens.item(request.row)
-        for end in _resume_points_of(request):
+        for end in self._resume_points_of(request):
             if ended < end <= known_tokens:
                 self._publish_resume_point(group, request, end, self.open_step)
 
@@ -489,11 +499,6 @@ class Publisher:
         boundaries = np.flatnonzero(np.diff(np.concatenate(([False], written, [False])).astype(np.int8)))
         for start, stop in boundaries.reshape(-1, 2).tolist():
             self._events.put(_stored(run, run.first + start, run.first + stop))
-
-
-def _resume_points_of(request: Request) -> list[int]:
-    """Return the resume points that ``request`` asks for, ascending: before its prompt's last token, and its marks."""
-    return sorted({request.num_prompt_tokens - 1, *request.marks} - {0})
 
 
 def _rows_runs(group: CacheGroup, owners: Sequence[Request], columns: Int64, ids: Int32) -> list[Run]:

@@ -21,7 +21,7 @@ from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.holds import Pins
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.plan import BatchSlots
-from hybridkv.cache.policies import NEVER, StatePolicy
+from hybridkv.cache.policies import NEVER, StatePolicy, UnitStateHits
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.request import Request
@@ -40,9 +40,15 @@ class Checkpoints:
     The forward writes the state at the position into a block of its own. The running state of the row stays where it
     is.
 
+    In the reference layout a chunk that ends inside a block leaves its state in a column that the next step overwrites.
+    At the end of a prompt this state is copied to a block of its own before that step:
+
+        tokens   [ computed ............... | this step ...... ]
+                                            ^ tail: the last multiple of ``unit`` before the prompt's last token
+
     Attributes:
-        groups: Groups whose states are kept for reuse. Without any, no state is stored.
-        idle: Neither groups nor the eviction policy need checkpoint positions.
+        groups: Groups whose states are kept for reuse. Without any, the forward stores no state.
+        idle: Neither groups, tails nor the eviction policy need checkpoint positions.
         stored: Positions so far that got a block.
         declined: Positions so far that got no block, for want of room or value.
     """
@@ -57,7 +63,10 @@ class Checkpoints:
         prefix_multiple: int,
         eviction_policy: EvictionPolicy,
     ) -> None:
-        self.groups = tuple(groups)
+        self._tails = tuple([group for group in groups if isinstance(group.policy.hits, UnitStateHits)])
+        self.groups = tuple([group for group in groups if group not in self._tails])
+        self._of_forward: list[tuple[CacheGroup, int | None]] = [(group, None) for group in self.groups]
+        self._unit = publisher.unit
         self._publisher = publisher
         self._transfers = transfers
         self._placement = placement
@@ -65,7 +74,7 @@ class Checkpoints:
         self._alignment = placement.alignment
         self._next = np.full(64, NEVER)
         self._eviction_policy = eviction_policy
-        self.idle = not (self.groups or eviction_policy.ranks)
+        self.idle = not (self.groups or self._tails or eviction_policy.ranks)
         self._late: dict[int, list[tuple[int, int]]] = {}
         self._ahead = set[int]()  # rows with a position ahead: steps without any cost nothing
         self.stored = self.declined = 0
@@ -131,7 +140,15 @@ class Checkpoints:
         if not self._keeps_for(request):
             return NEVER
         position, prefix = self._placement.next_checkpoint(request, after_tokens), self._aligned_prefix(request)
-        return prefix if after_tokens < prefix < position else position
+        position = prefix if after_tokens < prefix < position else position
+        if self._tails and after_tokens <= (tail := self._tail(request)):
+            position = min(position, tail + 1)
+        return position
+
+    def _tail(self, request: Request) -> int:
+        """Return the token count of the state to copy when the next step begins; -1 without one."""
+        tail = (request.num_prompt_tokens - 1) // self._unit * self._unit
+        return tail if any(tail % group.policy.block_size for group in self._tails) else -1
 
     def _keeps_for(self, request: Request) -> bool:
         """Return whether any resume point of ``request`` is kept."""
@@ -157,10 +174,18 @@ class Checkpoints:
 
     def _store_row(self, request: Request, computed: int, end: int) -> None:
         for position, column in self._late.pop(request.row, ()):
-            self._store_one(request, position, column)
+            self._store_states(request, position, [(group, column) for group in self.groups])
+        if self._tails and computed == self._tail(request) < end:
+            self._store_tail(request, computed)
         for position in self._positions(request, computed, end):
-            self._store_one(request, position)
+            self._store_states(request, position, self._of_forward)
         self._set_next(request, end)
+
+    def _store_tail(self, request: Request, tokens: int) -> None:
+        """Copy the states after ``tokens`` tokens, which the step being made overwrites in their columns."""
+        self._store_states(
+            request, tokens, [(group, group.states.state_column(tokens)) for group in self._tails if group.states]
+        )
 
     def next_positions(self, rows: Int64) -> Int64:
         """Return the token count at which each of ``rows`` has a state to store, int64[rows]."""
@@ -186,8 +211,12 @@ class Checkpoints:
                 self._late[request.row] = late
             self._set_next(request, start + count)
 
-    def _store_one(self, request: Request, tokens: int, column: int | None = None) -> None:
-        lacking = [group for group in self.groups if group.index.state_at(request, tokens) is None]
+    def _store_states(self, request: Request, tokens: int, asked: Sequence[tuple[CacheGroup, int | None]]) -> None:
+        """Take blocks for the states of the groups ``asked`` at ``tokens``, each with the column that it lies in.
+
+        The column is ``None`` if the forward writes the state.
+        """
+        lacking = [(group, column) for group, column in asked if group.index.state_at(request, tokens) is None]
         if not lacking:
             if self._eviction_policy.ranks:
                 # a row of the reference layout drops its states as it passes them: each may be its last one
@@ -195,14 +224,14 @@ class Checkpoints:
                 self._eviction_policy.keep(request, tokens, (), ended=in_output)
             return
         needs = [0] * len(self._transfers.pool.classes)
-        for group in lacking:
+        for group, _ in lacking:
             needs[group.number] = 1
         if not (self._transfers.pool.gives(needs) and self._eviction_policy.admits(request, tokens, needs)):
             self.declined += 1
             return
         taken = [
             self._transfers.store(group, request.row, tokens, self._transfers.new_block(group.number), column)
-            for group in lacking
+            for group, column in lacking
         ]
         for stored in taken:  # taking one may have moved those before it
             self._publisher.publish_state(stored.group, request, tokens, stored.block, written=False)

@@ -38,7 +38,7 @@ def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
         enable_kv_cache_events=settings.enable_events,
         dcp_world_size=settings.dcp_world_size,
         hasher=EngineHashes(settings.hash_block_size) if settings.enable_caching else None,
-        options=CacheOptions(retention=settings.retention, eviction=settings.eviction),
+        options=CacheOptions(retention=settings.retention, eviction=settings.eviction, hit_unit=settings.hit_unit),
     )
 
 
@@ -419,8 +419,14 @@ class CacheManager:
                 self._new_ids += ids[start_token // self._sizes[number] :]
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """Return no copies: hits end at block boundaries here, so no partial block is copied."""
+        """Return no copies: the scheduler adds them to its complete output (``take_copies``)."""
         return [], []
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the copies of the step being made, as pairs of block ids: those of hits that end inside blocks."""
+        if self._settings.hit_unit is None:
+            return []
+        return [(one.source, one.destination) for one in self.cache.fields.take_transfers().copies]
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """Return no offloads: connectors that gather states during a prompt are rejected at start."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 from vllm.distributed import kv_events as theirs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, maybe_convert_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as TheirAsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -30,7 +30,7 @@ from hybridkv.vllm.natural import (
     natural_plan,
 )
 from hybridkv.vllm.natural_config import natural_config
-from hybridkv.vllm.specs import Settings, choose_runner, refuse, refuse_captured, refuse_natural
+from hybridkv.vllm.specs import Settings, choose_runner, hit_unit_of, refuse, refuse_captured, refuse_natural
 
 SUPPORTED: Final = ("0.33", "0.32")
 """The supported releases of vLLM: the two newest, the newest first (docs/vllm.md)."""
@@ -69,6 +69,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
             enable_caching=manager.enable_caching,
             use_eagle=manager.use_eagle,
             dcp_world_size=self.dcp_world_size,
+            hit_unit=hit_unit_of(self),
             retention=config.prefix_cache_retention_interval,
             eviction=options.chosen(config, use_eagle=manager.use_eagle),
         )
@@ -85,12 +86,17 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         self.kv_cache_manager.prepare(self.running, 1 + self.num_spec_tokens, self.num_lookahead_tokens)
 
     def complete(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
-        """Complete a step with its ``output``, inside the step. The reference layout adds nothing to the output.
+        """Complete a step with its ``output``, inside the step: add the copies of hits that end inside blocks.
+
+        The worker copies whole blocks before the forward pass, reading all of them before it writes any.
 
         Args:
             output: vLLM's SchedulerOutput.
         """
         self.kv_cache_manager.store_checkpoints(output)
+        copies = self.kv_cache_manager.take_copies()
+        if copies:
+            output.kv_cache_block_copies = [KVCacheBlockCopy(*one) for one in copies]
 
     def schedule(self, throttle_prefills: bool = False) -> Any:  # noqa: ANN401 - vLLM's
         """Schedule as vLLM does, inside a step of the cache. Steps that only decode skip vLLM's loop.

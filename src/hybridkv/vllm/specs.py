@@ -52,6 +52,7 @@ class Settings:
         max_model_len: most tokens of a request.
         max_in_flight_tokens: most tokens of all steps that are scheduled and not settled.
         hash_block_size: tokens per hashed block.
+        hit_unit: reference layout: hits may end inside a block, at multiples of so many tokens; ``None`` at boundaries.
         enable_caching: whether prefixes are cached.
         use_eagle: whether a draft head reads the cache.
         enable_events: whether the cache records events.
@@ -69,6 +70,7 @@ class Settings:
     use_eagle: bool
     enable_events: bool
     dcp_world_size: int = 1
+    hit_unit: int | None = None
     retention: int | None = None
     eviction: Eviction = LRU
     watermark: float = 0.0
@@ -165,13 +167,10 @@ def refuse(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's Scheduler, its own 
 
 def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
     """Yield each unsupported option with its fix."""
-    theirs = scheduler.kv_cache_manager
     yield from _unsupported_connectors(scheduler)
-    if theirs.enable_caching and theirs.coordinator.enable_partial_hash_hits:
-        yield (
-            f"hits inside a block of {scheduler.block_size} tokens, at multiples of {scheduler.hash_block_size}: leave "
-            "prefix caching out (--no-enable-prefix-caching)"
-        )
+    if hit_unit_of(scheduler) is not None:
+        inside = f"hits inside a block of {scheduler.block_size} tokens, at multiples of {scheduler.hash_block_size},"
+        yield from (f"{inside} with {why}: leave --prefix-match-unit out" for why in _not_inside_blocks(scheduler))
     if scheduler.num_prefill_lookahead > 1:
         yield (
             f"drafts of {scheduler.num_prefill_lookahead} modules that predict tokens, whose last tokens of a prompt "
@@ -190,6 +189,25 @@ def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
         tokens = not hasattr(group.kv_cache_spec, "shapes")
         if scheduler.dcp_world_size > 1 and tokens and not group.kv_cache_spec.dcp_sharded:
             yield f"layers that are whole on every rank of context parallelism ({group.layer_names[0]}): leave it out"
+
+
+def hit_unit_of(scheduler: Any) -> int | None:  # noqa: ANN401 - vLLM's Scheduler, its own manager still in it
+    """Return the tokens of which hits inside blocks are multiples; ``None`` if vLLM hits at block boundaries only."""
+    theirs = scheduler.kv_cache_manager
+    inside = theirs.enable_caching and theirs.coordinator.enable_partial_hash_hits
+    return int(scheduler.hash_block_size) if inside else None
+
+
+def _not_inside_blocks(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
+    """Yield each option with which no hit may end inside a block."""
+    if scheduler.connector is not None:
+        yield "a connector, whose loads begin at block boundaries"
+    if scheduler.vllm_config.speculative_config is not None:
+        yield "drafts, whose states lie in the columns after the end of a hit"
+    if scheduler.dcp_world_size > 1:
+        yield "context parallelism, which spreads a block over ranks"
+    if len({group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups}) > 1:
+        yield "blocks of several sizes"
 
 
 _CAPTURES: Final[Mapping[str, str]] = {"aux_output_connector": "routed experts in the output (aux_output_config)"}

@@ -339,10 +339,11 @@ def several(*connectors: object) -> SimpleNamespace:
 def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kinds
     """A scheduler of vLLM's that is supported, but for what is ``changed``."""
     coordinator = SimpleNamespace(enable_partial_hash_hits=changed.pop("partial", False))
-    spec = changed.pop("spec", SimpleNamespace(dcp_sharded=changed.pop("dcp_sharded", True)))
+    spec = changed.pop("spec", SimpleNamespace(dcp_sharded=changed.pop("dcp_sharded", True), block_size=64))
     group = SimpleNamespace(layer_names=["layer0"], kv_cache_spec=spec, host_resident=False, role="default")
     vars(group).update(changed.pop("group", {}))
     fields = {
+        "vllm_config": SimpleNamespace(speculative_config=changed.pop("drafts", None)),
         "kv_cache_manager": SimpleNamespace(enable_caching=True, coordinator=coordinator),
         "kv_cache_config": SimpleNamespace(kv_cache_groups=[group]),
         "connector": None,
@@ -362,7 +363,12 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
         ({"connector": Gathers(), "spec": MambaSpec()}, "Gathers for models with recurrent states"),
         ({"connector": several(object(), several(InPool()))}, "InPool, which reads and locks"),
         ({"connector": several(Gathers()), "spec": MambaSpec()}, "Gathers for models with recurrent"),
-        ({"partial": True}, "hits inside a block of 64 tokens, at multiples of 32"),
+        (
+            {"partial": True, "connector": object()},
+            "hits inside a block of 64 tokens, at multiples of 32, with a connector",
+        ),
+        ({"partial": True, "drafts": object()}, "hits inside a block .* with drafts"),
+        ({"partial": True, "dcp_world_size": 2}, "hits inside a block .* with context parallelism"),
         ({"num_prefill_lookahead": 2}, "drafts of 2 modules"),
         ({"num_hash_lookahead_tokens": 1}, "cover tokens after the block"),
         ({"kv_metrics_collector": object()}, "--kv-cache-metrics"),
@@ -378,6 +384,7 @@ def test_vllm_manager_rejects_unsupported_vllm_settings(changed: dict[str, Any],
 
 def test_vllm_manager_accepts_supported_vllm_settings() -> None:
     refuse(started())
+    refuse(started(partial=True))
     refuse(started(connector=object(), num_prefill_lookahead=1))
     refuse(started(connector=several(object(), object()), spec=MambaSpec()))
     refuse(started(connector=several(Gathers())))

@@ -49,11 +49,12 @@ from hybridkv.cache.policies.state import (
     PositionHits,
     RunningStatePolicy,
     StateHits,
+    UnitStateHits,
 )
 
 StatePolicy = AlignedStatePolicy | RunningStatePolicy
 Policy = AttentionPolicy | AlignedStatePolicy | RunningStatePolicy | EncoderPolicy
-Hits = BlockHits | TokenHits | StateHits | PositionHits | BlocklessHits
+Hits = BlockHits | TokenHits | StateHits | UnitStateHits | PositionHits | BlocklessHits
 
 __all__ = [
     "NEVER",
@@ -81,6 +82,7 @@ __all__ = [
     "StateHits",
     "StatePolicy",
     "TokenHits",
+    "UnitStateHits",
     "WindowSpan",
     "inner_of",
     "keeps_tokens",

@@ -252,6 +252,43 @@ class StateHits:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitStateHits:
+    """The states of the reference layout, where hits may end inside a column.
+
+        hit at a boundary      [ . . . S ]       S: adopted with its column
+        hit inside a column    [ . . . D ]       D: a new block; the state is copied into it before the forward
+
+    A state inside a column lies in a block outside all rows (``Checkpoints``), found by the tokens in the column.
+    """
+
+    block_size: int
+    copies: bool = True
+    downward_closed: bool = False
+
+    def columns(self, num_tokens: int) -> int:
+        """Return the full columns of a hit, all null except the last if the hit ends there."""
+        return num_tokens // self.block_size
+
+    def first_needed(self, num_tokens: int) -> int:
+        """Return ``num_tokens``: a state needs no block of earlier tokens."""
+        return num_tokens
+
+    def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - as above
+        """Search for the last state at or before the end. O(blocks after it)."""
+        additions = index.additions
+        tokens = index.last_state(request, search.end_tokens, search.alignment)
+        column, rest = divmod(tokens, self.block_size)
+        blocks = np.zeros(column, np.int32)
+        if column and not rest:
+            blocks[-1] = index.state_at(request, tokens) or 0
+        return GroupHit(tokens, blocks, seen=blocks[blocks != 0], additions=additions)
+
+    def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:
+        """Return the block of a state inside a column; 0 for a state at a boundary, which the row itself holds."""
+        return (index.state_at(request, num_tokens) or 0) if num_tokens % self.block_size else 0
+
+
+@dataclass(frozen=True, slots=True)
 class AlignedStatePolicy:
     """States are kept where chunks end, and can be hit where that is a multiple of ``block_size``.
 
@@ -265,7 +302,7 @@ class AlignedStatePolicy:
     block_size: int
     drafts: int
     publishing: PublishRule
-    hits: StateHits
+    hits: StateHits | UnitStateHits
     only_grows: bool = False
     rotates: bool = False
 
@@ -336,13 +373,14 @@ class AlignedStatePolicy:
         return GroupPlan(drop, reuse, take, append, vacate, publish, decided, pending)
 
     def _append(self, held: int, state: int, begin: Demand | None) -> Int32 | None:
-        """Return columns held .. state + drafts: null except for the states, the drafts and an external load."""
+        """Return columns held .. state + drafts: null except for the states, the drafts and the state to begin with."""
         count = state + self.drafts + 1 - held
         if count <= 0:
             return None
         append = np.full(count, NEW, np.int32)
         append[: max(state - held, 0)] = 0
-        if begin is not None and begin.computed > begin.hit:
+        if begin is not None and (begin.computed > begin.hit or (self.hits.copies and begin.hit % self.block_size)):
+            # the state that a load brings, or that is copied from the end of a hit inside a column
             append[self.state_column(begin.computed) - held] = NEW
         return append
 
