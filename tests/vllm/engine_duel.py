@@ -102,6 +102,8 @@ REGIMES = (
     Regime("ranked eviction", eviction="hazard"),
     Regime("ranked eviction, preempted", little=True, eviction="hazard", everywhere=True),
     Regime("ranked eviction, a step ahead", scheduler=ASYNC, little=True, ahead=True, eviction="hazard"),
+    Regime("hits inside blocks", {"prefix_match_unit": 32}),
+    Regime("hits inside blocks, ranked eviction", {"prefix_match_unit": 32}, eviction="hazard"),
     Regime("nothing cached", {"enable_prefix_caching": False}),
 )
 
