@@ -6,18 +6,21 @@ into is told from our manager: tables and blocks under the names of vLLM's own, 
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.core.sched import async_scheduler, scheduler
+from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from hybridkv import KVCacheManager
 from hybridkv.request import Request
 from hybridkv.vllm import AsyncScheduler, Scheduler
-from hybridkv.vllm.manager import CacheManager, GroupManager, Pool
+from hybridkv.vllm.manager import CacheManager, Coordinator, GroupManager, Pool
 
 OURS, OUT = "JUDGE_OURS", "JUDGE_OUT"
 
@@ -34,7 +37,11 @@ class Block:
 
     @property
     def ref_cnt(self) -> int:
-        return 0 if self.is_null else self.cache.block_pool.ref_count(self.block_id)
+        """Requests that hold it; 1 where none does and a transfer has it locked: ours counts a lock besides."""
+        if self.is_null or not self.cache.block_pool.ref_count(self.block_id):
+            return 0
+        tables = (table for one in holders(self.cache) for table in self.cache.get_block_ids(one))
+        return max(1, sum(self.block_id in table for table in tables))
 
     @property
     def block_hash(self) -> bytes | None:
@@ -47,12 +54,19 @@ class Block:
         return self.block_id == 0
 
 
+def holders(cache: KVCacheManager) -> dict[str, Request]:
+    return {one.request_id: one for one in cache.rows.requests if one is not None}
+
+
 @dataclass(frozen=True)
 class Blocks:
+    """Those of a pool; the null block is one object, which tests compare by identity."""
+
     cache: KVCacheManager
+    null: Block
 
     def __getitem__(self, block_id: int) -> Block:
-        return Block(self.cache, block_id)
+        return Block(self.cache, block_id) if block_id else self.null
 
     def __len__(self) -> int:
         return self.cache.config.num_blocks
@@ -79,8 +93,12 @@ class CachedKeys:
 class ViewedPool(Pool):
     def __init__(self, cache: KVCacheManager) -> None:
         super().__init__(cache)
-        self.blocks, self.free_block_queue = Blocks(cache), self
+        self.cache, self.null_block = cache, Block(cache, 0)
+        self.blocks, self.free_block_queue = Blocks(cache, self.null_block), self
         self.cached_block_hash_to_block = CachedKeys(cache)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.cache.evict_blocks(0, sorted(block_ids))
 
     @property
     def num_free_blocks(self) -> int:
@@ -91,20 +109,17 @@ class ViewedPool(Pool):
 class OfRequests(Mapping[str, Any]):
     """By request that holds blocks."""
 
-    def __init__(self, cache: KVCacheManager, group: int) -> None:
-        self.cache, self.group = cache, group
-
-    def _holders(self) -> dict[str, Request]:
-        return {one.request_id: one for one in self.cache.rows.requests if one is not None}
+    def __init__(self, pool: ViewedPool, group: int) -> None:
+        self.pool, self.cache, self.group = pool, pool.cache, group
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._holders())
+        return iter(holders(self.cache))
 
     def __len__(self) -> int:
-        return len(self._holders())
+        return len(holders(self.cache))
 
     def __getitem__(self, request_id: str) -> Any:  # noqa: ANN401 - blocks, or a count
-        return self.of(self._holders()[request_id])
+        return self.of(holders(self.cache)[request_id])
 
     def of(self, request: Request) -> Any:  # noqa: ANN401 - same
         raise NotImplementedError
@@ -112,7 +127,7 @@ class OfRequests(Mapping[str, Any]):
 
 class Tables(OfRequests):
     def of(self, request: Request) -> list[Block]:
-        return [Block(self.cache, block) for block in self.cache.get_block_ids(request.request_id)[self.group]]
+        return [self.pool.blocks[block] for block in self.cache.get_block_ids(request.request_id)[self.group]]
 
 
 class Published(OfRequests):
@@ -136,16 +151,44 @@ class ViewedGroup:
     def kv_cache_spec(self) -> Any:  # noqa: ANN401 - vLLM's
         return self.group.kv_cache_spec
 
+    @property
+    def _null_block(self) -> Block:
+        return self.req_to_blocks.pool.null_block
+
+
+class ViewedCrossAttention(ViewedGroup, CrossAttentionManager):  # type: ignore[misc] # vLLM is not typed here
+    """Of the class by which tests seek it."""
+
+
+@dataclass(frozen=True)
+class ViewedHybrid(Coordinator, HybridKVCacheCoordinator):  # type: ignore[misc] # same
+    """That of several groups, of the class that tests expect there; it answers for each group how far its keys go."""
+
+    cache: KVCacheManager = field(kw_only=True)
+
+    def find_longest_cache_hit_per_group(self, hashes: Sequence[bytes], most: int) -> tuple[None, tuple[int, ...]]:
+        """Tokens by group, of those before ``most``: of states the last that is cached; of attention, up to a gap."""
+        found = list[int]()
+        for number, group in enumerate(self.cache.groups):
+            size = group.policy.block_size
+            known = [self.cache.block_pool.get_cached_block(key, number) is not None for key in hashes[: most // size]]
+            last = max((place for place, there in enumerate(known, 1) if there), default=0)
+            found.append(size * (last if group.states is not None else [*known, False].index(False)))
+        return None, tuple(found)
+
 
 def viewed(manager: CacheManager) -> None:
     """``manager`` shows its tables and blocks."""
-    cache = manager.cache
-    manager.block_pool = ViewedPool(cache)
+    cache, given = manager.cache, manager.coordinator
+    manager.block_pool = pool = ViewedPool(cache)
     groups: Any = tuple(
-        ViewedGroup(group, Tables(cache, number), Published(cache, number))
-        for number, group in enumerate(manager.coordinator.single_type_managers)
+        (ViewedCrossAttention if isinstance(group.kv_cache_spec, CrossAttentionSpec) else ViewedGroup)(
+            group, Tables(pool, number), Published(pool, number)
+        )
+        for number, group in enumerate(given.single_type_managers)
     )
-    manager.coordinator = replace(manager.coordinator, single_type_managers=groups)
+    made = Coordinator(groups, given.blocks_to_come)
+    manager.coordinator = made if len(groups) == 1 else ViewedHybrid(groups, given.blocks_to_come, cache=cache)
 
 
 if os.environ.get(OURS):
