@@ -37,7 +37,7 @@ from hybridkv.models.layers import (
 from hybridkv.models.model import ASSUMED, MOST_LAYERS, Layer, ReadFact
 from hybridkv.models.reading import ATTENTION_CODES, CONFIG, LAYER_TYPES, LAYERS, Reading, class_defaults
 from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec, MLAAttentionSpec
-from hybridkv.units import shown
+from hybridkv.units import dtype_bytes, shown
 
 INDEXED: Final = ("indexed_attention", "minimax_m3_sparse")
 NOTHING: Final = ("mlp", "moe")
@@ -349,8 +349,14 @@ _INDEXERS: Final = {"index_topk_freq": 1, "index_skip_topk_offset": 2}
 
 
 def _indexer(reading: Reading, options: ReadOptions) -> KVCacheSpec:
-    """Return the spec of an indexer's keys, one per token. vLLM stores 8 bits and a float32 scale per 128 of them."""
+    """Return the spec of an indexer's keys, one per token.
+
+    Next to latents, vLLM stores 8 bits and a float32 scale per 128 of them. Those of MiniMax-M3 are bfloat16 in vLLM,
+    whatever the dtype of keys and values.
+    """
     width, dtype = reading.required("key of the indexer", ("index_head_dim",)), options.dtype
+    if options.backend == "vllm" and dtype_bytes(dtype) == 1:
+        dtype = reading.derive("keys of the indexer", "bfloat16", "as vLLM keeps them beside 8-bit keys and values")
     if options.backend == "vllm" and reading.key(("kv_lora_rank",)) is not None:
         width, dtype = width + width // 128 * 4, "uint8"
         reading.derive("keys of the indexer", f"{width} bytes", "8-bit floats with scales, as vLLM keeps them")

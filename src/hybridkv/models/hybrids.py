@@ -30,7 +30,7 @@ from hybridkv.models.layers import (
     read_heads,
     refuse_layer_types,
 )
-from hybridkv.models.states import DeltaNet, Mamba1, Mamba2, ShortConv
+from hybridkv.models.states import DeltaNet, Mamba1, Mamba2, ShortConv, one_width_of_convolutions
 from hybridkv.units import ceil_div, round_up
 
 # -- Mamba alone
@@ -459,7 +459,11 @@ def olmo_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 
 def kimi_linear(fields: Fields, options: ReadOptions) -> FamilyFacts:
-    """Read Kimi-Linear: ``linear_attn_config`` with delta attention that has a decay per channel, and MLA."""
+    """Read Kimi-Linear and Kimi K3: ``linear_attn_config`` with delta attention that has a decay per channel, and MLA.
+
+    K3 keeps the same and has further weights: gates of full rank, and residual attention over blocks of layers. Source:
+    transformers_utils/configs/kimi_linear.py and models/kimi_k3/nvidia/{model,kda,mla}.py of vLLM 0.33.
+    """
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     nested = Fields(fields.mapping("linear_attn_config"), fields.name)
     types = fields.layer_types("layer_types", count, _kimi_types(nested, count))
@@ -467,7 +471,8 @@ def kimi_linear(fields: Fields, options: ReadOptions) -> FamilyFacts:
     heads = nested.integer("num_heads", fields.integer("linear_num_heads", 32))
     width = nested.integer("head_dim", fields.integer("linear_head_dim", 128))
     kernel = nested.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4))
-    mixer = DeltaNet(hidden, heads, heads, width, width, kernel, mamba_type="kda_attention")
+    full_gate = nested.flag("use_full_rank_gate")
+    mixer = DeltaNet(hidden, heads, heads, width, width, kernel, mamba_type="kda_attention", full_gate=full_gate)
     attention_heads = fields.integer("num_attention_heads")
     parts = {
         FULL: (Part("self_attn", mla_spec(fields, options, attention_heads)),),
@@ -475,8 +480,10 @@ def kimi_linear(fields: Fields, options: ReadOptions) -> FamilyFacts:
     }
 
     def rest() -> Weights:
-        attention = types.count(FULL) * mla_weights(fields, attention_heads)
-        return Weights.dense(attention + count * 2 * hidden) + _kimi_mlps(fields, count)
+        gate = hidden * attention_heads * fields.integer("v_head_dim") if fields.flag("mla_use_output_gate") else 0
+        attention = types.count(FULL) * (mla_weights(fields, attention_heads) + gate)
+        residuals = (4 * count + 2) * hidden if fields.optional("attn_res_block_size") else 0
+        return Weights.dense(attention + count * 2 * hidden + residuals) + _kimi_mlps(fields, count)
 
     return _hybrid(fields, types, parts, rest)
 
@@ -502,6 +509,7 @@ def _kimi_mlps(fields: Fields, count: int) -> Weights:
     inner = fields.integer("moe_intermediate_size", 1024)
     latent = fields.optional("routed_expert_hidden_size")  # Kimi K3: routed experts between two projections
     always = hidden * total + shared * mlp(hidden, inner) + (2 * hidden * latent if latent else 0)
+    always += latent if latent and fields.flag("latent_moe_use_norm") else 0
     mixture = Weights.dense(always) + experts(mlp(latent or hidden, inner), total, chosen)
     dense = mlp(hidden, fields.integer("intermediate_size"))
     return mixture * kinds.count("sparse") + Weights.dense(kinds.count("dense") * dense)
@@ -514,6 +522,7 @@ def lfm2(fields: Fields, options: ReadOptions) -> FamilyFacts:
     default = [FULL if attention is None or i in attention else "conv" for i in range(count)]
     types = fields.layer_types("layer_types", count, default)
     heads = read_heads(fields, kv_heads=8)
+    one_width_of_convolutions(fields)
     mixer = ShortConv(hidden, fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias"))
     parts = {
         FULL: (Part("self_attn", heads.full(fields, options), heads.weights(hidden, qk_norm=True)),),

@@ -20,6 +20,7 @@ from hybridkv.models.general import WIDTH, WINDOW, coded_types, facts, heads_of,
 from hybridkv.models.layers import (
     FULL,
     LINEAR,
+    SLIDING,
     FamilyFacts,
     Heads,
     NotingFamily,
@@ -33,7 +34,7 @@ from hybridkv.models.layers import (
 )
 from hybridkv.models.model import Layer
 from hybridkv.models.reading import ATTENTION_CODES, Reading, class_defaults
-from hybridkv.models.states import DeltaNet, ShortConv, state_of
+from hybridkv.models.states import DeltaNet, ShortConv, one_width_of_convolutions, state_of
 from hybridkv.specs import KVCacheSpec
 from hybridkv.units import round_up
 
@@ -43,18 +44,42 @@ BAILING: Final = ("bailing_hybrid", "bailing_moe_linear")
 """Model types of transformers, of the config files, and of the classes that come with the files."""
 GROUP: Final = "layer_group_size"
 _SHORT_CONV: Final = "short_conv_kernel_size"
+LOOPED: Final = "inkling2_loop_text"
 
 
 def lfm2_moe(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """Read LFM2 with experts: ``layer_types`` of attention and of short convolutions with width ``conv_L_cache``."""
     reading, number = _opened(fields, options, given, splits=True)
     types = types_of(reading, number, (FULL, "conv"))
+    one_width_of_convolutions(reading.fields)
     heads = heads_of(reading, options)
     mixer = ShortConv(
         reading.required("hidden size", ("hidden_size",)),
         reading.required("width of the convolution", ("conv_L_cache",)),
     )
     specs: dict[str, KVCacheSpec] = {FULL: heads.full(fields, options), "conv": mixer.spec(fields, options)}
+    return facts(reading, [Layer(f"model.layers.{i}.{kind}", specs[kind], i) for i, kind in enumerate(types)])
+
+
+def lfm3(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+    """Read LFM3: full attention, windows, and short convolutions with width ``conv_L_cache`` (transformers 5.24).
+
+    Without ``layer_types``, layers 2, 6, 10, ... are full attention, layers 4, 8, 12, ... have the window, and the
+    others are convolutions.
+    """
+    reading, number = _opened(fields, options, given)
+    if reading.is_made_by_class("layer_types"):
+        types = tuple("conv" if not i or i % 2 else SLIDING if i % 4 == 0 else FULL for i in range(number))
+        reading.derive("layers", f"{', '.join(types[:5])}, ...", "as its config class makes them")
+    else:
+        types = types_of(reading, number, (FULL, SLIDING, "conv"))
+    heads = heads_of(reading, options)
+    width = reading.required("width of the convolution", ("conv_L_cache",))
+    channels = reading.required("hidden size", ("hidden_size",))
+    state = state_of(options, "short_conv", ((channels, width), options.state_dtype))
+    specs: dict[str, KVCacheSpec] = {FULL: heads.full(fields, options), "conv": state}
+    if SLIDING in types:
+        specs[SLIDING] = heads.sliding(fields, options, reading.required("window", WINDOW))
     return facts(reading, [Layer(f"model.layers.{i}.{kind}", specs[kind], i) for i, kind in enumerate(types)])
 
 
@@ -121,10 +146,17 @@ def zaya(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> Fam
 
 
 def inkling(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """Read Inkling: float32 convolutions over keys, values and after both blocks; windowed layers have other heads."""
+    """Read Inkling and Inkling 2: float32 convolutions over keys, values and after both blocks.
+
+    Windowed layers have other heads. ``local_layer_ids`` names them where ``layer_types`` is missing; without
+    either, every 6th layer is full attention. In ``inkling2_loop`` the layers from
+    ``loop_layer_index_start`` up to ``loop_layer_index_end`` run ``loop_num_passes`` times, each time with caches of
+    their own (``loop_config`` in the files: core_start, core_end, num_passes).
+    """
     reading, number = _opened(fields, options, given)
-    types = types_of(reading, number, ("hybrid", "hybrid_sliding"))
-    hidden, kernel = (reading.required(what, (what,)) for what in ("hidden_size", "conv_kernel_size"))
+    types = _looped(reading, _inkling_types(reading, number))
+    hidden = reading.required("hidden_size", ("hidden_size",))
+    kernel = reading.required("conv_kernel_size", ("sconv_kernel_size", "conv_kernel_size"))
     heads = {"hybrid": heads_of(reading, options)}
     heads["hybrid_sliding"] = Heads(
         reading.required("attention heads of windowed layers", ("swa_num_attention_heads",)),
@@ -137,6 +169,46 @@ def inkling(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
         block = ((hidden, kernel), _F32)
         states[kind] = state_of(options, "short_conv", own, own, block, block)
     return facts(reading, _hybrids(reading, types, heads, states, options))
+
+
+def _inkling_types(reading: Reading, number: int) -> tuple[str, ...]:
+    """Return the type of every layer by ``layer_types``, ``local_layer_ids`` or the rule of the config classes."""
+    local = reading.fields.integers("local_layer_ids")
+    if reading.own.values.get("layer_types") is None and local is not None:
+        if any(index >= number for index in local):
+            raise reading.refuse_value("local_layer_ids", list(local))
+        reading.say("windowed layers", ranges(sorted(set(local))), "local_layer_ids", reading.source("local_layer_ids"))
+        return tuple("hybrid_sliding" if i in local else "hybrid" for i in range(number))
+    if reading.is_made_by_class("layer_types"):
+        return reading.derive(
+            "layers",
+            tuple("hybrid_sliding" if (i + 1) % 6 else "hybrid" for i in range(number)),
+            "every 6th is full attention, as its config class makes them",
+        )
+    return types_of(reading, number, ("hybrid", "hybrid_sliding"))
+
+
+def _looped(reading: Reading, types: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the types of all caches: those of the layers, then those of each further pass over looped layers."""
+    if reading.fields.text("model_type") != LOOPED:
+        return types
+    loop = Fields(reading.fields.mapping("loop_config"), reading.name)
+    start, end, passes = (
+        loop.integer(short, reading.required(key, (key,), minimum=1))
+        for key, short in (
+            ("loop_layer_index_start", "core_start"),
+            ("loop_layer_index_end", "core_end"),
+            ("loop_num_passes", "num_passes"),
+        )
+    )
+    if not start < end <= len(types):
+        raise reading.fields.fail(
+            f"layers {start} to {end - 1} loop, but the model has layers 0 to {len(types) - 1}: correct "
+            "loop_layer_index_start, loop_layer_index_end or num_hidden_layers"
+        )
+    more = types[start:end] * (passes - 1)
+    reading.derive("caches of further passes", len(more), f"layers {start} to {end - 1} run {passes} times")
+    return (*types, *more)
 
 
 def _hybrids(
@@ -201,31 +273,45 @@ def minimax(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
 def bailing(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """Read Ling and Ring linear: the last of every ``layer_group_size`` layers is full attention.
 
-    The layers of an unfinished last group are full attention too. Full attention is MLA where the config has
-    ``kv_lora_rank`` (2.5 and later). The other layers are Kimi's delta attention where the config has
-    ``short_conv_kernel_size`` (3), else lightning attention.
+    Full attention is MLA where the config has ``kv_lora_rank`` (2.5 and later). The other layers are Kimi's delta
+    attention where the config has ``short_conv_kernel_size`` (3), else lightning attention. ``layer_types`` comes
+    first. In a file that transformers 5.24 saved, ``head_dim`` is the rotary width and ``linear_head_dim`` the width of
+    a head.
     """
     reading = Reading(fields, {}, given)
     number = layer_count(reading)
-    group = reading.required("every n-th layer is full attention", (GROUP,))
-    whole = number // group * group
-    types = tuple(FULL if (i + 1) % group == 0 or i >= whole else LINEAR for i in range(number))
-    where = ranges([i for i, kind in enumerate(types) if kind == FULL])
-    reading.say("full attention layers", where, GROUP, reading.source(GROUP))
+    types = _bailing_types(reading, number)
     heads = heads_of(reading, options)
     if reading.key(("kv_lora_rank",)) is None:
         full: KVCacheSpec = heads.full(fields, options)
     else:
         full = mla_spec(fields, options, heads.heads)
+    width = reading.integer("width of a head of linear layers", ("linear_head_dim",)) or heads.head_dim
+    many = reading.integer("heads of linear layers", ("linear_num_heads",)) or heads.heads
     if reading.key((_SHORT_CONV,)) is None:
         # their code keeps the recurrence in float32, vLLM in the dtype of the model
         dtype = "float32" if options.backend == "transformers" else options.state_dtype
-        linear = _lightning(heads, reading, options, dtype)
+        linear = _lightning(Heads(many, many, width), reading, options, dtype)
     else:
         kernel = reading.required("width of the convolution", (_SHORT_CONV,), minimum=2)
-        own = (heads.heads, heads.heads, heads.head_dim, heads.head_dim, kernel)
+        own = (many, many, width, width, kernel)
         linear = DeltaNet(fields.integer("hidden_size"), *own, mamba_type="kda_attention").spec(fields, options)
     return _facts(reading, types, heads, {FULL: full, LINEAR: linear})
+
+
+def _bailing_types(reading: Reading, number: int) -> tuple[str, ...]:
+    """Return the type of every layer. Raises ConfigError where two engines read ``layer_group_size`` differently."""
+    if reading.key(("layer_types",)) is not None:
+        return types_of(reading, number, (FULL, LINEAR))
+    group = reading.required("every n-th layer is full attention", (GROUP,))
+    whole = number // group * group
+    if whole < number and reading.fields.text("model_type") == "bailing_hybrid":
+        # full attention in the models' own code and vLLM 0.33, linear attention in transformers 5.24
+        raise reading.missing(f"what layers {whole} to {number - 1} are", "layer_types", '["full_attention", ...]')
+    types = tuple(FULL if (i + 1) % group == 0 or i >= whole else LINEAR for i in range(number))
+    where = ranges([i for i, kind in enumerate(types) if kind == FULL])
+    reading.say("full attention layers", where, GROUP, reading.source(GROUP))
+    return types
 
 
 def _lightning(heads: Heads, reading: Reading, options: ReadOptions, dtype: str) -> KVCacheSpec:
@@ -243,8 +329,9 @@ def _facts(reading: Reading, types: Sequence[str], heads: Heads, specs: dict[str
 OTHER_STATES: Final[Mapping[str, NotingFamily]] = {
     **dict.fromkeys(BAILING, bailing),
     **dict.fromkeys(MINIMAX, minimax),
-    "inkling_text": inkling,
+    **dict.fromkeys(("inkling_text", "inkling2_text", LOOPED), inkling),
     "lfm2_moe": lfm2_moe,
+    "lfm3": lfm3,
     "recurrent_gemma": recurrent_gemma,
     "rwkv": rwkv,
     "xlstm": xlstm,

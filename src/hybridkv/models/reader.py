@@ -13,8 +13,9 @@ from hybridkv.models.decoders import DECODERS, ENCODER_DECODERS
 from hybridkv.models.fields import DTYPE_NAMES, Fields, config_dtype, max_model_len
 from hybridkv.models.general import HEADS, general, with_mtp
 from hybridkv.models.hybrids import HYBRIDS
+from hybridkv.models.indexed import INDEXED_DECODERS
 from hybridkv.models.json_text import DocumentError, read_json
-from hybridkv.models.layers import Counting, Family, ReadOptions, Weights, refuse_layer_types
+from hybridkv.models.layers import Counting, Family, NotingFamily, ReadOptions, Weights, refuse_layer_types
 from hybridkv.models.model import ASSUMED, Model, ReadFact
 from hybridkv.models.other_states import OTHER_STATES
 from hybridkv.models.quantization import QUANTIZED, SIDECAR, KVDtype, kv_dtype, weight_bytes
@@ -26,6 +27,8 @@ ASSUMED_DTYPE: Final = "bfloat16"
 BACKENDS: Final = ("vllm", "transformers")
 
 FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **ENCODER_DECODERS, **HYBRIDS}
+NOTING: Final[Mapping[str, NotingFamily]] = {**OTHER_STATES, **INDEXED_DECODERS}
+"""Readers that note the source of each value, by model type. The general reader reads all further types."""
 
 
 NOT_YET: Final[Mapping[str, str]] = table("types")["not_yet"]
@@ -99,7 +102,7 @@ def read_model(
     of_states = config_dtype(part) or (cache_dtype if dtype_bytes(cache_dtype) > 1 else ASSUMED_DTYPE)
     every_state = _every_state(state_dtype, backend)
     options = ReadOptions(block_size, tp, cache_dtype, backend, of_states, num_speculative_tokens, every_state)
-    noting = OTHER_STATES.get(model_type, general)
+    noting = NOTING.get(model_type, general)
     refuse_unread(part, model_type, general=family is None and noting is general)
     facts = noting(part, options, tuple(given)) if family is None else family(part, options)
     described = facts.fields or part

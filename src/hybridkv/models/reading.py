@@ -37,7 +37,10 @@ DERIVED: Final = "rule of its config class"
 
 @cache
 def table(name: str) -> dict[str, dict[str, Any]]:
-    """Return one of the tables of model types: ``defaults``, made by tests/runner/config_classes.py, or ``types``."""
+    """Return a table of model types: ``defaults``, made by tests/runner/config_classes.py, ``newer``, or ``types``.
+
+    ``newer`` has the config classes that the transformers of ``defaults`` lacks; its header names their versions.
+    """
     found: dict[str, dict[str, Any]] = json.loads(
         files("hybridkv.models").joinpath("classes", f"{name}.json").read_text("utf-8")
     )
@@ -49,12 +52,13 @@ def class_defaults(model_type: str) -> Mapping[str, object] | None:
 
     Returns ``None`` for an unknown model type.
     """
-    return table("defaults")["defaults"].get(model_type)
+    found: Mapping[str, object] | None = table("defaults")["defaults"].get(model_type)
+    return table("newer")["defaults"].get(model_type) if found is None else found
 
 
 def text_parts() -> Mapping[str, str]:
     """Return the model type of the language model by the model type of a config with several parts."""
-    return table("defaults")["text_parts"]
+    return {**table("newer")["text_parts"], **table("defaults")["text_parts"]}
 
 
 _USUAL: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size", "sliding_window")

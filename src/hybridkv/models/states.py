@@ -102,7 +102,10 @@ class Mamba2:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """Gated delta rule, or Kimi's delta attention: a matrix of ``key_dim`` x ``value_dim`` for every value head."""
+    """Gated delta rule, or Kimi's delta attention: a matrix of ``key_dim`` x ``value_dim`` for every value head.
+
+    ``full_gate``: the output gate of Kimi K3, one matrix (``use_full_rank_gate``) instead of two of low rank.
+    """
 
     hidden: int
     key_heads: int
@@ -111,6 +114,7 @@ class DeltaNet:
     value_dim: int
     kernel: int
     mamba_type: str = "gdn_attention"
+    full_gate: bool = False
 
     @property
     def channels(self) -> int:
@@ -135,7 +139,8 @@ class DeltaNet:
         value = self.value_heads * self.value_dim
         shared = self.hidden * self.channels + self.channels * self.kernel + self.value_dim + value * self.hidden
         if self.mamba_type == "kda_attention":
-            gates = 2 * (self.hidden * self.value_dim + self.value_dim * value) + self.hidden * self.value_heads
+            low_rank = self.value_dim * (self.hidden + value)
+            gates = low_rank + (self.hidden * value if self.full_gate else low_rank) + self.hidden * self.value_heads
             return shared + gates + value + self.value_heads
         return shared + self.hidden * (value + 2 * self.value_heads) + 2 * self.value_heads
 
@@ -159,6 +164,16 @@ class ShortConv:
         hidden = self.hidden
         conv = hidden * self.kernel + (hidden if self.bias else 0)
         return linear(hidden, 3 * hidden, bias=self.bias) + conv + linear(hidden, hidden, bias=self.bias)
+
+
+def one_width_of_convolutions(fields: Fields) -> None:
+    """Raise ConfigError where LFM2's ``conv_dim`` (of vLLM) differs from ``hidden_size`` (of transformers)."""
+    channels = fields.optional("conv_dim")
+    if channels not in (None, fields.integer("hidden_size", channels)):
+        raise fields.fail(
+            f"conv_dim {channels} differs from hidden_size {fields.integer('hidden_size')}, and engines disagree about "
+            "which of them is the width of the convolutions: correct one of them"
+        )
 
 
 def _spec(

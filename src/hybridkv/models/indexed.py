@@ -1,0 +1,127 @@
+"""Decoders with an indexer's keys next to attention, or with heads that differ by the type of the layer.
+
+Fields and rules are those of transformers' config classes (5.24) and of vLLM 0.33's configs and model code. Each reader
+names its sources. Where both disagree, or leave a value open that bytes depend on, the config is rejected with an error
+that names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from hybridkv.models.fields import Fields
+from hybridkv.models.general import WINDOW, facts, general, layer_count
+from hybridkv.models.layers import FULL, SLIDING, FamilyFacts, Heads, NotingFamily, Part, ReadOptions, layers_of
+from hybridkv.models.reading import Reading, class_defaults
+
+_SPARSE: Final = "sparse_attention_config"
+_OTHER: Final = "attention_other_setting"
+_DRAFTS: Final = "num_nextn_predict_layers"
+SPARSE: Final = "minimax_m3_sparse"
+"""Type of a layer with an indexer in MiniMax-M3."""
+
+
+def minimax_m3(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+    """Read MiniMax-M3: attention in all layers, with one indexer's key per token in some.
+
+    The files give ``sparse_attention_config``: ``sparse_attention_freq`` (1 for a layer with an indexer) and
+    ``sparse_index_dim`` (elements of a key). transformers turns them into ``layer_types`` and ``index_head_dim``
+    (configuration_minimax_m3_vl.py); vLLM reads them as they are (models/minimax_m3/nvidia/model.py).
+    """
+    section = fields.mapping(_SPARSE)
+    if not section:
+        return general(fields, options, given)
+    inner = Fields(section, fields.name)
+    count = fields.layers("num_hidden_layers", 60)
+    codes = _codes(inner, "sparse_attention_freq", count)
+    values = dict(fields.values)
+    if not inner.flag("use_sparse_attention", default=True) and any(codes):
+        raise fields.fail(
+            f"{_SPARSE} has use_sparse_attention false and layers with an indexer in sparse_attention_freq: correct one"
+        )
+    indexed = [i for i, code in enumerate(codes) if code]
+    if any(not one for i, one in enumerate(_codes(inner, "sparse_disable_index_value", count, 1)) if i in indexed):
+        raise fields.fail(
+            f"sparse_disable_index_value of {_SPARSE} is 0 for a layer with an indexer, which would keep values, too: "
+            "not supported"
+        )
+    made = [SPARSE if code else FULL for code in codes]
+    if values.get("layer_types") not in (None, made):
+        raise fields.fail(f"layer_types and sparse_attention_freq of {_SPARSE} differ: correct one of them")
+    width = inner.integer("sparse_index_dim", fields.optional("index_head_dim", 128))
+    values |= {"layer_types": made, "index_head_dim": width}
+    found = general(replace(fields, values=values), options, given)
+    said = {"layer_types": f"{_SPARSE}.sparse_attention_freq", "index_head_dim": f"{_SPARSE}.sparse_index_dim"}
+    return replace(
+        found, read_from=tuple(replace(one, field=said.get(one.field, one.field)) for one in found.read_from)
+    )
+
+
+def _codes(inner: Fields, key: str, count: int, default: int | None = None) -> Sequence[int]:
+    """Return a list of 0 or 1 for each layer; ``default`` for a missing list, or an error without a default."""
+    found = inner.integers(key)
+    if found is None and default is not None:
+        return (default,) * count
+    if found is None or len(found) != count or not set(found) <= {0, 1}:
+        raise inner.fail(f"{key} of {_SPARSE} must have 0 or 1 for each of {count} layers: correct it")
+    return found
+
+
+# -- Step-3.5 and -3.7: windowed layers with more query heads
+
+
+def step_3(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+    """Read Step-3.5 and -3.7: ``num_attention_groups`` KV heads, windows by ``layer_types``.
+
+    ``layer_types`` may have entries for the ``num_nextn_predict_layers`` drafting layers at its end. Windowed layers
+    have as many KV heads as the others; only query heads differ (``num_sliding_attention_heads``, or
+    ``attention_other_setting``). Sources: configuration_step3p7.py of transformers, model_executor/models/step3p5.py of
+    vLLM.
+    """
+    reading = Reading(fields, class_defaults(fields.text("model_type") or "") or {}, given)
+    number = layer_count(reading)
+    types = _step_types(reading, number)
+    groups = reading.required("KV heads", ("num_attention_groups", "num_key_value_heads"))
+    width = reading.required("width of a head", ("head_dim",))
+    heads = Heads(reading.required("attention heads", ("num_attention_heads",)), groups, width)
+    parts = {FULL: (Part("self_attn", heads.full(fields, options)),)}
+    if SLIDING in types:
+        windowed = _windowed(reading, heads)
+        window = reading.required("window", WINDOW)
+        parts[SLIDING] = (Part("self_attn", windowed.sliding(fields, options, window)),)
+    return facts(reading, layers_of(types, parts, reading.name))
+
+
+def _step_types(reading: Reading, number: int) -> tuple[str, ...]:
+    """Return the type of every layer, without those of drafting layers."""
+    if reading.own.values.get("layer_types") is None:
+        reading.derive("layers", f"{number} of {FULL}", "as its config class makes them")
+        return (FULL,) * number
+    types = reading.fields.names("layer_types") or ()
+    drafting = reading.fields.optional(_DRAFTS, 0, minimum=0) or 0
+    if len(types) not in (number, number + drafting):
+        raise reading.refuse_value("layer_types", list(types))
+    types = types[:number]
+    reading.say_types(types, "layer_types")
+    return types
+
+
+def _windowed(reading: Reading, heads: Heads) -> Heads:
+    """Return the heads of windowed layers. Raises ConfigError for other KV heads or another width than in ``heads``."""
+    other = Fields(reading.fields.mapping(_OTHER), reading.name)
+    if other.values and other.text("attention_type") not in (None, SLIDING):
+        raise reading.refuse_value(_OTHER, dict(other.values))
+    for key, same in (("num_attention_groups", heads.kv_heads), ("head_dim", heads.head_dim)):
+        if other.integer(key, same) != same:
+            # vLLM and transformers take both from the config of all layers
+            raise reading.fields.fail(
+                f"{key} {other.values[key]} of {_OTHER} differs from {same} of the other layers, and engines do not "
+                "read it: correct one of them"
+            )
+    many = reading.fields.optional("num_sliding_attention_heads") or other.integer("num_attention_heads", heads.heads)
+    return replace(heads, heads=many)
+
+
+INDEXED_DECODERS: Final[Mapping[str, NotingFamily]] = {"minimax_m3_vl_text": minimax_m3, "step3p5": step_3}
