@@ -74,6 +74,8 @@ REGIMES = (
     Regime("chunks", {"max_num_batched_tokens": 48}),
     Regime("little memory", SMALL, preempts=True),
     Regime("a step ahead", ahead=True),
+    Regime("a step ahead, chunks", {"max_num_batched_tokens": 48}, ahead=True),
+    Regime("a step ahead, aborts", ahead=True, abort=2),
     Regime("little memory, a step ahead", SMALL, ahead=True, preempts=True),
     Regime("little memory, by priority", {**SMALL, "scheduling_policy": "priority"}, preempts=True, priorities=True),
     Regime("aborts", abort=2),

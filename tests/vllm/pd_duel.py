@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Timer
 from typing import Any, Self
 
 import torch
@@ -40,6 +41,8 @@ SIDES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Options of vllm.LLM for both engines."""
+ANSWERS_WITHIN_S = 300.0
+"""An engine that needs longer for a round is ended: it may wait for loads for ever."""
 LATE = "a state one token late"
 """As nixl_variants has it, which imports vLLM."""
 
@@ -52,9 +55,11 @@ class Regime:
     """first, second: options of vllm.LLM for either engine.
 
     alone: the second is not given what the first answers for every so many-th prompt. lost: of every so many-th prompt
-    the second is sent to an engine that is gone. fault: of the connector, which must show. little: memory of the
-    second. several: the connector is one of several. within: loads belong to the step that resumes after them, at the
-    end of whole blocks. With states nobody can: stock answers otherwise, ours refuses.
+    the second is sent to an engine that is gone. dies: the first is killed before the second reads its second round.
+    failing: every so many-th read fails. aborts: every so many-th request is aborted while it loads. slow: steps that
+    a read takes. fault: of the connector, which must show. little: memory of the second. several: the connector is one
+    of several. ahead: with async scheduling (gpu_defaults.py). within: loads belong to the step that resumes after
+    them, at the end of whole blocks. With states nobody can: stock answers otherwise, ours refuses.
     """
 
     name: str
@@ -62,11 +67,27 @@ class Regime:
     second: Mapping[str, Any] = field(default_factory=dict)
     alone: int = 0
     lost: int = 0
+    dies: bool = False
+    failing: int = 0
+    aborts: int = 0
+    slow: int = 0
     fault: str | None = None
     states_alone: bool = False
     little: bool = False
     several: bool = False
+    ahead: bool = False
     within: bool = False
+
+    @property
+    def fails(self) -> bool:
+        """Whether loads fail, which are computed again."""
+        return bool(self.lost or self.dies or self.failing)
+
+    @property
+    def varied(self) -> Mapping[str, Any]:
+        """Options of nixl_variants; none for the connectors as they are."""
+        options = {"fault": self.fault, "within": self.within, "failing": self.failing, "slow": self.slow}
+        return {name: value for name, value in options.items() if value}
 
     def refuses(self, match: Match, side: str) -> bool:
         """Whether ours has to."""
@@ -85,9 +106,14 @@ REGIMES = (
     Regime("handed over"),
     Regime("every third alone", alone=3),
     Regime("every ninth prefill engine gone", lost=9),
+    Regime("every fourth read fails", second={"max_num_batched_tokens": 48}, failing=4),
+    Regime("the prefill engine dies", dies=True),
+    Regime("every third aborted while it loads", aborts=3, slow=3),
     Regime("chunks", {"max_num_batched_tokens": 48}),
     Regime("few blocks", little=True),
     Regime("several connectors", several=True),
+    Regime("a step ahead", ahead=True),
+    Regime("a step ahead, few blocks, every fourth read fails", little=True, failing=4, ahead=True),
     Regime("loaded within the step", within=True),
     Regime("two ranks", TWO_RANKS, TWO_RANKS),
     Regime(LATE, fault=LATE, states_alone=True),
@@ -121,8 +147,12 @@ class Live:
         try:
             self._process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        """End it at once, as when its machine is lost."""
+        self._process.kill()
+        self._process.wait()
 
     def ask(self, asks: Sequence[Mapping[str, Any]], *, hold: bool = False) -> None:
         """hold: it is asked once more, when others have read its blocks."""
@@ -135,7 +165,10 @@ class Live:
 
     def answer(self) -> Any:  # noqa: ANN401 - what vllm_engine.py answers
         assert self._process.stdout is not None
+        late = Timer(ANSWERS_WITHIN_S, self._process.kill)
+        late.start()
         line = self._process.stdout.readline()
+        late.cancel()
         if not line:
             raise VllmError(last_error(self._log.read_text("utf-8")))
         return json.loads(line)
@@ -143,35 +176,44 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What two engines made of all rounds: answers of the second, round by round; tokens that it loaded."""
+    """What two engines made of all rounds: answers of the second, round by round; tokens that it loaded.
+
+    An aborted request has an answer without tokens. failed: loads of the second.
+    """
 
     answers: list[list[Answer]]
     loaded: int
+    failed: int
     preemptions: int
     faults: tuple[str, ...]
 
 
 def options_of(model: Path, match: Match, side: str, regime: Regime, *, first: bool) -> dict[str, Any]:
     options = {"model": str(model), "max_model_len": 320, "block_size": 32, "enable_prefix_caching": True}
-    varies = regime.fault is not None or regime.within
-    transfer = connector("kv_producer" if first else "kv_consumer", natural=side == "natural", varied=varies)
-    if varies:
-        transfer["kv_connector_extra_config"] = {"fault": regime.fault, "within": regime.within}
+    natural = side == "natural"
+    transfer = connector("kv_producer" if first else "kv_consumer", natural=natural, varied=bool(regime.varied))
+    if regime.varied:
+        transfer["kv_connector_extra_config"] = dict(regime.varied)
     if regime.several:
-        transfer = several(transfer, match, model.with_name("stored"))
+        stores = match.name == "llama" and not natural  # ExampleConnector takes models of one group in vLLM's layout
+        transfer = several(transfer, model.with_name("stored") if stores else None)
     asked = regime.first if first else regime.second
     little = {"num_gpu_blocks_override": LITTLE[side]} if regime.little and not first else {}
-    return {**options, **match.options, **asked, **little, **SIDES[side], "kv_transfer_config": transfer}
+    ahead: dict[str, Any] = {"async_scheduling": True} if regime.ahead else {}
+    if regime.ahead and natural:
+        ahead["scheduler_cls"] = "hybridkv.vllm.AsyncNaturalScheduler"
+    return {**options, **match.options, **asked, **little, **SIDES[side], **ahead, "kv_transfer_config": transfer}
 
 
-def several(one: Mapping[str, Any], match: Match, folder: Path) -> dict[str, Any]:
-    """The connector ``one`` in vLLM's MultiConnector; next to it, for models of one group, one that only stores."""
+def several(one: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """The connector ``one`` in vLLM's MultiConnector, next to an onlooker, and to one that stores in ``folder``."""
+    onlooker = {"kv_connector": "Onlooker", "kv_connector_module_path": "nixl_variants", "kv_role": "kv_both"}
     stores = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(folder)},
     }
-    children = [one, stores] if match.name == "llama" else [one]
+    children = [one, onlooker, *([] if folder is None else [stores])]
     shared = {name: value for name, value in one.items() if name in {"kv_role", "kv_load_failure_policy"}}
     return {"kv_connector": "MultiConnector", **shared, "kv_connector_extra_config": {"connectors": children}}
 
@@ -186,24 +228,40 @@ def pair(model: Path, match: Match, rounds: Sequence[Round], regime: Regime, sid
             )
             for one in (True, False)
         )
-        for one in rounds:
+        for at, one in enumerate(rounds):
+            died = regime.dies and at > 1
             names = [f"{number + place}" for place in range(len(one.prompts))]
-            first.ask([asked_of(*ask, 1, FIRST) for ask in zip(names, one.prompts, strict=True)], hold=True)
-            handed = [answer["transfer"] for answer in first.answer()["answers"]]
+            handed = [None] * len(names) if died else prefilled(first, names, one.prompts)
+            if regime.several and not all(params and params.get("seen_blocks") for params in handed):
+                faults.append("the second connector did not see the blocks of each request")
+            if regime.dies and at == 1:
+                first.kill()
             takes = []
             for name, prompt, params in zip(names, one.prompts, handed, strict=True):
                 number += 1
-                takes.append(asked_of(name, prompt, OUTPUT, regime.given(number, params)))
+                given = None if params is None else regime.given(number, params)
+                abort = regime.aborts > 0 and number % regime.aborts == 0
+                takes.append(asked_of(name, prompt, OUTPUT, given) | {"abort": abort})
             second.ask(takes)
             answered = second.answer()
             faults += left_over("second", answered, side)
-            if not regime.alone and not regime.lost:  # the lease of blocks that nobody reads is 30 s
+            if not regime.alone and not regime.fails:  # the lease of blocks that nobody reads is 30 s
                 first.ask([])
                 faults += left_over("first", first.answer(), side)
             found.append([Answer(tuple(told["tokens"]), told["hit_tokens"]) for told in answered["answers"]])
-    if bool(answered["failed"]) != bool(regime.lost):
+    if bool(answered["failed"]) != regime.fails:
         faults.append(f"{answered['failed']} loads failed")
-    return Pair(found, answered["loaded"], answered["preemptions"], tuple(faults))
+    if answered["in_flight"] < 2 * regime.ahead:
+        faults.append(f"{answered['in_flight']} batches in flight")
+    if regime.aborts and all(one.tokens for round_ in found for one in round_):
+        faults.append("no request was aborted")
+    return Pair(found, answered["loaded"], answered["failed"], answered["preemptions"], tuple(faults))
+
+
+def prefilled(first: Live, names: Sequence[str], prompts: Sequence[Sequence[int]]) -> list[dict[str, Any] | None]:
+    """The transfer parameters that the first engine answers."""
+    first.ask([asked_of(*ask, 1, FIRST) for ask in zip(names, prompts, strict=True)], hold=True)
+    return [answer["transfer"] for answer in first.answer()["answers"]]
 
 
 def asked_of(name: str, prompt: Sequence[int], output: int, transfer: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -234,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_nixl()
     torch.set_num_threads(1)
     wrong = 0
-    columns = [f"{what}: {side}" for what in ("found", "loaded", "preemptions") for side in asked.sides]
+    columns = [f"{what}: {side}" for what in ("found", "loaded", "failed loads", "preemptions") for side in asked.sides]
     say(f"| model | regime | tokens | near-ties | {' | '.join(columns)} | |")
     say("|---|---|--:|--:|" + "--:|" * len(columns) + "---|")
     for match in (match for match in MATCHES if match.name in asked.models):
@@ -281,7 +339,9 @@ def compare(  # noqa: PLR0917 - what a line is made of
             failed.append(f"{side} refuses" if refused else f"{side}: {error}")
             faults += [failed[-1]] if side != "stock" and not refused else []
     faults += [f"{side} does not refuse" for side in pairs if regime.refuses(match, side)]
-    compared = {side: compared_with(wanted, rounds, one, plain) for side, one in pairs.items()}
+    compared = {
+        side: compared_with(wanted, rounds, one, plain, aborts=regime.aborts > 0) for side, one in pairs.items()
+    }
     different = {side: [one for one in found if not one.near_tie] for side, found in compared.items()}
     if regime.within and match.name == WITH_STATES and (theirs := different.pop("stock", None)) is not None:
         failed.append(f"stock answers {len(theirs)} otherwise")
@@ -304,6 +364,7 @@ def compare(  # noqa: PLR0917 - what a line is made of
         str(sum(one.near_tie for found in compared.values() for one in found)),
         *(f"{hits[side]:,}" if side in hits else "-" for side in sides),
         *(f"{pairs[side].loaded:,}" if side in pairs else "-" for side in sides),
+        *(str(pairs[side].failed) if side in pairs else "-" for side in sides),
         *(str(pairs[side].preemptions) if side in pairs else "-" for side in sides),
         "; ".join(filter(None, (f"**{len(faults)} faults**" if faults else shown(regime, different), *failed))),
     )
@@ -320,13 +381,16 @@ def shown(regime: Regime, different: Mapping[str, Sequence[object]]) -> str:
     return f"seen: {', '.join(f'{len(found)} ({side})' for side, found in different.items())} outputs differ"
 
 
-def compared_with(wanted: Sequence[Sequence[Answer]], rounds: Sequence[Round], found: Pair, plain: Plain) -> list[Any]:
-    """All differences."""
-    return [
-        one
-        for round_, theirs, ours in zip(rounds, wanted, found.answers, strict=True)
-        for one in Comparison.of(round_.prompts, theirs, ours, plain.gap).differences
-    ]
+def compared_with(
+    wanted: Sequence[Sequence[Answer]], rounds: Sequence[Round], found: Pair, plain: Plain, *, aborts: bool
+) -> list[Any]:
+    """All differences. aborts: answers without tokens are left out."""
+    differences = list[Any]()
+    for round_, theirs, ours in zip(rounds, wanted, found.answers, strict=True):
+        rows = [row for row in zip(round_.prompts, theirs, ours, strict=True) if row[2].tokens or not aborts]
+        prompts, wants, founds = zip(*rows, strict=True)
+        differences += Comparison.of(prompts, wants, founds, plain.gap).differences
+    return differences
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 OpenAI's SDK asks. Tokens must be those of one server of stock. Prints a table in Markdown.
 """
 
+import argparse
 import json
 import sys
 import time
@@ -51,7 +52,11 @@ def handed_over(first: str, second: str, prompts: Sequence[Sequence[int]]) -> li
     return outputs
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    names = [line.name for line in LINES]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sides", nargs="+", default=names, choices=names)
+    sides = parser.parse_args(arguments).sides
     require_nixl()
     wrong = 0
     say("| vllm serve, twice | prompts | loaded, of the second's metrics | |")
@@ -62,7 +67,7 @@ def main() -> int:
         prompts = [prompt for one in make_rounds(SEED, plain.generate) for prompt in one.prompts]
         with server(model, ()) as address:
             wanted = ask(address, prompts).outputs
-        for line in LINES:
+        for line in (line for line in LINES if line.name in sides):
             natural = line.name == "natural"
             first, second = (
                 (*line.options, "--kv-transfer-config", json.dumps(connector(role, natural=natural)))

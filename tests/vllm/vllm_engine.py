@@ -12,11 +12,12 @@ ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n}, ...], ...], "preemptio
 
 python vllm_engine.py OPTIONS        of vllm.LLM, JSON; a line of JSON in, a line of JSON out, until the lines end
 
-in       {"asks": [{"name": ..., "prompt": token ids, "output": tokens, "transfer": kv_transfer_params or null}, ...],
+in       {"asks": [{"name": ..., "prompt": token ids, "output": tokens, "transfer": kv_transfer_params or null,
+                    "abort": whether it is aborted while a connector loads it}, ...],
           "hold": whether the engine stops at the last answer, while others may still read blocks of these requests}
 out      {"answers": [{"tokens": [...], "hit_tokens": n, "transfer": kv_transfer_params or null}, ...],
           "loaded": tokens that a connector was to bring, "failed": loads that failed, "preemptions": n,
-          "usage": share, "manager": name}
+          "usage": share, "manager": name, "in_flight": most batches in the engine's queue}
 """
 
 import json
@@ -97,7 +98,15 @@ class Watched:
                 if abort and numbers[name] % abort == 1 and len(tokens) >= 5 and not one.finished:
                     done[name]["tokens"] = tokens[:5]
                     self.engine.abort_request([name])
+            for name in ({ask["name"] for ask in asks if ask.get("abort")} - done.keys()) & self.loading():
+                done[name] = {"tokens": [], "hit_tokens": 0, "transfer": None}
+                self.engine.abort_request([name])
         return [done[ask["name"]] for ask in asks]
+
+    def loading(self) -> set[str]:
+        """Names of the requests that wait for a connector."""
+        waiting = (one for one in self.core.scheduler.requests.values() if one.status.name == "WAITING_FOR_REMOTE_KVS")
+        return {one.request_id.rpartition("-")[0] for one in waiting}  # vLLM appends a random part
 
     def final_state(self) -> dict[str, Any]:
         """Return the state after the last request. Raise an error if an invariant of our cache is broken."""
@@ -143,6 +152,8 @@ def answer(options: dict[str, Any]) -> None:
     """Lines, until they end."""
     answers = os.fdopen(os.dup(1), "w")  # before vLLM logs to it
     os.dup2(2, 1)
+    if options.get("async_scheduling"):
+        gpu_defaults.schedule_ahead()
     watched = Watched(**options)
     for line in sys.stdin:
         asked = json.loads(line)
