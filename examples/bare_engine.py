@@ -69,10 +69,12 @@ class Attention(nn.Module):
 
     def spec(self) -> KVCacheSpec:
         """Return the spec of the keys and values that it keeps of every token."""
-        common = {"block_size": BLOCK_SIZE, "num_kv_heads": KV_HEADS, "head_size": WIDTH}
+        size, heads, width = BLOCK_SIZE, KV_HEADS, WIDTH
         if self.window is None:
-            return FullAttentionSpec(**common, dtype="float32")
-        return SlidingWindowSpec(**common, dtype="float32", sliding_window=self.window)
+            return FullAttentionSpec(block_size=size, num_kv_heads=heads, head_size=width, dtype="float32")
+        return SlidingWindowSpec(
+            block_size=size, num_kv_heads=heads, head_size=width, dtype="float32", sliding_window=self.window
+        )
 
 
 class Delta(nn.Module):

@@ -2,16 +2,18 @@
 
 A spec gives the bytes of a page (one block in this layer) and the most blocks that one request needs.
 ``merge`` and ``UniformTypeKVCacheSpecs`` decide which layers may share a block table.
-Names and formulas follow ``vllm/v1/kv_cache_interface.py``.
+Names and formulas follow ``vllm/v1/kv_cache_interface.py`` of vLLM 0.33. Compressed caches are values of these specs:
+``tokens_per_state``, roles and alignments (``hybridkv.spec_fields``, docs/design/0035-compressed-caches.md).
 
     KVCacheSpec
-    ├── AttentionSpec               a row for every token
+    ├── AttentionSpec               a row for every token, or for every state
     │   ├── FullAttentionSpec           every token
     │   │   ├── MLAAttentionSpec            one latent vector per token
     │   │   └── SinkFullAttentionSpec       learned sink tokens before the first token
     │   ├── SlidingWindowSpec           the last tokens
     │   │   └── SlidingWindowMLASpec        one latent vector per token
     │   ├── ChunkedLocalAttentionSpec   the tokens of the current chunk
+    │   ├── CircularBufferSpec          the tokens of a group that is still being compressed
     │   ├── CrossAttentionSpec          the encoder's tokens
     │   └── EncoderOnlyAttentionSpec    nothing
     ├── MambaSpec                   one state
@@ -24,12 +26,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import gcd, prod
+from fractions import Fraction
+from math import gcd, lcm, prod
 from typing import Annotated, ClassVar, Final, Self
 
-from hybridkv.arguments import Count, Positive, check_types, instance
+from hybridkv.arguments import Count, Positive, at_least, check_types, instance, or_none
 from hybridkv.errors import ConfigError
-from hybridkv.units import ceil_div, dtype_bytes, dtype_name, shown
+from hybridkv.spec_fields import Feature, KernelBlocks, Rate, Role, SparseCacheRole, StrideAlignment
+from hybridkv.units import ceil_div, dtype_bytes, dtype_name, round_up, shown
 
 __all__ = [
     "BATCHED_TOKENS",
@@ -37,6 +41,7 @@ __all__ = [
     "MAMBA_TYPES",
     "AttentionSpec",
     "ChunkedLocalAttentionSpec",
+    "CircularBufferSpec",
     "CrossAttentionSpec",
     "EncoderOnlyAttentionSpec",
     "FullAttentionSpec",
@@ -95,6 +100,7 @@ class Keeps(StrEnum):
         WINDOW: the last tokens of a request.
         ENCODER: the tokens of the encoder's input.
         STATE: nothing, a state has a fixed size.
+        RING: nothing, a ring has a fixed size. It holds the raw keys of the tokens that are still being compressed.
         NOTHING: the layer keeps no bytes between steps.
     """
 
@@ -102,6 +108,7 @@ class Keeps(StrEnum):
     WINDOW = "window"
     ENCODER = "encoder"
     STATE = "state"
+    RING = "ring"
     NOTHING = "nothing"
 
 
@@ -114,7 +121,9 @@ class KVCacheSpec(ABC):
         kind: a name shared by layers that keep the same token slots if their masks agree. A subclass that leaves it
             ``None`` cannot join a uniform type.
         block_size: tokens per block.
-        page_size_padded: bytes of the page where a layout needs more than ``content_bytes``, never less.
+        page_size_padded: bytes of the page where a layout needs more than ``aligned_bytes``, never less.
+        block_stride_alignment: the bytes from one block to the next are a multiple of this many bytes, or of whole
+            kernel blocks. ``None`` for any stride.
     """
 
     keeps: ClassVar[Keeps]
@@ -122,13 +131,14 @@ class KVCacheSpec(ABC):
 
     block_size: Positive
     page_size_padded: int | None = None
+    block_stride_alignment: StrideAlignment = None
 
     def __post_init__(self) -> None:
         check_types(self)
         self._check()
-        if self.page_size_padded is not None and self.page_size_padded < self.content_bytes:
+        if self.page_size_padded is not None and self.page_size_padded < self.aligned_bytes:
             raise ConfigError(
-                f"page_size_padded {self.page_size_padded} is smaller than the {self.content_bytes} bytes "
+                f"page_size_padded {self.page_size_padded} is smaller than the {self.aligned_bytes} bytes "
                 f"of a page of {type(self).__name__}: raise it to at least that"
             )
 
@@ -141,9 +151,65 @@ class KVCacheSpec(ABC):
         """Bytes that one block holds in this layer, without padding."""
 
     @property
+    def aligned_bytes(self) -> int:
+        """``content_bytes``, rounded up where a kernel needs aligned pages."""
+        return self.content_bytes
+
+    @property
     def page_size_bytes(self) -> int:
         """Bytes of one block in this layer, padding included."""
-        return self.content_bytes if self.page_size_padded is None else self.page_size_padded
+        return self.aligned_bytes if self.page_size_padded is None else self.page_size_padded
+
+    @property
+    def stride_multiple(self) -> int:
+        """The bytes of which the stride between blocks is a multiple.
+
+        Whole kernel blocks have the bytes of a page of ``gcd(tokens, block_size)`` tokens; 1 if that is the block.
+        """
+        wanted = self.block_stride_alignment
+        if not isinstance(wanted, KernelBlocks):
+            return wanted or 1
+        tokens = gcd(wanted.tokens, self.block_size)
+        if tokens == self.block_size:
+            return 1
+        return replace(self, block_size=tokens, page_size_padded=None).page_size_bytes
+
+    @property
+    def block_stride_bytes(self) -> int:
+        """Bytes from one block to the next where each layer has its own run of pages: the page, aligned."""
+        return round_up(self.page_size_bytes, self.stride_multiple)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each context parallel rank keeps only its share of the tokens. States are whole on each rank."""
+        return False
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether prefix caching may publish the layer's blocks."""
+        return True
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features that parts of the library other than the planner may lack."""
+        return frozenset()
+
+    def ranks(self, limits: RequestLimits) -> int:
+        """Return the context parallel ranks that a request's tokens are spread over: 1 unless ``is_sharded``.
+
+        Args:
+            limits: limits of the request.
+        """
+        return limits.cp if self.is_sharded else 1
+
+    def tp_replicas(self, tp: int, limits: RequestLimits) -> int:  # noqa: ARG002 - the answer of states
+        """Return how many tensor parallel ranks in a row hold equal contents; 1 where that is unknown.
+
+        Args:
+            tp: tensor parallel ranks.
+            limits: limits of a request, with the context parallel ranks.
+        """
+        return 1
 
     @abstractmethod
     def max_request_blocks(self, limits: RequestLimits) -> int:
@@ -167,7 +233,8 @@ class KVCacheSpec(ABC):
         Args:
             limits: limits of the request.
         """
-        return max(-(-limits.max_model_len // (self.block_size * limits.cp)), 1 + limits.num_speculative_tokens)
+        size = self.block_size * self.ranks(limits)
+        return max(ceil_div(limits.max_model_len, size), 1 + limits.num_speculative_tokens)
 
     def reserved_blocks(self, ranks: int) -> int:  # noqa: ARG002 - the answer of every spec
         """Return the number of blocks that belong to the layer, not to requests.
@@ -219,6 +286,7 @@ class KVCacheSpec(ABC):
 
 
 _Dtype = Annotated[str, lambda _, value: dtype_name(value)]
+_PositiveOrNone = Annotated[int | None, or_none(at_least(1))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +298,15 @@ class AttentionSpec(KVCacheSpec):
         head_size: elements of a key in one head.
         dtype: canonical name of the dtype of keys and values.
         head_size_v: elements of a value in one head, where it differs from ``head_size`` (config field ``v_head_dim``).
+        tokens_per_state: tokens that one stored state covers. 1 for plain attention; an integer above 1 where keys are
+            compressed; a Fraction below 1 where a token has several states. It divides ``block_size``.
+        alignment: bytes of which a page is a multiple, where a kernel needs that. The rest of the page is padding.
+        num_head_slots: heads of a page where a kernel packs several KV heads into one; ``None`` for ``num_kv_heads``.
+        state_content_bytes: bytes of one state in one head slot where they do not follow from head size and dtype, as
+            in packed formats with scales; ``None`` where they do.
+        dcp_sharded: whether each context parallel rank keeps only its share of the tokens.
+        max_tp_shards: distinct parts of the cache over all tensor parallel ranks. Further ranks hold copies.
+            ``None`` where that is unknown.
     """
 
     is_latent: ClassVar[bool] = False
@@ -238,18 +315,76 @@ class AttentionSpec(KVCacheSpec):
     head_size: Positive
     dtype: _Dtype
     head_size_v: int | None = None
+    tokens_per_state: Rate = 1
+    alignment: _PositiveOrNone = None
+    num_head_slots: _PositiveOrNone = None
+    state_content_bytes: _PositiveOrNone = None
+    dcp_sharded: bool = True
+    max_tp_shards: _PositiveOrNone = None
+
+    def _check(self) -> None:
+        if Fraction(self.block_size) % self.tokens_per_state:
+            raise ConfigError(
+                f"block_size {self.block_size} is not a multiple of tokens_per_state {self.tokens_per_state}, so a "
+                "block would not hold whole states: give a block_size that is a multiple"
+            )
+        multiple = self.alignment or 1
+        if self.page_size_padded is not None and self.page_size_padded % multiple:
+            raise ConfigError(
+                f"page_size_padded {self.page_size_padded} is not a multiple of the alignment of {multiple} bytes: "
+                f"raise it to {round_up(self.page_size_padded, multiple)}"
+            )
+
+    @property
+    def num_states(self) -> int:
+        """States in a block: ``block_size / tokens_per_state``."""
+        return int(self.block_size / Fraction(self.tokens_per_state))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state in one head slot."""
+        if self.state_content_bytes is not None:
+            return self.state_content_bytes
+        return self.elements_per_token * dtype_bytes(self.dtype)
+
+    @property
+    def is_sharded(self) -> bool:
+        """``dcp_sharded``."""
+        return self.dcp_sharded
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features of attention that parts of the library other than the planner may lack."""
+        needed = {
+            Feature.RATE: self.tokens_per_state != 1,
+            Feature.PACKED: self.state_content_bytes is not None or self.num_head_slots is not None,
+            Feature.REPLICATED: not self.dcp_sharded and self.keeps in {Keeps.TOKENS, Keeps.WINDOW},
+        }
+        return frozenset(feature for feature, is_needed in needed.items() if is_needed)
+
+    def tp_replicas(self, tp: int, limits: RequestLimits) -> int:
+        """Return ``tp // max_tp_shards``, at least 1; 1 where shards are unknown, or where ranks share the tokens."""
+        if self.max_tp_shards is None or (self.dcp_sharded and limits.dcp > 1):
+            return 1
+        return max(1, tp // self.max_tp_shards)
 
     @property
     def elements_per_token(self) -> int:
-        """Elements of one token in one KV head: key and value, or one latent vector with its rotary part."""
+        """Elements of one state in one KV head: key and value, or one latent vector with its rotary part."""
         if self.is_latent:
             return self.head_size
         return self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
 
     @property
     def content_bytes(self) -> int:
-        """``block_size * num_kv_heads * (head_size + head_size_v) * bytes of dtype``."""
-        return self.block_size * self.num_kv_heads * self.elements_per_token * dtype_bytes(self.dtype)
+        """``num_states * heads * state_bytes``. For plain attention, these are the key and the value of each token."""
+        heads = self.num_kv_heads if self.num_head_slots is None else self.num_head_slots
+        return self.num_states * heads * self.state_bytes
+
+    @property
+    def aligned_bytes(self) -> int:
+        """``content_bytes``, rounded up to a multiple of ``alignment``."""
+        return round_up(self.content_bytes, self.alignment or 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,8 +414,8 @@ class FullAttentionSpec(AttentionSpec):
         return self.sliding_window, self.attention_chunk_size
 
     def max_request_blocks(self, limits: RequestLimits) -> int:
-        """Return ``ceil(max_model_len / (dcp * pcp) / block_size)``."""
-        return ceil_div(ceil_div(limits.max_model_len, limits.cp), self.block_size)
+        """Return ``ceil(max_model_len / (dcp * pcp) / block_size)``; without the ranks unless ``dcp_sharded``."""
+        return ceil_div(ceil_div(limits.max_model_len, self.ranks(limits)), self.block_size)
 
     @staticmethod
     def merge_window_sizes(sizes: set[int]) -> int | None:
@@ -332,15 +467,28 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """Multi-head latent attention: one latent vector per token, shared by all heads.
+    """Multi-head latent attention: one latent vector per token, or per compressed group of tokens, for all heads.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. ``head_size`` is the config's
     ``kv_lora_rank + qk_rope_head_dim`` and ``num_kv_heads`` is 1.
+
+    Attributes:
+        cache_role: the latents that attention reads, or the keys of an indexer.
+        is_index_group_leader: whether the layer computes the indexer's choice of tokens, which later layers of its
+            group reuse.
     """
 
     is_latent: ClassVar = True
 
     num_kv_heads: Positive = 1
+    cache_role: Role = SparseCacheRole.SPARSE
+    is_index_group_leader: bool = False
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features of attention, and the role of an indexer."""
+        role = {Feature.INDEXER} if self.cache_role is SparseCacheRole.INDEXER else set()
+        return super(MLAAttentionSpec, self).features | role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +505,7 @@ class SinkFullAttentionSpec(FullAttentionSpec):
 
     def reserved_blocks(self, ranks: int) -> int:
         """Return ``ceil(sink_len / (block_size * ranks))``, the blocks of the sink's keys and values."""
-        return ceil_div(self.sink_len, self.block_size * ranks)
+        return ceil_div(self.sink_len, self.block_size * (ranks if self.dcp_sharded else 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,12 +514,26 @@ class SlidingWindowSpec(AttentionSpec):
 
     Attributes:
         sliding_window: window in tokens.
+        extra_retained_tokens: tokens before the window that are kept but not read. Drafts of several modules compute
+            the last tokens of a request again, so blocks are freed later.
     """
 
     keeps: ClassVar = Keeps.WINDOW
     kind: ClassVar = "sliding"
 
     sliding_window: Positive
+    extra_retained_tokens: Count = 0
+
+    @property
+    def uniform_key(self) -> Hashable:
+        """The kind, the window and the further tokens that are kept."""
+        return self.kind, self.sliding_window, self.extra_retained_tokens
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features of attention, and tokens that are kept before the window."""
+        retained = {Feature.RETAINED} if self.extra_retained_tokens else set()
+        return super(SlidingWindowSpec, self).features | retained
 
     @property
     def mask(self) -> tuple[int | None, int | None]:
@@ -379,12 +541,13 @@ class SlidingWindowSpec(AttentionSpec):
         return self.sliding_window, None
 
     def max_request_blocks(self, limits: RequestLimits) -> int:
-        """Return the blocks of ``min(sliding_window - 1 + max_in_flight_tokens, max_model_len)`` tokens, and one more.
+        """Return the blocks of ``min(sliding_window - 1 + more, max_model_len)`` tokens, and one more.
 
-        A window may start inside a block, so its tokens may touch one more block than they fill.
+        ``more`` is ``extra_retained_tokens + max_in_flight_tokens``. A window may start inside a block, so its tokens
+        may touch one more block than they fill.
         """
-        tokens = min(self.sliding_window - 1 + limits.max_in_flight_tokens, limits.max_model_len)
-        return ceil_div(tokens, self.block_size * limits.cp) + 1
+        kept = self.sliding_window - 1 + self.extra_retained_tokens + limits.max_in_flight_tokens
+        return ceil_div(min(kept, limits.max_model_len), self.block_size * self.ranks(limits)) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,10 +583,48 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
         Where chunks start inside blocks, the tokens before the chunk in its first block count too.
         """
-        size = self.block_size * limits.cp
+        size = self.block_size * self.ranks(limits)
         before = size - gcd(self.attention_chunk_size, size)
         tokens = before + self.attention_chunk_size + limits.max_in_flight_tokens
         return min(ceil_div(tokens, size), ceil_div(limits.max_model_len, size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CircularBufferSpec(AttentionSpec):
+    """A ring of raw keys of the group of tokens that is still being compressed: one block of each request.
+
+    ``block_size`` is the capacity of the ring in tokens. It must exceed the group by the drafts of a step, because a
+    step writes its drafts before it knows which of them stay. Prefix caching does not publish a ring. Each context
+    parallel rank keeps the whole ring.
+    """
+
+    keeps: ClassVar = Keeps.RING
+    kind: ClassVar = "ring"
+
+    dcp_sharded: bool = False
+
+    def _check(self) -> None:
+        super(CircularBufferSpec, self)._check()
+        if self.dcp_sharded:
+            raise ConfigError("a ring is whole on each context parallel rank: drop dcp_sharded")
+
+    @property
+    def is_cached(self) -> bool:
+        """False: a ring is overwritten while its request runs."""
+        return False
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features of attention, and the ring."""
+        return super(CircularBufferSpec, self).features | {Feature.RING}
+
+    def max_request_blocks(self, limits: RequestLimits) -> int:  # noqa: ARG002 - the answer of every ring
+        """Return 1."""
+        return 1
+
+    def max_row_blocks(self, limits: RequestLimits) -> int:  # noqa: ARG002 - the answer of every ring
+        """Return 1."""
+        return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -552,6 +753,8 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     def _check(self) -> None:
         if self.page_size_padded is not None:
             raise ConfigError("the pages of a uniform type are padded layer by layer: drop page_size_padded")
+        if self.block_stride_alignment is not None:
+            raise ConfigError("the blocks of a uniform type are aligned layer by layer: drop block_stride_alignment")
         if not self.is_uniform_type(self.kv_cache_specs) or self.block_size != self.layers[0][1].block_size:
             raise ConfigError("these layers are not of one type with one block size: put them into separate groups")
 
@@ -574,6 +777,30 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     def page_size_bytes(self) -> int:
         """The sum of the layers' pages in bytes."""
         return sum(spec.page_size_bytes for _, spec in self.layers)
+
+    @property
+    def stride_multiple(self) -> int:
+        """The least common multiple of the layers' multiples."""
+        return lcm(*(spec.stride_multiple for _, spec in self.layers))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the layers are."""
+        return self.layers[0][1].is_sharded
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the layers are."""
+        return all(spec.is_cached for _, spec in self.layers)
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features of all layers."""
+        return frozenset[Feature]().union(*(spec.features for _, spec in self.layers))
+
+    def tp_replicas(self, tp: int, limits: RequestLimits) -> int:
+        """Return the greatest common divisor of the layers' copies."""
+        return gcd(*(spec.tp_replicas(tp, limits) for _, spec in self.layers))
 
     @property
     def uniform_key(self) -> Hashable | None:
@@ -607,7 +834,8 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     def is_uniform_type(cls, kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
         """Return whether the layers have one kind, one window, chunk or number of drafts, and one block size.
 
-        Full, MLA and sink attention count as one kind.
+        Full, MLA and sink attention count as one kind, at any rates. Layers that context parallel ranks share are
+        another kind than layers that are whole on each rank.
 
         Args:
             kv_cache_specs: specs by layer name.
@@ -624,7 +852,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
                 raise ConfigError(
                     f"layer {name}: {type(spec).__name__} is not a known kind of spec: give it a uniform_key"
                 )
-        return len({(spec.uniform_key, spec.block_size) for spec in kv_cache_specs.values()}) == 1
+        return len({(spec.uniform_key, spec.block_size, spec.is_sharded) for spec in kv_cache_specs.values()}) == 1
 
     @classmethod
     def from_specs(cls, kv_cache_specs: Mapping[str, KVCacheSpec]) -> Self | None:

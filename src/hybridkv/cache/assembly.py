@@ -69,6 +69,7 @@ from hybridkv.observe.block_times import BlockTimes
 from hybridkv.observe.misses import LostKeys, Misses
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher
+from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -133,11 +134,19 @@ def _refuse_dropped_states(eviction: Eviction, kinds: Sequence[GroupKind]) -> No
         )
 
 
+_SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED})
+"""Features of specs that change the contents of blocks but not which blocks a request holds or can resume."""
+
+
 def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bool) -> tuple[GroupKind, ...]:
     """Return the kind of each group.
 
     Recurrent groups never drop blocks for EAGLE. If no group is flagged, ``use_eagle`` flags all others.
+
+    Raises UnsupportedModelError for features of specs that look-ups and policies do not know.
     """
+    supported = _SUPPORTED | ({Feature.REPLICATED} if ranks == 1 else set())
+    require_supported((group.spec for group in config.groups), "the cache manager", supported)
     flagged = any(group.is_eagle_group for group in config.groups)
     return tuple(
         GroupKind(

@@ -31,6 +31,7 @@ _KINDS: Final = {
     "SinkFullAttentionSpec": "full attention, sinks",
     "MLAAttentionSpec": "MLA",
     "SlidingWindowMLASpec": "MLA in a window",
+    "CircularBufferSpec": "ring of raw keys",
     "MambaSpec": "recurrent state",
     "CrossAttentionSpec": "cross attention",
     "EncoderOnlyAttentionSpec": "encoder",

@@ -135,6 +135,7 @@ def _show_plan(plan: Plan) -> None:
             "longest request": longest,
             "a token takes": _per_token(model),
             **({"a state takes": format_bytes(model.state_bytes)} if model.state_bytes else {}),
+            **({"rings take": f"{format_bytes(model.ring_bytes)} a request"} if model.ring_bytes else {}),
             **_rules(plan),
             "memory": f"{format_bytes(holds.memory_bytes)}; {format_bytes(holds.unused_bytes)} unused",
             "padding": f"{format_bytes(holds.padding_bytes)} in the {format_count(blocks)} blocks of a longest request",

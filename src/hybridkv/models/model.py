@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Final
@@ -26,11 +27,15 @@ class Layer:
         name: name of the entry, unique in its model.
         spec: cache contents on one rank.
         index: index of the decoder layer.
+        is_draft: whether a draft model owns the layer. Layers of a draft model may share groups with other layers.
+        read_by: names of further layers that read this entry and keep nothing of their own. They take no bytes.
     """
 
     name: Annotated[str, text]
     spec: KVCacheSpec
     index: int
+    is_draft: bool = False
+    read_by: tuple[Annotated[str, text], ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -111,6 +116,12 @@ class Model:
             raise ConfigError(f"{self.name} has {len(self.layers)} layers: at most {2 * MOST_LAYERS} can be planned")
         if len({layer.name for layer in self.layers}) != len(self.layers):
             raise ConfigError(f"{self.name} has two layers of the same name: give each its own")
+        owners = {layer.name for layer in self.layers}
+        for reader, times in Counter(name for layer in self.layers for name in layer.read_by).items():
+            if reader in owners:
+                raise ConfigError(f"layer {reader!r} keeps its own entry, so it cannot read another layer's: drop one")
+            if times > 1:
+                raise ConfigError(f"layer {reader!r} reads {times} entries: only one owner may name it in read_by")
 
     @property
     def depth(self) -> int:
@@ -141,6 +152,11 @@ class Model:
     def state_bytes(self) -> int:
         """Bytes of the recurrent states of all layers on one rank."""
         return sum(one.spec.content_bytes for one in self.layers if one.spec.keeps is Keeps.STATE)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the rings of raw keys of all layers on one rank, for one request."""
+        return sum(one.spec.content_bytes for one in self.layers if one.spec.keeps is Keeps.RING)
 
     def _token_bytes(self, keeps: Keeps) -> Fraction:
         specs = [one.spec for one in self.layers if one.spec.keeps is keeps]

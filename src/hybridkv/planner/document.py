@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields, is_dataclass
+from fractions import Fraction
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -29,6 +30,7 @@ from hybridkv.planner.plan import LAYOUTS, NATURAL, NO_STATES, Plan
 from hybridkv.regular_files import open_regular
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
@@ -55,8 +57,8 @@ def plan_to_json(plan: Plan) -> str:
     """
     instance("plan", plan, Plan)
     specs = list(dict.fromkeys(layer.spec for layer in plan.model.layers))
-    layers = [{"name": one.name, "index": one.index, "spec": specs.index(one.spec)} for one in plan.model.layers]
-    facts = {name: value for name, value in _to_json(plan.model).items() if name != "layers"}
+    layers = [_without(one, "spec") | {"spec": specs.index(one.spec)} for one in plan.model.layers]
+    facts = _without(plan.model, "layers")
     document = {
         "schema": SCHEMA,
         "version": VERSION,
@@ -72,17 +74,24 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def _to_json(value: Any) -> Any:  # noqa: ANN401  # a value of a plan, and what JSON has for it
-    """Return the fields of a dataclass, without empty ones of _OMITTED. A spec also has its class name as ``kind``."""
+    """Return the fields of a dataclass, without defaults of _OMITTED. A spec also has its class name as ``kind``."""
     if isinstance(value, tuple):
         return [_to_json(one) for one in value]
+    if isinstance(value, Fraction):
+        return {"numerator": value.numerator, "denominator": value.denominator}
     if not is_dataclass(value):
         return value
-    found = {one.name: getattr(value, one.name) for one in fields(value)}
-    found = {name: _to_json(one) for name, one in found.items() if one or name not in _OMITTED}
+    shown = [one for one in fields(value) if one.name not in _OMITTED or getattr(value, one.name) != one.default]
+    found = {one.name: _to_json(getattr(value, one.name)) for one in shown}
     if isinstance(value, UniformTypeKVCacheSpecs):
         found["layers"] = [{"name": name, "spec": spec} for name, spec in found["layers"]]
     kind = {"kind": type(value).__name__} if isinstance(value, KVCacheSpec) else {}
     return kind | found
+
+
+def _without(value: Layer | Model, left_out: str) -> dict[str, Any]:
+    """Return the fields of ``value`` without one of them."""
+    return {name: one for name, one in _to_json(value).items() if name != left_out}
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -154,7 +163,7 @@ def _plan_of(value: object) -> Plan:
         for one in found.model.layers:
             if one.spec >= len(specs):
                 raise SchemaError(f"spec of layer {shown(one.name)} is {one.spec}, but there are {len(specs)} specs")
-        layers = tuple(Layer(one.name, specs[one.spec], one.index) for one in found.model.layers)
+        layers = tuple(Layer(**_values(one) | {"spec": specs[one.spec]}) for one in found.model.layers)
         plan = Plan(
             model=Model(**model | {"layers": layers}),
             config=_value(found.config),
@@ -206,9 +215,11 @@ def _check_schema(head: _Head) -> None:
 _MOST_REASON: Final = 400
 """Characters of an error of msgspec that are shown: it may quote a value of the document. Chosen by hand."""
 _OMITTED: Final = {
-    *("prefill_checkpoints", "num_layers", "weight_bytes", "dtype_from", "read_from", "is_eagle_group", "slabs")
+    *("prefill_checkpoints", "num_layers", "weight_bytes", "dtype_from", "read_from", "is_eagle_group", "slabs"),
+    *("tokens_per_state", "alignment", "num_head_slots", "state_content_bytes", "dcp_sharded", "max_tp_shards"),
+    *("block_stride_alignment", "cache_role", "is_index_group_leader", "extra_retained_tokens", "is_draft", "read_by"),
 }
-"""Fields that a document omits where they are empty."""
+"""Fields that a document omits where they have their default."""
 _LATER: Final = _OMITTED | {
     *("page_size_padded", "max_encoder_tokens", "num_speculative_tokens", "hidden_size", "query_heads")
 }
@@ -235,9 +246,11 @@ def _described(made: type, **others: Any) -> Any:  # noqa: ANN401  # a Struct an
 
 
 def _bounded(kind: Any) -> Any:  # noqa: ANN401  # a type
-    """Return ``kind`` with bounds for integers, and with Structs in place of dataclasses."""
+    """Return ``kind`` with bounds for integers, and with Structs in place of dataclasses and Fractions."""
     if kind is int:
         return _Size
+    if kind is Fraction:
+        return _Ratio
     if kind is KVCacheSpec:
         return _Spec
     if is_dataclass(kind):
@@ -262,6 +275,14 @@ def _values(item: Struct) -> dict[str, Any]:
     return {name: _value(getattr(item, name)) for name in item.__struct_fields__}
 
 
+class _Ratio(Struct):
+    """A Fraction: tokens per state, where a token has several."""
+
+    numerator: _Positive
+    denominator: _Positive
+
+
+_CLASSES[_Ratio] = Fraction
 _LAYER_KINDS: Final = (
     FullAttentionSpec,
     MLAAttentionSpec,
@@ -269,6 +290,7 @@ _LAYER_KINDS: Final = (
     SlidingWindowSpec,
     SlidingWindowMLASpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     MambaSpec,
@@ -292,6 +314,8 @@ class _IndexedLayer(Struct):
     name: str
     index: _Size
     spec: _Size
+    is_draft: bool = False
+    read_by: tuple[str, ...] = ()
 
 
 _Limits: Any = _described(RequestLimits)

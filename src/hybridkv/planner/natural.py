@@ -56,7 +56,7 @@ from hybridkv.planner.config import (
     SlabLayout,
 )
 from hybridkv.planner.reference import merged_types
-from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
+from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec, RequestLimits, UniformTypeKVCacheSpecs
 from hybridkv.units import MOST_BYTES, ceil_div, round_up, shown
 
 SLABS_PREFERRED: Final = 600
@@ -117,9 +117,13 @@ def _packings(kinds: Sequence[_Kind], memory_bytes: int) -> Iterator[Packing]:
         (kind,) = kinds
         pages = [ceil_div(kind.spec.layer_spec(name).page_size_bytes, kind.kernel_blocks) for name, _ in kind.members]
         block_bytes = kind.kernel_blocks * sum(round_up(page, ALIGNMENT_BYTES) for page in pages)
+        block_bytes = round_up(block_bytes, lcm(kind.kernel_blocks * ALIGNMENT_BYTES, kind.spec.stride_multiple))
         yield Packing(block_bytes, ((len(kind.members),),), ((1,),))
         return
-    sizes = [LayerKind(len(kind.members), kind.spec.page_size_bytes, kind.kernel_blocks) for kind in kinds]
+    sizes = [
+        LayerKind(len(kind.members), kind.spec.page_size_bytes, kind.kernel_blocks, kind.spec.stride_multiple)
+        for kind in kinds
+    ]
     preferred = memory_bytes // SLABS_PREFERRED
     if memory_bytes < SLABS_FEW * next(packings(sizes, preferred)).slab_bytes:
         best = [next(packings(sizes, preferred, [target]), None) for target in PADDING_TARGETS]
@@ -132,15 +136,27 @@ def _packings(kinds: Sequence[_Kind], memory_bytes: int) -> Iterator[Packing]:
 
 
 def _kernel_blocks(spec: KVCacheSpec, kernel_block_size: int | None) -> int:
-    """Return the kernel blocks in a block; always 1 for states."""
-    if kernel_block_size is None or spec.keeps is Keeps.STATE:
+    """Return the kernel blocks in a block; always 1 for states and rings."""
+    if kernel_block_size is None or spec.keeps in {Keeps.STATE, Keeps.RING}:
         return 1
     if kernel_block_size < 1 or spec.block_size % kernel_block_size:
         raise ConfigError(
             f"block_size {spec.block_size} is not a multiple of kernel_block_size {kernel_block_size}: "
             "give a kernel_block_size that divides it, or change the model's block_size"
         )
+    rates = {one.tokens_per_state for one in _layer_specs(spec) if isinstance(one, AttentionSpec)}
+    for rate in rates:
+        if Fraction(kernel_block_size) % rate:
+            raise ConfigError(
+                f"kernel_block_size {kernel_block_size} is not a multiple of tokens_per_state {rate}, so a kernel "
+                "block would not hold whole states: give a multiple, or leave kernel_block_size out"
+            )
     return spec.block_size // kernel_block_size
+
+
+def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    """Return the specs of the layers that ``spec`` holds."""
+    return [one for _, one in spec.layers] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
 def _deal(kind: _Kind, sizes: Sequence[int]) -> Iterator[KVCacheGroupSpec]:
@@ -220,11 +236,13 @@ class LayerKind:
         layers: number of layers.
         page_bytes: bytes of one block in one layer.
         kernel_blocks: parts of a block.
+        stride_multiple: bytes of which a block is a multiple.
     """
 
     layers: int
     page_bytes: int
     kernel_blocks: int = 1
+    stride_multiple: int = 1
 
     @property
     def layer_bytes(self) -> int:
@@ -341,9 +359,10 @@ def _sizes(choice: NDArray[np.int16]) -> tuple[int, ...]:
 
 
 def _pack(kinds: Sequence[LayerKind], slab_bytes: int, sizes: Sequence[tuple[int, ...]]) -> Packing:
-    """Return the packing with S rounded up until every group's blocks fill it with aligned kernel blocks."""
+    """Return the packing with S rounded up until every group's aligned blocks and kernel blocks fill it."""
     ks = tuple(
         tuple(slab_bytes // (size * kind.layer_bytes) for size in of) for kind, of in zip(kinds, sizes, strict=True)
     )
-    unit = lcm(*(k * kind.kernel_blocks for kind, of in zip(kinds, ks, strict=True) for k in of))
-    return Packing(round_up(slab_bytes, unit * ALIGNMENT_BYTES), tuple(sizes), ks)
+    block = [lcm(kind.kernel_blocks * ALIGNMENT_BYTES, kind.stride_multiple) for kind in kinds]
+    unit = lcm(*(k * multiple for multiple, of in zip(block, ks, strict=True) for k in of))
+    return Packing(round_up(slab_bytes, unit), tuple(sizes), ks)

@@ -309,7 +309,7 @@ def compare_layouts(make: Callable[[str], Plan]) -> tuple[LayoutFacts | None, ..
     return tuple(facts)
 
 
-_NOT_ATTENTION: Final = (Keeps.STATE, Keeps.NOTHING)
+_NOT_ATTENTION: Final = (Keeps.STATE, Keeps.RING, Keeps.NOTHING)
 
 
 def facts_of(plan: Plan) -> LayoutFacts:

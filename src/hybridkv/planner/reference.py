@@ -51,7 +51,7 @@ from hybridkv.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from hybridkv.units import ceil_div
+from hybridkv.units import ceil_div, round_up
 
 GROWTH_TOKENS: Final = 16
 """An attention block that grows to cover a state is a multiple of this, or of its own size where that is larger."""
@@ -106,7 +106,8 @@ def _with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
     """Return ``spec`` with larger blocks. Padding of attention grows with the block; a state's page does not."""
     if spec.page_size_padded is None or isinstance(spec, MambaSpec):
         return replace(spec, block_size=block_size)
-    padded = ceil(_token_bytes(spec) * block_size)
+    multiple = (spec.alignment if isinstance(spec, AttentionSpec) else None) or 1
+    padded = round_up(ceil(_token_bytes(spec) * block_size), multiple)
     return replace(spec, block_size=block_size, page_size_padded=padded)
 
 
@@ -127,7 +128,12 @@ def _as_full(spec: KVCacheSpec) -> KVCacheSpec:
     if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
         return spec
     made = MLAAttentionSpec if spec.is_latent else FullAttentionSpec
-    return made(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+    return made(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.name in _kept_by(made)})
+
+
+def _kept_by(made: type[FullAttentionSpec]) -> set[str]:
+    """Return the fields of ``made``. All tokens are kept, so ``extra_retained_tokens`` has no meaning there."""
+    return {field.name for field in fields(made)}
 
 
 # -- groups
@@ -135,7 +141,7 @@ def _as_full(spec: KVCacheSpec) -> KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Groups in order, and the page bytes of every tensor that they share.
+    """Groups in order, and the block stride of every tensor that they share: its page, aligned as its layers need.
 
     Tensor j belongs to layer j of every group. There are m tensors, as many as the largest group has layers.
     """
@@ -184,11 +190,11 @@ def group_layers(layers: Sequence[NamedSpec]) -> Grouping:
     types = merged_types(layers)
     if isinstance(types[0][1], UniformTypeKVCacheSpecs):
         group = KVCacheGroupSpec(tuple(name for name, _ in layers), types[0][1])
-        return Grouping((group,), tuple(spec.page_size_bytes for _, spec in layers))
+        return Grouping((group,), tuple(spec.block_stride_bytes for _, spec in layers))
     parts = [list(layers)] if len(types) == 1 else layer_types(unify_pages(layers))
     size = group_size([len(members) for members in parts])
     groups = tuple(group for members in parts for group in _deal(members, size))
-    return Grouping(groups, (groups[0].spec.page_size_bytes,) * size)
+    return Grouping(groups, (max(group.spec.block_stride_bytes for group in groups),) * size)
 
 
 def merged_types(layers: Sequence[NamedSpec]) -> list[tuple[list[NamedSpec], KVCacheSpec]]:

@@ -128,10 +128,16 @@ _OF_KINDS: Final[Mapping[str, int]] = {
     Keeps.TOKENS: 0,
     Keeps.WINDOW: 5,
     Keeps.STATE: 1,
+    Keeps.RING: 2,
     Keeps.ENCODER: 8,
     Keeps.NOTHING: PADDING,
 }
-_SAID: Final[Mapping[str, str]] = {Keeps.TOKENS: "keys and values", Keeps.WINDOW: "windows", Keeps.STATE: "states"}
+_SAID: Final[Mapping[str, str]] = {
+    Keeps.TOKENS: "keys and values",
+    Keeps.WINDOW: "windows",
+    Keeps.STATE: "states",
+    Keeps.RING: "rings",
+}
 
 
 @dataclass(frozen=True, slots=True)

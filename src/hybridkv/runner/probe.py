@@ -31,6 +31,7 @@ from hybridkv.runner.attention.formulas import Attended, AttentionForm, attentio
 from hybridkv.runner.model_call import ModelCall, decode, is_encoder_decoder
 from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.runner.step_context import EmptyCache, StepContext
+from hybridkv.spec_fields import require_supported
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -391,6 +392,7 @@ def require_runnable(planned: Model) -> None:
             f"{planned.name} can be planned, but not run: {wrong[0]}{more} of {len(planned.layers)} layers cannot run; "
             "use a model of attention (full, window, chunk, MLA, cross) and recurrent layers"
         )
+    require_supported([layer.spec for layer in planned.layers], f"the runner of {planned.name}")
 
 
 def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...]]:

@@ -45,6 +45,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.models import Model
 from hybridkv.planner import Plan
 from hybridkv.simulator.hardware import BF16, FP8, H100, WEIGHT_BYTES, Hardware, weights_named
+from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import (
     AttentionSpec,
     Keeps,
@@ -109,6 +110,7 @@ class CacheTraffic:
         Args:
             plan: the plan of model and cache.
         """
+        _require_known(plan)
         limits = plan.limits
         windows, chunks = defaultdict[int, float](float), defaultdict[int, float](float)
         tokens = rows = 0.0
@@ -237,6 +239,7 @@ class Operations:
         Args:
             plan: the plan of model and cache.
         """
+        _require_known(plan)
         limits, heads = plan.limits, plan.model.query_heads / plan.model.tp
         windows, chunks = defaultdict[int, float](float), defaultdict[int, float](float)
         pair = token = 0.0
@@ -294,6 +297,16 @@ class Operations:
 
 
 NO_OPERATIONS: Final = Operations()
+
+
+_SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.RETAINED})
+"""Features of specs that change neither the tokens that attention reads nor the bytes of each."""
+
+
+def _require_known(plan: Plan) -> None:
+    """Raise UnsupportedModelError for features of specs that the formulas of bytes and operations do not know."""
+    supported = _SUPPORTED | ({Feature.REPLICATED} if plan.limits.cp == 1 else set())
+    require_supported([layer.spec for layer in plan.model.layers], "the replay's cost model", supported)
 
 
 def _of_pair(spec: AttentionSpec) -> float:

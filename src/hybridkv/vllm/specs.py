@@ -126,6 +126,12 @@ def spec_of(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - vLLM is not typed here
             raise ConfigError(f"{what} ({name}.{field}) is not supported by hybridkv.vllm: leave --scheduler-cls out")
     if name == _STATES:
         return _states(spec)
+    rate = getattr(spec, "tokens_per_state", 1)
+    if rate != 1:
+        raise ConfigError(
+            f"{rate} tokens in one state ({name}.tokens_per_state) is not supported by hybridkv.vllm: leave "
+            "--scheduler-cls out"
+        )
     kind, more = _ATTENTION[name]
     return kind(**{field: getattr(spec, field) for field in (*_HEADS, *more)}, dtype=_dtype(spec.dtype))
 

@@ -32,11 +32,16 @@ import torch
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.planner.config import KVCacheConfig, KVCacheTensor
+from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec, MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from hybridkv.units import format_bytes
 
 _FP8: Final = {"fp8": torch.float8_e4m3fn}
 """Cache dtypes that have another name in torch."""
+
+
+_SUPPORTED: Final = frozenset({Feature.RETAINED, Feature.REPLICATED})
+"""Features of specs that do not change the contents of a page."""
 
 
 class PageOrder(StrEnum):
@@ -105,6 +110,8 @@ class PagedStorage:
     Raises:
         ConfigError: a layer has no tensor or no parts, its parts do not have the bytes that the plan gives a page, an
             offset or stride cuts an element, the order is unknown, or the device has too little memory.
+        UnsupportedModelError: a spec needs a page of another form: several tokens in a state, a ring, an indexer's
+            keys or packed states.
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class PagedStorage:
     ) -> None:
         if order not in tuple(PageOrder):
             raise ConfigError(f"unknown order {order!r} of a page: use one of {', '.join(PageOrder)}")
+        require_supported((group.spec for group in config.groups), "the worker's paged storage", _SUPPORTED)
         self.config, self.order = config, PageOrder(order)
         tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
         parts: dict[str, Sequence[PagePart]] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.planner.config import KVCacheConfig
+from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.step import SCHEMA_VERSION, Step, ranges
 from hybridkv.units import ceil_div
@@ -26,6 +27,8 @@ from hybridkv.worker.block_table import BlockTable, Ids, KernelSize, require_bel
 from hybridkv.worker.pages import WriteSlots, write_slots
 
 T = TypeVar("T")
+_SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.RETAINED})
+"""Features of specs that change neither the block nor the offset of a token."""
 
 
 class MultiGroupBlockTable:
@@ -101,6 +104,8 @@ class MultiGroupBlockTable:
         kernels = [None] if kernel_block_sizes is None else list(kernel_block_sizes)
         kernels = kernels * groups if len(kernels) == 1 else _one_a_group("kernel_block_sizes", kernels, groups)
         kinds = [None] * groups if specs is None else _one_a_group("specs", specs, groups)
+        supported = _SUPPORTED | ({Feature.REPLICATED} if limits.cp == 1 else set())
+        require_supported([spec for spec in kinds if spec is not None], "the worker's block tables", supported)
         for number, (size, spec) in enumerate(zip(block_sizes, kinds, strict=True)):
             if spec is not None and spec.block_size != size:
                 raise ConfigError(
