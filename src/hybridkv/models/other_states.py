@@ -1,6 +1,6 @@
 """Decoders with other kinds of states: lightning attention, RWKV, xLSTM, RG-LRU, convolutions next to attention.
 
-States have transformers' layout (5.19), whatever the backend, because the mixers of other engines are not known here.
+States have transformers' layout (5.19) where no other engine's is known; the readers say where one is.
 
 A layer of lightning attention keeps one matrix of head width x head width for every head. MiniMax-Text-01 and -M1, and
 Ling and Ring linear alternate it with softmax attention. Sources: MiniMax-01 (arXiv 2501.08313); the models' own code
@@ -35,7 +35,7 @@ from hybridkv.models.layers import (
 from hybridkv.models.model import Layer
 from hybridkv.models.reading import ATTENTION_CODES, Reading, class_defaults
 from hybridkv.models.states import DeltaNet, ShortConv, one_width_of_convolutions, state_of
-from hybridkv.specs import KVCacheSpec
+from hybridkv.specs import KVCacheSpec, SlidingWindowSpec
 from hybridkv.units import round_up
 
 _F32: Final = "float32"
@@ -152,8 +152,12 @@ def inkling(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
     either, every 6th layer is full attention. In ``inkling2_loop`` the layers from
     ``loop_layer_index_start`` up to ``loop_layer_index_end`` run ``loop_num_passes`` times, each time with caches of
     their own (``loop_config`` in the files: core_start, core_end, num_passes).
+
+    vLLM keeps the convolutions' inputs of Inkling as a window of ``conv_kernel_size`` tokens, so a prefix can be
+    resumed wherever its blocks are (models/inkling/nvidia/sconv_swa_attn.py).
     """
-    reading, number = _opened(fields, options, given)
+    in_window = options.backend == "vllm" and fields.text("model_type") == "inkling_text"
+    reading, number = _opened(fields, options, given, splits=in_window)
     types = _looped(reading, _inkling_types(reading, number))
     hidden = reading.required("hidden_size", ("hidden_size",))
     kernel = reading.required("conv_kernel_size", ("sconv_kernel_size", "conv_kernel_size"))
@@ -165,10 +169,35 @@ def inkling(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
     )
     states: dict[str, KVCacheSpec] = {}
     for kind, of in heads.items():
+        if in_window:
+            states[kind] = _convolution_window(reading, of, hidden, kernel, options)
+            continue
         own = ((of.kv_heads * of.head_dim, kernel), _F32)
         block = ((hidden, kernel), _F32)
         states[kind] = state_of(options, "short_conv", own, own, block, block)
     return facts(reading, _hybrids(reading, types, heads, states, options))
+
+
+def _convolution_window(
+    reading: Reading, of: Heads, hidden: int, kernel: int, options: ReadOptions
+) -> SlidingWindowSpec:
+    """Return the window of Inkling's four convolutions in vLLM: one bfloat16 row per token and KV head.
+
+    A row has the head's key and value and its share of the hidden size, twice, and is padded to a power of two. A block
+    has as many tokens as the window.
+    """
+    share = per_rank(hidden, of.kv_heads, "elements of the hidden size by KV heads", reading.name)
+    row = 2 * of.head_dim + 2 * share
+    return SlidingWindowSpec(
+        block_size=kernel,
+        num_kv_heads=per_rank(of.kv_heads, options.tp, "KV heads with convolutions", reading.name),
+        head_size=reading.derive(
+            "row of a convolution's window", 1 << (row - 1).bit_length(), f"{row} elements, padded"
+        ),
+        head_size_v=0,
+        dtype="bfloat16",
+        sliding_window=kernel,
+    )
 
 
 def _inkling_types(reading: Reading, number: int) -> tuple[str, ...]:
@@ -180,11 +209,8 @@ def _inkling_types(reading: Reading, number: int) -> tuple[str, ...]:
         reading.say("windowed layers", ranges(sorted(set(local))), "local_layer_ids", reading.source("local_layer_ids"))
         return tuple("hybrid_sliding" if i in local else "hybrid" for i in range(number))
     if reading.is_made_by_class("layer_types"):
-        return reading.derive(
-            "layers",
-            tuple("hybrid_sliding" if (i + 1) % 6 else "hybrid" for i in range(number)),
-            "every 6th is full attention, as its config class makes them",
-        )
+        reading.derive("layers", "every 6th of hybrid, others of hybrid_sliding", "as its config class makes them")
+        return tuple("hybrid_sliding" if (i + 1) % 6 else "hybrid" for i in range(number))
     return types_of(reading, number, ("hybrid", "hybrid_sliding"))
 
 

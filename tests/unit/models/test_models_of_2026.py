@@ -10,6 +10,7 @@ from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import known_model, read_model
 from hybridkv.models.reading import table
 from hybridkv.specs import FullAttentionSpec, MLAAttentionSpec
+from hybridkv.specs import SlidingWindowSpec as Window
 
 BF16 = {"dtype": "bfloat16", "vocab_size": 1000}
 KIMI = dict(known_model("kimi-linear-48b-a3b").config)
@@ -144,13 +145,14 @@ GLM_5 = {**BF16, "model_type": "glm_moe_dsa", "num_hidden_layers": 78}
         pytest.param(MINIMAX_M3, 60 * 4 * (128 + 128) * 2 + 57 * 128 * 2, 0, 0, id="minimax_m3"),
         # 12 full layers (0, 4, ..., 44), 33 windowed ones, all with 8 KV heads of 128
         pytest.param(STEP_3, 12 * 8 * (128 + 128) * 2, 33 * 8 * (128 + 128) * 2, 0, id="step3p5"),
-        # every 6th of 66 layers is full attention with 8 KV heads of 128, 55 have windows with 16. Four convolutions of
-        # 4 columns in float32: of keys and of values, and of the hidden size after both blocks
+        # every 6th of 66 layers is full attention with 8 KV heads of 128, 55 have windows with 16. vLLM keeps a window
+        # of the convolutions' inputs: for each KV head a key, a value and twice its share of 6144 elements. With 8
+        # heads these are 2 * 128 + 2 * 768 = 1792 elements, padded to 2048; with 16 heads 2 * 128 + 2 * 384 = 1024
         pytest.param(
             INKLING,
             11 * 8 * (128 + 128) * 2,
-            55 * 16 * (128 + 128) * 2,
-            11 * 4 * 4 * 2 * (8 * 128 + 6144) + 55 * 4 * 4 * 2 * (16 * 128 + 6144),
+            55 * 16 * (128 + 128) * 2 + 11 * 8 * 2048 * 2 + 55 * 16 * 1024 * 2,
+            0,
             id="inkling",
         ),
         # 48 layers, 8 of them full, all with 8 KV heads of 128
@@ -255,6 +257,20 @@ def test_inkling_layers_follow_each_form_of_the_field() -> None:
     assert len({one.index for one in once.layers}) == 24 + 6
     with pytest.raises(ConfigError, match="loop_layer_index_end"):
         read_model({**loop, "loop_layer_index_end": 25})
+
+
+def test_inkling_convolutions_are_states_in_transformers() -> None:
+    """Four convolutions of 4 columns in float32: of keys and of values, and of the hidden size after both blocks."""
+    model = read_model(INKLING, backend="transformers")
+    assert model.state_bytes == 11 * 4 * 4 * 2 * (8 * 128 + 6144) + 55 * 4 * 4 * 2 * (16 * 128 + 6144)
+    assert model.window_bytes_per_token == 55 * 16 * (128 + 128) * 2
+    windows = [one.spec for one in read_model(INKLING, tp=8).layers if one.name.endswith("conv")]
+    assert {(one.block_size, one.sliding_window, one.num_kv_heads) for one in windows if isinstance(one, Window)} == {
+        (4, 4, 1),
+        (4, 4, 2),
+    }
+    with pytest.raises(ConfigError, match="KV heads with convolutions"):
+        read_model(INKLING, tp=16)
 
 
 def test_lfm2_with_two_widths_of_convolutions_is_rejected() -> None:
