@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[1]
-LINK = re.compile(r"^\[[^\]]+\]\((data/[\w-]+\.csv)\)$", re.MULTILINE)
+LINK = re.compile(r"^\[[^\]]+\]\((?:\.\./)?(data/[\w-]+\.csv)\)$", re.MULTILINE)
 
 
 def markdown(path: Path) -> str:

@@ -1,7 +1,7 @@
 """vLLM with its own scheduler and with ours, whole engines: ``make test-vllm-engine VLLM_PYTHON=...``.
 
 Tokens, cached tokens of every prompt and preemptions must be equal with the eviction of vLLM, ``lru``; tokens only with
-``hazard``, our default, which evicts something else. Prints a table in Markdown; see docs/vllm.md.
+``hazard``, our default, which evicts something else. Prints a table in Markdown; see docs/design/0036.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """vLLM as it is and with the natural layout in its workers, whole engines: ``make test-vllm-engine VLLM_PYTHON=...``.
 
 Tokens must be equal but for near-ties: where a chunk or a hit ends decides in which order sums are taken. Stock caches
-prefixes itself where it can. Prints a table in Markdown; see docs/vllm.md.
+prefixes itself where it can. Prints a table in Markdown; see docs/design/0036.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 The second engine's tokens must be those of a single engine of stock, but for near-ties, whatever becomes of what the
 first hands over; stock and the reference layout must find and load as much. Deliberate faults must show
-(nixl_variants). Prints a table in Markdown; see docs/vllm.md.
+(nixl_variants). Prints a table in Markdown; see docs/design/0036.
 """
 
 import argparse

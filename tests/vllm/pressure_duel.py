@@ -6,7 +6,7 @@ No forwards: an output token depends only on its request and its place, so all s
 draws its policy, chunked prefill, tokens of a step, memory, arrivals, shared heads, second turns and output lengths
 from its seed. Each scheduler runs a load on its own: decisions differ, so steps cannot be compared one by one. The
 natural layout gets as many bytes as stock's blocks take. Fails if a model is never preempted, or if ours preempts more
-often in total, or hits fewer tokens, than stock. See docs/vllm.md.
+often in total, or hits fewer tokens, than stock. See docs/design/0036.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 An engine is started once a model, for its config; then schedulers of either kind run the same requests side by side,
 step for step in turn, and are handed made-up outputs: microseconds of schedule() and update_from_output() in each step
 that decodes, medians over all steps. Prompts differ in length, so in every step some requests need a block. Prints a
-table in Markdown; see docs/vllm.md.
+table in Markdown; see docs/design/0036.
 """
 
 import argparse

@@ -362,7 +362,7 @@ GROWTH: Final = 0.25
 """Share of the next blocks of all running requests that stays free when a request is admitted.
 
 Models with states and the natural layout only. Without it they admit more than stock and then preempt more
-(docs/vllm.md, Little memory).
+(docs/design/0036, Little memory).
 """
 
 
