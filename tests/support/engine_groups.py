@@ -58,7 +58,7 @@ class Asked:
 PROMPT = list(range(1, 15))
 
 
-@dataclass
+@dataclass(frozen=True)
 class FullAttentionSpec:
     """more_bytes: of a page, beside those that its heads and dtype say."""
 
@@ -74,13 +74,13 @@ class FullAttentionSpec:
         return self.block_size * self.num_kv_heads * self.head_size * 2 * 4 + self.more_bytes
 
 
-@dataclass
+@dataclass(frozen=True)
 class SlidingWindowSpec(FullAttentionSpec):
     sliding_window: int = 6
     extra_retained_tokens: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class MambaSpec:
     block_size: int = SIZE
     shapes: tuple[tuple[int, ...], ...] = ((2, 2),)

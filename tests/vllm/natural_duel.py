@@ -21,23 +21,36 @@ from natural_faults import FAULTS
 from hybridkv.runner import tiny_model, wrap
 
 SEED = 0
+EIGHT = {"num_hidden_layers": 8, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2}
 MODELS = (
     *MATCHES,
-    Match("mistral", {"head_dim": 32}, {}),
+    Match("mistral", {"head_dim": 32, "num_hidden_layers": 4}, {}),
     # kernels of the delta rule on CPUs take no float32
     Match(
-        "qwen3_next", {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}, {"dtype": "bfloat16"}
+        "qwen3_next",
+        {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, **EIGHT},
+        {"dtype": "bfloat16"},
     ),
     Match("mamba2", {"n_groups": 1}, {}),
 )
 WITHOUT_STATES, ROUNDED = ("llama", "gemma3", "mistral"), ("qwen3_next",)
 BOUNDED = "mamba2", "mistral"
 """What states, or windows, hold alone does not grow with tokens: nobody has to give way."""
+IN_STAGES = "mistral", "qwen3_next"
+"""Models whose two stages have equal layers, and that stock splits: not mamba2, nor granite_hybrid without experts."""
 OURS = {
     "scheduler": "hybridkv.vllm.NaturalScheduler",
     "worker_cls": "hybridkv.vllm.NaturalWorker",
     "enable_prefix_caching": False,
 }
+STAGES = {
+    "pipeline_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    # without the warm-up that compiled models have, stock's second stage has no buffers on CPUs
+    "enforce_eager": False,
+    "compilation_config": {"backend": "eager"},
+}
+GRID = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
 SMALL = {"num_gpu_blocks_override": 30}
 
 
@@ -88,9 +101,12 @@ REGIMES = (
     Regime("interval:64", ours=placed("interval:64")),
     Regime("align:32", ours=placed("align:32")),
     Regime("nothing kept", ours=placed("none"), alike=True),
-    Regime("on one grid", {"max_num_seqs": 1, "max_num_batched_tokens": 64}, ours=placed("interval:64"), alike=True),
+    Regime("on one grid", GRID, ours=placed("interval:64"), alike=True),
     Regime("captured", {"enforce_eager": False}, captured=True),
     Regime("the second runner by default", second_runner=True),
+    Regime("two stages", STAGES),
+    Regime("two stages, little memory", {**STAGES, **SMALL}, preempts=True),
+    Regime("two stages, on one grid", {**STAGES, **GRID}, ours=placed("interval:64"), alike=True),
     Regime("two ranks", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
 )
 
@@ -123,6 +139,8 @@ def answers(
 def fits(match: Match, regime: Regime) -> bool:
     """Whether that is anything to compare."""
     if regime.captured and not torch.cuda.is_available():
+        return False
+    if "pipeline_parallel_size" in regime.options and match.name not in IN_STAGES:
         return False
     return (match.name in WITHOUT_STATES or not regime.drafts) and (regime.alike or match.name not in ROUNDED)
 

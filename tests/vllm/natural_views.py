@@ -32,6 +32,7 @@ from hybridkv.planner import SlabLayout
 from hybridkv.vllm.natural import Options, natural_plan
 from hybridkv.vllm.natural_config import NaturalConfig, natural_config
 from hybridkv.vllm.natural_worker import Arena, NaturalGPUWorker
+from hybridkv.vllm.specs import layer_specs
 
 SIZE, MEMORY, LENGTH = 16, 8 << 20, 512
 HEADS: Mapping[str, Any] = {"block_size": SIZE, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -87,7 +88,7 @@ def bound(specs: Sequence[KVCacheSpec], layout: KVCacheLayout) -> Bound:
     made = natural_plan(theirs, Options(SIZE), name="views", max_model_len=LENGTH, max_in_flight_tokens=LENGTH).config
     if made.slabs is None:
         raise AssertionError("a plan of the natural layout has slabs")
-    config = natural_config(theirs, made)
+    config = natural_config(dict(layer_specs(theirs)), made)
     views = allocate_kv_cache(config, torch.device("cpu"), layout)
     storage = torch.empty(0, dtype=torch.uint8)
     storage.set_(next(iter(views.values())).untyped_storage())

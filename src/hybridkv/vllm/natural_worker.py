@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu_worker import Worker
@@ -21,7 +22,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from hybridkv.errors import ConfigError
 from hybridkv.vllm.natural import ATTRIBUTE, Cell, NaturalStep, Options, default_block_size, natural_spec
-from hybridkv.vllm.natural_config import natural_config
+from hybridkv.vllm.natural_config import natural_config, stage_names
 from hybridkv.vllm.specs import choose_runner, layer_specs
 
 if TYPE_CHECKING:
@@ -82,19 +83,23 @@ class NaturalLayout:
     def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 - vLLM's
         """Store vLLM's config and wait for the layout; vLLM allocates here.
 
-        Raises ConfigError for attention blocks that some kernel would split or not support.
+        Raises ConfigError for attention blocks that some kernel would split or not support, and for pipeline stages
+        with other layers than the first stage.
         """
         self._theirs = kv_cache_config
         self._arena: Arena | None = None
         config = self.vllm_config  # type: ignore[attr-defined] # as above
         size = Options.of(config.additional_config, default_block_size(kv_cache_config)).block_size
         layers = config.compilation_config.static_forward_context
-        for name, spec in layer_specs(kv_cache_config):
-            if not hasattr(spec, "shapes") and not _takes(layers[name].get_attn_backend(), natural_spec(spec, size)):
+        self._specs = {name: natural_spec(spec, size) for name, spec in layer_specs(kv_cache_config)}
+        for name, spec in self._specs.items():
+            if not hasattr(spec, "shapes") and not _takes(layers[name].get_attn_backend(), spec):
                 raise ConfigError(
                     f"the kernel of {name} does not read blocks of {size} tokens as they are: give another block_size "
                     "in hybridkv of --additional-config"
                 )
+        # the step that has the layout names the layers of the first stage
+        self._names = stage_names(get_pp_group().broadcast_object(self._specs), self._specs)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Return the times of profiling only: nothing is allocated yet, so the warm-up runs in the first step."""
@@ -123,7 +128,7 @@ class NaturalLayout:
         """Allocate the arena, bind every layer to its view, and run the postponed ``compile_or_warm_up_model``."""
         if config.slabs is None:
             raise ConfigError("the scheduler's layout has no slabs")
-        made = natural_config(self._theirs, config)
+        made = natural_config(self._specs, config, self._names)
         made.kv_cache_layout = self._theirs.kv_cache_layout
         runner = self.model_runner  # type: ignore[attr-defined] # as above
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined] # as above

@@ -30,7 +30,15 @@ from hybridkv.vllm.natural import (
     natural_plan,
 )
 from hybridkv.vllm.natural_config import natural_config
-from hybridkv.vllm.specs import Settings, choose_runner, hit_unit_of, refuse, refuse_captured, refuse_natural
+from hybridkv.vllm.specs import (
+    Settings,
+    choose_runner,
+    hit_unit_of,
+    layer_specs,
+    refuse,
+    refuse_captured,
+    refuse_natural,
+)
 
 SUPPORTED: Final = ("0.33", "0.32")
 """The supported releases of vLLM: the two newest, the newest first (docs/vllm.md)."""
@@ -159,7 +167,7 @@ class NaturalScheduler(Scheduler):
             max_model_len=self.max_model_len,
             max_in_flight_tokens=settings.max_in_flight_tokens,
         )
-        laid_out = natural_config(config, made.config)
+        laid_out = natural_config(dict(layer_specs(config)), made.config)
         manager = CacheManager(natural_cache(made, options, settings), laid_out, settings, EventConverter(laid_out))
         self.kv_cache_manager = manager
         self.need_mamba_block_aligned_split = manager.cache.bounds.keeps_checkpoints

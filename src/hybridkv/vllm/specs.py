@@ -317,10 +317,12 @@ def _switches(started: Any) -> Iterator[str]:  # noqa: ANN401 - as above
 
 def _features(started: Any, config: Config, connector: Any) -> Iterator[str]:  # noqa: ANN401 - as above
     """Yield options that must be left out."""
-    for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
+    for name in ("data_parallel_size", "decode_context_parallel_size"):
         size = getattr(started.parallel_config, name)
         if size > 1:
             yield f"does not support {name} {size}: leave it out"
+    if connector is not None and (size := started.parallel_config.pipeline_parallel_size) > 1:
+        yield f"does not support connectors with pipeline_parallel_size {size}: leave one of them out"
     drafts = started.speculative_config
     states = any(hasattr(spec, "shapes") for _, spec in layer_specs(config))
     for one in connectors_in(connector):

@@ -384,7 +384,6 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
     [
         ({"parallel_config": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}}, "needs --worker-cls hybridkv"),
         ({"cache_config": {"enable_prefix_caching": True}}, "--no-enable-prefix-caching"),
-        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size 2"),
         ({"parallel_config": {"data_parallel_size": 2}}, "data_parallel_size 2"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size 2"),
         ({"ec_transfer_config": object()}, "ec_transfer_config"),

@@ -120,6 +120,15 @@ class TheirWorker:
         return f"output of {output.name}"
 
 
+class Stages:
+    """The group of pipeline stages; ``first`` is what the first stage sends, ``None`` in the first stage itself."""
+
+    first: Any = None
+
+    def broadcast_object(self, own: Any) -> Any:  # noqa: ANN401 - vLLM's
+        return own if self.first is None else self.first
+
+
 def selected(size: int, backends: Sequence[Any], specs: Sequence[Any]) -> int:
     """As vLLM's: the kernel's own block where it divides ``size``, else ValueError."""
     assert [spec.block_size for spec in specs] == [size]
@@ -146,6 +155,8 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
     for module in (
         stand_in("vllm"),
         stand_in("vllm.config", set_current_vllm_config=nullcontext),
+        stand_in("vllm.distributed"),
+        stand_in("vllm.distributed.parallel_state", get_pp_group=Stages),
         stand_in("vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)),
         stand_in("vllm.v1"),
         stand_in("vllm.v1.kv_cache_interface", **interface),
@@ -348,6 +359,34 @@ def test_natural_worker_layers_of_a_group_are_disjoint_and_aligned(mixed: type[A
                 assert begin // tensor.block_stride == block
                 seen[begin : begin + bytes_of[layer]] += 1
         assert seen.max() == 1
+
+
+def test_natural_worker_of_a_later_stage_puts_its_layers_in_the_first_stages_places(
+    mixed: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = begun(mixed)
+    monkeypatch.setattr(Stages, "first", first._specs)
+    later = theirs()
+    for group in later.kv_cache_groups:
+        group.layer_names = [f"{name} of stage 1" for name in group.layer_names]
+    worker = mixed(first_runner())
+    context = worker.vllm_config.compilation_config.static_forward_context
+    context |= {f"{name} of stage 1": layer for name, layer in context.items()}
+    worker.initialize_from_config(later)
+    for one in (first, worker):
+        one.execute_model(output(replace_config(STEP)))
+    places = [{tensor.layers[0]: tensor.offset for tensor in one.made.kv_cache_tensors} for one in (first, worker)]
+    assert places[1] == {f"{name} of stage 1": offset for name, offset in places[0].items()}
+    assert worker.made.blocks_of_layer == {
+        f"{name} of stage 1": blocks for name, blocks in first.made.blocks_of_layer.items()
+    }
+
+
+def test_natural_worker_rejects_stages_with_other_layers(mixed: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stages, "first", begun(mixed)._specs)
+    worker = mixed(first_runner())
+    with pytest.raises(ConfigError, match=r"first pipeline stage has \[.*VLLM_PP_LAYER_PARTITION"):
+        worker.initialize_from_config(theirs(HYBRID[:1]))
 
 
 @pytest.mark.gpu
