@@ -68,6 +68,7 @@ def defaults_of(config: PreTrainedConfig) -> dict[str, object]:
 
 def classes() -> dict[str, dict[str, object]]:
     """written_with: versions. text_parts: by the model type of the whole. defaults: by model type."""
+    elsewhere = {*NOT_YET, *FAMILIES, *table("newer")["defaults"]}
     parts: dict[str, object] = {}
     defaults: dict[str, object] = {}
     for model_type in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}):
@@ -79,7 +80,7 @@ def classes() -> dict[str, dict[str, object]]:
             parts[model_type] = part.model_type
         described = part or config
         measured = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type in WRAPPERS
-        if measured and described.model_type and described.model_type not in {*NOT_YET, *FAMILIES}:
+        if measured and described.model_type and described.model_type not in elsewhere:
             defaults[described.model_type] = defaults_of(described)
     written = {"transformers": transformers.__version__}
     return {"written_with": written, "text_parts": parts, "defaults": dict(sorted(defaults.items()))}

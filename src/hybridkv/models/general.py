@@ -51,8 +51,10 @@ MTP_FIELDS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_m
 """Fields with the number of multi-token prediction layers."""
 _UNSAID: Final = {"qwen3_next": 1}
 """Multi-token prediction layers of model types whose files do not count them."""
-_WINDOWED: Final = ("mimo_v2_flash",)
+_WINDOWED: Final = ("mimo_v2_flash", "deepseek_v4", "deepseek_v41")
 """Model types with multi-token prediction layers that have the window of other layers."""
+_TYPED: Final = ("step3p5", "step5")
+"""Model types that give each multi-token prediction layer a type of its own, which is not read."""
 HEADS: Final = (
     *("decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "n_head", "n_heads"),
     *("num_heads", "attention_heads", "num_query_heads"),
@@ -525,9 +527,15 @@ def mtp_layers(fields: Fields) -> tuple[str | None, int]:
 def with_mtp(layers: Sequence[Layer], fields: Fields, asked: int) -> tuple[tuple[Layer, ...], ReadFact]:
     """Append ``asked`` multi-token prediction layers to ``layers``; also return what was assumed of them.
 
-    Each is like the last attention layer that keeps every token, its indexer included. In MiMo-V2-Flash it is like the
-    last windowed layer. Raises ConfigError where the config has fewer.
+    Each is like the last attention layer that keeps every token, its indexer included. In MiMo-V2-Flash and DeepSeek-V4
+    it is like the last windowed layer. Raises ConfigError where the config has fewer, and for model types that give
+    each a type of its own.
     """
+    if fields.text("model_type") in _TYPED:
+        raise fields.fail(
+            "its multi-token prediction layers have types of their own, which are not read: leave mtp_layers= "
+            "(--mtp-layers) out"
+        )
     key, there = mtp_layers(fields)
     if asked > there:
         said = f"{key} says {there}" if key else "no field says that it has any (num_nextn_predict_layers)"
@@ -535,15 +543,16 @@ def with_mtp(layers: Sequence[Layer], fields: Fields, asked: int) -> tuple[tuple
             f"{asked} multi-token prediction layers were asked for (mtp_layers=), and {said}: "
             "ask for fewer, or say --set num_nextn_predict_layers=N (fields=)"
         )
-    keeps = Keeps.WINDOW if fields.text("model_type") in _WINDOWED else Keeps.TOKENS
-    like = [one for one in layers if one.spec.keeps is keeps]
+    keeps = {Keeps.WINDOW} if fields.text("model_type") in _WINDOWED else {Keeps.TOKENS, Keeps.RING}
+    # the states of DeepSeek-V4's compressors are windows, too, but drafting layers do not compress
+    like = [one for one in layers if one.spec.keeps in keeps and not one.name.endswith(".state_cache")]
     if not like:
         raise ConfigError(f"{fields.name} has no attention layer that a multi-token prediction layer could be like")
     entries = Counter(one.index for one in like)
     last = max(index for index, many in entries.items() if many == max(entries.values()))
     first = max(max(one.index for one in layers) + 1, fields.layers("num_hidden_layers", 1))
     added = [
-        Layer(f"mtp.layers.{i}.self_attn" + (".indexer" if one.name.endswith(".indexer") else ""), one.spec, first + i)
+        Layer(f"mtp.layers.{i}.self_attn{one.name.partition('.self_attn')[2]}", one.spec, first + i)
         for i in range(asked)
         for one in like
         if one.index == last

@@ -13,7 +13,17 @@ from typing import Final
 
 from hybridkv.models.fields import Fields
 from hybridkv.models.general import WINDOW, facts, general, layer_count
-from hybridkv.models.layers import FULL, SLIDING, FamilyFacts, Heads, NotingFamily, Part, ReadOptions, layers_of
+from hybridkv.models.layers import (
+    FULL,
+    SLIDING,
+    FamilyFacts,
+    Heads,
+    NotingFamily,
+    Part,
+    ReadOptions,
+    layers_of,
+    refuse_layer_types,
+)
 from hybridkv.models.reading import Reading, class_defaults
 
 _SPARSE: Final = "sparse_attention_config"
@@ -75,53 +85,66 @@ def _codes(inner: Fields, key: str, count: int, default: int | None = None) -> S
 def step_3(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """Read Step-3.5 and -3.7: ``num_attention_groups`` KV heads, windows by ``layer_types``.
 
-    ``layer_types`` may have entries for the ``num_nextn_predict_layers`` drafting layers at its end. Windowed layers
-    have as many KV heads as the others; only query heads differ (``num_sliding_attention_heads``, or
+    Windowed layers have as many KV heads as the others; only query heads differ (``num_sliding_attention_heads``, or
     ``attention_other_setting``). Sources: configuration_step3p7.py of transformers, model_executor/models/step3p5.py of
     vLLM.
     """
     reading = Reading(fields, class_defaults(fields.text("model_type") or "") or {}, given)
     number = layer_count(reading)
-    types = _step_types(reading, number)
-    groups = reading.required("KV heads", ("num_attention_groups", "num_key_value_heads"))
-    width = reading.required("width of a head", ("head_dim",))
-    heads = Heads(reading.required("attention heads", ("num_attention_heads",)), groups, width)
-    parts = {FULL: (Part("self_attn", heads.full(fields, options)),)}
+    types = step_types(reading, number)
+    heads = step_heads(reading)
+    if heads[SLIDING].kv_heads != heads[FULL].kv_heads or heads[SLIDING].head_dim != heads[FULL].head_dim:
+        raise reading.fields.fail(
+            f"num_attention_groups or head_dim of {_OTHER} differs from the config's, and engines do not read it: "
+            "correct one of them"
+        )
+    parts = {FULL: (Part("self_attn", heads[FULL].full(fields, options)),)}
     if SLIDING in types:
-        windowed = _windowed(reading, heads)
         window = reading.required("window", WINDOW)
-        parts[SLIDING] = (Part("self_attn", windowed.sliding(fields, options, window)),)
+        parts[SLIDING] = (Part("self_attn", heads[SLIDING].sliding(fields, options, window)),)
     return facts(reading, layers_of(types, parts, reading.name))
 
 
-def _step_types(reading: Reading, number: int) -> tuple[str, ...]:
-    """Return the type of every layer, without those of drafting layers."""
-    if reading.own.values.get("layer_types") is None:
+def step_types(reading: Reading, number: int) -> tuple[str, ...]:
+    """Return the type of every layer, without those of drafting layers.
+
+    A list may end with an entry for each of ``num_nextn_predict_layers`` drafting layers. Without a list all layers are
+    full attention, as transformers' config class makes them.
+    """
+    key = next((one for one in _STEP_TYPES if reading.own.values.get(one) is not None), None)
+    if key is None:
         reading.derive("layers", f"{number} of {FULL}", "as its config class makes them")
         return (FULL,) * number
-    types = reading.fields.names("layer_types") or ()
+    types = reading.fields.names(key) or ()
     drafting = reading.fields.optional(_DRAFTS, 0, minimum=0) or 0
     if len(types) not in (number, number + drafting):
-        raise reading.refuse_value("layer_types", list(types))
+        raise reading.refuse_value(key, list(types))
     types = types[:number]
-    reading.say_types(types, "layer_types")
+    refuse_layer_types(types, reading.name, (FULL, SLIDING))
+    reading.say_types(types, key)
     return types
 
 
-def _windowed(reading: Reading, heads: Heads) -> Heads:
-    """Return the heads of windowed layers. Raises ConfigError for other KV heads or another width than in ``heads``."""
+_STEP_TYPES: Final = ("layer_types_with_mtp", "layer_types")
+
+
+def step_heads(reading: Reading) -> Mapping[str, Heads]:
+    """Return the heads of full and of windowed layers.
+
+    ``attention_other_setting`` changes windowed layers: heads, KV heads (``num_attention_groups``) and width.
+    ``num_sliding_attention_heads`` and ``swa_num_attention_heads`` change their query heads only.
+    """
+    groups = reading.required("KV heads", ("num_attention_groups", "num_key_value_heads"))
+    width = reading.required("width of a head", ("head_dim",))
+    heads = Heads(reading.required("attention heads", ("num_attention_heads",)), groups, width)
     other = Fields(reading.fields.mapping(_OTHER), reading.name)
-    if other.values and other.text("attention_type") not in (None, SLIDING):
+    if other.values and other.text("attention_type") != SLIDING:
         raise reading.refuse_value(_OTHER, dict(other.values))
-    for key, same in (("num_attention_groups", heads.kv_heads), ("head_dim", heads.head_dim)):
-        if other.integer(key, same) != same:
-            # vLLM and transformers take both from the config of all layers
-            raise reading.fields.fail(
-                f"{key} {other.values[key]} of {_OTHER} differs from {same} of the other layers, and engines do not "
-                "read it: correct one of them"
-            )
-    many = reading.fields.optional("num_sliding_attention_heads") or other.integer("num_attention_heads", heads.heads)
-    return replace(heads, heads=many)
+    many = other.integer("num_attention_heads", heads.heads)
+    for key in ("num_sliding_attention_heads", "swa_num_attention_heads"):
+        many = reading.fields.optional(key) or many
+    windowed = Heads(many, other.integer("num_attention_groups", groups), other.integer("head_dim", width))
+    return {FULL: heads, SLIDING: windowed}
 
 
 INDEXED_DECODERS: Final[Mapping[str, NotingFamily]] = {"minimax_m3_vl_text": minimax_m3, "step3p5": step_3}

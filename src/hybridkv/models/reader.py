@@ -9,6 +9,7 @@ from typing import Final
 from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError, MissingFieldError, UnsupportedModelError
 from hybridkv.models.catalog import known_model
+from hybridkv.models.compressed import COMPRESSED
 from hybridkv.models.decoders import DECODERS, ENCODER_DECODERS
 from hybridkv.models.fields import DTYPE_NAMES, Fields, config_dtype, max_model_len
 from hybridkv.models.general import HEADS, general, with_mtp
@@ -27,7 +28,7 @@ ASSUMED_DTYPE: Final = "bfloat16"
 BACKENDS: Final = ("vllm", "transformers")
 
 FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **ENCODER_DECODERS, **HYBRIDS}
-NOTING: Final[Mapping[str, NotingFamily]] = {**OTHER_STATES, **INDEXED_DECODERS}
+NOTING: Final[Mapping[str, NotingFamily]] = {**OTHER_STATES, **INDEXED_DECODERS, **COMPRESSED}
 """Readers that note the source of each value, by model type. The general reader reads all further types."""
 
 

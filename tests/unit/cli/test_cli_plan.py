@@ -218,8 +218,8 @@ def test_plan_command_with_mistake_prints_one_line(arguments: tuple[str, ...], s
 
 def test_plan_command_of_unsupported_model_names_its_layers(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "deepseek_v4", "num_hidden_layers": 32}), "utf-8")
-    assert "its layers keep compressed keys and values" in error("plan", path, "--memory", "40GiB")
+    path.write_text(json.dumps({"model_type": "reformer", "num_hidden_layers": 32}), "utf-8")
+    assert "its layers keep buckets of hidden states" in error("plan", path, "--memory", "40GiB")
 
 
 def test_models_command_lists_facts_and_sources() -> None:

@@ -4,11 +4,17 @@ Sources: config classes of transformers 5.24, and configs and model code of vLLM
 files. Sizes are those of the classes' defaults where no other model is named.
 """
 
+from fractions import Fraction
+
 import pytest
 
+from assumed import plan_of
+from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import known_model, read_model
 from hybridkv.models.reading import table
+from hybridkv.planner import plan_from_json, plan_to_json
+from hybridkv.spec_fields import SparseCacheRole
 from hybridkv.specs import FullAttentionSpec, MLAAttentionSpec
 from hybridkv.specs import SlidingWindowSpec as Window
 
@@ -231,7 +237,7 @@ def test_bailing_file_of_transformers_keeps_its_heads() -> None:
 
 def test_step_windows_with_other_kv_heads_are_rejected() -> None:
     setting = {"attention_type": "sliding_attention", "num_attention_heads": 96, "num_attention_groups": 4}
-    with pytest.raises(ConfigError, match="num_attention_groups 4 of attention_other_setting"):
+    with pytest.raises(ConfigError, match="num_attention_groups or head_dim of attention_other_setting"):
         read_model({**STEP_3, "attention_other_setting": setting})
     with pytest.raises(ConfigError, match="layer_types"):
         read_model({**STEP_3, "num_nextn_predict_layers": 0})
@@ -308,3 +314,267 @@ def test_newer_classes_name_the_versions_they_are_from() -> None:
 def test_unknown_type_with_a_sparse_section_is_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="sparse_attention_config"):
         read_model({**MINIMAX_M3, "model_type": "minimax_m4"})
+
+
+# -- compressed caches
+
+DEEPSEEK_4 = {**BF16, "model_type": "deepseek_v4", "num_hidden_layers": 43}
+DEEPSEEK_41 = {
+    "model_type": "deepseek_v41",
+    "text_config": {
+        **BF16,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 64,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "sliding_window": 128,
+        "index_head_dim": 128,
+        # two layers of a window only, two at a rate of 1, four at a rate of 2, and a drafting layer
+        "compress_ratios": [0, 1, 1, 2, 2, 2, 0, 2, 0],
+        "kv_source_layer_ids": [1, 3, 7],
+        "index_source_layer_ids": [1, 2, 3, 5, 7],
+    },
+}
+V41: dict[str, object] = DEEPSEEK_41["text_config"]  # type: ignore[assignment]  # a config in a config
+GLM_5_NEXT = {**BF16, "model_type": "glm5_next_text", "num_hidden_layers": 45}
+QWEN_4 = {
+    **BF16,
+    "model_type": "qwen4_exp_text",
+    "num_hidden_layers": 40,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+    "ple_layer_ids": [2],
+}
+STEP_5 = {
+    **BF16,
+    "model_type": "step5",
+    "num_hidden_layers": 48,
+    "num_attention_heads": 64,
+    "num_attention_groups": 8,
+    "head_dim": 128,
+    "sliding_window": 512,
+    "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 12,
+    "sparse_config": {"enabled": True, "proxy_dim": 256, "region_block_size": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "token", "window", "state", "ring"),
+    [
+        # layers 3, 5, ..., 41 (20 of them) have a rate of 4, the other 23 of 128. A latent has 512 elements; a rate of
+        # 4 also keeps an indexer's key of 128 bytes and a float32 scale. Windows: a latent in each layer, and the
+        # compressor's sums and scores in float32, twice where groups overlap (rate 4), of latents and of keys
+        pytest.param(
+            DEEPSEEK_4,
+            "bf16",
+            20 * Fraction(512 * 2 + 128 + 4, 4) + 23 * Fraction(512 * 2, 128),
+            43 * 512 * 2 + 20 * 2 * 2 * (512 + 128) * 4 + 23 * 2 * 512 * 4,
+            0,
+            0,
+            id="deepseek_v4",
+        ),
+        # the same in 8 bits: 448 bytes, 64 rotary elements in bfloat16 and 8 scales for each latent
+        pytest.param(
+            DEEPSEEK_4,
+            "fp8",
+            20 * Fraction(448 + 64 * 2 + 8 + 128 + 4, 4) + 23 * Fraction(448 + 64 * 2 + 8, 128),
+            43 * (448 + 64 * 2 + 8) + 20 * 2 * 2 * (512 + 128) * 4 + 23 * 2 * 512 * 4,
+            0,
+            0,
+            id="deepseek_v4 in 8 bits",
+        ),
+        # layer 1 keeps latents and keys at a rate of 1, layers 3 and 7 at a rate of 2; the others read theirs. Every
+        # layer has a window. Layers 3 and 7 have a ring of 8 rows of 2 * 512 float32
+        pytest.param(
+            DEEPSEEK_41,
+            "bf16",
+            (1 + 2 * Fraction(1, 2)) * (512 * 2 + 128 + 4),
+            8 * 512 * 2,
+            0,
+            2 * 8 * 2 * 512 * 4,
+            id="deepseek_v41",
+        ),
+        # layers 3, 7, ... (11) keep a latent of 512 without a rotary part, and an indexer's key for each 16 tokens. The
+        # ring of 16 tokens holds raw keys and gates of 128 in bfloat16. 34 layers of delta attention, 64 heads of 128
+        pytest.param(
+            GLM_5_NEXT,
+            "bf16",
+            11 * (512 * 2 + Fraction(128 + 4, 16)),
+            0,
+            34 * (3 * 3 * 64 * 128 * 2 + 64 * 128 * 128 * 4),
+            11 * 16 * 2 * 128 * 2,
+            id="glm5_next",
+        ),
+        # every 4th of 40 layers: 2 KV heads of 256 and a key of 128 in bfloat16 for each 16 tokens; a ring of 16 raw
+        # keys. 30 layers of the delta rule: 3 columns of 2 * 16 * 128 + 32 * 128, matrices of 32 * 128 * 128, and one
+        # convolution of (4 - 1) * 3 columns over 4 streams of 2048
+        pytest.param(
+            QWEN_4,
+            "bf16",
+            10 * (2 * (256 + 256) * 2 + Fraction(128 * 2, 16)),
+            0,
+            30 * (3 * (2 * 16 * 128 + 32 * 128) * 2 + 32 * 128 * 128 * 2) + 9 * 4 * 2048 * 2,
+            10 * 16 * 128 * 2,
+            id="qwen4_exp",
+        ),
+        # with three 64-bit positions beside each raw key
+        pytest.param(
+            {"model_type": "qwen4_exp", "text_config": {**QWEN_4, "rope_parameters": {"mrope_section": [11, 11, 10]}}},
+            "bf16",
+            10 * (2 * (256 + 256) * 2 + Fraction(128 * 2, 16)),
+            0,
+            30 * (3 * (2 * 16 * 128 + 32 * 128) * 2 + 32 * 128 * 128 * 2) + 9 * 4 * 2048 * 2,
+            10 * 16 * (128 * 2 + 3 * 8),
+            id="qwen4_exp with positions",
+        ),
+        # 12 full layers: 8 KV heads of 128 and a summary of 256 bytes for each 8 tokens, and a ring of 7 rows of 1024
+        # bytes. 36 windowed layers
+        pytest.param(
+            STEP_5,
+            "bf16",
+            12 * (8 * (128 + 128) * 2 + Fraction(256, 8)),
+            36 * 8 * (128 + 128) * 2,
+            0,
+            12 * 7 * 1024,
+            id="step5",
+        ),
+        pytest.param(
+            {"model_type": "step5_vl", "text_config": {**STEP_5, "sparse_config": {"enabled": False}}},
+            "bf16",
+            12 * 8 * (128 + 128) * 2,
+            36 * 8 * (128 + 128) * 2,
+            0,
+            0,
+            id="step5 without summaries",
+        ),
+    ],
+)
+def test_compressed_bytes_match_hand_calculation(
+    config: dict[str, object], dtype: str, *, token: Fraction | int, window: int, state: int, ring: int
+) -> None:
+    model = read_model(config, dtype=dtype)
+    assert model.kv_bytes_per_token == token
+    assert model.window_bytes_per_token == window
+    assert model.state_bytes == state
+    assert model.ring_bytes == ring
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK_4, DEEPSEEK_41, GLM_5_NEXT, QWEN_4, STEP_5])
+def test_compressed_model_is_planned_in_both_layouts_and_only_planned(config: dict[str, object]) -> None:
+    model = read_model(config, dtype="bf16")
+    for layout in ("natural", "reference"):
+        made = plan_of(model, "200GiB", max_model_len=4096, layout=layout)
+        assert made.capacity.concurrency >= 1
+        assert plan_from_json(plan_to_json(made)) == made
+        with pytest.raises(UnsupportedModelError, match="only plan this model"):
+            KVCacheManager(made)
+    with pytest.raises(UnsupportedModelError, match=r"transformers layout .*only plan this model"):
+        read_model(config, dtype="bf16", backend="transformers")
+
+
+def test_deepseek_v4_pages_are_those_of_vllm() -> None:
+    """Blocks and pages of vLLM 0.33 for the same fields, with blocks of 256 tokens."""
+    specs = {one.name.partition(".3.self_attn")[2]: one.spec for one in read_model(DEEPSEEK_4, block_size=256).layers}
+    pages = {name: (spec.block_size, spec.page_size_bytes) for name, spec in specs.items() if name}
+    assert pages == {
+        ".swa_cache": (64, 64 * 1024),
+        ".compressor.state_cache": (4, 4 * 2048 * 4),
+        ".indexer.k_cache": (256, 8704),  # 64 * 132 bytes, a multiple of 512
+        ".indexer.compressor.state_cache": (4, 4 * 512 * 4),
+    }
+    small = {one.spec.block_size for one in read_model(DEEPSEEK_4, block_size=16).layers if ".i" in one.name}
+    assert small == {128, 4}
+    eight = read_model(DEEPSEEK_4, block_size=256, dtype="fp8").layers
+    assert {one.spec.page_size_bytes for one in eight if one.name.endswith("self_attn")} == {64 * 584 + 64, 1728}
+
+
+def test_deepseek_v4_layers_follow_each_form_of_the_field() -> None:
+    window, four, many = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+    ratios = {"compress_ratios": [0, 4, 128, 4, 0], "num_hidden_layers": 4}
+    types = {"layer_types": [window, four, many, four], "num_hidden_layers": 4}
+    layers = read_model({**DEEPSEEK_4, **ratios}).layers
+    assert layers == read_model({**DEEPSEEK_4, **types}).layers
+    assert [sum(one.index == i for one in layers) for i in range(4)] == [1, 5, 3, 5]
+    drafting = [one for one in read_model(DEEPSEEK_4, mtp_layers=1).layers if one.index == 43]
+    assert [(one.name, one.spec.block_size) for one in drafting] == [("mtp.layers.0.self_attn.swa_cache", 64)]
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({**DEEPSEEK_4, "compress_ratios": [8] * 43}, "compress_ratios"),
+        ({**DEEPSEEK_4, "compress_ratios": [4] * 42}, "compress_ratios"),
+        ({**DEEPSEEK_4, "layer_types": ["linear_attention"] * 43}, "linear_attention"),
+        ({**DEEPSEEK_4, "compress_rate_csa": 8}, "compress_rates"),
+        ({**DEEPSEEK_4, "compress_rates": {"compressed_sparse_attention": 2}}, "compress_rates"),
+        ({**V41, "model_type": "deepseek_v41", "compress_ratios": None}, "compress_ratios"),
+        ({**V41, "model_type": "deepseek_v41", "compress_ratios": [4] * 8}, "compress_ratios"),
+        ({**V41, "model_type": "deepseek_v41", "kv_source_layer_ids": None}, "kv_source_layer_ids"),
+        ({**V41, "model_type": "deepseek_v41", "kv_source_layer_ids": [0, 1, 3, 7]}, "layer 0 of kv_source_layer_ids"),
+        ({**V41, "model_type": "deepseek_v41", "kv_source_layer_ids": [3, 7]}, "layer 1 has no layer"),
+        ({**V41, "model_type": "deepseek_v41", "kv_source_layer_ids": [1]}, "layer 3 has rate 2 .* layer 1 at rate 1"),
+        ({**V41, "model_type": "deepseek_v41", "index_source_layer_ids": []}, "index_source_layer_ids"),
+        ({**GLM_5_NEXT, "index_topk_freq": 2}, "indexer_types"),
+        ({**GLM_5_NEXT, "index_topk_pattern": "FS" * 22 + "F"}, "indexer_types"),
+        ({**GLM_5_NEXT, "indexer_types": ["full"] * 44 + ["shared"]}, "indexer_types"),
+        ({**GLM_5_NEXT, "index_kpool": 1}, "index_kpool"),
+        ({**QWEN_4, "indexer_budget": None}, "indexer_budget"),
+        ({**QWEN_4, "indexer_kv_heads": 2}, "indexer_kv_heads"),
+        ({**QWEN_4, "ple_layer_ids": [4]}, "ple_layer_ids"),
+        ({**QWEN_4, "layer_types": ["sliding_attention"] * 40}, "sliding_attention"),
+        ({**STEP_5, "layer_types": None}, "layer_types"),
+        ({**STEP_5, "sparse_config": None}, "sparse_config"),
+        ({**STEP_5, "sparse_config": {"region_block_size": 16}}, "region_block_size"),
+        ({**STEP_5, "sparse_config": {"apply_to_layer_types": ["sliding_attention"]}}, "apply_to_layer_types"),
+        ({**STEP_5, "sparse_config": {"compression_method": "mean"}}, "compression_method"),
+        ({**STEP_5, "step5_sparse_config": {"enabled": True}}, "step5_sparse_config"),
+        ({**STEP_5, "head_dim": None}, "head_dim"),
+    ],
+)
+def test_compressed_config_with_an_open_field_is_rejected(config: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        read_model(config)
+
+
+def test_deepseek_v41_names_the_layers_that_read_another() -> None:
+    layers = {one.name: one for one in read_model(DEEPSEEK_41).layers}
+    assert layers["model.layers.3.self_attn"].read_by == ("model.layers.4.self_attn", "model.layers.5.self_attn")
+    keys = layers["model.layers.3.self_attn.indexer.k_cache"]
+    assert keys.read_by == ("model.layers.5.self_attn.indexer.k_cache",)
+    assert isinstance(keys.spec, MLAAttentionSpec)
+    assert (keys.spec.cache_role, keys.spec.tokens_per_state) == (SparseCacheRole.INDEXER, 2)
+    assert {one.what for one in read_model(DEEPSEEK_41).assumptions} == {"parameters"}
+    (assumed,) = (one for one in read_model(DEEPSEEK_41, dtype="fp8").assumptions if one.what != "parameters")
+    assert assumed.field.startswith("Blackwell's kernels keep 528")
+    drafts = read_model(DEEPSEEK_41, num_speculative_tokens=7).layers
+    assert {one.spec.block_size for one in drafts if one.name.endswith("state_cache")} == {16}  # 7 + 2 rows
+
+
+def test_rings_have_room_for_drafts() -> None:
+    rows = {
+        "tail_cache": (GLM_5_NEXT, {0: 16, 1: 32, 16: 32, 17: 64}),
+        "raw_key_cache": (QWEN_4, {0: 16, 1: 32, 16: 32, 17: 48}),
+        "csa_tail_ring": (STEP_5, {0: 7, 3: 10}),
+    }
+    for name, (config, capacities) in rows.items():
+        for drafts, capacity in capacities.items():
+            layers = read_model(config, num_speculative_tokens=drafts).layers
+            assert {one.spec.block_size for one in layers if one.name.endswith(name)} == {capacity}, name
+
+
+def test_drafting_layers_of_step_models_are_rejected() -> None:
+    for config in (STEP_3, STEP_5):
+        with pytest.raises(ConfigError, match="types of their own"):
+            read_model(config, mtp_layers=1)
+
+
+def test_glm_5_next_drafting_layer_has_an_indexer_and_a_ring() -> None:
+    layers = read_model({**GLM_5_NEXT, "num_nextn_predict_layers": 1}, mtp_layers=1).layers
+    assert [one.name.removeprefix("mtp.layers.0.self_attn") for one in layers if one.name.startswith("mtp")] == [
+        "",
+        ".indexer.k_cache",
+        ".indexer.tail_cache",
+    ]

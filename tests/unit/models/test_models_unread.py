@@ -14,8 +14,7 @@ from transformers.models.auto.modeling_auto import (
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import known_model, known_models, read_model
 from hybridkv.models.fields import Fields
-from hybridkv.models.other_states import OTHER_STATES
-from hybridkv.models.reader import FAMILIES, NOT_YET, text_fields
+from hybridkv.models.reader import FAMILIES, NOT_YET, NOTING, text_fields
 from hybridkv.models.reading import refuse_unread
 
 LLAMA: dict[str, object] = {
@@ -107,7 +106,7 @@ def test_unread_fields_of_transformers_configs_are_accepted() -> None:
                 continue
             seen += 1
             try:
-                refuse_unread(Fields(values, own), own, general=own not in FAMILIES and own not in OTHER_STATES)
+                refuse_unread(Fields(values, own), own, general=own not in FAMILIES and own not in NOTING)
             except UnsupportedModelError as error:
                 refused[own] = str(error)
     assert seen > 150
