@@ -22,7 +22,15 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from effects import captures, effects, methods_of, path_of, reads, tree_of
-from vllm.config import CacheConfig, CompilationConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import (
+    CacheConfig,
+    CompilationConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
@@ -85,12 +93,10 @@ OF_WORKERS = {
 }
 OF_BLOCK_SIZES = ("kv_manager_block_size", "backends", "kv_cache_specs")
 IN_SCHEDULERS = (
-    "_pause_state",
     "aux_output_connector",
     "block_size",
     "connector",
     "current_step",
-    "dcp_world_size",
     "ec_connector",
     "encoder_cache_manager",
     "finished_req_ids",
@@ -98,27 +104,17 @@ IN_SCHEDULERS = (
     "kv_cache_config",
     "kv_cache_manager",
     "defer_block_free",
-    "kv_holding_waiting",
-    "kv_metrics_collector",
     "mamba_has_prefill_checkpoint_blocks",
-    "max_model_len",
     "max_num_scheduled_tokens",
     "need_mamba_block_aligned_split",
     "needs_kv_cache_zeroing",
-    "num_lookahead_tokens",
-    "num_prefill_lookahead",
     "num_sampled_tokens_per_step",
-    "num_spec_tokens",
-    "observability_config",
     "prefill_capacity_bound",
     "prev_step_scheduled_req_ids",
     "reset_preempted_req_ids",
     "running",
-    "scheduler_config",
-    "use_pp",
     "use_v2_model_runner",
     "vllm_config",
-    "waiting",
 )
 """Set by their constructor, read or replaced by ours."""
 FIELDS = {
@@ -166,6 +162,8 @@ FIELDS = {
     VllmConfig: ("additional_config", "kv_transfer_config", "ec_transfer_config", "speculative_config"),
     ParallelConfig: ("worker_cls", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
     CacheConfig: ("enable_prefix_caching",),
+    SchedulerConfig: ("async_scheduling", "max_num_batched_tokens", "watermark"),
+    ObservabilityConfig: ("kv_cache_metrics", "enable_logging_iteration_details"),
     CompilationTimes: ("language_model", "encoder"),
     TransferTopology: (
         "tp_rank",
@@ -218,6 +216,11 @@ NOT_REGISTERED = {
 }
 """Set by their registration for NIXL, and by ours left as their constructor has it: no region is of such a kind."""
 NAMED = (
+    Scheduler.get_request_counts,
+    Scheduler.pause_state,
+    VllmConfig.num_lookahead_tokens,
+    VllmConfig.num_prefill_lookahead_tokens,
+    VllmConfig.num_speculative_tokens,
     KVCacheConfig.num_blocks_of,
     KVCacheConfig.needs_kv_cache_zeroing,
     AttentionSpec.real_page_size_bytes,
@@ -234,7 +237,7 @@ NAMED = (
 
 
 SKIPPED: Mapping[str, tuple[str, ...]] = {
-    "scheduler.waiting": (
+    "scheduler.get_request_counts": (
         "_inflight_prefills.add()",
         "deferred_waiting.add()",
         "deferred_waiting.discard()",
@@ -249,6 +252,7 @@ SKIPPED: Mapping[str, tuple[str, ...]] = {
         "kv_cache_manager.record_prefix_cache_stats()",
         "kv_cache_manager.take_kv_cache_block_copies()",
         "kv_cache_manager.truncate_computed_blocks()",
+        "kv_holding_waiting.prepend_requests()",
         "request.replay_start",
         "request.shared_prefix_boundary",
         "request.status",
@@ -259,7 +263,6 @@ SKIPPED: Mapping[str, tuple[str, ...]] = {
         "waiting.prepend_request()",
         "waiting.prepend_requests()",
     ),
-    "scheduler.kv_holding_waiting": ("kv_holding_waiting.prepend_requests()",),
     "scheduler.connector": (
         "_kv_fetch_counts",
         "_kv_fetch_stages.pop()",
@@ -318,9 +321,9 @@ SKIPPED: Mapping[str, tuple[str, ...]] = {
 }
 """Effects of vLLM's loop that ``decode_step`` goes without, by the guard in our source for which it does."""
 SKIPPED_OF_RELEASE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "0.32": {"scheduler.waiting": ("grammar_compile_error_reqs.add()",)},
+    "0.32": {"scheduler.get_request_counts": ("grammar_compile_error_reqs.add()",)},
     "0.33": {
-        "scheduler.waiting": ("grammar_compile_error_reqs", "last_prefill_step"),
+        "scheduler.get_request_counts": ("grammar_compile_error_reqs", "last_prefill_step"),
         "scheduler.connector": ("deferred_loads",),
         "scheduler.aux_output_connector": (
             "aux_output_connector.cap_external_hit()",
@@ -529,7 +532,7 @@ def refusals() -> Iterator[str]:
     for name in ("Scheduler", "NaturalScheduler"):
         for kind, ahead in product((name, f"Async{name}"), (False, True)):
             made = object.__new__(getattr(ours, kind))
-            made.scheduler_config = SimpleNamespace(async_scheduling=ahead)
+            made.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
             wanted = f"hybridkv.vllm.Async{name}" if ahead and kind == name else ""
             if refused(ours.require_class, made) != wanted:
                 yield f"{kind} with async_scheduling={ahead}: {refused(ours.require_class, made) or 'accepted'}"

@@ -76,7 +76,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
             hash_block_size=self.hash_block_size,
             enable_caching=manager.enable_caching,
             use_eagle=manager.use_eagle,
-            dcp_world_size=self.dcp_world_size,
+            dcp_world_size=self.vllm_config.parallel_config.decode_context_parallel_size,
             hit_unit=hit_unit_of(self),
             retention=config.prefix_cache_retention_interval,
             eviction=options.chosen(config, use_eagle=manager.use_eagle),
@@ -88,10 +88,6 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         )
         if self.connector is not None:
             self.connector.bind_kv_cache_manager(self.kv_cache_manager)
-
-    def prepare_loop(self) -> None:
-        """Allocate slots before vLLM's loop asks for them one by one."""
-        self.kv_cache_manager.prepare(self.running, 1 + self.num_spec_tokens, self.num_lookahead_tokens)
 
     def complete(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
         """Complete a step with its ``output``, inside the step: add the copies of hits that end inside blocks.
@@ -115,7 +111,8 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         with self.kv_cache_manager.step():
             output = decode_step(self)
             if output is None:
-                self.prepare_loop()
+                most = 1 + self.vllm_config.num_speculative_tokens
+                self.kv_cache_manager.prepare(self.running, most, self.vllm_config.num_lookahead_tokens)
                 output = super().schedule(throttle_prefills)
             self.complete(output)
         self.kv_cache_manager.scheduled(output)
@@ -164,7 +161,7 @@ class NaturalScheduler(Scheduler):
             config,
             options,
             name=self.vllm_config.model_config.model,
-            max_model_len=self.max_model_len,
+            max_model_len=settings.max_model_len,
             max_in_flight_tokens=settings.max_in_flight_tokens,
         )
         laid_out = natural_config(dict(layer_specs(config)), made.config)
@@ -181,9 +178,6 @@ class NaturalScheduler(Scheduler):
             )
             self.connector.bind_kv_cache_manager(manager)
             self.block_size = 1  # hits end at any token, so none is cut to a block for a connector that has more
-
-    def prepare_loop(self) -> None:
-        """Do nothing: blocks of this layout are copied, so slots cannot be allocated ahead."""
 
     def complete(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
         """Add the worker's block operations.
@@ -218,12 +212,12 @@ class AsyncNaturalScheduler(NaturalScheduler, TheirAsyncScheduler):  # type: ign
 
 def _settings(scheduler: Any, **more: Any) -> Settings:  # noqa: ANN401 - vLLM's
     """Return the settings of both layouts, and ``more``. Call before vLLM's manager in ``scheduler`` is replaced."""
-    manager = scheduler.kv_cache_manager
+    manager, started = scheduler.kv_cache_manager, scheduler.vllm_config
     return Settings(
-        max_model_len=scheduler.max_model_len,
-        max_in_flight_tokens=scheduler.vllm_config.max_in_flight_tokens or scheduler.max_model_len,
+        max_model_len=manager.max_model_len,
+        max_in_flight_tokens=started.max_in_flight_tokens or manager.max_model_len,
         enable_events=manager.enable_kv_cache_events,
-        watermark=scheduler.scheduler_config.watermark,
+        watermark=started.scheduler_config.watermark,
         new_stats=PrefixCacheStats if manager.log_stats else None,
         **more,
     )
@@ -240,7 +234,7 @@ def require_version(version: str) -> None:
 
 def require_class(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
     """Raise ConfigError if vLLM schedules ahead of outputs and the class of ``scheduler`` does not."""
-    if scheduler.scheduler_config.async_scheduling and not isinstance(scheduler, TheirAsyncScheduler):
+    if scheduler.vllm_config.scheduler_config.async_scheduling and not isinstance(scheduler, TheirAsyncScheduler):
         name = type(scheduler).__name__
         raise ConfigError(
             f"hybridkv.vllm.{name} schedules a step after the last one's output, and vLLM was started with async "
@@ -256,7 +250,7 @@ def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLL
     usual.
     O(running requests).
     """
-    most = min(scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens)
+    most = min(scheduler.max_num_scheduled_tokens, scheduler.vllm_config.scheduler_config.max_num_batched_tokens)
     if not 0 < len(scheduler.running) <= most or not _nothing_else(scheduler):
         return None
     manager = scheduler.kv_cache_manager
@@ -312,19 +306,18 @@ def _not_in_the_last_step(scheduler: Any, running: Sequence[Any]) -> dict[str, l
 
 def _nothing_else(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
     """Return whether no request waits and only the cache influences the step."""
+    started, (_, waiting) = scheduler.vllm_config, scheduler.get_request_counts()
     return not (
-        scheduler.waiting
-        or scheduler.kv_holding_waiting
-        or scheduler._pause_state is not PauseState.UNPAUSED
+        waiting
+        or scheduler.pause_state is not PauseState.UNPAUSED
         or scheduler.connector is not None
         or scheduler.defer_block_free  # steps are counted in the loop
         or scheduler.ec_connector is not None
         or scheduler.aux_output_connector is not None
-        or scheduler.vllm_config.speculative_config is not None
+        or started.speculative_config is not None
         or scheduler.num_sampled_tokens_per_step != 1
-        or scheduler.num_lookahead_tokens
-        or scheduler.use_pp
-        or scheduler.observability_config.enable_logging_iteration_details
+        or started.parallel_config.pipeline_parallel_size > 1
+        or started.observability_config.enable_logging_iteration_details
     )
 
 

@@ -173,27 +173,28 @@ def refuse(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's Scheduler, its own 
 
 def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
     """Yield each unsupported option with its fix."""
+    started = scheduler.vllm_config
     yield from _unsupported_connectors(scheduler)
     if hit_unit_of(scheduler) is not None:
         inside = f"hits inside a block of {scheduler.block_size} tokens, at multiples of {scheduler.hash_block_size},"
         yield from (f"{inside} with {why}: leave --prefix-match-unit out" for why in _not_inside_blocks(scheduler))
-    if scheduler.num_prefill_lookahead > 1:
+    if started.num_prefill_lookahead_tokens > 1:
         yield (
-            f"drafts of {scheduler.num_prefill_lookahead} modules that predict tokens, whose last tokens of a prompt "
-            "are computed again: use one module"
+            f"drafts of {started.num_prefill_lookahead_tokens} modules that predict tokens, whose last tokens of a "
+            "prompt are computed again: use one module"
         )
     if getattr(scheduler, "num_hash_lookahead_tokens", 0):
         yield (
             "hashes of blocks that cover tokens after the block, as vLLM 0.33 has them for drafts: set "
             "disable_lookahead_block_hashes in --speculative-config"
         )
-    if scheduler.kv_metrics_collector is not None:
+    if started.observability_config.kv_cache_metrics:
         yield "--kv-cache-metrics, how long blocks live: leave it out"
     for group in scheduler.kv_cache_config.kv_cache_groups:
         if group.host_resident or group.role != "default":
             yield f"groups in two places ({group.layer_names[0]}): leave HiSparse out"
         tokens = not hasattr(group.kv_cache_spec, "shapes")
-        if scheduler.dcp_world_size > 1 and tokens and not group.kv_cache_spec.dcp_sharded:
+        if started.parallel_config.decode_context_parallel_size > 1 and tokens and not group.kv_cache_spec.dcp_sharded:
             yield f"layers that are whole on every rank of context parallelism ({group.layer_names[0]}): leave it out"
 
 
@@ -210,7 +211,7 @@ def _not_inside_blocks(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as ab
         yield "a connector, whose loads begin at block boundaries"
     if scheduler.vllm_config.speculative_config is not None:
         yield "drafts, whose states lie in the columns after the end of a hit"
-    if scheduler.dcp_world_size > 1:
+    if scheduler.vllm_config.parallel_config.decode_context_parallel_size > 1:
         yield "context parallelism, which spreads a block over ranks"
     if len({group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups}) > 1:
         yield "blocks of several sizes"

@@ -343,15 +343,17 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
     group = SimpleNamespace(layer_names=["layer0"], kv_cache_spec=spec, host_resident=False, role="default")
     vars(group).update(changed.pop("group", {}))
     fields = {
-        "vllm_config": SimpleNamespace(speculative_config=changed.pop("drafts", None)),
+        "vllm_config": SimpleNamespace(
+            speculative_config=changed.pop("drafts", None),
+            num_prefill_lookahead_tokens=changed.pop("modules", 0),
+            observability_config=SimpleNamespace(kv_cache_metrics=changed.pop("metrics", False)),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=changed.pop("ranks", 1)),
+        ),
         "kv_cache_manager": SimpleNamespace(enable_caching=True, coordinator=coordinator),
         "kv_cache_config": SimpleNamespace(kv_cache_groups=[group]),
         "connector": None,
         "block_size": 64,
         "hash_block_size": 32,
-        "num_prefill_lookahead": 0,
-        "kv_metrics_collector": None,
-        "dcp_world_size": 1,
     }
     return SimpleNamespace(**(fields | changed))
 
@@ -368,13 +370,13 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
             "hits inside a block of 64 tokens, at multiples of 32, with a connector",
         ),
         ({"partial": True, "drafts": object()}, "hits inside a block .* with drafts"),
-        ({"partial": True, "dcp_world_size": 2}, "hits inside a block .* with context parallelism"),
-        ({"num_prefill_lookahead": 2}, "drafts of 2 modules"),
+        ({"partial": True, "ranks": 2}, "hits inside a block .* with context parallelism"),
+        ({"modules": 2}, "drafts of 2 modules"),
         ({"num_hash_lookahead_tokens": 1}, "cover tokens after the block"),
-        ({"kv_metrics_collector": object()}, "--kv-cache-metrics"),
+        ({"metrics": True}, "--kv-cache-metrics"),
         ({"group": {"role": "hisparse_source"}}, r"two places \(layer0\)"),
         ({"group": {"host_resident": True}}, r"two places \(layer0\)"),
-        ({"dcp_world_size": 2, "dcp_sharded": False}, "whole on every rank"),
+        ({"ranks": 2, "dcp_sharded": False}, "whole on every rank"),
     ],
 )
 def test_vllm_manager_rejects_unsupported_vllm_settings(changed: dict[str, Any], message: str) -> None:
@@ -385,10 +387,10 @@ def test_vllm_manager_rejects_unsupported_vllm_settings(changed: dict[str, Any],
 def test_vllm_manager_accepts_supported_vllm_settings() -> None:
     refuse(started())
     refuse(started(partial=True))
-    refuse(started(connector=object(), num_prefill_lookahead=1))
+    refuse(started(connector=object(), modules=1))
     refuse(started(connector=several(object(), object()), spec=MambaSpec()))
     refuse(started(connector=several(Gathers())))
-    refuse(started(dcp_world_size=2))
+    refuse(started(ranks=2))
 
 
 @pytest.mark.parametrize("part", ["manager", "coordinator", "block_pool"])
