@@ -274,7 +274,7 @@ class Engine:
         output, owners = Output(), dict[str, Asked]()
         with self.manager.step():
             if not self.decode(output, owners):
-                self.manager.prepare(self.running, 1, 0)
+                self.manager.ahead.give(self.running, 1, 0)
                 room = self.go_on(output, owners)
                 self.take_arrived()
                 if room:

@@ -72,6 +72,7 @@ class CacheManager:
         self.block_pool = Pool(self.cache)
         self._mirrors = Mirrors(self.cache)
         self._admissions = Admissions(self.cache, self._mirrors, settings)
+        self.resumed = self._admissions.resumed
         self._sizes = [group.policy.block_size for group in cache.groups]  # tokens of a column, over all ranks
         self._smallest = min(self._sizes)
         groups = zip(self._sizes, config.kv_cache_groups, strict=True)
@@ -95,14 +96,10 @@ class CacheManager:
     def step(self) -> Iterator[None]:
         """Open a step. All allocations inside belong to it; hand its ``output`` to ``scheduled`` afterwards."""
         self._step += 1
-        self._admissions.resumed.clear()
+        self.resumed.clear()
         with self.cache.step(self._step):
             yield
         self.ahead.end_step()
-
-    def prepare(self, running: Sequence[EngineRequest], most_tokens: int, num_lookahead_tokens: int) -> None:
-        """Allocate slots for the tokens that ``running`` decode next; ``allocate_slots`` hands them out."""
-        self.ahead.give(running, most_tokens, num_lookahead_tokens)
 
     def decode(self, running: Sequence[EngineRequest]) -> Decoded | None:
         """Allocate slots for a step in which all of ``running`` decode a token; ``None`` if vLLM's loop must do it."""
@@ -158,10 +155,6 @@ class CacheManager:
             if position >= end:
                 return end - computed
             end = position  # ask again: placements may save the last block boundary of the shorter chunk
-
-    def resumes_after_load(self, request_id: str) -> bool:
-        """Return whether this step admits a request with tokens that a connector loaded asynchronously."""
-        return request_id in self._admissions.resumed
 
     # -- look-up
 
@@ -238,7 +231,7 @@ class CacheManager:
     ) -> Blocks | None:
         """Return the new blocks, or ``None`` when they do not fit.
 
-        Blocks that ``prepare`` allocated for the request come first. The arguments mean the same as in vLLM.
+        Blocks that ``ahead`` allocated for the request come first. The arguments mean the same as in vLLM.
         """
         name = request.request_id
         if self.ahead.take(request, num_new_tokens, num_lookahead_tokens):
@@ -267,7 +260,7 @@ class CacheManager:
         return None if new is None else self._with_owed(name, Blocks(new), skip_zeroing_group_ids)
 
     def _with_owed(self, request_id: str, new: Blocks, uncleared: tuple[int, ...] = ()) -> Blocks:
-        """Return the blocks that ``prepare`` allocated and did not report, followed by ``new``.
+        """Return the blocks that ``ahead`` allocated and did not report, followed by ``new``.
 
         ``uncleared`` lists groups with blocks that a transfer writes: workers need not clear them.
         """
@@ -479,21 +472,11 @@ class Coordinator:
     single_type_managers: tuple[GroupManager, ...]
     blocks_to_come: Callable[[str, int, int], int]
 
-    def get_num_blocks_to_allocate(  # noqa: PLR0917 - vLLM's names
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: object,
-        num_encoder_tokens: int,
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        num_tokens_main_model: int,
-        apply_admission_cap: bool = False,
-        prefill_end: int | None = None,
+    def get_num_blocks_to_allocate(
+        self, *, request_id: str, num_tokens: int, num_encoder_tokens: int, **others: object
     ) -> int:
         """Return the blocks that a running or loading request still needs for ``num_tokens`` tokens."""
-        del new_computed_blocks, total_computed_tokens, num_local_computed_tokens
-        del num_tokens_main_model, apply_admission_cap, prefill_end
+        del others  # counts from which vLLM's own coordinator derives what the cache knows
         return self.blocks_to_come(request_id, num_tokens, num_encoder_tokens)
 
 
@@ -520,9 +503,12 @@ class Blocks:
     @property
     def blocks(self) -> tuple[list[Block], ...]:
         """The blocks of each group."""
-        key_of = _no_key if self.held.pool is None else self.held.pool.keys.key_of
+        pool = self.held.pool
         return tuple(
-            [Block(one, key_of(known), known == 0) for one, known in zip(own, ids.tolist(), strict=True)]
+            [
+                Block(one, None if pool is None else pool.keys.key_of(known), known == 0)
+                for one, known in zip(own, ids.tolist(), strict=True)
+            ]
             for own, ids in zip(self.held.blocks, self.held.ids, strict=True)
         )
 
@@ -548,8 +534,3 @@ class Blocks:
     def new_empty(self) -> Blocks:
         """Return no blocks in every group."""
         return Blocks(KVCacheBlocks(tuple(ids[:0] for ids in self.held.ids), self.held.pool))
-
-
-def _no_key(block: int) -> None:
-    """Return ``None``, the key of a block outside any pool."""
-    del block

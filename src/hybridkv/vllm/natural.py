@@ -210,11 +210,6 @@ class NaturalStep(NamedTuple):
     config: KVCacheConfig | None = None
 
 
-# most steps have no operations: they share these
-_NO_PAIRS: Final[Int32] = np.empty((0, 2), np.int32)
-_NO_TRIPLES: Final[Int32] = np.empty((0, 3), np.int32)
-
-
 class StepWriter:
     """Writes the steps of one manager, in order."""
 
@@ -239,15 +234,16 @@ class StepWriter:
         """Return the operations of ``output`` and correct its ids, inside the manager's step. O(scheduled requests)."""
         ends = self._manager.store_checkpoints(output)
         transfers = self._cache.fields.take_transfers()
-        zero = list(self._correct_ids(output))
         config, self._config = self._config, None
-        moved = [one for one in transfers.copies if one.kind == "move"]
-        copied = [one for one in transfers.copies if one.kind != "move"]
+        moves, copies = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        for one in transfers.copies:
+            to = moves if one.kind == "move" else copies
+            to.append((self._class_of[one.group], one.source, one.destination))
         return NaturalStep(
-            _triples((self._class_of[one.group], one.source, one.destination) for one in moved),
-            np.array(zero, np.int32) if zero else _NO_PAIRS,
-            _triples((self._class_of[one.group], one.source, one.destination) for one in copied),
-            _triples(self._kept(transfers, ends)),
+            _table(moves, 3),
+            _table(self._correct_ids(output), 2),
+            _table(copies, 3),
+            _table(self._kept(transfers, ends), 3),
             tuple(self._moved_cells(transfers)),
             config,
         )
@@ -298,12 +294,11 @@ class StepWriter:
         After a load, the block that the load wrote in part is kept too. Copies into the last block of a hit run after
         the clearing, and a load has run before it.
         """
-        loaded = self._manager.resumes_after_load(name)
+        loaded = name in self._manager.resumed
         for group, size in self._cleared:
             first = -(-computed // size) if loaded else computed // size
             yield from ((self._class_of[group], block) for block in table[group][first:] if block)
 
 
-def _triples(given: Iterable[tuple[int, int, int]]) -> Int32:
-    triples = list(given)
-    return np.array(triples, np.int32) if triples else _NO_TRIPLES
+def _table(rows: Iterable[tuple[int, ...]], columns: int) -> Int32:
+    return np.array(list(rows), np.int32).reshape(-1, columns)

@@ -112,7 +112,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
             output = decode_step(self)
             if output is None:
                 most = 1 + self.vllm_config.num_speculative_tokens
-                self.kv_cache_manager.prepare(self.running, most, self.vllm_config.num_lookahead_tokens)
+                self.kv_cache_manager.ahead.give(self.running, most, self.vllm_config.num_lookahead_tokens)
                 output = super().schedule(throttle_prefills)
             self.complete(output)
         self.kv_cache_manager.scheduled(output)

@@ -304,20 +304,16 @@ def refuse_natural(started: Any, config: Config, connector: Any) -> None:  # noq
 
     ``config`` is vLLM's KVCacheConfig. ``connector`` is ``None`` without one.
     """
-    for why in (*_switches(started), *_features(started, config, connector)):
+    for why in _not_natural(started, config, connector):
         raise ConfigError(f"NaturalScheduler {why}")
 
 
-def _switches(started: Any) -> Iterator[str]:  # noqa: ANN401 - as above
-    """Yield options that need another value."""
+def _not_natural(started: Any, config: Config, connector: Any) -> Iterator[str]:  # noqa: ANN401 - as above
+    """Yield each unsupported option with its fix."""
     if started.parallel_config.worker_cls != WORKER:
         yield f"needs --worker-cls {WORKER}, this is {started.parallel_config.worker_cls}"
     if started.cache_config.enable_prefix_caching:
         yield "caches prefixes itself: switch vLLM's own off (--no-enable-prefix-caching)"
-
-
-def _features(started: Any, config: Config, connector: Any) -> Iterator[str]:  # noqa: ANN401 - as above
-    """Yield options that must be left out."""
     for name in ("data_parallel_size", "decode_context_parallel_size"):
         size = getattr(started.parallel_config, name)
         if size > 1:

@@ -520,9 +520,10 @@ def test_vllm_manager_load_keeps_the_blocks_reserved_for_prefills() -> None:
     cache = manager(FullAttentionSpec(), num_blocks=10)  # 9 blocks
     first = Asked("first", list(range(100, 124)))  # 6 blocks, 2 of them now
     run(cache, first, 8)
-    needs = cache.coordinator.get_num_blocks_to_allocate("first", 24, (), 0, 8, 8, 24, apply_admission_cap=True)
+    coming = cache.coordinator.get_num_blocks_to_allocate
+    needs = coming(request_id="first", num_tokens=24, num_encoder_tokens=0, apply_admission_cap=True)
     assert needs == 4
-    assert cache.coordinator.get_num_blocks_to_allocate("nobody", 24, (), 0, 8, 8, 24) == 0
+    assert coming(request_id="nobody", num_tokens=24, num_encoder_tokens=0) == 0
     second = Asked("second", PROMPT)
     assert admit_load(cache, second, 13, reserved_blocks=needs) is None
     assert admit_load(cache, second, 12, reserved_blocks=needs) is not None

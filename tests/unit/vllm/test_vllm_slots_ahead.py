@@ -29,7 +29,7 @@ def test_prepared_slots_of_a_step_equal_single_allocations() -> None:
     batch, single = running(together, 12), running(alone, 12)
     for token in range(9):
         with together.step():
-            together.prepare(batch, 1, 0)
+            together.ahead.give(batch, 1, 0)
             given = [together.allocate_slots(one, 1) for one in batch]
         with alone.step():
             wanted = [alone.allocate_slots(one, 1) for one in single]
@@ -52,7 +52,7 @@ def test_prepared_blocks_that_were_not_taken_come_in_the_next_step() -> None:
     cache = manager(FullAttentionSpec(), num_blocks=60)
     first, second, *others = running(cache, 9)
     with cache.step():
-        cache.prepare([first, second, *others], 1, 0)
+        cache.ahead.give([first, second, *others], 1, 0)
         given = cache.allocate_slots(first, 1)
     assert given is not None
     assert given.get_block_ids() == ([19],)
@@ -66,7 +66,7 @@ def test_prepared_blocks_that_were_not_taken_come_in_the_next_step() -> None:
     assert given is not None
     assert given.get_block_ids() == ([21, 29],)
     with cache.step():
-        cache.prepare([first, second], 1, 0)
+        cache.ahead.give([first, second], 1, 0)
     cache.free(second)
     assert cache.get_block_ids("1") == ([],)
 
@@ -79,7 +79,7 @@ def test_prepared_slots_end_before_the_first_prefill() -> None:
     third.num_output_placeholders = -1  # nothing left to run
     leading[0].num_in_flight_tokens = 99  # of before it was preempted
     with cache.step():
-        cache.prepare([third, *leading, prefills, behind], 1, 0)
+        cache.ahead.give([third, *leading, prefills, behind], 1, 0)
         assert all(cache.ahead.take(one, 1, 0) for one in leading)
         assert not any(cache.ahead.take(one, 1, 0) for one in (prefills, behind, third))
         assert [cache.ahead.owed(one.request_id) is None for one in leading] == [False] * 9
@@ -123,7 +123,7 @@ def test_prepared_slots_that_do_not_fit_are_allocated_singly() -> None:
     cache = manager(FullAttentionSpec(), num_blocks=6)
     first, second = running(cache, 2)
     with cache.step():
-        cache.prepare([first, second], 1, 0)
+        cache.ahead.give([first, second], 1, 0)
         assert cache.allocate_slots(first, 1) is not None
         assert cache.allocate_slots(second, 1) is None
 
@@ -218,5 +218,5 @@ def test_prepared_slots_skip_requests_with_no_token_left() -> None:
     first.all_token_ids.pop()
     first.max_tokens = first.num_computed_tokens + 1 - first.num_prompt_tokens
     with cache.step():
-        cache.prepare([first, second], 1, 0)
+        cache.ahead.give([first, second], 1, 0)
         assert ids_of(cache.allocate_slots(second, 1)) == ([5],)
