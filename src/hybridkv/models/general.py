@@ -328,11 +328,10 @@ def spec_of(
 def _has_indexer(reading: Reading, index: int) -> bool:
     """Return whether layer ``index`` keeps an indexer's keys, or reads those of an earlier layer."""
     if reading.is_made_by_class("indexer_types"):
-        if (
-            reading.fields.text("model_type") != "glm_moe_dsa"
-            or reading.own.values.get("index_topk_pattern") is not None
-        ):
+        if reading.fields.text("model_type") != "glm_moe_dsa":
             raise reading.missing("which layers have an indexer", "indexer_types", '["full", "shared", ...]')
+        if reading.own.values.get("index_topk_pattern") is not None:
+            return _pattern_has_indexer(reading, index)
         every, first = (reading.fields.integer(key, most, minimum=0) for key, most in _INDEXERS.items())
         reading.derive(
             "layers with an indexer", f"every {max(every, 1)} from {first} on", "as its config class makes them"
@@ -344,6 +343,15 @@ def _has_indexer(reading: Reading, index: int) -> bool:
     if index >= len(types) or types[index] not in {"full", "shared"}:
         raise reading.refuse_value("indexer_types", list(types))
     return types[index] == "full"
+
+
+def _pattern_has_indexer(reading: Reading, index: int) -> bool:
+    """Read ``index_topk_pattern`` of GLM-5: a letter (F, S) or a word (full, shared) for each layer."""
+    pattern = reading.own.values["index_topk_pattern"]
+    kind = pattern[index] if isinstance(pattern, str | list | tuple) and index < len(pattern) else None
+    if kind not in (("F", "S") if isinstance(pattern, str) else ("full", "shared")):
+        raise reading.refuse_value("index_topk_pattern", pattern)
+    return kind in {"F", "full"}
 
 
 _INDEXERS: Final = {"index_topk_freq": 1, "index_skip_topk_offset": 2}

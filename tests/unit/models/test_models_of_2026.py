@@ -197,6 +197,17 @@ def test_bytes_match_hand_calculation(config: dict[str, object], token: int, win
     assert model.state_bytes == state
 
 
+def test_glm_5_pattern_places_indexers() -> None:
+    types = {"indexer_types": ["full", "shared", "shared"] * 26}
+    layers = read_model({**GLM_5, **types}).layers
+    assert sum(one.name.endswith("indexer") for one in layers) == 26
+    assert read_model({**GLM_5, "index_topk_pattern": "FSS" * 26}).layers == layers
+    assert read_model({**GLM_5, "index_topk_pattern": types["indexer_types"]}).layers == layers
+    for wrong in ("FSX" * 26, "FS", ["F", "S", "S"] * 26, 3):
+        with pytest.raises(ConfigError, match="index_topk_pattern"):
+            read_model({**GLM_5, "index_topk_pattern": wrong})
+
+
 def test_minimax_m3_in_both_forms_gives_one_model() -> None:
     types = ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57
     form = {**MINIMAX_M3, "sparse_attention_config": None, "layer_types": types, "index_head_dim": 128}
