@@ -52,6 +52,8 @@ STAGES = {
 }
 GRID = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
 SMALL = {"num_gpu_blocks_override": 30}
+SMALLER = {"granite_hybrid": 16}
+"""Blocks of stock's where 30 are so many that nobody is preempted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ def answers(
         **match.options,
         **regime.options,
     }
+    if "num_gpu_blocks_override" in options:
+        options["num_gpu_blocks_override"] = SMALLER.get(match.name, options["num_gpu_blocks_override"])
     scheduler = None
     if ours:
         options |= {**OURS, **regime.ours}
