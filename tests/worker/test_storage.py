@@ -9,10 +9,12 @@ from itertools import cycle
 import pytest
 import torch
 
-from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.errors import CapacityError, ConfigError, UnsupportedModelError
 from hybridkv.models import known_models, read_model
 from hybridkv.planner import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, plan
+from hybridkv.spec_fields import SparseCacheRole
 from hybridkv.specs import (
+    CircularBufferSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     Keeps,
@@ -22,7 +24,7 @@ from hybridkv.specs import (
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
-from hybridkv.worker import PagedStorage, PageOrder, PagePart, parts_of
+from hybridkv.worker import MultiGroupBlockTable, PagedStorage, PageOrder, PagePart, parts_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::hybridkv.errors.AssumptionWarning")  # of some models
 
@@ -237,3 +239,28 @@ def test_storage_without_parts_follows_the_specs() -> None:
                 other.storage_offset(),
             )
             assert one.dtype == other.dtype
+
+
+@pytest.mark.parametrize(
+    ("spec", "feature"),
+    [
+        (MLAAttentionSpec(block_size=16, head_size=8, dtype="float16", tokens_per_state=4), "tokens_per_state"),
+        (
+            MLAAttentionSpec(block_size=16, head_size=8, dtype="float16", cache_role=SparseCacheRole.INDEXER),
+            "cache_role",
+        ),
+        (MLAAttentionSpec(block_size=16, head_size=8, dtype="uint8", state_content_bytes=12), "state_content_bytes"),
+        (CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=8, dtype="float16"), "CircularBufferSpec"),
+    ],
+)
+def test_storage_and_tables_reject_compressed_caches_with_the_field(spec: KVCacheSpec, feature: str) -> None:
+    config = KVCacheConfig(
+        2,
+        (KVCacheTensor(2 * spec.page_size_bytes, ("a",), 0, spec.page_size_bytes),),
+        (KVCacheGroupSpec(("a",), spec),),
+    )
+    with pytest.raises(UnsupportedModelError, match=rf"the worker's paged storage does not support .*{feature}"):
+        PagedStorage(config)
+    if feature in {"tokens_per_state", "CircularBufferSpec"}:
+        with pytest.raises(UnsupportedModelError, match=rf"the worker's block tables does not support .*{feature}"):
+            MultiGroupBlockTable.of_config(config, max_num_reqs=1, max_model_len=32, max_num_batched_tokens=8)

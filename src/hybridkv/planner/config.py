@@ -177,17 +177,22 @@ class KVCacheConfig:
         tensors: where the pages of each layer are.
         groups: the layers by block table. Methods take the index of a group in this tuple.
         slabs: the slabs of the natural layout; ``None`` in the reference layout.
+        packed_block_bytes: bytes of a block in the reference layout where the pages of a group's layers lie side by
+            side in a block (packed.py); ``None`` where each tensor is a run of pages of one layer position.
     """
 
     num_blocks: Positive
     tensors: tuple[KVCacheTensor, ...]
     groups: tuple[KVCacheGroupSpec, ...]
     slabs: SlabLayout | None = None
+    packed_block_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
         if not self.groups:
             raise ConfigError("a KVCacheConfig has no groups: give at least one")
+        if self.slabs is not None and self.packed_block_bytes is not None:
+            raise ConfigError("only the reference layout packs the pages of a block: drop packed_block_bytes")
         classes = () if self.slabs is None else self.slabs.classes
         most = self.num_blocks * max((one.blocks_per_slab for one in classes), default=1)
         if most > MOST_COUNT:
@@ -244,9 +249,11 @@ class KVCacheConfig:
     @property
     def unit_bytes(self) -> int:
         """Bytes of a block, or of a slab in the natural layout."""
-        return (
-            sum(tensor.block_stride_bytes for tensor in self.tensors) if self.slabs is None else self.slabs.slab_bytes
-        )
+        if self.slabs is not None:
+            return self.slabs.slab_bytes
+        if self.packed_block_bytes is not None:
+            return self.packed_block_bytes
+        return sum(tensor.block_stride_bytes for tensor in self.tensors)
 
     def units_for(self, blocks: Sequence[int]) -> int:
         """Return the number of blocks, or the fewest slabs, that hold the blocks. O(groups).
@@ -261,6 +268,8 @@ class KVCacheConfig:
         """Bytes that all tensors need together."""
         if self.slabs is not None:
             return self.slabs.arena_bytes
+        if self.packed_block_bytes is not None:
+            return self.num_blocks * self.packed_block_bytes
         return max((t.offset_bytes + t.size for t in self.tensors), default=0)
 
 

@@ -26,6 +26,7 @@ from hybridkv.models import Layer, Model
 from hybridkv.models.json_text import DocumentError, parse_json, read_json
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.planner.natural import natural_config
+from hybridkv.planner.packed import packed_config
 from hybridkv.planner.plan import LAYOUTS, NATURAL, NO_STATES, Plan
 from hybridkv.regular_files import open_regular
 from hybridkv.specs import (
@@ -217,7 +218,15 @@ _MOST_REASON: Final = 400
 _OMITTED: Final = {
     *("prefill_checkpoints", "num_layers", "weight_bytes", "dtype_from", "read_from", "is_eagle_group", "slabs"),
     *("tokens_per_state", "alignment", "num_head_slots", "state_content_bytes", "dcp_sharded", "max_tp_shards"),
-    *("block_stride_alignment", "cache_role", "is_index_group_leader", "extra_retained_tokens", "is_draft", "read_by"),
+    *(
+        "packed_block_bytes",
+        "block_stride_alignment",
+        "cache_role",
+        "is_index_group_leader",
+        "extra_retained_tokens",
+        "is_draft",
+        "read_by",
+    ),
 }
 """Fields that a document omits where they have their default."""
 _LATER: Final = _OMITTED | {
@@ -349,7 +358,8 @@ def _check_consistent(plan: Plan, capacity: dict[str, Any]) -> None:
             f"the plan contradicts itself: placement {plan.states_kept!r} needs the layout {NATURAL!r} and recurrent "
             "layers that save states"
         )
-    end = plan.config.arena_bytes if _are_natural(plan.config) else _end_of_tensors(plan.config)
+    derived = _are_natural(plan.config) or _are_packed(plan.config)
+    end = plan.config.arena_bytes if derived else _end_of_tensors(plan.config)
     if end > plan.memory_bytes:
         raise SchemaError(f"the plan contradicts itself: its tensors need {end} bytes, memory is {plan.memory_bytes}")
     if capacity != json.loads(json.dumps(asdict(plan.capacity))):
@@ -362,6 +372,15 @@ def _are_natural(config: KVCacheConfig) -> bool:
         return False
     if natural_config(config.groups, config.slabs) != config:
         raise SchemaError("the plan contradicts itself: tensors do not follow from slabs and groups; write it again")
+    return True
+
+
+def _are_packed(config: KVCacheConfig) -> bool:
+    """Return whether blocks are packed. Raises SchemaError where the tensors do not follow from the groups."""
+    if config.packed_block_bytes is None:
+        return False
+    if packed_config(config.groups, config.packed_block_bytes, config.num_blocks) != config:
+        raise SchemaError("the plan contradicts itself: tensors do not follow from packed blocks; write it again")
     return True
 
 

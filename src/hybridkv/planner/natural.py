@@ -245,6 +245,11 @@ class LayerKind:
     stride_multiple: int = 1
 
     @property
+    def block_multiple(self) -> int:
+        """Bytes of which a block is a multiple: aligned kernel blocks, and the stride that kernels need."""
+        return lcm(self.kernel_blocks * ALIGNMENT_BYTES, self.stride_multiple)
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of a layer in a block: its page, with every part aligned."""
         return self.kernel_blocks * round_up(ceil_div(self.page_bytes, self.kernel_blocks), ALIGNMENT_BYTES)
@@ -363,6 +368,26 @@ def _pack(kinds: Sequence[LayerKind], slab_bytes: int, sizes: Sequence[tuple[int
     ks = tuple(
         tuple(slab_bytes // (size * kind.layer_bytes) for size in of) for kind, of in zip(kinds, sizes, strict=True)
     )
-    block = [lcm(kind.kernel_blocks * ALIGNMENT_BYTES, kind.stride_multiple) for kind in kinds]
-    unit = lcm(*(k * multiple for multiple, of in zip(block, ks, strict=True) for k in of))
-    return Packing(round_up(slab_bytes, unit), tuple(sizes), ks)
+    unit = lcm(*(k * kind.block_multiple for kind, of in zip(kinds, ks, strict=True) for k in of))
+    found = Packing(round_up(slab_bytes, unit), tuple(sizes), ks)
+    if all(kind.stride_multiple == 1 for kind in kinds):
+        return found
+    # a wide stride times every k has a large common multiple: fewer blocks in a slab may waste less
+    return min(found, _pack_fewer(kinds, slab_bytes, sizes), key=partial(worst_padding, kinds))
+
+
+def _pack_fewer(kinds: Sequence[LayerKind], slab_bytes: int, sizes: Sequence[tuple[int, ...]]) -> Packing:
+    """Return the packing with S rounded up for k = 1 only, and the most blocks of each group that fill it aligned."""
+    slab_bytes = round_up(slab_bytes, lcm(*(kind.block_multiple for kind in kinds)))
+    ks = tuple(
+        tuple(
+            next(
+                k
+                for k in range(slab_bytes // (size * kind.layer_bytes), 0, -1)
+                if slab_bytes % (k * kind.block_multiple) == 0
+            )
+            for size in of
+        )
+        for kind, of in zip(kinds, sizes, strict=True)
+    )
+    return Packing(slab_bytes, tuple(sizes), ks)

@@ -18,7 +18,8 @@ Tensors:
     tensor j   [ block 0 | block 1 | ... | block N-1 ]     shared by layer j of every group
 
 A block belongs to one group at a time, so layers of different groups never overlap in a tensor. All pages are equal,
-with one exception: a group of a uniform type is the only group, and each of its tensors has the page of its layer.
+with two exceptions: a group of a uniform type is the only group, and each of its tensors has the page of its layer;
+compressed caches are packed (packed.py), with a tensor for each layer.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from hybridkv.planner.config import (
     blocks_needed,
     reserved_blocks,
 )
+from hybridkv.planner.packed import needs_packing, packed_block_bytes, packed_config, packed_groups
 from hybridkv.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -143,11 +145,13 @@ def _kept_by(made: type[FullAttentionSpec]) -> set[str]:
 class Grouping:
     """Groups in order, and the block stride of every tensor that they share: its page, aligned as its layers need.
 
-    Tensor j belongs to layer j of every group. There are m tensors, as many as the largest group has layers.
+    Tensor j belongs to layer j of every group. There are m tensors, as many as the largest group has layers. Where
+    ``is_packed``, ``page_bytes`` is one number: the bytes of a block that holds the pages of any one group.
     """
 
     groups: tuple[KVCacheGroupSpec, ...]
     page_bytes: tuple[int, ...]
+    is_packed: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -191,6 +195,9 @@ def group_layers(layers: Sequence[NamedSpec]) -> Grouping:
     if isinstance(types[0][1], UniformTypeKVCacheSpecs):
         group = KVCacheGroupSpec(tuple(name for name, _ in layers), types[0][1])
         return Grouping((group,), tuple(spec.block_stride_bytes for _, spec in layers))
+    if needs_packing(layers):
+        packed = packed_groups(layers)
+        return Grouping(packed, (packed_block_bytes(packed),), is_packed=True)
     parts = [list(layers)] if len(types) == 1 else layer_types(unify_pages(layers))
     size = group_size([len(members) for members in parts])
     groups = tuple(group for members in parts for group in _deal(members, size))
@@ -241,6 +248,8 @@ def reference_choice(layers: Sequence[NamedSpec], limits: RequestLimits) -> Layo
 
 def reference_layout(grouping: Grouping, num_blocks: int) -> KVCacheConfig:
     """Return the config of ``num_blocks`` blocks, null block included; tensors follow each other in the arena."""
+    if grouping.is_packed:
+        return packed_config(grouping.groups, grouping.block_bytes, num_blocks)
     tensors = []
     offset_bytes = 0
     for j, page in enumerate(grouping.page_bytes):
