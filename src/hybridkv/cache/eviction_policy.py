@@ -52,8 +52,8 @@ class EvictionPolicy(Protocol):
         """Note that ``request`` begins, or never will."""
         ...
 
-    def known_tokens(self, request: Request) -> int:
-        """Return how many leading tokens earlier requests shared, in whole hash blocks; 0 if unknown."""
+    def known_tokens(self, request: Request, hit_tokens: int) -> int:
+        """Return how many leading tokens earlier requests shared, in whole hash blocks; 0 if at most ``hit_tokens``."""
         ...
 
     def admits(self, request: Request, tokens: int, needs: Sequence[int]) -> bool:
@@ -117,7 +117,7 @@ class LeastRecentlyUsed:
     def expect_no_longer(self, request: Request) -> None:
         """Ignore requests that wait."""
 
-    def known_tokens(self, request: Request) -> int:  # noqa: ARG002 - a method of EvictionPolicy
+    def known_tokens(self, request: Request, hit_tokens: int) -> int:  # noqa: ARG002 - a method of EvictionPolicy
         """Return 0: no earlier request is remembered."""
         return 0
 

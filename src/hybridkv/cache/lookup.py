@@ -130,10 +130,8 @@ class PrefixLookup:
         if self._hasher is None or not request.reads_prefix_cache:
             return self._longest(request, 0)
         hit = self._longest(request, request.num_tokens - 1)
-        uncached = self._eviction_policy.known_tokens(request) - hit.tokens
-        if uncached <= hit.uncached_tokens:
-            return hit
-        return hit._replace(uncached_tokens=uncached, branch_tokens=hit.tokens + uncached)
+        known = self._eviction_policy.known_tokens(request, hit.tokens + hit.uncached_tokens)
+        return hit._replace(uncached_tokens=known - hit.tokens, branch_tokens=known) if known else hit
 
     def find_without_states(self, request: Request, common: Hit) -> Hit:
         """Find the longest cached prefix in the groups that keep tokens, for a caller that brings the states.

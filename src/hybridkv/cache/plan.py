@@ -211,7 +211,8 @@ class SlotPlanner:
         if blocked is not None:
             return Refusal(Reason.PREFIX_NOT_WRITTEN, blocked, needed, free)
         if admission is not None:
-            kept = _needed_blocks(plans, (0,) * len(plans), pool)  # sources are held for this step alone
+            # sources are held for this step alone
+            kept = _needed_blocks(plans, (0,) * len(plans), pool) if any(sources) else needs
             later = _later_blocks(groups, plans, row, demand.computed, admission)
             both = pool.by_class([now + then for now, then in zip(kept, later, strict=True)])
             in_all = pool.space.weigh(both, given_back).needed
@@ -414,7 +415,7 @@ def _unheld(groups: Sequence[CacheGroup], row: int, unread: Sequence[int], admis
     full, tokens, encoder = admission.full, admission.tokens, admission.encoder_tokens
     tokens = full.max_model_len if tokens is None else tokens
     encoder = full.max_encoder_tokens if encoder is None else encoder
-    if any(map(_BOUNDED_BY_LENGTH, groups)):
+    if (tokens, encoder) != (full.max_model_len, full.max_encoder_tokens) and any(map(_BOUNDED_BY_LENGTH, groups)):
         full = replace(full, max_model_len=tokens, max_encoder_tokens=encoder)
     unheld = []
     for group, columns in zip(groups, unread, strict=True):

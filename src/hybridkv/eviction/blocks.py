@@ -186,15 +186,15 @@ class PointBlocks:
         return self._saved(point, self._more_blocks(point))
 
     def _saved(self, point: ResumePoint, more: list[int]) -> float:
-        price = self._price(point.own) + self._price(more)
+        price = (self._price(point.own) if point.own else 0.0) + (self._price(more) if more else 0.0)
         before = 0 if point.parent is None else point.parent.tokens
         return (point.tokens - before) / price if price else 0.0
 
     def _price(self, ids: list[int]) -> float:
         """Return the bytes of ``ids``, each divided by the number of resume points that need it."""
         sizes, bases, counts = self._bytes_of, self._pool.bases, self._each
-        if len(ids) > _FEW and (of := bisect_right(bases, min(ids))) == bisect_right(bases, max(ids)):
-            size = sizes[of - 1]
+        if len(bases) == 1 or (len(ids) > _FEW and bisect_right(bases, min(ids)) == bisect_right(bases, max(ids))):
+            size = sizes[bisect_right(bases, ids[0]) - 1]
             return sum([size / (counts[block] or 1) for block in ids])
         return sum([sizes[bisect_right(bases, block) - 1] / (counts[block] or 1) for block in ids])
 
@@ -347,7 +347,9 @@ class PointBlocks:
         if not released:
             return
         ids = released[0] if len(released) == 1 else np.concatenate(released[::-1])  # the last released come first
-        loose = ids[(self.counts[ids] == 0) & (self._pool.ref_counts(ids) == 0) & self._pool.keys.are_on(ids)]
+        loose = ids[self.counts[ids] == 0]
+        if loose.size:  # seldom
+            loose = loose[(self._pool.ref_counts(loose) == 0) & self._pool.keys.are_on(loose)]
         if len(released) > 1 and loose.size > 1:
             places = np.arange(loose.size)
             self._first_place[loose[::-1]] = places[::-1]

@@ -173,10 +173,9 @@ class TenantRankings:
         self, ranking: Callable[[], Ranking], shares: TenantShares, memory_bytes: int, weights: Weights
     ) -> None:
         self.shares = shares
-        self._ranking = ranking
         self._memory_bytes = memory_bytes
         self._weights = weights
-        self.tenants = {0: _Tenant(ranking())}
+        self.tenants = defaultdict[int, _Tenant](lambda: _Tenant(ranking()), {0: _Tenant(ranking())})
         self._numbers = shares.numbers()
         self._order: list[Standing] = []
         self._moved = set[int]()
@@ -185,19 +184,9 @@ class TenantRankings:
         """Return the number of the tenant of ``request``."""
         return 0 if request.tenant is None else self._numbers.get(request.tenant, 0)
 
-    def of(self, tenant: int) -> Ranking:
-        """Return the ranking of ``tenant``."""
-        return self._of(tenant).ranking
-
-    def _of(self, tenant: int) -> _Tenant:
-        found = self.tenants.get(tenant)
-        if found is None:
-            found = self.tenants[tenant] = _Tenant(self._ranking())
-        return found
-
     def add(self, point: ResumePoint, now: float) -> None:
         """Rank ``point``; one that a request waits for goes after all others of its tenant."""
-        tenant = self._of(point.tenant)
+        tenant = self.tenants[point.tenant]
         if point.awaited:
             tenant.awaited.add(point)
         else:
@@ -255,7 +244,7 @@ class TenantRankings:
         If they belong to different tenants, the order of the tenants decides.
         """
         if point.tenant == other.tenant:
-            return not other.awaited and self.of(point.tenant).prefers(point, other, now)
+            return not other.awaited and self.tenants[point.tenant].ranking.prefers(point, other, now)
         return self._standing(other.tenant) < self._standing(point.tenant)
 
     def check(self, ranked: Mapping[int, int]) -> Iterator[str]:
@@ -302,7 +291,7 @@ class RankedResumePoints:
         self._facts = facts
         self._space = blocks.space
         self._blocks = blocks
-        self._rankings = rankings
+        self._rankings, self._tenants = rankings, rankings.tenants
         self._counts = PointCounts()
         self._clock = pool.journal.clock
         self._hash_block = hash_block
@@ -311,16 +300,14 @@ class RankedResumePoints:
         self._tree = ResumePointTree(hash_block)
         self._ghost_entries = defaultdict[int, dict[int, ResumePoint]](dict)  # by tenant and serial, the oldest first
         self._known = defaultdict[int, KnownTokens](lambda: KnownTokens(_REMEMBERED * pool.num_blocks))
+        self._last_known: tuple[Request | None, int] = None, 0
         self._sessions: dict[int, _Session] = {}
         self._parked: dict[int, ResumePoint] = {}  # by serial; requests hold all their blocks, so they free nothing
+        self._unparks = False  # before the next choice: requests may have released blocks
         self._stale: dict[int, ResumePoint] = {}  # by serial; their saved tokens per byte may have changed
 
     def _tenant_of(self, request: Request) -> int:
         return 0 if request.tenant is None else self._rankings.tenant_of(request)
-
-    def _ranking_of(self, tenant: int) -> Ranking:
-        found = self._rankings.tenants.get(tenant)
-        return self._rankings.of(tenant) if found is None else found.ranking
 
     # -- requests
 
@@ -330,13 +317,12 @@ class RankedResumePoints:
         An evicted resume point that is hit before its blocks are taken is kept again.
         """
         self.settle()
-        now = self._clock()
-        self._unpark(now)
+        now, self._unparks = self._clock(), True
         session = self._sessions[request.row] = _Session()
         if request.first_hit_tokens is not None or not request.reads_prefix_cache:
             return
         tenant = self._tenant_of(request)
-        self._ranking_of(tenant).note_request(now)
+        self._tenants[tenant].ranking.note_request(now)
         asked = self._counts.asked.setdefault(tenant, [0] * 3)
         asked[0] += 1
         asked[1] += request.num_prompt_tokens
@@ -358,12 +344,12 @@ class RankedResumePoints:
                 self._counts.note_missed(deepest, deepest.tokens - (0 if consumed is None else consumed.tokens))
                 self._hit(deepest, request, now)
         self._note_branch(request, consumed, hit_tokens, now)
-        add_known(self._known[tenant], request.hashes)
+        self._add_known(request, tenant)
 
     def _hit(self, point: ResumePoint, request: Request, now: float) -> None:
         """Let the ranking learn that ``request`` hits ``point``, or would have."""
         was_ranked = self._unrank(point)
-        self._ranking_of(point.tenant).hit(point, now)
+        self._tenants[point.tenant].ranking.hit(point, now)
         if was_ranked:
             self._rank(point, now)
         if is_of_session(point.hint):  # the hint was followed: read the next one of the session
@@ -399,13 +385,19 @@ class RankedResumePoints:
             if was_ranked:
                 self._rank(point, now)
 
-    def known_tokens(self, request: Request) -> int:
+    def known_tokens(self, request: Request, hit_tokens: int) -> int:
         """Return the known whole hash blocks before the last token of a new prompt, in tokens. O(log blocks)."""
         if request.first_hit_tokens is not None:
             return 0  # a preempted request: it would find its own tokens
-        most = (request.num_prompt_tokens - 1) // self._hash_block
-        known = self._known[self._tenant_of(request)]
-        return leading_known(known, request.hashes[:most]) * self._hash_block
+        if self._last_known[0] is not request:  # the first of the waiting requests is looked up in each step
+            most = (request.num_prompt_tokens - 1) // self._hash_block
+            known = self._known[self._tenant_of(request)]
+            self._last_known = request, leading_known(known, request.hashes[:most]) * self._hash_block
+        return self._last_known[1] if self._last_known[1] > hit_tokens else 0
+
+    def _add_known(self, request: Request, tenant: int) -> None:
+        add_known(self._known[tenant], request.hashes)
+        self._last_known = None, 0
 
     # -- keep and evict resume points
 
@@ -439,8 +431,8 @@ class RankedResumePoints:
         self.settle()
         now = self._clock()
         if ended:
-            self._unpark(now)
-            add_known(self._known[self._tenant_of(request)], request.hashes)
+            self._unparks = True
+            self._add_known(request, self._tenant_of(request))
         place = self._tree.place_of(request, tokens)
         if place is None:
             return
@@ -491,7 +483,7 @@ class RankedResumePoints:
         """Set the hint of ``point``."""
         if hint != point.hint:
             was_ranked = self._unrank(point)
-            self._ranking_of(point.tenant).note_hint(point, hint, now)
+            self._tenants[point.tenant].ranking.note_hint(point, hint, now)
             if was_ranked:
                 self._rank(point, now)
 
@@ -499,7 +491,7 @@ class RankedResumePoints:
         """Give ``point``, not kept, to the tenant of ``request``; another's ranking knows it no longer."""
         tenant = self._tenant_of(request)
         if point.tenant != tenant:
-            self._ranking_of(point.tenant).forget(point, now)
+            self._tenants[point.tenant].ranking.forget(point, now)
             self._ghost_entries[point.tenant].pop(point.serial, None)
             point.tenant = tenant
 
@@ -517,7 +509,7 @@ class RankedResumePoints:
         self._counts.evicted_at.pop(point.serial, None)
         self._ghost_entries[point.tenant].pop(point.serial, None)
         if not is_hit:
-            self._ranking_of(point.tenant).kept(point, now)
+            self._tenants[point.tenant].ranking.kept(point, now)
         if self._tree.waiting:
             self._await(self._tree.note_kept(point))
         self._note_stale(changed)
@@ -550,7 +542,7 @@ class RankedResumePoints:
         A parent of another tenant inherits nothing.
         """
         is_heir = parent is not None and parent is not self._tree.root and parent.tenant == point.tenant
-        self._ranking_of(point.tenant).evicted(point, parent if is_heir else None, now, declined=declined)
+        self._tenants[point.tenant].ranking.evicted(point, parent if is_heir else None, now, declined=declined)
         before = 0 if parent is None else parent.tokens
         size = round((point.tokens - before) / point.saved) if point.saved else 0
         self._counts.note_evicted(point, size, declined=declined)
@@ -565,7 +557,7 @@ class RankedResumePoints:
         self._ghost_entries[point.tenant].pop(point.serial, None)
         self._tree.forget(point)
         self._counts.evicted_at.pop(point.serial, None)
-        self._ranking_of(point.tenant).forget(point, now)
+        self._tenants[point.tenant].ranking.forget(point, now)
 
     # -- room
 
@@ -606,6 +598,8 @@ class RankedResumePoints:
     def _lowest(self, now: float) -> ResumePoint | None:
         """Return the resume point to evict next, still ranked. Points with no block to free are set aside."""
         self._renew_stale(now)
+        if self._unparks:
+            self._unpark(now)
         again = bool(self._parked)
         while True:
             lowest = self._rankings.lowest(now)
@@ -641,10 +635,10 @@ class RankedResumePoints:
 
     def _unpark(self, now: float) -> None:
         """Rank the parked resume points: requests may have released their blocks."""
-        if self._parked:
-            parked, self._parked = self._parked, {}
-            for point in parked.values():
-                self._rank(point, now)
+        self._unparks = False
+        parked, self._parked = self._parked, {}
+        for point in parked.values():
+            self._rank(point, now)
 
     def _note_stale(self, points: Iterable[ResumePoint]) -> None:
         """Note that the saved tokens of ``points`` may have changed; ``_renew_stale`` computes them before a choice."""
@@ -695,10 +689,11 @@ class RankedResumePoints:
         now = self._clock()
         for point in self._tree.points.values():
             self._unrank(point)
-            self._ranking_of(point.tenant).forget(point, now)
+            self._tenants[point.tenant].ranking.forget(point, now)
         self._tree.clear()
         for remembered in (self._ghost_entries, self._blocks, self._sessions, self._parked, self._stale, self._known):
             remembered.clear()
+        self._last_known = None, 0
 
     def _recount(self, broken: set[ResumePoint]) -> None:
         """Evict ``broken`` resume points and all that miss a block, and count anew. O(kept points and segments)."""

@@ -386,10 +386,10 @@ class CacheManager:
         """Return how many tokens of ``request`` can be hit, by the group with the fewest."""
         if not self.enable_caching:
             return 0
-        key_of, groups = self.cache.block_pool.keys.key_of, self.cache.groups
+        key_of, held = self.cache.block_pool.keys.key_of, self.cache.get_blocks(request.request_id).ids
         counts = [
-            next((place for place in range(len(ids), 0, -1) if key_of(ids[place - 1]) is not None), 0) * size
-            for group, size, ids in zip(groups, self._sizes, self.get_block_ids(request.request_id), strict=True)
+            next((place for place in range(len(ids), 0, -1) if key_of(ids.item(place - 1)) is not None), 0) * size
+            for group, size, ids in zip(self.cache.groups, self._sizes, held, strict=True)
             if group.kind.publishes
         ]
         return min(counts, default=0)

@@ -241,7 +241,7 @@ class StepWriter:
             to.append((self._class_of[one.group], one.source, one.destination))
         return NaturalStep(
             _table(moves, 3),
-            _table(self._correct_ids(output), 2),
+            _table(self._correct_ids(output, moves=bool(transfers.moved.size)), 2),
             _table(copies, 3),
             _table(self._kept(transfers, ends), 3),
             tuple(self._moved_cells(transfers)),
@@ -268,10 +268,11 @@ class StepWriter:
             if row in names:
                 yield Cell(names[row], group, column, block)
 
-    def _correct_ids(self, output: Any) -> Iterator[tuple[int, int]]:  # noqa: ANN401 - vLLM's
-        """Correct the ids in ``output``; yield (class, block) of attention blocks that start in this step."""
+    def _correct_ids(self, output: Any, *, moves: bool) -> Iterator[tuple[int, int]]:  # noqa: ANN401 - vLLM's
+        """Correct the ids in ``output`` after ``moves``; yield (class, block) of attention blocks that start in it."""
         for one in output.scheduled_new_reqs:
-            one.block_ids = self._cache.get_block_ids(one.req_id)
+            if moves:
+                one.block_ids = self._cache.get_block_ids(one.req_id)
             yield from self._begun(one.req_id, one.block_ids, one.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for place, name in enumerate(cached.req_ids):

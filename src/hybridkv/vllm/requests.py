@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from math import ceil
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -388,11 +389,19 @@ class Admissions:
     """
 
     def __init__(self, cache: KVCacheManager, mirrors: Mirrors, settings: Settings) -> None:
-        self._cache, self._mirrors, self._settings = cache, mirrors, settings
+        self._cache, self._mirrors = cache, mirrors
         self._watermark = int(settings.watermark * cache.config.num_blocks)
         self._blocks_move = cache.placement is not None
         self._states = tuple(group.states for group in cache.groups if group.states is not None)
         self._growth = GROWTH * growth_of(cache)
+        self._limits = lru_cache(1024)(  # a waiting request asks in each step
+            lambda tokens, encoder_tokens: RequestLimits(
+                min(tokens, settings.max_model_len),
+                settings.max_in_flight_tokens,
+                dcp=settings.dcp_world_size,
+                max_encoder_tokens=encoder_tokens,
+            )
+        )
         self.loading = dict[str, _Load]()
         self.loaded = set[str]()
         self.resumed = set[str]()
@@ -537,11 +546,3 @@ class Admissions:
         """Return the blocks that a running or loading request still needs for ``num_tokens`` tokens."""
         mine = self._mirrors.known(request_id)
         return 0 if mine is None else self._cache.engine.blocks_to_come(mine, self._limits(num_tokens, encoder_tokens))
-
-    def _limits(self, num_tokens: int, encoder_tokens: int) -> RequestLimits:
-        return RequestLimits(
-            min(num_tokens, self._settings.max_model_len),
-            self._settings.max_in_flight_tokens,
-            dcp=self._settings.dcp_world_size,
-            max_encoder_tokens=encoder_tokens,
-        )

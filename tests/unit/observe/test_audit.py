@@ -80,7 +80,7 @@ def twice_in_the_free_order(cache: KVCacheManager) -> None:
 def free_count(cache: KVCacheManager) -> None:
     order = cache.block_pool.space
     assert isinstance(order, FreeOrder)
-    order._count += 1
+    order.count += 1
 
 
 def cached_before_empty(cache: KVCacheManager) -> None:

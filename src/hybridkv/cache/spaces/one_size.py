@@ -58,7 +58,8 @@ class FreeOrder:
     As the space of a pool it has one class of blocks, and the methods of a SlabSpace that the pool calls.
 
     ``place`` has the position of every block. If it is given, the order starts empty, holds at most ``num_blocks``
-    blocks, and ids reach as far as ``place``. Orders that never hold the same block may share one.
+    blocks, and ids reach as far as ``place``. Orders that never hold the same block may share one. ``count`` is the
+    number of free blocks.
     """
 
     def __init__(self, num_blocks: int, place: Int32 | None = None) -> None:
@@ -66,7 +67,7 @@ class FreeOrder:
         self._ring = np.empty(self._capacity, np.int32)
         if place is not None:
             self._place = place
-            self._head = self._tail = self._count = 0
+            self._head = self._tail = self.count = 0
             self._each_ring, self._each_place = self._ring.data, self._place.data
             return
         self._ring[: num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
@@ -74,12 +75,12 @@ class FreeOrder:
         self._place[0] = NOWHERE
         self._head = 0
         self._tail = num_blocks - 1
-        self._count = num_blocks - 1
+        self.count = num_blocks - 1
         self._each_ring, self._each_place = self._ring.data, self._place.data
 
     def __len__(self) -> int:
         """Return the number of free blocks."""
-        return self._count
+        return self.count
 
     def __contains__(self, block: int) -> bool:
         return bool(self._place[block] != NOWHERE)
@@ -92,25 +93,25 @@ class FreeOrder:
     def usage(self, reserved: Sequence[int]) -> float:
         """Return held blocks / all except the null block, without ``reserved`` ones."""
         usable = self.num_units - sum(reserved)
-        return 1.0 - self._count / usable if usable else 0.0
+        return 1.0 - self.count / usable if usable else 0.0
 
     def usages(self, reserved: Sequence[int], more: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return ``usage`` with ``more[i, 0]`` blocks held besides, float64[n]; equal to the last bit."""
         usable = self.num_units - sum(reserved)
-        shares: NDArray[np.float64] = 1.0 - (self._count - more.sum(axis=1)) / max(usable, 1)
+        shares: NDArray[np.float64] = 1.0 - (self.count - more.sum(axis=1)) / max(usable, 1)
         return shares if usable else np.zeros(len(more))
 
     def obtainable(self, of: int = 0) -> int:  # noqa: ARG002 - there is one class of blocks
         """Return the number of blocks that can be taken."""
-        return self._count
+        return self.count
 
     def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
         """Return the blocks to take, and the free ones with ``freed``."""
-        return Weight(sum(needs), self._count + sum(freed))
+        return Weight(sum(needs), self.count + sum(freed))
 
     def gives(self, needs: Sequence[int]) -> bool:
         """Return whether so many blocks are free."""
-        return sum(needs) <= self._count
+        return sum(needs) <= self.count
 
     def units(self, blocks: Sequence[int]) -> int:
         """Return the number of ``blocks``."""
@@ -118,7 +119,7 @@ class FreeOrder:
 
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:  # noqa: ARG002 - as above
         """Return whether so many are free: there is one order."""
-        return sum(needs) <= self._count
+        return sum(needs) <= self.count
 
     def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
         """Return whether so many are free: there is one order, and no block moves."""
@@ -170,12 +171,12 @@ class FreeOrder:
             return np.array([self.take_one()], np.int32)
         out, self._head = self._leading(n)
         self._place[out.astype(np.int64)] = NOWHERE
-        self._count -= n
+        self.count -= n
         return out
 
     def leading(self, n: int) -> Int32:
         """Return the blocks that ``take`` of at most ``n`` would take, int32. O(n) amortised."""
-        n = min(n, self._count)
+        n = min(n, self.count)
         if n:
             self.first()  # moves the head past stale entries, which each call would read again
         return self._leading(n)[0]
@@ -199,7 +200,7 @@ class FreeOrder:
 
     def take_one(self, of: int = 0) -> int:  # noqa: ARG002 - as above
         """Take the first block; 0 without one."""
-        if not self._count:
+        if not self.count:
             return 0
         ring, place, capacity, i = self._each_ring, self._each_place, self._capacity, self._head
         while True:
@@ -209,7 +210,7 @@ class FreeOrder:
             i += 1
         self._head = i + 1
         place[block] = NOWHERE
-        self._count -= 1
+        self.count -= 1
         return block
 
     def first(self) -> int:
@@ -232,7 +233,7 @@ class FreeOrder:
     def remove(self, ids: Ids) -> None:
         """Remove free blocks, wherever they are in the order. O(ids)."""
         self._place[ids] = NOWHERE
-        self._count -= len(ids)
+        self.count -= len(ids)
 
     def append(self, ids: Ids) -> None:
         """Append ``ids``: they are taken last, in this order."""
@@ -241,7 +242,7 @@ class FreeOrder:
             self._compact()
         self._write(self._tail, ids)
         self._tail += n
-        self._count += n
+        self.count += n
 
     def prepend(self, ids: Ids) -> None:
         """Prepend ``ids``: they are taken first, in this order."""
@@ -250,7 +251,7 @@ class FreeOrder:
             self._compact()
         self._head -= n
         self._write(self._head, ids)
-        self._count += n
+        self.count += n
 
     def append_one(self, block: int) -> None:
         """Append one block."""
@@ -259,7 +260,7 @@ class FreeOrder:
         self._each_ring[self._tail % self._capacity] = block
         self._each_place[block] = self._tail
         self._tail += 1
-        self._count += 1
+        self.count += 1
 
     def prepend_one(self, block: int) -> None:
         """Prepend one block."""
@@ -268,7 +269,7 @@ class FreeOrder:
         self._head -= 1
         self._each_ring[self._head % self._capacity] = block
         self._each_place[block] = self._head
-        self._count += 1
+        self.count += 1
 
     def order(self) -> Int32:
         """Return all free blocks in the order in which they would be taken. O(ring)."""

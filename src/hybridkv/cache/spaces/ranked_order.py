@@ -47,7 +47,7 @@ class RankedOrder:
 
     def __len__(self) -> int:
         """Return the number of free blocks."""
-        return len(self._first) + len(self._needed)
+        return self._first.count + self._needed.count
 
     @property
     def num_units(self) -> int:
@@ -71,11 +71,11 @@ class RankedOrder:
 
     def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
         """Return the blocks to take, and the free ones with ``freed``."""
-        return Weight(sum(needs), len(self) + sum(freed))
+        return Weight(sum(needs), self._first.count + self._needed.count + sum(freed))
 
     def gives(self, needs: Sequence[int]) -> bool:
         """Return whether so many blocks are free."""
-        return sum(needs) <= len(self)
+        return sum(needs) <= self._first.count + self._needed.count
 
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:  # noqa: ARG002 - no block moves
         """Return False: no block moves."""
@@ -95,11 +95,11 @@ class RankedOrder:
 
     def has_spare(self, n: int, of: int) -> bool:  # noqa: ARG002 - there is one class of blocks
         """Return whether ``n`` blocks are empty or unneeded."""
-        return n <= len(self._first)
+        return n <= self._first.count
 
     def spares(self, needs: Sequence[int], more: Sequence[int]) -> bool:
         """Return whether ``needs`` blocks are empty or unneeded, with ``more`` that might become so."""
-        return sum(needs) <= len(self._first) + sum(more)
+        return sum(needs) <= self._first.count + sum(more)
 
     def next_evicted(self, n: int) -> Int32 | None:  # noqa: ARG002 - the answer of ranked eviction
         """Return ``None``: the ranking of resume points says it, when blocks are taken."""
