@@ -319,7 +319,7 @@ CORRUPTIONS: dict[str, Corruption] = {
     "class 0 counts 3 slabs, there are 2": lambda space, _: put(space.slabs, 0, 3),
     "class 0 counts 1 holes, there are 2": lambda space, _: put(space.holes, 0, 1),
     "class 1 counts 0 referenced blocks, there are 2": lambda space, _: put(space.referenced, 1, 0),
-    "class 0 counts 3 cached blocks, there are 2": lambda space, _: setattr(space._lru[0], "_count", 3),
+    "class 0 counts 3 cached blocks, there are 2": lambda space, _: setattr(space._lru[0], "count", 3),
     "slab 1 is in queue 13 of class 0, not in 14": lambda space, _: put(space._holes.queues, 1, 13),
     "slab 5 is in queue 2 of class 0, not in -1": lambda space, _: put(space._holes.queues, 5, 2),
     r"the queues of class 0 have \[\(2, 14\)\]": lambda space, _: space._holes.heaps[14].remove(1),
