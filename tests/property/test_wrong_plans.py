@@ -12,6 +12,7 @@ from hybridkv.models import Layer, ReadFact, known_model, read_model
 from hybridkv.planner import capacity_of, compare_layouts, plan, plan_from_json, plan_to_json, read_plan, read_plan_from
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
@@ -57,6 +58,7 @@ LIMITS = RequestLimits(100, 10, 1, 2, 20, 3)
 VALUES: list[Any] = [
     *SPECS,
     LIMITS,
+    CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=128, head_size_v=0, dtype="bfloat16"),
     MODEL.layers[0],
     ReadFact("KV heads", "8", "num_key_value_heads", "config"),
     MODEL,
