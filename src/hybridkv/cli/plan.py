@@ -232,6 +232,7 @@ def _show_comparison(make: Callable[[str], Plan]) -> None:
     out.print(f"requests of at most {limit} tokens, without shared prefixes", soft_wrap=True)
     out.print("units: blocks, or slabs that hold blocks of several requests", soft_wrap=True)
     out.print("padding: of the group with most padding, relative to its content", soft_wrap=True)
+    out.print("lost: padding in all blocks of one longest request", soft_wrap=True)
 
 
 def _counted(numbers: Sequence[int]) -> str:
@@ -255,6 +256,8 @@ _ROWS: Final[dict[str, Callable[[LayoutFacts], str]]] = {
     "attention block, tokens": lambda f: ", ".join(map(format_count, f.attention_block_tokens)) or _NOT_THERE,
     "groups": lambda f: format_count(f.groups),
     "padding": lambda f: share(f.padding),
+    "lost in a longest request": lambda f: format_bytes(f.padding_bytes),
+    "share of the request": lambda f: share(f.padding_share),
     "unused memory": lambda f: format_bytes(f.unused_bytes),
     "allocation units": lambda f: f"{format_count(f.units)} x {format_bytes(f.unit_bytes)}",
     "blocks in a unit, by group": lambda f: _counted(f.blocks_per_slab),

@@ -259,6 +259,8 @@ class LayoutFacts:
         unit_bytes: bytes of a block or slab.
         blocks_per_slab: for each group; 1 in the reference layout.
         padding: padding divided by content, in the group with the highest share.
+        padding_bytes: bytes lost to padding in all blocks of one request of the longest context.
+        padding_share: these bytes divided by all bytes of the request's blocks.
         unused_bytes: memory that is left over.
         longest_context: tokens of the longest request, at most ``max_model_len``.
         concurrency: number of requests of the longest context that fit.
@@ -277,6 +279,8 @@ class LayoutFacts:
     unit_bytes: int
     blocks_per_slab: tuple[int, ...]
     padding: float
+    padding_bytes: int
+    padding_share: float
     unused_bytes: int
     longest_context: int
     concurrency: float
@@ -316,6 +320,7 @@ def facts_of(plan: Plan) -> LayoutFacts:
     """Return the facts of ``plan`` that a comparison shows."""
     config, limits, holds = plan.config, plan.limits, plan.capacity
     short = blocks_needed(config.groups, replace(limits, max_model_len=min(SHORT_TOKENS, limits.max_model_len)))
+    longest_bytes = sum((one.block_bytes + one.padding_bytes) * one.blocks_per_request for one in holds.groups)
     kept = [group.spec.keeps for group in config.groups]
     states = [one is Keeps.STATE for one in kept]
     attention = {group.spec.block_size for group in config.groups if group.spec.keeps not in _NOT_ATTENTION}
@@ -330,6 +335,8 @@ def facts_of(plan: Plan) -> LayoutFacts:
         unit_bytes=config.unit_bytes,
         blocks_per_slab=blocks_per_slab,
         padding=float(padding_of(config)),
+        padding_bytes=holds.padding_bytes,
+        padding_share=holds.padding_bytes / max(1, longest_bytes),
         unused_bytes=holds.unused_bytes,
         longest_context=holds.longest_context,
         concurrency=holds.concurrency,

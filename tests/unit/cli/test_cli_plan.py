@@ -119,6 +119,8 @@ def test_plan_command_compares_layouts() -> None:
     assert re.search(r"attention block, tokens +1,056 +16 *\n", text)
     assert re.search(r"blocks in a unit, by group +1 x4 +1, 196 *\n", text)
     assert re.search(r"padding +0\.76% +0\.31% *\n", text)
+    assert re.search(r"lost in a longest request +960 KiB +16\.07 MiB *\n", text)
+    assert re.search(r"share of the request +0\.02% +0\.31% *\n", text)
     assert re.search(r"states that fit +661 +665 *\n", text)
     assert re.search(r"requests of 1,024 tokens +283\.42 +285\.50 *\n", text)
     assert re.search(r"one of these takes +144\.38 MiB +142\.95 MiB *\n", text)
