@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm
-from typing import Final
+from typing import Any, Final
 
 from hybridkv.errors import UnsupportedModelError
 from hybridkv.models.fields import Fields
@@ -106,6 +106,8 @@ class _DeepSeek:
         head_dim: elements of a latent, the rotary part included.
         packed: whether latents have 8 bits, in DeepSeek's own format.
         alignment: bytes of which every page is a multiple.
+        top: latents that an indexer chooses for a query (``index_topk``); 0 where no field says it.
+        index_heads: query heads of an indexer (``index_n_heads``); 0 where no field says it.
     """
 
     def __init__(self, reading: Reading, options: ReadOptions) -> None:
@@ -116,6 +118,8 @@ class _DeepSeek:
         self.packed = dtype_bytes(options.dtype) == 1
         self.alignment = _PACKED_PAGE if self.packed else _PLAIN_PAGE
         self.window = reading.required("window", ("sliding_window",))
+        self.top = reading.fields.optional("index_topk") or 0
+        self.index_heads = reading.fields.optional("index_n_heads") or 0
         if self.packed:
             rotary = reading.fields.integer("qk_rope_head_dim", 64)
             if (self.head_dim, rotary) != (512, 64):
@@ -200,11 +204,12 @@ def deepseek_v4(fields: Fields, options: ReadOptions, given: Sequence[str] = ())
         if kind == SLIDING:
             continue
         rate = rates[kind]
-        layers.append(Layer(name, kept.compressed(rate, block), i))
-        layers.append(Layer(f"{name}.compressor.state_cache", kept.sums(rate, kept.head_dim), i))
+        layers.append(Layer(name, kept.compressed(rate, block), i, top_states=kept.top if kind == CSA else 0))
+        layers.append(Layer(f"{name}.compressor.state_cache", kept.sums(rate, kept.head_dim), i, pools=rate))
         if kind == CSA:
-            layers.append(Layer(f"{name}.indexer.k_cache", kept.keys(rate, block), i))
-            layers.append(Layer(f"{name}.indexer.compressor.state_cache", kept.sums(rate, index_width), i))
+            layers.append(Layer(f"{name}.indexer.k_cache", kept.keys(rate, block), i, index_heads=kept.index_heads))
+            sums = kept.sums(rate, index_width)
+            layers.append(Layer(f"{name}.indexer.compressor.state_cache", sums, i, pools=rate))
     return facts(reading, layers)
 
 
@@ -266,10 +271,11 @@ def deepseek_v41(fields: Fields, options: ReadOptions, given: Sequence[str] = ()
             continue
         readers = [j for j, source in owner.items() if source == i and j != i]
         read_by = tuple(f"model.layers.{j}.self_attn" for j in readers)
-        layers.append(Layer(name, kept.compressed(rate, block), i, read_by=read_by))
+        layers.append(Layer(name, kept.compressed(rate, block), i, read_by=read_by, top_states=kept.top))
         if i in indexes:
             keys = tuple(f"model.layers.{j}.self_attn.indexer.k_cache" for j in readers if j in indexes)
-            layers.append(Layer(f"{name}.indexer.k_cache", kept.keys(rate, block), i, read_by=keys))
+            heads = kept.index_heads
+            layers.append(Layer(f"{name}.indexer.k_cache", kept.keys(rate, block), i, read_by=keys, index_heads=heads))
         if rate > 1:
             ring = _pooling_ring(2 * kept.head_dim, options)
             layers.append(Layer(f"{name}.compressor.state_cache", ring, i))
@@ -377,12 +383,27 @@ def glm5_next(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -
         ),
         ".indexer.tail_cache": _tail(reading, pool, options),
     }
+    top, index_heads = (reading.fields.optional(key) for key in ("index_topk", "index_n_heads"))
+    costs = _indexer_costs(top, index_heads, ".indexer.k_cache")
     layers: list[Layer] = []
     for i, kind in enumerate(types):
         name = f"model.layers.{i}.self_attn"
-        own = {"": delta} if kind == LINEAR else specs
-        layers += [Layer(name + part, spec, i) for part, spec in own.items()]
+        if kind == LINEAR:
+            layers.append(Layer(name, delta, i))
+            continue
+        layers += [Layer(name + part, spec, i, **costs.get(part, {})) for part, spec in specs.items()]
     return facts(reading, layers)
+
+
+def _indexer_costs(top: int | None, heads: int | None, keys: str) -> dict[str, dict[str, Any]]:
+    """Return the facts for cost models by the end of a layer's name: those of attention, and of the indexer's keys.
+
+    Args:
+        top: most states that an indexer chooses for a query. The open group, which queries read too, is left out.
+        heads: query heads of the indexer.
+        keys: the end of the name of its keys.
+    """
+    return {"": {"top_states": top or 0}, keys: {"index_heads": heads or 0}}
 
 
 def _alternating(reading: Reading, number: int, every: int) -> tuple[str, ...]:
@@ -447,6 +468,8 @@ def qwen4_exp(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -
     )
     delta = DeltaNet(hidden, key_heads, value_heads, key_dim, value_dim, kernel).spec(fields, options)
     attention = _indexed_attention(reading, heads, options)
+    top, index_heads = (reading.fields.optional(key) for key in ("indexer_budget", "indexer_n_heads"))
+    costs = _indexer_costs(top, index_heads, ".indexer.compressed_key_cache")
     embedded = set(reading.fields.integers("ple_layer_ids") or ())
     if any(not 1 <= one <= number or types[one - 1] != LINEAR for one in embedded):
         raise reading.refuse_value("ple_layer_ids", sorted(embedded))
@@ -454,7 +477,8 @@ def qwen4_exp(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -
     for i, kind in enumerate(types):
         name = f"model.layers.{i}"
         if kind == INDEXED:
-            layers += [Layer(f"{name}.self_attn{part}", spec, i) for part, spec in attention.items()]
+            full = f"{name}.self_attn"
+            layers += [Layer(full + part, spec, i, **costs.get(part, {})) for part, spec in attention.items()]
             continue
         layers.append(Layer(f"{name}.linear_attn", delta, i))
         if i + 1 in embedded:
@@ -524,6 +548,7 @@ def step_5(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> F
     heads = step_heads(reading)
     block = _whole_groups(reading, options, [_REGION])
     specs: dict[str, KVCacheSpec] = {"": replace(heads[FULL].full(fields, options), block_size=block)}
+    costs: dict[str, dict[str, Any]] = {}
     if _has_summaries(reading):
         specs[".sparse_summary_cache"] = FullAttentionSpec(
             block_size=block, num_kv_heads=1, head_size=_SUMMARY, head_size_v=0, dtype="uint8", tokens_per_state=_REGION
@@ -536,6 +561,9 @@ def step_5(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> F
             dtype="bfloat16",
             block_stride_alignment=2 * _SUMMARY * 2,
         )
+        section = Fields(reading.fields.mapping("sparse_config"), reading.name)
+        top, index_heads = section.integer("topk", 512), section.integer("sparse_indexer_num_heads", 16)
+        costs = _indexer_costs(top * _REGION, index_heads, ".sparse_summary_cache")
     layers: list[Layer] = []
     for i, kind in enumerate(types):
         name = f"model.layers.{i}.self_attn"
@@ -544,7 +572,7 @@ def step_5(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> F
             spec = replace(heads[SLIDING].sliding(fields, options, window), block_size=block)
             layers.append(Layer(name, spec, i))
         else:
-            layers += [Layer(name + part, spec, i) for part, spec in specs.items()]
+            layers += [Layer(name + part, spec, i, **costs.get(part, {})) for part, spec in specs.items()]
     return facts(reading, layers)
 
 

@@ -37,7 +37,7 @@ from hybridkv.models.layers import (
 from hybridkv.models.model import ASSUMED, MOST_LAYERS, Layer, ReadFact
 from hybridkv.models.reading import ATTENTION_CODES, CONFIG, LAYER_TYPES, LAYERS, Reading, class_defaults
 from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec, MLAAttentionSpec
-from hybridkv.units import dtype_bytes, shown
+from hybridkv.units import ceil_div, dtype_bytes, shown
 
 INDEXED: Final = ("indexed_attention", "minimax_m3_sparse")
 NOTHING: Final = ("mlp", "moe")
@@ -310,9 +310,27 @@ def _layers_of(reading: Reading, index: int, kind: str, shapes: _Shapes, options
         for what, key in (("latent", "kv_lora_rank"), ("its rotary part", "qk_rope_head_dim")):
             reading.required(what, (key,))  # notes where mla_spec's fields come from
         layers = [Layer(name, mla_spec(reading.fields, options, shapes.heads.heads), index)]
+    if kind in INDEXED:
+        layers = [replace(one, top_states=_top_tokens(reading)) for one in layers]
     if kind in INDEXED and _has_indexer(reading, index):
-        layers.append(Layer(f"{name}.indexer", _indexer(reading, options), index))
+        heads = _index_heads(reading, options)
+        layers.append(Layer(f"{name}.indexer", _indexer(reading, options), index, index_heads=heads))
     return layers
+
+
+def _top_tokens(reading: Reading) -> int:
+    """Return the most tokens that an indexer chooses for a query; 0 where no field says it.
+
+    Latent attention has ``index_topk`` tokens. MiniMax-M3 has ``index_topk_blocks`` blocks of ``index_block_size``.
+    """
+    blocks = reading.fields.optional("index_topk_blocks") or 0
+    return reading.fields.optional("index_topk") or blocks * (reading.fields.optional("index_block_size") or 0)
+
+
+def _index_heads(reading: Reading, options: ReadOptions) -> int:
+    """Return the indexer's query heads on one rank: all of them next to latents, else split as query heads are."""
+    heads = reading.fields.optional("index_n_heads") or 0
+    return heads if reading.key(("kv_lora_rank",)) is not None else ceil_div(heads, options.tp)
 
 
 def spec_of(
@@ -560,7 +578,7 @@ def with_mtp(layers: Sequence[Layer], fields: Fields, asked: int) -> tuple[tuple
     last = max(index for index, many in entries.items() if many == max(entries.values()))
     first = max(max(one.index for one in layers) + 1, fields.layers("num_hidden_layers", 1))
     added = [
-        Layer(f"mtp.layers.{i}.self_attn{one.name.partition('.self_attn')[2]}", one.spec, first + i)
+        replace(one, name=f"mtp.layers.{i}.self_attn{one.name.partition('.self_attn')[2]}", index=first + i, read_by=())
         for i in range(asked)
         for one in like
         if one.index == last

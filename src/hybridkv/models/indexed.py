@@ -29,6 +29,12 @@ from hybridkv.models.reading import Reading, class_defaults
 _SPARSE: Final = "sparse_attention_config"
 _OTHER: Final = "attention_other_setting"
 _DRAFTS: Final = "num_nextn_predict_layers"
+_COSTS: Final = {
+    "sparse_num_index_heads": "index_n_heads",
+    "sparse_topk_blocks": "index_topk_blocks",
+    "sparse_block_size": "index_block_size",
+}
+"""Fields of transformers' class, which cost models read, by the fields of the files (its ``__post_init__``)."""
 SPARSE: Final = "minimax_m3_sparse"
 """Type of a layer with an indexer in MiniMax-M3."""
 
@@ -62,6 +68,7 @@ def minimax_m3(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) 
         raise fields.fail(f"layer_types and sparse_attention_freq of {_SPARSE} differ: correct one of them")
     width = inner.integer("sparse_index_dim", fields.optional("index_head_dim", 128))
     values |= {"layer_types": made, "index_head_dim": width}
+    values |= {key: section[own] for own, key in _COSTS.items() if section.get(own) is not None}
     found = general(replace(fields, values=values), options, given)
     said = {"layer_types": f"{_SPARSE}.sparse_attention_freq", "index_head_dim": f"{_SPARSE}.sparse_index_dim"}
     return replace(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Final
 
-from hybridkv.arguments import check_types, text
+from hybridkv.arguments import Count, check_types, text
 from hybridkv.errors import ConfigError
 from hybridkv.specs import Keeps, KVCacheSpec
 
@@ -29,6 +29,11 @@ class Layer:
         index: index of the decoder layer.
         is_draft: whether a draft model owns the layer. Layers of a draft model may share groups with other layers.
         read_by: names of further layers that read this entry and keep nothing of their own. They take no bytes.
+        top_states: most states that a query reads, as an indexer chooses them; 0 for all that its mask shows. For cost
+            models.
+        index_heads: query heads on one rank of the indexer that reads the entry; 0 where attention reads it.
+            For cost models.
+        pools: tokens of a group whose rows a compressor pools; 0 where attention reads the rows. For cost models.
     """
 
     name: Annotated[str, text]
@@ -36,6 +41,9 @@ class Layer:
     index: int
     is_draft: bool = False
     read_by: tuple[Annotated[str, text], ...] = ()
+    top_states: Count = 0
+    index_heads: Count = 0
+    pools: Count = 0
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -226,6 +226,9 @@ _OMITTED: Final = {
         "extra_retained_tokens",
         "is_draft",
         "read_by",
+        "top_states",
+        "index_heads",
+        "pools",
     ),
 }
 """Fields that a document omits where they have their default."""
@@ -325,6 +328,9 @@ class _IndexedLayer(Struct):
     spec: _Size
     is_draft: bool = False
     read_by: tuple[str, ...] = ()
+    top_states: _Size = 0
+    index_heads: _Size = 0
+    pools: _Size = 0
 
 
 _Limits: Any = _described(RequestLimits)

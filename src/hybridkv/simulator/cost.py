@@ -35,29 +35,36 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from fractions import Fraction
+from typing import Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import Transfer
 from hybridkv.errors import ConfigError
-from hybridkv.models import Model
+from hybridkv.models import Layer, Model
 from hybridkv.planner import Plan
 from hybridkv.simulator.hardware import BF16, FP8, H100, WEIGHT_BYTES, Hardware, weights_named
 from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import (
     AttentionSpec,
     Keeps,
+    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RequestLimits,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
 )
 from hybridkv.step import Copy, Step
+from hybridkv.units import ceil_div
 
 Spans = tuple[tuple[int, float], ...]
 """Pairs (tokens of a window or chunk, amount in all layers of that length), sorted. Amounts: bytes or operations."""
+States = tuple[tuple[tuple[int, int], float], ...]
+"""Pairs ((tokens of a group, most groups that a query reads or 0 for all), amount of a group in all layers), sorted."""
+_Key = TypeVar("_Key", int, tuple[int, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,10 @@ class CacheTraffic:
     row and layer:
 
         full attention, MLA     (c + s) * b                          every token of the request
+        a state for t tokens    (c + s) // t * b                     states of whole groups, b bytes each
+        at most k states        min((c + s) // t, s * k) * b         each query reads those that an indexer chooses
+        rows of a compressor    s * (1 + W / t) * b                  written once, read by W / t groups of t tokens
+        ring                    its block                            independent of c and s
         window of W             min(c + s, s + W - 1) * b            s queries, each with the W - 1 tokens before it
         chunk of C              (c % C + s) * b                      from the start of the chunk that contains token c
         attention sinks         sink_len * b                         in addition to the layer's other tokens
@@ -76,25 +87,31 @@ class CacheTraffic:
         encoder-only            0                                    keeps no data between steps
 
     Each block copy that the Step lists moves 2 * content of a block of its group. The masks in hybridkv.specs define
-    these reads. Three simplifications:
+    these reads. ``t`` is the spec's ``tokens_per_state`` and ``k`` the layer's ``top_states``: ``index_topk`` in
+    DeepSeek-V3.2 (arXiv 2512.02556, section 2.1) and DeepSeek-V4. The indexer itself reads all its keys. A compressor
+    keeps rows in a window of ``W`` tokens and pools ``t`` (``pools``; CompressorStateCache of vLLM). Each layer of
+    ``read_by`` reads the entry again. Four simplifications:
 
     * All queries of a row read keys and values once. FlashAttention (arXiv 2205.14135) reads them once per tile of
       queries.
     * A scan carries its state through a chunk of the prompt without memory traffic. The chunked scan of Mamba-2 (arXiv
       2405.21060, section 6) writes one state per tile.
+    * Queries of one row choose different states while there are any.
     * New tokens count once, as reads. A row that begins at token 0 counts like any other, although its state is
       cleared instead of read.
 
     If a kernel masks a window but the cache keeps all tokens (windows managed as full attention), a step reads the
-    window. Each context parallel rank holds and reads 1 / (dcp * pcp) of a request's tokens, and the whole of states
-    and encoder outputs. Padding of pages is not read.
+    window. Each context parallel rank holds and reads 1 / (dcp * pcp) of a request's tokens, and the whole of states,
+    rings, encoder outputs and attention with ``dcp_sharded=False``. Padding of pages is not read.
 
     Attributes:
         token_bytes: bytes of a token in the layers that read every token.
         windows: bytes of a token, by the window in which it is read.
         chunks: bytes of a token, by the chunk in which it is read.
-        row_bytes: bytes of a row, independent of its length: states and encoder outputs.
+        row_bytes: bytes of a row, independent of its length: states, rings and encoder outputs.
         copy_bytes: bytes of one copied block, by group.
+        states: bytes of the states of a group of tokens, by the tokens and the most groups that a query reads.
+        new_token_bytes: bytes of a token that the step runs, independent of its context.
     """
 
     token_bytes: float = 0.0
@@ -102,6 +119,8 @@ class CacheTraffic:
     chunks: Spans = ()
     row_bytes: float = 0.0
     copy_bytes: tuple[int, ...] = ()
+    states: States = ()
+    new_token_bytes: float = 0.0
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -113,24 +132,28 @@ class CacheTraffic:
         _require_known(plan)
         limits = plan.limits
         windows, chunks = defaultdict[int, float](float), defaultdict[int, float](float)
-        tokens = rows = 0.0
-        for spec in (layer.spec for layer in plan.model.layers):
-            token_bytes = spec.content_bytes / spec.block_size
+        states = defaultdict[tuple[int, int], float](float)
+        tokens = rows = new_tokens = 0.0
+        for layer in plan.model.layers:
+            spec = layer.spec
+            of_rank = (1 + len(layer.read_by)) * spec.content_bytes / spec.block_size / spec.ranks(limits)
             window, chunk = spec.mask
-            if window is not None:
-                windows[window] += token_bytes / limits.cp
+            if layer.pools:
+                new_tokens += (1 + (window or layer.pools) / layer.pools) * of_rank
+            elif window is not None:
+                windows[window] += of_rank
             elif chunk is not None:
-                chunks[chunk] += token_bytes / limits.cp
+                chunks[chunk] += of_rank
+            elif (groups := _groups_read(layer)) is not None:
+                states[groups] += of_rank * groups[0]
             elif spec.keeps is Keeps.TOKENS:
-                tokens += token_bytes / limits.cp
-            elif spec.keeps is Keeps.ENCODER:
-                rows += limits.max_encoder_tokens * token_bytes
-            elif spec.keeps is Keeps.STATE:
-                rows += 2 * spec.content_bytes
+                tokens += of_rank
+            else:
+                rows += _row_bytes(spec, limits)
             if isinstance(spec, SinkFullAttentionSpec):
-                rows += spec.sink_len * token_bytes / limits.cp
+                rows += spec.sink_len * of_rank
         copies = tuple(2 * group.content_bytes for group in plan.config.groups)
-        return cls(tokens, _spans(windows), _spans(chunks), rows, copies)
+        return cls(tokens, _spans(windows), _spans(chunks), rows, copies, _spans(states), new_tokens)
 
     def bytes_of(self, step: Step) -> float:
         """Return the bytes that a step moves. O(rows + copies).
@@ -141,6 +164,10 @@ class CacheTraffic:
         computed, scheduled = step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64)
         context = computed + scheduled
         moved = self.token_bytes * int(context.sum()) + self.row_bytes * len(step)
+        moved += self.new_token_bytes * int(scheduled.sum())
+        for (tokens, most), group_bytes in self.states:
+            found = context // tokens
+            moved += group_bytes * int((np.minimum(found, scheduled * most) if most else found).sum())
         for window, token_bytes in self.windows:
             moved += token_bytes * int(np.minimum(context, scheduled + window - 1).sum())
         for chunk, token_bytes in self.chunks:
@@ -164,6 +191,9 @@ class CacheTraffic:
         rows = len(computed)
         context = (int(computed.sum()) + rows * more).astype(np.float64)
         moved: NDArray[np.float64] = self.token_bytes * context + self.row_bytes * rows
+        moved += self.new_token_bytes * rows
+        for (tokens, most), group_bytes in self.states:
+            moved += group_bytes * state_reads(computed, more, tokens, most)
         for window, token_bytes in self.windows:
             moved += token_bytes * window_reads(computed, more, window)
         for chunk, token_bytes in self.chunks:
@@ -197,7 +227,42 @@ def chunk_reads(computed: NDArray[np.int64], more: NDArray[np.int64], chunk: int
     return read
 
 
-def _spans(amounts: Mapping[int, float]) -> Spans:
+def state_reads(computed: NDArray[np.int64], more: NDArray[np.int64], tokens: int, most: int) -> NDArray[np.int64]:
+    """Return the groups whose states all rows read in decode steps, int64[steps]. O(rows below the limit * steps).
+
+    Args:
+        computed: computed tokens of each row before the first step, int64[rows].
+        more: numbers of the steps, counted from 1, int64[steps].
+        tokens: tokens of a group.
+        most: most groups that a query reads; 0 for all.
+    """
+    short = computed[computed < most * tokens] if most else computed
+    found = (short[:, None] + more) // tokens
+    read: NDArray[np.int64] = (np.minimum(found, most) if most else found).sum(axis=0)
+    return read + (len(computed) - len(short)) * most
+
+
+def _row_bytes(spec: KVCacheSpec, limits: RequestLimits) -> float:
+    """Return the bytes that a row reads and writes in a layer without tokens of its request."""
+    if spec.keeps is Keeps.ENCODER:
+        return limits.max_encoder_tokens * (spec.content_bytes / spec.block_size)
+    return spec.content_bytes * {Keeps.STATE: 2, Keeps.RING: 1}.get(spec.keeps, 0)
+
+
+def _groups_read(layer: Layer) -> tuple[int, int] | None:
+    """Return the tokens of a group and the most groups that a query reads, 0 for all; ``None`` for plain layers.
+
+    With ``tokens_per_state`` of m / n, a group of m tokens has n states.
+    """
+    if not isinstance(layer.spec, AttentionSpec) or layer.spec.keeps is not Keeps.TOKENS:
+        return None
+    rate = Fraction(layer.spec.tokens_per_state)
+    if rate == 1 and not layer.top_states:
+        return None
+    return rate.numerator, ceil_div(layer.top_states, rate.denominator)
+
+
+def _spans(amounts: Mapping[_Key, float]) -> tuple[tuple[_Key, float], ...]:
     return tuple(sorted(amounts.items()))
 
 
@@ -212,25 +277,30 @@ class Operations:
         attention   2 (width of a key + width of a value) * query heads for each pair of a token and a token that it
                     sees: a product and a sum for each element (Kaplan et al., arXiv 2001.08361, section 2.1, count the
                     half of the keys); 4 * width for absorbed latents (DeepSeek-V2, arXiv 2405.04434, section 2.1.2)
+        compressed  the same for each state of a whole group of tokens, at most ``top_states`` for each token
+        indexer     2 * width of a key * heads of the indexer for each key: the scores of DeepSeek-V3.2 (arXiv
+                    2512.02556, section 2.1). The width includes the bytes of scales, 4 for each 128
         states      6 for each element and token: decay, write and read (Mamba-2, arXiv 2405.21060, section 2.1)
 
     The mask defines the pairs, so a causal prompt has half of its square. Decode context parallel ranks are tensor
     parallel ranks: each has the query heads of all of them and its part of the tokens, which gives the same count.
     Prefill context parallel ranks share the queries of a prompt. Only the decoder's reads of an encoder output count.
     Attention counts no operations if the number of query heads is unknown, and in layers that share the cache of
-    another layer.
+    another layer, unless its ``read_by`` names them. Compressors and rings count none: they pool a few rows.
 
     Attributes:
         pair: operations for a token and one token that it sees, in all layers that keep every token.
         windows: operations for such a pair, by the tokens of the window.
         chunks: operations for such a pair, by the tokens of the chunk.
         token: operations for one token that do not depend on its context.
+        states: operations for a token and the states of a group, by the tokens of a group and the most groups.
     """
 
     pair: float = 0.0
     windows: Spans = ()
     chunks: Spans = ()
     token: float = 0.0
+    states: States = ()
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -242,14 +312,23 @@ class Operations:
         _require_known(plan)
         limits, heads = plan.limits, plan.model.query_heads / plan.model.tp
         windows, chunks = defaultdict[int, float](float), defaultdict[int, float](float)
+        states = defaultdict[tuple[int, int], float](float)
         pair = token = 0.0
-        for spec in (layer.spec for layer in plan.model.layers):
+        for layer in plan.model.layers:
+            spec = layer.spec
             if isinstance(spec, MambaSpec):
                 token += _STATE_OPERATIONS * sum(float(np.prod(shape)) for shape in spec.shapes)
                 continue
-            if not isinstance(spec, AttentionSpec):
+            if not isinstance(spec, AttentionSpec) or layer.pools:
                 continue
-            of_pair = _of_pair(spec) * heads / (1 if spec.keeps is Keeps.ENCODER else limits.pcp)
+            of_state = _of_pair(spec) * heads
+            if (
+                layer.index_heads or Feature.INDEXER in spec.features
+            ):  # decode context parallel ranks have the same heads, and a part of the keys
+                ranks = limits.dcp if spec.is_sharded else 1
+                of_state = 2 * spec.elements_per_token * layer.index_heads / ranks
+            of_state *= (1 + len(layer.read_by)) / (1 if spec.keeps is Keeps.ENCODER else limits.pcp)
+            of_pair = of_state / float(spec.tokens_per_state)
             window, chunk = spec.mask
             if window is not None:
                 windows[window] += of_pair
@@ -257,9 +336,11 @@ class Operations:
                 chunks[chunk] += of_pair
             elif spec.keeps is Keeps.ENCODER:
                 token += of_pair * limits.max_encoder_tokens
+            elif (groups := _groups_read(layer)) is not None:
+                states[groups] += of_pair * groups[0]
             elif spec.keeps is Keeps.TOKENS:
                 pair += of_pair
-        return cls(pair, _spans(windows), _spans(chunks), token)
+        return cls(pair, _spans(windows), _spans(chunks), token, _spans(states))
 
     def of_rows(self, computed: NDArray[np.int64], scheduled: NDArray[np.int64]) -> float:
         """Return the operations of one step. O(rows).
@@ -272,6 +353,8 @@ class Operations:
         made = self.token * int(scheduled.sum()) + self.pair * int((_triangle(done) - _triangle(computed)).sum())
         for window, of_pair in self.windows:
             made += of_pair * int((_windowed(done, window) - _windowed(computed, window)).sum())
+        for (tokens, most), of_group in self.states:
+            made += of_group * int((_grouped(done, tokens, most) - _grouped(computed, tokens, most)).sum())
         for chunk, of_pair in self.chunks:
             made += of_pair * int((_chunked(done, chunk) - _chunked(computed, chunk)).sum())
         return made
@@ -291,6 +374,8 @@ class Operations:
         made: NDArray[np.float64] = self.token * len(computed) + self.pair * context
         for window, of_pair in self.windows:
             made += of_pair * window_reads(computed, more, window)
+        for (tokens, most), of_group in self.states:
+            made += of_group * state_reads(computed, more, tokens, most)
         for chunk, of_pair in self.chunks:
             made += of_pair * chunk_reads(computed, more, chunk)
         return made
@@ -299,14 +384,15 @@ class Operations:
 NO_OPERATIONS: Final = Operations()
 
 
-_SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.RETAINED})
-"""Features of specs that change neither the tokens that attention reads nor the bytes of each."""
+_SUPPORTED: Final = frozenset(
+    {Feature.RATE, Feature.RING, Feature.INDEXER, Feature.RETAINED, Feature.PACKED, Feature.REPLICATED}
+)
+"""Features of specs that the formulas of bytes and operations know. A new feature may need a formula of its own."""
 
 
 def _require_known(plan: Plan) -> None:
     """Raise UnsupportedModelError for features of specs that the formulas of bytes and operations do not know."""
-    supported = _SUPPORTED | ({Feature.REPLICATED} if plan.limits.cp == 1 else set())
-    require_supported([layer.spec for layer in plan.model.layers], "the replay's cost model", supported)
+    require_supported([layer.spec for layer in plan.model.layers], "the replay's cost model", _SUPPORTED)
 
 
 def _of_pair(spec: AttentionSpec) -> float:
@@ -325,6 +411,17 @@ def _windowed(tokens: NDArray[np.int64], window: int) -> NDArray[np.int64]:
     """Return the pairs of the first ``tokens`` tokens, each with the tokens in its window."""
     after_window: NDArray[np.int64] = np.maximum(tokens - window, 0) * window
     return _triangle(np.minimum(tokens, window)) + after_window
+
+
+def _grouped(tokens: NDArray[np.int64], size: int, most: int) -> NDArray[np.int64]:
+    """Return the pairs of the first ``tokens`` tokens, each with the whole groups of ``size`` tokens up to it.
+
+    A token sees at most ``most`` groups; 0 for all. Group q is whole at token q * size, and size tokens see q groups.
+    """
+    below = np.minimum(tokens, most * size) if most else tokens
+    groups = below // size
+    pairs: NDArray[np.int64] = size * _triangle(groups - 1) + groups * (below % size + 1)
+    return pairs + most * (tokens - below)
 
 
 def _chunked(tokens: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:

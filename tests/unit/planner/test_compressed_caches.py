@@ -13,7 +13,6 @@ from hybridkv.errors import ConfigError, SchemaError, UnsupportedModelError
 from hybridkv.models import Layer, Model
 from hybridkv.planner import plan, plan_from_json, plan_to_json
 from hybridkv.planner.natural import natural_choices
-from hybridkv.simulator.cost import CacheTraffic, Operations
 from hybridkv.spec_fields import Feature, KernelBlocks, SparseCacheRole, require_supported
 from hybridkv.specs import (
     CircularBufferSpec,
@@ -113,6 +112,7 @@ def test_states_and_pages_by_hand() -> None:
 @pytest.mark.parametrize("layout", ["reference", "natural"])
 def test_plan_of_compressed_caches_round_trips(layout: str) -> None:
     draft, reader = replace(COMPRESSED.layers[-1], is_draft=True), replace(COMPRESSED.layers[0], read_by=("x", "y"))
+    reader = replace(reader, top_states=512, index_heads=64, pools=4)
     model = replace(COMPRESSED, layers=(reader, *COMPRESSED.layers[1:-1], draft))
     made = plan(model, "1GiB", layout=layout)
     again = plan_from_json(plan_to_json(made))
@@ -126,7 +126,8 @@ def test_plan_of_compressed_caches_round_trips(layout: str) -> None:
 
 def test_document_of_plain_caches_has_none_of_the_new_fields() -> None:
     text = plan_to_json(plan(model_of(PLAIN, SLIDING), "1GiB", layout="reference"))
-    for name in ("tokens_per_state", "dcp_sharded", "cache_role", "packed_block_bytes", "is_draft", "read_by"):
+    later = ("is_draft", "read_by", "top_states", "index_heads", "pools")
+    for name in ("tokens_per_state", "dcp_sharded", "cache_role", "packed_block_bytes", *later):
         assert name not in text
 
 
@@ -202,13 +203,6 @@ def test_cache_manager_rejects_attention_that_is_whole_on_each_of_several_ranks(
 def test_cache_manager_takes_indexers_and_packed_states() -> None:
     KVCacheManager(plan(model_of(LATENT, replace(INDEX, tokens_per_state=1)), "1GiB"))
     KVCacheManager(plan(model_of(replace(LATENT, state_content_bytes=656)), "1GiB"))
-
-
-@pytest.mark.parametrize("of", [CacheTraffic.of, Operations.of])
-@pytest.mark.parametrize("spec", [FOUR, RING])
-def test_cost_model_rejects_rates_and_rings(of: Callable[..., object], spec: KVCacheSpec) -> None:
-    with pytest.raises(UnsupportedModelError, match="the replay's cost model does not support"):
-        of(plan(model_of(PLAIN, spec), "1GiB"))
 
 
 def test_require_supported_names_spec_feature_and_place() -> None:
