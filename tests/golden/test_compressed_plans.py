@@ -16,7 +16,8 @@ from hybridkv.planner import compare_layouts
 TEXT = {"vocab_size": 1000, "max_position_embeddings": 65_536}
 HEADS = {"num_attention_heads": 64, "head_dim": 128}
 CONFIGS: Mapping[str, dict[str, Any]] = {
-    "deepseek_v4": {"num_hidden_layers": 43},
+    # DeepSeek-V4-Flash: 43 layers and a drafting layer
+    "deepseek_v4": {"num_hidden_layers": 43, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]},
     "deepseek_v41": {
         **HEADS,
         "num_hidden_layers": 8,
@@ -57,7 +58,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 # bytes lost to padding by one request of 65,536 tokens, and requests of that length, in the reference and the natural
 # layout; blocks of 256 tokens, 200 GiB, bfloat16
 GOLDEN: Mapping[str, tuple[tuple[int, float], tuple[int, float]]] = {
-    "deepseek_v4": ((2_305_409_024, 38.83), (126_821_376, 64.07)),
+    "deepseek_v4": ((2_552_194_048, 37.18), (1_769_472, 66.58)),
     "deepseek_v41": ((86_585_344, 700.44), (0, 976.0)),
     "glm5_next_text": ((371_597_312, 152.18), (16_728_064, 202.86)),
     "qwen4_exp_text": ((34_193_408, 147.79), (196_608, 150.6)),
@@ -82,6 +83,6 @@ def test_plan_command_compares_padding_of_deepseek_v4(tmp_path: Path) -> None:
     path.write_text(json.dumps(config_of("deepseek_v4")), "utf-8")
     limits = ("--max-model-len", "65536", "--block-size", "256", "--dtype", "bf16")
     text = run("plan", path, "--memory", "200GiB", *limits, "--compare").stdout
-    assert re.search(r"lost in a longest request +2\.15 GiB +120\.95 MiB *\n", text)
-    assert re.search(r"share of the request +41\.69% +3\.78% *\n", text)
+    assert re.search(r"lost in a longest request +2\.38 GiB +1\.69 MiB *\n", text)
+    assert re.search(r"share of the request +44\.19% +0\.05% *\n", text)
     assert "lost: padding in all blocks of one longest request" in text
