@@ -17,7 +17,7 @@ from hybridkv.runner import TINY_ENCODER_DECODERS, Engine, byte_tokenizer, load,
 from hybridkv.runner.attention.formulas import eager_function
 from hybridkv.runner.inputs import Given
 from hybridkv.runner.probe import page_layout, planner_model, probe, require_runnable
-from hybridkv.specs import EncoderOnlyAttentionSpec
+from hybridkv.specs import CircularBufferSpec, EncoderOnlyAttentionSpec, MLAAttentionSpec
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -93,6 +93,12 @@ def test_layers_without_a_backend_are_rejected() -> None:
     mixed = replace(planned, layers=(*planned.layers, Layer("odd", spec, 3), Layer("odder", spec, 4)))
     with pytest.raises(UnsupportedModelError, match=r"odd \(EncoderOnlyAttentionSpec\) and 1 more of 5 layers"):
         require_runnable(mixed)
+    latent = MLAAttentionSpec(block_size=16, head_size=8, dtype="float32", tokens_per_state=4)
+    with pytest.raises(UnsupportedModelError, match=r"the runner of .* does not support .*tokens_per_state"):
+        require_runnable(replace(planned, layers=(*planned.layers, Layer("packed", latent, 3))))
+    ring = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=8, dtype="float32")
+    with pytest.raises(UnsupportedModelError, match=r"ring \(CircularBufferSpec\) of 4 layers cannot run"):
+        require_runnable(replace(planned, layers=(*planned.layers, Layer("ring", ring, 3))))
 
 
 @pytest.mark.parametrize("name", TINY_ENCODER_DECODERS)

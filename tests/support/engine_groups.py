@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from hashlib import sha256
 from math import prod
 from typing import Any
@@ -68,6 +69,7 @@ class FullAttentionSpec:
     dtype: str = "torch.float32"
     page_size_padded: int | None = None
     more_bytes: int = 0
+    tokens_per_state: int | Fraction = 1
 
     @property
     def real_page_size_bytes(self) -> int:

@@ -124,6 +124,7 @@ def models() -> Iterator[tuple[str, list[Part], Limits]]:
     yield "v4", four, LONG
     yield "v4-short", four, SMALL
     yield "v4-aligned", [(n, kind, one | {"block_stride_alignment": 1024}) for n, kind, one in four], LONG
+    yield "ties", [(2, *four[0][1:]), (2, *four[1][1:]), (3, *four[3][1:])], SMALL
     ring = {"block_size": 8, "num_kv_heads": 1, "head_size": 128, "head_size_v": 0, "dtype": "bfloat16"}
     keys = LATENT | {"head_size": 128}
     yield (
@@ -131,6 +132,16 @@ def models() -> Iterator[tuple[str, list[Part], Limits]]:
         [(12, FULL, HEADS | {"block_size": 256}), (12, MLA, keys | {"tokens_per_state": 8}), (12, RING, ring)],
         LONG,
     )
+    large = ring | {"block_size": 256}
+    yield (
+        "many-rings",
+        [(2, FULL, HEADS | {"block_size": 256}), (2, MLA, keys | {"tokens_per_state": 8}), (50, RING, large)],
+        LONG,
+    )
+    apart = [
+        (n, kind, one | {"block_stride_alignment": 1024 + 512 * (at % 2)}) for at, (n, kind, one) in enumerate(four)
+    ]
+    yield "two-strides", apart, LONG
     pools = [(20, MLA, LATENT), (20, MLA, keys | {"tokens_per_state": 4}), (20, RING, ring | {"num_kv_heads": 2})]
     yield "pools", pools, LONG
     yield "pools-shared-twice", [(20, MLA, LATENT), (5, MLA, keys | {"tokens_per_state": 4}), (5, RING, ring)], LONG
@@ -153,6 +164,12 @@ def read(name: str, value: Any) -> Any:  # noqa: ANN401 - a field of any type
         case ["kernel_blocks", tokens]:
             return MultipleOf(tokens)
     return READ[name](value) if name in READ else value
+
+
+def layer_outermost() -> Iterator[tuple[str, list[Part], Limits]]:
+    """Yield cases of several specs that share one block table, each layer with a run of blocks of its own."""
+    latents = LATENT | {"head_size": 500, "block_stride_alignment": 4096}
+    yield "v32-aligned", [(3, MLA, latents), (3, MLA, INDEX | {"block_stride_alignment": 1000})], SMALL
 
 
 def theirs(kind: str, fields: Fields) -> Any:  # noqa: ANN401 - vLLM is not typed here
@@ -221,6 +238,7 @@ def table() -> dict[str, Any]:
         for at, (kind, fields, limits) in enumerate(alone())
     ]
     cases += [measured(name, parts, limits, BLHNC) for name, parts, limits in models()]
+    cases += [measured(name, parts, limits, LBNHC) for name, parts, limits in layer_outermost()]
     return {"vllm": vllm.__version__, "memory_bytes": MEMORY, "cases": cases}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -319,6 +320,8 @@ def test_vllm_manager_events_use_the_engine_hashes() -> None:
         (HiSparseHotSpec(), "HiSparseHotSpec is not supported"),
         (SlidingWindowSpec(extra_retained_tokens=2), "multi-token prediction"),
         (MambaSpec(mamba_cache_mode="all"), "--mamba-cache-mode all"),
+        (FullAttentionSpec(tokens_per_state=4), r"4 tokens in one state \(FullAttentionSpec.tokens_per_state\)"),
+        (FullAttentionSpec(tokens_per_state=Fraction(1, 2)), r"1/2 tokens in one state"),
     ],
 )
 def test_vllm_manager_rejects_unsupported_options(spec: object, message: str) -> None:
