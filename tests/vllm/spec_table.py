@@ -138,6 +138,7 @@ def models() -> Iterator[tuple[str, list[Part], Limits]]:
         [(2, FULL, HEADS | {"block_size": 256}), (2, MLA, keys | {"tokens_per_state": 8}), (50, RING, large)],
         LONG,
     )
+    yield "rings-alone", [(2, FULL, HEADS | {"block_size": 256}), (50, RING, large)], LONG
     apart = [
         (n, kind, one | {"block_stride_alignment": 1024 + 512 * (at % 2)}) for at, (n, kind, one) in enumerate(four)
     ]
