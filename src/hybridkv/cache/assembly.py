@@ -134,8 +134,8 @@ def _refuse_dropped_states(eviction: Eviction, kinds: Sequence[GroupKind]) -> No
         )
 
 
-_SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED})
-"""Features of specs that change the contents of blocks but not which blocks a request holds or can resume."""
+_SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.RETAINED})
+"""Features of specs that look-ups and policies know, or that change only the contents of blocks."""
 
 
 def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bool) -> tuple[GroupKind, ...]:
@@ -253,7 +253,7 @@ class ReferenceLayout:
         spec, size, past = kind.inner, kind.block_size, int(kind.drops)
         match spec:
             case SlidingWindowSpec():
-                window = WindowSpan(spec.sliding_window)
+                window = WindowSpan(spec.sliding_window, spec.extra_retained_tokens)
                 publishing = PublishRule(size, alignment, window.columns_read(size) + past, past, self.retention)
                 return AttentionPolicy(size, window, publishing, BlockHits(window, size))
             case MambaSpec(cache_mode="align"):
@@ -355,7 +355,7 @@ class NaturalLayout:
             case EncoderOnlyAttentionSpec():
                 return EncoderPolicy(size, BlocklessHits(accepts=True), keeps=False)
             case SlidingWindowSpec():
-                span: Span = WindowSpan(spec.sliding_window)
+                span: Span = WindowSpan(spec.sliding_window, spec.extra_retained_tokens)
             case _:
                 span = _span_of(spec)
         hits = TokenHits(span, size) if exact else BlockHits(span, size)

@@ -247,23 +247,38 @@ class FullSpan:
 
 @dataclass(frozen=True, slots=True)
 class WindowSpan:
-    """The ``window - 1`` tokens before a token."""
+    """The ``window - 1`` tokens before a token. A row keeps ``retained`` tokens before them; no hit needs those.
+
+        tokens   [ dropped | retained | read | next ]
+                             kept = retained + window - 1
+
+    Attributes:
+        window: Tokens that a token reads, itself included.
+        retained: Tokens before the window that a row keeps (``extra_retained_tokens`` of the spec).
+        kept: Tokens before the next one that a row keeps.
+        downward_closed: Whether every prefix of a hit is a hit.
+    """
 
     window: int
+    retained: int = 0
     downward_closed: bool = False
+    kept: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kept", self.window - 1 + self.retained)
 
     def first_needed(self, tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of a span
         """Return the first token that must be cached for a hit of ``tokens``: at least the last one, as a proof."""
         return max(0, tokens - max(self.window - 1, 1))
 
     def first_live_token(self, processed_tokens: T) -> T:
-        """Return the first token that the next one reads: ``max(0, n - W + 1)``."""
-        live = processed_tokens - self.window + 1
+        """Return the first token that a row keeps: ``max(0, n - kept)``."""
+        live = processed_tokens - self.kept
         return live * (live > 0)
 
     def drop_tokens(self, columns: T, block_size: int) -> T:
-        """Return the processed tokens at which the first ``columns`` columns are no longer read."""
-        return columns * block_size + self.window - 1
+        """Return the processed tokens at which the first ``columns`` columns are no longer kept."""
+        return columns * block_size + self.kept
 
     def columns_read(self, block_size: int) -> int:
         """Return the columns before a block boundary that the next token reads: ``ceil((W - 1) / block_size)``.
