@@ -12,7 +12,7 @@ config; the other modules of the cache do not know which of the two it is:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, NamedTuple
 
@@ -71,6 +71,7 @@ from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher
 from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -80,6 +81,7 @@ from hybridkv.specs import (
     MambaSpec,
     RequestLimits,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from hybridkv.units import MOST_COUNT, shown
 
@@ -136,17 +138,22 @@ def _refuse_dropped_states(eviction: Eviction, kinds: Sequence[GroupKind]) -> No
 
 _SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.RETAINED})
 """Features of specs that look-ups and policies know, or that change only the contents of blocks."""
+_SUPPORTED_WHOLE: Final = _SUPPORTED | {Feature.RATE, Feature.REPLICATED}
+"""Those where one rank keeps all tokens. Where ranks share them, the tokens of a state lie on several ranks."""
 
 
 def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bool) -> tuple[GroupKind, ...]:
     """Return the kind of each group.
 
-    Recurrent groups never drop blocks for EAGLE. If no group is flagged, ``use_eagle`` flags all others.
+    Encoder outputs have no rate, because look-ups end at tokens of the decoder. Recurrent groups never drop blocks for
+    EAGLE. If no group is flagged, ``use_eagle`` flags all others.
 
     Raises UnsupportedModelError for features of specs that look-ups and policies do not know.
     """
-    supported = _SUPPORTED | ({Feature.REPLICATED} if ranks == 1 else set())
+    supported = _SUPPORTED_WHOLE if ranks == 1 else _SUPPORTED
     require_supported((group.spec for group in config.groups), "the cache manager", supported)
+    of_encoder = [group.spec for group in config.groups if group.spec.keeps is Keeps.ENCODER]
+    require_supported(of_encoder, "the cache manager", supported - {Feature.RATE})
     flagged = any(group.is_eagle_group for group in config.groups)
     return tuple(
         GroupKind(
@@ -165,6 +172,27 @@ def can_resume(kinds: Sequence[GroupKind]) -> bool:
     return any(kind.publishes for kind in kinds) and all(
         kind.publishes or kind.by_digest or kind.spec.keeps == Keeps.NOTHING for kind in kinds
     )
+
+
+def whole_states(kinds: Sequence[GroupKind]) -> int:
+    """Return the tokens of which a resume point is a multiple so that it divides no state of any group.
+
+        tokens            0 1 2 3 4 5 6 7 8 9 ...
+        rate 4            [   a   |   b   | open      a hit of 8 tokens adopts a and b
+        rate 2            [ a | b | c | d | open
+
+    1 where each token has its own states.
+    """
+    rates = [spec.tokens_per_state for kind in kinds if kind.keeps_tokens for spec in _attention_of(kind.spec)]
+    return math.lcm(*(rate.numerator for rate in rates))
+
+
+def _attention_of(spec: KVCacheSpec) -> Iterator[AttentionSpec]:
+    """Yield the specs of attention layers that share ``spec``."""
+    own = [one for _, one in spec.layers] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    for one in own:
+        if isinstance(one, AttentionSpec):
+            yield one
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +353,8 @@ class NaturalLayout:
         return math.gcd(*_token_blocks(kinds)) or _KEYS_APART
 
     def alignment(self, kinds: Sequence[GroupKind]) -> int:
-        """Return the tokens of which every hit is a multiple: 1 if hits end at any token."""
-        return 1 if self._is_exact(kinds) else math.lcm(*_token_blocks(kinds))
+        """Return the tokens of which every hit is a multiple: whole states, or whole blocks if hits end at blocks."""
+        return whole_states(kinds) if self._is_exact(kinds) else math.lcm(*_token_blocks(kinds))
 
     def _is_exact(self, kinds: Sequence[GroupKind]) -> bool:
         """Return whether hits may end inside a block. Not if a group drops for EAGLE, because it drops whole blocks."""
@@ -431,6 +459,10 @@ def _check_hit_unit(unit: int, kinds: Sequence[GroupKind]) -> None:
         raise ConfigError(
             f"hit_unit {unit} needs full attention and recurrent states of mode align, with blocks of one size and "
             "without EAGLE: leave it out"
+        )
+    if unit % whole_states(kinds):
+        raise ConfigError(
+            f"hit_unit {unit} ends inside a state of {whole_states(kinds)} tokens (tokens_per_state): choose a multiple"
         )
     if (size := sizes.pop()) % unit or any(kind.num_drafts for kind in states):
         raise ConfigError(
@@ -579,7 +611,10 @@ def assemble(
     holding_tokens = [group for group in groups if group.kind.publishes and group.states is None]
     shared_in_part = holding_tokens if caching and layout.partial_block_hits else []
     retention = Retention(layout.retention, alignment, any(kind.drops for kind in kinds)) if caching else None
-    publisher = Publisher(groups, pool, shared_in_part=shared_in_part, retention=retention, unit=options.hit_unit or 1)
+    whole = whole_states(kinds)
+    publisher = Publisher(
+        groups, pool, shared_in_part=shared_in_part, retention=retention, unit=options.hit_unit or whole
+    )
     residents = Residents(groups, publisher, hasher=hasher, hash_block_size=hash_block, journal=journal)
     placement = layout.resume_points(kinds) if caching else NoStates()
     copied = [group for group in groups if isinstance(group.policy, RunningStatePolicy) and group.kind.publishes]
@@ -602,9 +637,11 @@ def assemble(
         prefix_multiple=layout.eviction.prefix_multiple if placement.keeps_states else 0,
         eviction_policy=eviction_policy,
     )
-    lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, eviction_policy=eviction_policy)
+    lookup = PrefixLookup(
+        residents, pool, alignment=alignment, whole=whole, hasher=hasher, eviction_policy=eviction_policy
+    )
     misses = None if lost is None else Misses(residents, lookup, lost=lost, journal=journal, hash_block=hash_block)
-    loads = Loads(groups, locks)
+    loads = Loads(groups, locks, whole)
     planner = SlotPlanner(pool, residents, publisher=publisher, loads=loads, max_model_len=limits.max_model_len)
     slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
     fast_forward = FastForward(

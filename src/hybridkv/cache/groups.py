@@ -36,6 +36,7 @@ from hybridkv.cache.policies import (
     RowFacts,
     RunningStatePolicy,
     StatePolicy,
+    WindowSpan,
 )
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
@@ -240,6 +241,19 @@ class CacheGroup:
         """
         self.accepted[rows] = -1
         self.rotated[rows] = 0
+
+    def unread(self, tokens: int) -> int:
+        """Return the leading columns that no layer reads after ``tokens`` tokens. A row may keep more columns.
+
+        A row that began with a hit lacks the retained columns before its window.
+
+        Args:
+            tokens: Token count.
+        """
+        policy = self.policy
+        if isinstance(policy, AttentionPolicy) and isinstance(policy.span, WindowSpan):
+            return policy.span.first_read(tokens) // policy.block_size
+        return policy.droppable(tokens)
 
     def next_event(self, row: int, *, publishes: bool) -> int:
         """Return the token count at which a row next needs, drops or can publish a block.

@@ -172,14 +172,16 @@ class Loads:
     Args:
         groups: All groups.
         locks: Keep the blocks of these rows in place.
+        whole: A load ends at a multiple of so many tokens, so that it divides no state.
 
     Attributes:
         of_row: row -> its load; always the same mapping.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], locks: Locks) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], locks: Locks, whole: int) -> None:
         self._groups = tuple(groups)
         self._locks = locks
+        self.whole = whole
         self.of_row: dict[int, _Load] = {}
 
     def begin(self, row: int, tokens: int, hit_tokens: int) -> None:
@@ -213,9 +215,9 @@ class Loads:
             return load.tokens
         if tokens > load.tokens:
             raise ConfigError(f"{load.tokens} tokens of {request.request_id!r} are loaded, so {tokens} cannot arrive")
-        there = max(tokens, load.hit_tokens)
+        there = max(tokens // self.whole * self.whole, load.hit_tokens)
         for group in self._groups:
-            read = slice(group.policy.droppable(there), group.policy.columns(there))
+            read = slice(group.unread(there), group.policy.columns(there))
             if group.states is not None or not group.rows.ids(request.row)[read].all():
                 return 0  # the loaded state would have followed all tokens
         return there

@@ -85,6 +85,7 @@ class PrefixLookup:
         residents: The resident requests and the groups.
         pool: The blocks.
         alignment: Every hit is a multiple of so many tokens.
+        whole: A hit that a caller hands over is a multiple of so many tokens, so that it divides no state.
         hasher: The hasher of all requests; ``None`` without prefix caching.
         eviction_policy: Remembers how far earlier requests had the same tokens.
 
@@ -98,6 +99,7 @@ class PrefixLookup:
         pool: BlockPool,
         *,
         alignment: int,
+        whole: int,
         hasher: Hasher | None,
         eviction_policy: EvictionPolicy,
     ) -> None:
@@ -108,6 +110,7 @@ class PrefixLookup:
         self._residents = residents
         self._hasher = hasher
         self.alignment = alignment
+        self._whole = whole
         self._eviction_policy = eviction_policy
         self._asked = sorted(groups, key=_search_order)
         self._no_hit = no_hit(len(groups))
@@ -319,6 +322,11 @@ class PrefixLookup:
         """Raise ConfigError unless ``hit`` has as many blocks and groups as ``tokens`` need."""
         if tokens >= request.num_tokens:
             raise ConfigError(f"a hit of {tokens} tokens leaves nothing to compute of {request.num_tokens}")
+        if tokens % self._whole and hit.parent is None:
+            raise ConfigError(
+                f"a hit of {tokens} tokens ends inside a state of {self._whole} tokens (tokens_per_state): cut it to "
+                f"{tokens // self._whole * self._whole}"
+            )
         if len(hit.groups) != len(self._groups):
             raise ConfigError(f"a hit needs blocks of {len(self._groups)} groups, got {len(hit.groups)}")
         for group, part in zip(self._groups, hit.groups, strict=True):

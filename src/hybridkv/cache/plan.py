@@ -283,6 +283,12 @@ class SlotPlanner:
         sources = wanted.hit.sources or (0,) * len(self._groups)
         if not wanted.external_tokens:
             return sources
+        loaded, whole = wanted.hit.tokens + wanted.external_tokens, self.loads.whole
+        if loaded % whole:
+            raise ConfigError(
+                f"external tokens up to {loaded} end inside a state of {whole} tokens (tokens_per_state): load up to "
+                f"{loaded // whole * whole}"
+            )
         return tuple(
             0 if group.states is not None else source for group, source in zip(self._groups, sources, strict=True)
         )

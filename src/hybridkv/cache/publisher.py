@@ -323,6 +323,7 @@ class Publisher:
 
     def publish_last(self, request: Request, tokens: int) -> None:
         """Publish the partial last block of ``request``, which ends with ``tokens`` computed and written."""
+        tokens -= tokens % self.unit
         for group in self._shared_in_part:
             self._publish_resume_point(group, request, tokens, WRITTEN)
 

@@ -88,7 +88,7 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
             yield f"row {row} of group {group.number} holds a block in a column it has dropped"
         if group.states is None and not group.rows.ids(row)[dropped:].all():
             yield f"row {row} of group {group.number} has a null column that it has not dropped"
-        if group.states is None and dropped > group.policy.droppable(computed):
+        if group.states is None and dropped > group.unread(computed):
             yield f"row {row} of group {group.number} dropped {dropped} columns, some of which are still read"
         states = group.states
         if states is not None and computed and not group.rows.ids(row)[states.state_column(computed)]:

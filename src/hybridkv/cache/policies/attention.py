@@ -271,6 +271,10 @@ class WindowSpan:
         """Return the first token that must be cached for a hit of ``tokens``: at least the last one, as a proof."""
         return max(0, tokens - max(self.window - 1, 1))
 
+    def first_read(self, tokens: int) -> int:
+        """Return the first token that token ``tokens`` reads."""
+        return max(0, tokens - self.window + 1)
+
     def first_live_token(self, processed_tokens: T) -> T:
         """Return the first token that a row keeps: ``max(0, n - kept)``."""
         live = processed_tokens - self.kept
@@ -467,6 +471,7 @@ class TokenHits:
                 return GroupHit(end, blocks, tuple(missing), _joined(seen))
             end = at * block_size + reached
             missing.append(end)
+            end -= end % search.alignment
         return GroupHit(0, NONE, tuple(missing), _joined(seen))
 
     def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:
