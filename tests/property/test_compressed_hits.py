@@ -5,7 +5,8 @@ The worker here is a small model of its own. It knows specs and tables, and noth
     tokens       | 0 1 2 3 | 4 5 6 7 | 8 9            rate 4: states a and b; the raw keys of 8 and 9 wait
     blocks       [ a b ]   written with the last token of each state, from the raw keys of all its tokens
 
-A request that begins has no raw keys. So the first state that a hit divides cannot be written, and the test fails.
+A request that begins has no raw keys, or an old ring. So a state that a hit divides cannot be written, and the test
+fails.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import pytest
 
 from how_much import how_many
 from hybridkv.cache import CacheOptions, KVCacheManager, assembly
+from hybridkv.cache.assembly import NaturalLayout
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.request import Request
-from hybridkv.specs import AttentionSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
+from hybridkv.specs import AttentionSpec, CircularBufferSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
 from hybridkv.testing.configs import full_spec, model_config, natural_model_config, state_spec, window_spec
 
 Tokens = tuple[int, ...]
@@ -35,6 +37,10 @@ def rate_spec(block_size: int, rate: int | Fraction) -> MLAAttentionSpec:
     return MLAAttentionSpec(block_size=block_size, head_size=4, dtype="float32", tokens_per_state=rate)
 
 
+def ring_spec(tokens: int) -> CircularBufferSpec:
+    return CircularBufferSpec(block_size=tokens, num_kv_heads=1, head_size=4, head_size_v=0, dtype="float32")
+
+
 MODELS: dict[str, tuple[AttentionSpec, ...]] = {
     "one rate": (rate_spec(8, 4),),
     "rate and tokens": (rate_spec(8, 4), full_spec(8)),
@@ -44,6 +50,9 @@ MODELS: dict[str, tuple[AttentionSpec, ...]] = {
     "compressed window": (full_spec(4), replace(window_spec(8, 7), head_size=4, tokens_per_state=4)),
     "several states a token": (rate_spec(4, Fraction(1, 2)), rate_spec(8, 2)),
     "three halves": (rate_spec(6, Fraction(3, 2)), full_spec(6)),
+    "ring": (rate_spec(8, 4), ring_spec(6), full_spec(8)),
+    "ring first": (ring_spec(4), rate_spec(8, 4)),
+    "ring, rates, window": (rate_spec(8, 4), ring_spec(8), rate_spec(16, 8), window_spec(4, 6)),
 }
 
 
@@ -89,10 +98,19 @@ class Worker:
 
     def run(self, request: Request, start: int, end: int) -> None:
         """The forward of tokens start .. end - 1."""
-        tokens, raw = request.token_tuple(0, end), self.raw[request.request_id]
+        tokens, tables = request.token_tuple(0, end), self.cache.get_block_ids(request.request_id)
+        rings = [group for group, spec in enumerate(self.specs) if isinstance(spec, CircularBufferSpec)]
+        raw = self.raw[request.request_id]
+        if rings:
+            size, ring = self.specs[rings[0]].block_size, self.blocks[rings[0], tables[rings[0]][0]]
+            raw = {place: ring[place % size] for place in range(max(0, start - size), start) if place % size in ring}
         raw.update((place, tokens[: place + 1]) for place in range(start, end))
-        tables = self.cache.get_block_ids(request.request_id)
+        for group in rings:
+            assert len(tables[group]) == 1
+            self.blocks[group, tables[group][0]].update((place % size, raw[place]) for place in range(start, end))
         for group, (spec, table) in enumerate(zip(self.specs, tables, strict=True)):
+            if group in rings:
+                continue
             rate, per_block = Fraction(spec.tokens_per_state), spec.num_states
             for state in range(ended(spec, end)):
                 first, last = int(state * rate), ceil((state + 1) * rate)
@@ -135,6 +153,8 @@ class Known:
 
     def _serves(self, tokens: Tokens, end: int) -> bool:
         for spec, blocks in zip(self.specs, self.blocks, strict=True):
+            if isinstance(spec, CircularBufferSpec):  # empty at every multiple
+                continue
             size = spec.block_size
             for column in range(first_read(spec, end) // size, ceil(end / size)):
                 begins = [one for one in self.ends if one == tokens[: len(one)] and len(one) <= (column + 1) * size]
@@ -246,9 +266,12 @@ def test_hits_divide_no_state_and_are_the_longest(model: str, layout: str) -> No
     assert (min(counts["inside"], counts["copies"]) > 0) == (layout == "natural")
 
 
-@pytest.mark.parametrize("model", ["one rate", "two rates", "compressed window", "three halves"])
+@pytest.mark.parametrize("model", ["one rate", "two rates", "compressed window", "three halves", "ring"])
 def test_hit_that_divides_a_state_is_detected(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    monkeypatch.setattr(assembly, "whole_states", lambda _: 1)
+    if "ring" in model:  # a ring without any rate is rejected
+        monkeypatch.setattr(NaturalLayout, "alignment", lambda *_: 1)
+    else:
+        monkeypatch.setattr(assembly, "whole_states", lambda _: 1)
     monkeypatch.setitem(globals(), "COMPARED", 0)
     with pytest.raises(AssertionError, match="a divided state"):
         play_all("natural", MODELS[model], 8)
@@ -293,3 +316,54 @@ def test_hit_unit_divides_no_state() -> None:
 def test_rates_are_rejected_where_ranks_share_the_tokens() -> None:
     with pytest.raises(UnsupportedModelError, match="the cache manager does not support several tokens in one state"):
         KVCacheManager(model_config(12, MODELS["one rate"]), 64, dcp_world_size=2)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_branch_copies_the_ring_of_its_parent(*, copied: bool) -> None:
+    cache = cache_of("natural", MODELS["ring"], 100)
+    worker = Worker(cache, MODELS["ring"])
+    parent = Request("parent", range(10), hasher=cache.hasher)
+    cache.allocate_slots(parent, 10)
+    worker.copy()
+    worker.run(parent, 0, 10)
+    parent.num_computed_tokens = 10
+    child = Request("child", range(13), hasher=cache.hasher)
+    blocks, tokens = cache.engine.blocks_to_share(parent)
+    assert tokens == 10
+    cache.allocate_slots(child, 3, 10, blocks)
+    ring = cache.get_block_ids("child")[1][0]
+    worker.copy()
+    cache.check()
+    if copied:
+        worker.run(child, 10, 13)
+        return
+    worker.blocks[1, ring].clear()
+    with pytest.raises(AssertionError, match="a divided state"):
+        worker.run(child, 10, 13)
+
+
+@pytest.mark.parametrize("layout", ["reference", "natural"])
+def test_ring_is_one_block_of_each_request_and_never_published(layout: str) -> None:
+    cache = cache_of(layout, MODELS["ring"], 100)
+    request = Request("a", range(90), hasher=cache.hasher)
+    rings = set()
+    for end in range(1, 91):
+        cache.allocate_slots(request, 1)
+        request.num_computed_tokens = end
+        rings.add(tuple(cache.get_block_ids("a")[1]))
+    assert len(rings) == 1
+    assert len(rings.pop()) == 1
+    assert not list(cache.groups[1].index.entries())
+    assert (
+        cache.find_hit(Request("b", range(90), hasher=cache.hasher)).tokens == {"reference": 72, "natural": 88}[layout]
+    )
+    cache.free(request)
+    cache.check()
+
+
+@pytest.mark.parametrize("layout", ["reference", "natural"])
+def test_ring_without_a_rate_is_rejected(layout: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"no group of the model compresses tokens .*where the ring is empty"
+    ):
+        cache_of(layout, (full_spec(8), ring_spec(8)), 100)

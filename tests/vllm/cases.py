@@ -15,17 +15,23 @@ class Kind(StrEnum):
     ALIGN = "mamba-align"
     NONE = "mamba-none"
     CROSS = "cross"
+    RING = "ring"
 
 
 @dataclass(frozen=True)
 class Group:
-    """span: the window or the chunk in tokens. drafts: speculative state blocks. eagle: flagged by itself."""
+    """span: the window or the chunk in tokens. drafts: speculative state blocks. eagle: flagged by itself.
+
+    rate: tokens of a state. retained: tokens that are kept before a window.
+    """
 
     kind: Kind
     block_size: int
     span: int = 0
     drafts: int = 0
     eagle: bool = False
+    rate: int = 1
+    retained: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,8 @@ class Case:
 
     @property
     def alignment(self) -> int:
-        return math.lcm(*self._columns())
+        rings = [group.block_size for group in self.groups if group.kind is Kind.RING]
+        return math.lcm(*self._columns(), *rings)
 
     @property
     def hash_block(self) -> int:
@@ -150,6 +157,24 @@ def random_case(random: Random, kinds: Sequence[Kind] = tuple(Kind), *, plain: b
         case = _any_case(random)
         if all(group.kind in kinds for group in case.groups):
             return _plain(case) if plain else case
+
+
+def compressed(random: Random, case: Case) -> Case:
+    """``case`` with rates, windows that keep more tokens, and a ring; unchanged without caching or on several ranks."""
+    if not case.caching or case.ranks > 1:
+        return case
+    groups = [_compressed(random, group) for group in case.groups]
+    chunked = any(group.kind is Kind.CHUNKED for group in groups)  # vLLM wants their blocks to be the common alignment
+    if not chunked and any(group.rate > 1 for group in groups) and random.random() < 0.6:
+        groups.insert(random.randrange(len(groups) + 1), Group(Kind.RING, random.choice((4, 7, 8, 16))))
+    made = replace(case, groups=tuple(groups), num_blocks=case.num_blocks + 20)
+    return made if made.retention is None else replace(made, retention=made.alignment * random.choice((0, 1, 2)))
+
+
+def _compressed(random: Random, group: Group) -> Group:
+    if group.kind in {Kind.FULL, Kind.MLA}:
+        return replace(group, rate=random.choice([rate for rate in (1, 2, 4, 8) if group.block_size % rate == 0]))
+    return replace(group, retained=random.choice((0, 1, 3, 9))) if group.kind is Kind.SLIDING else group
 
 
 def _plain(case: Case) -> Case:

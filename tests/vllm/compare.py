@@ -15,7 +15,7 @@ from dataclasses import fields
 from random import Random
 
 from calls import Call, Decode, Difference, Found, Free, Grow, Preempt, Probe, Publish, Start
-from cases import Case, Kind, random_case
+from cases import Case, Kind, compressed, random_case
 from defects import ENDS, LOOK_UP, defect_of
 from duel import Duel
 from random_calls import Caller
@@ -103,10 +103,12 @@ def shrink(case: Case, calls: list[Call], what: str) -> list[Call]:
     return calls
 
 
-def run(number: int, seed: int, kinds: Sequence[Kind], totals: Totals, *, plain: bool = False) -> bool:
+def run(number: int, options: argparse.Namespace, kinds: Sequence[Kind], totals: Totals) -> bool:
     """One run; whether nothing unexplained was found."""
-    random = Random(f"{seed}/{number}")
-    case = random_case(random, kinds, plain=plain)
+    seed, random = options.seed, Random(f"{options.seed}/{number}")
+    case = random_case(random, kinds, plain=options.plain)
+    if options.compressed:
+        case = compressed(random, case)
     try:
         duel = Duel(case, defect_of)
     except Exception as error:  # noqa: BLE001 - a case that one side refuses is a difference
@@ -174,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=None, help="at most so many runs")
     parser.add_argument("--kinds", default=",".join(Kind), help="kinds of groups to compare")
     parser.add_argument("--plain", action="store_true", help="one rank, no EAGLE, dense publishing")
+    parser.add_argument("--compressed", action="store_true", help="rates, rings and retained tokens: vLLM from 0.33 on")
     parser.add_argument("--failures", type=int, default=3, help="stop after so many unexplained differences")
     parser.add_argument(
         "--short-runs", action="store_true", help="keys in runs and remembered chains from two blocks on"
@@ -192,7 +195,7 @@ def compare(options: argparse.Namespace, kinds: Sequence[Kind]) -> int:
     while totals.operations.total() < options.operations and failed < options.failures:
         if options.runs is not None and totals.runs >= options.runs:
             break
-        failed += not run(number, options.seed, kinds, totals, plain=options.plain)
+        failed += not run(number, options, kinds, totals)
         number += 1
     if failed:
         say(f"{failed} unexplained differences in {totals.operations.total()} operations, {totals.runs} runs")

@@ -12,6 +12,7 @@ from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
@@ -26,15 +27,19 @@ ENCODER_TOKENS = 10
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": "float32"}
 
 
-def _spec(group: Group) -> KVCacheSpec:
+def _spec(group: Group) -> KVCacheSpec:  # noqa: PLR0911 - a spec of each kind
     size = group.block_size
     match group.kind:
         case Kind.FULL:
-            return FullAttentionSpec(block_size=size, **HEADS)
+            return FullAttentionSpec(block_size=size, **HEADS, tokens_per_state=group.rate)
         case Kind.MLA:
-            return MLAAttentionSpec(block_size=size, **HEADS)
+            return MLAAttentionSpec(block_size=size, **HEADS, tokens_per_state=group.rate)
         case Kind.SLIDING:
-            return SlidingWindowSpec(block_size=size, **HEADS, sliding_window=group.span)
+            return SlidingWindowSpec(
+                block_size=size, **HEADS, sliding_window=group.span, extra_retained_tokens=group.retained
+            )
+        case Kind.RING:
+            return CircularBufferSpec(block_size=size, **HEADS)
         case Kind.CHUNKED:
             return ChunkedLocalAttentionSpec(block_size=size, **HEADS, attention_chunk_size=group.span)
         case Kind.CROSS:
@@ -113,7 +118,10 @@ class OurSide:
     def cached(self, name: str) -> tuple[tuple[bool, ...], ...]:
         request = self._requests[name]
         groups = self._manager.groups
-        return tuple(tuple(group.index.get(key) is not None for key in group.keys(request)) for group in groups)
+        return tuple(
+            () if group.kind.keeps_ring else tuple(group.index.get(key) is not None for key in group.keys(request))
+            for group in groups
+        )
 
     def publish(self, name: str, tokens: int) -> None:
         self._manager.cache_blocks(self._requests[name], tokens)

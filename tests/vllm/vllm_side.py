@@ -24,15 +24,19 @@ HASH = get_hash_fn_by_name("sha256_cbor")
 ENCODER_TOKENS = 10
 
 
-def _spec(group: Group) -> Any:  # noqa: ANN401 - vLLM is not typed for mypy
+def _spec(group: Group) -> Any:  # noqa: ANN401, PLR0911 - vLLM is not typed for mypy; a spec of each kind
     heads = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32, "block_size": group.block_size}
+    rate = {"tokens_per_state": group.rate} if group.rate > 1 else {}  # vLLM 0.32 has no such field
     match group.kind:
         case Kind.FULL:
-            return interface.FullAttentionSpec(**heads)
+            return interface.FullAttentionSpec(**heads, **rate)
         case Kind.MLA:
-            return interface.MLAAttentionSpec(**heads)
+            return interface.MLAAttentionSpec(**heads, **rate)
         case Kind.SLIDING:
-            return interface.SlidingWindowSpec(**heads, sliding_window=group.span)
+            kept = {"extra_retained_tokens": group.retained} if group.retained else {}
+            return interface.SlidingWindowSpec(**heads, sliding_window=group.span, **kept)
+        case Kind.RING:
+            return interface.CircularBufferSpec(**heads, dcp_sharded=False)
         case Kind.CHUNKED:
             return interface.ChunkedLocalAttentionSpec(**heads, attention_chunk_size=group.span)
         case Kind.CROSS:
@@ -80,6 +84,7 @@ class VllmSide:
         for group in self._manager.coordinator.single_type_managers:
             group._cache_partial_tail_block = lambda *_, **__: None
         self._hash_block = case.hash_block
+        self._rings = [group.kind is Kind.RING for group in case.groups]
         self._hasher = kv_cache_utils.get_request_block_hasher(case.hash_block, HASH)
         self._encoder_tokens = ENCODER_TOKENS if any(group.kind is Kind.CROSS for group in case.groups) else 0
         self._sampling = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
@@ -145,6 +150,8 @@ class VllmSide:
         found = []
         for number, group in enumerate(self._manager.coordinator.single_type_managers):
             stride = group.block_size // self._hash_block
+            if self._rings[number]:
+                stride = len(hashes) + 1
             keys = hashes[stride - 1 :: stride]
             found.append(tuple(pool.get_cached_block(key, [number]) is not None for key in keys))
         return tuple(found)

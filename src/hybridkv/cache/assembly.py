@@ -44,6 +44,7 @@ from hybridkv.cache.policies import (
     Policy,
     PositionHits,
     PublishRule,
+    RingPolicy,
     RunningStatePolicy,
     Span,
     StateHits,
@@ -73,6 +74,7 @@ from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
@@ -138,7 +140,7 @@ def _refuse_dropped_states(eviction: Eviction, kinds: Sequence[GroupKind]) -> No
 
 _SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.RETAINED})
 """Features of specs that look-ups and policies know, or that change only the contents of blocks."""
-_SUPPORTED_WHOLE: Final = _SUPPORTED | {Feature.RATE, Feature.REPLICATED}
+_SUPPORTED_WHOLE: Final = _SUPPORTED | {Feature.RATE, Feature.RING, Feature.REPLICATED}
 """Those where one rank keeps all tokens. Where ranks share them, the tokens of a state lie on several ranks."""
 
 
@@ -155,7 +157,7 @@ def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bo
     of_encoder = [group.spec for group in config.groups if group.spec.keeps is Keeps.ENCODER]
     require_supported(of_encoder, "the cache manager", supported - {Feature.RATE})
     flagged = any(group.is_eagle_group for group in config.groups)
-    return tuple(
+    kinds = tuple(
         GroupKind(
             group.spec,
             publishes=layout.publishes(group.spec),
@@ -165,12 +167,18 @@ def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bo
         )
         for group in config.groups
     )
+    if whole_states(kinds) == 1 and any(kind.keeps_ring for kind in kinds):
+        raise UnsupportedModelError(
+            "CircularBufferSpec: no group of the model compresses tokens (tokens_per_state), so the cache manager does "
+            "not know where the ring is empty: give the compressed layers their rate"
+        )
+    return kinds
 
 
 def can_resume(kinds: Sequence[GroupKind]) -> bool:
     """Return whether any prefix can be hit: every group that keeps anything keeps it for reuse."""
     return any(kind.publishes for kind in kinds) and all(
-        kind.publishes or kind.by_digest or kind.spec.keeps == Keeps.NOTHING for kind in kinds
+        kind.publishes or kind.by_digest or kind.keeps_ring or kind.spec.keeps == Keeps.NOTHING for kind in kinds
     )
 
 
@@ -263,8 +271,8 @@ class ReferenceLayout:
         return self.boundary(kinds) if self.hit_unit is None else self.hit_unit
 
     def boundary(self, kinds: Sequence[GroupKind]) -> int:
-        """Return the least common multiple of the blocks that can be hit."""
-        return math.lcm(*(kind.block_size for kind in kinds if kind.publishes))
+        """Return the least common multiple of the blocks that can be hit, and of rings, which vLLM counts too."""
+        return math.lcm(*(kind.block_size for kind in kinds if kind.publishes or kind.keeps_ring))
 
     def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
         """Return one policy a kind."""
@@ -293,8 +301,8 @@ class ReferenceLayout:
                 return RunningStatePolicy(size, 1 + spec.num_speculative_blocks, BlocklessHits(accepts=False))
             case CrossAttentionSpec():
                 return EncoderPolicy(size, BlocklessHits(accepts=False), keeps=True)
-            case EncoderOnlyAttentionSpec():
-                return EncoderPolicy(size, BlocklessHits(accepts=True), keeps=False)
+            case EncoderOnlyAttentionSpec() | CircularBufferSpec():
+                return _never_hit(spec, size)
             case _:
                 span = _span_of(spec)
                 hits = BlockHits(span, size) if self.hit_unit is None else TokenHits(span, size)
@@ -380,8 +388,8 @@ class NaturalLayout:
                 )
             case CrossAttentionSpec():
                 return EncoderPolicy(size, BlocklessHits(accepts=True), keeps=True, by_digest=True)
-            case EncoderOnlyAttentionSpec():
-                return EncoderPolicy(size, BlocklessHits(accepts=True), keeps=False)
+            case EncoderOnlyAttentionSpec() | CircularBufferSpec():
+                return _never_hit(spec, size)
             case SlidingWindowSpec():
                 span: Span = WindowSpan(spec.sliding_window, spec.extra_retained_tokens)
             case _:
@@ -407,6 +415,13 @@ class NaturalLayout:
 
 
 Layout = ReferenceLayout | NaturalLayout
+
+
+def _never_hit(spec: KVCacheSpec, size: int) -> Policy:
+    """Return the policy of layers without which any prefix can be resumed: encoder-only attention, and rings."""
+    if isinstance(spec, CircularBufferSpec):
+        return RingPolicy(size)
+    return EncoderPolicy(size, BlocklessHits(accepts=True), keeps=False)
 
 
 def _span_of(spec: KVCacheSpec) -> Span:

@@ -33,6 +33,7 @@ from hybridkv.cache.policies import (
     FullSpan,
     GroupKind,
     Policy,
+    RingPolicy,
     RowFacts,
     RunningStatePolicy,
     StatePolicy,
@@ -79,7 +80,7 @@ class CacheGroup:
         self.kind = kind
         self.policy = policy
         self.states = policy if isinstance(policy, StatePolicy) else None
-        self.holds_all = isinstance(policy, RunningStatePolicy | EncoderPolicy) or (
+        self.holds_all = isinstance(policy, RunningStatePolicy | EncoderPolicy | RingPolicy) or (
             isinstance(policy, AttentionPolicy) and isinstance(policy.span, FullSpan)
         )
         self.bounded_by_length = not self.holds_all and self.states is None

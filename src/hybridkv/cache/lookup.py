@@ -322,7 +322,8 @@ class PrefixLookup:
         """Raise ConfigError unless ``hit`` has as many blocks and groups as ``tokens`` need."""
         if tokens >= request.num_tokens:
             raise ConfigError(f"a hit of {tokens} tokens leaves nothing to compute of {request.num_tokens}")
-        if tokens % self._whole and hit.parent is None:
+        is_fork = hit.parent is not None
+        if tokens % self._whole and not is_fork:
             raise ConfigError(
                 f"a hit of {tokens} tokens ends inside a state of {self._whole} tokens (tokens_per_state): cut it to "
                 f"{tokens // self._whole * self._whole}"
@@ -330,7 +331,7 @@ class PrefixLookup:
         if len(hit.groups) != len(self._groups):
             raise ConfigError(f"a hit needs blocks of {len(self._groups)} groups, got {len(hit.groups)}")
         for group, part in zip(self._groups, hit.groups, strict=True):
-            policy, is_fork = group.policy, hit.parent is not None
+            policy = group.policy
             if group.kind.by_digest and is_fork:
                 continue
             whole = is_fork or policy.hits.copies or not group.kind.publishes or not tokens % policy.block_size
@@ -390,7 +391,8 @@ class PrefixLookup:
             held = group.rows.ids(row)
             full = len(held) if group.kind.by_digest else group.policy.hits.columns(tokens)
             ids.append(held[:full])
-            partial = len(held) > full and (group.states is not None or tokens % group.policy.block_size)
+            overwritten = group.states is not None or group.kind.keeps_ring
+            partial = len(held) > full and (overwritten or tokens % group.policy.block_size)
             sources.append(int(held[full]) if partial and tokens else 0)
         return KVCacheBlocks(tuple(ids), self._pool, sources=tuple(sources), parent=request), tokens
 

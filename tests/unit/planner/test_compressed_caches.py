@@ -176,7 +176,7 @@ def test_kernel_blocks_hold_whole_states() -> None:
     assert next(natural_choices([("a", FOUR), ("b", RING)], 1 << 30, limits, 64)).unit_bytes > 0
 
 
-UNSUPPORTED = [(HALVES, "tokens_per_state"), (RING, "CircularBufferSpec")]
+UNSUPPORTED = [(HALVES, "tokens_per_state")]
 
 
 @pytest.mark.parametrize(("spec", "field"), UNSUPPORTED)
@@ -200,8 +200,8 @@ def test_cache_manager_takes_indexers_and_packed_states() -> None:
     KVCacheManager(plan(model_of(replace(LATENT, state_content_bytes=656)), "1GiB"))
 
 
-def test_cache_manager_takes_rates_and_retained_tokens() -> None:
-    KVCacheManager(plan(model_of(LATENT, FOUR, MANY, replace(INDEX, tokens_per_state=4)), "1GiB"))
+def test_cache_manager_takes_rates_rings_and_retained_tokens() -> None:
+    KVCacheManager(plan(model_of(LATENT, FOUR, MANY, INDEX, RING), "1GiB"))
     KVCacheManager(plan(model_of(LATENT, replace(SLIDING, extra_retained_tokens=1)), "1GiB"))
 
 

@@ -47,13 +47,14 @@ from hybridkv.cache.policies.state import (
     BlocklessHits,
     EncoderPolicy,
     PositionHits,
+    RingPolicy,
     RunningStatePolicy,
     StateHits,
     UnitStateHits,
 )
 
 StatePolicy = AlignedStatePolicy | RunningStatePolicy
-Policy = AttentionPolicy | AlignedStatePolicy | RunningStatePolicy | EncoderPolicy
+Policy = AttentionPolicy | AlignedStatePolicy | RunningStatePolicy | EncoderPolicy | RingPolicy
 Hits = BlockHits | TokenHits | StateHits | UnitStateHits | PositionHits | BlocklessHits
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "Policy",
     "PositionHits",
     "PublishRule",
+    "RingPolicy",
     "RowFacts",
     "RunningStatePolicy",
     "Search",

@@ -156,7 +156,8 @@ class GroupKind:
 
     Attributes:
         spec: The spec of its layers.
-        publishes: Some of its blocks can be hit. A group that never publishes does not count for the common alignment.
+        publishes: Some of its blocks can be hit. Among groups that never publish, only rings count for the common
+            alignment of the reference layout.
         by_digest: Its blocks are found under the digest of the encoder's input.
         drops: It drops the last block of a hit, for EAGLE.
         ranks: Ranks of context parallelism.
@@ -187,6 +188,11 @@ class GroupKind:
     def keeps_state(self) -> bool:
         """Whether its blocks are states, overwritten in place."""
         return self.spec.keeps is Keeps.STATE
+
+    @property
+    def keeps_ring(self) -> bool:
+        """Whether its block of a row is a ring, overwritten in place and never published."""
+        return self.spec.keeps is Keeps.RING
 
     @property
     def num_drafts(self) -> int | None:

@@ -216,6 +216,55 @@ class EncoderPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class RingPolicy:
+    """A ring of the raw keys of tokens that are still being compressed: one block of each row, overwritten in place.
+
+    A hit adopts no block of it. The layouts end hits only where all tokens are compressed, so that no later step reads
+    what the ring would hold.
+
+        tokens   | 0 1 2 3 | 4 5 6 7 | 8 9      a hit ends at 4 or 8
+        ring     [ 8 9 - - ]                    a branch copies it; a new row begins with an empty one
+
+    Attributes:
+        block_size: Tokens that a ring holds.
+        hits: Accepts the hits of other groups.
+    """
+
+    block_size: int
+    hits: BlocklessHits = BlocklessHits(accepts=True)
+    publishing: None = None
+    only_grows: bool = False
+
+    def columns(self, num_tokens: T) -> T:
+        """Return 1 for any tokens."""
+        return num_tokens * 0 + 1
+
+    def next_need(self, held: T, dropped: T) -> T:  # noqa: ARG002 - the answer of a policy
+        """Return NEVER: a running row has its block."""
+        return held * 0 + NEVER
+
+    def droppable(self, processed_tokens: T) -> T:
+        """Return 0: no column is dropped."""
+        return processed_tokens * 0
+
+    def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:  # noqa: ARG002 - as above
+        """Return whether the row runs."""
+        return published >= 0
+
+    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:  # noqa: ARG002 - as above
+        """Take a block when the row begins."""
+        return _fixed(row, 1)
+
+    def stored_columns(self, row: RowFacts, computed_tokens: int, boundaries: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
+        """Return no column: a ring is never published."""
+        return NO_COLUMNS, row.published
+
+    def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - as above
+        """Return 1."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
 class StateHits:
     """The states of the reference layout, each in the column that it ends."""
 
