@@ -18,6 +18,7 @@ from fractions import Fraction
 from math import ceil, lcm
 from random import Random
 
+import numpy as np
 import pytest
 
 from how_much import how_many
@@ -319,27 +320,28 @@ def test_rates_are_rejected_where_ranks_share_the_tokens() -> None:
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_branch_copies_the_ring_of_its_parent(*, copied: bool) -> None:
+@pytest.mark.parametrize("end", [10, 6])  # 6 tokens fill the ring, but not the second state
+def test_branch_copies_the_ring_of_its_parent(end: int, *, copied: bool) -> None:
     cache = cache_of("natural", MODELS["ring"], 100)
     worker = Worker(cache, MODELS["ring"])
-    parent = Request("parent", range(10), hasher=cache.hasher)
-    cache.allocate_slots(parent, 10)
+    parent = Request("parent", range(end), hasher=cache.hasher)
+    cache.allocate_slots(parent, end)
     worker.copy()
-    worker.run(parent, 0, 10)
-    parent.num_computed_tokens = 10
+    worker.run(parent, 0, end)
+    parent.num_computed_tokens = end
     child = Request("child", range(13), hasher=cache.hasher)
     blocks, tokens = cache.engine.blocks_to_share(parent)
-    assert tokens == 10
-    cache.allocate_slots(child, 3, 10, blocks)
+    assert tokens == end
+    cache.allocate_slots(child, 13 - end, end, blocks)
     ring = cache.get_block_ids("child")[1][0]
     worker.copy()
     cache.check()
     if copied:
-        worker.run(child, 10, 13)
+        worker.run(child, end, 13)
         return
     worker.blocks[1, ring].clear()
     with pytest.raises(AssertionError, match="a divided state"):
-        worker.run(child, 10, 13)
+        worker.run(child, end, 13)
 
 
 @pytest.mark.parametrize("layout", ["reference", "natural"])
@@ -359,6 +361,20 @@ def test_ring_is_one_block_of_each_request_and_never_published(layout: str) -> N
     )
     cache.free(request)
     cache.check()
+
+
+def test_hit_that_an_evicted_block_bounds_ends_at_a_whole_state() -> None:
+    """Blocks of 4 tokens end inside states of 8: the hit falls to the state before."""
+    specs = rate_spec(16, 8), full_spec(4)
+    cache = cache_of("natural", specs, 100)
+    request = Request("a", range(40), hasher=cache.hasher)
+    cache.allocate_slots(request, 40)
+    found = cache.groups[1]
+    for column, tokens in ((7, 24), (5, 16), (4, 16), (3, 8), (0, 0)):
+        block = found.index.get(found.keys(request)[column])
+        assert block is not None
+        cache.block_pool.evict_blocks(np.array([block], np.int32))
+        assert cache.find_hit(Request("b", range(40), hasher=cache.hasher)).tokens == tokens
 
 
 @pytest.mark.parametrize("layout", ["reference", "natural"])
