@@ -23,8 +23,10 @@ SPECS = full_spec(BLOCK), state_spec(BLOCK, mode="align"), state_spec(BLOCK, mod
 Tokens = tuple[int, ...]
 
 
-def cache_of(num_blocks: int, eviction: Eviction, retention: int | None = None) -> KVCacheManager:
-    options = CacheOptions(eviction=eviction, retention=retention, hit_unit=UNIT)
+def cache_of(
+    num_blocks: int, eviction: Eviction, retention: int | None = None, copied: int | None = None
+) -> KVCacheManager:
+    options = CacheOptions(eviction=eviction, retention=retention, hit_unit=UNIT, copied_tokens=copied)
     return KVCacheManager(model_config(num_blocks, SPECS), 96, hasher=BlockHasher(UNIT), options=options)
 
 
@@ -44,9 +46,13 @@ def chunk_end(request: Request, start: int, most: int) -> int:
 
 @dataclass
 class Worker:
-    """Blocks as a worker has them: of attention the tokens up to each place, of states all tokens before them."""
+    """Blocks as a worker has them: of attention the tokens up to each place, of states all tokens before them.
+
+    copied: tokens of a block of attention that a copy carries.
+    """
 
     cache: KVCacheManager
+    copied: int = BLOCK
     blocks: dict[int, list[Tokens]] = field(default_factory=dict)
     copies: int = 0
 
@@ -54,7 +60,7 @@ class Worker:
         """All copies of the step being made; all are read before any is written."""
         transfers = self.cache.fields.take_transfers()
         assert not transfers.checkpoints
-        found = [(one.destination, list(self.blocks[one.source])) for one in transfers.copies]
+        found = [(one.destination, self.blocks[one.source][: self.copied]) for one in transfers.copies]
         assert len({block for block, _ in found}) == len(found)
         self.blocks.update(found)
         self.copies += len(found)
@@ -138,10 +144,10 @@ class Run:
             self.running.remove(request)
 
 
-def play(seed: int, eviction: Eviction, counts: Counter[str]) -> None:
+def play(seed: int, eviction: Eviction, counts: Counter[str], bound: int | None, copied: int) -> None:
     random = Random(seed)
-    run = Run(random, cache_of(random.randint(24, 60), eviction, random.choice((None, 0))), counts)
-    worker = Worker(run.cache)
+    run = Run(random, cache_of(random.randint(24, 60), eviction, random.choice((None, 0)), bound), counts)
+    worker = Worker(run.cache, copied)
     run.add_requests()
     for step in range(200):
         asked: Asked = []
@@ -159,10 +165,10 @@ def play(seed: int, eviction: Eviction, counts: Counter[str]) -> None:
     counts["copies"] += worker.copies
 
 
-def play_all(eviction: Eviction, count: int) -> Counter[str]:
+def play_all(eviction: Eviction, count: int, bound: int | None = None, copied: int = BLOCK) -> Counter[str]:
     counts = Counter[str]()
     for seed in range(count):
-        play(seed, eviction, counts)
+        play(seed, eviction, counts, bound, copied)
     return counts
 
 
@@ -170,6 +176,23 @@ def play_all(eviction: Eviction, count: int) -> Counter[str]:
 def test_hits_inside_blocks_read_what_was_written(eviction: Eviction) -> None:
     counts = play_all(eviction, how_many(30))
     assert min(counts["inside"], counts["at a boundary"], counts["copies"], counts["preempted"]) > 0
+
+
+@pytest.mark.parametrize("copied", [1, 4, 5])
+def test_hits_inside_blocks_end_before_tokens_that_the_worker_does_not_copy(copied: int) -> None:
+    counts = play_all(LRU, how_many(20), copied, copied)
+    assert min(counts["at a boundary"], counts["preempted"]) > 0
+    assert (counts["inside"] > 0) == (copied >= UNIT)
+
+
+def test_hit_on_tokens_that_the_worker_does_not_copy_is_detected() -> None:
+    with pytest.raises((AssertionError, IndexError)):
+        play_all(LRU, 10, copied=4)
+
+
+def test_copied_tokens_without_hit_unit_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="copied_tokens means nothing without hit_unit"):
+        CacheOptions(copied_tokens=4)
 
 
 def test_hit_whose_state_is_not_copied_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

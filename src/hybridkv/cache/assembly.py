@@ -106,7 +106,9 @@ def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) ->
                 "max_moved_bytes, space and partial_block_hits mean nothing in the reference layout, whose blocks have "
                 "one size and are shared whole: leave them out, or plan with the natural layout"
             )
-        return ReferenceLayout(options.retention, eviction=eviction, hit_unit=options.hit_unit)
+        return ReferenceLayout(
+            options.retention, eviction=eviction, hit_unit=options.hit_unit, copied_tokens=options.copied_tokens
+        )
     if options.hit_unit is not None:
         raise ConfigError("hit_unit means nothing in the natural layout, whose hits end at any token: leave it out")
     placed = DEFAULT_PLACEMENT if placement is None else placement
@@ -218,6 +220,7 @@ class ReferenceLayout:
         shares_in_part: A branch can begin with blocks that its parent has filled in part.
         keeps_resume_points: Everything that a request computed can be reused after its end, to the last token.
         hit_unit: Hits may end inside a block, at multiples of so many tokens; ``None``: at boundaries only.
+        copied_tokens: Tokens of a block after which no hit ends inside it; ``None``: all of the block.
         follows_vllm: Steps equal those of vLLM for equal hits; with the eviction ``lru``, block ids too.
     """
 
@@ -229,6 +232,7 @@ class ReferenceLayout:
     shares_in_part: bool = False
     keeps_resume_points: bool = False
     hit_unit: int | None = None
+    copied_tokens: int | None = None
     follows_vllm: ClassVar[bool] = True
 
     @property
@@ -295,7 +299,8 @@ class ReferenceLayout:
             case MambaSpec(cache_mode="align"):
                 need = None if self.retention is None else 1
                 publishing = PublishRule(size, alignment, need, 0, self.retention)
-                states = StateHits(size) if self.hit_unit is None else UnitStateHits(size)
+                copied = size if self.copied_tokens is None else self.copied_tokens
+                states = StateHits(size) if self.hit_unit is None else UnitStateHits(size, copied)
                 return AlignedStatePolicy(size, spec.num_speculative_blocks, publishing, states)
             case MambaSpec():
                 return RunningStatePolicy(size, 1 + spec.num_speculative_blocks, BlocklessHits(accepts=False))

@@ -64,6 +64,7 @@ class Checkpoints:
         eviction_policy: EvictionPolicy,
     ) -> None:
         self._tails = tuple([group for group in groups if isinstance(group.policy.hits, UnitStateHits)])
+        self._tail_hits = [one.policy.hits for one in groups if isinstance(one.policy.hits, UnitStateHits)]
         self.groups = tuple([group for group in groups if group not in self._tails])
         self._of_forward: list[tuple[CacheGroup, int | None]] = [(group, None) for group in self.groups]
         self._unit = publisher.unit
@@ -148,7 +149,7 @@ class Checkpoints:
     def _tail(self, request: Request) -> int:
         """Return the token count of the state to copy when the next step begins; -1 without one."""
         tail = (request.num_prompt_tokens - 1) // self._unit * self._unit
-        return tail if any(tail % group.policy.block_size for group in self._tails) else -1
+        return tail if any(0 < tail % hits.block_size <= hits.copied_tokens for hits in self._tail_hits) else -1
 
     def _keeps_for(self, request: Request) -> bool:
         """Return whether any resume point of ``request`` is kept."""

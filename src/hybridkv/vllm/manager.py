@@ -22,7 +22,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.specs import Keeps
 from hybridkv.vllm.requests import Admissions, Decoded, EngineRequest, Mirrors, SlotsAhead
-from hybridkv.vllm.specs import Config, Settings, cache_config
+from hybridkv.vllm.specs import Config, Settings, cache_config, copied_tokens
 
 
 def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
@@ -38,7 +38,12 @@ def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
         enable_kv_cache_events=settings.enable_events,
         dcp_world_size=settings.dcp_world_size,
         hasher=EngineHashes(settings.hash_block_size) if settings.enable_caching else None,
-        options=CacheOptions(retention=settings.retention, eviction=settings.eviction, hit_unit=settings.hit_unit),
+        options=CacheOptions(
+            retention=settings.retention,
+            eviction=settings.eviction,
+            hit_unit=settings.hit_unit,
+            copied_tokens=None if settings.hit_unit is None else copied_tokens(config),
+        ),
     )
 
 

@@ -18,14 +18,17 @@ from hybridkv.errors import ConfigError
 from hybridkv.eviction import LRU, Eviction
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.specs import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    Keeps,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from hybridkv.units import ceil_div, dtype_bytes
 
 logger = logging.getLogger(__name__)
 _STATES: Final = "MambaSpec"
@@ -203,6 +206,28 @@ def hit_unit_of(scheduler: Any) -> int | None:  # noqa: ANN401 - vLLM's Schedule
     theirs = scheduler.kv_cache_manager
     inside = theirs.enable_caching and theirs.coordinator.enable_partial_hash_hits
     return int(scheduler.hash_block_size) if inside else None
+
+
+def copied_tokens(config: Config) -> int:
+    """Return how many tokens of an attention block vLLM's worker copies for a hit inside the block.
+
+    The worker copies layers that share their pages once, through the first layer's view
+    (``copy_kv_cache_blocks_inplace`` of vLLM 0.32 and 0.33). A view of states ends before the page does if the page is
+    padded, and the bytes after it are not copied. At worst they hold values of one head, in runs of one token:
+
+        page      | keys of head 0 | values | keys of head 1 | values of tokens 0 .. |
+        copied    |<------------------- bytes of a state ------------------->|
+    """
+    specs = [spec_of(spec) for _, spec in layer_specs(config)]
+    states = {spec.content_bytes for spec in specs if spec.keeps is Keeps.STATE}
+    copied = specs[0].block_size
+    for spec in specs:
+        if isinstance(spec, AttentionSpec) and states and (lost := spec.content_bytes - min(states)) > 0:
+            head = min(spec.head_size, spec.head_size_v or spec.head_size)
+            copied = min(copied, spec.block_size - ceil_div(lost, head * dtype_bytes(spec.dtype)))
+    if len(states) > 1:  # the larger state would not be copied whole
+        return 0
+    return max(copied, 0)
 
 
 def _not_inside_blocks(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above

@@ -15,14 +15,26 @@ from typing import Any
 
 import pytest
 
-from engine_groups import PROMPT, SIZE, Asked, FullAttentionSpec, MambaSpec, Sampling, SlidingWindowSpec, manager, run
+from engine_groups import (
+    PROMPT,
+    SIZE,
+    Asked,
+    Config,
+    FullAttentionSpec,
+    Group,
+    MambaSpec,
+    Sampling,
+    SlidingWindowSpec,
+    manager,
+    run,
+)
 from hybridkv import vllm
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.requests import HINTS
-from hybridkv.vllm.specs import cache_config, refuse, refuse_captured, spec_of
+from hybridkv.vllm.specs import cache_config, copied_tokens, refuse, refuse_captured, spec_of
 
 
 @dataclass
@@ -716,3 +728,23 @@ def test_vllm_manager_finished_request_hands_over_its_final_state() -> None:
     assert not {*chain(*cache.get_block_ids("b"))} & {*chain(*tables)} - {0}
     cache.free(request)
     cache.cache.check()
+
+
+@pytest.mark.parametrize(
+    ("states", "tokens"),
+    [
+        ([(544 * 64 * 2,)], 544),  # 278,528 bytes, those of a page of attention
+        ([(3, 768), (8, 64, 128)], 488),  # 271,360 bytes: 7,168 are lost, the values of 56 tokens in a head
+        ([(8, 64, 128)], 416),  # 262,144 bytes: 16,384 are lost, 128 tokens
+        ([(64, 64)], 0),  # more is lost than a head has
+    ],
+)
+def test_copied_tokens_leave_out_those_after_the_bytes_of_a_state(states: list[tuple[int, ...]], tokens: int) -> None:
+    attention = FullAttentionSpec(544, num_kv_heads=2, head_size=32)
+    state = MambaSpec(544, shapes=tuple(states), dtypes=("torch.float32",) * len(states), page_size_padded=278_528)
+    assert copied_tokens(Config([Group(state), Group(attention)])) == tokens
+
+
+def test_no_token_counts_as_copied_where_states_differ_in_size() -> None:
+    states = [MambaSpec(8, shapes=((size,),)) for size in (64, 128)]
+    assert copied_tokens(Config([Group(one) for one in (*states, FullAttentionSpec(8))])) == 0
