@@ -220,13 +220,13 @@ def copied_tokens(config: Config) -> int:
     """
     specs = [spec_of(spec) for _, spec in layer_specs(config)]
     states = {spec.content_bytes for spec in specs if spec.keeps is Keeps.STATE}
+    if len(states) > 1:  # the larger state would not be copied whole
+        return 0
     copied = specs[0].block_size
     for spec in specs:
         if isinstance(spec, AttentionSpec) and states and (lost := spec.content_bytes - min(states)) > 0:
             head = min(spec.head_size, spec.head_size_v or spec.head_size)
             copied = min(copied, spec.block_size - ceil_div(lost, head * dtype_bytes(spec.dtype)))
-    if len(states) > 1:  # the larger state would not be copied whole
-        return 0
     return max(copied, 0)
 
 

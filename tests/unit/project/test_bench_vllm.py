@@ -144,11 +144,4 @@ def test_the_readme_shows_the_committed_result() -> None:
 def test_outputs_of_this_library_equal_those_of_stock_in_the_committed_result() -> None:
     runs = json.loads(RESULT.read_text("utf-8"))["runs"]
     assert {one["variant"] for one in runs} >= {"stock", "stock-32", "reference", "natural"}
-    assert all(not one["differences"] for one in runs if not one["variant"].endswith("-32"))
-    theirs = {
-        (one["shape"], one["load"], one["memory"], one["round"]): one for one in runs if one["variant"] == "stock-32"
-    }
-    for one in runs:
-        if one["variant"] == "reference-32":
-            same = theirs[one["shape"], one["load"], one["memory"], one["round"]]
-            assert one["differences"] <= same["differences"]
+    assert all(not one["differences"] for one in runs if not one["variant"].startswith("stock-"))
