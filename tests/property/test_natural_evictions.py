@@ -163,8 +163,10 @@ def test_natural_eviction_random_runs_with_hints_match(monkeypatch: pytest.Monke
 
 
 def learns_soon(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hazard, "_LEARN_AT", 4)
     patch.setattr(hazard, "_LEARN_EVERY", 4)
     patch.setattr(hazard, "_HALVED_EVERY", 8)
+    patch.setattr(NaiveHazard, "learn_first", 4)
     patch.setattr(NaiveHazard, "learn_every", 4)
     patch.setattr(NaiveHazard, "halved_every", 8)
 

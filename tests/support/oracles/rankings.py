@@ -69,9 +69,10 @@ def chain(of: Key) -> list[Key]:
 class NaiveHazard:
     """records: of all ends, kept or remembered. ends: those that may be given up. learned: worth by class and bucket.
 
-    learn_every, halved_every: requests.
+    learn_first, learn_every, halved_every: requests.
     """
 
+    learn_first = 16
     learn_every = 100
     halved_every = 1000
 
@@ -82,7 +83,7 @@ class NaiveHazard:
         self.risk: dict[Key, list[float]] = defaultdict(lambda: [0.0] * 23)
         self.classes: set[Key] = set()
         self.learned: dict[Key, list[float]] = {}
-        self.requests = 0
+        self.requests, self.learns_at, self.last_learned = 0, self.learn_first, 0
         self.learn()
 
     # -- what was seen
@@ -113,15 +114,17 @@ class NaiveHazard:
         self.classes.update(chain(record.of))
 
     def note_request(self, now: float) -> None:
-        """Every so often all that waits is counted, what was seen is learned, and fades."""
+        """Count all waiting, learn and fade: after 16 requests, 20, 25, 31 and so on, at last evenly."""
         self.requests += 1
-        if self.requests % self.learn_every == 0:
+        if self.requests == self.learns_at:
+            self.learns_at += min(self.learn_every, self.requests // 4)
             for record in self.records.values():
                 self.waited(record, now - record.used)
             self.learn()
+            new, self.last_learned = self.requests - self.last_learned, self.requests
             for seen in (self.hits, self.risk):
                 for of, row in seen.items():
-                    seen[of] = [one * 0.5 ** (self.learn_every / self.halved_every) for one in row]
+                    seen[of] = [one * 0.5 ** (new / self.halved_every) for one in row]
 
     # -- what it is worth
 

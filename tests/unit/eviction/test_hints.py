@@ -8,7 +8,7 @@ import pytest
 from test_tenants import Cache, chat, unique
 
 from hybridkv.errors import ConfigError
-from hybridkv.eviction import EVERYBODY, Share, TenantShares
+from hybridkv.eviction import EVERYBODY, Share, TenantShares, hazard
 from hybridkv.eviction.hazard import HazardRanking
 from hybridkv.eviction.resume_points import (
     BY_ALL,
@@ -170,8 +170,9 @@ def test_hint_that_fails_often_is_ignored() -> None:
     assert not is_believed(700.0)
 
 
-def test_hint_that_is_false_harms_its_own_tenant_only() -> None:
+def test_hint_that_is_false_harms_its_own_tenant_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another tenant's flood promises of its prompts changes nothing of what is found here."""
+    monkeypatch.setattr(hazard, "_LEARN_AT", 1000)  # before measured rates outweigh hints
     shares = TenantShares((Share("a", 0.3), Share("b", 0.3)))
     found = []
     for lies in (NO_HINTS, Hints(within_s=1, shared_tokens=12)):
