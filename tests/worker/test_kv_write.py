@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.errors import WorkerError
-from hybridkv.worker import KVPages, PageOrder, WriteSlots, write_kv, write_latent, write_slots
+from hybridkv.worker import KVPages, PageOrder, WriteSlots, write_kv, write_latent, write_slots, write_states
 
 BLOCKS, SIZE, HEADS = 6, 4, 2
 
@@ -65,6 +65,16 @@ def test_kv_write_of_latents_puts_rotary_parts_next_to_them() -> None:
     assert int(torch.count_nonzero(pages.float().abs().sum(-1))) == 2
 
 
+@pytest.mark.parametrize(("heads", "dtype"), [((), torch.uint8), ((HEADS,), torch.bfloat16)])
+def test_kv_write_of_states_puts_each_row_in_its_slot_only(heads: tuple[int, ...], dtype: torch.dtype) -> None:
+    pages = torch.zeros(BLOCKS, SIZE, *heads, 13, dtype=dtype)
+    rows = torch.arange(1, 1 + 3 * 13 * max(1, *heads, 0)).reshape(3, *heads, 13).to(dtype)
+    write_states(slots_of(9, -1, 20), pages, rows)
+    assert pages[2, 1].equal(rows[0])
+    assert pages[5, 0].equal(rows[2])
+    assert int(torch.count_nonzero(pages)) == 2 * rows[0].numel()
+
+
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
@@ -97,6 +107,9 @@ KEYS, VALUES = torch.ones(2, HEADS, 8), torch.ones(2, HEADS, 6)
             "rotary parts",
         ),
         (lambda pages: write_latent(slots_of(1, 2), pages.keys[:, :, 0], KEYS[:, 0], KEYS[:, 0, :2]), "do not fill"),
+        (lambda pages: write_states(slots_of(1, 2), pages.keys, KEYS[:, 0]), "do not fit pages of shape"),
+        (lambda pages: write_states(slots_of(1, 2), pages.keys, KEYS[..., :7]), "states have shape"),
+        (lambda pages: write_states(slots_of(1, 2), pages.keys, KEYS, scale=0.0), "must be a positive number"),
     ],
 )
 def test_kv_write_of_wrong_shape_writes_nothing(write: Callable[[KVPages], None], message: str) -> None:

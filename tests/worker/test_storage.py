@@ -3,17 +3,20 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
 
 from hybridkv.errors import CapacityError, ConfigError, UnsupportedModelError
-from hybridkv.models import known_models, read_model
+from hybridkv.models import Layer, Model, known_models, read_model
 from hybridkv.planner import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, plan
 from hybridkv.spec_fields import SparseCacheRole
 from hybridkv.specs import (
+    AttentionSpec,
     CircularBufferSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
@@ -24,6 +27,7 @@ from hybridkv.specs import (
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
+from hybridkv.testing.configs import natural_model_config
 from hybridkv.worker import MultiGroupBlockTable, PagedStorage, PageOrder, PagePart, parts_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::hybridkv.errors.AssumptionWarning")  # of some models
@@ -85,7 +89,11 @@ def live_blocks(config: KVCacheConfig) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize(("layout", "kernel"), [("reference", None), ("natural", None), ("natural", 8)])
 @pytest.mark.parametrize("name", MODELS)
 def test_storage_live_blocks_share_no_byte(name: str, layout: str, kernel: int | None, order: PageOrder) -> None:
-    config = small_plan(name, layout, kernel)
+    check_live_blocks(small_plan(name, layout, kernel), order)
+
+
+def check_live_blocks(config: KVCacheConfig, order: PageOrder) -> None:
+    """Bytes that two live blocks share are written once, and owned twice."""
     storage = PagedStorage(config, order=order)
     pieces = config.slabs.kernel_blocks if config.slabs else (1,) * len(config.groups)
     owned = 0
@@ -95,7 +103,6 @@ def test_storage_live_blocks_share_no_byte(name: str, layout: str, kernel: int |
             for view in storage.views[layer]:
                 view[block * n : (block + 1) * n].view(torch.uint8).fill_(1)
             owned += spec.content_bytes
-    # bytes that two of them share would be counted once here, twice there
     assert int(torch.count_nonzero(storage.arena)) == owned > 0
 
 
@@ -241,26 +248,97 @@ def test_storage_without_parts_follows_the_specs() -> None:
             assert one.dtype == other.dtype
 
 
+# -- compressed caches
+
+BYTES: dict[str, Any] = {"block_size": 16, "head_size": 8, "dtype": "uint8"}
+COMPRESSED: dict[str, tuple[AttentionSpec, tuple[tuple[int, ...], ...]]] = {
+    "four tokens a state": (MLAAttentionSpec(**BYTES, tokens_per_state=4, alignment=24), ((4, 8),)),
+    "two states a token": (
+        MLAAttentionSpec(**BYTES | {"dtype": "bfloat16"}, tokens_per_state=Fraction(1, 2)),
+        ((32, 8),),
+    ),
+    "indexer": (MLAAttentionSpec(**BYTES, cache_role=SparseCacheRole.INDEXER), ((16, 8),)),
+    "packed": (MLAAttentionSpec(**BYTES, tokens_per_state=8, state_content_bytes=13, alignment=32), ((2, 13),)),
+    "packed window": (SlidingWindowMLASpec(**BYTES, sliding_window=9, state_content_bytes=13), ((16, 13),)),
+    "packed heads": (
+        FullAttentionSpec(**BYTES, num_kv_heads=4, num_head_slots=2, state_content_bytes=20),
+        ((16, 2, 20),),
+    ),
+    "head slots": (
+        FullAttentionSpec(**BYTES, num_kv_heads=1, head_size_v=6, num_head_slots=3),
+        ((16, 3, 8), (16, 3, 6)),
+    ),
+    "compressed heads": (FullAttentionSpec(**BYTES, num_kv_heads=2, tokens_per_state=4), ((4, 2, 8), (4, 2, 8))),
+    "ring": (CircularBufferSpec(**BYTES | {"dtype": "float16"}, num_kv_heads=1, head_size_v=0), ((16, 1, 8),)),
+    "ring with values": (CircularBufferSpec(**BYTES, num_kv_heads=1), ((16, 1, 8), (16, 1, 8))),
+}
+"""Specs, and the shapes of a block in each of their views, worked out by hand."""
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_storage_of_compressed_cache_has_rows_for_its_states(name: str) -> None:
+    spec, shapes = COMPRESSED[name]
+    views = PagedStorage(one_layer(spec)).views["a"]
+    assert [view.shape[1:] for view in views] == [torch.Size(shape) for shape in shapes]
+    assert sum(view[0].numel() * view.element_size() for view in views) == spec.content_bytes
+    assert {view.stride(0) * view.element_size() for view in views} == {spec.page_size_bytes}
+    assert (views[0].dtype == torch.uint8) == (spec.dtype == "uint8")
+
+
+def test_storage_splits_compressed_pages_into_kernel_blocks() -> None:
+    specs = [replace(COMPRESSED["packed"][0], alignment=None), COMPRESSED["four tokens a state"][0]]
+    storage = PagedStorage(natural_model_config(4, specs, [2, 1], kernel_blocks=[2, 4]))
+    assert storage.views["group0.layer0"][0].shape == (4 * 2 * 2, 1, 13)
+    assert storage.views["group1.layer0"][0].shape == (4 * 4, 1, 8)
+
+
+OF_2026: dict[str, dict[str, AttentionSpec]] = {
+    "several rates, a window and a ring": {
+        "c4": replace(COMPRESSED["four tokens a state"][0], state_content_bytes=13),
+        "c8": COMPRESSED["packed"][0],
+        "indexer": MLAAttentionSpec(**BYTES, tokens_per_state=4, cache_role=SparseCacheRole.INDEXER),
+        "window": COMPRESSED["packed window"][0],
+        "state": SlidingWindowMLASpec(**BYTES | {"block_size": 8, "dtype": "float32"}, sliding_window=8),
+        "ring": COMPRESSED["ring"][0],
+    },
+    "tokens and indexers": {
+        "latent": MLAAttentionSpec(**BYTES | {"dtype": "bfloat16"}),
+        "indexer": COMPRESSED["indexer"][0],
+    },
+}
+
+
+def compressed_plan(name: str, layout: str, kernel: int | None) -> KVCacheConfig:
+    """Two layers of each kind, and memory for about four requests."""
+    layers = [Layer(f"{i}.{key}", spec, i) for i in range(2) for key, spec in OF_2026[name].items()]
+    model = Model(name, name, tuple(layers), 64, 10, "bfloat16", 1, 1, 16)
+    return plan(model, 64 << 10, max_model_len=64, layout=layout, kernel_block_size=kernel).config
+
+
+@pytest.mark.parametrize("order", PageOrder)
+@pytest.mark.parametrize(("layout", "kernel"), [("reference", None), ("natural", None), ("natural", 8)])
+@pytest.mark.parametrize("name", OF_2026)
+def test_storage_live_compressed_blocks_share_no_byte(
+    name: str, layout: str, kernel: int | None, order: PageOrder
+) -> None:
+    config = compressed_plan(name, layout, kernel)
+    assert (config.packed_block_bytes is not None) == (layout == "reference" and len(OF_2026[name]) > 2)
+    check_live_blocks(config, order)
+
+
+def test_storage_of_an_unknown_feature_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.worker.pages._SUPPORTED", frozenset())
+    with pytest.raises(UnsupportedModelError, match=r"the worker's paged storage does not support .*tokens_per_state"):
+        PagedStorage(one_layer(COMPRESSED["four tokens a state"][0]))
+
+
 @pytest.mark.parametrize(
     ("spec", "feature"),
     [
         (MLAAttentionSpec(block_size=16, head_size=8, dtype="float16", tokens_per_state=4), "tokens_per_state"),
-        (
-            MLAAttentionSpec(block_size=16, head_size=8, dtype="float16", cache_role=SparseCacheRole.INDEXER),
-            "cache_role",
-        ),
-        (MLAAttentionSpec(block_size=16, head_size=8, dtype="uint8", state_content_bytes=12), "state_content_bytes"),
         (CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=8, dtype="float16"), "CircularBufferSpec"),
     ],
 )
-def test_storage_and_tables_reject_compressed_caches_with_the_field(spec: KVCacheSpec, feature: str) -> None:
-    config = KVCacheConfig(
-        2,
-        (KVCacheTensor(2 * spec.page_size_bytes, ("a",), 0, spec.page_size_bytes),),
-        (KVCacheGroupSpec(("a",), spec),),
-    )
-    with pytest.raises(UnsupportedModelError, match=rf"the worker's paged storage does not support .*{feature}"):
-        PagedStorage(config)
-    if feature in {"tokens_per_state", "CircularBufferSpec"}:
-        with pytest.raises(UnsupportedModelError, match=rf"the worker's block tables does not support .*{feature}"):
-            MultiGroupBlockTable.of_config(config, max_num_reqs=1, max_model_len=32, max_num_batched_tokens=8)
+def test_tables_reject_compressed_caches_with_the_field(spec: KVCacheSpec, feature: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"the worker's block tables does not support .*{feature}"):
+        MultiGroupBlockTable.of_config(one_layer(spec), max_num_reqs=1, max_model_len=32, max_num_batched_tokens=8)

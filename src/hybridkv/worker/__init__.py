@@ -35,9 +35,11 @@ from hybridkv.worker.pages import (
     parts_of,
     triton_write_kv,
     triton_write_latent,
+    triton_write_states,
     write_kv,
     write_latent,
     write_slots,
+    write_states,
 )
 from hybridkv.worker.states import (
     InPlaceStates,
@@ -91,8 +93,10 @@ __all__ = [
     "triton_paged_attention",
     "triton_write_kv",
     "triton_write_latent",
+    "triton_write_states",
     "with_sink",
     "write_kv",
     "write_latent",
     "write_slots",
+    "write_states",
 ]

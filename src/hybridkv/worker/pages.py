@@ -5,6 +5,9 @@
     view, NHD     [blocks, block_size, heads, width]     view, HND   [blocks, heads, block_size, width]
     latents       [blocks, block_size, width], in either order: there are no heads
     states        [blocks, *shape]: a block holds one state, however many tokens it covers
+    compressed    as above, with block_size / tokens_per_state compressed states in place of block_size tokens
+    packed        [blocks, compressed states or tokens, (heads,) bytes], uint8: only a kernel knows what is in the bytes
+    ring          as keys and values, or keys alone: token p lies at p % block_size of its request's one block
 
 Neighbouring blocks are ``block_stride_bytes`` apart. In the natural layout, a block may consist of kernel blocks, each
 with an equal part of the page of every layer. The first dimension of a view, and its tokens, are then those of kernel
@@ -33,15 +36,17 @@ import torch
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.planner.config import KVCacheConfig, KVCacheTensor
 from hybridkv.spec_fields import Feature, require_supported
-from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec, MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from hybridkv.specs import AttentionSpec, KVCacheSpec, MambaSpec
 from hybridkv.units import format_bytes
 
 _FP8: Final = {"fp8": torch.float8_e4m3fn}
 """Cache dtypes that have another name in torch."""
 
 
-_SUPPORTED: Final = frozenset({Feature.RETAINED, Feature.REPLICATED})
-"""Features of specs that do not change the contents of a page."""
+_SUPPORTED: Final = frozenset(
+    {Feature.RATE, Feature.RING, Feature.INDEXER, Feature.RETAINED, Feature.PACKED, Feature.REPLICATED}
+)
+"""Features of specs whose pages ``parts_of`` knows, or that do not change the contents of a page."""
 
 
 class PageOrder(StrEnum):
@@ -56,9 +61,9 @@ class PagePart:
     """One array in a layer's page.
 
     Attributes:
-        shape: for attention, the shape of one token: (kv heads, head size), or (width,) for a latent that all heads
-            share. For a recurrent layer, the shape of the state.
-        dtype: of the elements.
+        shape: for attention, the shape of one token, or of one compressed state: (kv heads, head size), or (width,) for
+            a latent that all heads share. For a recurrent layer, the shape of the state.
+        dtype: of the elements; uint8 for packed bytes.
     """
 
     shape: tuple[int, ...]
@@ -71,7 +76,7 @@ class PagePart:
 
 
 def parts_of(spec: KVCacheSpec) -> tuple[PagePart, ...]:
-    """Return the parts of a layer's page: keys and values, one latent, or its states.
+    """Return the parts of a layer's page: keys and values, keys alone, one latent, packed bytes, or its states.
 
     Args:
         spec: the spec of one layer.
@@ -83,14 +88,19 @@ def parts_of(spec: KVCacheSpec) -> tuple[PagePart, ...]:
         case MambaSpec():
             pairs = zip(spec.shapes, spec.dtypes, strict=True)
             return tuple(PagePart(shape, _torch_dtype(dtype)) for shape, dtype in pairs)
-        case MLAAttentionSpec() | SlidingWindowMLASpec():
-            return (PagePart((spec.head_size,), _torch_dtype(spec.dtype)),)
         case AttentionSpec():
-            dtype, heads = _torch_dtype(spec.dtype), spec.num_kv_heads
+            heads = spec.num_kv_heads if spec.num_head_slots is None else spec.num_head_slots
+            if spec.state_content_bytes is not None:
+                return (PagePart(_of_heads(spec, heads, spec.state_content_bytes), torch.uint8),)
             widths = (spec.head_size, spec.elements_per_token - spec.head_size)
-            return tuple(PagePart((heads, width), dtype) for width in widths)
+            return tuple(PagePart(_of_heads(spec, heads, width), _torch_dtype(spec.dtype)) for width in widths if width)
         case _:
             raise ConfigError(f"{type(spec).__name__} does not define the parts of a page: give the spec of one layer")
+
+
+def _of_heads(spec: AttentionSpec, heads: int, width: int) -> tuple[int, ...]:
+    """Return the shape of one token or compressed state. A latent has no heads, unless its heads are packed."""
+    return (width,) if spec.is_latent and heads == 1 else (heads, width)
 
 
 class PagedStorage:
@@ -110,8 +120,7 @@ class PagedStorage:
     Raises:
         ConfigError: a layer has no tensor or no parts, its parts do not have the bytes that the plan gives a page, an
             offset or stride cuts an element, the order is unknown, or the device has too little memory.
-        UnsupportedModelError: a spec needs a page of another form: several tokens in a state, a ring, an indexer's
-            keys or packed states.
+        UnsupportedModelError: a spec needs a page of another form.
     """
 
     def __init__(
@@ -142,19 +151,19 @@ class PagedStorage:
                 f"cannot allocate {format_bytes(config.arena_bytes)} on {device}: plan less memory ({error})"
             ) from error
         self.views: dict[str, tuple[torch.Tensor, ...]] = {
-            name: self._views(name, tensors[name], parts[name], number)
+            name: self._views(name, tensors[name], parts[name], number, _rows_of(spec))
             for number, group in enumerate(config.groups)
-            for name in group.layer_names
+            for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
         }
 
     def _views(
-        self, name: str, tensor: KVCacheTensor, parts: Sequence[PagePart], group: int
+        self, name: str, tensor: KVCacheTensor, parts: Sequence[PagePart], group: int, rows: int | None
     ) -> tuple[torch.Tensor, ...]:
+        """Return the views of a layer's parts. rows: of a block, ``None`` for a block that is one state."""
         views = []
         start = tensor.offset_bytes
-        spec, pieces = self.config.groups[group].spec, self.config.kernel_blocks_of(group)
+        pieces = self.config.kernel_blocks_of(group)
         blocks, stride_bytes = self.config.blocks_of(group) * pieces, tensor.block_stride_bytes // pieces
-        tokens = None if spec.keeps is Keeps.STATE else spec.block_size // pieces
         for part in parts:
             size = part.dtype.itemsize
             if start % size or stride_bytes % size:
@@ -162,8 +171,8 @@ class PagedStorage:
                     f"layer {name!r} starts at byte {start}, {stride_bytes} bytes from block to block: "
                     f"both must be multiples of the {size} bytes of {part.dtype}"
                 )
-            inner = part.shape if tokens is None else (tokens, *part.shape)
-            if self.order is PageOrder.HND and len(inner) == 3 and tokens is not None:
+            inner = part.shape if rows is None else (rows // pieces, *part.shape)
+            if self.order is PageOrder.HND and len(inner) == 3 and rows is not None:
                 inner = (inner[1], inner[0], inner[2])
             strides = [math.prod(inner[i + 1 :]) for i in range(len(inner))]
             whole = self.arena[: self.arena.numel() // size * size].view(part.dtype)
@@ -177,13 +186,18 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _rows_of(spec: KVCacheSpec) -> int | None:
+    """Return the tokens, or the compressed states, of a block; ``None`` for a block that is one recurrent state."""
+    return spec.num_states if isinstance(spec, AttentionSpec) else None
+
+
 def _check_page(name: str, parts: Sequence[PagePart], spec: KVCacheSpec) -> None:
     """Raise ConfigError unless ``parts`` have exactly the bytes that ``spec`` has planned for."""
-    state = spec.keeps is Keeps.STATE
-    held = (1 if state else spec.block_size) * sum(part.token_bytes for part in parts)
+    rows = _rows_of(spec)
+    held = (1 if rows is None else rows) * sum(part.token_bytes for part in parts)
     if held != spec.content_bytes:
         shapes = " + ".join(f"{part.shape} {str(part.dtype).removeprefix('torch.')}" for part in parts)
-        many = "a state" if state else f"{spec.block_size} tokens"
+        many = "a state" if rows is None else f"{rows} {'tokens' if rows == spec.block_size else 'compressed states'}"
         raise ConfigError(
             f"layer {name!r}: the plan gives a page {spec.content_bytes} bytes, the model keeps {held} "
             f"({many} of {shapes}): make the plan from this very model, with its dtype"
@@ -369,6 +383,23 @@ def write_latent(
     _write(slots, _latent_parts(slots.num_tokens, pages, latent, rotary, scale))
 
 
+def write_states(slots: WriteSlots, pages: torch.Tensor, states: torch.Tensor, *, scale: float = 1.0) -> None:
+    """Write rows of one part into their slots: compressed states, keys of an indexer, packed bytes, or a ring's keys.
+
+    O(rows).
+
+    Args:
+        slots: where the rows go, made for pages of this group.
+        pages: [blocks, block_size, width] or [blocks, block_size, heads, width]; block_size counts rows.
+        states: [slots.num_tokens, width] or [slots.num_tokens, heads, width], dtypes as in ``write_kv``.
+        scale: stored float8 values times this factor are the values; 1 for no scale.
+
+    Raises:
+        WorkerError: as ``write_kv``.
+    """
+    _write(slots, _state_parts(slots.num_tokens, pages, states, scale))
+
+
 def triton_write_kv(slots: torch.Tensor, pages: KVPages, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write exactly the bits that ``write_kv`` writes, in one Triton launch, which a CUDA graph may capture.
 
@@ -403,6 +434,19 @@ def triton_write_latent(
     """
     _check_slots(slots)
     _launch(slots, _latent_parts(len(slots), pages, latent, rotary, scale))
+
+
+def triton_write_states(slots: torch.Tensor, pages: torch.Tensor, states: torch.Tensor, *, scale: float = 1.0) -> None:
+    """Write the bits that ``write_states`` writes, as ``triton_write_kv`` does.
+
+    Args:
+        slots: int64[rows], as in ``triton_write_kv``.
+        pages: as in ``write_states``.
+        states: as in ``write_states``.
+        scale: as in ``write_states``.
+    """
+    _check_slots(slots)
+    _launch(slots, _state_parts(len(slots), pages, states, scale))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -446,11 +490,29 @@ def _latent_parts(
             f"latents of shape {tuple(latent.shape)} and rotary parts of shape {tuple(rotary.shape)} do not fill "
             f"pages of shape {tuple(pages.shape)}: give [tokens, width] of both"
         )
-    if not 0 < scale < math.inf:
-        raise WorkerError(f"the scale of latents must be a positive number, got {scale}: give 1 for no scale")
+    _check_scale(scale)
     width = latent.shape[1]
     views = KVPages(pages[:, :, None, :width], pages[:, :, None, width:], scale, scale)
     return _parts(num_tokens, views, latent[:, None], rotary[:, None], ("latents", "rotary parts"))
+
+
+def _state_parts(num_rows: int, pages: torch.Tensor, states: torch.Tensor, scale: float) -> tuple[_Part, _Part]:
+    """Return the rows as a part, checked, and a part without columns."""
+    if pages.dim() not in {3, 4} or states.dim() != pages.dim() - 1:
+        raise WorkerError(
+            f"states of shape {tuple(states.shape)} do not fit pages of shape {tuple(pages.shape)}: give "
+            "[rows, width] or [rows, heads, width] for [blocks, rows of a block, (heads,) width]"
+        )
+    _check_scale(scale)
+    if pages.dim() == 3:
+        pages, states = pages[:, :, None], states[:, None]
+    views = KVPages(pages, pages[..., :0], scale, scale)
+    return _parts(num_rows, views, states, states[..., :0], ("states", "no values"))
+
+
+def _check_scale(scale: float) -> None:
+    if not 0 < scale < math.inf:
+        raise WorkerError(f"the scale of latents must be a positive number, got {scale}: give 1 for no scale")
 
 
 def _part(num_tokens: int, view: torch.Tensor, states: torch.Tensor, name: str, scale: float) -> _Part:

@@ -16,9 +16,11 @@ from hybridkv.worker import (
     kernels,
     triton_write_kv,
     triton_write_latent,
+    triton_write_states,
     write_kv,
     write_latent,
     write_slots,
+    write_states,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,6 +114,24 @@ def test_write_kernel_rounds_every_float_to_the_nearest_float8() -> None:
     every = torch.arange(127, dtype=torch.uint8).view(FP8).double()
     best = (values.abs()[:, None] - every[None]).abs().amin(1)
     assert (held - values).abs().equal(best)
+
+
+@pytest.mark.parametrize("heads", [(), (2,)])
+@pytest.mark.parametrize(("dtype", "given_as"), [(torch.uint8, torch.uint8), (FP8, torch.float32)])
+def test_write_kernel_of_states_leaves_the_bytes_of_torch(
+    heads: tuple[int, ...], dtype: torch.dtype, given_as: torch.dtype
+) -> None:
+    made = [torch.zeros(BLOCKS, 4, *heads, 584, device=DEVICE).to(dtype) for _ in range(2)]
+    states = (torch.randn(3, *heads, 584, device=DEVICE) * 50).abs().to(given_as)
+    slots = torch.tensor([9, -1, 0], device=DEVICE)
+    write_states(write_slots(slots, BLOCKS, 4), made[0], states, scale=0.5)
+    triton_write_states(slots, made[1], states, scale=0.5)
+    mine, its = (one.view(torch.uint8) for one in made)
+    assert mine.equal(its)
+    written = [(block, row) for block, row in ((2, 1), (0, 0)) if mine[block, row].any()]
+    assert written == [(2, 1), (0, 0)]
+    mine[2, 1] = mine[0, 0] = 0
+    assert not mine.any()
 
 
 def test_write_kernel_of_latents_leaves_the_bytes_of_torch() -> None:
