@@ -194,6 +194,11 @@ class KVCacheSpec(ABC):
         """The features that parts of the library other than the planner may lack."""
         return frozenset()
 
+    @property
+    def rates(self) -> frozenset[int | Fraction]:
+        """Every ``tokens_per_state`` of attention layers that share the spec."""
+        return frozenset()
+
     def ranks(self, limits: RequestLimits) -> int:
         """Return the context parallel ranks that a request's tokens are spread over: 1 unless ``is_sharded``.
 
@@ -339,6 +344,11 @@ class AttentionSpec(KVCacheSpec):
     def num_states(self) -> int:
         """States in a block: ``block_size / tokens_per_state``."""
         return int(self.block_size / Fraction(self.tokens_per_state))
+
+    @property
+    def rates(self) -> frozenset[int | Fraction]:
+        """``tokens_per_state``."""
+        return frozenset({self.tokens_per_state})
 
     @property
     def state_bytes(self) -> int:
@@ -797,6 +807,11 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     def features(self) -> frozenset[Feature]:
         """The features of all layers."""
         return frozenset[Feature]().union(*(spec.features for _, spec in self.layers))
+
+    @property
+    def rates(self) -> frozenset[int | Fraction]:
+        """The rates of all layers."""
+        return frozenset[int | Fraction]().union(*(spec.rates for _, spec in self.layers))
 
     def tp_replicas(self, tp: int, limits: RequestLimits) -> int:
         """Return the greatest common divisor of the layers' copies."""

@@ -107,7 +107,7 @@ def test_slots_after_the_last_token_are_minus_one(through_torch: bool) -> None:
     table = BlockTable(4, 1, 4, 16)
     table.add_row([5, 6, 7, 8], 0)
     if through_torch:
-        table._slot_mirror = None  # as on a device whose memory numpy cannot write
+        table._slots._mirror = None  # as on a device whose memory numpy cannot write
     table.compute_slot_mapping([0] * 10, range(10))
     table.commit_slot_mapping(10)
     table.compute_slot_mapping([0] * 3, range(3))

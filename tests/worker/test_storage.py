@@ -28,7 +28,7 @@ from hybridkv.specs import (
     UniformTypeKVCacheSpecs,
 )
 from hybridkv.testing.configs import natural_model_config
-from hybridkv.worker import MultiGroupBlockTable, PagedStorage, PageOrder, PagePart, parts_of
+from hybridkv.worker import PagedStorage, PageOrder, PagePart, parts_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::hybridkv.errors.AssumptionWarning")  # of some models
 
@@ -330,15 +330,3 @@ def test_storage_of_an_unknown_feature_is_rejected(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("hybridkv.worker.pages._SUPPORTED", frozenset())
     with pytest.raises(UnsupportedModelError, match=r"the worker's paged storage does not support .*tokens_per_state"):
         PagedStorage(one_layer(COMPRESSED["four tokens a state"][0]))
-
-
-@pytest.mark.parametrize(
-    ("spec", "feature"),
-    [
-        (MLAAttentionSpec(block_size=16, head_size=8, dtype="float16", tokens_per_state=4), "tokens_per_state"),
-        (CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=8, dtype="float16"), "CircularBufferSpec"),
-    ],
-)
-def test_tables_reject_compressed_caches_with_the_field(spec: KVCacheSpec, feature: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"the worker's block tables does not support .*{feature}"):
-        MultiGroupBlockTable.of_config(one_layer(spec), max_num_reqs=1, max_model_len=32, max_num_batched_tokens=8)

@@ -12,7 +12,7 @@ config; the other modules of the cache do not know which of the two it is:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, NamedTuple
 
@@ -72,7 +72,6 @@ from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher
 from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import (
-    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
@@ -83,7 +82,6 @@ from hybridkv.specs import (
     MambaSpec,
     RequestLimits,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 from hybridkv.units import MOST_COUNT, shown
 
@@ -193,16 +191,7 @@ def whole_states(kinds: Sequence[GroupKind]) -> int:
 
     1 where each token has its own states.
     """
-    rates = [spec.tokens_per_state for kind in kinds if kind.keeps_tokens for spec in _attention_of(kind.spec)]
-    return math.lcm(*(rate.numerator for rate in rates))
-
-
-def _attention_of(spec: KVCacheSpec) -> Iterator[AttentionSpec]:
-    """Yield the specs of attention layers that share ``spec``."""
-    own = [one for _, one in spec.layers] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    for one in own:
-        if isinstance(one, AttentionSpec):
-            yield one
+    return math.lcm(*(rate.numerator for kind in kinds if kind.keeps_tokens for rate in kind.spec.rates))
 
 
 @dataclass(frozen=True, slots=True)

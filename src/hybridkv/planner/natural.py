@@ -56,7 +56,7 @@ from hybridkv.planner.config import (
     SlabLayout,
 )
 from hybridkv.planner.reference import merged_types
-from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec, RequestLimits, UniformTypeKVCacheSpecs
+from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.units import MOST_BYTES, ceil_div, round_up, shown
 
 SLABS_PREFERRED: Final = 600
@@ -144,19 +144,13 @@ def _kernel_blocks(spec: KVCacheSpec, kernel_block_size: int | None) -> int:
             f"block_size {spec.block_size} is not a multiple of kernel_block_size {kernel_block_size}: "
             "give a kernel_block_size that divides it, or change the model's block_size"
         )
-    rates = {one.tokens_per_state for one in _layer_specs(spec) if isinstance(one, AttentionSpec)}
-    for rate in rates:
+    for rate in spec.rates:
         if Fraction(kernel_block_size) % rate:
             raise ConfigError(
                 f"kernel_block_size {kernel_block_size} is not a multiple of tokens_per_state {rate}, so a kernel "
                 "block would not hold whole states: give a multiple, or leave kernel_block_size out"
             )
     return spec.block_size // kernel_block_size
-
-
-def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
-    """Return the specs of the layers that ``spec`` holds."""
-    return [one for _, one in spec.layers] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
 def _deal(kind: _Kind, sizes: Sequence[int]) -> Iterator[KVCacheGroupSpec]:

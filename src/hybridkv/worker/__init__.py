@@ -25,6 +25,7 @@ from hybridkv.worker.attention import (
     with_sink,
 )
 from hybridkv.worker.block_table import BlockTable
+from hybridkv.worker.compressed import CompressedBatch, RingBatch
 from hybridkv.worker.copies import TORCH, BlockCopier, CopyKernels, copy_kernels, triton_kernels
 from hybridkv.worker.pages import (
     KVPages,
@@ -61,6 +62,7 @@ __all__ = [
     "AttentionMask",
     "BlockCopier",
     "BlockTable",
+    "CompressedBatch",
     "ContextShare",
     "CopyKernels",
     "GroupBatch",
@@ -71,6 +73,7 @@ __all__ = [
     "PagePart",
     "PagedBatch",
     "PagedStorage",
+    "RingBatch",
     "RowColumns",
     "StateCopier",
     "StateCopies",

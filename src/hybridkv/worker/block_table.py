@@ -50,59 +50,14 @@ from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.step import ranges
 from hybridkv.worker.attention import ContextShare
+from hybridkv.worker.slots import SlotBuffer, SlotMapper
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Ids = Sequence[int] | NDArray[np.integer]
 
-NO_SLOT: Final = -1
 _INT64: Final = np.dtype(np.int64)
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-class SlotMapper:
-    """Computes slots, for at most ``max_tokens`` tokens a call. Calls share scratch arrays.
-
-    ``block_size`` and ``width`` are measured in kernel blocks, like the table's cells.
-    """
-
-    def __init__(self, block_size: int, width: int, share: ContextShare, max_tokens: int) -> None:
-        self._block_size, self._width, self._share = block_size, width, share
-        self._shift = block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else None
-        self._cell = np.empty(max_tokens, np.int64)
-        self._offset = np.empty(max_tokens, np.int64)
-        self._block = np.empty(max_tokens, np.int32)
-
-    def __call__(self, flat_table: Int32, rows: Int64, positions: Int64, out: Int64) -> None:
-        """Write the slot of every (rows[i], positions[i]) into ``out[i]``. O(tokens).
-
-        Args:
-            flat_table: int32[rows * width], the table row after row.
-            rows: int64[n], in range; the caller checks it.
-            positions: int64[n], in range.
-            out: int64[n].
-        """
-        n, size, share = len(rows), self._block_size, self._share
-        cell, offset, block = self._cell[:n], self._offset[:n], self._block[:n]
-        if share.size > 1:
-            turn, within = np.divmod(positions, share.interleave)
-            rounds, owner = np.divmod(turn, share.size)
-            positions = rounds * share.interleave + within  # the local index
-        if self._shift is None:
-            np.floor_divide(positions, size, out=cell)
-            np.multiply(cell, size, out=offset)
-            np.subtract(positions, offset, out=offset)
-        else:  # shifts are 5 times faster than int64 division
-            np.right_shift(positions, self._shift, out=cell)
-            np.bitwise_and(positions, size - 1, out=offset)
-        np.multiply(rows, self._width, out=out)
-        np.add(cell, out, out=cell)
-        # the caller has checked the range: "clip" only avoids a buffered copy in numpy
-        flat_table.take(cell, out=block, mode="clip")
-        np.multiply(block, size, out=out, dtype=np.int64)
-        np.add(out, offset, out=out)
-        if share.size > 1:
-            np.copyto(out, NO_SLOT, where=owner != share.rank)
 
 
 def check_least(least: int, **sizes: int) -> None:
@@ -360,12 +315,8 @@ class BlockTable:
         padding = 2 * pcp_world_size * max_num_reqs if pcp_world_size > 1 else 0
         self._capacity = max_num_batched_tokens + padding
         self._mapper = SlotMapper(self.block_size, self.max_num_blocks_per_req, share, self._capacity)
-        self._pin = pin_memory
-        self._host_tokens = self._device_tokens = 0
-        self.slot_mapping_np: Int64 = np.full(self._capacity, NO_SLOT, np.int64)
-        self.slot_mapping = torch.full((self._capacity,), NO_SLOT, dtype=torch.int64, device=self.device)
-        # host memory is written through numpy, like the mirror of the table
-        self._slot_mirror: Int64 | None = self.slot_mapping.numpy() if self.device.type == "cpu" else None
+        self._slots = SlotBuffer(self._capacity, pin_memory, self.device)
+        self.slot_mapping_np, self.slot_mapping = self._slots.host, self._slots.device
 
     # -- rows, one at a time
 
@@ -515,10 +466,7 @@ class BlockTable:
             rows: int64[n].
             positions: int64[n].
         """
-        n = len(rows)
-        self._mapper(self._flat, rows, positions, self.slot_mapping_np[:n])
-        self.slot_mapping_np[n : self._host_tokens] = NO_SLOT
-        self._host_tokens = n
+        self._mapper(self._flat, rows, positions, self._slots.first(len(rows)))
 
     # -- host to device
 
@@ -543,19 +491,7 @@ class BlockTable:
         Args:
             num_tokens: how many slots.
         """
-        if not 0 <= num_tokens <= self._capacity:
-            raise WorkerError(f"num_tokens must lie in 0 .. {self._capacity}, got {num_tokens}")
-        slots = self.slot_mapping_np[:num_tokens]
-        if self._slot_mirror is not None:
-            self._slot_mirror[:num_tokens] = slots
-            self._slot_mirror[num_tokens : self._device_tokens] = NO_SLOT
-        else:
-            # staged in memory that torch keeps until it is sent: the next step may overwrite the host slots at once
-            staged = torch.empty(num_tokens, dtype=torch.int64, pin_memory=self._pin)
-            staged.numpy()[:] = slots
-            self.slot_mapping[:num_tokens].copy_(staged, non_blocking=True)
-            self.slot_mapping[num_tokens : self._device_tokens].fill_(NO_SLOT)
-        self._device_tokens = num_tokens
+        self._slots.commit(num_tokens)
 
     def get_device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
         """Return the committed table, int32[rows, width], as a view.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from fractions import Fraction
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -24,11 +25,17 @@ from hybridkv.step import SCHEMA_VERSION, Step, ranges
 from hybridkv.units import ceil_div
 from hybridkv.worker.attention import PagedBatch
 from hybridkv.worker.block_table import BlockTable, Ids, KernelSize, require_below
+from hybridkv.worker.compressed import CompressedBatch, RingBatch, compressed_batch, ring_batch
 from hybridkv.worker.pages import WriteSlots, write_slots
+from hybridkv.worker.slots import RingSlots, StateSlots
 
 T = TypeVar("T")
 _SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.RETAINED})
 """Features of specs that change neither the block nor the offset of a token."""
+_SUPPORTED_WHOLE: Final = _SUPPORTED | {Feature.RATE, Feature.RING, Feature.REPLICATED}
+"""Those where one rank keeps all tokens. Where ranks share them, the tokens of a state lie on several ranks."""
+_OF_TOKENS: Final = frozenset({Keeps.TOKENS, Keeps.WINDOW})
+"""Groups whose blocks hold tokens of the request."""
 
 
 class MultiGroupBlockTable:
@@ -37,7 +44,9 @@ class MultiGroupBlockTable:
     With ``specs``, a row of a group has ``spec.max_row_blocks`` columns. A group of recurrent states or encoder outputs
     is whole on every rank and has no slots, because its blocks do not hold tokens of the request. Blocks of states are
     never split. Without ``specs`` every group counts as attention, with ``max(ceil(max_model_len / (block_size *
-    ranks)), 1 + num_speculative_tokens)`` columns.
+    ranks)``, 1 + num_speculative_tokens)`` columns.
+
+    Compressed states and rings have slots of their own (slots.py). They need all tokens on one rank.
 
     Args:
         max_num_reqs: rows of requests.
@@ -62,10 +71,13 @@ class MultiGroupBlockTable:
 
     Attributes:
         last_step_id: the id of the Step applied last; -1 before the first.
+        state_slots: slots of compressed states, by group and ``tokens_per_state``, which may differ in a group.
+        ring_slots: slots of the groups of rings.
         num_rows: rows of each table, as in BlockTable.
 
     Raises:
         ConfigError: a size is out of range, or a list has another length than ``block_sizes``.
+        UnsupportedModelError: context parallel ranks share the tokens of a compressed state or ring.
     """
 
     def __init__(  # noqa: PLR0917  # the same positions as in vLLM's tables, which users know
@@ -104,8 +116,7 @@ class MultiGroupBlockTable:
         kernels = [None] if kernel_block_sizes is None else list(kernel_block_sizes)
         kernels = kernels * groups if len(kernels) == 1 else _one_a_group("kernel_block_sizes", kernels, groups)
         kinds = [None] * groups if specs is None else _one_a_group("specs", specs, groups)
-        supported = _SUPPORTED | ({Feature.REPLICATED} if limits.cp == 1 else set())
-        require_supported([spec for spec in kinds if spec is not None], "the worker's block tables", supported)
+        _check_features(kinds, limits)
         for number, (size, spec) in enumerate(zip(block_sizes, kinds, strict=True)):
             if spec is not None and spec.block_size != size:
                 raise ConfigError(
@@ -127,10 +138,10 @@ class MultiGroupBlockTable:
             "pcp_world_size": pcp_world_size,
             "pcp_rank": pcp_rank,
         }
-        tables, mapped = list[BlockTable](), list[BlockTable]()
+        tables = list[BlockTable]()
         for size, kernel, spec, width, bound in zip(block_sizes, kernels, kinds, widths, bounds, strict=True):
             keeps = Keeps.TOKENS if spec is None else spec.keeps
-            holds_tokens = keeps in {Keeps.TOKENS, Keeps.WINDOW}
+            holds_tokens = keeps in _OF_TOKENS
             table = BlockTable(
                 size,
                 # a group that is whole on every rank is made for a single rank, with the rows of the other groups
@@ -139,16 +150,32 @@ class MultiGroupBlockTable:
                 max_num_batched_tokens,
                 pin_memory,
                 device,
-                None if keeps is Keeps.STATE else kernel,
+                None if keeps in {Keeps.STATE, Keeps.RING} else kernel,
                 cp_kv_cache_interleave_size,
                 num_speculative_tokens,
                 num_blocks=bound,
                 **(ranks if holds_tokens else {}),
             )
             tables.append(table)
-            if holds_tokens:
-                mapped.append(table)
-        self._tables, self._mapped = tuple(tables), tuple(mapped)
+        self._tables = tuple(tables)
+        rates = [_rates_of(spec) for spec in kinds]
+        self._mapped = tuple(table for table, of in zip(tables, rates, strict=True) if 1 in of)
+        self._holding = tuple(table for table, of in zip(tables, rates, strict=True) if of)
+        sent: dict[str, Any] = {"pin_memory": pin_memory, "device": torch.device(device)}
+        self.state_slots = {
+            (group, rate): StateSlots(
+                rate, table.block_size, table.max_num_blocks_per_req, max_num_batched_tokens, **sent
+            )
+            for group, table in enumerate(tables)
+            for rate in sorted(rates[group] - {1})
+        }
+        self.ring_slots = {
+            group: RingSlots(spec.block_size, self.num_rows, max_num_batched_tokens, **sent)
+            for group, spec in enumerate(kinds)
+            if spec is not None and spec.keeps is Keeps.RING
+        }
+        if self.ring_slots and not self._holding:
+            raise ConfigError("rings hold no tokens of their own: give the specs of the layers that compress them, too")
 
     @classmethod
     def of_config(
@@ -203,7 +230,7 @@ class MultiGroupBlockTable:
 
     @property
     def token_groups(self) -> tuple[int, ...]:
-        """The numbers of the groups that hold tokens of the request in their blocks; they have slots."""
+        """The numbers of the groups with layers that hold each token of the request; its tokens have slots there."""
         return tuple(group for group, table in enumerate(self._tables) if table in self._mapped)
 
     def __len__(self) -> int:
@@ -324,7 +351,7 @@ class MultiGroupBlockTable:
             table.clear()
 
     def compute_slot_mapping(self, req_indices: Ids, positions: Ids) -> None:
-        """Compute the slots of a step's tokens on the host, in every group that has slots. O(tokens * groups).
+        """Compute the slots of a step's tokens, states and rings on the host, in every group. O(tokens * groups).
 
         Args:
             req_indices: int[n], the row of each token.
@@ -333,12 +360,16 @@ class MultiGroupBlockTable:
         Raises:
             WorkerError: a row or position is out of range. No slot has been written then.
         """
-        if self._mapped:
+        if self._holding:
             # positions that fit the table with the shortest rows fit all tables
-            narrowest = min(self._mapped, key=lambda table: table.row_tokens)
+            narrowest = min(self._holding, key=lambda table: table.row_tokens)
             rows, at = narrowest.check_tokens(req_indices, positions)
             for table in self._mapped:
                 table.map_tokens(rows, at)
+            for (group, _), states in self.state_slots.items():
+                states.compute(self._tables[group].get_numpy_array().reshape(-1), rows, at)
+            for group, ring in self.ring_slots.items():
+                ring.compute(self._tables[group].get_numpy_array().reshape(-1), rows, at)
 
     def commit_block_table(self, num_reqs: int) -> int:
         """Send the changed cells of the first rows of every group to the device. O(changed cells).
@@ -352,13 +383,17 @@ class MultiGroupBlockTable:
         return sum(table.commit_block_table(num_reqs) for table in self._tables)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
-        """Send the first slots of every group that has slots to the device. O(num_tokens * groups).
+        """Send the slots of the first tokens to the device, in every group. O(num_tokens * groups).
 
         Args:
-            num_tokens: how many slots.
+            num_tokens: how many tokens.
         """
         for table in self._mapped:
             table.commit_slot_mapping(num_tokens)
+        for states in self.state_slots.values():
+            states.slots.commit(num_tokens * states.most)
+        for ring in self.ring_slots.values():
+            ring.slots.commit(num_tokens)
 
     def _per_group(self, block_ids: Sequence[Ids], row: int, *, replacing: bool) -> list[tuple[BlockTable, Ids]]:
         """Return each table with its ids, after checking all of them."""
@@ -374,6 +409,22 @@ def _one_a_group(name: str, values: Sequence[T], groups: int) -> list[T]:
     if len(values) != groups:
         raise ConfigError(f"{len(values)} entries in {name} for {groups} groups: give one for each group")
     return list(values)
+
+
+def _check_features(kinds: Sequence[KVCacheSpec | None], limits: RequestLimits) -> None:
+    """Raise UnsupportedModelError for a spec whose slots are not known."""
+    supported = _SUPPORTED_WHOLE if limits.cp == 1 else _SUPPORTED
+    for spec in filter(None, kinds):
+        # encoder outputs have no slots
+        known = supported - {Feature.RATE} if spec.keeps is Keeps.ENCODER else supported
+        require_supported([spec], "the worker's block tables", known)
+
+
+def _rates_of(spec: KVCacheSpec | None) -> frozenset[int | Fraction]:
+    """Return the rates of the layers of a group, if its blocks hold tokens of the request."""
+    if spec is None:
+        return frozenset({1})
+    return spec.rates if spec.keeps in _OF_TOKENS else frozenset()
 
 
 def _row_blocks(block_size: int, spec: KVCacheSpec | None, limits: RequestLimits) -> int:
@@ -405,12 +456,16 @@ class StepBatch:
 
     Attributes:
         positions: int64[tokens], the position of each token in its request, on the device of the tables.
-        groups: the groups with tokens of the request in their blocks, by number; no recurrent states, no encoder
+        groups: the groups with layers that hold each token of the request, by number; no recurrent states, no encoder
             outputs.
+        compressed: layers that hold compressed states, by number of their group and ``tokens_per_state``.
+        rings: the groups of rings, by number.
     """
 
     positions: torch.Tensor
     groups: Mapping[int, GroupBatch]
+    compressed: Mapping[tuple[int, int | Fraction], CompressedBatch]
+    rings: Mapping[int, RingBatch]
 
 
 def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
@@ -438,7 +493,12 @@ def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
         reads = group_reads(step, group, table)  # first: rows without blocks would all have one slot
         slots = write_slots(table.slot_mapping[: step.num_tokens], reads.num_blocks, reads.block_size)
         groups[group] = GroupBatch(slots, reads)
-    return StepBatch(torch.from_numpy(positions).to(tables[0].device), groups)
+    compressed = {
+        (group, rate): compressed_batch(step, positions, of, group_reads(step, group, tables[group]))
+        for (group, rate), of in tables.state_slots.items()
+    }
+    rings = {group: ring_batch(step, of, tables[group]) for group, of in tables.ring_slots.items()}
+    return StepBatch(torch.from_numpy(positions).to(tables[0].device), groups, compressed, rings)
 
 
 def group_reads(step: Step, group: int, table: BlockTable) -> PagedBatch:
