@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 from content import Digests, Story, demand, digest
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import KVCacheManager
 from hybridkv.planner import KVCacheConfig
 from hybridkv.specs import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     Keeps,
     KVCacheSpec,
@@ -32,7 +34,11 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Where a layer's pages lie. item_bytes: of a token, or of a state. tint: tells its content from other layers'."""
+    """Where a layer's pages lie.
+
+    items: tokens, compressed states or states in a block. item_bytes: of one. rate: tokens of one. tint: tells
+    its content from other layers'.
+    """
 
     name: str
     group: int
@@ -40,8 +46,18 @@ class Layer:
     offset: int
     stride: int
     parts: int
+    items: int
     item_bytes: int
+    rate: Fraction
     tint: np.uint64
+
+    def ended(self, tokens: int) -> int:
+        """Items that the first ``tokens`` tokens complete."""
+        return int(tokens / self.rate)
+
+    def open_at(self, tokens: int) -> int:
+        """The first token of the item that is incomplete after ``tokens`` tokens."""
+        return int(self.ended(tokens) * self.rate)
 
 
 def layers_of(config: KVCacheConfig) -> list[Layer]:
@@ -53,10 +69,11 @@ def layers_of(config: KVCacheConfig) -> list[Layer]:
         for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
             if spec.keeps is Keeps.NOTHING:
                 continue
-            items = 1 if spec.keeps is Keeps.STATE else spec.block_size
+            rate = Fraction(spec.tokens_per_state if isinstance(spec, AttentionSpec) else spec.block_size)
+            items = int(spec.block_size / rate)
             tensor = tensors[name]
-            place = tensor.offset_bytes, tensor.block_stride_bytes, parts, spec.content_bytes // items
-            layers.append(Layer(name, number, spec, *place, np.uint64(digest("layer", name))))
+            place = tensor.offset_bytes, tensor.block_stride_bytes, parts, items, spec.content_bytes // items
+            layers.append(Layer(name, number, spec, *place, rate, np.uint64(digest("layer", name))))
     return layers
 
 
@@ -83,9 +100,11 @@ class Arena:
 
     # -- tokens
 
-    def token_places(self, layer: Layer, row: NDArray[np.int32], positions: Places, what: str) -> Places:
-        """Bytes of the tokens at ``positions``, int64[n, item_bytes]. row: the block table's. Never a null block."""
-        size = layer.spec.block_size
+    def places(self, layer: Layer, row: NDArray[np.int32], positions: Places, what: str) -> Places:
+        """Bytes of the items at ``positions``, int64[n, item_bytes]. row: the block table's. Never a null block."""
+        size = layer.items
+        if layer.spec.keeps is Keeps.RING:
+            positions = positions % size
         ranks = 1 if layer.spec.keeps is Keeps.ENCODER else self.ranks
         column, offset = positions // (size * ranks), positions % (size * ranks)
         demand(not len(column) or int(column.max()) < len(row), f"{what}: the table has no column for its tokens")
@@ -222,6 +241,9 @@ class Executor:
         self._recurrent = [one for one in arena.layers if one.spec.keeps is Keeps.STATE]
         self._crossing = [one for one in arena.layers if one.spec.keeps is Keeps.ENCODER]
         self._attention = [one for one in arena.layers if one.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}]
+        self._compressed = [one for one in self._attention if one.rate != 1]
+        self._raw = [one for one in self._attention if one.rate == 1]
+        self._rings = [one for one in arena.layers if one.spec.keeps is Keeps.RING]
         self._sinks = self._fill_sinks(cache)
 
     # -- what the caller may ask and tell
@@ -356,27 +378,65 @@ class Executor:
     def _encoder_places(self, layer: Layer, row: Row, what: str) -> Places:
         tokens = np.arange(row.story.encoder.num_tokens if row.story.encoder else 0)
         return self.arena.whole_places(
-            layer, self.arena.token_places(layer, row.tables[layer.group], tokens, f"{what}: encoder output")
+            layer, self.arena.places(layer, row.tables[layer.group], tokens, f"{what}: encoder output")
         )
 
     def _forward(self, runs: list[Run]) -> None:
-        """Layer by layer a model writes the keys of all rows, then all rows read."""
-        for layer in self._attention:
+        """Layer by layer a model writes the keys of all rows, then all rows read. Rings are read before."""
+        for run in runs:
+            self._read_raw(run)
+        for layer in self._attention + self._rings:
             for run in runs:
-                positions = np.arange(run.start, run.end)
-                places = self.arena.token_places(layer, run.row.tables[layer.group], positions, f"{run.name} writes")
-                self.arena.write(layer, places, run.content[run.start : run.end])
+                self._write(layer, run)
         for run in runs:
             self._read(run.row, run.start, run.end, run.content, run.name)
+
+    def _read_raw(self, run: Run) -> None:
+        """The raw keys of states that tokens before the step began, and that it completes.
+
+        They are in every ring. Without rings, they are in a layer that keeps each token, or enough of the last ones.
+        """
+        for layer in self._compressed:
+            first = layer.open_at(run.start)
+            if first < run.start and layer.ended(run.end) > layer.ended(run.start):
+                self.counts["states begun in an earlier step"] += 1
+                kept = self._rings or [one for one in self._raw if _first_read(one, run.start) <= first]
+                demand(kept, f"{run.name}: no layer keeps the raw keys of {first} .. {run.start - 1}")
+                self._check_raw(kept, run.row, (first, run.start), run.content, run.name)
+
+    def _check_raw(self, layers: list[Layer], row: Row, tokens: tuple[int, int], content: Digests, what: str) -> None:
+        """tokens: the first, and behind the last."""
+        positions = np.arange(*tokens)
+        for layer in layers:
+            places = self.arena.places(layer, row.tables[layer.group], positions, f"{what}, {layer.name}")
+            wrong = positions[~self.arena.holds(layer, places, content[positions])].tolist()
+            demand(not wrong, f"{what}: {layer.name} holds something else for {wrong[:3]} of {tokens}")
+            self.counts["raw keys read from a ring"] += len(positions) * (layer.spec.keeps is Keeps.RING)
+
+    def _write(self, layer: Layer, run: Run) -> None:
+        """The tokens or states of a run, or those of its tokens that its ring keeps."""
+        first, end = layer.ended(run.start), layer.ended(run.end)
+        if layer.spec.keeps is Keeps.RING:
+            first = max(first, end - layer.items)
+        items = np.arange(first, end)
+        places = self.arena.places(layer, run.row.tables[layer.group], items, f"{run.name} writes")
+        self.arena.write(layer, places, _items(layer, items, run.content))
+        self.counts["compressed states written"] += len(items) * (layer.rate != 1)
 
     def _read(self, row: Row, start: int, end: int, content: Digests, what: str) -> None:
         """All that tokens start .. end - 1 (the next one, if there is none) read must be there."""
         for layer in self._attention:
-            positions = np.arange(min(_first_read(layer, start), end), end)
-            places = self.arena.token_places(layer, row.tables[layer.group], positions, f"{what}, {layer.name}")
-            right = self.arena.holds(layer, places, content[positions])
-            wrong = positions[~right].tolist()
+            # a state is read as long as any of its tokens is
+            items = np.arange(min(layer.ended(_first_read(layer, start)), layer.ended(end)), layer.ended(end))
+            places = self.arena.places(layer, row.tables[layer.group], items, f"{what}, {layer.name}")
+            right = self.arena.holds(layer, places, _items(layer, items, content))
+            wrong = items[~right].tolist()
             demand(not wrong, f"{what}: {layer.name} reads something else at {wrong[:3]}, running {start} .. {end - 1}")
+        # what the next step may need of the rings, whichever drafts are accepted
+        begun = min((layer.open_at(start) for layer in self._compressed), default=end)
+        if self._rings and begun < start:
+            kept = min(ring.items for ring in self._rings)
+            self._check_raw(self._rings, row, (max(begun, end - kept), end), content, what)
         for layer in self._crossing:
             if row.story.encoder is not None:
                 output = np.tile(row.story.encoded(), self.arena.ranks)
@@ -477,6 +537,14 @@ class Executor:
                 sinks += [(group, block, self.arena.snapshot(group, block)) for block in blocks]
                 demand(blocks, f"group {group} has no blocks for its sinks")
         return sinks
+
+
+def _items(layer: Layer, items: Places, content: Digests) -> Digests:
+    """What each token or state of a layer holds: its last token, and its place where several states have one token."""
+    if layer.rate == 1:
+        return content[items]
+    last = -(-(items + 1) * layer.rate.numerator // layer.rate.denominator)
+    return content[last - 1] ^ (items.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def _first_read(layer: Layer, token: int) -> int:

@@ -23,9 +23,11 @@ Tamper = Callable[[Step, random.Random], Step]
 class History:
     """One world, and what happens in it. counts: what happened, and how often."""
 
-    def __init__(self, seed: int, tamper: Tamper | None = None, eviction: str = LRU.name) -> None:
+    def __init__(
+        self, seed: int, tamper: Tamper | None = None, eviction: str = LRU.name, family: str | None = None
+    ) -> None:
         self._rng = random.Random(seed)
-        self.world = random_world(self._rng, eviction)
+        self.world = random_world(self._rng, eviction, family)
         self._tamper = tamper
         self._scheduler = self.world.scheduler
         self._stories: dict[str, Story] = {}
@@ -67,6 +69,7 @@ class History:
             len(tenants) > 1 for tenants in self._writer.tenants_of_prompts.values()
         )
         counts[f"layout {self.world.plan.layout}"] += 1
+        counts["layout packed"] += self.world.plan.config.packed_block_bytes is not None
         counts["context parallel worlds"] += self.world.plan.limits.cp > 1
 
     # -- what callers do
@@ -195,12 +198,14 @@ def _fingerprint(step: Step) -> bytes:
     return b"|".join(array.tobytes() for array in arrays + more)
 
 
-def play(seed: int, tamper: Tamper | None = None, steps: int = 120, eviction: str = LRU.name) -> Counter[str]:
+def play(
+    seed: int, tamper: Tamper | None = None, steps: int = 120, eviction: str = LRU.name, family: str | None = None
+) -> Counter[str]:
     """One history from ``seed``; what happened in it. DifferenceError names the seed and the world.
 
-    eviction: what is given up next, in worlds of the natural layout.
+    eviction: what is given up next, in worlds of the natural layout. family: of the model, None for any.
     """
-    history = History(seed, tamper, eviction)
+    history = History(seed, tamper, eviction, family)
     try:
         history.play(steps)
     except Exception as error:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from content import DifferenceError
+from executor import Arena, Layer, Places, Table
 from history import Tamper, play
 
 from how_much import how_many, too_rare
@@ -18,6 +19,8 @@ from hybridkv.cache.policies.attention import WindowSpan
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.transfers import TransferLog
 from hybridkv.extra_keys import ExtraKeys
+from hybridkv.spec_fields import Feature
+from hybridkv.specs import Keeps
 from hybridkv.step import Cells, Step
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -48,6 +51,10 @@ LEAST = {
     "context parallel worlds": 10,
     "layout natural": 25,
     "layout reference": 10,
+    "layout packed": 3,
+    "compressed states written": 5_000,
+    "states begun in an earlier step": 1_000,
+    "raw keys read from a ring": 2_000,
 }
 """What must happen at least so often, or the histories show nothing about it."""
 
@@ -134,11 +141,11 @@ TAMPERS: dict[str, Tamper] = {
 }
 
 
-def _caught(tamper: Tamper | None = None, runs: int = 25) -> str | None:
-    """What the first of ``runs`` histories says that shows a difference, and not just an error of the library."""
-    for seed in range(runs):
+def _caught(tamper: Tamper | None = None, family: str | None = None) -> str | None:
+    """What the first of 25 histories says that shows a difference, and not just an error of the library."""
+    for seed in range(25):
         try:
-            play(seed, tamper, steps=60)
+            play(seed, tamper, steps=60, family=family)
         except DifferenceError as error:
             if isinstance(error.__cause__, DifferenceError):
                 return str(error)
@@ -197,6 +204,75 @@ PATCHES: dict[str, Patch] = {
 def test_independent_worker_detects_a_wrong_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PATCHES[name](monkeypatch)
     assert _caught()
+
+
+Written = Callable[[Arena, Layer, Places], tuple[Layer, Places]]
+"""Another layer and other items, to which a wrong worker writes."""
+
+
+def _writing(wrong: Written) -> Patch:
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        places = Arena.places
+
+        def of(self: Arena, layer: Layer, row: Table, items: Places, what: str) -> Places:
+            there = wrong(self, layer, items) if what.endswith("writes") else (layer, items)
+            return places(self, there[0], row, there[1], what)
+
+        patch.setattr(Arena, "places", of)
+
+    return apply
+
+
+def _next_group(arena: Arena, layer: Layer, items: Places) -> tuple[Layer, Places]:
+    rate = max(one.rate.numerator for one in arena.layers if one.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW})
+    return layer, items + rate * (layer.spec.keeps is Keeps.RING)
+
+
+def _neighbour(arena: Arena, layer: Layer, items: Places) -> tuple[Layer, Places]:  # noqa: ARG001
+    return layer, items ^ (Feature.RATE in layer.spec.features)
+
+
+def _other_page(arena: Arena, layer: Layer, items: Places) -> tuple[Layer, Places]:
+    for other in arena.layers:
+        if Feature.INDEXER in layer.spec.features and other.group == layer.group and other.name != layer.name:
+            return replace(layer, offset=other.offset), items
+    return layer, items
+
+
+def _other_tokens(patch: pytest.MonkeyPatch) -> None:
+    write = Arena.write
+    patch.setattr(
+        Arena,
+        "write",
+        lambda self, layer, places, content: write(
+            self, layer, places, np.roll(content, 1) if Feature.RATE in layer.spec.features else content
+        ),
+    )
+
+
+def _stale_rings(patch: pytest.MonkeyPatch) -> None:
+    copy = Arena.copy
+
+    def of(self: Arena, group: int, source: int, target: int) -> None:
+        if self.config.groups[group].spec.keeps is not Keeps.RING:
+            copy(self, group, source, target)
+
+    patch.setattr(Arena, "copy", of)
+
+
+WRONG_WORKERS: dict[str, Patch] = {
+    "a ring is off by one group": _writing(_next_group),
+    "a state is in the slot of its neighbour": _writing(_neighbour),
+    "an indexer's keys are in the page of another layer": _writing(_other_page),
+    "a state is that of other tokens": _other_tokens,
+    "the ring of a branch is stale": _stale_rings,
+}
+
+
+@pytest.mark.parametrize("name", WRONG_WORKERS)
+def test_independent_worker_detects_wrong_compressed_caches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WRONG_WORKERS[name](monkeypatch)
+    assert _caught(family="compressed")
 
 
 def test_independent_worker_agrees_with_other_evictions() -> None:

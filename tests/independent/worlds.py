@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from hybridkv.models import Layer, Model, read_model
 from hybridkv.planner import Plan, plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.spec_fields import SparseCacheRole
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     Keeps,
     KVCacheSpec,
@@ -147,6 +150,33 @@ def _mixture(rng: random.Random, block: int, drafts: int) -> Model:
     return Model("mixture", "mixture", layers, 400, VOCAB, "bfloat16", 1, 1, block, num_speculative_tokens=drafts)
 
 
+def _compressed(rng: random.Random, block: int, drafts: int) -> Model:
+    """Caches at several rates, with windows, indexers and rings beside them. A ring or window holds the raw keys."""
+    size = 4 * block
+    fine, coarse = rng.choice((2, 4, Fraction(1, 2), Fraction(2, 3))), rng.choice((4, 8, block))
+    packed: dict[str, Any] = rng.choice(({}, {"state_content_bytes": 13}, {"state_content_bytes": 20, "alignment": 16}))
+    latent: dict[str, Any] = {"block_size": size, "head_size": 8, "dtype": "uint8"}
+    ring: dict[str, Any] = {"num_kv_heads": 1, "head_size": 4, "dtype": "bfloat16", "head_size_v": rng.choice((0, 4))}
+    span = coarse + drafts + rng.randint(0, 5)
+    kinds: list[KVCacheSpec] = [
+        MLAAttentionSpec(**latent, **packed, tokens_per_state=fine),
+        MLAAttentionSpec(**latent | {"head_size": 12}, tokens_per_state=fine, cache_role=SparseCacheRole.INDEXER),
+        MLAAttentionSpec(**latent, tokens_per_state=coarse),
+        SlidingWindowMLASpec(**latent | {"block_size": block}, **packed, sliding_window=rng.choice((3, 9, 20))),
+        SlidingWindowSpec(**latent, num_kv_heads=1, sliding_window=rng.choice((5, 12)), tokens_per_state=2),
+        FullAttentionSpec(**latent | {"block_size": block}, num_kv_heads=1),
+        MambaSpec(block_size=block, shapes=((20,),), dtypes=("float32",), num_speculative_blocks=drafts),
+    ]
+    chosen = [rng.choice(kinds[:3]), *rng.choices(kinds, weights=(6, 6, 6, 4, 3, 2, 1), k=rng.randint(0, 4))]
+    if rng.random() < 0.6:
+        chosen += [CircularBufferSpec(block_size=span, **ring)] * rng.randint(1, 2)
+    else:
+        chosen.append(SlidingWindowMLASpec(**latent | {"block_size": block}, sliding_window=span))
+    rng.shuffle(chosen)
+    layers = tuple(Layer(f"layer.{i}", spec, i) for i, spec in enumerate(chosen))
+    return Model("compressed", "compressed", layers, 400, VOCAB, "bfloat16", 1, 1, block, num_speculative_tokens=drafts)
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """What a history runs in. options: in words, for the report of a difference."""
@@ -158,22 +188,25 @@ class World:
     options: str
 
 
-def random_world(rng: random.Random, eviction: str = LRU.name) -> World:
-    """A model, a plan that is tight, a cache and a scheduler. Draws again what the library refuses by name."""
+def random_world(rng: random.Random, eviction: str = LRU.name, family: str | None = None) -> World:
+    """A model, a plan that is tight, a cache and a scheduler. Draws again what the library refuses by name.
+
+    family: of the model; None for any.
+    """
     while True:
         try:
-            return _world(rng, eviction)
+            return _world(rng, eviction, family)
         except (ConfigError, UnsupportedModelError):
             continue
 
 
-def _world(rng: random.Random, eviction: str) -> World:
+def _world(rng: random.Random, eviction: str, wanted: str | None) -> World:
     block = rng.choice((2, 4, 4, 8, 16))
     drafts = rng.choice((0, 0, 1, 2, 3))
     families = _configs(rng)
-    family = rng.choice((*families, *["mixture"] * 6))
-    if family == "mixture":
-        model = _mixture(rng, block, drafts)
+    family = wanted or rng.choice((*families, *["mixture"] * 6, *["compressed"] * 6))
+    if family in {"mixture", "compressed"}:
+        model = (_mixture if family == "mixture" else _compressed)(rng, block, drafts)
     else:
         model = read_model(families[family], block_size=block, num_speculative_tokens=drafts)
     layout = rng.choice(("natural", "natural", "reference"))
