@@ -26,20 +26,20 @@ from hybridkv.cache import CacheOptions, KVCacheManager, assembly
 from hybridkv.cache.assembly import NaturalLayout
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.request import Request
-from hybridkv.specs import AttentionSpec, CircularBufferSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
-from hybridkv.testing.configs import full_spec, model_config, natural_model_config, state_spec, window_spec
+from hybridkv.specs import AttentionSpec, CircularBufferSpec, KVCacheSpec, SlidingWindowSpec
+from hybridkv.testing.configs import (
+    full_spec,
+    model_config,
+    natural_model_config,
+    rate_spec,
+    ring_spec,
+    state_spec,
+    window_spec,
+)
 
 Tokens = tuple[int, ...]
 COMPARED = True
 """Whether hits are compared with the longest ones; off to see that the worker's own check finds a fault."""
-
-
-def rate_spec(block_size: int, rate: int | Fraction) -> MLAAttentionSpec:
-    return MLAAttentionSpec(block_size=block_size, head_size=4, dtype="float32", tokens_per_state=rate)
-
-
-def ring_spec(tokens: int) -> CircularBufferSpec:
-    return CircularBufferSpec(block_size=tokens, num_kv_heads=1, head_size=4, head_size_v=0, dtype="float32")
 
 
 MODELS: dict[str, tuple[AttentionSpec, ...]] = {

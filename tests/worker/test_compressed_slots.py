@@ -13,28 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.errors import ConfigError, UnsupportedModelError, WorkerError
-from hybridkv.specs import (
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
+from hybridkv.specs import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 from hybridkv.step import Cells, Step
+from hybridkv.testing.configs import rate_spec, ring_spec
 from hybridkv.worker import CompressedBatch, MultiGroupBlockTable, StepBatch, step_batch, write_states
 from hybridkv.worker.slots import RingSlots, StateSlots
 from small_steps import small_step
 
 CPU: dict[str, Any] = {"pin_memory": False, "device": torch.device("cpu")}
-
-
-def rate_spec(block_size: int, rate: int | Fraction) -> MLAAttentionSpec:
-    return MLAAttentionSpec(block_size=block_size, head_size=4, dtype="float32", tokens_per_state=rate)
-
-
-def ring_spec(tokens: int) -> CircularBufferSpec:
-    return CircularBufferSpec(block_size=tokens, num_kv_heads=1, head_size=4, head_size_v=0, dtype="float32")
 
 
 def tables_of(tokens: int, step_tokens: int, specs: Sequence[KVCacheSpec], **options: object) -> MultiGroupBlockTable:

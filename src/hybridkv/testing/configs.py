@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, Final
 
 from hybridkv.extra_keys import EncoderInput
@@ -12,10 +13,12 @@ from hybridkv.planner.config import ALIGNMENT_BYTES, KVCacheConfig, KVCacheGroup
 from hybridkv.planner.natural import natural_config, slab_layout
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from hybridkv.units import ceil_div, round_up
@@ -110,6 +113,16 @@ _HEAD: Final[dict[str, Any]] = {"num_kv_heads": 1, "head_size": 1, "dtype": "flo
 def full_spec(block_size: int) -> FullAttentionSpec:
     """Return a spec of full attention."""
     return FullAttentionSpec(block_size=block_size, **_HEAD)
+
+
+def rate_spec(block_size: int, rate: int | Fraction) -> MLAAttentionSpec:
+    """Return a spec of latents with ``rate`` tokens in a state of 8 bytes."""
+    return MLAAttentionSpec(block_size=block_size, head_size=2, dtype="float32", tokens_per_state=rate)
+
+
+def ring_spec(tokens: int) -> CircularBufferSpec:
+    """Return a spec of a ring of ``tokens`` tokens."""
+    return CircularBufferSpec(block_size=tokens, num_kv_heads=1, head_size=2, head_size_v=0, dtype="float32")
 
 
 def window_spec(block_size: int, window: int) -> SlidingWindowSpec:

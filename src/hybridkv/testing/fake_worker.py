@@ -5,6 +5,8 @@ from ``finished_rows``, ``new_rows`` and ``cells``; the history of a row comes f
 
     attention            after the writes of a step, every token that a scheduled token reads must be the digest of
                          the row's history, in every layer
+    compressed layers    the same for each state of several tokens, and for each of several states of a token
+    rings                before a step writes, the rings must have the raw keys of the states that it completes
     recurrent layers     the state that a row reads must be the state of its history; the state written for a position
                          is the state after that many tokens
     cross attention      a new row with an encoder writes a digest for each token of the encoder's output; each row must
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from random import Random
 
 import numpy as np
@@ -26,7 +29,9 @@ import numpy as np
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig, KVCacheTensor
 from hybridkv.specs import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     KVCacheSpec,
@@ -35,13 +40,14 @@ from hybridkv.specs import (
 )
 from hybridkv.step import Copy, Csr, EncoderRead, NewRow, Step, StepResult
 from hybridkv.testing.model import DIGEST_BYTES, ZERO_STATE, DigestModel, Prefix
+from hybridkv.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer with one digest for each token, at offset + block * stride + byte_of(token % block_size).
+    """A layer with one digest for each item, at offset + block * stride + byte_of(item % items).
 
-    A recurrent layer has one digest, at the start of its block.
+    An item is a token, or a compressed state. A recurrent layer has one digest, at the start of its block.
 
     Attributes:
         name: name of the layer.
@@ -49,8 +55,10 @@ class Layer:
         block_size: tokens of a block.
         offset: byte offset of block 0 in the arena.
         stride: bytes from one block to the next.
-        token_bytes: bytes of a token, or of a recurrent state.
-        recurrent: whether it has states.
+        item_bytes: bytes of an item, or of a recurrent state.
+        recurrent: whether it has recurrent states.
+        rate: tokens of an item.
+        ring: whether it has the last tokens alone, in one block.
         window: tokens of the sliding window; 0 without one.
         chunk: tokens of an attention chunk; 0 without chunks.
         parts: kernel blocks in a block; each has its part of every layer of the group.
@@ -61,16 +69,40 @@ class Layer:
     block_size: int
     offset: int
     stride: int
-    token_bytes: int
+    item_bytes: int
     recurrent: bool = False
+    rate: Fraction = Fraction(1)
+    ring: bool = False
     window: int = 0
     chunk: int = 0
     parts: int = 1
 
+    @property
+    def items(self) -> int:
+        """Items of a block."""
+        return self.ended(self.block_size)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether an item is not a token."""
+        return self.rate.numerator != self.rate.denominator
+
     def byte_of(self, within: int) -> int:
-        """Return the byte offset of token ``within`` of a block, from the layer's first byte in the block."""
-        part, rest = divmod(within, self.block_size // self.parts)
-        return part * (self.stride // self.parts) + rest * self.token_bytes
+        """Return the byte offset of item ``within`` of a block, from the layer's first byte in the block."""
+        part, rest = divmod(within, self.items // self.parts)
+        return part * (self.stride // self.parts) + rest * self.item_bytes
+
+    def ended(self, tokens: int) -> int:
+        """Return the items that the first ``tokens`` tokens complete."""
+        return tokens * self.rate.denominator // self.rate.numerator
+
+    def last_token(self, item: int) -> int:
+        """Return the position of the token that completes an item."""
+        return ceil_div((item + 1) * self.rate.numerator, self.rate.denominator) - 1
+
+    def written(self, first: int, end: int) -> range:
+        """Return the items that tokens ``first`` .. ``end`` - 1 leave, if one step runs them."""
+        return range(max(first, end - self.items), end) if self.ring else range(self.ended(first), self.ended(end))
 
     def first_read(self, position: int) -> int:
         """Return the position of the first token that the token at ``position`` reads."""
@@ -92,10 +124,10 @@ def cross_layers_of(config: KVCacheConfig) -> tuple[Layer, ...]:
 def _layers(config: KVCacheConfig, wanted: Callable[[KVCacheSpec], bool]) -> tuple[Layer, ...]:
     tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
     return tuple(
-        _layer(name, number, group.spec, tensors[name], config.kernel_blocks_of(number))
+        _layer(name, number, spec, tensors[name], config.kernel_blocks_of(number))
         for number, group in enumerate(config.groups)
-        for name in group.layer_names
-        if wanted(group.spec)
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
+        if wanted(spec)
     )
 
 
@@ -107,7 +139,7 @@ def digest_model(config: KVCacheConfig, vocabulary: int = 4) -> DigestModel:
         vocabulary: number of token ids.
 
     Raises:
-        ConfigError: a page is too small for one digest of 8 bytes for each token.
+        ConfigError: a page is too small for one digest of 8 bytes for each token or state.
     """
     layers = layers_of(config)
     return DigestModel(
@@ -116,18 +148,20 @@ def digest_model(config: KVCacheConfig, vocabulary: int = 4) -> DigestModel:
 
 
 def _layer(name: str, group: int, spec: KVCacheSpec, tensor: KVCacheTensor, parts: int) -> Layer:
-    recurrent = isinstance(spec, MambaSpec)
-    token_bytes = spec.content_bytes if recurrent else spec.content_bytes // spec.block_size
-    if token_bytes < DIGEST_BYTES:
-        raise ConfigError(f"layer {name!r} has {token_bytes} bytes for a digest; give it {DIGEST_BYTES} or more")
+    rate = Fraction(spec.tokens_per_state) if isinstance(spec, AttentionSpec) else Fraction(spec.block_size)
+    item_bytes = spec.content_bytes // int(spec.block_size / rate)
+    if item_bytes < DIGEST_BYTES:
+        raise ConfigError(f"layer {name!r} has {item_bytes} bytes for a digest; give it {DIGEST_BYTES} or more")
     return Layer(
         name,
         group,
         spec.block_size,
         tensor.offset_bytes,
         tensor.block_stride_bytes,
-        token_bytes,
-        recurrent=recurrent,
+        item_bytes,
+        recurrent=isinstance(spec, MambaSpec),
+        rate=rate,
+        ring=isinstance(spec, CircularBufferSpec),
         window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
         chunk=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0,
         parts=parts,
@@ -179,7 +213,7 @@ class FakeWorker:
         model: the model.
         storage: the bytes of the arena, random at the start.
         last_applied: id of the last executed Step, or -1.
-        tokens_checked: tokens compared with their row's history.
+        tokens_checked: tokens and compressed states compared with their row's history.
         states_checked: states compared with their row's history.
         encoders_run: runs of an encoder.
 
@@ -278,8 +312,8 @@ class FakeWorker:
             yield from (self._at(layer, block) for block in blocks)
             return
         for i, row in enumerate(step.rows.tolist()):
-            for position in range(*self._span(step, i)):
-                yield self._slot(layer, self._live(row), position)
+            for item in layer.written(*self._span(step, i)):
+                yield self._slot(layer, self._live(row), item)
 
     def holds(self, group: int, block: int, prefix: Prefix) -> bool:
         """Return whether a block has the content of the end of a prefix, in every layer of a group. O(tokens).
@@ -298,10 +332,17 @@ class FakeWorker:
         for layer in self._layers:
             if layer.group != group:
                 continue
-            first = len(tokens) if layer.recurrent else (len(tokens) - 1) // layer.block_size * layer.block_size + 1
-            for end in range(first, len(tokens) + 1):
-                at = self._at(layer, block) + (0 if layer.recurrent else layer.byte_of(end - first))
-                if self._get(at) != self.model.digests(tokens[:end], heard)[places[layer.name]]:
+            place, last = places[layer.name], len(tokens) - 1
+            if layer.recurrent:
+                if self._get(self._at(layer, block)) != self.model.digests(tokens, heard)[place]:
+                    return False
+                continue
+            first = layer.ended(last // layer.block_size * layer.block_size)
+            for item in range(first, layer.ended(len(tokens))):
+                digest = self.model.digests(tokens[: layer.last_token(item) + 1], heard)[place]
+                if self._get(self._at(layer, block) + layer.byte_of(item - first)) != self._of_item(
+                    layer, item, digest
+                ):
                     return False
         return True
 
@@ -384,7 +425,7 @@ class FakeWorker:
         for layer in self._layers:
             if layer.group == group:
                 at = self._at(layer, block)
-                self.storage[at : at + layer.token_bytes] = bytes(layer.token_bytes)
+                self.storage[at : at + layer.item_bytes] = bytes(layer.item_bytes)
 
     def _move(self, step: Step) -> None:
         for copy in step.copies:
@@ -473,9 +514,17 @@ class FakeWorker:
         return computed, computed + count
 
     def _write(self, row: WorkerRow, computed: int, end: int) -> None:
-        """Write the digests of positions ``computed`` to ``end`` - 1, each from the stored digest before it."""
+        """Write the digests of positions ``computed`` to ``end`` - 1, each from the stored digest before it.
+
+        Compressed states and rings get the digests of the row's history, after the raw keys in rings were read.
+        """
+        self._read_rings(row, computed, end)
         for layer in self._layers:
             if layer.recurrent:
+                continue
+            if layer.ring or layer.is_compressed:
+                for item in layer.written(computed, end):
+                    self._put(self._slot(layer, row, item), self._expected_item(layer, row, item))
                 continue
             for position in range(computed, end):
                 if layer.first_read(position) < position:
@@ -486,6 +535,19 @@ class FakeWorker:
                     before = self.model.root(layer.name)
                 digest = self.model.extend(layer.name, before, row.tokens[position], row.heard)
                 self._put(self._slot(layer, row, position), digest)
+
+    def _read_rings(self, row: WorkerRow, computed: int, end: int) -> None:
+        """Check the raw keys of tokens before ``computed`` that complete states with tokens up to ``end`` - 1.
+
+        Without rings, the model keeps the raw keys of a row elsewhere.
+        """
+        begun = [layer for layer in self._layers if layer.ended(end) > layer.ended(computed) and not layer.recurrent]
+        first = min((int(layer.ended(computed) * layer.rate) for layer in begun), default=computed)
+        for ring in self._layers:
+            for position in range(first, computed) if ring.ring else ():
+                if self._stored(ring, row, position) != self._expected(ring, row, computed)[position]:
+                    raise ContentError(f"{row.request_id!r} reads a wrong raw key {position} at {computed}, {ring}")
+                self.tokens_checked += 1
 
     def _read(self, step: Step, i: int) -> list[int]:
         """Check all tokens that the i-th row reads; return its accepted drafts and the next token, if it samples."""
@@ -519,11 +581,21 @@ class FakeWorker:
         computed = int(step.num_computed[i])
         end = computed + int(step.num_scheduled[i])
         expected = self._expected(layer, row, end)
-        for position in range(layer.first_read(computed), end):
-            if self._stored(layer, row, position) != expected[position]:
-                raise ContentError(f"step {step.id}: {row.request_id!r} reads a wrong token {position}, {layer}")
+        for item in () if layer.ring else range(layer.ended(layer.first_read(computed)), layer.ended(end)):
+            if self._stored(layer, row, item) != self._expected_item(layer, row, item):
+                what = "state" if layer.is_compressed else "token"
+                raise ContentError(f"step {step.id}: {row.request_id!r} reads a wrong {what} {item}, {layer}")
             self.tokens_checked += 1
         return [expected[one - 1] for one in ends]
+
+    def _expected_item(self, layer: Layer, row: WorkerRow, item: int) -> bytes:
+        """Return what an item of the row's history leaves."""
+        last = layer.last_token(item)
+        return self._of_item(layer, item, self._expected(layer, row, last + 1)[last])
+
+    def _of_item(self, layer: Layer, item: int, digest: bytes) -> bytes:
+        """Return what an item leaves, from the digest of its last token. Several states of a token differ."""
+        return self.model.extend(layer.name, digest, item) if layer.is_compressed else digest
 
     def _expected(self, layer: Layer, row: WorkerRow, end: int) -> list[bytes]:
         """Return the digests of the row's history, at least ``end`` of them, computed without storage."""
@@ -535,8 +607,8 @@ class FakeWorker:
 
     # -- storage
 
-    def _stored(self, layer: Layer, row: WorkerRow, position: int) -> bytes:
-        return self._get(self._slot(layer, row, position))
+    def _stored(self, layer: Layer, row: WorkerRow, item: int) -> bytes:
+        return self._get(self._slot(layer, row, item))
 
     def _get(self, at: int) -> bytes:
         return bytes(self.storage[at : at + DIGEST_BYTES])
@@ -544,8 +616,8 @@ class FakeWorker:
     def _put(self, at: int, digest: bytes) -> None:
         self.storage[at : at + DIGEST_BYTES] = digest
 
-    def _slot(self, layer: Layer, row: WorkerRow, position: int) -> int:
-        column, within = divmod(position, layer.block_size)
+    def _slot(self, layer: Layer, row: WorkerRow, item: int) -> int:
+        column, within = divmod(item % layer.items if layer.ring else item, layer.items)
         block = row.tables[layer.group].get(column, 0)
         return self._at(layer, block) + layer.byte_of(within)
 
@@ -556,6 +628,6 @@ class FakeWorker:
     def _at(self, layer: Layer, block: int) -> int:
         self._refuse_foreign(layer.group, block)
         at = layer.offset + block * layer.stride
-        if at + layer.token_bytes > len(self.storage):
+        if at + layer.item_bytes > len(self.storage):
             raise ContentError(f"block {block} of {layer} lies outside the arena of {len(self.storage)} bytes")
         return at
