@@ -1,4 +1,4 @@
-"""Values of the fields of layer specs: rates, roles, alignments, and the features that a part of the library may lack.
+"""Values of the fields of layer specs: rates, roles, alignments, quantization, and features that a part may lack.
 
 A spec of ``hybridkv.specs`` holds these values. They say how a compressed cache differs from plain attention:
 
@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from typing import Annotated, Protocol
+from typing import Annotated, Final, Protocol, Self
 
 from hybridkv.arguments import Positive, check_types, instance, integer
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.units import shown
 
-__all__ = ["Feature", "KernelBlocks", "Rate", "SparseCacheRole", "StrideAlignment", "require_supported"]
+__all__ = ["Feature", "KernelBlocks", "Quantization", "Rate", "SparseCacheRole", "StrideAlignment", "require_supported"]
 
 
 class SparseCacheRole(StrEnum):
@@ -33,6 +33,66 @@ class SparseCacheRole(StrEnum):
 
     SPARSE = "sparse"
     INDEXER = "indexer"
+
+
+_FLOAT32_BYTES: Final = 4
+
+
+class Quantization(StrEnum):
+    """A form of keys, values and latents in pages: codes of few bits, and scales in the same page.
+
+    Every head of every token has scales of its own. The names are those of vLLM's ``--kv-cache-dtype``; the bytes are
+    those of ``customize_spec`` of its attention backends (vLLM 0.33).
+
+        int8_per_token_head   [ codes of a key ][ codes of a value ][ float32 scale of each ]   a state of one head
+        nvfp4                 [ codes of a key ][ codes of a value ][ an e4m3 scale for every 16 elements ]
+
+    Attributes:
+        INT8: integers of 8 bits.
+        FP8: floats of 8 bits, e4m3.
+        INT4: integers of 4 bits, two in a byte.
+        NVFP4: floats of 4 bits, e2m1, two in a byte.
+        dtype: canonical name of the dtype in which a page stores codes.
+        code_bits: bits of the code of one element.
+        scaled: elements that share a scale; 0 for all elements of a key, or of a value.
+    """
+
+    dtype: str
+    code_bits: int
+    scaled: int
+
+    INT8 = "int8_per_token_head", "int8", 8, 0
+    FP8 = "fp8_per_token_head", "uint8", 8, 0
+    INT4 = "int4_per_token_head", "uint8", 4, 0
+    NVFP4 = "nvfp4", "uint8", 4, 16
+
+    def __new__(cls, name: str, dtype: str, code_bits: int, scaled: int) -> Self:
+        """Make a member with its facts."""
+        made = str.__new__(cls, name)
+        made._value_ = name
+        made.dtype, made.code_bits, made.scaled = dtype, code_bits, scaled
+        return made
+
+    @classmethod
+    def named(cls, name: object) -> Self | None:
+        """Return the member with this name; ``None`` for any other value."""
+        return next((one for one in cls if isinstance(name, str) and one == name), None)
+
+    @property
+    def multiple(self) -> int:
+        """Elements of a key, and of a value, are a multiple of this number: whole bytes and whole scales."""
+        return max(self.scaled, 8 // self.code_bits)
+
+    def state_bytes(self, elements: int) -> int:
+        """Return the bytes of one state of one head.
+
+        A state without blocks of elements has two float32 scales. A latent has two as well, as in vLLM.
+
+        Args:
+            elements: elements of key and value together, or of the latent.
+        """
+        scales = elements // self.scaled if self.scaled else 2 * _FLOAT32_BYTES
+        return elements * self.code_bits // 8 + scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +126,14 @@ def _stride_alignment(name: str, value: object) -> int | KernelBlocks | None:
     return integer(name, value, 1)
 
 
+def _quantization(name: str, value: object) -> Quantization | None:
+    """Check ``None``, a Quantization or its name."""
+    known = Quantization.named(value)
+    if known is None and value is not None:
+        raise ConfigError(f"unknown {name} {shown(value)}: use one of {', '.join(Quantization)}")
+    return known
+
+
 def _role(name: str, value: object) -> SparseCacheRole:
     """Check a SparseCacheRole or its text."""
     if isinstance(value, str) and value in tuple(SparseCacheRole):
@@ -77,6 +145,8 @@ Rate = Annotated[int | Fraction, _rate]
 """Annotation of tokens per state, for ``check_types``."""
 StrideAlignment = Annotated[int | KernelBlocks | None, _stride_alignment]
 """Annotation of the alignment of block strides, for ``check_types``."""
+QuantizationOrNone = Annotated[Quantization | None, _quantization]
+"""Annotation of a quantization, for ``check_types``. Accepts its name."""
 Role = Annotated[SparseCacheRole, _role]
 """Annotation of a role, for ``check_types``. Accepts its text."""
 
@@ -92,6 +162,7 @@ class Feature(StrEnum):
         PACKED: bytes of a state that do not follow from heads, head size and dtype (``state_content_bytes``,
             ``num_head_slots``).
         REPLICATED: attention that is whole on each context parallel rank (``dcp_sharded=False``).
+        QUANTIZED: codes and scales of each token and head (``quantization``).
     """
 
     RATE = "several tokens in one state (tokens_per_state)"
@@ -100,6 +171,7 @@ class Feature(StrEnum):
     RETAINED = "tokens kept before a window (extra_retained_tokens)"
     PACKED = "packed states (state_content_bytes, num_head_slots)"
     REPLICATED = "attention that is whole on each context parallel rank (dcp_sharded)"
+    QUANTIZED = "codes with scales of each token and head (quantization)"
 
 
 class _Featured(Protocol):

@@ -32,7 +32,16 @@ from typing import Annotated, ClassVar, Final, Self
 
 from hybridkv.arguments import Count, Positive, at_least, check_types, instance, or_none
 from hybridkv.errors import ConfigError
-from hybridkv.spec_fields import Feature, KernelBlocks, Rate, Role, SparseCacheRole, StrideAlignment
+from hybridkv.spec_fields import (
+    Feature,
+    KernelBlocks,
+    Quantization,
+    QuantizationOrNone,
+    Rate,
+    Role,
+    SparseCacheRole,
+    StrideAlignment,
+)
 from hybridkv.units import ceil_div, dtype_bytes, dtype_name, round_up, shown
 
 __all__ = [
@@ -312,6 +321,7 @@ class AttentionSpec(KVCacheSpec):
         dcp_sharded: whether each context parallel rank keeps only its share of the tokens.
         max_tp_shards: distinct parts of the cache over all tensor parallel ranks. Further ranks hold copies.
             ``None`` where that is unknown.
+        quantization: the form of codes and scales; ``None`` for elements of ``dtype``. ``dtype`` is then that of codes.
     """
 
     is_latent: ClassVar[bool] = False
@@ -326,8 +336,11 @@ class AttentionSpec(KVCacheSpec):
     state_content_bytes: _PositiveOrNone = None
     dcp_sharded: bool = True
     max_tp_shards: _PositiveOrNone = None
+    quantization: QuantizationOrNone = None
 
     def _check(self) -> None:
+        if self.quantization is not None:
+            self._check_quantization(self.quantization)
         if Fraction(self.block_size) % self.tokens_per_state:
             raise ConfigError(
                 f"block_size {self.block_size} is not a multiple of tokens_per_state {self.tokens_per_state}, so a "
@@ -338,6 +351,23 @@ class AttentionSpec(KVCacheSpec):
             raise ConfigError(
                 f"page_size_padded {self.page_size_padded} is not a multiple of the alignment of {multiple} bytes: "
                 f"raise it to {round_up(self.page_size_padded, multiple)}"
+            )
+
+    def _check_quantization(self, quantization: Quantization) -> None:
+        """Raise ConfigError unless codes and scales determine the bytes of a state."""
+        if self.dtype != quantization.dtype:
+            raise ConfigError(f"codes of {quantization} are {quantization.dtype}, not {self.dtype}: correct the dtype")
+        if self.state_content_bytes is not None or self.num_head_slots is not None:
+            raise ConfigError(
+                f"{quantization} sets the bytes of a state itself: drop state_content_bytes and num_head_slots, or it"
+            )
+        if self.is_latent and quantization is Quantization.NVFP4:
+            raise ConfigError(f"{quantization} is for keys and values, and this layer keeps latents: leave it out here")
+        widths = (self.head_size, self.elements_per_token - self.head_size)
+        if wrong := [width for width in widths if width % quantization.multiple]:
+            raise ConfigError(
+                f"{quantization} needs heads of a multiple of {quantization.multiple} elements, got {wrong[0]}: use "
+                "another quantization, or none in this layer"
             )
 
     @property
@@ -355,6 +385,8 @@ class AttentionSpec(KVCacheSpec):
         """Bytes of one state in one head slot."""
         if self.state_content_bytes is not None:
             return self.state_content_bytes
+        if self.quantization is not None:
+            return self.quantization.state_bytes(self.elements_per_token)
         return self.elements_per_token * dtype_bytes(self.dtype)
 
     @property
@@ -369,6 +401,7 @@ class AttentionSpec(KVCacheSpec):
             Feature.RATE: self.tokens_per_state != 1,
             Feature.PACKED: self.state_content_bytes is not None or self.num_head_slots is not None,
             Feature.REPLICATED: not self.dcp_sharded and self.keeps in {Keeps.TOKENS, Keeps.WINDOW},
+            Feature.QUANTIZED: self.quantization is not None,
         }
         return frozenset(feature for feature, is_needed in needed.items() if is_needed)
 
@@ -494,6 +527,11 @@ class MLAAttentionSpec(FullAttentionSpec):
     cache_role: Role = SparseCacheRole.SPARSE
     is_index_group_leader: bool = False
 
+    def _check(self) -> None:
+        super(MLAAttentionSpec, self)._check()
+        if self.quantization is not None and self.cache_role is SparseCacheRole.INDEXER:
+            raise ConfigError("keys of an indexer have a form of their own: drop quantization")
+
     @property
     def features(self) -> frozenset[Feature]:
         """The features of attention, and the role of an indexer."""
@@ -617,6 +655,8 @@ class CircularBufferSpec(AttentionSpec):
         super(CircularBufferSpec, self)._check()
         if self.dcp_sharded:
             raise ConfigError("a ring is whole on each context parallel rank: drop dcp_sharded")
+        if self.quantization is not None:
+            raise ConfigError("a ring holds raw keys, which are compressed later: drop quantization")
 
     @property
     def is_cached(self) -> bool:

@@ -4,24 +4,35 @@ Runs in an environment that has the Python modules of vLLM 0.33; kernels are not
 every number: pages, blocks, requests, groups and the largest concurrency. Settings are those that the functions read.
 
 A case is a list of (layers, kind, fields), limits of a request, and vLLM's name of the layout. A field that JSON has no
-type for is a list: ["fraction", n, d] or ["kernel_blocks", tokens].
+type for is a list: ["fraction", n, d] or ["kernel_blocks", tokens]. A quantization is vLLM's --kv-cache-dtype: the
+attention backend that has it sets the bytes of a state (customize_spec), as in vLLM's workers. FlashInfer's kernels are
+not called, so empty modules take their place where the package is missing.
 """
 
 import json
 import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.core import kv_cache_planning as planning
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import vllm
+
+KERNELS = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
+if find_spec("flashinfer") is None:
+    sys.modules |= {name: MagicMock() for name in KERNELS}
+from vllm.v1.attention.backends.flashinfer import FlashInferBackend  # noqa: E402 - after its kernels
 
 MEMORY = 1 << 30
 LBNHC, BLHNC = "LBNHC", "BLHNC"
@@ -104,6 +115,29 @@ def alone() -> Iterator[tuple[str, Fields, Limits]]:
     yield from ((kind, fields, SMALL) for kind, fields in more())
     yield from ((FULL, HEADS | {"max_tp_shards": shards}, SMALL) for shards in (1, 2, 3, 8, 16))
     yield from ((kind, fields, TWO) for kind, fields in over_ranks())
+    yield from ((kind, fields, SMALL) for kind, fields in quantized())
+    yield from ((kind, fields, TWO) for kind, fields in quantized() if kind in {FULL, MLA})
+
+
+QUANTIZED = {"int8_per_token_head": "int8", "fp8_per_token_head": "uint8", "int4_per_token_head": "uint8"}
+"""vLLM's dtype of codes by --kv-cache-dtype; besides these, nvfp4."""
+
+
+def quantized() -> Iterator[tuple[str, Fields]]:
+    """Yield specs of codes with scales of each token and head."""
+    for name, dtype in QUANTIZED.items():
+        form = {"dtype": dtype, "quantization": name}
+        for sizes in ({}, {"head_size_v": 64}, {"num_kv_heads": 3, "head_size": 80, "block_size": 32}):
+            yield FULL, HEADS | form | sizes
+        yield WINDOW, HEADS | form | {"sliding_window": 1024}
+        yield CHUNKS, HEADS | form | {"attention_chunk_size": 512}
+        yield MLA, LATENT | form | {"head_size": 576}
+        yield MLA, LATENT | form | {"head_size": 576, "tokens_per_state": 4, "alignment": 576}
+        yield FULL, HEADS | form | {"block_stride_alignment": 4096}
+    form = {"dtype": "uint8", "quantization": "nvfp4"}
+    for sizes in ({}, {"num_kv_heads": 3, "head_size": 80}, {"block_stride_alignment": 4096}):
+        yield FULL, HEADS | form | sizes
+    yield WINDOW, HEADS | form | {"sliding_window": 1024}
 
 
 def models() -> Iterator[tuple[str, list[Part], Limits]]:
@@ -145,6 +179,9 @@ def models() -> Iterator[tuple[str, list[Part], Limits]]:
     yield "two-strides", apart, LONG
     pools = [(20, MLA, LATENT), (20, MLA, keys | {"tokens_per_state": 4}), (20, RING, ring | {"num_kv_heads": 2})]
     yield "pools", pools, LONG
+    for name, dtype in (*QUANTIZED.items(), ("nvfp4", "uint8")):
+        # layers 0 and 1 are left out
+        yield f"{name}-skips", [(2, FULL, HEADS), (34, FULL, HEADS | {"dtype": dtype, "quantization": name})], LONG
     yield "pools-shared-twice", [(20, MLA, LATENT), (5, MLA, keys | {"tokens_per_state": 4}), (5, RING, ring)], LONG
 
 
@@ -153,6 +190,7 @@ READ: dict[str, Callable[[Any], Any]] = {
     "dtypes": lambda names: tuple(getattr(torch, one) for one in names),
     "shapes": lambda shapes: tuple(map(tuple, shapes)),
     "cache_role": interface.SparseCacheRole,
+    "quantization": interface.get_kv_quant_mode,
 }
 """A field in vLLM's type."""
 
@@ -175,8 +213,12 @@ def layer_outermost() -> Iterator[tuple[str, list[Part], Limits]]:
 
 def theirs(kind: str, fields: Fields) -> Any:  # noqa: ANN401 - vLLM is not typed here
     """Return vLLM's spec."""
-    named = {"mode": "mamba_cache_mode"}
-    return getattr(interface, kind)(**{named.get(name, name): read(name, value) for name, value in fields.items()})
+    named = {"mode": "mamba_cache_mode", "quantization": "kv_quant_mode"}
+    spec = getattr(interface, kind)(**{named.get(name, name): read(name, value) for name, value in fields.items()})
+    if "quantization" not in fields:
+        return spec
+    backend: Any = MLACommonBackend if kind == MLA else TritonAttentionBackend
+    return (FlashInferBackend if spec.kv_quant_mode.is_nvfp4 else backend).customize_spec(spec)
 
 
 def settings(limits: Limits, layout: str, mode: str) -> SimpleNamespace:

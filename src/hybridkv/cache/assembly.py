@@ -138,7 +138,7 @@ def _refuse_dropped_states(eviction: Eviction, kinds: Sequence[GroupKind]) -> No
         )
 
 
-_SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.RETAINED})
+_SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.QUANTIZED, Feature.RETAINED})
 """Features of specs that look-ups and policies know, or that change only the contents of blocks."""
 _SUPPORTED_WHOLE: Final = _SUPPORTED | {Feature.RATE, Feature.RING, Feature.REPLICATED}
 """Those where one rank keeps all tokens. Where ranks share them, the tokens of a state lie on several ranks."""

@@ -155,14 +155,37 @@ def unknown_facts(source: RequestSource, *, tokens_known: bool) -> dict[str, str
 # -- how a cache is planned
 
 
-class CacheDtype(StrEnum):
-    """Dtype of the cache; auto: that of the model's config."""
+class StateDtype(StrEnum):
+    """Dtype of recurrent states; auto: that of the model's config."""
 
     AUTO = "auto"
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
     FP8 = "fp8"
+
+
+class CacheDtype(StrEnum):
+    """Dtype of keys and values: as for states, or codes with scales (Quantization)."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+    FP8 = "fp8"
+    INT8 = "int8_per_token_head"
+    FP8_WITH_SCALES = "fp8_per_token_head"
+    INT4 = "int4_per_token_head"
+    NVFP4 = "nvfp4"
+
+
+skip_layers_option: Final = partial(
+    cache_option,
+    "Layer whose keys and values are not quantized: the index of a layer, or sliding_window for all layers with a "
+    "window. May be repeated.",
+    "--kv-dtype-skip-layers",
+    metavar="LAYER",
+)
 
 
 class Layout(StrEnum):
@@ -198,6 +221,7 @@ class PlanOptions:
         memory: cache memory of one rank.
         block_size: tokens of a block.
         dtype: dtype of keys and values.
+        dtype_skip_layers: layers whose keys and values are not quantized.
         state_dtype: dtype of recurrent states.
         mtp_layers: multi-token prediction layers that draft.
         fields: fields of the model's config to replace, as FIELD=VALUE.
@@ -210,14 +234,15 @@ class PlanOptions:
     memory: str | None = cache_option("Cache memory of one rank: 40GiB, 512MiB, or a number of bytes.")
     block_size: int | None = block_size_option()
     dtype: CacheDtype | None = cache_option(
-        "Dtype of keys and values: auto, bf16, fp16, fp32, fp8.",
+        f"Dtype of keys and values: {', '.join(CacheDtype)}.",
         "--dtype",
         "--kv-dtype",
         metavar="DTYPE",
         show_default="the model's",
     )
-    state_dtype: CacheDtype | None = cache_option(
-        "Dtype of recurrent states: auto, bf16, fp16, fp32, fp8.", metavar="DTYPE", show_default="the model's"
+    dtype_skip_layers: list[str] | None = skip_layers_option()
+    state_dtype: StateDtype | None = cache_option(
+        f"Dtype of recurrent states: {', '.join(StateDtype)}.", metavar="DTYPE", show_default="the model's"
     )
     mtp_layers: int | None = cache_option(
         "Number of multi-token prediction layers that draft; each has its own cache.", metavar="N", show_default="0"
@@ -244,7 +269,8 @@ class PlanOptions:
         """
         shared = ["memory", "tp", "block_size", "dtype", "state_dtype", "mtp_layers", "layout", "windows_as_full"]
         shared[-1:-1] = ["placement"] if placed else []
-        values = {**own, **{as_option(name): getattr(self, name) for name in shared}, "--set": self.fields or None}
+        repeated = {"--set": self.fields or None, "--kv-dtype-skip-layers": self.dtype_skip_layers or None}
+        values = {**own, **{as_option(name): getattr(self, name) for name in shared}, **repeated}
         given = [name for name, value in values.items() if value is not None]
         if given:
             raise ConfigError(f"--plan sets these options already: drop {', '.join(given)}, or drop --plan")
@@ -263,7 +289,8 @@ class PlanOptions:
             config,
             block_size=16 if self.block_size is None else self.block_size,
             tp=1 if self.tp is None else self.tp,
-            dtype=DTYPE_NAMES.get(self.dtype or "auto"),
+            dtype=None if self.dtype is CacheDtype.AUTO else self.dtype,
+            dtype_skip_layers=self.dtype_skip_layers or (),
             fields=dict(map(_field, self.fields or ())),
             state_dtype=DTYPE_NAMES.get(self.state_dtype or "auto"),
             mtp_layers=self.mtp_layers or 0,

@@ -69,7 +69,9 @@ class AxesOptions:
     )
     eviction: str | None = cache_option("Eviction policies.", show_default="that of the layout")
     block_size: str = cache_option("Tokens in a block.", default="16")
-    dtype: str | None = cache_option("Dtypes of keys and values: bf16, fp8.", "--kv-dtype", show_default="the model's")
+    dtype: str | None = cache_option(
+        "Dtypes of keys and values: bf16, fp8, int8_per_token_head.", "--kv-dtype", show_default="the model's"
+    )
     max_running: str = run_option("Limits of requests that run at once.", default=str(_DEFAULTS.max_running))
     token_budget: str = run_option("Limits of tokens in a step.", default=str(_DEFAULTS.token_budget))
     hardware: str = run_option(

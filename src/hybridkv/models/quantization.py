@@ -1,4 +1,4 @@
-"""Read the quantization of a checkpoint: the dtype of its KV cache, and the bytes of its weights.
+"""Read the quantization of a checkpoint, and give layers the quantization that a caller asks for.
 
 The dtype of keys and values comes from one of these fields:
 
@@ -21,7 +21,8 @@ the attention is read as one that quantizes the routed experts alone. They must 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import prod
 from typing import Final, NamedTuple
@@ -29,6 +30,9 @@ from typing import Final, NamedTuple
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models.fields import Fields
 from hybridkv.models.layers import Weights
+from hybridkv.models.model import Layer
+from hybridkv.spec_fields import Feature, Quantization
+from hybridkv.specs import AttentionSpec
 from hybridkv.units import shown
 
 FP8: Final = "fp8"
@@ -118,6 +122,63 @@ def _is_read(key: str, value: object) -> bool:
     if key in _ANYTHING:
         return True
     return any(value is one or (type(value) is type(one) and value == one) for one in _READ.get(key, ()))
+
+
+# -- the dtype that a caller asks for
+
+SLIDING_WINDOW: Final = "sliding_window"
+"""Name of all layers with a window, among layers that are left out."""
+SKIPPED: Final = "dtype_skip_layers"
+"""The option that leaves layers out, for notes."""
+_OWN_FORM: Final = frozenset({Feature.RING, Feature.INDEXER, Feature.PACKED})
+"""Features of caches with a form of their own, which the dtype of keys and values does not set."""
+
+
+def quantized(
+    layers: Sequence[Layer], quantization: Quantization | None, skipped: Sequence[str], plain: str, name: str
+) -> tuple[Layer, ...]:
+    """Return the layers with ``quantization``, as vLLM's ``kv_cache_dtype`` and ``kv_cache_dtype_skip_layers`` do.
+
+    States, rings, rows of compressors, keys of indexers and packed latents stay as they are. O(layers).
+
+    Args:
+        layers: the layers of a model, without quantization.
+        quantization: the form of keys, values and latents; ``None`` for the dtype that the layers have.
+        skipped: layers that hold ``plain`` instead: indices of decoder layers, or ``sliding_window`` for all layers
+            with a window.
+        plain: canonical name of the dtype of the skipped layers.
+        name: name of the model, for messages.
+
+    Raises:
+        ConfigError: nothing is quantized, a layer cannot be, or an entry of ``skipped`` names no layer.
+    """
+    if quantization is None and not skipped:
+        return tuple(layers)
+    left = set(skipped)
+    made, changed = [], 0
+    for layer in layers:
+        spec = layer.spec
+        of_kernel = layer.index_heads or layer.pools  # keys of an indexer, rows of a compressor
+        if not isinstance(spec, AttentionSpec) or spec.features & _OWN_FORM or of_kernel:
+            made.append(layer)
+            continue
+        names = {str(layer.index), *([SLIDING_WINDOW] if spec.mask[0] is not None else [])}
+        left -= names
+        form, dtype = (None, plain) if names & set(skipped) else (quantization, spec.dtype)
+        changed += form is not None
+        try:
+            own = replace(spec, quantization=form, dtype=dtype if form is None else form.dtype)
+        except ConfigError as error:
+            raise ConfigError(f"layer {layer.name} of {name}: {error}") from error
+        made.append(replace(layer, spec=own))
+    if left:
+        raise ConfigError(
+            f"{name} has no layer {shown(min(left))} with keys and values that could be left out: give the index "
+            f"of a decoder layer, or {SLIDING_WINDOW} for all layers with a window"
+        )
+    if quantization is not None and not changed:
+        raise ConfigError(f"no layer of {name} keeps keys and values that {quantization} could hold: leave it out")
+    return tuple(made)
 
 
 # -- bytes of weights

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from hybridkv.arguments import instance, integer
+from hybridkv.arguments import each, instance, integer, text
 from hybridkv.errors import ConfigError, MissingFieldError, UnsupportedModelError
 from hybridkv.models.catalog import known_model
 from hybridkv.models.compressed import COMPRESSED
@@ -19,9 +19,10 @@ from hybridkv.models.json_text import DocumentError, read_json
 from hybridkv.models.layers import Counting, Family, NotingFamily, ReadOptions, Weights, refuse_layer_types
 from hybridkv.models.model import ASSUMED, Model, ReadFact
 from hybridkv.models.other_states import OTHER_STATES
-from hybridkv.models.quantization import QUANTIZED, SIDECAR, KVDtype, kv_dtype, weight_bytes
-from hybridkv.models.reading import LAYERS, refuse_unread, table, text_parts
+from hybridkv.models.quantization import QUANTIZED, SIDECAR, SKIPPED, KVDtype, kv_dtype, quantized, weight_bytes
+from hybridkv.models.reading import GIVEN, LAYERS, refuse_unread, table, text_parts
 from hybridkv.regular_files import open_regular
+from hybridkv.spec_fields import Quantization
 from hybridkv.units import MOST_BYTES, MOST_COUNT, dtype_bytes, dtype_name, shown
 
 ASSUMED_DTYPE: Final = "bfloat16"
@@ -51,6 +52,7 @@ def read_model(
     fields: Mapping[str, object] | None = None,
     state_dtype: str | None = None,
     mtp_layers: int = 0,
+    dtype_skip_layers: Sequence[str] = (),
 ) -> Model:
     """Read a Hugging Face config into the layers and specs of one tensor parallel rank.
 
@@ -60,15 +62,17 @@ def read_model(
         source: the config as a dict, a path to config.json, a folder with one, or a known model's name.
         block_size: tokens per block.
         tp: tensor parallel ranks.
-        dtype: dtype of keys and values, by name; bf16, fp16, fp32 and fp8 are understood too. ``None`` for the dtype of
-            the config: of its quantized KV cache, else of its weights, else bfloat16, which ``Model.read_from`` notes.
-            States keep the dtype of the weights.
+        dtype: dtype of keys and values, by name; bf16, fp16, fp32 and fp8 are understood too, and each Quantization.
+            ``None`` for the dtype of the config: of its quantized KV cache, else of its weights, else bfloat16, which
+            ``Model.read_from`` notes. States keep the dtype of the weights.
         backend: the engine with this layout of recurrent states, ``vllm`` or ``transformers``. Attention is the same.
         num_speculative_tokens: drafts per step that states have room for.
         fields: values that replace fields of the language model's config. A ConfigError names the fields it needs.
         state_dtype: dtype of all recurrent states; ``None`` for the config's. ``vllm`` only.
         mtp_layers: multi-token prediction layers that draft, each with keys and values of its own. At most as many as
             the config has.
+        dtype_skip_layers: layers whose keys and values keep the dtype of the weights, as in vLLM's
+            kv_cache_dtype_skip_layers: indices of decoder layers, or ``sliding_window`` for all layers with a window.
 
     Raises:
         ConfigError: the source or a size cannot work.
@@ -96,9 +100,11 @@ def read_model(
     crossed = part.flag("is_encoder_decoder") or part.flag("add_cross_attention")
     if crossed and family is not None and model_type not in ENCODER_DECODERS:
         refuse_layer_types(["cross_attention"] * part.layers("num_hidden_layers"), name)
-    quantized = _quantized(source, config, name) if dtype is None else None
-    said = config_dtype(part) if quantized is None else quantized.name
-    asked = said if dtype is None else dtype_name(DTYPE_NAMES.get(str(dtype), dtype))
+    of_checkpoint = _quantized(source, config, name) if dtype is None else None
+    said = config_dtype(part) if of_checkpoint is None else of_checkpoint.name
+    quantization = Quantization.named(dtype)
+    given_dtype = None if quantization is not None else dtype
+    asked = said if given_dtype is None else dtype_name(DTYPE_NAMES.get(str(dtype), dtype))
     cache_dtype = asked or ASSUMED_DTYPE
     of_states = config_dtype(part) or (cache_dtype if dtype_bytes(cache_dtype) > 1 else ASSUMED_DTYPE)
     every_state = _every_state(state_dtype, backend)
@@ -112,6 +118,9 @@ def read_model(
     if mtp_layers:
         layers, drafting = with_mtp(layers, described, mtp_layers)
         read_from = (*(one for one in read_from if one.what != drafting.what), drafting)
+    skipped = each(text)("dtype_skip_layers", dtype_skip_layers)
+    layers = quantized(layers, quantization, skipped, config_dtype(part) or ASSUMED_DTYPE, name)
+    read_from = (*read_from, *(ReadFact("keys and values not quantized", one, SKIPPED, GIVEN) for one in skipped))
     if asked is None:
         why = "the config names no dtype: say dtype= (--dtype) where it is another"
         read_from = (*read_from, ReadFact("dtype of keys and values", ASSUMED_DTYPE, why, ASSUMED))
@@ -122,8 +131,8 @@ def read_model(
         layers=layers,
         max_model_len=max_model_len(described, rope_scales=facts.rope_scales, said_by=facts.positions),
         vocab_size=described.integer("vocab_size"),
-        dtype=cache_dtype,
-        dtype_from=None if quantized is None else quantized.said_by,
+        dtype=cache_dtype if quantization is None else quantization,
+        dtype_from=None if of_checkpoint is None else of_checkpoint.said_by,
         read_from=read_from,
         parameters=weights.every,
         active_parameters=weights.active,

@@ -221,6 +221,7 @@ _OMITTED: Final = {
     *(
         "packed_block_bytes",
         "block_stride_alignment",
+        "quantization",
         "cache_role",
         "is_index_group_leader",
         "extra_retained_tokens",

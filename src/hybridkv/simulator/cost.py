@@ -385,7 +385,10 @@ NO_OPERATIONS: Final = Operations()
 
 
 _SUPPORTED: Final = frozenset(
-    {Feature.RATE, Feature.RING, Feature.INDEXER, Feature.RETAINED, Feature.PACKED, Feature.REPLICATED}
+    {
+        *(Feature.RATE, Feature.RING, Feature.INDEXER, Feature.RETAINED, Feature.PACKED, Feature.REPLICATED),
+        Feature.QUANTIZED,
+    }
 )
 """Features of specs that the formulas of bytes and operations know. A new feature may need a formula of its own."""
 

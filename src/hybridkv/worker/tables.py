@@ -30,7 +30,7 @@ from hybridkv.worker.pages import WriteSlots, write_slots
 from hybridkv.worker.slots import RingSlots, StateSlots
 
 T = TypeVar("T")
-_SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.RETAINED})
+_SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.QUANTIZED, Feature.RETAINED})
 """Features of specs that change neither the block nor the offset of a token."""
 _SUPPORTED_WHOLE: Final = _SUPPORTED | {Feature.RATE, Feature.RING, Feature.REPLICATED}
 """Those where one rank keeps all tokens. Where ranks share them, the tokens of a state lie on several ranks."""

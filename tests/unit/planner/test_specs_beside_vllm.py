@@ -14,7 +14,7 @@ from hybridkv import specs as classes
 from hybridkv.planner.config import ALIGNMENT_BYTES, NamedSpec, blocks_needed
 from hybridkv.planner.natural import natural_choices
 from hybridkv.planner.reference import group_layers, reference_choice
-from hybridkv.spec_fields import KernelBlocks
+from hybridkv.spec_fields import KernelBlocks, Quantization
 from hybridkv.specs import AttentionSpec, KVCacheSpec, RequestLimits, UniformTypeKVCacheSpecs
 from hybridkv.units import round_up
 
@@ -127,4 +127,6 @@ def test_table_covers_every_field_and_at_least_sixty_specs() -> None:
     fields = {name for _, given in parts for name in given}
     wanted = {"tokens_per_state", "cache_role", "is_index_group_leader", "extra_retained_tokens", "dcp_sharded"}
     wanted |= {"max_tp_shards", "alignment", "block_stride_alignment", "state_content_bytes", "num_head_slots"}
+    wanted |= {"quantization"}
+    assert {given["quantization"] for _, given in parts if "quantization" in given} == set(Quantization)
     assert wanted <= fields
