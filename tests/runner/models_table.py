@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from csv_table import Row, write
 
 from hybridkv.runner import LoadedModel
-from hybridkv.runner.probe import planner_model
+from hybridkv.runner.probe import is_indexer, planner_model
 
 HEADER = (
     "model",
@@ -85,7 +85,7 @@ Result = TypeVar("Result", ModelResult, DraftResult)
 def layers_of(loaded: LoadedModel) -> tuple[str, ...]:
     """Kinds of layers, each with how many there are."""
     planned = planner_model(loaded.model, block_size=16)
-    kinds = Counter(_KINDS[type(layer.spec).__name__] for layer in planned.layers)
+    kinds = Counter("indexer" if is_indexer(layer) else _KINDS[type(layer.spec).__name__] for layer in planned.layers)
     return tuple(f"{count} {kind}" for kind, count in kinds.items())
 
 

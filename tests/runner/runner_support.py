@@ -34,8 +34,11 @@ TOLERANCE = 2e-4
 MODELS = ("llama", "qwen2", "deepseek_v3")
 """Where any model does."""
 
-REPRESENTATIVE = ("llama", "gemma3", "gpt_oss", "llama4", "deepseek_v3", "mamba", "qwen3_next", "falcon_h1", "zamba2")
-"""Every kind of layer: full, window, chunk, MLA, each way to go on from a state, two things in one layer."""
+REPRESENTATIVE = (
+    *("llama", "gemma3", "gpt_oss", "llama4", "deepseek_v3", "deepseek_v32"),
+    *("mamba", "qwen3_next", "falcon_h1", "zamba2"),
+)
+"""Every kind of layer: full, window, chunk, MLA, an indexer, each way to go on from a state, two things in a layer."""
 
 ALL_MODELS = [
     pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.thorough, id=name) for name in TINY_MODELS

@@ -28,9 +28,9 @@ def test_tiny_weights_depend_on_the_seed_only(name: str) -> None:
     assert sum(changed) > len(changed) / 2
 
 
-def test_tiny_models_have_24_architectures() -> None:
+def test_tiny_models_have_25_architectures() -> None:
     built = {type(tiny_model(name)).__name__ for name in TINY_MODELS}
-    assert len(built) == len(TINY_MODELS) == 24
+    assert len(built) == len(TINY_MODELS) == 25
     with pytest.raises(ConfigError, match="unknown tiny model 'rwkv': use tiny:llama, tiny:qwen2, tiny:mistral"):
         tiny_model("rwkv")
 

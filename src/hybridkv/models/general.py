@@ -36,6 +36,7 @@ from hybridkv.models.layers import (
 )
 from hybridkv.models.model import ASSUMED, MOST_LAYERS, Layer, ReadFact
 from hybridkv.models.reading import ATTENTION_CODES, CONFIG, LAYER_TYPES, LAYERS, Reading, class_defaults
+from hybridkv.spec_fields import SparseCacheRole
 from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec, MLAAttentionSpec
 from hybridkv.units import ceil_div, dtype_bytes, shown
 
@@ -388,7 +389,9 @@ def _indexer(reading: Reading, options: ReadOptions) -> KVCacheSpec:
     if options.backend == "vllm" and reading.key(("kv_lora_rank",)) is not None:
         width, dtype = width + width // 128 * 4, "uint8"
         reading.derive("keys of the indexer", f"{width} bytes", "8-bit floats with scales, as vLLM keeps them")
-    return MLAAttentionSpec(block_size=options.block_size, head_size=width, dtype=dtype)
+    return MLAAttentionSpec(
+        block_size=options.block_size, head_size=width, dtype=dtype, cache_role=SparseCacheRole.INDEXER
+    )
 
 
 def _cross(layer: Layer, shapes: _Shapes, reading: Reading, options: ReadOptions) -> Layer:

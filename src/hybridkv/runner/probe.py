@@ -14,24 +14,24 @@ a model supports (``forwards_of``). The self-check shows whether its results are
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from hybridkv.errors import ConfigError, HybridKVError, UnsupportedModelError
-from hybridkv.models import Model, read_model
+from hybridkv.models import Layer, Model, read_model
 from hybridkv.runner.attention import gather
 from hybridkv.runner.attention.formulas import Attended, AttentionForm, attention_modules, eager_function, form_of
 from hybridkv.runner.model_call import ModelCall, decode, is_encoder_decoder
 from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.runner.step_context import EmptyCache, StepContext
-from hybridkv.spec_fields import require_supported
+from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -111,6 +111,7 @@ class ProbeCache(EmptyCache):
     Attributes:
         updated: index of the layer that cached tokens last.
         taken: keys and values of each layer, by index.
+        indexed: an indexer's keys of each layer that has one, by index.
         callers: the running modules that received the cache, outermost first.
         ran: all modules that ran.
         states: the states that each caller keeps for each layer.
@@ -120,6 +121,7 @@ class ProbeCache(EmptyCache):
         super().__init__()
         self.updated: int | None = None
         self.taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.indexed: dict[int, torch.Tensor] = {}
         self.callers: list[_Call] = []
         self.ran: set[torch.nn.Module] = set()
         self.states: dict[tuple[_Call, int], dict[tuple[StateKind, int], MixerState]] = {}
@@ -173,10 +175,15 @@ class ProbeCache(EmptyCache):
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return None: no state is cached."""
 
-    def update_indexer(self, *_args: object, **_kwargs: object) -> NoReturn:
-        """Raise UnsupportedModelError: pages have no room for an indexer's keys."""
-        owner = type(self.callers[-1].module).__name__ if self.callers else "the model"
-        raise _unsupported(f"{owner} keeps an indexer's keys next to keys and values")
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Record an indexer's keys [1, tokens, width], and return them."""
+        self.indexed[layer_idx] = indexer_key_states
+        return indexer_key_states
+
+    @property
+    def indexers(self) -> dict[int, tuple[PagePart, ...]]:
+        """The page part of a token's indexer key, by layer index."""
+        return {layer: (PagePart((1, keys.shape[2]), keys.dtype),) for layer, keys in self.indexed.items()}
 
     def mixers(self) -> tuple[RecurrentMixer, ...]:
         """Return the modules that kept states, in the order of their layers."""
@@ -208,6 +215,7 @@ class Probed:
         attention: page parts of a token, by layer index.
         mixers: the modules that keep states.
         cross: page parts of a token of the encoder's output, by layer index; empty without cross attention.
+        indexers: page part of a token's key in an indexer, by layer index; empty without indexers.
         takes_positions: whether the forward takes the positions of tokens.
         ran: modules that ran in the forward.
     """
@@ -215,6 +223,7 @@ class Probed:
     attention: Mapping[int, tuple[PagePart, ...]]
     mixers: tuple[RecurrentMixer, ...]
     cross: Mapping[int, tuple[PagePart, ...]] = field(default_factory=dict)
+    indexers: Mapping[int, tuple[PagePart, ...]] = field(default_factory=dict)
     takes_positions: bool = True
     ran: frozenset[torch.nn.Module] = frozenset()
 
@@ -222,8 +231,8 @@ class Probed:
 def probe(model: PreTrainedModel) -> Probed:
     """Find the cache of every layer of ``model`` by a forward over PROBE_TOKENS tokens.
 
-    Raises UnsupportedModelError for a model that caches through anything but ``update``, ``update_conv_state``
-    and ``update_recurrent_state`` of the cache it is given.
+    Raises UnsupportedModelError for a model that caches through anything but ``update``, ``update_indexer``,
+    ``update_conv_state`` and ``update_recurrent_state`` of the cache it is given.
     """
     cache, crossed = ProbeCache(), ProbeCache()
     with attention_implementation(model, "eager"), _callers(model, cache), torch.inference_mode():
@@ -236,7 +245,9 @@ def probe(model: PreTrainedModel) -> Probed:
             raise _unsupported(reason) from error
     if not cache.taken and not cache.states:
         raise _unsupported(f"{type(model).__name__} cached nothing in a forward")
-    return Probed(cache.attention, cache.mixers(), crossed.attention, takes_positions, frozenset(cache.ran))
+    return Probed(
+        cache.attention, cache.mixers(), crossed.attention, cache.indexers, takes_positions, frozenset(cache.ran)
+    )
 
 
 class FormNotes:
@@ -382,7 +393,8 @@ def planner_model(
 def require_runnable(planned: Model) -> None:
     """Raise UnsupportedModelError, with their names, for layers that the runner cannot run.
 
-    It runs attention over all tokens, a window or a chunk, MLA, cross attention, and recurrent states.
+    It runs attention over all tokens, a window or a chunk, MLA, the keys of indexers, cross attention, and recurrent
+    states.
     """
     kinds = [(layer.name, type(layer.spec)) for layer in planned.layers]
     wrong = [f"{name} ({kind.__name__})" for name, kind in kinds if kind not in _RUNNABLE]
@@ -392,7 +404,7 @@ def require_runnable(planned: Model) -> None:
             f"{planned.name} can be planned, but not run: {wrong[0]}{more} of {len(planned.layers)} layers cannot run; "
             "use a model of attention (full, window, chunk, MLA, cross) and recurrent layers"
         )
-    require_supported([layer.spec for layer in planned.layers], f"the runner of {planned.name}")
+    require_supported([layer.spec for layer in planned.layers], f"the runner of {planned.name}", {Feature.INDEXER})
 
 
 def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...]]:
@@ -401,9 +413,13 @@ def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...
     Raises ConfigError unless the forward cached in exactly the planned layers, tokens and states, and as many bytes
     in each.
     """
-    own = _checked(planned, {Keeps.TOKENS, Keeps.WINDOW}, "caches", probed.attention)
-    crossed = _checked(planned, {Keeps.ENCODER}, "reads an encoder's output", probed.cross)
-    return own | crossed | {name: _page_parts(mixer) for name, mixer in state_layout(planned, probed).items()}
+    indexing, tokens = [one for one in planned.layers if is_indexer(one)], {Keeps.TOKENS, Keeps.WINDOW}
+    attending = [one for one in planned.layers if one.spec.keeps in tokens and one not in indexing]
+    own = _checked(planned, attending, "caches", probed.attention)
+    indexed = _checked(planned, indexing, "caches an indexer's keys", probed.indexers)
+    encoded = [one for one in planned.layers if one.spec.keeps is Keeps.ENCODER]
+    crossed = _checked(planned, encoded, "reads an encoder's output", probed.cross)
+    return own | indexed | crossed | {name: _page_parts(mixer) for name, mixer in state_layout(planned, probed).items()}
 
 
 def state_layout(planned: Model, probed: Probed) -> dict[str, RecurrentMixer]:
@@ -413,8 +429,13 @@ def state_layout(planned: Model, probed: Probed) -> dict[str, RecurrentMixer]:
     """
     mixers = {mixer.layer_index: mixer for mixer in probed.mixers}
     found = {index: _page_parts(mixer) for index, mixer in mixers.items()}
-    states = _checked(planned, {Keeps.STATE}, "keeps states", found)
+    states = _checked(planned, [one for one in planned.layers if one.spec.keeps is Keeps.STATE], "keeps states", found)
     return {layer.name: mixers[layer.index] for layer in planned.layers if layer.name in states}
+
+
+def is_indexer(layer: Layer) -> bool:
+    """Return whether ``layer`` keeps the keys of an indexer, next to the attention of the same index."""
+    return Feature.INDEXER in layer.spec.features
 
 
 def _page_parts(mixer: RecurrentMixer) -> tuple[PagePart, ...]:
@@ -422,10 +443,10 @@ def _page_parts(mixer: RecurrentMixer) -> tuple[PagePart, ...]:
 
 
 def _checked(
-    planned: Model, kinds: Collection[Keeps], does: str, found: Mapping[int, tuple[PagePart, ...]]
+    planned: Model, entries: Iterable[Layer], does: str, found: Mapping[int, tuple[PagePart, ...]]
 ) -> dict[str, tuple[PagePart, ...]]:
-    """Return the page parts ``found`` in layers that keep one of ``kinds``, by name. does: a verb for the message."""
-    layers = {layer.index: layer for layer in planned.layers if layer.spec.keeps in kinds}
+    """Return the page parts ``found`` in the layers of ``entries``, by name. does: a verb for the message."""
+    layers = {layer.index: layer for layer in entries}
     if layers.keys() != found.keys():
         raise ConfigError(
             f"{planned.name}: the plan has layers {sorted(layers)}, but a forward {does} in layers {sorted(found)}: "
@@ -457,6 +478,7 @@ class Forwards(StrEnum):
 def forwards_of(model: PreTrainedModel, probed: Probed) -> Forwards:
     """Return TOGETHER if every attention layer takes positions and gathered contexts, else BY_ROW.
 
+    An indexer scores all keys that its cache returns, so rows of a model with indexers run one by one.
     Raises UnsupportedModelError for attention in both directions, and for encoder-decoders that cannot run together.
     Attention that is not causal in the decoder of an encoder-decoder is cross attention, which is allowed.
     """
@@ -465,7 +487,7 @@ def forwards_of(model: PreTrainedModel, probed: Probed) -> Forwards:
     for module in modules:
         if not (module.is_causal or crosses):
             raise _unsupported(f"{type(module).__name__} attends in both directions")
-    if probed.attention and not probed.takes_positions:
+    if probed.indexers or (probed.attention and not probed.takes_positions):
         return Forwards.BY_ROW
     gather.register()
     try:

@@ -41,7 +41,7 @@ from hybridkv.runner.attention.formulas import (
     kernel_of,
     write_of,
 )
-from hybridkv.runner.attention.gather import GatherBatch, gather_batch, segment_biases
+from hybridkv.runner.attention.gather import GatherBatch, PagesRead, gather_batch, segment_biases
 from hybridkv.runner.decode_graphs import DecodeGraphs, compile_option, refusal
 from hybridkv.runner.images import ImageRead, StepImages, attends_both_ways, towers_of
 from hybridkv.runner.inputs import require_blocks, require_callable
@@ -52,6 +52,7 @@ from hybridkv.runner.probe import (
     Forwards,
     forms_of,
     forwards_of,
+    is_indexer,
     kept_attention,
     page_layout,
     probe,
@@ -68,7 +69,15 @@ from hybridkv.runner.step_context import StandIn, StepContext
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Csr, Step, StepResult, ranges
 from hybridkv.units import MOST_COUNT
-from hybridkv.worker import AttentionMask, BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage, copy_kernels
+from hybridkv.worker import (
+    CAUSAL,
+    AttentionMask,
+    BlockCopier,
+    KVPages,
+    MultiGroupBlockTable,
+    PagedStorage,
+    copy_kernels,
+)
 from hybridkv.worker.tables import group_reads
 from hybridkv.worker.triton_attention import LayerShape
 
@@ -187,13 +196,18 @@ class ModelRunner:
         """Give every layer its group and its views of the pages. ``mixers``: the recurrent mixers, by layer name."""
         group_of = {name: number for number, group in enumerate(self.config.groups) for name in group.layer_names}
         crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
-        attending = [layer for layer in planned.layers if layer.name not in mixers and layer not in crossing]
+        indexing = [layer for layer in planned.layers if is_indexer(layer)]
+        others = {layer.name for layer in (*crossing, *indexing)} | mixers.keys()
+        attending = [layer for layer in planned.layers if layer.name not in others]
         self._reads = {
             layer.index: LayerRead(group_of[layer.name], AttentionMask.of(layer.spec)) for layer in attending
         }
         self._views = {layer.index: self.storage.views[layer.name] for layer in attending}
         self._pages = dict[int, KVPages]()
-        self._token_groups = sorted({read.group for read in self._reads.values()})
+        self._indexers = {layer.index: (group_of[layer.name], self.storage.views[layer.name]) for layer in indexing}
+        self._token_groups = sorted(
+            {read.group for read in self._reads.values()} | {group for group, _ in self._indexers.values()}
+        )
         self._state_groups = sorted({group_of[name] for name in mixers})
         self._mixers = [
             PagedMixer(
@@ -409,7 +423,9 @@ class ModelRunner:
         images = None if self.images is None else self.images.read(step, tokens, positions)
         cross = None if self.cross is None else self.cross.reads(step)
         last_seen = None if images is None else images.last_seen
-        with self._context.running(self._attention_of(step, last_seen), states, cross, at), torch.inference_mode():
+        attention, indexers = self._attention_of(step, last_seen), self._indexers_of(step)
+        running = self._context.running(attention, states, cross, at, indexers=indexers)
+        with running, torch.inference_mode():
             return self._call(self._tensor(tokens), at, self._tensor(wanted), images)
 
     def _decoded(
@@ -455,6 +471,12 @@ class ModelRunner:
                 attend = self._prepare(reads[read.group], read.mask, read.heads, self._pages[layer])
                 made[read] = PagedStep(writes[read.group], self._pages, attend)
         return {layer: made[read] for layer, read in self._reads.items()}
+
+    def _indexers_of(self, step: Step) -> dict[int, PagesRead]:
+        """Return the reads of each indexer's keys, by layer index. Layers of one group share a GatherBatch."""
+        dtype, groups = self.model.dtype, {group for group, _ in self._indexers.values()}
+        batches = {group: gather_batch(step, self.tables[group], CAUSAL, dtype, whole=True) for group in groups}
+        return {layer: (batches[group], pages) for layer, (group, pages) in self._indexers.items()}
 
     def _tensor(self, values: Int64) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

@@ -19,7 +19,7 @@ from hybridkv.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from hybridkv.runner.attention.formulas import Attended, AttentionForm, PagedStep
-    from hybridkv.runner.attention.gather import CrossRead, GatherBatch
+    from hybridkv.runner.attention.gather import GatherBatch, PagesRead
     from hybridkv.runner.states.state_batch import StateBatch
 
 Int64 = NDArray[np.int64]
@@ -38,6 +38,7 @@ class StepContext:
         attention: how each layer attends, by index; only layers that cache tokens.
         states: the StateBatch of every group of states.
         cross: the reads of each layer's cross attention, by index.
+        indexers: the reads of each layer's keys of an indexer, by index.
         positions: positions of the Step's tokens, int64[tokens].
         layer: the layer that wrote keys last.
         crossing: the layer whose cross attention is about to run.
@@ -47,7 +48,8 @@ class StepContext:
 
     attention: Mapping[int, GatherBatch | PagedStep] = field(default_factory=dict)
     states: Mapping[int, StateBatch] = field(default_factory=dict)
-    cross: Mapping[int, CrossRead] = field(default_factory=dict)
+    cross: Mapping[int, PagesRead] = field(default_factory=dict)
+    indexers: Mapping[int, PagesRead] = field(default_factory=dict)
     positions: torch.Tensor | None = None
     layer: int | None = None
     crossing: int | None = None
@@ -59,18 +61,21 @@ class StepContext:
         self,
         attention: Mapping[int, GatherBatch | PagedStep],
         states: Mapping[int, StateBatch],
-        cross: Mapping[int, CrossRead] | None,
+        cross: Mapping[int, PagesRead] | None,
         positions: torch.Tensor,
+        *,
+        indexers: Mapping[int, PagesRead] | None = None,
     ) -> Iterator[None]:
         """Hold a Step for one forward, and release it at the end."""
         self.attention, self.states, self.cross, self.positions = attention, states, cross or {}, positions
+        self.indexers = indexers or {}
         try:
             yield
         finally:
-            self.attention, self.states, self.cross = {}, {}, {}
+            self.attention, self.states, self.cross, self.indexers = {}, {}, {}, {}
             self.positions = self.layer = self.crossing = None
 
-    def take_cross(self) -> CrossRead | None:
+    def take_cross(self) -> PagesRead | None:
         """Return the reads of the cross attention that is about to run; None if self attention runs."""
         layer, self.crossing = self.crossing, None
         return None if layer is None else self.cross[layer]
@@ -138,7 +143,7 @@ class EmptyCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """A transformers Cache that reports an empty past, unless a subclass says otherwise."""
 
     def __init__(self) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_Layers(self))
 
     def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
         """Return whether there is a state, or padding that masks must hide."""
@@ -156,6 +161,30 @@ class EmptyCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Return the number of keys and the index of the first: masks are as long as the query."""
         del layer_idx
         return query_length, 0
+
+
+class _Layers(list[Any]):
+    """The layers of ``cache``: an empty list that has a layer under every index, for models that call layers."""
+
+    def __init__(self, cache: EmptyCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401  # as lists take and return it
+        return _Layer(self._cache, index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Layer ``index`` of ``cache``, with the methods of transformers' cache layers that a Cache has not."""
+
+    cache: Cache
+    index: int
+
+    def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
+        """Cache the keys [1, 1, tokens, width] of MiniMax-M3's indexer, and return all of the request."""
+        keys: torch.Tensor = self.cache.update_indexer(idx_k[:, 0], self.index)
+        return keys[:, None]
 
 
 def on_device(values: Int64, device: torch.device) -> torch.Tensor:

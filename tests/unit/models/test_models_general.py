@@ -13,6 +13,7 @@ from hybridkv.models.model import ASSUMED
 from hybridkv.models.reading import CONFIG, DEFAULT, GIVEN
 from hybridkv.planner import plan, plan_from_json, plan_to_json
 from hybridkv.simulator.cost import StepCost
+from hybridkv.spec_fields import SparseCacheRole
 from hybridkv.specs import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 from hybridkv.units import format_bytes
 
@@ -171,7 +172,7 @@ def test_general_reader_counts_indexer_keys_with_the_latent() -> None:
     model = read_model(LATENT)
     latent, keys = (layer.spec for layer in model.layers[:2])
     assert latent == MLAAttentionSpec(block_size=16, head_size=40, dtype="float16")
-    assert keys == MLAAttentionSpec(block_size=16, head_size=132, dtype="uint8")
+    assert keys == MLAAttentionSpec(block_size=16, head_size=132, dtype="uint8", cache_role=SparseCacheRole.INDEXER)
     assert model.kv_bytes_per_token == 4 * (40 * 2 + 132)
     assert read_model(LATENT, backend="transformers").kv_bytes_per_token == 4 * (40 * 2 + 128 * 2)
 

@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import WorkerError
 from hybridkv.runner.attention.formulas import PagedStep
-from hybridkv.runner.attention.gather import CrossRead, GatherBatch, cross_batch, gathered
+from hybridkv.runner.attention.gather import GatherBatch, PagesRead, cross_batch, gathered
 from hybridkv.runner.inputs import EncoderInputs, require_blocks
 from hybridkv.runner.model_call import decode, encode
 from hybridkv.runner.probe import ProbeCache, attention_implementation
@@ -123,6 +123,12 @@ class RowCache(StepCache):
         keys, values = super().update(key_states, value_states, layer_idx)
         length = self._length(layer_idx)
         return keys[:, :, :length], values[:, :, :length]
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Write an indexer's keys [1, tokens, width]; return those of the request, [1, context, width]."""
+        batch, (pages,) = self._context.indexers[layer_idx]
+        pages.index_put_((batch.write_block, batch.write_offset), indexer_key_states[0].unsqueeze(1))
+        return gathered(pages, batch)[:, 0, : batch.segments[0].length]
 
     def get_seq_length(self, *_args: object, **_kwargs: object) -> int:
         """Return the number of the request's tokens before the row's."""
@@ -253,7 +259,7 @@ class CrossAttention:
 
     # -- the forward
 
-    def reads(self, step: Step) -> Mapping[int, CrossRead]:
+    def reads(self, step: Step) -> Mapping[int, PagesRead]:
         """Return the reads of each layer in ``step``, by its index."""
         tokens = self._tokens[step.rows]
         batches = {group: cross_batch(step, self._tables[group], tokens, self._model.dtype) for group in self._groups}

@@ -311,8 +311,11 @@ def cross_batch(step: Step, table: BlockTable, tokens: Int64, dtype: torch.dtype
 # -- attention over gathered contexts
 
 
-CrossRead = tuple[GatherBatch, tuple[torch.Tensor, ...]]
-"""The reads of one layer's cross attention in a step, and its keys and values, [blocks, block_size, ..] each."""
+PagesRead = tuple[GatherBatch, tuple[torch.Tensor, ...]]
+"""The reads of one entry of a layer in a step, and its pages, [blocks, block_size, heads, width] each.
+
+The entry keeps the keys and values of cross attention, or the keys of an indexer.
+"""
 
 
 def attend(
