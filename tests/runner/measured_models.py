@@ -1,6 +1,7 @@
 """Which configs are measured (measured_caches.py), and what a plan says in the same words."""
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from hybridkv.models import Model, read_model
 from hybridkv.specs import AttentionSpec, ChunkedLocalAttentionSpec, Keeps, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
+_SOUND = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
 _LFM2_TYPES = ["conv", "conv", "full_attention", "conv"] * 8
 
 REPAIRS: Mapping[str, Mapping[str, Any]] = {
@@ -29,6 +31,7 @@ REPAIRS: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": _LFM2_TYPES},
     "ministral": {"head_dim": 128},
+    **dict.fromkeys(("musicgen", "musicgen_melody"), _SOUND),
     "nemotron": {"num_key_value_heads": 8},
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
@@ -70,10 +73,7 @@ WRAPPERS = (
 def config_of(model_type: str) -> PreTrainedConfig:
     """The defaults of a config class with its repairs."""
     given = {**REPAIRS.get(model_type, {}), **ON_CPU.get(model_type, {})}
-    if model_type in {"musicgen", "musicgen_melody"}:
-        parts = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
-        return CONFIG_MAPPING[model_type](**parts, decoder={}, **given)
-    return CONFIG_MAPPING[model_type](**given)
+    return CONFIG_MAPPING[model_type](**deepcopy(given))  # some classes take their parts out of it
 
 
 @cache

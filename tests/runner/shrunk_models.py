@@ -7,12 +7,14 @@ No class has code of its own here; what a few need beside the shared fields stan
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from measured_models import REPAIRS, config_of
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hybridkv.runner import tiny_model
 from hybridkv.runner.tiny import VOCAB_SIZE, fill
@@ -32,8 +34,8 @@ def small_config(model_type: str) -> PreTrainedConfig:
     """The defaults of a config class, shrunk."""
     if model_type == "dbrx":  # takes no whole file of its own
         return config_of(model_type)
-    given = dict(REPAIRS.get(model_type, {}))
-    return CONFIG_MAPPING[model_type](**_shrunk(CONFIG_MAPPING[model_type](**given).to_dict(), model_type))
+    whole = CONFIG_MAPPING[model_type](**deepcopy(dict(REPAIRS.get(model_type, {}))))
+    return CONFIG_MAPPING[model_type](**_shrunk(whole.to_dict(), model_type))
 
 
 def _shrunk(file: dict[str, Any], model_type: str) -> dict[str, Any]:
@@ -72,11 +74,33 @@ TINY = ("jamba", "zamba", "zamba2")
 """Of which ``tiny_model`` has one: where their layers attend lies in several fields."""
 
 
+def _built(config: PreTrainedConfig) -> PreTrainedModel:
+    """As transformers builds it.
+
+    The class of a model with a decoder takes the decoder's config. A part that needs a package that is not installed is
+    left out: images need gemma3n's, and no test gives it any.
+    """
+    made = AutoModel.from_config
+
+    def if_installed(config: PreTrainedConfig) -> torch.nn.Module:
+        try:
+            return made(config)  # type: ignore[no-any-return]  # transformers is not typed
+        except ImportError:
+            return torch.nn.Identity()
+
+    decoder = getattr(config, "decoder", None)
+    with patch.object(AutoModel, "from_config", if_installed):
+        if isinstance(decoder, PreTrainedConfig):
+            known = AutoModelForCausalLM._model_mapping[type(config)]
+            return known._from_config(decoder, attn_implementation="eager")
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
 def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     """In float32 on the CPU, with weights with which what is cached matters (hybridkv.runner.tiny)."""
     if model_type in TINY:
         return tiny_model(model_type, seed)
-    model = AutoModelForCausalLM.from_config(small_config(model_type), attn_implementation="eager").float().eval()
+    model = _built(small_config(model_type)).float().eval()
     fill(model, torch.Generator().manual_seed(seed))
     built: PreTrainedModel = model
     return built

@@ -17,13 +17,13 @@ from hybridkv.errors import UnsupportedModelError, WorkerError
 from hybridkv.runner import tiny_model
 from hybridkv.runner.probe import probe
 from hybridkv.runner.states.continuation import continuation, of_each_kind
+from hybridkv.runner.states.passing import States
 from hybridkv.runner.states.recurrent import (
     SCAN,
     Continuation,
     MixerState,
     RecurrentMixer,
     StateKind,
-    States,
     functions_of,
     run_decode,
     run_segment,
@@ -69,7 +69,7 @@ def token_by_token(name: str, *, begins: bool) -> tuple[torch.Tensor, list[State
     begins: from zeros, else from random states.
     """
     mixer = mixers_of(name)[-1]
-    states = mixer.zeros() if begins else random_states(mixer)
+    states = mixer.initial() if begins else random_states(mixer)
     hidden, outputs, seen = noise(1, TOKENS, mixer.width), [], [states]
     with torch.inference_mode():
         for at in range(TOKENS):
@@ -182,7 +182,7 @@ def test_previous_state_is_missing_for_new_requests_only() -> None:
         _, states = run_segment(mixer, noise(1, 3, 4), None, Continuation.TOKEN)
         run_segment(mixer, noise(1, 3, 4), states, Continuation.NATIVE)
         run_segment(mixer, noise(1, 2, 4), states, Continuation.TOKEN)
-        run_decode(mixer, noise(2, 1, 4), mixer.zeros(2))
+        run_decode(mixer, noise(2, 1, 4), mixer.initial(2))
     assert module.answers == [False, True, True, True, True]
 
 

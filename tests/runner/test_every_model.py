@@ -1,17 +1,20 @@
 """Every causal language model that an engine runs, shrunk, in six regimes against plain transformers."""
 
 import pytest
+import torch
 from csv_table import DATA, read
 from every_model import LONGEST, MEMORY, MODEL_TYPES, configs, context, tried
 from regimes import Regimes
 from runner_support import TOLERANCE, EngineFactory, shared_prompts
-from shrunk_models import small_model
+from shrunk_models import small_config, small_model
+from transformers import AutoModelForCausalLM
 
 from hybridkv.errors import HybridKVError, UnsupportedModelError
 from hybridkv.runner import Engine
 from hybridkv.runner.attention.gather import NAME
 from hybridkv.runner.load import wrap
 from hybridkv.runner.probe import Forwards, attention_implementation
+from hybridkv.runner.tiny import fill
 
 PROMPTS, PREFIX, LONGEST_TAIL, OUTPUT = 5, 8, 16, 16
 NEAR_TIES = 2
@@ -38,14 +41,26 @@ def _runs() -> list[str]:
     return [row["model type"] for row in read(DATA / "models-run.csv")]
 
 
-UNLIKE = ("bloom", "cohere2", "gemma4_text", "gpt2", "lfm2_moe", "minicpm3", "minimax_m3_vl_text", "roberta")
+UNLIKE = (
+    "bloom",
+    "cohere2",
+    "gemma4_text",
+    "gpt2",
+    "lfm2_moe",
+    "minicpm3",
+    "minimax",
+    "minimax_m3_vl_text",
+    "recurrent_gemma",
+    "roberta",
+    "rwkv",
+)
 """Those whose pages, masks or positions are unlike others': CI; self-checks at load compare all of SAMPLE there."""
 ALL = [pytest.param(one, marks=() if one in UNLIKE else pytest.mark.thorough) for one in _runs()]
 
 
 ROOM: dict[str, int | None] = {
     **dict.fromkeys(("jamba", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), 1),
-    **dict.fromkeys(("falcon_h1", "kimi_linear", "nemotron_h", "olmo_hybrid", "zamba", "zamba2")),
+    **dict.fromkeys(("falcon_h1", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid", "zamba", "zamba2")),
 }
 """Of models whose states are so large beside 38 tokens that room for two is room for all; see Regimes."""
 
@@ -80,19 +95,13 @@ def test_eager_attention_with_required_mask_runs_rows_together() -> None:
         assert engine.runner.forwards is Forwards.TOGETHER
 
 
-def test_at_least_153_model_types_run() -> None:
-    assert len(_runs()) >= 153
+def test_at_least_163_model_types_run() -> None:
+    assert len(_runs()) >= 163
     assert set(SAMPLE) <= set(_runs())
 
 
 @pytest.mark.parametrize(
-    ("model_type", "match"),
-    [
-        ("bigbird_pegasus", "attends in both directions"),
-        ("moshi", "computes other logits on paged caches than in plain transformers"),
-        ("openai-gpt", "layers keep nothing"),
-        ("zaya", "does not run on paged caches, so it is not supported"),
-    ],
+    ("model_type", "match"), [("bigbird_pegasus", "attends in both directions"), ("openai-gpt", "layers keep nothing")]
 )
 def test_unsupported_models_are_rejected_and_keep_their_attention(model_type: str, match: str) -> None:
     model = small_model(model_type)
@@ -100,6 +109,16 @@ def test_unsupported_models_are_rejected_and_keep_their_attention(model_type: st
     with pytest.raises(HybridKVError, match=match):
         Engine(model, memory=MEMORY, max_model_len=LONGEST)
     assert {id(one): one._attn_implementation for one in configs(model)} == own
+
+
+def test_model_whose_plain_forward_ignores_its_window_is_rejected() -> None:
+    """Moshi's cache has a window that its masks lack: past it, its own ``generate`` differs from one forward."""
+    config = small_config("moshi")
+    config.sliding_window = 24
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    fill(model, torch.Generator().manual_seed(0))
+    with pytest.raises(UnsupportedModelError, match="computes other logits on paged caches than in plain transformers"):
+        Engine(model, memory=MEMORY, max_model_len=LONGEST)
 
 
 def test_failed_attention_switch_restores_every_part() -> None:

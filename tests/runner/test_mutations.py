@@ -58,7 +58,7 @@ class PagedLayer:
 
 def state_views(engine: Engine) -> list[StateView]:
     found = []
-    for name, mixer in zip(engine.runner.continues, engine.runner._mixers, strict=True):
+    for (name, _), mixer in zip(engine.runner.continues, engine.runner._mixers, strict=True):
         parts = zip(mixer._mixer.parts, mixer._views, strict=True)
         found += [StateView(name, part.kind, mixer._group, view) for part, view in parts]
     return found

@@ -80,7 +80,7 @@ def test_planned_page_bytes_match_the_probe(name: str, dtype: torch.dtype) -> No
     assert set(states) == {layer.name for layer in planned.layers if layer.spec.keeps is Keeps.STATE}
     for layer in planned.layers:
         if isinstance(layer.spec, MambaSpec):
-            mixer = states[layer.name]
+            (mixer,) = states[layer.name]
             assert layer.spec.page_size_bytes == sum(part.token_bytes for part in pages[layer.name])
             assert pages[layer.name] == tuple(PagePart(part.shape, part.dtype) for part in mixer.parts)
             assert layer.spec.shapes == tuple(part.shape for part in mixer.parts)
@@ -110,16 +110,9 @@ def config_of(model_type: str, **fields: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes, **special, **fields)).eval()
 
 
-@pytest.mark.parametrize(
-    ("model_type", "fields", "message"),
-    [
-        ("minimax", {"num_hidden_layers": 2, "head_dim": 16, "num_local_experts": 2}, "cache of its own"),
-        ("rwkv", {"num_hidden_layers": 2, "attention_hidden_size": 64}, "cached nothing in a forward"),
-    ],
-)
-def test_models_with_unsupported_caches_are_rejected(model_type: str, fields: dict[str, object], message: str) -> None:
-    model = config_of(model_type, **fields)
-    with pytest.raises(UnsupportedModelError, match=message):
+def test_model_that_caches_nothing_is_rejected() -> None:
+    model = config_of("openai-gpt", num_hidden_layers=2)
+    with pytest.raises(UnsupportedModelError, match="cached nothing in a forward"):
         probe(model)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 

@@ -28,7 +28,7 @@ from hybridkv.models import read_model
 from hybridkv.models.json_text import DocumentError, read_json
 from hybridkv.models.quantization import kv_dtype
 from hybridkv.regular_files import open_regular
-from hybridkv.runner.model_call import auto_class
+from hybridkv.runner.model_call import auto_class, vocabulary_of
 from hybridkv.runner.probe import require_runnable
 from hybridkv.runner.tiny import byte_tokenizer, tiny_model
 from hybridkv.units import shown
@@ -95,8 +95,7 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         """Number of token ids: ids are 0 to this number less one."""
-        size: int = self.model.get_input_embeddings().num_embeddings
-        return size
+        return vocabulary_of(self.model)
 
 
 def load(

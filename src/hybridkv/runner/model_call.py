@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 from transformers import (
@@ -29,7 +29,9 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from hybridkv.errors import UnsupportedModelError
 from hybridkv.runner.attention.formulas import attention_modules
+from hybridkv.runner.step_context import EmptyCache
 
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -39,7 +41,8 @@ class ModelCall:
 
     Attributes:
         model: the model.
-        cache_parameter: name of the cache argument; models with only recurrent layers name it ``cache_params``.
+        cache_parameter: name of the cache argument; models with only recurrent layers name it ``cache_params``. None
+            if it takes no Cache of transformers: such a model keeps states of its own (states/passing.py).
         takes_positions: whether the forward gets position ids. A forward that passes unknown arguments on gets them if
             the model has attention.
         keeps_logits: whether it can compute the logits of selected tokens alone.
@@ -48,13 +51,19 @@ class ModelCall:
     def __init__(self, model: PreTrainedModel) -> None:
         known, passes_on = _parameters(model)
         self.model = model
-        self.cache_parameter = "cache_params" if "cache_params" in known else "past_key_values"
+        name = "cache_params" if "cache_params" in known else "past_key_values"
+        own = _own_cache(model, name)
+        self.cache_parameter = name if own is None or issubclass(own, Cache) else None
+        self._poses_as = own if self.cache_parameter is not None else None
         self.takes_positions = "position_ids" in known or (passes_on and any(attention_modules(model)))
         self.keeps_logits = "logits_to_keep" in known
 
-    def arguments(self, cache: Cache, positions: torch.Tensor | None) -> dict[str, Any]:
+    def arguments(self, cache: EmptyCache, positions: torch.Tensor | None) -> dict[str, Any]:
         """Return the arguments for ``cache`` and, if the model takes them, int64[rows, tokens] ``positions``."""
-        arguments: dict[str, Any] = {self.cache_parameter: cache}
+        arguments = dict[str, Any]()
+        if self.cache_parameter is not None:
+            cache.poses_as = self._poses_as
+            arguments[self.cache_parameter] = cache
         if positions is not None and self.takes_positions:
             arguments["position_ids"] = positions
         return arguments
@@ -63,7 +72,7 @@ class ModelCall:
         self,
         tokens: torch.Tensor,
         keep: torch.Tensor,
-        cache: Cache,
+        cache: EmptyCache,
         positions: torch.Tensor | None,
         more: Mapping[str, Any] = _NOTHING,
     ) -> torch.Tensor:
@@ -79,7 +88,8 @@ class ModelCall:
         arguments = self.arguments(cache, None if positions is None else positions[None])
         if self.keeps_logits:
             arguments["logits_to_keep"] = keep
-        logits: torch.Tensor = self.model(input_ids=tokens[None], use_cache=True, **{**arguments, **more}).logits[0]
+        arguments["use_cache"] = self.cache_parameter is not None
+        logits: torch.Tensor = self.model(input_ids=tokens[None], **{**arguments, **more}).logits[0]
         return logits if self.keeps_logits else logits[keep]
 
 
@@ -97,6 +107,35 @@ def _parameters(model: PreTrainedModel) -> tuple[set[str], bool]:
         if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
             return known, False
     return known, True
+
+
+def _own_cache(model: PreTrainedModel, name: str) -> type | None:
+    """Return the class of caches of its own that ``model`` asks for in the argument ``name``; None without one."""
+    parts = {type(one) for one in model.modules() if isinstance(one, PreTrainedModel)}
+    for part in parts:
+        parameter = inspect.signature(part.forward).parameters.get(name)
+        kinds = () if parameter is None else (parameter.annotation, *get_args(parameter.annotation))
+        for kind in kinds:
+            if isinstance(kind, type) and kind.__module__ == part.__module__:
+                return kind
+    return None
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Return the number of token ids that ``model`` reads.
+
+    Raises UnsupportedModelError for a model that reads several tokens at once, each with an embedding of its own.
+    """
+    table = model.get_input_embeddings()
+    if isinstance(table, torch.nn.ModuleList):
+        if len(table) != 1:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} reads {len(table)} tokens at once, one of each codebook, which is not "
+                "supported: run this model with plain transformers"
+            )
+        table = table[0]
+    size: int = table.num_embeddings
+    return size
 
 
 def is_encoder_decoder(model: torch.nn.Module) -> bool:

@@ -29,7 +29,8 @@ from hybridkv.models import Layer, Model, read_model
 from hybridkv.runner.attention import gather
 from hybridkv.runner.attention.formulas import Attended, AttentionForm, attention_modules, eager_function, form_of
 from hybridkv.runner.model_call import ModelCall, decode, is_encoder_decoder
-from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind
+from hybridkv.runner.states.passing import OwnStates, OwnStatesWatch
+from hybridkv.runner.states.recurrent import MixerState, Outputs, RecurrentMixer, StateKind
 from hybridkv.runner.step_context import EmptyCache, StepContext
 from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import (
@@ -115,6 +116,7 @@ class ProbeCache(EmptyCache):
         callers: the running modules that received the cache, outermost first.
         ran: all modules that ran.
         states: the states that each caller keeps for each layer.
+        own: the modules with states of their own.
     """
 
     def __init__(self) -> None:
@@ -125,6 +127,9 @@ class ProbeCache(EmptyCache):
         self.callers: list[_Call] = []
         self.ran: set[torch.nn.Module] = set()
         self.states: dict[tuple[_Call, int], dict[tuple[StateKind, int], MixerState]] = {}
+        self.own: tuple[OwnStates, ...] = ()
+        self._kept: list[torch.Tensor] = []
+        self._outputs: dict[_Call, Outputs] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
@@ -167,7 +172,19 @@ class ProbeCache(EmptyCache):
             raise _unsupported("states are kept outside of the modules that received the cache")
         kept = self.states.setdefault((self.callers[-1], layer_idx), {})
         kept[kind, state_idx] = MixerState(kind, state_idx, shape, states.dtype)
+        self._kept.append(states)
         return states
+
+    def leave(self, result: object) -> None:
+        """Note the result of the innermost running caller, which ends."""
+        self._outputs[self.callers.pop()] = _outputs(result, self._kept)
+
+    def set_linear_cache(self, layer_idx: int, states: torch.Tensor) -> None:
+        """Record [1, *shape]: the name by which MiniMax keeps its states."""
+        self.update_recurrent_state(states, layer_idx)
+
+    def get_linear_cache(self, layer_idx: int) -> None:
+        """Return None: no state is cached."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return None: no state is cached."""
@@ -189,13 +206,40 @@ class ProbeCache(EmptyCache):
         """Return the modules that kept states, in the order of their layers."""
         found = [
             RecurrentMixer(
-                call.module, layer, call.cache_parameter, call.width, tuple(kept[key] for key in sorted(kept))
+                call.module,
+                layer,
+                call.cache_parameter,
+                call.width,
+                tuple(kept[key] for key in sorted(kept)),
+                self._outputs.get(call),
             )
             for (call, layer), kept in self.states.items()
         ]
         if len({mixer.module for mixer in found}) < len(found):
             raise _unsupported("one module keeps the states of several layers")
-        return tuple(sorted(found, key=lambda mixer: mixer.layer_index))
+        return tuple(sorted(found, key=lambda mixer: (mixer.layer_index, mixer.parts[0].kind, mixer.parts[0].index)))
+
+
+def _outputs(result: object, kept: Iterable[torch.Tensor]) -> Outputs:
+    """Return the shape of one token's output for each entry of a forward's result (RecurrentMixer.outputs)."""
+    if not isinstance(result, tuple):
+        return None
+    shape = (1, PROBE_TOKENS)
+    return tuple(
+        tuple(one.shape[2:])
+        if isinstance(one, torch.Tensor) and one.shape[:2] == shape and not any(one is state for state in kept)
+        else None
+        for one in result
+    )
+
+
+def _with_own_states(one: OwnStates) -> RecurrentMixer:
+    """Return the mixer of a module with states of its own."""
+    parts = tuple(
+        MixerState(StateKind.RECURRENT, index, shape, dtype, initial)
+        for index, (shape, dtype, initial) in enumerate(one.states)
+    )
+    return RecurrentMixer(one.module, one.layer_index, "", one.width, parts, _outputs(one.result, ()), one.passing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +257,13 @@ class Probed:
 
     Attributes:
         attention: page parts of a token, by layer index.
-        mixers: the modules that keep states.
+        mixers: the modules that keep states in the cache.
         cross: page parts of a token of the encoder's output, by layer index; empty without cross attention.
         indexers: page part of a token's key in an indexer, by layer index; empty without indexers.
         takes_positions: whether the forward takes the positions of tokens.
         ran: modules that ran in the forward.
+        own: modules that may keep states of their own. Modules may keep other tensors, too, so only layers that the
+            plan gives states are run from pages.
     """
 
     attention: Mapping[int, tuple[PagePart, ...]]
@@ -226,13 +272,14 @@ class Probed:
     indexers: Mapping[int, tuple[PagePart, ...]] = field(default_factory=dict)
     takes_positions: bool = True
     ran: frozenset[torch.nn.Module] = frozenset()
+    own: tuple[RecurrentMixer, ...] = ()
 
 
 def probe(model: PreTrainedModel) -> Probed:
     """Find the cache of every layer of ``model`` by a forward over PROBE_TOKENS tokens.
 
     Raises UnsupportedModelError for a model that caches through anything but ``update``, ``update_indexer``,
-    ``update_conv_state`` and ``update_recurrent_state`` of the cache it is given.
+    ``update_conv_state`` and ``update_recurrent_state`` of the cache it is given, or as states/passing.py says.
     """
     cache, crossed = ProbeCache(), ProbeCache()
     with attention_implementation(model, "eager"), _callers(model, cache), torch.inference_mode():
@@ -243,11 +290,10 @@ def probe(model: PreTrainedModel) -> Probed:
         except Exception as error:  # a model may raise any error for a cache that it does not expect
             reason = f"{type(model).__name__} does not run on a cache of keys, values and states ({error})"
             raise _unsupported(reason) from error
-    if not cache.taken and not cache.states:
+    if not cache.taken and not cache.states and not cache.own:
         raise _unsupported(f"{type(model).__name__} cached nothing in a forward")
-    return Probed(
-        cache.attention, cache.mixers(), crossed.attention, cache.indexers, takes_positions, frozenset(cache.ran)
-    )
+    own, ran = tuple(map(_with_own_states, cache.own)), frozenset(cache.ran)
+    return Probed(cache.attention, cache.mixers(), crossed.attention, cache.indexers, takes_positions, ran, own)
 
 
 class FormNotes:
@@ -328,8 +374,9 @@ def _forward(model: PreTrainedModel, cache: ProbeCache, crossed: ProbeCache) -> 
 def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
     """Record in ``cache.callers`` the running modules of ``model`` that received the cache, outermost first.
 
-    Record in ``cache.ran`` all modules that ran.
+    Record in ``cache.ran`` all modules that ran, and in ``cache.own`` the ones with states of their own.
     """
+    watch = OwnStatesWatch(model)
 
     def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache.ran.add(module)
@@ -340,10 +387,12 @@ def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
             hidden = named.get(parameters[0])
             width = hidden.shape[-1] if isinstance(hidden, torch.Tensor) else 0
             cache.callers.append(_Call(module, name, width))
+        watch.enter(module, named, named.get(parameters[0]) if parameters else None)
 
-    def leave(module: torch.nn.Module, *_: object) -> None:
+    def leave(module: torch.nn.Module, _: object, result: object) -> None:
         if cache.callers and cache.callers[-1].module is module:
-            cache.callers.pop()
+            cache.leave(result)
+        watch.leave(module, result)
 
     handles = []
     for module in model.modules():
@@ -354,6 +403,7 @@ def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        cache.own = watch.found()
 
 
 def planner_model(
@@ -419,17 +469,23 @@ def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...
     indexed = _checked(planned, indexing, "caches an indexer's keys", probed.indexers)
     encoded = [one for one in planned.layers if one.spec.keeps is Keeps.ENCODER]
     crossed = _checked(planned, encoded, "reads an encoder's output", probed.cross)
-    return own | indexed | crossed | {name: _page_parts(mixer) for name, mixer in state_layout(planned, probed).items()}
+    return (
+        own | indexed | crossed | {name: _page_parts(mixers) for name, mixers in state_layout(planned, probed).items()}
+    )
 
 
-def state_layout(planned: Model, probed: Probed) -> dict[str, RecurrentMixer]:
-    """Return the mixer of every planned layer that keeps a state; its parts follow each other in its page.
+def state_layout(planned: Model, probed: Probed) -> dict[str, tuple[RecurrentMixer, ...]]:
+    """Return the mixers of every planned layer that keeps a state; their parts follow each other in its page.
 
     Raises ConfigError unless the forward kept states in exactly the planned layers, and as many bytes in each.
     """
-    mixers = {mixer.layer_index: mixer for mixer in probed.mixers}
-    found = {index: _page_parts(mixer) for index, mixer in mixers.items()}
-    states = _checked(planned, [one for one in planned.layers if one.spec.keeps is Keeps.STATE], "keeps states", found)
+    keeping = [one for one in planned.layers if one.spec.keeps is Keeps.STATE]
+    missing = {layer.index for layer in keeping} - {mixer.layer_index for mixer in probed.mixers}
+    mixers = dict[int, tuple[RecurrentMixer, ...]]()
+    for mixer in (*probed.mixers, *(one for one in probed.own if one.layer_index in missing)):
+        mixers[mixer.layer_index] = (*mixers.get(mixer.layer_index, ()), mixer)
+    found = {index: _page_parts(mine) for index, mine in mixers.items()}
+    states = _checked(planned, keeping, "keeps states", found)
     return {layer.name: mixers[layer.index] for layer in planned.layers if layer.name in states}
 
 
@@ -438,8 +494,8 @@ def is_indexer(layer: Layer) -> bool:
     return Feature.INDEXER in layer.spec.features
 
 
-def _page_parts(mixer: RecurrentMixer) -> tuple[PagePart, ...]:
-    return tuple(PagePart(part.shape, part.dtype) for part in mixer.parts)
+def _page_parts(mixers: Iterable[RecurrentMixer]) -> tuple[PagePart, ...]:
+    return tuple(PagePart(part.shape, part.dtype) for mixer in mixers for part in mixer.parts)
 
 
 def _checked(

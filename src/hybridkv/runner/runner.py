@@ -46,7 +46,7 @@ from hybridkv.runner.decode_graphs import DecodeGraphs, compile_option, refusal
 from hybridkv.runner.images import ImageRead, StepImages, attends_both_ways, towers_of
 from hybridkv.runner.inputs import require_blocks, require_callable
 from hybridkv.runner.load import require_model
-from hybridkv.runner.model_call import ModelCall, decode
+from hybridkv.runner.model_call import ModelCall, decode, vocabulary_of
 from hybridkv.runner.probe import (
     FormNotes,
     Forwards,
@@ -62,7 +62,7 @@ from hybridkv.runner.probe import (
 )
 from hybridkv.runner.sampling.draws import Draws, LogprobRows, check_drafts, logprobs_of
 from hybridkv.runner.sampling.sampler import NONE_DRAWN, RowState, sample
-from hybridkv.runner.states.continuation import continuation, of_each_kind, recurrence
+from hybridkv.runner.states.continuation import continuation, decodes_together, of_each_kind, recurrence
 from hybridkv.runner.states.recurrent import RecurrentMixer
 from hybridkv.runner.states.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
 from hybridkv.runner.step_context import StandIn, StepContext
@@ -84,6 +84,8 @@ from hybridkv.worker.triton_attention import LayerShape
 logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
+_Slot = tuple[str, int]
+"""Where a mixer's states lie: the layer's name, and the number of states before its own in the layer's page."""
 Observer = Callable[[Step, torch.Tensor], None]
 """Called before sampling with the Step and the logits of ``Draws.of(step)``, float32[n, vocabulary]."""
 Undrawn = Callable[[str, Exception], object]
@@ -162,9 +164,10 @@ class ModelRunner:
         step_context.require_free(model)
         probed = probe(model)
         self.forwards = forwards_of(model, probed) if forwards is None else one_of(Forwards)("forwards", forwards)
-        mixers = state_layout(planned, probed)
+        mixers = _slots(state_layout(planned, probed))
         require_class_forwards(mixers.values())
         self.continues = of_each_kind(mixers, continuation)
+        self._together = of_each_kind(mixers, decodes_together)
         drafted = any(isinstance(one.spec, MambaSpec) and one.spec.num_speculative_blocks for one in config.groups)
         self.recurrences = of_each_kind(mixers, recurrence) if drafted else {}
         self.model, self.config, self.observer = model, config, observer
@@ -183,7 +186,7 @@ class ModelRunner:
             device=self._device,
             max_encoder_tokens=max_encoder_tokens,
         )
-        self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        self._vocabulary = vocabulary_of(model)
         self._rows = RowState(max_running, self._vocabulary)
         self._logprobs = LogprobRows(max_running)
         self._context = StepContext()
@@ -192,12 +195,12 @@ class ModelRunner:
         self._attach()
         self.decode_graphs = None if compiled is None else self._captured_decoding(max_model_len)
 
-    def _give_pages(self, planned: Model, mixers: Mapping[str, RecurrentMixer]) -> None:
-        """Give every layer its group and its views of the pages. ``mixers``: the recurrent mixers, by layer name."""
+    def _give_pages(self, planned: Model, mixers: Mapping[_Slot, RecurrentMixer]) -> None:
+        """Give every layer its group and its views of the pages. ``mixers``: the recurrent mixers, by their place."""
         group_of = {name: number for number, group in enumerate(self.config.groups) for name in group.layer_names}
         crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
         indexing = [layer for layer in planned.layers if is_indexer(layer)]
-        others = {layer.name for layer in (*crossing, *indexing)} | mixers.keys()
+        others = {layer.name for layer in (*crossing, *indexing)} | {name for name, _ in mixers}
         attending = [layer for layer in planned.layers if layer.name not in others]
         self._reads = {
             layer.index: LayerRead(group_of[layer.name], AttentionMask.of(layer.spec)) for layer in attending
@@ -208,20 +211,21 @@ class ModelRunner:
         self._token_groups = sorted(
             {read.group for read in self._reads.values()} | {group for group, _ in self._indexers.values()}
         )
-        self._state_groups = sorted({group_of[name] for name in mixers})
+        self._state_groups = sorted({group_of[name] for name, _ in mixers})
         self._mixers = [
             PagedMixer(
                 mixer,
-                self.continues[name],
-                self.storage.views[name],
+                self.continues[name, first],
+                self.storage.views[name][first : first + len(mixer.parts)],
                 self._context,
                 group_of[name],
-                recurrence=self.recurrences.get(name),
+                recurrence=self.recurrences.get((name, first)),
             )
-            for name, mixer in mixers.items()
+            for (name, first), mixer in mixers.items()
         ]
-        by_token = {group_of[name] for name in mixers if self.recurrences.get(name) is None}
+        by_token = {group_of[name] for name, first in mixers if self.recurrences.get((name, first)) is None}
         self._drafts_at_once = set(self._state_groups) - by_token
+        self._by_row = {group_of[name] for name, first in mixers if not self._together[name, first]}
         cross = [CrossLayer(one.index, group_of[one.name], self.storage.views[one.name]) for one in crossing]
         self.cross = CrossAttention(self.model, cross, self.tables, self._context) if cross else None
         biases = segment_biases(self.model.get_decoder(), self._context) if cross else []
@@ -453,7 +457,12 @@ class ModelRunner:
     def _state_batches(self, step: Step) -> dict[int, StateBatch]:
         """Return the StateBatch of each group of states."""
         groups = self._state_groups if step.num_tokens else []
-        return {group: state_batch(step, group, self._device, alike=group in self._drafts_at_once) for group in groups}
+        return {
+            group: state_batch(
+                step, group, self._device, alike=group in self._drafts_at_once, alone=group in self._by_row
+            )
+            for group in groups
+        }
 
     def _attention_of(self, step: Step, last_seen: Int64 | None) -> dict[int, GatherBatch | PagedStep]:
         """Return how each layer attends, by layer index. Layers with equal reads share one object."""
@@ -507,6 +516,17 @@ class ModelRunner:
             if self._undrawn is None:
                 raise error
             self._undrawn(self._request_of_row[step.rows.item(draws.row.item(draw))], error)
+
+
+def _slots(mixers: Mapping[str, Sequence[RecurrentMixer]]) -> dict[_Slot, RecurrentMixer]:
+    """Return each mixer of each layer by its place."""
+    found = dict[_Slot, RecurrentMixer]()
+    for name, mine in mixers.items():
+        first = 0
+        for mixer in mine:
+            found[name, first] = mixer
+            first += len(mixer.parts)
+    return found
 
 
 def require_fit(planned: Model, config: KVCacheConfig) -> None:

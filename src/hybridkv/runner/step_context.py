@@ -140,10 +140,21 @@ class StandIn:
 
 
 class EmptyCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """A transformers Cache that reports an empty past, unless a subclass says otherwise."""
+    """A transformers Cache that reports an empty past, unless a subclass says otherwise.
+
+    Attributes:
+        poses_as: the cache class of a model's own that ``isinstance`` must find; None for transformers' Cache.
+    """
+
+    poses_as: type[Cache] | None = None
 
     def __init__(self) -> None:
         super().__init__(layers=_Layers(self))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class that a model may ask for. What the cache does is this class's own (as in unittest.mock)."""
+        return self.poses_as or type(self)
 
     def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
         """Return whether there is a state, or padding that masks must hide."""

@@ -10,6 +10,8 @@ The first of native, superposition and token by token that agrees in both is use
 Drafts run in one call if that gives the same states as token by token, after each of a few tokens of two rows:
 
     drafts     from the state at the cut, and from the disturbed state
+
+Rows decode together if each gets the same as alone, from the state at the cut and from the disturbed state.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from typing import Final, TypeVar
 import torch
 
 from hybridkv.errors import UnsupportedModelError
+from hybridkv.runner.states.passing import States
 from hybridkv.runner.states.recurrent import (
     SCAN,
     Continuation,
     MixerState,
     Recurrence,
     RecurrentMixer,
-    States,
     functions_of,
     recurrence_of,
     run_decode,
@@ -113,6 +115,20 @@ def recurrence(mixer: RecurrentMixer) -> Recurrence | None:
     return found
 
 
+def decodes_together(mixer: RecurrentMixer) -> bool:
+    """Return whether ``mixer`` decodes several rows in one call as it decodes each alone.
+
+    RWKV of transformers mixes the rows. It runs some six forwards of one token, on a copy of the mixer in float32.
+    """
+    check = _Check(mixer)
+    try:
+        apart = check.rows()
+    except Exception as error:  # noqa: BLE001  # a kernel may raise any error; each row then runs alone
+        logger.info("%s: several rows in one call failed: %r", type(mixer.module).__name__, error)
+        return False
+    return apart <= TOLERANCE
+
+
 def depends_on_calls(mixers: Sequence[RecurrentMixer]) -> bool:
     """Return whether one of ``mixers`` computes a prompt differently in one call and token by token.
 
@@ -134,12 +150,14 @@ class _Check:
         parts = tuple(replace(part, dtype=torch.float32) for part in mixer.parts)
         self.mixer = replace(mixer, module=copy.deepcopy(mixer.module).float().eval(), parts=parts)
         generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, _TOKENS, mixer.width, generator=generator).to(device)
-        self._rest = hidden[:, _CUT:]
+        hidden, at = torch.randn(1, _TOKENS, mixer.width, generator=generator).to(device), slice(_CUT, None)
+        positions = torch.arange(_TOKENS, device=device)[None]
+        self._rest, self._positions = hidden[:, at], positions[:, at]
         with torch.inference_mode():
-            out, end = run_segment(self.mixer, hidden, None, Continuation.NATIVE)
-            self._whole = out[:, _CUT:], end
-            _, self._cut = run_segment(self.mixer, hidden[:, :_CUT], None, Continuation.NATIVE)
+            out, end = run_segment(self.mixer, hidden, None, Continuation.NATIVE, positions)
+            self._whole = out[:, at], end
+            begin = slice(_CUT)
+            _, self._cut = run_segment(self.mixer, hidden[:, begin], None, Continuation.NATIVE, positions[:, begin])
         self._noise = tuple(
             state + state.square().mean().sqrt().clamp_min(1) * torch.randn(state.shape, generator=generator).to(device)
             for state in self._cut
@@ -165,9 +183,23 @@ class _Check:
                 apart = max(apart, _difference((out[:, at : at + 1], ours), (wanted, states)))
         return apart
 
+    def rows(self) -> float:
+        """Return the largest difference of two rows in one call from each alone, in the output and in the states."""
+        hidden = torch.cat((self._rest[:, :1], self._rest[:, -1:]))
+        at = torch.cat((self._positions[:, :1], self._positions[:, -1:]))
+        states = tuple(torch.cat(pair) for pair in zip(self._cut, self._noise, strict=True))
+        with torch.inference_mode():
+            alone = [
+                run_segment(self.mixer, hidden[:1], self._cut, Continuation.NATIVE, at[:1]),
+                run_segment(self.mixer, hidden[1:], self._noise, Continuation.NATIVE, at[1:]),
+            ]
+            out, after = run_decode(self.mixer, hidden, states, at)
+        each = [(out[row : row + 1], tuple(state[row : row + 1] for state in after)) for row in range(len(alone))]
+        return max(map(_difference, each, alone))
+
     def _run(self, states: States, how: Continuation) -> Result:
         with torch.inference_mode():
-            return run_segment(self.mixer, self._rest, states, how)
+            return run_segment(self.mixer, self._rest, states, how, self._positions)
 
 
 def difference(ours: torch.Tensor, reference: torch.Tensor) -> float:

@@ -2,9 +2,10 @@
 
     hidden [rows, tokens, width] + states [rows, *shape] -> the mixer's own forward on a StateCache -> hidden, states
 
-A mixer sees a cache of its one layer. The forward that runs is always the forward of the mixer's class, so the
-instance's forward may be replaced by one that calls these functions. If another function must run inside of it, the
-forward runs with globals of its own: modelling modules keep their kernels as globals, and stay unchanged.
+A mixer sees a cache of its one layer, or gets its states as states/passing.py says. The forward that runs is always
+the forward of the mixer's class, so the instance's forward may be replaced by one that calls these functions. If
+another function must run inside of it, the forward runs with globals of its own: modelling modules keep their kernels
+as globals, and stay unchanged.
 
 Superposition. Transformers' selective scan starts from zero. The recurrence h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t,
 y_t = C_t h_t (Mamba, arXiv 2312.00752, equation 2) is linear in h: h_0 contributes exp(A * (dt_1 + ... + dt_t)) h_0 at
@@ -29,9 +30,11 @@ place, as the forward itself calls it. They are known by name.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from types import FunctionType
 from typing import Any, Final
 
@@ -39,10 +42,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 
 from hybridkv.errors import WorkerError
+from hybridkv.runner.states.passing import Held, Passing, States
 from hybridkv.runner.step_context import EmptyCache
 
-States = tuple[torch.Tensor, ...]
-"""One tensor [rows, *shape] for every MixerState of a mixer, in its order."""
+Outputs = tuple[tuple[int, ...] | None, ...] | None
+"""What a mixer's forward returns (RecurrentMixer.outputs)."""
 Function = Callable[..., Any]
 Name = int | str
 """Of an argument: its place, or its keyword."""
@@ -86,12 +90,14 @@ class MixerState:
         index: its number among the states of its kind.
         shape: shape of one request's state.
         dtype: dtype of the state.
+        initial: its value before the first token.
     """
 
     kind: StateKind
     index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    initial: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +110,9 @@ class RecurrentMixer:
         cache_parameter: name of the cache argument of its forward.
         width: width of its input.
         parts: its states, conv first, by index.
+        outputs: for each entry of the tuple that its forward returns, the shape of one token's output; None for other
+            entries. None if the forward returns one tensor.
+        passing: how its forward gets the states; None for a cache.
     """
 
     module: torch.nn.Module
@@ -111,11 +120,46 @@ class RecurrentMixer:
     cache_parameter: str
     width: int
     parts: tuple[MixerState, ...]
+    outputs: Outputs = None
+    passing: Passing | None = None
 
-    def zeros(self, rows: int = 1) -> States:
+    def initial(self, rows: int = 1) -> States:
         """Return the states of ``rows`` requests before their first token."""
         device = next(self.module.parameters()).device
-        return tuple(torch.zeros((rows, *part.shape), dtype=part.dtype, device=device) for part in self.parts)
+        return tuple(
+            torch.full((rows, *part.shape), part.initial, dtype=part.dtype, device=device) for part in self.parts
+        )
+
+    def hold(self, states: States, *, continues: bool) -> Held:
+        """Return ``states`` as the forward expects them; some may be written in place."""
+        if self.passing is not None:
+            return self.passing.hold(self.module, states)
+        return StateCache(self, states, continues=continues)
+
+    @property
+    def out_width(self) -> int:
+        """The elements of a token in all outputs together."""
+        if self.outputs is None:
+            return self.width
+        return sum(math.prod(shape) for shape in self.outputs if shape is not None)
+
+    def joined(self, result: Any) -> torch.Tensor:  # noqa: ANN401  # the forward's result
+        """Return all outputs of tokens side by side, [rows, tokens, out_width]."""
+        if self.outputs is None:
+            alone: torch.Tensor = result
+            return alone
+        kept = [one.flatten(2) for one, shape in zip(result, self.outputs, strict=True) if shape is not None]
+        return torch.cat(kept, dim=-1) if len(kept) > 1 else kept[0]
+
+    def parted(self, out: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """Return ``out``, [rows, tokens, out_width], as the forward returns it, with None for other entries."""
+        if self.outputs is None:
+            return out
+        parted, end = list[torch.Tensor | None](), 0
+        for shape in self.outputs:
+            begin, end = end, end + (0 if shape is None else math.prod(shape))
+            parted.append(None if shape is None else out[..., begin:end].view(*out.shape[:-1], *shape))
+        return tuple(parted)
 
 
 class StateCache(EmptyCache):
@@ -124,7 +168,7 @@ class StateCache(EmptyCache):
     Args:
         mixer: the mixer.
         states: the states before the call; some may be written in place.
-        continues: whether tokens came before the call; otherwise the states must be zeros.
+        continues: whether tokens came before the call; otherwise the states must be the initial ones.
         keeps: whether to overwrite nothing.
 
     Attributes:
@@ -134,6 +178,7 @@ class StateCache(EmptyCache):
     def __init__(self, mixer: RecurrentMixer, states: States, *, continues: bool, keeps: bool = False) -> None:
         super().__init__()
         self._parts, self._continues, self._keeps = mixer.parts, continues, keeps
+        self._parameter = mixer.cache_parameter
         self.layers = _OneLayer(mixer.parts, states)
         self.joined: dict[int, torch.Tensor] = {}
 
@@ -141,6 +186,10 @@ class StateCache(EmptyCache):
     def states(self) -> States:
         """The states after the last call."""
         return tuple(self.layers.of_kind[part.kind][part.index] for part in self._parts)
+
+    def run(self, call: Callable[[Mapping[str, Any]], Any]) -> Any:  # noqa: ANN401  # the forward's result
+        """Run ``call`` with this cache, and return its result."""
+        return call({self._parameter: self})
 
     def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
         """Return whether the mixer must resume from the states."""
@@ -155,6 +204,14 @@ class StateCache(EmptyCache):
         """Return the recurrent state; None if no token came before the call."""
         del layer_idx
         return self.layers.recurrent_states[state_idx] if self._continues else None
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """Return the recurrent state, by MiniMax's name."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, states: torch.Tensor) -> None:
+        """Keep [rows, *shape], by MiniMax's name."""
+        self.update_recurrent_state(states, layer_idx)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
@@ -201,44 +258,53 @@ class _OneLayer(list[Any]):
 
 
 def run_segment(
-    mixer: RecurrentMixer, hidden: torch.Tensor, states: States | None, how: Continuation
+    mixer: RecurrentMixer,
+    hidden: torch.Tensor,
+    states: States | None,
+    how: Continuation,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, States]:
     """Run ``mixer`` over one request's tokens.
 
     hidden: [1, tokens, width], at least one token. states: before them, unchanged; None at the start of a request.
-    Returns output [1, tokens, width] and the states after the tokens, [1, *shape]. Raises WorkerError for shapes or
-    dtypes that are not the mixer's.
+    positions: int64[1, tokens]; None for a mixer that takes none. Returns output [1, tokens, out width] and the states
+    after the tokens, [1, *shape]. Raises WorkerError for shapes or dtypes that are not the mixer's.
     """
     if hidden.dim() != 3 or hidden.shape[0] != 1:
         raise WorkerError(f"a segment must be [1, tokens, width] of one request, got {tuple(hidden.shape)}")
     _check(mixer, hidden, states)
     if states is None:
-        cache = StateCache(mixer, mixer.zeros(), continues=False)
-        return _call(mixer, hidden, cache), cache.states
-    cache = StateCache(mixer, tuple(state.clone() for state in states), continues=True)
+        held = mixer.hold(mixer.initial(), continues=False)
+        return _call(mixer, hidden, held, positions), held.states
+    held = mixer.hold(tuple(state.clone() for state in states), continues=True)
     if how is Continuation.TOKEN and hidden.shape[1] > 1:
-        out = torch.cat([_call(mixer, hidden[:, at : at + 1], cache) for at in range(hidden.shape[1])], dim=1)
+        each = [slice(at, at + 1) for at in range(hidden.shape[1])]
+        calls = [_call(mixer, hidden[:, at], held, None if positions is None else positions[:, at]) for at in each]
+        out = torch.cat(calls, dim=1)
     elif how is Continuation.SUPERPOSITION and hidden.shape[1] > 1:
         scans = _SuperposedScans(mixer, states)
-        out = _call(mixer, hidden, cache, {SCAN: scans})
+        out = _call(mixer, hidden, held, positions, {SCAN: scans})
         scans.require_all()
     else:
-        out = _call(mixer, hidden, cache)
-    return out, cache.states
+        out = _call(mixer, hidden, held, positions)
+    return out, held.states
 
 
-def run_decode(mixer: RecurrentMixer, hidden: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
+def run_decode(
+    mixer: RecurrentMixer, hidden: torch.Tensor, states: States, positions: torch.Tensor | None = None
+) -> tuple[torch.Tensor, States]:
     """Run ``mixer`` over one token of each of several requests.
 
-    hidden: [rows, 1, width]. states: [rows, *shape] each, zeros for a new request; the mixer may **overwrite** them,
-    because gathering made a copy already. Returns output [rows, 1, width], and the states after it. Raises WorkerError
-    for shapes or dtypes that are not the mixer's.
+    hidden: [rows, 1, width]. states: [rows, *shape] each; the mixer may **overwrite** them, because gathering made a
+    copy already. positions: int64[rows, 1], as in ``run_segment``. Returns
+    output [rows, 1, out width], and the states after it. Raises WorkerError for shapes or dtypes that are not the
+    mixer's.
     """
     if hidden.dim() != 3 or hidden.shape[1] != 1:
         raise WorkerError(f"a decode batch must be [rows, 1, width], got {tuple(hidden.shape)}")
     _check(mixer, hidden, states)
-    cache = StateCache(mixer, states, continues=True)
-    return _call(mixer, hidden, cache), cache.states
+    held = mixer.hold(states, continues=True)
+    return _call(mixer, hidden, held, positions), held.states
 
 
 def _check(mixer: RecurrentMixer, hidden: torch.Tensor, states: States | None) -> None:
@@ -254,17 +320,38 @@ def _check(mixer: RecurrentMixer, hidden: torch.Tensor, states: States | None) -
 
 
 def _call(
-    mixer: RecurrentMixer, hidden: torch.Tensor, cache: StateCache, replaced: Mapping[str, Any] | None = None
+    mixer: RecurrentMixer,
+    hidden: torch.Tensor,
+    held: Held,
+    positions: torch.Tensor | None = None,
+    replaced: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Run the forward of the mixer's class. With functions ``replaced``, by name, its decorators are left out."""
+    """Run the forward of the mixer's class. With functions ``replaced``, by name, its decorators are left out.
+
+    Required arguments other than the hidden states, the mixer's states and positions are None.
+    """
     forward = type(mixer.module).forward
     if replaced is not None:
         own = inspect.unwrap(forward)
         known = {**own.__globals__, **replaced}
         forward = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
         forward.__kwdefaults__ = own.__kwdefaults__
-    out: torch.Tensor = forward(mixer.module, hidden, **{mixer.cache_parameter: cache})
-    return out
+    required, takes_positions = _further(type(mixer.module).forward)
+    others: dict[str, Any] = dict.fromkeys(required)
+    if takes_positions and positions is not None:
+        others[_POSITIONS] = positions
+    return mixer.joined(held.run(lambda given: forward(mixer.module, hidden, **{**others, **given})))
+
+
+_POSITIONS: Final = "position_ids"
+
+
+@cache
+def _further(forward: Function) -> tuple[tuple[str, ...], bool]:
+    """Return the required arguments of a mixer's forward after the hidden states, and whether it takes positions."""
+    parameters = list(inspect.signature(forward).parameters.values())[2:]
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return tuple(one.name for one in named if one.default is one.empty), _POSITIONS in {one.name for one in named}
 
 
 def functions_of(module: torch.nn.Module) -> dict[str, Function]:
@@ -475,6 +562,8 @@ class Recurrence:
 def recurrence_of(mixer: RecurrentMixer) -> Recurrence | None:
     """Find the recurrence of ``mixer``; None if there are several, or if it is not seen. Up to two short forwards."""
     recurrent = [part for part in mixer.parts if part.kind is StateKind.RECURRENT]
+    if mixer.passing is not None:
+        return None
     if not isinstance(inspect.unwrap(type(mixer.module).forward), FunctionType) or len(recurrent) > 1:
         return None
     if not recurrent:
@@ -491,12 +580,16 @@ def recurrence_of(mixer: RecurrentMixer) -> Recurrence | None:
 
 
 def run_every(
-    mixer: RecurrentMixer, hidden: torch.Tensor, states: States, recurrence: Recurrence
+    mixer: RecurrentMixer,
+    hidden: torch.Tensor,
+    states: States,
+    recurrence: Recurrence,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[States]]:
     """Run ``mixer`` over [rows, tokens, width] from ``states``; return its output, and the states after each token.
 
-    states: [rows, *shape] each, unchanged. Raises WorkerError if the mixer does not run as it did when its recurrence
-    was found.
+    states: [rows, *shape] each, unchanged. positions: int64[rows, tokens], as in ``run_segment``. Raises WorkerError if
+    the mixer does not run as it did when its recurrence was found.
     """
     cache, replaced = StateCache(mixer, states, continues=True, keeps=True), dict[str, _Stepped]()
     if recurrence.core is not None:
@@ -504,7 +597,7 @@ def run_every(
         step = inspect.unwrap(type(mixer.module).forward).__globals__[recurrence.step]
         (state,) = cache.layers.recurrent_states.values()
         replaced[recurrence.core] = made(step, state, recurrence.sliced)
-    out, tokens, parts = _call(mixer, hidden, cache, replaced), hidden.shape[1], list[list[torch.Tensor]]()
+    out, tokens, parts = _call(mixer, hidden, cache, positions, replaced), hidden.shape[1], list[list[torch.Tensor]]()
     for part in mixer.parts:
         if part.kind is StateKind.RECURRENT:
             after = [state.to(part.dtype) for stepped in replaced.values() for state in stepped.states]
@@ -526,7 +619,7 @@ def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], fr
     The result is its name, its arguments, and its arguments with one entry for each token.
     """
     shape = (_PROBED[0], tokens)
-    cache = StateCache(mixer, mixer.zeros(_PROBED[0]), continues=True, keeps=True)
+    cache = StateCache(mixer, mixer.initial(_PROBED[0]), continues=True, keeps=True)
     (state,) = cache.layers.recurrent_states.values()
     found = list[tuple[str, tuple[Name, ...], frozenset[Name]]]()
 
@@ -545,5 +638,5 @@ def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], fr
     functions = {name: watched(name, one) for name, one in functions_of(mixer.module).items()}
     hidden = next(mixer.module.parameters()).new_zeros(*shape, mixer.width)
     with torch.inference_mode():
-        _call(mixer, hidden, cache, functions)
+        _call(mixer, hidden, cache, replaced=functions)
     return found[0] if len(found) == 1 else None

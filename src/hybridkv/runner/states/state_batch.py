@@ -5,9 +5,10 @@
                                                           ^ a state is saved here
     token by token    [d0 d1 d2]  [x1 x2]  [x1]  [p p p p]  [p p]
 
-Rows that decode are batched. Rows with equally many tokens run in one call, which returns the states after each token
-(``run_every``); otherwise they run token by token. Every other row is cut where its state is written. A state is read
-from its block once, passed from call to call, and written only to blocks that the Step names.
+Rows that resume and decode are batched, unless a mixer of the group mixes rows. Rows with equally many tokens run in
+one call, which returns the states after each token (``run_every``); otherwise they run token by token. Every other row
+is cut where its state is written. A state is read from its block once, passed from call to call, and written only to
+blocks that the Step names.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import UnsupportedModelError, WorkerError
+from hybridkv.runner.states.passing import States
 from hybridkv.runner.states.recurrent import (
     Continuation,
     Recurrence,
     RecurrentMixer,
-    States,
     run_decode,
     run_every,
     run_segment,
@@ -59,27 +60,25 @@ class Wave:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows:
-    """Rows that run one certain token and their drafts.
+    """Rows that resume at a state, and run one certain token and their drafts.
 
     Attributes:
         read: int64[rows], the blocks of their states.
-        begins: int64[b], the rows that start from zeros.
         waves: the first token of all rows, then the next token of the rows with drafts, and so on.
         tokens: indices of all tokens, row by row, if every row has one in each wave.
     """
 
     read: torch.Tensor
-    begins: torch.Tensor
     waves: tuple[Wave, ...]
     tokens: slice | torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """A row that runs several certain tokens.
+    """A row that begins, or that runs several certain tokens.
 
     Attributes:
-        read: the block of its state; None if it starts from zeros.
+        read: the block of its state; None if it begins.
         segments: the indices of each segment in the flattened step, and the blocks for the state after it, int64[n].
     """
 
@@ -95,14 +94,17 @@ class StateBatch:
     chains: tuple[Chain, ...]
 
 
-def state_batch(step: Step, group: int, device: torch.device, *, alike: bool = False) -> StateBatch:
+def state_batch(
+    step: Step, group: int, device: torch.device, *, alike: bool = False, alone: bool = False
+) -> StateBatch:
     """Return the reads and writes of ``step`` in ``group``. O(rows + writes) for each distinct length.
 
-    ``alike`` puts rows with equally many tokens together, for mixers that run them in one call. Raises WorkerError for
+    ``alike`` puts rows with equally many tokens together, for mixers that run them in one call. ``alone`` runs every
+    row by itself. Raises WorkerError for
     a row without a state, for a state written outside its row's tokens, and if the state after a row's last certain
     token or after a draft is not written.
     """
-    states, decodes = _GroupStates(step, group, device), step.decodes
+    states, decodes = _GroupStates(step, group, device), step.decodes & (step.num_computed > 0) & (not alone)
     single = np.flatnonzero(decodes)
     lengths = states.scheduled[single]
     together = [single[lengths == length] for length in np.unique(lengths)] if alike else [single]
@@ -155,13 +157,10 @@ class _GroupStates:
         """Return the rows ``single``, which run one certain token and their drafts."""
         lengths = self.scheduled[single]
         waves = [self._wave(single[lengths > at], single[lengths >= at], at) for at in range(int(lengths.max()))]
-        begins = np.flatnonzero(self.step.num_computed[single] == 0)
         tokens = None
         if lengths.min() == lengths.max():
             tokens = places_of((self.first[single, None] + np.arange(lengths[0])).ravel(), self.device)
-        return DecodeRows(
-            on_device(self.read[single], self.device), on_device(begins, self.device), tuple(waves), tokens
-        )
+        return DecodeRows(on_device(self.read[single], self.device), tuple(waves), tokens)
 
     def _wave(self, rows: Int64, before: Int64, at: int) -> Wave:
         """Return the token number ``at`` of each of ``rows``. ``before``: the rows of the previous wave."""
@@ -178,7 +177,7 @@ class _GroupStates:
         )
 
     def chain(self, row: int) -> Chain:
-        """Return a row that runs several certain tokens."""
+        """Return a row by itself."""
         first = int(self.first[row])
         mine = self.writes[self.writes[:, 0] == row]
         counts = np.unique(mine[:, 1])  # ascending; the last is the end of the row
@@ -221,37 +220,40 @@ class PagedMixer(StandIn):
         self._mixer, self._how, self._recurrence, self._views = mixer, how, recurrence, tuple(views)
         self._context, self._group = context, group
 
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401  # a mixer's arguments depend on the model
-        """Map [1, tokens, width] of the step to [1, tokens, width]. Masks and the model's cache are not used.
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # a mixer's arguments and results depend on the model
+        """Map [1, tokens, width] of the step to the mixer's result. Masks and the model's cache are not used.
 
-        While no Step runs, the mixer's own forward runs.
+        While no Step runs, the mixer's own forward runs. Raises WorkerError if the model passes a part of the step.
         """
-        batch = self._context.states.get(self._group)
-        if batch is None:
-            own: torch.Tensor = type(self._mixer.module).forward(self._mixer.module, hidden_states, *args, **kwargs)
-            return own
-        out = torch.empty_like(hidden_states)
+        batch, positions = self._context.states.get(self._group), self._context.positions
+        if batch is None or positions is None:
+            return type(self._mixer.module).forward(self._mixer.module, hidden_states, *args, **kwargs)
+        if hidden_states.shape[:2] != (1, len(positions)):
+            raise WorkerError(
+                f"a step of {len(positions)} tokens reached {type(self._mixer.module).__name__} as "
+                f"{tuple(hidden_states.shape)}, so the model cuts it: lower max_batched_tokens"
+            )
+        out = hidden_states.new_empty(1, len(positions), self._mixer.out_width)
         for rows in batch.decode:
-            self._run_decode(rows, hidden_states, out)
+            self._run_decode(rows, hidden_states, positions, out)
         for chain in batch.chains:
-            self._run_chain(chain, hidden_states, out)
-        return out
+            self._run_chain(chain, hidden_states, positions, out)
+        return self._mixer.parted(out)
 
-    def _run_decode(self, rows: DecodeRows, hidden: torch.Tensor, out: torch.Tensor) -> None:
+    def _run_decode(self, rows: DecodeRows, hidden: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         states = tuple(view.index_select(0, rows.read) for view in self._views)
-        if len(rows.begins):
-            for state in states:
-                state.index_fill_(0, rows.begins, 0)
         if self._recurrence is not None and rows.tokens is not None and len(rows.waves) > 1:
-            tokens = hidden[0, rows.tokens].view(len(rows.read), len(rows.waves), -1)
-            result, after = run_every(self._mixer, tokens, states, self._recurrence)
+            shape = len(rows.read), len(rows.waves)
+            tokens, places = hidden[0, rows.tokens].view(*shape, -1), positions[rows.tokens].view(shape)
+            result, after = run_every(self._mixer, tokens, states, self._recurrence, places)
             out[0, rows.tokens] = result.flatten(0, 1)
             for wave, states in zip(rows.waves, after, strict=True):
                 self._write(wave, states)
             return
         for wave in rows.waves:
             states = tuple(state[wave.continuing] for state in states)
-            result, states = run_decode(self._mixer, hidden[0, wave.tokens].unsqueeze(1), states)
+            tokens, places = hidden[0, wave.tokens].unsqueeze(1), positions[wave.tokens].unsqueeze(1)
+            result, states = run_decode(self._mixer, tokens, states, places)
             out[0, wave.tokens] = result.squeeze(1)
             self._write(wave, states)
 
@@ -259,12 +261,12 @@ class PagedMixer(StandIn):
         for view, state in zip(self._views, states, strict=True):
             view.index_copy_(0, wave.blocks, state[wave.written])
 
-    def _run_chain(self, chain: Chain, hidden: torch.Tensor, out: torch.Tensor) -> None:
+    def _run_chain(self, chain: Chain, hidden: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         states: States | None = None
         if chain.read is not None:
             states = tuple(view[chain.read : chain.read + 1] for view in self._views)
         for tokens, blocks in chain.segments:
-            result, states = run_segment(self._mixer, hidden[:, tokens], states, self._how)
+            result, states = run_segment(self._mixer, hidden[:, tokens], states, self._how, positions[None, tokens])
             out[:, tokens] = result
             for view, state in zip(self._views, states, strict=True):
                 view.index_copy_(0, blocks, state.expand(len(blocks), *state.shape[1:]))
