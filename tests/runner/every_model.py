@@ -21,7 +21,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hybridkv.errors import HybridKVError
 from hybridkv.models import read_model
-from hybridkv.models.compressed import COMPRESSED
 from hybridkv.models.reader import NOT_YET
 from hybridkv.runner import Engine
 from hybridkv.runner.self_check import tolerance
@@ -50,7 +49,7 @@ class Tried:
 def tried(model_type: str) -> Tried:
     """An engine of the small model of ``model_type``."""
     try:
-        if model_type in {*NOT_YET, *COMPRESSED}:  # some of them are not small at all
+        if model_type in NOT_YET:  # some of them are not small at all
             read_model({"model_type": model_type}, dtype="float32", backend="transformers")
         model = _quietly(model_type)
         moved = context(model)

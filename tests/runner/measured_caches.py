@@ -160,6 +160,8 @@ def _call(model: PreTrainedModel, tokens: int, *, masked: bool) -> _Left:
             left.tensors[tensor.path] = tensor
     left.tensors |= {tensor.path: tensor for tensor in _of_modules(model) if tensor.path not in before}
     for index, layer in enumerate(getattr(cache, "layers", ())):
+        if hasattr(layer, "compressed_kv"):
+            raise NotMeasured("the bytes that a token adds depend on its place in a group of tokens")
         if getattr(layer, "is_sliding", False):
             left.windows[index] = layer.sliding_window
     for module in model.modules():

@@ -21,9 +21,13 @@ from measured_models import ON_CPU, REPAIRS, as_file, cache_by_default, config_o
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybridkv.errors import ConfigError
+from hybridkv.models.compressed import COMPRESSED
 
-NOT_BUILT = {"gemma3n": "its vision part needs timm and pillow: its text part, gemma3n_text, is measured"}
-"""Models that are planned and cannot be built here, and why."""
+NOT_BUILT = {
+    "deepseek_v4": "what a token adds depends on its place in a group: an engine compares pages with a forward",
+    "gemma3n": "its vision part needs timm and pillow: its text part, gemma3n_text, is measured",
+}
+"""Models that are planned and not measured here, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,9 @@ def compare(model_type: str) -> Compared:
     try:
         measured = cache_by_default(model_type)
     except NotMeasured as error:
-        return Compared(model_type, "not built", keeps(plan), NOT_BUILT.get(model_type, _line(error)))
+        # a layer with compressors has windows of two sizes, for which the table has no words
+        words = "-" if model_type in COMPRESSED else keeps(plan)
+        return Compared(model_type, "not built", words, NOT_BUILT.get(model_type, _line(error)))
     wrong = list(differences(plan, measured))
     return Compared(model_type, "different" if wrong else "equal", keeps(measured), wrong[0] if wrong else "")
 

@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 
 from csv_table import Row, write
 
+from hybridkv.models import Layer
 from hybridkv.runner import LoadedModel
+from hybridkv.runner.attention.compressors import keeps_states
 from hybridkv.runner.probe import is_indexer, planner_model
 
 HEADER = (
@@ -37,6 +39,7 @@ DRAFTS_HEADER = ("model", "seeds", "layouts", "tokens", "drafted", "accepted", "
 _KINDS = {
     "FullAttentionSpec": "full",
     "SlidingWindowSpec": "window",
+    "SlidingWindowMLASpec": "window",
     "ChunkedLocalAttentionSpec": "chunk",
     "MLAAttentionSpec": "MLA",
     "MambaSpec": "state",
@@ -85,8 +88,14 @@ Result = TypeVar("Result", ModelResult, DraftResult)
 def layers_of(loaded: LoadedModel) -> tuple[str, ...]:
     """Kinds of layers, each with how many there are."""
     planned = planner_model(loaded.model, block_size=16)
-    kinds = Counter("indexer" if is_indexer(layer) else _KINDS[type(layer.spec).__name__] for layer in planned.layers)
+    kinds = Counter(map(_kind, planned.layers))
     return tuple(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _kind(layer: Layer) -> str:
+    if is_indexer(layer):
+        return "indexer"
+    return "compressed" if keeps_states(layer) else _KINDS[type(layer.spec).__name__]
 
 
 def note_model(result: ModelResult | DraftResult) -> None:

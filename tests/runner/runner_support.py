@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hybridkv.planner import Plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.request import SamplingParams
-from hybridkv.runner import TINY_MODELS, Completion, Engine, EngineOptions, LoadedModel, load, plan_for
+from hybridkv.runner import TINY_COMPRESSED, TINY_MODELS, Completion, Engine, EngineOptions, LoadedModel, load, plan_for
 from hybridkv.runner.check import forced_logits, generate_greedy
 from hybridkv.runner.drafters import Drafter
 from hybridkv.runner.probe import attention_implementation
@@ -35,13 +35,14 @@ MODELS = ("llama", "qwen2", "deepseek_v3")
 """Where any model does."""
 
 REPRESENTATIVE = (
-    *("llama", "gemma3", "gpt_oss", "llama4", "deepseek_v3", "deepseek_v32"),
+    *("llama", "gemma3", "gpt_oss", "llama4", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
     *("mamba", "qwen3_next", "falcon_h1", "zamba2"),
 )
-"""Every kind of layer: full, window, chunk, MLA, an indexer, each way to go on from a state, two things in a layer."""
+"""Every kind of layer: full, window, chunk, MLA, indexers, compressors, ways to go on from a state, two in a layer."""
 
+ALL_TINY = (*TINY_MODELS, *TINY_COMPRESSED)
 ALL_MODELS = [
-    pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.thorough, id=name) for name in TINY_MODELS
+    pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.thorough, id=name) for name in ALL_TINY
 ]
 """CI runs the representative third, `make test-all` all of them."""
 

@@ -63,15 +63,15 @@ def test_plan_matches_the_measured_cache_of_every_model(model_type: str) -> None
 
 
 REFUSED = (
-    *("blt", "cpmant", "deepseek_v4", "gemma4_assistant", "gemma4_unified_assistant", "glm4_moe", "openai-gpt"),
+    *("blt", "cpmant", "gemma4_assistant", "gemma4_unified_assistant", "glm4_moe", "openai-gpt"),
     *("qwen4_exp", "qwen4_exp_text", "reformer", "xlm", "xlnet"),
 )
 """Model types whose defaults are not planned as transformers keeps them."""
 
 
-def test_at_most_13_of_178_model_types_are_rejected() -> None:
+def test_at_most_12_of_178_model_types_are_rejected() -> None:
     assert len(MODEL_TYPES) == 178
-    assert len(REFUSED) <= 13
+    assert len(REFUSED) <= 12
 
 
 @pytest.mark.parametrize("model_type", [one for one in DIFFERING if one.values[0] not in {*NOT_YET, *COMPRESSED}])

@@ -29,6 +29,7 @@ from hybridkv.worker import AttentionMask
 #     0 .. 59  60 ..... 68 ............ 84 ........ 96     tokens computed
 #                       ^ states noted  ^ damage
 #     columns [ 0 .. 15 ] seen by all layers     [ 64 .. 79 ] by windows of 24 and chunks of 32, too
+#                                                [ 80 .. 95 ] by windows of 8
 
 START = 60
 NOTED = 68
@@ -48,12 +49,16 @@ class StateView:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayer:
-    """A layer of attention: ``kind`` full, window or chunk, in ``group``, and a column that its queries see."""
+    """A layer of attention: ``kind`` full, window or chunk, in ``group``, and a column that its queries see.
+
+    other: a column with another block of the request.
+    """
 
     layer: str
     kind: str
     group: int
     column: int
+    other: int
 
 
 def state_views(engine: Engine) -> list[StateView]:
@@ -71,9 +76,10 @@ def paged_layers(engine: Engine) -> Iterator[PagedLayer]:
         for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
             reach = AttentionMask.of(spec)
             kind = "window" if reach.window else "chunk" if reach.chunk else "full"
-            column = 0 if kind == "full" else 4
-            assert reach.first_seen(np.array([DAMAGED])).item() <= column * group.spec.block_size
-            yield PagedLayer(name, kind, number, column)
+            short = reach.window is not None and reach.window <= group.spec.block_size  # the rows of a compressor
+            column = 0 if kind == "full" else 5 if short else 4
+            assert reach.first_seen(np.array([DAMAGED])).item() <= column * group.spec.block_size < DAMAGED
+            yield PagedLayer(name, kind, number, column, column - 1 if short else column + 1)
 
 
 class Damages:
@@ -129,7 +135,7 @@ class Damages:
 
     def _alias(self, layer: PagedLayer, row: int) -> None:
         table, column = self.engine.runner.tables[layer.group], layer.column
-        block, other = table.get_numpy_array()[row, [column, column + 1]].tolist()
+        block, other = table.get_numpy_array()[row, [column, layer.other]].tolist()
         assert 0 < block != other > 0
         table.write_cells([row], [column], [other])
 

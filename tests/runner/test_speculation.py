@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from checked_engine import CheckedEngine, models, models_with
 from models_table import DraftResult, note_model
-from runner_support import EngineFactory, drawn, failing, greedy, loaded_model, shared_prompts
+from runner_support import ALL_TINY, EngineFactory, drawn, failing, greedy, loaded_model, shared_prompts
 from scripted import Script, ScriptedDrafter
 from test_disturbances import module_at, unlike_prompts
 
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, SamplingParams
-from hybridkv.runner import TINY_MODELS, Completion, Engine, load
+from hybridkv.runner import TINY_COMPRESSED, Completion, Engine, load
 from hybridkv.runner.drafters import MOST_TOKENS, Drafter, DraftModel
 from hybridkv.schedule import FinishReason
 
@@ -206,12 +206,14 @@ def salted(
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2))])
-@pytest.mark.parametrize("name", models("gemma3", "gpt_oss", "deepseek_v32", "mamba", "qwen3_next", "zamba2"))
+@pytest.mark.parametrize(
+    "name", [*models("gemma3", "gpt_oss", "deepseek_v32", "mamba", "qwen3_next", "zamba2"), *TINY_COMPRESSED]
+)
 def test_random_draft_patterns_in_little_memory_keep_the_outputs(
     name: str, seed: int, make_engine: EngineFactory
 ) -> None:
     """Prefix hits, chunked prefill, preemption for lack of memory or for no reason, forks; one and two steps ahead."""
-    layout, in_flight = ("natural", "reference")[seed % 2], 1 + (TINY_MODELS.index(name) + seed // 2) % 2
+    layout, in_flight = ("natural", "reference")[seed % 2], 1 + (ALL_TINY.index(name) + seed // 2) % 2
     prompts = [*shared_prompts(3, seed), *unlike_prompts(2, seed)]
     sampling = [replace(one, n=2 if at == 1 else 1) for at, one in enumerate(drawn(5, OUTPUT))]
     pair = Pair(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridkv.errors import ConfigError
-from hybridkv.runner import TINY_ENCODER_DECODERS, TINY_MODELS, tiny_model
+from hybridkv.runner import TINY_COMPRESSED, TINY_ENCODER_DECODERS, TINY_MODELS, tiny_model
 
 torch.set_num_threads(1)
 
@@ -12,7 +12,7 @@ TOLERANCE = 2e-4
 PROMPT = 60
 
 
-@pytest.mark.parametrize("name", [*TINY_MODELS, *TINY_ENCODER_DECODERS])
+@pytest.mark.parametrize("name", [*TINY_MODELS, *TINY_COMPRESSED, *TINY_ENCODER_DECODERS])
 def test_tiny_weights_depend_on_the_seed_only(name: str) -> None:
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
@@ -28,9 +28,9 @@ def test_tiny_weights_depend_on_the_seed_only(name: str) -> None:
     assert sum(changed) > len(changed) / 2
 
 
-def test_tiny_models_have_25_architectures() -> None:
-    built = {type(tiny_model(name)).__name__ for name in TINY_MODELS}
-    assert len(built) == len(TINY_MODELS) == 25
+def test_tiny_models_have_26_architectures() -> None:
+    names = (*TINY_MODELS, *TINY_COMPRESSED)
+    assert len({type(tiny_model(name)).__name__ for name in names}) == len(names) == 26
     with pytest.raises(ConfigError, match="unknown tiny model 'rwkv': use tiny:llama, tiny:qwen2, tiny:mistral"):
         tiny_model("rwkv")
 

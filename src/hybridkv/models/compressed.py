@@ -7,7 +7,9 @@ A layer keeps several caches at different rates (docs/design/0035-compressed-cac
     indexer.k_cache        an indexer's key for every 4 tokens        |       |
     compressor states      float32 sums of the last 8 tokens          | | | | | | | |
 
-Shapes, dtypes and sizes of blocks are those of vLLM 0.33. transformers keeps other tensors, so its layout is rejected.
+Shapes, dtypes and sizes of blocks are those of vLLM 0.33. transformers' layout, in the model's dtype, has two of them:
+DeepSeek-V4 keeps, of the tokens that a compressor may still read, what its projections return; Qwen4-exp keeps the raw
+key of every token. The others are rejected there.
 Fields and their defaults are those of transformers' config classes (5.24) and of vLLM's configs. A field whose value
 leaves the caches open is rejected with an error that names it.
 """
@@ -67,9 +69,11 @@ _INDEXER: Final = (
 """Fields of Qwen4-exp that a config has all of, or none of."""
 
 
-def _opened(fields: Fields, options: ReadOptions, given: Sequence[str]) -> tuple[Reading, int]:
-    """Return a reading with the defaults of the class, and the number of layers. Rejects transformers' layout."""
-    if options.backend != "vllm":
+def _opened(
+    fields: Fields, options: ReadOptions, given: Sequence[str], backends: Sequence[str] = ("vllm",)
+) -> tuple[Reading, int]:
+    """Return a reading with the defaults of the class, and the number of layers. Rejects layouts of other backends."""
+    if options.backend not in backends:
         raise UnsupportedModelError(
             f"{fields.name} keeps compressed keys and values, which the {options.backend} layout of this library does "
             "not have: only plan this model (hybridkv plan)"
@@ -105,7 +109,7 @@ class _DeepSeek:
     Attributes:
         head_dim: elements of a latent, the rotary part included.
         packed: whether latents have 8 bits, in DeepSeek's own format.
-        alignment: bytes of which every page is a multiple.
+        alignment: bytes of which every page is a multiple; None in transformers' layout.
         top: latents that an indexer chooses for a query (``index_topk``); 0 where no field says it.
         index_heads: query heads of an indexer (``index_n_heads``); 0 where no field says it.
     """
@@ -115,8 +119,9 @@ class _DeepSeek:
         self.head_dim = reading.required("latent", ("head_dim",))
         heads = reading.required("attention heads", ("num_attention_heads",))
         kv_heads_per_rank(heads, heads, options.tp, reading.name)  # latents are whole on each rank, heads are split
-        self.packed = dtype_bytes(options.dtype) == 1
-        self.alignment = _PACKED_PAGE if self.packed else _PLAIN_PAGE
+        self.vllm = options.backend == "vllm"
+        self.packed = self.vllm and dtype_bytes(options.dtype) == 1
+        self.alignment = (_PACKED_PAGE if self.packed else _PLAIN_PAGE) if self.vllm else None
         self.window = reading.required("window", ("sliding_window",))
         self.top = reading.fields.optional("index_topk") or 0
         self.index_heads = reading.fields.optional("index_n_heads") or 0
@@ -132,7 +137,9 @@ class _DeepSeek:
     def windowed(self) -> SlidingWindowMLASpec:
         """Return the latents of the last tokens."""
         return SlidingWindowMLASpec(
-            block_size=_WINDOW_BLOCK[self.reading.fields.text("model_type") or ""],
+            block_size=_WINDOW_BLOCK[self.reading.fields.text("model_type") or ""]
+            if self.vllm
+            else self.options.block_size,
             head_size=self.head_dim,
             dtype=self._dtype,
             sliding_window=self.window,
@@ -157,24 +164,25 @@ class _DeepSeek:
         """Return an indexer's key for each ``rate`` tokens."""
         return MLAAttentionSpec(
             block_size=block,
-            head_size=_indexer_key(self.reading),
-            dtype="uint8",
+            head_size=_indexer_key(self.reading) if self.vllm else self.reading.fields.integer("index_head_dim"),
+            dtype="uint8" if self.vllm else self.options.dtype,
             tokens_per_state=rate,
             alignment=self.alignment,
             cache_role=SparseCacheRole.INDEXER,
             max_tp_shards=1,
         )
 
-    def sums(self, rate: int, width: int) -> SlidingWindowMLASpec:
-        """Return the compressor's float32 sums and scores of ``width`` elements, for the tokens it may still read.
+    def sums(self, kind: str, rate: int, width: int) -> SlidingWindowMLASpec:
+        """Return the compressor's sums and scores of ``width`` elements, for the tokens it may still read.
 
-        At a rate of 4 groups overlap: each token has two of both, and the window is two groups.
+        In layers of ``kind`` CSA groups overlap: each token has two of both, and the window is two groups. vLLM keeps
+        float32.
         """
-        overlap = 2 if rate == RATES[CSA] else 1
+        overlap = 2 if kind == CSA else 1
         return SlidingWindowMLASpec(
-            block_size=_STATE_BLOCK[rate],
+            block_size=_STATE_BLOCK[rate] if self.vllm else self.options.block_size,
             head_size=2 * overlap * width,
-            dtype="float32",
+            dtype="float32" if self.vllm else self.options.dtype,
             sliding_window=overlap * rate,
             alignment=self.alignment,
             max_tp_shards=1,
@@ -191,9 +199,9 @@ def deepseek_v4(fields: Fields, options: ReadOptions, given: Sequence[str] = ())
     ``layer_types`` or ``compress_ratios`` (0, 4 or 128 for each layer) says which. Layers at a rate of 4 also keep an
     indexer's keys at that rate. Source: configuration_deepseek_v4.py of transformers, _DeepSeek.
     """
-    reading, number = _opened(fields, options, given)
+    reading, number = _opened(fields, options, given, ("vllm", "transformers"))
     types = _deepseek_types(reading, number)
-    rates = _deepseek_rates(reading)
+    rates = _deepseek_rates(reading, options)
     kept = _DeepSeek(reading, options)
     block = _whole_groups(reading, options, [rates[kind] for kind in set(types) - {SLIDING}])
     index_width = reading.required("key of the indexer", ("index_head_dim",)) if CSA in types else 0
@@ -205,10 +213,10 @@ def deepseek_v4(fields: Fields, options: ReadOptions, given: Sequence[str] = ())
             continue
         rate = rates[kind]
         layers.append(Layer(name, kept.compressed(rate, block), i, top_states=kept.top if kind == CSA else 0))
-        layers.append(Layer(f"{name}.compressor.state_cache", kept.sums(rate, kept.head_dim), i, pools=rate))
+        layers.append(Layer(f"{name}.compressor.state_cache", kept.sums(kind, rate, kept.head_dim), i, pools=rate))
         if kind == CSA:
             layers.append(Layer(f"{name}.indexer.k_cache", kept.keys(rate, block), i, index_heads=kept.index_heads))
-            sums = kept.sums(rate, index_width)
+            sums = kept.sums(kind, rate, index_width)
             layers.append(Layer(f"{name}.indexer.compressor.state_cache", sums, i, pools=rate))
     return facts(reading, layers)
 
@@ -235,12 +243,12 @@ def _deepseek_types(reading: Reading, number: int) -> tuple[str, ...]:
     return types
 
 
-def _deepseek_rates(reading: Reading) -> Mapping[str, int]:
-    """Return the tokens in a latent by the type of the layer. Rejects rates for which no block is known."""
+def _deepseek_rates(reading: Reading, options: ReadOptions) -> Mapping[str, int]:
+    """Return the tokens in a latent by the type of the layer. Rejects rates for which vLLM has no block."""
     rates = {**RATES, **reading.fields.mapping("compress_rates")}
     for kind, key in ((CSA, "compress_rate_csa"), (HCA, "compress_rate_hca")):
         rates[kind] = reading.fields.integer(key, rates[kind])
-    if rates != RATES:
+    if options.backend == "vllm" and rates != RATES:
         raise reading.fields.fail(
             f"compress_rates {rates} differ from {dict(RATES)}: no engine says which states such compressors keep"
         )
@@ -453,9 +461,9 @@ def qwen4_exp(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -
     ``indexer_compress_ratio`` tokens make a key; a ring keeps the open group's raw keys, with three 64-bit positions
     where ``rope_parameters`` has ``mrope_section``. Layers of ``ple_layer_ids``, counted from 1, also keep a dilated
     convolution over ``hc_count`` streams, whole on each rank. Sources: configuration_qwen4_exp.py of transformers,
-    models/qwen4_exp/common/qsa_cache.py and nvidia/model.py of vLLM.
+    models/qwen4_exp/common/qsa_cache.py and nvidia/model.py of vLLM. transformers keeps a raw key of every token.
     """
-    reading, number = _opened(fields, options, given)
+    reading, number = _opened(fields, options, given, ("vllm", "transformers"))
     types = _alternating(reading, number, reading.fields.integer("full_attention_interval", 4))
     heads = heads_of(reading, options)
     hidden = reading.required("hidden size", ("hidden_size",))
@@ -470,7 +478,13 @@ def qwen4_exp(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -
     attention = _indexed_attention(reading, heads, options)
     top, index_heads = (reading.fields.optional(key) for key in ("indexer_budget", "indexer_n_heads"))
     costs = _indexer_costs(top, index_heads, ".indexer.compressed_key_cache")
+    costs[".indexer"] = {"index_heads": index_heads or 0}
     embedded = set(reading.fields.integers("ple_layer_ids") or ())
+    if embedded and options.backend == "transformers":
+        raise reading.fields.fail(
+            "ple_layer_ids names layers that keep token ids of n-grams, which transformers' layout does not have here: "
+            "only plan this model for vLLM"
+        )
     if any(not 1 <= one <= number or types[one - 1] != LINEAR for one in embedded):
         raise reading.refuse_value("ple_layer_ids", sorted(embedded))
     layers: list[Layer] = []
@@ -490,7 +504,8 @@ def _indexed_attention(reading: Reading, heads: Heads, options: ReadOptions) -> 
     """Return the caches of an attention layer by the end of their name: keys and values, and those of its indexer."""
     there = [key for key in _INDEXER if reading.fields.values.get(key) is not None]
     full = heads.full(reading.fields, options)
-    if not there:
+    own = options.backend == "transformers"
+    if not there and not own:
         reading.derive("indexer", "no", f"{_INDEXER[0]} is missing")
         return {"": full}
     if len(there) < len(_INDEXER):
@@ -499,6 +514,11 @@ def _indexed_attention(reading: Reading, heads: Heads, options: ReadOptions) -> 
         raise reading.refuse_value("indexer_kv_heads", reading.fields.values["indexer_kv_heads"])
     width = reading.required("key of the indexer", ("indexer_head_dim",))
     rate = reading.required("tokens in an indexer's key", ("indexer_compress_ratio",))
+    if own:
+        keys = MLAAttentionSpec(
+            block_size=options.block_size, head_size=width, dtype=options.dtype, cache_role=SparseCacheRole.INDEXER
+        )
+        return {"": full, ".indexer": keys}
     block = _whole_groups(reading, options, [rate])
     positions = Fields(reading.fields.mapping("rope_parameters"), reading.name).values.get("mrope_section") is not None
     raw = round_up(width, 4) + 3 * 4 if positions else width

@@ -12,9 +12,10 @@ from hybridkv.runner.load import LoadedModel, load, wrap
 from hybridkv.runner.planning import plan_for, plan_within
 from hybridkv.runner.runner import ModelRunner, Observer
 from hybridkv.runner.sampling.draws import TokenLogprob
-from hybridkv.runner.tiny import TINY_ENCODER_DECODERS, TINY_MODELS, byte_tokenizer, tiny_model
+from hybridkv.runner.tiny import TINY_COMPRESSED, TINY_ENCODER_DECODERS, TINY_MODELS, byte_tokenizer, tiny_model
 
 __all__ = [
+    "TINY_COMPRESSED",
     "TINY_ENCODER_DECODERS",
     "TINY_MODELS",
     "AsyncEngine",

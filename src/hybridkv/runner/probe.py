@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -27,13 +27,15 @@ from transformers import PreTrainedModel
 from hybridkv.errors import ConfigError, HybridKVError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.runner.attention import gather
+from hybridkv.runner.attention.compressors import keeps_rows, keeps_states, place_of
 from hybridkv.runner.attention.formulas import Attended, AttentionForm, attention_modules, eager_function, form_of
 from hybridkv.runner.model_call import ModelCall, decode, is_encoder_decoder
 from hybridkv.runner.states.passing import OwnStates, OwnStatesWatch
 from hybridkv.runner.states.recurrent import MixerState, Outputs, RecurrentMixer, StateKind
-from hybridkv.runner.step_context import EmptyCache, StepContext
+from hybridkv.runner.step_context import EmptyCache, Place, StepContext
 from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -50,6 +52,8 @@ PROBE_TOKENS: Final = 3
 """Tokens of the forward that shows a model's caches; chosen by hand."""
 Heads = tuple[int, torch.dtype]
 """Query heads of a layer, and the dtype of its queries."""
+Key = TypeVar("Key", int, Place)
+"""What tells the entries of a kind from each other."""
 
 _RUNNABLE: Final = (
     FullAttentionSpec,
@@ -113,6 +117,8 @@ class ProbeCache(EmptyCache):
         updated: index of the layer that cached tokens last.
         taken: keys and values of each layer, by index.
         indexed: an indexer's keys of each layer that has one, by index.
+        rows: values and gates of each compressor.
+        pooled: states of each compressor.
         callers: the running modules that received the cache, outermost first.
         ran: all modules that ran.
         states: the states that each caller keeps for each layer.
@@ -124,6 +130,8 @@ class ProbeCache(EmptyCache):
         self.updated: int | None = None
         self.taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.indexed: dict[int, torch.Tensor] = {}
+        self.rows: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.pooled: dict[Place, torch.Tensor] = {}
         self.callers: list[_Call] = []
         self.ran: set[torch.nn.Module] = set()
         self.states: dict[tuple[_Call, int], dict[tuple[StateKind, int], MixerState]] = {}
@@ -140,10 +148,11 @@ class ProbeCache(EmptyCache):
 
     @property
     def attention(self) -> dict[int, tuple[PagePart, ...]]:
-        """The page parts of a token, by layer index."""
+        """The page parts of a token, by layer index: one part where the keys are also the values."""
+        kept = {layer: (keys,) if keys is values else (keys, values) for layer, (keys, values) in self.taken.items()}
         return {
             layer: tuple(PagePart((one.shape[1], one.shape[3]), one.dtype) for one in states)
-            for layer, states in self.taken.items()
+            for layer, states in kept.items()
         }
 
     def update_conv_state(
@@ -196,6 +205,29 @@ class ProbeCache(EmptyCache):
         """Record an indexer's keys [1, tokens, width], and return them."""
         self.indexed[layer_idx] = indexer_key_states
         return indexer_key_states
+
+    def take_rows(
+        self, place: Place, values: torch.Tensor, gates: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Record a compressor's rows [1, tokens, width], and return none, as if no group ended."""
+        self.rows[place] = (values, gates)
+        return values[:, :0], gates[:, :0], 0
+
+    def keep_states(self, place: Place, states: torch.Tensor) -> torch.Tensor:
+        """Record a compressor's states [1, groups, width], and return them."""
+        self.pooled[place] = states
+        return states
+
+    @property
+    def compressors(self) -> dict[Place, tuple[PagePart, PagePart]]:
+        """The page parts of a token's row and of a state, by compressor."""
+        return {
+            place: (
+                PagePart((1, values.shape[2] + gates.shape[2]), values.dtype),
+                PagePart((1, self.pooled[place].shape[2]), self.pooled[place].dtype),
+            )
+            for place, (values, gates) in self.rows.items()
+        }
 
     @property
     def indexers(self) -> dict[int, tuple[PagePart, ...]]:
@@ -260,6 +292,7 @@ class Probed:
         mixers: the modules that keep states in the cache.
         cross: page parts of a token of the encoder's output, by layer index; empty without cross attention.
         indexers: page part of a token's key in an indexer, by layer index; empty without indexers.
+        compressors: page parts of a token's row and of a state, by compressor; empty without compressors.
         takes_positions: whether the forward takes the positions of tokens.
         ran: modules that ran in the forward.
         own: modules that may keep states of their own. Modules may keep other tensors, too, so only layers that the
@@ -270,6 +303,7 @@ class Probed:
     mixers: tuple[RecurrentMixer, ...]
     cross: Mapping[int, tuple[PagePart, ...]] = field(default_factory=dict)
     indexers: Mapping[int, tuple[PagePart, ...]] = field(default_factory=dict)
+    compressors: Mapping[Place, tuple[PagePart, PagePart]] = field(default_factory=dict)
     takes_positions: bool = True
     ran: frozenset[torch.nn.Module] = frozenset()
     own: tuple[RecurrentMixer, ...] = ()
@@ -292,8 +326,16 @@ def probe(model: PreTrainedModel) -> Probed:
             raise _unsupported(reason) from error
     if not cache.taken and not cache.states and not cache.own:
         raise _unsupported(f"{type(model).__name__} cached nothing in a forward")
-    own, ran = tuple(map(_with_own_states, cache.own)), frozenset(cache.ran)
-    return Probed(cache.attention, cache.mixers(), crossed.attention, cache.indexers, takes_positions, ran, own)
+    return Probed(
+        cache.attention,
+        cache.mixers(),
+        crossed.attention,
+        cache.indexers,
+        cache.compressors,
+        takes_positions,
+        frozenset(cache.ran),
+        tuple(map(_with_own_states, cache.own)),
+    )
 
 
 class FormNotes:
@@ -443,7 +485,7 @@ def planner_model(
 def require_runnable(planned: Model) -> None:
     """Raise UnsupportedModelError, with their names, for layers that the runner cannot run.
 
-    It runs attention over all tokens, a window or a chunk, MLA, the keys of indexers, cross attention, and recurrent
+    It runs attention over all tokens, a window or a chunk, MLA, indexers, compressors, cross attention, and recurrent
     states.
     """
     kinds = [(layer.name, type(layer.spec)) for layer in planned.layers]
@@ -454,7 +496,9 @@ def require_runnable(planned: Model) -> None:
             f"{planned.name} can be planned, but not run: {wrong[0]}{more} of {len(planned.layers)} layers cannot run; "
             "use a model of attention (full, window, chunk, MLA, cross) and recurrent layers"
         )
-    require_supported([layer.spec for layer in planned.layers], f"the runner of {planned.name}", {Feature.INDEXER})
+    require_supported(
+        [layer.spec for layer in planned.layers], f"the runner of {planned.name}", {Feature.INDEXER, Feature.RATE}
+    )
 
 
 def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...]]:
@@ -463,14 +507,18 @@ def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...
     Raises ConfigError unless the forward cached in exactly the planned layers, tokens and states, and as many bytes
     in each.
     """
-    indexing, tokens = [one for one in planned.layers if is_indexer(one)], {Keeps.TOKENS, Keeps.WINDOW}
-    attending = [one for one in planned.layers if one.spec.keeps in tokens and one not in indexing]
-    own = _checked(planned, attending, "caches", probed.attention)
-    indexed = _checked(planned, indexing, "caches an indexer's keys", probed.indexers)
-    encoded = [one for one in planned.layers if one.spec.keeps is Keeps.ENCODER]
-    crossed = _checked(planned, encoded, "reads an encoder's output", probed.cross)
+    layers, tokens = planned.layers, {Keeps.TOKENS, Keeps.WINDOW}
+    attending = {one.index: one for one in layers if one.spec.keeps in tokens and attends(one)}
+    indexing = {one.index: one for one in layers if is_indexer(one)}
+    rows, states = ({place_of(one): one for one in layers if keeps(one)} for keeps in (keeps_rows, keeps_states))
+    encoded = {one.index: one for one in layers if one.spec.keeps is Keeps.ENCODER}
     return (
-        own | indexed | crossed | {name: _page_parts(mixers) for name, mixers in state_layout(planned, probed).items()}
+        _checked(planned, attending, "caches", probed.attention)
+        | _checked(planned, indexing, "caches an indexer's keys", probed.indexers)
+        | _checked(planned, rows, "caches rows", {place: parts[:1] for place, parts in probed.compressors.items()})
+        | _checked(planned, states, "compresses", {place: parts[1:] for place, parts in probed.compressors.items()})
+        | _checked(planned, encoded, "reads an encoder's output", probed.cross)
+        | {name: _page_parts(mixers) for name, mixers in state_layout(planned, probed).items()}
     )
 
 
@@ -479,8 +527,8 @@ def state_layout(planned: Model, probed: Probed) -> dict[str, tuple[RecurrentMix
 
     Raises ConfigError unless the forward kept states in exactly the planned layers, and as many bytes in each.
     """
-    keeping = [one for one in planned.layers if one.spec.keeps is Keeps.STATE]
-    missing = {layer.index for layer in keeping} - {mixer.layer_index for mixer in probed.mixers}
+    keeping = {one.index: one for one in planned.layers if one.spec.keeps is Keeps.STATE}
+    missing = keeping.keys() - {mixer.layer_index for mixer in probed.mixers}
     mixers = dict[int, tuple[RecurrentMixer, ...]]()
     for mixer in (*probed.mixers, *(one for one in probed.own if one.layer_index in missing)):
         mixers[mixer.layer_index] = (*mixers.get(mixer.layer_index, ()), mixer)
@@ -490,8 +538,13 @@ def state_layout(planned: Model, probed: Probed) -> dict[str, tuple[RecurrentMix
 
 
 def is_indexer(layer: Layer) -> bool:
-    """Return whether ``layer`` keeps the keys of an indexer, next to the attention of the same index."""
-    return Feature.INDEXER in layer.spec.features
+    """Return whether ``layer`` keeps an indexer's key of each token, next to the attention of the same index."""
+    return Feature.INDEXER in layer.spec.features and not keeps_states(layer)
+
+
+def attends(layer: Layer) -> bool:
+    """Return whether attention itself caches in ``layer``, and neither an indexer nor a compressor."""
+    return not (is_indexer(layer) or keeps_rows(layer) or keeps_states(layer))
 
 
 def _page_parts(mixers: Iterable[RecurrentMixer]) -> tuple[PagePart, ...]:
@@ -499,17 +552,16 @@ def _page_parts(mixers: Iterable[RecurrentMixer]) -> tuple[PagePart, ...]:
 
 
 def _checked(
-    planned: Model, entries: Iterable[Layer], does: str, found: Mapping[int, tuple[PagePart, ...]]
+    planned: Model, layers: Mapping[Key, Layer], does: str, found: Mapping[Key, tuple[PagePart, ...]]
 ) -> dict[str, tuple[PagePart, ...]]:
-    """Return the page parts ``found`` in the layers of ``entries``, by name. does: a verb for the message."""
-    layers = {layer.index: layer for layer in entries}
+    """Return the page parts ``found`` in ``layers``, by name. does: a verb for the message."""
     if layers.keys() != found.keys():
         raise ConfigError(
             f"{planned.name}: the plan has layers {sorted(layers)}, but a forward {does} in layers {sorted(found)}: "
             "correct the config, which does not describe this model"
         )
     for index, layer in layers.items():
-        tokens = 1 if layer.spec.keeps is Keeps.STATE else layer.spec.block_size
+        tokens = layer.spec.num_states if isinstance(layer.spec, AttentionSpec) else 1
         held = tokens * sum(part.token_bytes for part in found[index])
         if held != layer.spec.page_size_bytes:
             shapes = " and ".join(f"{part.shape} {str(part.dtype).removeprefix('torch.')}" for part in found[index])
@@ -534,7 +586,8 @@ class Forwards(StrEnum):
 def forwards_of(model: PreTrainedModel, probed: Probed) -> Forwards:
     """Return TOGETHER if every attention layer takes positions and gathered contexts, else BY_ROW.
 
-    An indexer scores all keys that its cache returns, so rows of a model with indexers run one by one.
+    An indexer scores all keys that its cache returns, and so does attention with the states of a compressor. So rows of
+    a model with indexers or compressors run one by one.
     Raises UnsupportedModelError for attention in both directions, and for encoder-decoders that cannot run together.
     Attention that is not causal in the decoder of an encoder-decoder is cross attention, which is allowed.
     """
@@ -543,7 +596,7 @@ def forwards_of(model: PreTrainedModel, probed: Probed) -> Forwards:
     for module in modules:
         if not (module.is_causal or crosses):
             raise _unsupported(f"{type(module).__name__} attends in both directions")
-    if probed.indexers or (probed.attention and not probed.takes_positions):
+    if probed.indexers or probed.compressors or (probed.attention and not probed.takes_positions):
         return Forwards.BY_ROW
     gather.register()
     try:

@@ -33,6 +33,7 @@ from hybridkv.planner.config import KVCacheConfig
 from hybridkv.runner import step_context
 from hybridkv.runner.attention import gather
 from hybridkv.runner.attention.caches import CrossAttention, CrossLayer, RowCache, StepCache
+from hybridkv.runner.attention.compressors import Compressor, compressor_steps, keeps_rows, keeps_states, place_of
 from hybridkv.runner.attention.formulas import (
     AttentionBackend,
     LayerRead,
@@ -50,6 +51,7 @@ from hybridkv.runner.model_call import ModelCall, decode, vocabulary_of
 from hybridkv.runner.probe import (
     FormNotes,
     Forwards,
+    attends,
     forms_of,
     forwards_of,
     is_indexer,
@@ -200,17 +202,26 @@ class ModelRunner:
         group_of = {name: number for number, group in enumerate(self.config.groups) for name in group.layer_names}
         crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
         indexing = [layer for layer in planned.layers if is_indexer(layer)]
-        others = {layer.name for layer in (*crossing, *indexing)} | {name for name, _ in mixers}
-        attending = [layer for layer in planned.layers if layer.name not in others]
+        others = {layer.name for layer in crossing} | {name for name, _ in mixers}
+        attending = [layer for layer in planned.layers if layer.name not in others and attends(layer)]
         self._reads = {
             layer.index: LayerRead(group_of[layer.name], AttentionMask.of(layer.spec)) for layer in attending
         }
         self._views = {layer.index: self.storage.views[layer.name] for layer in attending}
         self._pages = dict[int, KVPages]()
         self._indexers = {layer.index: (group_of[layer.name], self.storage.views[layer.name]) for layer in indexing}
-        self._token_groups = sorted(
-            {read.group for read in self._reads.values()} | {group for group, _ in self._indexers.values()}
-        )
+        pooled = {place_of(layer): layer for layer in planned.layers if keeps_states(layer)}
+        self._compressors = {
+            place_of(rows): Compressor(
+                rows.pools,
+                rows.spec.mask[0] or rows.pools,
+                (group_of[rows.name], group_of[pooled[place_of(rows)].name]),
+                *(self.storage.views[one.name][0] for one in (rows, pooled[place_of(rows)])),
+            )
+            for rows in planned.layers
+            if keeps_rows(rows)
+        }
+        self._token_groups = sorted({group_of[layer.name] for layer in planned.layers if layer.name not in others})
         self._state_groups = sorted({group_of[name] for name, _ in mixers})
         self._mixers = [
             PagedMixer(
@@ -428,7 +439,8 @@ class ModelRunner:
         cross = None if self.cross is None else self.cross.reads(step)
         last_seen = None if images is None else images.last_seen
         attention, indexers = self._attention_of(step, last_seen), self._indexers_of(step)
-        running = self._context.running(attention, states, cross, at, indexers=indexers)
+        compressors = compressor_steps(step, self._compressors, self.tables, self.model.dtype)
+        running = self._context.running(attention, states, cross, at, indexers=indexers, compressors=compressors)
         with running, torch.inference_mode():
             return self._call(self._tensor(tokens), at, self._tensor(wanted), images)
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from hybridkv.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
+    from hybridkv.runner.attention.compressors import CompressorStep
     from hybridkv.runner.attention.formulas import Attended, AttentionForm, PagedStep
     from hybridkv.runner.attention.gather import GatherBatch, PagesRead
     from hybridkv.runner.states.state_batch import StateBatch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 Int64 = NDArray[np.int64]
 Noting = Callable[[torch.nn.Module, "Attended", Mapping[str, Any]], torch.Tensor]
 """(module, its attention's inputs, further arguments) -> the attention's output."""
+
+Place = tuple[int, str]
+"""A compressor: the index of its layer, and its name in transformers' cache layer (``compressor`` or ``indexer``)."""
 
 CONTEXT: Final = "hybridkv_context"
 """The attribute that holds the StepContext in each module of a model that runs on pages."""
@@ -39,6 +43,7 @@ class StepContext:
         states: the StateBatch of every group of states.
         cross: the reads of each layer's cross attention, by index.
         indexers: the reads of each layer's keys of an indexer, by index.
+        compressors: the part of each compressor in the Step.
         positions: positions of the Step's tokens, int64[tokens].
         layer: the layer that wrote keys last.
         crossing: the layer whose cross attention is about to run.
@@ -50,6 +55,7 @@ class StepContext:
     states: Mapping[int, StateBatch] = field(default_factory=dict)
     cross: Mapping[int, PagesRead] = field(default_factory=dict)
     indexers: Mapping[int, PagesRead] = field(default_factory=dict)
+    compressors: Mapping[Place, CompressorStep] = field(default_factory=dict)
     positions: torch.Tensor | None = None
     layer: int | None = None
     crossing: int | None = None
@@ -65,14 +71,15 @@ class StepContext:
         positions: torch.Tensor,
         *,
         indexers: Mapping[int, PagesRead] | None = None,
+        compressors: Mapping[Place, CompressorStep] | None = None,
     ) -> Iterator[None]:
         """Hold a Step for one forward, and release it at the end."""
         self.attention, self.states, self.cross, self.positions = attention, states, cross or {}, positions
-        self.indexers = indexers or {}
+        self.indexers, self.compressors = indexers or {}, compressors or {}
         try:
             yield
         finally:
-            self.attention, self.states, self.cross, self.indexers = {}, {}, {}, {}
+            self.attention, self.states, self.cross, self.indexers, self.compressors = {}, {}, {}, {}, {}
             self.positions = self.layer = self.crossing = None
 
     def take_cross(self) -> PagesRead | None:
@@ -175,7 +182,10 @@ class EmptyCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 class _Layers(list[Any]):
-    """The layers of ``cache``: an empty list that has a layer under every index, for models that call layers."""
+    """The layers of ``cache``: an empty list that has a layer under every index, for models that call layers.
+
+    These call methods of the cache that are named for their part: ``update_indexer``, ``take_rows``, ``keep_states``.
+    """
 
     def __init__(self, cache: EmptyCache) -> None:
         super().__init__()
@@ -196,6 +206,25 @@ class _Layer:
         """Cache the keys [1, 1, tokens, width] of MiniMax-M3's indexer, and return all of the request."""
         keys: torch.Tensor = self.cache.update_indexer(idx_k[:, 0], self.index)
         return keys[:, None]
+
+    def store_compression_weights(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Cache the rows [1, tokens, width] of DeepSeek-V4's compressor ``name``; return rows of whole groups.
+
+        The result also has the position of the first.
+        """
+        taken: tuple[torch.Tensor, torch.Tensor, int] = self.cache.take_rows((self.index, name), kv, gate)
+        return taken
+
+    def update_overlap_state(self, *_args: object) -> tuple[None, None]:
+        """Return no group before: where groups overlap, it is among the rows."""
+        return None, None
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        """Cache the states [1, groups, width] of compressor ``name``, and return all of the request."""
+        states: torch.Tensor = self.cache.keep_states((self.index, name), compressed)
+        return states
 
 
 def on_device(values: Int64, device: torch.device) -> torch.Tensor:

@@ -28,11 +28,22 @@ from hybridkv.errors import ConfigError
 from hybridkv.runner.model_call import auto_class
 from hybridkv.units import shown
 
-__all__ = ["END", "TINY_ENCODER_DECODERS", "TINY_MODELS", "VOCAB_SIZE", "byte_tokenizer", "fill", "tiny_model"]
+__all__ = [
+    "END",
+    "TINY_COMPRESSED",
+    "TINY_ENCODER_DECODERS",
+    "TINY_MODELS",
+    "VOCAB_SIZE",
+    "byte_tokenizer",
+    "fill",
+    "tiny_model",
+]
 
 _FAMILIES: Final = tomllib.loads(files("hybridkv.runner").joinpath("tiny.toml").read_text(encoding="utf-8"))
 TINY_MODELS: Final = tuple(_FAMILIES["causal"])
 """Names of the causal language models."""
+TINY_COMPRESSED: Final = tuple(_FAMILIES["compressed"])
+"""Names of the causal language models with compressed caches."""
 TINY_ENCODER_DECODERS: Final = tuple(_FAMILIES["encoder_decoder"])
 END: Final = "<eos>"
 VOCAB_SIZE: Final = 257
@@ -68,14 +79,14 @@ def tiny_model(name: str, seed: int = 0, fields: Mapping[str, Any] | None = None
     """Build the tiny model ``name``, in float32 on the CPU. Equal arguments give equal weights.
 
     Args:
-        name: one of TINY_MODELS or TINY_ENCODER_DECODERS.
+        name: one of TINY_MODELS, TINY_COMPRESSED or TINY_ENCODER_DECODERS.
         seed: seed of the weights.
         fields: fields of the config to change, for example sizes.
 
     Raises:
         ConfigError: the name is unknown; the config has no such field; or no model can be built with these fields.
     """
-    families = {**_FAMILIES["causal"], **_FAMILIES["encoder_decoder"]}
+    families = {**_FAMILIES["causal"], **_FAMILIES["compressed"], **_FAMILIES["encoder_decoder"]}
     if instance("the name of a tiny model", name, str) not in families:
         raise ConfigError(f"unknown tiny model {name!r}: use tiny:{', tiny:'.join(families)}")
     own = dict(families[name])

@@ -481,7 +481,66 @@ def test_compressed_model_is_planned_and_managed_in_both_layouts(config: dict[st
         assert made.capacity.concurrency >= 1
         assert plan_from_json(plan_to_json(made)) == made
         KVCacheManager(made)
-    with pytest.raises(UnsupportedModelError, match=r"transformers layout .*only plan this model"):
+
+
+@pytest.mark.parametrize(
+    ("config", "token", "window", "state"),
+    [
+        # as for vLLM, but an indexer's key has 128 bfloat16, and so have the rows of compressors
+        pytest.param(
+            DEEPSEEK_4,
+            20 * Fraction((512 + 128) * 2, 4) + 23 * Fraction(512 * 2, 128),
+            43 * 512 * 2 + 20 * 2 * 2 * (512 + 128) * 2 + 23 * 2 * 512 * 2,
+            0,
+            id="deepseek_v4",
+        ),
+        # every 4th of 40 layers: keys and values, and a raw key of 128. 30 convolutions keep 4 columns, and matrices
+        # are float32
+        pytest.param(
+            {**QWEN_4, "ple_layer_ids": None},
+            10 * (2 * (256 + 256) + 128) * 2,
+            0,
+            30 * (4 * (2 * 16 * 128 + 32 * 128) * 2 + 32 * 128 * 128 * 4),
+            id="qwen4_exp",
+        ),
+    ],
+)
+def test_compressed_bytes_in_transformers_layout_match_hand_calculation(
+    config: dict[str, object], token: Fraction | int, window: int, state: int
+) -> None:
+    model = read_model(config, dtype="bf16", backend="transformers")
+    assert model.kv_bytes_per_token == token
+    assert model.window_bytes_per_token == window
+    assert model.state_bytes == state
+
+
+def test_rates_of_transformers_layout_are_those_of_the_config() -> None:
+    """vLLM has blocks for rates of 4 and 128 only."""
+    config = {**DEEPSEEK_4, "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8}}
+    layers = {one.name.partition(".3.")[2]: one.spec for one in read_model(config, backend="transformers").layers}
+    latents = layers["self_attn"]
+    assert isinstance(latents, MLAAttentionSpec)
+    assert latents.tokens_per_state == 2
+    assert layers["self_attn.compressor.state_cache"].mask == (4, None)
+    with pytest.raises(ConfigError, match="compress_rates"):
+        read_model(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (DEEPSEEK_41, r"transformers layout .*only plan this model"),
+        (GLM_5_NEXT, r"transformers layout .*only plan this model"),
+        (STEP_5, r"transformers layout .*only plan this model"),
+        (QWEN_4, "ple_layer_ids"),
+        (
+            {**QWEN_4, "ple_layer_ids": None, **dict.fromkeys(key for key in QWEN_4 if "indexer" in key)},
+            "indexer_n_heads",
+        ),
+    ],
+)
+def test_compressed_model_without_a_transformers_layout_is_rejected(config: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
         read_model(config, dtype="bf16", backend="transformers")
 
 

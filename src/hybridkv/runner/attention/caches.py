@@ -33,7 +33,7 @@ from hybridkv.runner.attention.gather import GatherBatch, PagesRead, cross_batch
 from hybridkv.runner.inputs import EncoderInputs, require_blocks
 from hybridkv.runner.model_call import decode, encode
 from hybridkv.runner.probe import ProbeCache, attention_implementation
-from hybridkv.runner.step_context import EmptyCache, StepContext
+from hybridkv.runner.step_context import EmptyCache, Place, StepContext
 from hybridkv.step import EncoderRead, Step
 from hybridkv.worker import CAUSAL, AttentionMask, MultiGroupBlockTable
 
@@ -66,17 +66,18 @@ class StepCache(EmptyCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values [1, heads, tokens, width], and return the contexts [1, heads, gathered tokens, width].
 
-        If a kernel reads the pages, the keys and values are returned unchanged.
+        Keys that are also the values are one view. If a kernel reads the pages, keys and values are returned unchanged.
         """
-        keys, values = self._views[layer_idx]
+        pages = self._views[layer_idx]
         self._context.layer = layer_idx
         batch = self._context.attention_batch()
         if isinstance(batch, PagedStep):
             batch.write(layer_idx, key_states, value_states)
             return key_states, value_states
-        for pages, states in ((keys, key_states), (values, value_states)):
-            pages.index_put_((batch.write_block, batch.write_offset), states[0].transpose(0, 1))
-        return gathered(keys, batch), gathered(values, batch)
+        for view, states in zip(pages, (key_states, value_states), strict=False):
+            view.index_put_((batch.write_block, batch.write_offset), states[0].transpose(0, 1))
+        contexts = [gathered(view, batch) for view in pages]
+        return contexts[0], contexts[-1]
 
     def get_seq_length(self, *_args: object, **_kwargs: object) -> torch.Tensor | int:
         """Return the position of each token minus its index in the step, int64[tokens].
@@ -106,6 +107,8 @@ class RowCache(StepCache):
     ) -> None:
         super().__init__(views, context, positions)
         self._computed, self._tokens, self._masks = int(positions[0]), len(positions), masks
+        # Qwen4-exp rotates an indexer's raw keys once their group is complete, and keeps the positions in its cache
+        self.position_ids = torch.arange(self._computed, device=positions.device).expand(3, 1, -1)
 
     @property
     def is_sliding(self) -> list[bool | None]:
@@ -129,6 +132,16 @@ class RowCache(StepCache):
         batch, (pages,) = self._context.indexers[layer_idx]
         pages.index_put_((batch.write_block, batch.write_offset), indexer_key_states[0].unsqueeze(1))
         return gathered(pages, batch)[:, 0, : batch.segments[0].length]
+
+    def take_rows(
+        self, place: Place, values: torch.Tensor, gates: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Write a compressor's rows [1, tokens, width]; return those of whole groups, and the first position."""
+        return self._context.compressors[place].take(values, gates)
+
+    def keep_states(self, place: Place, states: torch.Tensor) -> torch.Tensor:
+        """Write a compressor's states [1, groups, width], and return all of the request, [1, states, width]."""
+        return self._context.compressors[place].keep(states)
 
     def get_seq_length(self, *_args: object, **_kwargs: object) -> int:
         """Return the number of the request's tokens before the row's."""
