@@ -30,7 +30,7 @@ test-all: .venv/dev.stamp
 	rm models.jsonl
 
 # Tests of the runner (self-check, probe, tiny models, every kind of engine) with the newest transformers known to work.
-NEWEST_TRANSFORMERS ?= 5.23.0
+NEWEST_TRANSFORMERS ?= 5.24.0
 .venv/newest/$(NEWEST_TRANSFORMERS).stamp: .venv/dev.stamp
 	rm -rf .venv/newest
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target .venv/newest \
@@ -39,7 +39,7 @@ NEWEST_TRANSFORMERS ?= 5.23.0
 
 test-newest: .venv/newest/$(NEWEST_TRANSFORMERS).stamp
 	PYTHONPATH=.venv/newest $(BIN)/pytest -n 2 tests/runner/test_mutations.py tests/runner/test_probe_models.py \
-		tests/runner/test_continuation.py tests/runner/test_continuation_kinds.py tests/runner/test_encoder_decoder.py::test_encoder_runs_once_per_input_and_warm_outputs_match
+		tests/runner/test_continuation.py tests/runner/test_continuation_kinds.py tests/runner/test_own_states.py tests/runner/test_encoder_decoder.py::test_encoder_runs_once_per_input_and_warm_outputs_match
 
 # Build the optional hash chains (native/README.md). Needs a C++ compiler and OpenSSL's headers.
 .venv/native.stamp: native/CMakeLists.txt native/pyproject.toml native/src/chains.cpp constraints.txt .venv/dev.stamp

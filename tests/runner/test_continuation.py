@@ -251,16 +251,16 @@ def test_mixer_that_drops_a_weak_state_runs_token_by_token() -> None:
     own = type(mixer.module)
 
     class Forgetful(own):  # type: ignore[misc, valid-type]  # made on the spot
-        def forward(self, hidden_states: torch.Tensor, cache_params: Cache) -> torch.Tensor:
-            layer = cache_params.layers[0]
+        def forward(self, hidden_states: torch.Tensor, **given: Cache) -> torch.Tensor:
+            layer = given[mixer.cache_parameter].layers[0]
             kept = layer.conv_states[0], layer.recurrent_states[0]
             before = [state.clone() for state in kept]
-            out: torch.Tensor = own.forward(self, hidden_states, cache_params=cache_params)
+            out: torch.Tensor = own.forward(self, hidden_states, **given)
             if hidden_states.shape[1] > 1:
                 after = [state.clone() for state in kept]
                 kept[0].copy_(before[0])
                 kept[1].zero_()
-                out = own.forward(self, hidden_states, cache_params=cache_params)
+                out = own.forward(self, hidden_states, **given)
                 for state, right in zip(kept, after, strict=True):
                     state.copy_(right)
             return out
@@ -277,11 +277,12 @@ def test_mixer_with_wrong_final_state_runs_token_by_token() -> None:
     own = type(mixer.module)
 
     class Careless(own):  # type: ignore[misc, valid-type]  # made on the spot
-        def forward(self, hidden_states: torch.Tensor, cache_params: Cache) -> torch.Tensor:
-            continues = cache_params.has_previous_state(0)
-            out: torch.Tensor = own.forward(self, hidden_states, cache_params=cache_params)
+        def forward(self, hidden_states: torch.Tensor, **given: Cache) -> torch.Tensor:
+            cache = given[mixer.cache_parameter]
+            continues = cache.has_previous_state(0)
+            out: torch.Tensor = own.forward(self, hidden_states, **given)
             if continues and hidden_states.shape[1] > 1:
-                cache_params.layers[0].recurrent_states[0].mul_(1.01)
+                cache.layers[0].recurrent_states[0].mul_(1.01)
             return out
 
     mixer.module.__class__ = Careless

@@ -1,5 +1,6 @@
 """The probe of every tiny model against the planner and against what transformers' own cache holds."""
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -101,7 +102,9 @@ def test_probe_does_not_change_the_model() -> None:
 
 def test_probe_finds_the_cache_argument_of_mixers() -> None:
     names = {name: {mixer.cache_parameter for mixer in probe(model_of(name)).mixers} for name in RECURRENT}
-    assert names == {name: {"past_key_values" if name == "lfm2" else "cache_params"} for name in RECURRENT}
+    newest = "cache" in inspect.signature(model_of("llama").forward).parameters  # transformers 5.24
+    older = {name: "past_key_values" if name == "lfm2" else "cache_params" for name in RECURRENT}
+    assert names == {name: {"cache" if newest else older[name]} for name in RECURRENT}
 
 
 def config_of(model_type: str, **fields: object) -> PreTrainedModel:
@@ -154,7 +157,8 @@ def with_mixer(mixer: torch.nn.Module) -> PreTrainedModel:
     forward = layer.forward
 
     def extended(*args: object, **kwargs: object) -> torch.Tensor:
-        out: torch.Tensor = mixer(forward(*args, **kwargs), kwargs["past_key_values"])
+        cache = next(one for one in kwargs.values() if isinstance(one, Cache))  # its name depends on the version
+        out: torch.Tensor = mixer(forward(*args, **kwargs), cache)
         return out
 
     layer.forward = extended

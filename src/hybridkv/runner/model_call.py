@@ -12,7 +12,7 @@ encoder's output and hands them to the cache, as self attention does with its ow
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Final, get_args
@@ -33,6 +33,8 @@ from hybridkv.errors import UnsupportedModelError
 from hybridkv.runner.attention.formulas import attention_modules
 from hybridkv.runner.step_context import EmptyCache
 
+CACHES: Final = ("cache", "cache_params", "past_key_values")
+"""Names of the cache argument: of transformers 5.24, and of earlier recurrent and other models."""
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -41,8 +43,8 @@ class ModelCall:
 
     Attributes:
         model: the model.
-        cache_parameter: name of the cache argument; models with only recurrent layers name it ``cache_params``. None
-            if it takes no Cache of transformers: such a model keeps states of its own (states/passing.py).
+        cache_parameter: name of the cache argument, one of CACHES. None if it takes no Cache of transformers: such a
+            model keeps states of its own (states/passing.py).
         takes_positions: whether the forward gets position ids. A forward that passes unknown arguments on gets them if
             the model has attention.
         keeps_logits: whether it can compute the logits of selected tokens alone.
@@ -51,7 +53,7 @@ class ModelCall:
     def __init__(self, model: PreTrainedModel) -> None:
         known, passes_on = _parameters(model)
         self.model = model
-        name = "cache_params" if "cache_params" in known else "past_key_values"
+        name = _cache_name(known)
         own = _own_cache(model, name)
         self.cache_parameter = name if own is None or issubclass(own, Cache) else None
         self._poses_as = own if self.cache_parameter is not None else None
@@ -107,6 +109,11 @@ def _parameters(model: PreTrainedModel) -> tuple[set[str], bool]:
         if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
             return known, False
     return known, True
+
+
+def _cache_name(parameters: Container[str]) -> str:
+    """Return the name of the cache among the ``parameters`` of a forward; the last of CACHES if it is not there."""
+    return next((one for one in CACHES if one in parameters), CACHES[-1])
 
 
 def _own_cache(model: PreTrainedModel, name: str) -> type | None:
@@ -201,8 +208,8 @@ def decode(
         out = model(
             decoder_input_ids=ids[None],
             encoder_outputs=(encoded,),
-            past_key_values=EncoderDecoderCache(*caches),
             use_cache=True,
+            **{_cache_name(inspect.signature(model.forward).parameters): EncoderDecoderCache(*caches)},
             **more,
         )
     logits: torch.Tensor = out.logits[0]

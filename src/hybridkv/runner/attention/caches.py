@@ -114,10 +114,23 @@ class RowCache(StepCache):
     def is_sliding(self) -> list[bool | None]:
         """Whether each layer, by index, sees less than all tokens; None if it does not attend.
 
-        Transformers reads it to find a layer for each of its masks.
+        Transformers reads it, and the next two, to find a layer for each of its masks.
         """
-        masks = (self._masks.get(index) for index in range(max(self._masks, default=-1) + 1))
-        return [None if mask is None else mask != CAUSAL for mask in masks]
+        return [None if mask is None else mask != CAUSAL for mask in self._by_layer]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer, by index, does not attend."""
+        return [mask is None for mask in self._by_layer]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Whether each layer keeps nothing: none that has an index here."""
+        return [False for _ in self._by_layer]
+
+    @property
+    def _by_layer(self) -> list[AttentionMask | None]:
+        return [self._masks.get(index) for index in range(max(self._masks, default=-1) + 1)]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
