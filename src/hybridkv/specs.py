@@ -208,6 +208,11 @@ class KVCacheSpec(ABC):
         """Every ``tokens_per_state`` of attention layers that share the spec."""
         return frozenset()
 
+    @property
+    def pooled(self) -> frozenset[int]:
+        """Every ``pools`` of windows and rings that share the spec."""
+        return frozenset()
+
     def ranks(self, limits: RequestLimits) -> int:
         """Return the context parallel ranks that a request's tokens are spread over: 1 unless ``is_sharded``.
 
@@ -564,6 +569,8 @@ class SlidingWindowSpec(AttentionSpec):
         sliding_window: window in tokens.
         extra_retained_tokens: tokens before the window that are kept but not read. Drafts of several modules compute
             the last tokens of a request again, so blocks are freed later.
+        pools: tokens of a state that a compressor makes of these rows, which attention does not read. 0 where attention
+            reads them. The window covers them, so a prefix that ends inside a state can be resumed.
     """
 
     keeps: ClassVar = Keeps.WINDOW
@@ -571,6 +578,20 @@ class SlidingWindowSpec(AttentionSpec):
 
     sliding_window: Positive
     extra_retained_tokens: Count = 0
+    pools: Count = 0
+
+    def _check(self) -> None:
+        super(SlidingWindowSpec, self)._check()
+        if self.sliding_window < self.pools:
+            raise ConfigError(
+                f"a window of {self.sliding_window} tokens lacks rows of a state of {self.pools} tokens (pools): give "
+                f"a window of at least {self.pools}"
+            )
+
+    @property
+    def pooled(self) -> frozenset[int]:
+        """``pools``."""
+        return frozenset({self.pools})
 
     @property
     def uniform_key(self) -> Hashable:
@@ -642,21 +663,35 @@ class CircularBufferSpec(AttentionSpec):
     """A ring of raw keys of the group of tokens that is still being compressed: one block of each request.
 
     ``block_size`` is the capacity of the ring in tokens. It must exceed the group by the drafts of a step, because a
-    step writes its drafts before it knows which of them stay. Prefix caching does not publish a ring. Each context
-    parallel rank keeps the whole ring.
+    step writes its drafts before it knows which of them stay. Each context parallel rank keeps the whole ring.
+
+    Attributes:
+        pools: tokens of the group. The ring is empty after each multiple of them; a copy of the ring resumes a prefix
+            that ends between two. 0 where that is unknown.
     """
 
     keeps: ClassVar = Keeps.RING
     kind: ClassVar = "ring"
 
     dcp_sharded: bool = False
+    pools: Count = 0
 
     def _check(self) -> None:
         super(CircularBufferSpec, self)._check()
+        if self.block_size < self.pools - 1:
+            raise ConfigError(
+                f"a ring of {self.block_size} tokens does not hold the open group of up to {self.pools - 1} (pools "
+                f"{self.pools}): give a block_size of at least that"
+            )
         if self.dcp_sharded:
             raise ConfigError("a ring is whole on each context parallel rank: drop dcp_sharded")
         if self.quantization is not None:
             raise ConfigError("a ring holds raw keys, which are compressed later: drop quantization")
+
+    @property
+    def pooled(self) -> frozenset[int]:
+        """``pools``."""
+        return frozenset({self.pools})
 
     @property
     def is_cached(self) -> bool:
@@ -852,6 +887,11 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     def rates(self) -> frozenset[int | Fraction]:
         """The rates of all layers."""
         return frozenset[int | Fraction]().union(*(spec.rates for _, spec in self.layers))
+
+    @property
+    def pooled(self) -> frozenset[int]:
+        """The ``pools`` of all layers."""
+        return frozenset[int]().union(*(spec.pooled for _, spec in self.layers))
 
     def tp_replicas(self, tp: int, limits: RequestLimits) -> int:
         """Return the greatest common divisor of the layers' copies."""

@@ -191,7 +191,8 @@ class Step:
         copies: Copies, in this order.
         state_read: int32[R, G], the block of each group with the row's recurrent state, after the copies before the
             forward; -1 for a group without states. int32[0, G] if no group has any.
-        state_writes: int32[W, 4], (index into rows, group, token count, block).
+        state_writes: int32[W, 4], (index into rows, group, token count, block). In the group of a ring: write the raw
+            keys of the open group after so many tokens into the block, each to its place in the ring.
         schema_version: Version of this format.
     """
 

@@ -39,13 +39,12 @@ from hybridkv.cache.policies import (
     BlocklessHits,
     ChunkSpan,
     EncoderPolicy,
+    FixedPolicy,
     FullSpan,
     GroupKind,
     Policy,
     PositionHits,
     PublishRule,
-    RingPolicy,
-    RunningStatePolicy,
     Span,
     StateHits,
     TokenHits,
@@ -167,10 +166,10 @@ def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bo
         )
         for group in config.groups
     )
-    if whole_states(kinds) == 1 and any(kind.keeps_ring for kind in kinds):
+    if any(kind.keeps_ring and not kind.pools for kind in kinds) and whole_states(kinds) == 1:
         raise UnsupportedModelError(
             "CircularBufferSpec: no group of the model compresses tokens (tokens_per_state), so the cache manager does "
-            "not know where the ring is empty: give the compressed layers their rate"
+            "not know where the ring is empty: give the compressed layers their rate, or the ring its group (pools)"
         )
     return kinds
 
@@ -183,15 +182,22 @@ def can_resume(kinds: Sequence[GroupKind]) -> bool:
 
 
 def whole_states(kinds: Sequence[GroupKind]) -> int:
-    """Return the tokens of which a resume point is a multiple so that it divides no state of any group.
+    """Return the tokens of which a hit is a multiple, because the raw keys of open states are not kept.
 
         tokens            0 1 2 3 4 5 6 7 8 9 ...
         rate 4            [   a   |   b   | open      a hit of 8 tokens adopts a and b
         rate 2            [ a | b | c | d | open
 
-    1 where each token has its own states.
+    1 where each token has its own states, and where windows or published rings (``pools``) keep the keys. If the group
+    of a ring is unknown, no rate counts as kept. Other rings are empty there.
     """
-    return math.lcm(*(rate.numerator for kind in kinds if kind.keeps_tokens for rate in kind.spec.rates))
+    rings = [kind for kind in kinds if kind.keeps_ring]
+    holding = [kind.spec for kind in kinds if kind.keeps_tokens]
+    rates = {rate.numerator for spec in holding for rate in spec.rates}
+    if all(ring.pools for ring in rings):
+        rates -= {tokens for spec in holding for tokens in spec.pooled}
+        rates -= {ring.pools for ring in rings if ring.publishes}
+    return math.lcm(*rates, *(ring.pools or 1 for ring in rings if not ring.publishes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +271,8 @@ class ReferenceLayout:
 
     def boundary(self, kinds: Sequence[GroupKind]) -> int:
         """Return the least common multiple of the blocks that can be hit, and of rings, which vLLM counts too."""
-        return math.lcm(*(kind.block_size for kind in kinds if kind.publishes or kind.keeps_ring))
+        sizes = (kind.block_size for kind in kinds if kind.publishes or kind.keeps_ring)
+        return math.lcm(whole_states(kinds), *sizes)
 
     def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
         """Return one policy a kind."""
@@ -292,9 +299,9 @@ class ReferenceLayout:
                 states = StateHits(size) if self.hit_unit is None else UnitStateHits(size, copied)
                 return AlignedStatePolicy(size, spec.num_speculative_blocks, publishing, states)
             case MambaSpec():
-                return RunningStatePolicy(size, 1 + spec.num_speculative_blocks, BlocklessHits(accepts=False))
+                return FixedPolicy(size, 1 + spec.num_speculative_blocks, BlocklessHits(accepts=False))
             case CrossAttentionSpec():
-                return EncoderPolicy(size, BlocklessHits(accepts=False), keeps=True)
+                return EncoderPolicy(size, BlocklessHits(accepts=False))
             case EncoderOnlyAttentionSpec() | CircularBufferSpec():
                 return _never_hit(spec, size)
             case _:
@@ -339,8 +346,17 @@ class NaturalLayout:
         return self.eviction.ranking is not None and self.placement.keeps_states
 
     def publishes(self, spec: KVCacheSpec) -> bool:
-        """Return whether blocks of ``spec`` can be hit: tokens, and states if the placement keeps any."""
-        return self.placement.keeps_states if spec.keeps is Keeps.STATE else keeps_tokens(spec)
+        """Return whether blocks of ``spec`` can be hit: tokens, and states and rings if the placement keeps any.
+
+        Rings whose group is unknown are not kept, nor are those that are empty at every block.
+        """
+        match spec.keeps:
+            case Keeps.STATE:
+                return self.placement.keeps_states
+            case Keeps.RING:
+                return 0 not in spec.pooled and self.partial_block_hits and self.placement.keeps_states
+            case _:
+                return keeps_tokens(spec)
 
     def is_by_digest(self, spec: KVCacheSpec) -> bool:
         """Return whether ``spec`` holds the input of cross attention."""
@@ -356,7 +372,7 @@ class NaturalLayout:
 
     def alignment(self, kinds: Sequence[GroupKind]) -> int:
         """Return the tokens of which every hit is a multiple: whole states, or whole blocks if hits end at blocks."""
-        return whole_states(kinds) if self._is_exact(kinds) else math.lcm(*_token_blocks(kinds))
+        return math.lcm(whole_states(kinds), *(() if self._is_exact(kinds) else _token_blocks(kinds)))
 
     def _is_exact(self, kinds: Sequence[GroupKind]) -> bool:
         """Return whether hits may end inside a block. Not if a group drops for EAGLE, because it drops whole blocks."""
@@ -366,7 +382,7 @@ class NaturalLayout:
         """Return one policy a kind; every full block is published."""
         _check_retention(self.retention, self.alignment(kinds))
         for number, kind in enumerate(kinds):
-            if kind.publishes and not kind.keeps_state:
+            if kind.publishes and kind.keeps_tokens:
                 _check_hash_block(number, kind, hash_block)
         exact = self._is_exact(kinds)
         return tuple(self._policy(kind, hash_block, exact=exact) for kind in kinds)
@@ -375,13 +391,15 @@ class NaturalLayout:
         spec, size = kind.inner, kind.block_size
         match spec:
             case MambaSpec():
-                return RunningStatePolicy(
+                return FixedPolicy(
                     hash_block,
                     1 + spec.num_speculative_blocks,
                     PositionHits() if kind.publishes else BlocklessHits(accepts=False),
                 )
+            case CircularBufferSpec() if kind.publishes:
+                return FixedPolicy(hash_block, 1, PositionHits())
             case CrossAttentionSpec():
-                return EncoderPolicy(size, BlocklessHits(accepts=True), keeps=True, by_digest=True)
+                return EncoderPolicy(size, BlocklessHits(accepts=True), by_digest=True)
             case EncoderOnlyAttentionSpec() | CircularBufferSpec():
                 return _never_hit(spec, size)
             case SlidingWindowSpec():
@@ -396,7 +414,7 @@ class NaturalLayout:
         return self.space.num_blocks
 
     def pool(self, config: KVCacheConfig, journal: Journal, columns: Sequence[tuple[int, int]]) -> BlockPool:
-        """Return a pool of ``space``. Only the decoder's tokens make events, not states and encoder outputs."""
+        """Return a pool of ``space``. Only the decoder's tokens make events."""
         keeps = [group.spec.keeps for group in config.groups]
         return BlockPool(
             self.space.num_blocks,
@@ -404,7 +422,7 @@ class NaturalLayout:
             journal=journal,
             columns=columns,
             space=self.space,
-            silent=[number for number, kept in enumerate(keeps) if kept in {Keeps.STATE, Keeps.ENCODER}],
+            silent=[number for number, kept in enumerate(keeps) if kept in {Keeps.STATE, Keeps.RING, Keeps.ENCODER}],
         )
 
 
@@ -412,10 +430,8 @@ Layout = ReferenceLayout | NaturalLayout
 
 
 def _never_hit(spec: KVCacheSpec, size: int) -> Policy:
-    """Return the policy of layers without which any prefix can be resumed: encoder-only attention, and rings."""
-    if isinstance(spec, CircularBufferSpec):
-        return RingPolicy(size)
-    return EncoderPolicy(size, BlocklessHits(accepts=True), keeps=False)
+    """Return the policy of layers without which any prefix can be resumed: encoder-only attention, and empty rings."""
+    return FixedPolicy(size, int(isinstance(spec, CircularBufferSpec)), BlocklessHits(accepts=True))
 
 
 def _span_of(spec: KVCacheSpec) -> Span:
@@ -432,7 +448,7 @@ def _span_of(spec: KVCacheSpec) -> Span:
 
 
 def _token_blocks(kinds: Sequence[GroupKind]) -> list[int]:
-    return [kind.block_size for kind in kinds if kind.publishes and not kind.keeps_state]
+    return [kind.block_size for kind in kinds if kind.publishes and kind.keeps_tokens]
 
 
 def _check_hash_block(number: int, kind: GroupKind, hash_block: int) -> None:
@@ -617,7 +633,7 @@ def assemble(
 
     caching = hasher is not None
     pins, locks = Pins(pool, options.max_pinned_blocks), Locks(pool)
-    holding_tokens = [group for group in groups if group.kind.publishes and group.states is None]
+    holding_tokens = [group for group in groups if group.kind.publishes and group.kind.keeps_tokens]
     shared_in_part = holding_tokens if caching and layout.partial_block_hits else []
     retention = Retention(layout.retention, alignment, any(kind.drops for kind in kinds)) if caching else None
     whole = whole_states(kinds)
@@ -626,7 +642,7 @@ def assemble(
     )
     residents = Residents(groups, publisher, hasher=hasher, hash_block_size=hash_block, journal=journal)
     placement = layout.resume_points(kinds) if caching else NoStates()
-    copied = [group for group in groups if isinstance(group.policy, RunningStatePolicy) and group.kind.publishes]
+    copied = [group for group in groups if isinstance(group.policy, FixedPolicy) and group.kind.publishes]
     stateful = copied if caching else []
     eviction_policy: EvictionPolicy = LeastRecentlyUsed(stateful, pool, placement)
     if ranking is not None and journal.blocks is not None and not isinstance(pool.space, FreeOrder):
@@ -650,7 +666,8 @@ def assemble(
         residents, pool, alignment=alignment, whole=whole, hasher=hasher, eviction_policy=eviction_policy
     )
     misses = None if lost is None else Misses(residents, lookup, lost=lost, journal=journal, hash_block=hash_block)
-    loads = Loads(groups, locks, whole)
+    # a load brings no rings, so it ends where all of them are empty
+    loads = Loads(groups, locks, math.lcm(whole, *(kind.pools or 1 for kind in kinds if kind.keeps_ring)))
     planner = SlotPlanner(pool, residents, publisher=publisher, loads=loads, max_model_len=limits.max_model_len)
     slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
     fast_forward = FastForward(

@@ -94,7 +94,7 @@ class EvictionPolicy(Protocol):
 class LeastRecentlyUsed:
     """Evicts in the order of last use, superseded checkpoints first; see ``EndsPlacement.is_supersedable``.
 
-    ``groups`` are those whose states are kept.
+    ``groups`` are those whose states or rings are kept.
     """
 
     ranks = False
@@ -134,7 +134,7 @@ class LeastRecentlyUsed:
         if not 0 < consumed < tokens:
             return
         found = [group.index.state_at(request, consumed) for group in self._groups]
-        if self._pool.supersede([block for block in found if block is not None]):
+        if self._pool.supersede([block for block in found if block]):
             del self._consumed[request.row]
 
     def make_way(self, n: int, group: int) -> None:

@@ -30,12 +30,11 @@ from hybridkv.cache.index import PrefixIndex
 from hybridkv.cache.policies import (
     AttentionPolicy,
     EncoderPolicy,
+    FixedPolicy,
     FullSpan,
     GroupKind,
     Policy,
-    RingPolicy,
     RowFacts,
-    RunningStatePolicy,
     StatePolicy,
     WindowSpan,
 )
@@ -79,12 +78,14 @@ class CacheGroup:
         self.number = number
         self.kind = kind
         self.policy = policy
-        self.states = policy if isinstance(policy, StatePolicy) else None
-        self.holds_all = isinstance(policy, RunningStatePolicy | EncoderPolicy | RingPolicy) or (
+        self.states = policy if isinstance(policy, StatePolicy) and kind.keeps_state else None
+        self.holds_all = isinstance(policy, FixedPolicy | EncoderPolicy) or (
             isinstance(policy, AttentionPolicy) and isinstance(policy.span, FullSpan)
         )
         self.bounded_by_length = not self.holds_all and self.states is None
         self.index = index
+        if kind.keeps_ring and kind.publishes:
+            index.empty = kind.pools
         self.rows = BlockRows()
         self.published = np.zeros(len(self.rows.start), np.int64)
         self.state_position = np.zeros(len(self.rows.start), np.int64)

@@ -172,7 +172,7 @@ class Loads:
     Args:
         groups: All groups.
         locks: Keep the blocks of these rows in place.
-        whole: A load ends at a multiple of so many tokens, so that it divides no state.
+        whole: A load ends at a multiple of so many tokens, so that it divides no state and all rings are empty.
 
     Attributes:
         of_row: row -> its load; always the same mapping.
@@ -216,6 +216,8 @@ class Loads:
         if tokens > load.tokens:
             raise ConfigError(f"{load.tokens} tokens of {request.request_id!r} are loaded, so {tokens} cannot arrive")
         there = max(tokens // self.whole * self.whole, load.hit_tokens)
+        if there % self.whole:
+            return 0  # the ring of the hit was not copied, because the whole load would have emptied it
         for group in self._groups:
             read = slice(group.unread(there), group.policy.columns(there))
             if group.states is not None or not group.rows.ids(request.row)[read].all():

@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
+from math import lcm
 from typing import Final, NamedTuple, Protocol
 
 import cbor2
@@ -94,6 +95,10 @@ class PrefixIndex:
         num_partial: Number of partial entries.
         most_partial: Most partial entries of one parent.
         additions: Entries added so far, partial ones included.
+        empty: The group keeps rings, which are empty at multiples of so many tokens: a hit needs no block there.
+
+            tokens   | 0 1 2 3 | 4 5 6 7 | 8 9      empty 4: a hit may end at 4 and 8, and where a ring was kept
+
         keys_in_runs: Keys in all runs; a key in two runs counts twice.
     """
 
@@ -109,6 +114,7 @@ class PrefixIndex:
         self._parent: dict[int, bytes] = {}
         self.num_partial = 0
         self.most_partial = MOST_PARTIAL
+        self.empty = 0
         self.additions = 0
 
     def __len__(self) -> int:
@@ -350,28 +356,33 @@ class PrefixIndex:
         return any(entry.block == block and entry.length == rest for entry in self._own_partial_blocks(request, column))
 
     def last_state(self, request: Request, end_tokens: int, alignment: int) -> int:
-        """Return the greatest position of a state up to ``end_tokens``; 0 without one."""
-        size = self._block_size
+        """Return the greatest position up to ``end_tokens`` of a state, or of an empty ring; 0 without one."""
+        size, least = self._block_size, 0
+        if self.empty:
+            step = lcm(self.empty, alignment)
+            least = end_tokens // step * step
         if not self._first and not self.num_partial:
-            return 0
-        for column in range(end_tokens // size, -1, -1):
-            longest = -1
+            return least
+        for column in range(end_tokens // size, least // size - 1, -1):
+            longest = least
             for entry in self._own_partial_blocks(request, column):
                 position = column * size + entry.length
                 if longest < position <= end_tokens and position % alignment == 0:
                     longest = position
-            if longest >= 0:
+            if longest > least:
                 return longest
             if (
-                column
+                column * size > least
                 and column * size % alignment == 0
                 and self.get(request.hashes[column * self._hashes_per_block - 1]) is not None
             ):
                 return column * size
-        return 0
+        return least
 
     def state_at(self, request: Request, tokens: int) -> int | None:
-        """Return the block of the state after ``tokens`` tokens; ``None`` without one."""
+        """Return the block of the state after ``tokens`` tokens; ``None`` without one, 0 where a ring is empty."""
+        if self.empty and tokens % self.empty == 0:
+            return 0
         column, rest = divmod(tokens, self._block_size)
         if not rest:
             return self.get(request.hashes[column * self._hashes_per_block - 1]) if column else None

@@ -360,13 +360,15 @@ class PrefixLookup:
         if len(ids) and ids[-1] and self._pool.keys.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
             return False
         index, policy = group.index, group.policy
+        if group.kind.keeps_ring and group.kind.publishes and group.index.state_at(request, tokens) is None:
+            return False
         try:
             found = policy.hits.source(index, request, tokens)
         except CacheError:  # no cached block begins with the tokens of its last column
             return False
         if source == found or not (source and found):
             return source == found
-        if group.states is not None:
+        if group.kind.in_place:
             return index.is_state(request, source, tokens)
         return index.begins(request, source, *divmod(tokens, policy.block_size))
 
@@ -391,8 +393,7 @@ class PrefixLookup:
             held = group.rows.ids(row)
             full = len(held) if group.kind.by_digest else group.policy.hits.columns(tokens)
             ids.append(held[:full])
-            overwritten = group.states is not None or group.kind.keeps_ring
-            partial = len(held) > full and (overwritten or tokens % group.policy.block_size)
+            partial = len(held) > full and (group.kind.in_place or tokens % group.policy.block_size)
             sources.append(int(held[full]) if partial and tokens else 0)
         return KVCacheBlocks(tuple(ids), self._pool, sources=tuple(sources), parent=request), tokens
 

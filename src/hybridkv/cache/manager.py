@@ -97,13 +97,18 @@ class CacheBounds:
         self._groups = tuple(groups)
 
     def refuse_drafts(self, num_drafts: int) -> None:
-        """Raise ConfigError unless every recurrent group can keep the states of the drafted tokens.
+        """Raise ConfigError unless each group can keep the states, or raw keys, of the drafted tokens.
 
         Args:
             num_drafts: most drafted tokens of a row in one step.
         """
         drafts = integer("num_drafts", num_drafts, 0, MOST_COUNT)
         for group in self._groups if drafts else ():
+            if group.kind.pools and (room := group.kind.block_size - group.kind.pools + 1) < drafts:
+                raise ConfigError(
+                    f"num_speculative_tokens is {drafts}, but the ring of group {group.number} has room for {room} "
+                    "next to the open group: read the model with num_speculative_tokens="
+                )
             most = group.kind.num_drafts
             if most is None:
                 continue

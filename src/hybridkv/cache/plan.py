@@ -289,9 +289,7 @@ class SlotPlanner:
                 f"external tokens up to {loaded} end inside a state of {whole} tokens (tokens_per_state): load up to "
                 f"{loaded // whole * whole}"
             )
-        return tuple(
-            0 if group.states is not None else source for group, source in zip(self._groups, sources, strict=True)
-        )
+        return tuple(0 if group.kind.in_place else source for group, source in zip(self._groups, sources, strict=True))
 
 
 def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup], *, caching: bool) -> None:

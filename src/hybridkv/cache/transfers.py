@@ -32,13 +32,13 @@ Int64 = NDArray[np.int64]
 
 
 class Checkpoints:
-    """Keeps recurrent states at the positions that the placement asks for.
+    """Keeps recurrent states, and rings, at the positions that the placement asks for.
 
         tokens   [ hit | computed ........ | this step ...... : ...... ]
                                            ^ computed         ^ position    ^ end
 
     The forward writes the state at the position into a block of its own. The running state of the row stays where it
-    is.
+    is. A ring that is empty at the position is not kept.
 
     In the reference layout a chunk that ends inside a block leaves its state in a column that the next step overwrites.
     At the end of a prompt this state is copied to a block of its own before that step:
@@ -47,7 +47,7 @@ class Checkpoints:
                                             ^ tail: the last multiple of ``unit`` before the prompt's last token
 
     Attributes:
-        groups: Groups whose states are kept for reuse. Without any, the forward stores no state.
+        groups: Groups whose states or rings are kept for reuse. Without any, the forward stores no state.
         idle: Neither groups, tails nor the eviction policy need checkpoint positions.
         stored: Positions so far that got a block.
         declined: Positions so far that got no block, for want of room or value.
@@ -63,8 +63,7 @@ class Checkpoints:
         prefix_multiple: int,
         eviction_policy: EvictionPolicy,
     ) -> None:
-        self._tails = tuple([group for group in groups if isinstance(group.policy.hits, UnitStateHits)])
-        self._tail_hits = [one.policy.hits for one in groups if isinstance(one.policy.hits, UnitStateHits)]
+        self._tails = {one: one.policy.hits for one in groups if isinstance(one.policy.hits, UnitStateHits)}
         self.groups = tuple([group for group in groups if group not in self._tails])
         self._of_forward: list[tuple[CacheGroup, int | None]] = [(group, None) for group in self.groups]
         self._unit = publisher.unit
@@ -149,7 +148,7 @@ class Checkpoints:
     def _tail(self, request: Request) -> int:
         """Return the token count of the state to copy when the next step begins; -1 without one."""
         tail = (request.num_prompt_tokens - 1) // self._unit * self._unit
-        return tail if any(0 < tail % hits.block_size <= hits.copied_tokens for hits in self._tail_hits) else -1
+        return tail if any(0 < tail % hits.block_size <= hits.copied_tokens for hits in self._tails.values()) else -1
 
     def _keeps_for(self, request: Request) -> bool:
         """Return whether any resume point of ``request`` is kept."""
@@ -175,7 +174,8 @@ class Checkpoints:
 
     def _store_row(self, request: Request, computed: int, end: int) -> None:
         for position, column in self._late.pop(request.row, ()):
-            self._store_states(request, position, [(group, column) for group in self.groups])
+            in_columns = [(group, column if group.kind.keeps_state else 0) for group in self.groups]
+            self._store_states(request, position, in_columns)
         if self._tails and computed == self._tail(request) < end:
             self._store_tail(request, computed)
         for position in self._positions(request, computed, end):
@@ -244,19 +244,21 @@ class Checkpoints:
     def keep_resume_point(self, request: Request, tokens: int) -> None:
         """Keep the running state of ``request``, written after ``tokens`` tokens. The caller frees the row next.
 
-        States at positions among its last accepted drafts are kept too.
+        States at positions among its last accepted drafts are kept too, except where a ring is needed: the one block
+        of the ring is kept for the end.
         """
         if self.idle:
             return
         self._ahead.discard(request.row)
         for position, column in self._late.pop(request.row, ()):
-            self._keep_column(request, position, column, ended=False)
+            if not any(one.kind.keeps_ring and one.index.state_at(request, position) is None for one in self.groups):
+                self._keep_column(request, position, column, ended=False)
         boundary = tokens // self._alignment * self._alignment
         if self._placement.keeps_final_state and boundary:
             self._keep_column(request, boundary, 0, ended=True)
 
     def _keep_column(self, request: Request, tokens: int, column: int, *, ended: bool) -> None:
-        """Publish the state after ``tokens`` tokens in its block, which lies in ``column``."""
+        """Publish the state after ``tokens`` tokens in its block, which lies in ``column``; rings lie in column 0."""
         lacking = [group for group in self.groups if group.index.state_at(request, tokens) is None]
         blocks = [group.rows.cells.item(group.rows.origin.item(request.row) + column) for group in lacking]
         for group, block in zip(lacking, blocks, strict=True):
@@ -516,7 +518,8 @@ class TransferLog:
 
     def _stored_from_column(self, one: Stored, column: int) -> Transfer:
         source = self._block_at(one.group, one.row, column)
-        return Transfer(one.group.number, source, self._local(one.group, one.block), "state")
+        kind = "state" if one.group.states is not None else "block"
+        return Transfer(one.group.number, source, self._local(one.group, one.block), kind)
 
     def _block_at(self, group: CacheGroup, row: int, column: int) -> int:
         return self._local(group, group.rows.cell(row, column))

@@ -4,7 +4,7 @@ A resume point needs, in each group, the blocks that a hit at its token count re
 
 full attention      every block of its segment (its parent needs the earlier blocks), and its partial block
 windows, chunks     the blocks that the next token reads, and its partial block
-states              the state at exactly its token count
+states, rings       the state at exactly its token count; none of a ring that is empty there
 
 The partial block holds the last tokens of a resume point that is not at a block boundary.
 
@@ -91,8 +91,8 @@ class PointBlocks:
         self._pool = pool
         self._bytes = np.array(block_bytes, np.int64)
         self._bytes_of = [float(size) for size in block_bytes]
-        tokens = [one for one in groups if one.states is None and not one.kind.by_digest]
-        self._states = tuple(one for one in groups if one.states is not None)
+        tokens = [one for one in groups if one.kind.keeps_tokens]
+        self._states = tuple(one for one in groups if one.kind.in_place)
         self._full = tuple(one for one in tokens if one.policy.hits.downward_closed)
         self._windows = tuple(one for one in tokens if not one.policy.hits.downward_closed)
         self.overlaps = bool(self._windows) or any(group.hashes_per_block > 1 for group in self._full)

@@ -184,6 +184,7 @@ class _DeepSeek:
             head_size=2 * overlap * width,
             dtype="float32" if self.vllm else self.options.dtype,
             sliding_window=overlap * rate,
+            pools=rate,
             alignment=self.alignment,
             max_tp_shards=1,
         )
@@ -213,11 +214,11 @@ def deepseek_v4(fields: Fields, options: ReadOptions, given: Sequence[str] = ())
             continue
         rate = rates[kind]
         layers.append(Layer(name, kept.compressed(rate, block), i, top_states=kept.top if kind == CSA else 0))
-        layers.append(Layer(f"{name}.compressor.state_cache", kept.sums(kind, rate, kept.head_dim), i, pools=rate))
+        layers.append(Layer(f"{name}.compressor.state_cache", kept.sums(kind, rate, kept.head_dim), i))
         if kind == CSA:
             layers.append(Layer(f"{name}.indexer.k_cache", kept.keys(rate, block), i, index_heads=kept.index_heads))
             sums = kept.sums(kind, rate, index_width)
-            layers.append(Layer(f"{name}.indexer.compressor.state_cache", sums, i, pools=rate))
+            layers.append(Layer(f"{name}.indexer.compressor.state_cache", sums, i))
     return facts(reading, layers)
 
 
@@ -285,7 +286,7 @@ def deepseek_v41(fields: Fields, options: ReadOptions, given: Sequence[str] = ()
             heads = kept.index_heads
             layers.append(Layer(f"{name}.indexer.k_cache", kept.keys(rate, block), i, read_by=keys, index_heads=heads))
         if rate > 1:
-            ring = _pooling_ring(2 * kept.head_dim, options)
+            ring = _pooling_ring(rate, 2 * kept.head_dim, options)
             layers.append(Layer(f"{name}.compressor.state_cache", ring, i))
     reading.say(
         "layers that keep latents", ranges(sources), "kv_source_layer_ids", reading.source("kv_source_layer_ids")
@@ -335,11 +336,16 @@ def _owners(reading: Reading, ratios: Sequence[int], sources: Sequence[int]) -> 
     return owner
 
 
-def _pooling_ring(width: int, options: ReadOptions) -> CircularBufferSpec:
+def _pooling_ring(rate: int, width: int, options: ReadOptions) -> CircularBufferSpec:
     """Return a ring of float32 rows: the drafts of a step, its next token and the row before, as a power of two."""
     rows = options.num_speculative_tokens + 2
     return CircularBufferSpec(
-        block_size=max(8, 1 << (rows - 1).bit_length()), num_kv_heads=1, head_size=width, head_size_v=0, dtype="float32"
+        block_size=max(8, 1 << (rows - 1).bit_length()),
+        num_kv_heads=1,
+        head_size=width,
+        head_size_v=0,
+        dtype="float32",
+        pools=rate,
     )
 
 
@@ -445,6 +451,7 @@ def _tail(reading: Reading, pool: int, options: ReadOptions) -> CircularBufferSp
     groups = 1 << (ceil_div(span, pool) - 1).bit_length()
     return CircularBufferSpec(
         block_size=pool * groups,
+        pools=pool,
         num_kv_heads=2,
         head_size=reading.fields.integer("index_head_dim"),
         head_size_v=0,
@@ -526,6 +533,7 @@ def _indexed_attention(reading: Reading, heads: Heads, options: ReadOptions) -> 
         "": replace(full, block_size=block),
         ".indexer.raw_key_cache": CircularBufferSpec(
             block_size=round_up(rate + options.num_speculative_tokens, rate),
+            pools=rate,
             num_kv_heads=1,
             head_size=raw,
             head_size_v=0,
@@ -575,6 +583,7 @@ def step_5(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> F
         )
         specs[".csa_tail_ring"] = CircularBufferSpec(
             block_size=_REGION - 1 + options.num_speculative_tokens,
+            pools=_REGION,
             num_kv_heads=1,
             head_size=2 * _SUMMARY,
             head_size_v=0,

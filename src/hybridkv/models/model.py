@@ -33,7 +33,6 @@ class Layer:
             models.
         index_heads: query heads on one rank of the indexer that reads the entry; 0 where attention reads it.
             For cost models.
-        pools: tokens of a group whose rows a compressor pools; 0 where attention reads the rows. For cost models.
     """
 
     name: Annotated[str, text]
@@ -43,10 +42,14 @@ class Layer:
     read_by: tuple[Annotated[str, text], ...] = ()
     top_states: Count = 0
     index_heads: Count = 0
-    pools: Count = 0
 
     def __post_init__(self) -> None:
         check_types(self)
+
+    @property
+    def pools(self) -> int:
+        """Tokens of a state that a compressor makes of the entry's rows, in a window; 0 where attention reads them."""
+        return max(self.spec.pooled, default=0) if self.spec.keeps is Keeps.WINDOW else 0
 
 
 @dataclass(frozen=True, slots=True)

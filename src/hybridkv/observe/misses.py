@@ -170,7 +170,7 @@ class Misses:
         publishing = [group for group in residents.groups if group.kind.publishes]
         self._full = [group for group in publishing if group.policy.hits.downward_closed]
         self._groups = [*self._full, *(group for group in publishing if group not in self._full)]
-        self._states = [group for group in self._groups if group.states is not None]
+        self._states = [group for group in self._groups if group.kind.in_place]
         self._others = len(self._groups) > len(self._full) + len(self._states)
 
     def forget(self) -> None:

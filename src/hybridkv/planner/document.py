@@ -331,7 +331,6 @@ class _IndexedLayer(Struct):
     read_by: tuple[str, ...] = ()
     top_states: _Size = 0
     index_heads: _Size = 0
-    pools: _Size = 0
 
 
 _Limits: Any = _described(RequestLimits)

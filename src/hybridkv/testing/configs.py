@@ -120,9 +120,11 @@ def rate_spec(block_size: int, rate: int | Fraction) -> MLAAttentionSpec:
     return MLAAttentionSpec(block_size=block_size, head_size=2, dtype="float32", tokens_per_state=rate)
 
 
-def ring_spec(tokens: int) -> CircularBufferSpec:
-    """Return a spec of a ring of ``tokens`` tokens."""
-    return CircularBufferSpec(block_size=tokens, num_kv_heads=1, head_size=2, head_size_v=0, dtype="float32")
+def ring_spec(tokens: int, pools: int = 0) -> CircularBufferSpec:
+    """Return a spec of a ring of ``tokens`` tokens, for groups of ``pools``; 0 for groups that nobody knows."""
+    return CircularBufferSpec(
+        block_size=tokens, num_kv_heads=1, head_size=2, head_size_v=0, dtype="float32", pools=pools
+    )
 
 
 def window_spec(block_size: int, window: int) -> SlidingWindowSpec:

@@ -61,7 +61,7 @@ class EventFollower:
         self._silent = {
             number
             for number, group in enumerate(cache.config.groups)
-            if natural and group.spec.keeps in {Keeps.STATE, Keeps.ENCODER}
+            if natural and group.spec.keeps in {Keeps.STATE, Keeps.RING, Keeps.ENCODER}
         }
 
     def follow(self) -> None:

@@ -112,7 +112,7 @@ def test_states_and_pages_by_hand() -> None:
 @pytest.mark.parametrize("layout", ["reference", "natural"])
 def test_plan_of_compressed_caches_round_trips(layout: str) -> None:
     draft, reader = replace(COMPRESSED.layers[-1], is_draft=True), replace(COMPRESSED.layers[0], read_by=("x", "y"))
-    reader = replace(reader, top_states=512, index_heads=64, pools=4)
+    reader = replace(reader, top_states=512, index_heads=64)
     model = replace(COMPRESSED, layers=(reader, *COMPRESSED.layers[1:-1], draft))
     made = plan(model, "1GiB", layout=layout)
     again = plan_from_json(plan_to_json(made))

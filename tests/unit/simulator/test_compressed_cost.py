@@ -62,7 +62,7 @@ def layer(spec: KVCacheSpec, **facts: Any) -> Layer:  # noqa: ANN401 - fields of
         # the indexer reads every key: 3 bytes each
         pytest.param(layer(KEYS, index_heads=2), (3 + 7) * 3, id="an indexer's keys"),
         # 2 + 1 new rows of 6 float32: written once, and read by 8 / 4 groups
-        pytest.param(layer(SUMS, pools=4), (2 + 1) * (1 + 2) * 24, id="a compressor's rows"),
+        pytest.param(layer(replace(SUMS, pools=4)), (2 + 1) * (1 + 2) * 24, id="a compressor's rows"),
         # the same rows without a compressor are a window of latents: min(13, 2 + 7) + min(31, 1 + 7)
         pytest.param(layer(SUMS), (9 + 8) * 24, id="a window of latents"),
         # 8 rows of 7 elements of 2 bytes, for each of two requests
@@ -90,7 +90,7 @@ def test_bytes_of_compressed_caches_match_hand_calculation(one: Layer, moved: in
         # 2 heads of the indexer and keys of 3 elements: 2 * 3 * 2 for each key
         pytest.param(layer(KEYS, index_heads=2), (3 + 3 + 7) * 12, id="an indexer's keys"),
         pytest.param(layer(KEYS), 0, id="an indexer with unknown heads"),
-        pytest.param(layer(SUMS, pools=4), 0, id="a compressor's rows"),
+        pytest.param(layer(replace(SUMS, pools=4)), 0, id="a compressor's rows"),
         pytest.param(layer(RING), 0, id="a ring"),
         # 2 * (1 + 1) elements * 3 heads for each of 2 states of 12, 13 and 31 tokens
         pytest.param(layer(TWICE), (12 + 13 + 31) * 2 * 4 * 3, id="2 states a token"),

@@ -46,15 +46,14 @@ from hybridkv.cache.policies.state import (
     AlignedStatePolicy,
     BlocklessHits,
     EncoderPolicy,
+    FixedPolicy,
     PositionHits,
-    RingPolicy,
-    RunningStatePolicy,
     StateHits,
     UnitStateHits,
 )
 
-StatePolicy = AlignedStatePolicy | RunningStatePolicy
-Policy = AttentionPolicy | AlignedStatePolicy | RunningStatePolicy | EncoderPolicy | RingPolicy
+StatePolicy = AlignedStatePolicy | FixedPolicy
+Policy = AttentionPolicy | StatePolicy | EncoderPolicy
 Hits = BlockHits | TokenHits | StateHits | UnitStateHits | PositionHits | BlocklessHits
 
 __all__ = [
@@ -68,6 +67,7 @@ __all__ = [
     "ChunkSpan",
     "Demand",
     "EncoderPolicy",
+    "FixedPolicy",
     "FullSpan",
     "GroupHit",
     "GroupKind",
@@ -76,9 +76,7 @@ __all__ = [
     "Policy",
     "PositionHits",
     "PublishRule",
-    "RingPolicy",
     "RowFacts",
-    "RunningStatePolicy",
     "Search",
     "Span",
     "StateHits",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -156,7 +157,7 @@ class GroupKind:
 
     Attributes:
         spec: The spec of its layers.
-        publishes: Some of its blocks can be hit. Among groups that never publish, only rings count for the common
+        publishes: Some of its blocks can be hit. Among groups that do not publish, only rings count for the common
             alignment of the reference layout.
         by_digest: Its blocks are found under the digest of the encoder's input.
         drops: It drops the last block of a hit, for EAGLE.
@@ -191,8 +192,18 @@ class GroupKind:
 
     @property
     def keeps_ring(self) -> bool:
-        """Whether its block of a row is a ring, overwritten in place and never published."""
+        """Whether its block of a row is a ring, overwritten in place."""
         return self.spec.keeps is Keeps.RING
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its blocks are overwritten in place: states and rings. A hit copies them."""
+        return self.spec.keeps in {Keeps.STATE, Keeps.RING}
+
+    @property
+    def pools(self) -> int:
+        """Tokens at whose multiples all its rings are empty; 0 where that is unknown, and without rings."""
+        return lcm(*self.spec.pooled) if self.keeps_ring else 0
 
     @property
     def num_drafts(self) -> int | None:

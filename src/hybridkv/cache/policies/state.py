@@ -6,8 +6,9 @@ A state is overwritten in place, so it is shared by copying it. In the reference
     step n       [ . . . S | . D ]       S: read by the next step      D: the step leaves its state here
     with drafts  [ . . . . . D x x ]     x: one block for each drafted token
 
-In the natural layout (``RunningStatePolicy``) the running state has one column, and states at resume points lie in
-blocks outside all rows. Encoder outputs are similar: all their blocks are taken when a row begins and stay to its end.
+In the natural layout (``FixedPolicy``) the running state has one column, and states at resume points lie in blocks
+outside all rows. Rings of raw keys are kept like states. Encoder outputs are similar: all their blocks are taken when a
+row begins and stay to its end.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from hybridkv.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PositionHits:
-    """Hits of checkpoints: states in blocks outside all rows, each found at its position (docs/contracts.md, 8)."""
+    """Hits of checkpoints: states and rings outside all rows, each found at its position (docs/contracts.md, 8)."""
 
     copies: bool = True
     downward_closed: bool = False
@@ -58,7 +59,7 @@ class PositionHits:
         return GroupHit(index.last_state(request, search.end_tokens, search.alignment), NONE, additions=additions)
 
     def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:
-        """Return the block of the checkpoint."""
+        """Return the block of the checkpoint; 0 where none is needed."""
         return index.state_at(request, num_tokens) or 0
 
 
@@ -100,11 +101,15 @@ def _fixed(row: RowFacts, take: int) -> GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class RunningStatePolicy:
-    """Recurrent layers of the natural layout, and those of the reference layout that keep no states.
+class FixedPolicy:
+    """Layers with a fixed number of blocks in a row, rewritten in place: states, and rings of raw keys.
 
-        row          [ running | drafts ... ]       rewritten in place; a hit is copied into it
+        states       [ running | drafts ... ]     a hit is copied into the running state
+        ring         [ ring ]                     a hit, and the drafts of a step, are written into it
         checkpoint   a block outside all rows, found at its position (docs/contracts.md, 8)
+
+    These are the states of the natural layout, and those of the reference layout that are not kept. Encoder-only
+    attention has no blocks.
 
     Attributes:
         block_size: Tokens between two keys of a request.
@@ -158,15 +163,13 @@ class RunningStatePolicy:
 
 @dataclass(frozen=True, slots=True)
 class EncoderPolicy:
-    """Cross attention, which keeps keys and values of the encoder's output; and encoder-only attention.
+    """Cross attention, which keeps keys and values of the encoder's output.
 
-    Encoder-only attention keeps nothing. All blocks are taken when a row begins and stay to its end, whatever it
-    computes.
+    All blocks are taken when a row begins and stay to its end, whatever it computes.
 
     Attributes:
         block_size: Tokens of a block.
         hits: Whether the prefixes of other groups may be hit.
-        keeps: Whether anything is kept.
         by_digest: Natural layout: all blocks of a row, or no block, are found under the digest of the encoder's input.
             A prefix hit does not need them, because the decoder's own keys contain the digest; missing ones are encoded
             again.
@@ -174,7 +177,6 @@ class EncoderPolicy:
 
     block_size: int
     hits: BlocklessHits
-    keeps: bool
     by_digest: bool = False
     publishing: None = None
     only_grows: bool = False
@@ -211,57 +213,8 @@ class EncoderPolicy:
         return NO_COLUMNS, row.published
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - as above
-        """Return ``ceil(encoder tokens / block_size)``, or 0 if nothing is kept."""
-        return -(-encoder_tokens // self.block_size) if self.keeps else 0
-
-
-@dataclass(frozen=True, slots=True)
-class RingPolicy:
-    """A ring of the raw keys of tokens that are still being compressed: one block of each row, overwritten in place.
-
-    A hit adopts no block of it. The layouts end hits only where all tokens are compressed, so that no later step reads
-    what the ring would hold.
-
-        tokens   | 0 1 2 3 | 4 5 6 7 | 8 9      a hit ends at 4 or 8
-        ring     [ 8 9 - - ]                    a branch copies it; a new row begins with an empty one
-
-    Attributes:
-        block_size: Tokens that a ring holds.
-        hits: Accepts the hits of other groups.
-    """
-
-    block_size: int
-    hits: BlocklessHits = BlocklessHits(accepts=True)
-    publishing: None = None
-    only_grows: bool = False
-
-    def columns(self, num_tokens: T) -> T:
-        """Return 1 for any tokens."""
-        return num_tokens * 0 + 1
-
-    def next_need(self, held: T, dropped: T) -> T:  # noqa: ARG002 - the answer of a policy
-        """Return NEVER: a running row has its block."""
-        return held * 0 + NEVER
-
-    def droppable(self, processed_tokens: T) -> T:
-        """Return 0: no column is dropped."""
-        return processed_tokens * 0
-
-    def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:  # noqa: ARG002 - as above
-        """Return whether the row runs."""
-        return published >= 0
-
-    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:  # noqa: ARG002 - as above
-        """Take a block when the row begins."""
-        return _fixed(row, 1)
-
-    def stored_columns(self, row: RowFacts, computed_tokens: int, boundaries: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
-        """Return no column: a ring is never published."""
-        return NO_COLUMNS, row.published
-
-    def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - as above
-        """Return 1."""
-        return 1
+        """Return ``ceil(encoder tokens / block_size)``."""
+        return -(-encoder_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
