@@ -195,12 +195,21 @@ class _Layers(list[Any]):
         return _Layer(self._cache, index)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Layer:
     """Layer ``index`` of ``cache``, with the methods of transformers' cache layers that a Cache has not."""
 
     cache: Cache
     index: int
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """The positions that the cache has, where Qwen4-exp of transformers 5.24 reads and writes them."""
+        return getattr(self.cache, "position_ids", None)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor) -> None:
+        """Drop the positions of the step: the next step's cache has them."""
 
     def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
         """Cache the keys [1, 1, tokens, width] of MiniMax-M3's indexer, and return all of the request."""
