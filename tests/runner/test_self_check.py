@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hybridkv.errors import UnsupportedModelError
 from hybridkv.runner import Engine, EngineOptions, LoadedModel, self_check
+from hybridkv.runner.attention.caches import RowCache
 from hybridkv.runner.probe import Forwards
 from hybridkv.runner.states.continuation import difference
 from hybridkv.runner.tiny import tiny_model
@@ -61,6 +62,20 @@ def test_self_check_rejects_layer_that_does_more_than_attend(break_it: Callable[
     assert model.config._attn_implementation != "hybridkv_gather"
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
     engine(model, self_check=False).close()
+
+
+def test_self_check_prompts_are_longer_than_the_choice_of_an_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = RowCache.update_indexer
+
+    def of_other_tokens(cache: RowCache, keys: torch.Tensor, layer: int) -> torch.Tensor:
+        return own(cache, keys, layer).roll(1, 1)
+
+    model = tiny_model("deepseek_v32", 0, {"index_topk": 44})
+    engine(model).close()
+    self_check._COMPARED.clear()
+    monkeypatch.setattr(RowCache, "update_indexer", of_other_tokens)
+    with pytest.raises(UnsupportedModelError, match="other logits on paged caches"):
+        engine(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2"])

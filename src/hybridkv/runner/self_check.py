@@ -43,7 +43,7 @@ _TOLERANCE: Final = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 5e
 _TOKENS: Final = 41
 """Tokens of the shortest first prompt; chosen by hand."""
 _LONGEST: Final = 320
-"""Most tokens of a prompt that is made longer to reach past a window or chunk; chosen by hand."""
+"""Most tokens of a prompt that is made longer to reach past a window, chunk or choice; chosen by hand."""
 _CHUNK: Final = 29
 """Tokens of a step, so that chunks end inside blocks; chosen by hand."""
 _ROWS: Final = 2
@@ -196,9 +196,12 @@ def _kind_of(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> _K
 
 
 def _length(plan: Plan) -> int:
-    """Return the tokens of a prompt: past the longest window or chunk of moderate length."""
+    """Return the tokens of a prompt: past the longest window, chunk or choice of an indexer of moderate length."""
     masks = (spec.mask for group in plan.config.groups for spec in group.layer_specs)
-    ends = [span + _TOKENS // 3 for mask in masks for span in mask if span is not None]
+    spans = [span for mask in masks for span in mask if span is not None]
+    # an indexer that chooses all tokens hides wrong keys
+    chosen = [int(layer.top_states * getattr(layer.spec, "tokens_per_state", 1)) for layer in plan.model.layers]
+    ends = [span + _TOKENS // 3 for span in (*spans, *chosen)]
     return max([_TOKENS, *(end for end in ends if end <= _LONGEST)])
 
 
