@@ -93,8 +93,8 @@ def test_layers_without_a_backend_are_rejected() -> None:
     mixed = replace(planned, layers=(*planned.layers, Layer("odd", spec, 3), Layer("odder", spec, 4)))
     with pytest.raises(UnsupportedModelError, match=r"odd \(EncoderOnlyAttentionSpec\) and 1 more of 5 layers"):
         require_runnable(mixed)
-    latent = MLAAttentionSpec(block_size=16, head_size=8, dtype="float32", tokens_per_state=4)
-    with pytest.raises(UnsupportedModelError, match=r"the runner of .* does not support .*tokens_per_state"):
+    latent = MLAAttentionSpec(block_size=16, head_size=8, dtype="uint8", state_content_bytes=24)
+    with pytest.raises(UnsupportedModelError, match=r"the runner of .* does not support packed states"):
         require_runnable(replace(planned, layers=(*planned.layers, Layer("packed", latent, 3))))
     ring = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=8, dtype="float32")
     with pytest.raises(UnsupportedModelError, match=r"ring \(CircularBufferSpec\) of 4 layers cannot run"):
