@@ -19,6 +19,7 @@ from hybridkv.planner import KVCacheConfig
 from hybridkv.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     Keeps,
     KVCacheSpec,
     MambaSpec,
@@ -196,13 +197,17 @@ Table = NDArray[np.int32]
 
 @dataclass(slots=True)
 class Row:
-    """A request that has a row. computed: tokens that its next step must find. known: tokens that the worker knows."""
+    """A request that has a row. computed: tokens that its next step must find. known: tokens that the worker knows.
+
+    raw: tokens with which the row began.
+    """
 
     story: Story
     tables: list[Table]
     computed: int
     known: int
     begins: bool = True
+    raw: int = 0
 
 
 @dataclass(slots=True)
@@ -282,6 +287,7 @@ class Executor:
         self._copy([copy for copy in step.copies[moves:] if copy.stage == "before"], what)
         self._encode(step.new_rows, what)
         self._read_states(step, runs, what)
+        self._read_kept(step, runs)
         self._forward(runs)
         self._write_states(step, runs, what)
         self._copy([copy for copy in step.copies if copy.stage == "after"], what)
@@ -327,6 +333,7 @@ class Executor:
             run = Run(place, row, name, start, certain, drafts, bool(step.samples[place]))
             if row.begins:
                 demand(0 <= start < row.known, f"{name} begins at {start} of {row.known} tokens")
+                row.raw = start
             else:
                 demand(start == row.computed, f"{name} begins at {start}, not at {row.computed}")
             demand(certain <= row.known, f"{name}: nobody knows token {certain - 1} yet")
@@ -404,10 +411,21 @@ class Executor:
                 demand(kept, f"{run.name}: no layer keeps the raw keys of {first} .. {run.start - 1}")
                 self._check_raw(kept, run.row, (first, run.start), run.content, run.name)
 
+    def _read_kept(self, step: Step, runs: list[Run]) -> None:
+        """Before the forward, rings have the tokens before the step that it keeps rings of."""
+        for place, group, tokens, _ in step.state_writes.tolist():
+            rings = [ring for ring in self._rings if ring.group == group]
+            run = runs[place]
+            for ring in rings:
+                span = min(tokens - tokens % _pools(ring), run.start), run.start
+                self._check_raw([ring], run.row, span, run.content, run.name)
+
     def _check_raw(self, layers: list[Layer], row: Row, tokens: tuple[int, int], content: Digests, what: str) -> None:
         """tokens: the first, and behind the last."""
-        positions = np.arange(*tokens)
         for layer in layers:
+            # a ring has the group that is open when the row begins, and all tokens behind that
+            first = max(tokens[0], row.raw - row.raw % _pools(layer)) if _pools(layer) else tokens[0]
+            positions = np.arange(first, tokens[1])
             places = self.arena.places(layer, row.tables[layer.group], positions, f"{what}, {layer.name}")
             wrong = positions[~self.arena.holds(layer, places, content[positions])].tolist()
             demand(not wrong, f"{what}: {layer.name} holds something else for {wrong[:3]} of {tokens}")
@@ -475,13 +493,21 @@ class Executor:
         left: set[tuple[int, int, int]] = set()
         blocks: set[tuple[int, int]] = set()
         for place, group, tokens, block in step.state_writes.tolist():
-            demand(group in self._states and 0 <= place < len(runs), f"{what} writes a state of group {group}")
+            rings = [ring for ring in self._rings if ring.group == group]
+            demand(group in self._states or rings, f"{what} writes a state of group {group}")
+            demand(0 <= place < len(runs), f"{what} writes a state of run {place}")
             run = runs[place]
             demand(run.start < tokens <= run.end, f"{run.name} writes a state after {tokens} tokens")
             demand(self.segments or tokens >= run.certain, f"{run.name} writes a state inside its chunk")
             demand((group, block) not in blocks, f"{run.name} writes two states to block {block} of group {group}")
             blocks.add((group, block))
             self.arena.check_ids(group, np.array([block]), f"{run.name} writes a state")
+            for ring in rings:
+                # the forward may have overwritten what the ring held before: it was checked then
+                open_group = np.arange(tokens - tokens % _pools(ring), tokens)
+                where = self.arena.places(ring, np.array([block], np.int32), open_group, f"{run.name} keeps a ring")
+                self.arena.write(ring, where, run.content[open_group])
+                self.counts["rings kept"] += 1
             left.add((place, group, tokens))
             self.counts["states written inside a chunk"] += tokens < run.certain
             for layer in self._recurrent:
@@ -516,6 +542,9 @@ class Executor:
     def _count(self, step: Step, runs: list[Run]) -> None:
         counts = self.counts
         counts["row-steps"] += len(runs)
+        counts["rings hit"] += any(
+            copy.kind == "block" and any(ring.group == copy.group for ring in self._rings) for copy in step.copies
+        )
         beginning = {new.row for new in step.new_rows}
         for run in runs:
             if int(step.rows[run.place]) in beginning and run.start:
@@ -545,6 +574,11 @@ def _items(layer: Layer, items: Places, content: Digests) -> Digests:
         return content[items]
     last = -(-(items + 1) * layer.rate.numerator // layer.rate.denominator)
     return content[last - 1] ^ (items.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _pools(layer: Layer) -> int:
+    """Tokens of the groups that a ring serves; 0 where that is unknown, and for other layers."""
+    return layer.spec.pools if isinstance(layer.spec, CircularBufferSpec) else 0
 
 
 def _first_read(layer: Layer, token: int) -> int:

@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="stop after the history that reaches this")
     parser.add_argument("--seed", type=int, default=0, help="of the first history; the next one has the next")
     parser.add_argument("--steps", type=int, default=120, help="steps of a history before its requests run out")
+    parser.add_argument("--family", help='of models: "compressed" for compressed caches; any other by default')
     options = parser.parse_args()
     logging.getLogger("hybridkv").setLevel(logging.CRITICAL)
     counts: Counter[str] = Counter()
@@ -28,7 +29,7 @@ def main() -> int:
     seed = options.seed
     while True:
         try:
-            counts += play(seed, steps=options.steps)
+            counts += play(seed, steps=options.steps, family=options.family)
         except DifferenceError as error:
             sys.stdout.write(f"DIFFERENCE after {counts['row-steps']} row-steps\n{error}\n")
             return 1

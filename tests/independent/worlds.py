@@ -23,6 +23,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.spec_fields import SparseCacheRole
 from hybridkv.specs import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     FullAttentionSpec,
@@ -168,10 +169,13 @@ def _compressed(rng: random.Random, block: int, drafts: int) -> Model:
         MambaSpec(block_size=block, shapes=((20,),), dtypes=("float32",), num_speculative_blocks=drafts),
     ]
     chosen = [rng.choice(kinds[:3]), *rng.choices(kinds, weights=(6, 6, 6, 4, 3, 2, 1), k=rng.randint(0, 4))]
+    groups = {Fraction(spec.tokens_per_state).numerator for spec in chosen if isinstance(spec, AttentionSpec)} - {1}
+    pools = {group: group * (rng.random() < 0.8) for group in groups}
     if rng.random() < 0.6:
-        chosen += [CircularBufferSpec(block_size=span, **ring)] * rng.randint(1, 2)
+        chosen += [CircularBufferSpec(block_size=span, **ring, pools=pools[group]) for group in groups]
     else:
-        chosen.append(SlidingWindowMLASpec(**latent | {"block_size": block}, sliding_window=span))
+        sums: dict[str, Any] = latent | {"block_size": block, "sliding_window": span}
+        chosen += [SlidingWindowMLASpec(**sums, pools=pools[group]) for group in groups]
     rng.shuffle(chosen)
     layers = tuple(Layer(f"layer.{i}", spec, i) for i, spec in enumerate(chosen))
     return Model("compressed", "compressed", layers, 400, VOCAB, "bfloat16", 1, 1, block, num_speculative_tokens=drafts)
@@ -191,7 +195,7 @@ class World:
 def random_world(rng: random.Random, eviction: str = LRU.name, family: str | None = None) -> World:
     """A model, a plan that is tight, a cache and a scheduler. Draws again what the library refuses by name.
 
-    family: of the model; None for any.
+    family: of the model, of which "compressed" is drawn on request alone; None for any other.
     """
     while True:
         try:
@@ -204,7 +208,7 @@ def _world(rng: random.Random, eviction: str, wanted: str | None) -> World:
     block = rng.choice((2, 4, 4, 8, 16))
     drafts = rng.choice((0, 0, 1, 2, 3))
     families = _configs(rng)
-    family = wanted or rng.choice((*families, *["mixture"] * 6, *["compressed"] * 6))
+    family = wanted or rng.choice((*families, *["mixture"] * 6))
     if family in {"mixture", "compressed"}:
         model = (_mixture if family == "mixture" else _compressed)(rng, block, drafts)
     else:

@@ -24,7 +24,22 @@ def test_compressed_content_of_every_step_is_right(model: str, layout: str) -> N
 
 def test_compressed_content_runs_meet_every_event() -> None:
     counts = play_all("natural", "ring", 12)
-    assert min(counts[name] for name in ("hits", "preemptions", "forks", "failures", "copies", "drafts accepted")) > 0
+    assert (
+        min(
+            counts[name]
+            for name in (
+                "hits",
+                "preemptions",
+                "forks",
+                "failures",
+                "copies",
+                "rings kept",
+                "rings hit",
+                "drafts accepted",
+            )
+        )
+        > 0
+    )
 
 
 # -- controls: the worker must see what is wrong
@@ -89,6 +104,14 @@ class StaleRing(FakeWorker):
             super()._copy_one(copy)
 
 
+class KeepsRingsTooEarly(FakeWorker):
+    """Keeps a ring one token before its position."""
+
+    def _write_state(self, row: WorkerRow, group: int, position: int, block: int) -> None:
+        rings = any(layer.ring for layer in self._layers if layer.group == group)
+        super()._write_state(row, group, position - rings, block)
+
+
 @pytest.mark.parametrize(
     ("kind", "layout", "model"),
     [
@@ -98,6 +121,8 @@ class StaleRing(FakeWorker):
         *((NeighbouringState, layout, "rates and indexer") for layout in LAYOUTS),
         (NeighbouringState, "natural", "compressed window"),
         (StaleRing, "natural", "ring"),
+        (KeepsRingsTooEarly, "natural", "ring"),
+        (KeepsRingsTooEarly, "kernel blocks", "rings of several rates"),
         (StaleRing, "kernel blocks", "rings of several rates"),
     ],
 )

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from random import Random
 
+import numpy as np
+
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CapacityError
 from hybridkv.planner import KVCacheConfig
@@ -50,11 +52,13 @@ LATENT_WINDOW = SlidingWindowMLASpec(
 MODELS: dict[str, tuple[KVCacheSpec, ...]] = {
     "rates and indexer": (rate_spec(16, 4), indexer(16, 4), PACKED),
     "indexer of each token": (full_spec(4), replace(indexer(8, 1), head_size=3), LATENT_WINDOW),
-    "ring": (rate_spec(8, 4), ring_spec(4 + DRAFTS), full_spec(8)),
-    "rings of several rates": (PACKED, ring_spec(16), indexer(16, 4), LATENT_WINDOW),
+    "ring": (rate_spec(8, 4), ring_spec(4 + DRAFTS, 4), full_spec(8)),
+    "rings of several rates": (PACKED, ring_spec(10, 8), indexer(16, 4), ring_spec(16, 4), LATENT_WINDOW),
+    "ring of an unknown group": (PACKED, ring_spec(16), indexer(16, 4), full_spec(8)),
+    "sums": (rate_spec(8, 4), replace(LATENT_WINDOW, sliding_window=8, pools=4), PACKED, ring_spec(10, 8)),
     "compressed window": (replace(window_spec(8, 7), head_size=2, tokens_per_state=4), rate_spec(4, Fraction(1, 2))),
     "thirds": (rate_spec(6, Fraction(3, 2)), rate_spec(4, Fraction(2, 3)), window_spec(4, 5)),
-    "states": (rate_spec(8, 4), state_spec(8, DRAFTS), ring_spec(8)),
+    "states": (rate_spec(8, 4), state_spec(8, DRAFTS), ring_spec(8, 4)),
 }
 LAYOUTS = ("padded", "packed", "natural", "kernel blocks")
 
@@ -157,6 +161,9 @@ class Run:
         result = self.worker.execute(step)
         self.counts["drafts accepted"] += 0 if result.num_accepted is None else int((result.num_accepted > 1).sum())
         self.counts["copies"] += len(step.copies)
+        rings = [group for group, of in enumerate(self.config.groups) if of.spec.keeps is Keeps.RING]
+        self.counts["rings kept"] += int(np.isin(step.state_writes[:, 1], rings).sum())
+        self.counts["rings hit"] += any(copy.group in rings for copy in step.copies if copy.kind == "block")
         self._forget(self.scheduler.update(result).finished)
 
     def _know(self, requests: Iterable[Request]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_slots_of_states_match_the_contract(rate: int | Fraction, block_size: in
 
 
 def test_slots_of_a_ring_match_the_contract() -> None:
-    of = RingSlots(4, 3, 16, **CPU)
+    of = RingSlots(4, 0, 3, 16, **CPU)
     rows, positions = np.array([1] * 6 + [2] * 3), np.array([2, 3, 4, 5, 6, 7, 0, 1, 2])
     of.compute(np.array([9, 7, 5], np.int32), rows, positions)
     of.slots.commit(9)
@@ -107,7 +108,7 @@ def test_slots_of_states_match_a_loop(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_slots_of_rings_hold_the_last_tokens(data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 6))
-    of, blocks = RingSlots(capacity, 4, 40, **CPU), np.array([3, 9, 5, 7], np.int32)
+    of, blocks = RingSlots(capacity, 0, 4, 40, **CPU), np.array([3, 9, 5, 7], np.int32)
     held = dict[int, tuple[int, int]]()
     ends = dict.fromkeys(range(4), 0)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -188,7 +189,7 @@ def test_steps_write_and_read_states_and_raw_keys() -> None:
             write_states(of.slots, pages[int(rate)], sums)
         ends = tuple(end + many for end, many in zip(ends, scheduled, strict=True))  # type: ignore[assignment]  # two
         raw = torch.tensor([[1000.0 * row + position + 1] for row, position in tokens])
-        write_states(batch.rings[1].slots, ring_pages, raw)
+        batch.rings[1].write(ring_pages, raw)
         for (_, rate), of in batch.compressed.items():
             check_states(of, pages[int(rate)], int(rate), ends)
 
@@ -198,6 +199,33 @@ def check_states(of: CompressedBatch, pages: torch.Tensor, rate: int, ends: tupl
         found = of.states_of(row, pages)[:, 0].tolist()
         keys = [1000.0 * row + position + 1 for position in range(end)]
         assert found == [sum(keys[first : first + rate]) for first in range(0, end // rate * rate, rate)]
+
+
+def test_rings_are_kept_with_raw_keys_of_ring_and_step() -> None:
+    specs: list[KVCacheSpec] = [rate_spec(8, 4), ring_spec(6, 4)]
+    tables, pages = tables_of(40, 32, specs, num_blocks=12), torch.full((12, 6, 1), -1.0)
+    for number, (computed, scheduled) in enumerate((((0, 0), (6, 9)), ((6, 9), (5, 1)))):
+        step = run(number, computed, scheduled)
+        # row 2 after 7 tokens and at its end, after 11; row 0 after 10
+        writes = [(0, 1, 7, 9), (0, 1, 11, 10), (1, 1, 10, 11)] if number else []
+        step = replace(step, state_writes=np.array(writes, np.int32).reshape(-1, 4))
+        of_rows = [
+            (end + i, 100 * row)
+            for row, (end, many) in enumerate(zip(computed, scheduled, strict=True))
+            for i in range(many)
+        ]
+        applied(tables, step).rings[1].write(pages, torch.tensor([[float(sum(one))] for one in of_rows]))
+    assert pages[9, :, 0].tolist() == [6, -1, -1, -1, 4, 5]
+    assert pages[10, :, 0].tolist() == [-1, -1, 8, 9, 10, -1]
+    assert pages[11, :, 0].tolist() == [-1, -1, 108, 109, -1, -1]
+    assert pages[8, :, 0].tolist() == [106, 107, 108, 109, 104, 105]
+    assert pages[2, :, 0].tolist() == [6, 7, 8, 9, 10, 5]
+
+
+def test_ring_of_an_unknown_group_is_not_kept() -> None:
+    step = replace(run(0, (0, 0), (5, 3)), state_writes=np.array([(0, 1, 3, 9)], np.int32))
+    with pytest.raises(WorkerError, match="keeps a ring after 3 tokens, but the groups of group 1 are unknown"):
+        applied(three_kinds(), step)
 
 
 def test_ring_without_the_asked_tokens_is_rejected() -> None:

@@ -27,6 +27,7 @@ from hybridkv.worker import (
     MultiGroupBlockTable,
     PagedStorage,
     PagePart,
+    RingBatch,
     StepBatch,
     WriteSlots,
     step_batch,
@@ -94,7 +95,10 @@ class BothWorkers(FakeWorker):
                     if item in layer.written(computed, computed + count):
                         rows[start + position - computed, place] = self._item(layer, self._live(row), item)
         (view,) = self.pages.views[layer.name]
-        write_states(slots, view, rows.reshape(-1, layer.item_bytes))
+        if layer.ring:
+            batch.rings[layer.group].write(view, rows[:, 0])
+        else:
+            write_states(slots, view, rows.reshape(-1, layer.item_bytes))
 
     def _item(self, layer: Layer, row: WorkerRow, item: int) -> torch.Tensor:
         """The bytes at which FakeWorker keeps an item."""
@@ -178,6 +182,20 @@ def _stale_rings(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockCopier, "execute_before", without)
 
 
+def _kept_rings_lack_earlier_tokens(patch: pytest.MonkeyPatch) -> None:
+    write = RingBatch.write
+    patch.setattr(
+        RingBatch, "write", lambda self, pages, keys: write(replace(self, moved=self.moved[:, :0]), pages, keys)
+    )
+
+
+def _kept_rings_lack_tokens_of_the_step(patch: pytest.MonkeyPatch) -> None:
+    write = RingBatch.write
+    patch.setattr(
+        RingBatch, "write", lambda self, pages, keys: write(replace(self, kept=self.kept[:, :0]), pages, keys)
+    )
+
+
 @pytest.mark.parametrize(
     ("fault", "model", "layout"),
     [
@@ -186,6 +204,8 @@ def _stale_rings(patch: pytest.MonkeyPatch) -> None:
         *((_neighbouring_slots, "rates and indexer", layout) for layout in LAYOUTS),
         *((_pages_of_the_next_layer, "rates and indexer", layout) for layout in LAYOUTS),
         (_stale_rings, "ring", "natural"),
+        (_kept_rings_lack_earlier_tokens, "sums", "natural"),
+        (_kept_rings_lack_tokens_of_the_step, "ring", "natural"),
         (_stale_rings, "rings of several rates", "kernel blocks"),
     ],
 )

@@ -6,7 +6,8 @@ from ``finished_rows``, ``new_rows`` and ``cells``; the history of a row comes f
     attention            after the writes of a step, every token that a scheduled token reads must be the digest of
                          the row's history, in every layer
     compressed layers    the same for each state of several tokens, and for each of several states of a token
-    rings                before a step writes, the rings must have the raw keys of the states that it completes
+    rings                before a step writes, the rings must have the raw keys of the states that it completes; a ring
+                         written for a position has the raw keys of the group that is open there
     recurrent layers     the state that a row reads must be the state of its history; the state written for a position
                          is the state after that many tokens
     cross attention      a new row with an encoder writes a digest for each token of the encoder's output; each row must
@@ -59,6 +60,7 @@ class Layer:
         recurrent: whether it has recurrent states.
         rate: tokens of an item.
         ring: whether it has the last tokens alone, in one block.
+        pools: tokens of the groups that a ring serves.
         window: tokens of the sliding window; 0 without one.
         chunk: tokens of an attention chunk; 0 without chunks.
         parts: kernel blocks in a block; each has its part of every layer of the group.
@@ -73,6 +75,7 @@ class Layer:
     recurrent: bool = False
     rate: Fraction = Fraction(1)
     ring: bool = False
+    pools: int = 0
     window: int = 0
     chunk: int = 0
     parts: int = 1
@@ -162,6 +165,7 @@ def _layer(name: str, group: int, spec: KVCacheSpec, tensor: KVCacheTensor, part
         recurrent=isinstance(spec, MambaSpec),
         rate=rate,
         ring=isinstance(spec, CircularBufferSpec),
+        pools=spec.pools if isinstance(spec, CircularBufferSpec) else 0,
         window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
         chunk=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0,
         parts=parts,
@@ -307,9 +311,10 @@ class FakeWorker:
 
     def _written(self, layer: Layer, step: Step) -> Iterator[int]:
         """Yield the byte offsets at which the forward of ``step`` writes in ``layer``."""
-        if layer.recurrent:
+        if layer.recurrent or layer.ring:
             blocks = [block for _, group, _, block in step.state_writes.tolist() if group == layer.group]
             yield from (self._at(layer, block) for block in blocks)
+        if layer.recurrent:
             return
         for i, row in enumerate(step.rows.tolist()):
             for item in layer.written(*self._span(step, i)):
@@ -483,7 +488,11 @@ class FakeWorker:
                 raise ContentError(f"step {step.id} writes the state in block {block} of group {group} twice")
             written.add((owner, block))
             self._states[i, group, position] = block
-            self._write_state(self._live(int(step.rows[i])), group, position, block)
+            row = self._live(int(step.rows[i]))
+            for layer in self._layers:
+                if layer.ring and layer.group == group:
+                    self._check_ring(layer, row, position - position % layer.pools, int(step.num_computed[i]))
+            self._write_state(row, group, position, block)
 
     def _state_of(self, step: Step, i: int, group: int, tokens: int) -> int:
         """Return the block to which the step writes the state of its i-th row after ``tokens`` tokens."""
@@ -496,6 +505,10 @@ class FakeWorker:
             if layer.group == group and layer.recurrent:
                 known = self._expected(layer, row, min(position, len(row.tokens)))
                 self._put(self._at(layer, block), known[position - 1] if position <= len(row.tokens) else b"\xff" * 8)
+            elif layer.group == group and layer.ring:
+                for token in range(position - position % layer.pools, position):
+                    at = self._at(layer, block) + layer.byte_of(token % layer.items)
+                    self._put(at, self._expected_item(layer, row, token))
 
     # -- one row
 
@@ -543,11 +556,16 @@ class FakeWorker:
         """
         begun = [layer for layer in self._layers if layer.ended(end) > layer.ended(computed) and not layer.recurrent]
         first = min((int(layer.ended(computed) * layer.rate) for layer in begun), default=computed)
-        for ring in self._layers:
-            for position in range(first, computed) if ring.ring else ():
-                if self._stored(ring, row, position) != self._expected(ring, row, computed)[position]:
-                    raise ContentError(f"{row.request_id!r} reads a wrong raw key {position} at {computed}, {ring}")
-                self.tokens_checked += 1
+        for layer in self._layers:
+            if layer.ring:
+                self._check_ring(layer, row, first, computed)
+
+    def _check_ring(self, ring: Layer, row: WorkerRow, first: int, computed: int) -> None:
+        """Check the raw keys of tokens ``first`` to ``computed`` - 1, of the group that is open."""
+        for position in range(max(first, computed - computed % ring.pools) if ring.pools else first, computed):
+            if self._stored(ring, row, position) != self._expected(ring, row, computed)[position]:
+                raise ContentError(f"{row.request_id!r} reads a wrong raw key {position} at {computed}, {ring}")
+            self.tokens_checked += 1
 
     def _read(self, step: Step, i: int) -> list[int]:
         """Check all tokens that the i-th row reads; return its accepted drafts and the next token, if it samples."""

@@ -2,6 +2,7 @@
 
     Step -> MultiGroupBlockTable.apply -> BlockCopier.execute_before -> step_batch -> forward
     forward, in each layer: write_kv(slots) -> paged_attention(reads) -> combine_over_ranks, if there are several ranks
+    compressed layers: raw keys of rings are read -> write_states(slots of states) -> RingBatch.write
     recurrent states: read and written where the Step says, or through InPlaceStates for kernels that update in place
 
 docs/build-an-engine.md walks through it, with an engine in one file: examples/bare_engine.py.

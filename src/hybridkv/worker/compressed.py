@@ -6,6 +6,9 @@
 
 Token 7 ends the state of tokens 4 .. 7. So the layer reads the raw keys of 4 and 5 from the ring first. Then it writes
 the state and the raw keys of its tokens: a step of many tokens overwrites the ones that it has read.
+
+A ring is kept at a resume point (``state_writes`` of the Step): the raw keys of the group that is open there go to a
+block of their own, those before the step from the ring, the others from the step.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from hybridkv.errors import WorkerError
 from hybridkv.step import Step
 from hybridkv.worker.attention import PagedBatch
 from hybridkv.worker.block_table import BlockTable
-from hybridkv.worker.pages import WriteSlots, write_slots
+from hybridkv.worker.pages import WriteSlots, write_slots, write_states
 from hybridkv.worker.slots import RingSlots, StateSlots
 
 Int64 = NDArray[np.int64]
@@ -68,11 +71,32 @@ class RingBatch:
         slots: where the raw keys of its tokens are written, after the step has read the ring.
         blocks: int64[requests], the block of each request.
         capacity: tokens of a ring.
+        kept: int64[3, n], raw keys of the step for rings that are kept: token of the step, block, place.
+        moved: int64[3, n], raw keys of earlier tokens for them: block of the request, block that is kept, place.
     """
 
     slots: WriteSlots
     blocks: torch.Tensor
     capacity: int
+    kept: torch.Tensor
+    moved: torch.Tensor
+
+    def write(self, pages: torch.Tensor, keys: torch.Tensor) -> None:
+        """Write the raw keys of a step's tokens, and the rings that are kept at resume points. O(tokens).
+
+        Args:
+            pages: [blocks, capacity, ...], a view of a layer of this group.
+            keys: [tokens, ...], in the dtype of the pages.
+
+        Raises:
+            WorkerError: shapes or dtypes do not match. Nothing has been written then.
+        """
+        source, target, place = self.moved
+        earlier = pages[source, place]
+        write_states(self.slots, pages, keys)
+        pages[target, place] = earlier
+        token, block, place = self.kept
+        pages[block, place] = keys[token]
 
     def keys_of(self, request: int, first: int, end: int, pages: torch.Tensor) -> torch.Tensor:
         """Return the raw keys of tokens ``first`` .. ``end`` - 1 of a request, [tokens, ...]. O(tokens).
@@ -112,16 +136,17 @@ def compressed_batch(step: Step, positions: Int64, of: StateSlots, reads: PagedB
     return CompressedBatch(slots, ended, tuple(num_states.tolist()), reads.block_table, of.block_states)
 
 
-def ring_batch(step: Step, of: RingSlots, table: BlockTable) -> RingBatch:
+def ring_batch(step: Step, group: int, of: RingSlots, table: BlockTable) -> RingBatch:
     """Make the batch of a Step after the slots of its tokens were committed. Waits for the device.
 
     Args:
         step: the Step.
+        group: number of the group.
         of: the slots of the group.
         table: the table of the group.
 
     Raises:
-        WorkerError: a row has no ring, or two rows have one.
+        WorkerError: a row has no ring, two rows have one, or a ring of an unknown group is to be kept.
     """
     without = np.flatnonzero(table.num_blocks_per_row[step.rows] == 0)
     if len(without):
@@ -130,4 +155,27 @@ def ring_batch(step: Step, of: RingSlots, table: BlockTable) -> RingBatch:
         )
     rows = torch.from_numpy(step.rows.astype(np.int64)).to(table.device)
     slots = write_slots(of.slots.device[: step.num_tokens], table.id_limit, of.capacity)
-    return RingBatch(slots, table.get_device_tensor()[rows, 0].to(torch.int64), of.capacity)
+    blocks = table.get_device_tensor()[rows, 0].to(torch.int64)
+    kept, moved = _kept(step, group, of, table.get_numpy_array()[step.rows, 0])
+    return RingBatch(slots, blocks, of.capacity, kept.to(table.device), moved.to(table.device))
+
+
+def _kept(step: Step, group: int, of: RingSlots, blocks: NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``kept`` and ``moved`` of a RingBatch. O(raw keys). ``blocks``: int32[requests], their rings."""
+    kept, moved = [np.empty((3, 0), np.int64)], [np.empty((3, 0), np.int64)]
+    starts = np.cumsum(step.num_scheduled) - step.num_scheduled
+    for row, number, position, block in step.state_writes.tolist():
+        if number != group:
+            continue
+        if not of.pools:
+            raise WorkerError(
+                f"Step {step.id} keeps a ring after {position} tokens, but the groups of group {group} are unknown: "
+                "give its spec pools"
+            )
+        tokens = np.arange(max(position - position % of.pools, position - of.capacity), position)
+        earlier, later = tokens[tokens < step.num_computed[row]], tokens[tokens >= step.num_computed[row]]
+        at = later - step.num_computed[row] + starts[row]
+        kept.append(np.stack((at, np.full_like(later, block), later % of.capacity)))
+        sources = np.full_like(earlier, blocks[row])
+        moved.append(np.stack((sources, np.full_like(earlier, block), earlier % of.capacity)))
+    return torch.from_numpy(np.concatenate(kept, axis=1)), torch.from_numpy(np.concatenate(moved, axis=1))

@@ -203,6 +203,7 @@ class RingSlots:
 
     Args:
         capacity: tokens of a ring.
+        pools: tokens at whose multiples the ring is empty; 0 where that is unknown.
         rows: rows of the table.
         max_tokens: tokens of the largest step.
         pin_memory: as in SlotBuffer.
@@ -210,11 +211,14 @@ class RingSlots:
 
     Attributes:
         capacity: tokens of a ring.
+        pools: tokens at whose multiples the ring is empty.
         slots: the slots, one of each token.
     """
 
-    def __init__(self, capacity: int, rows: int, max_tokens: int, *, pin_memory: bool, device: torch.device) -> None:
-        self.capacity = capacity
+    def __init__(
+        self, capacity: int, pools: int, rows: int, max_tokens: int, *, pin_memory: bool, device: torch.device
+    ) -> None:
+        self.capacity, self.pools = capacity, pools
         self._last = np.empty(rows, np.int64)
         self.slots = SlotBuffer(max_tokens, pin_memory, device)
 

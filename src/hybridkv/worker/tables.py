@@ -8,6 +8,7 @@ the step's tokens   [ a a a | b | c c ]      positions   5 6 7 | 12 | 0 1      i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.spec_fields import Feature, require_supported
-from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits
+from hybridkv.specs import CircularBufferSpec, Keeps, KVCacheSpec, RequestLimits, UniformTypeKVCacheSpecs
 from hybridkv.step import SCHEMA_VERSION, Step, ranges
 from hybridkv.units import ceil_div
 from hybridkv.worker.attention import PagedBatch
@@ -170,7 +171,7 @@ class MultiGroupBlockTable:
             for rate in sorted(rates[group] - {1})
         }
         self.ring_slots = {
-            group: RingSlots(spec.block_size, self.num_rows, max_num_batched_tokens, **sent)
+            group: RingSlots(spec.block_size, _pools_of(spec), self.num_rows, max_num_batched_tokens, **sent)
             for group, spec in enumerate(kinds)
             if spec is not None and spec.keeps is Keeps.RING
         }
@@ -427,6 +428,12 @@ def _rates_of(spec: KVCacheSpec | None) -> frozenset[int | Fraction]:
     return spec.rates if spec.keeps in _OF_TOKENS else frozenset()
 
 
+def _pools_of(spec: KVCacheSpec) -> int:
+    """Return the tokens at whose multiples all rings of a group are empty; 0 where that is unknown."""
+    own = [one for _, one in spec.layers] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return math.lcm(*(one.pools for one in own if isinstance(one, CircularBufferSpec)))
+
+
 def _row_blocks(block_size: int, spec: KVCacheSpec | None, limits: RequestLimits) -> int:
     """Return the columns of a row; without a spec, as for attention (docs/contracts.md, 7)."""
     if spec is None:
@@ -487,17 +494,19 @@ def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
     tables.commit_block_table(tables.num_rows)
     tables.compute_slot_mapping(owners, positions)
     tables.commit_slot_mapping(step.num_tokens)
+    held = {*tables.token_groups, *(group for group, _ in tables.state_slots)}
+    # before the slots: rows without blocks would all have one slot
+    reads = {group: group_reads(step, group, tables[group]) for group in sorted(held)}
     groups = dict[int, GroupBatch]()
     for group in tables.token_groups:
-        table = tables[group]
-        reads = group_reads(step, group, table)  # first: rows without blocks would all have one slot
-        slots = write_slots(table.slot_mapping[: step.num_tokens], reads.num_blocks, reads.block_size)
-        groups[group] = GroupBatch(slots, reads)
+        of = reads[group]
+        slots = write_slots(tables[group].slot_mapping[: step.num_tokens], of.num_blocks, of.block_size)
+        groups[group] = GroupBatch(slots, of)
     compressed = {
-        (group, rate): compressed_batch(step, positions, of, group_reads(step, group, tables[group]))
-        for (group, rate), of in tables.state_slots.items()
+        (group, rate): compressed_batch(step, positions, states, reads[group])
+        for (group, rate), states in tables.state_slots.items()
     }
-    rings = {group: ring_batch(step, of, tables[group]) for group, of in tables.ring_slots.items()}
+    rings = {group: ring_batch(step, group, ring, tables[group]) for group, ring in tables.ring_slots.items()}
     return StepBatch(torch.from_numpy(positions).to(tables[0].device), groups, compressed, rings)
 
 
