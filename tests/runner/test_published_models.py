@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from weights_of import weights_of
 
 from hybridkv.models import known_model, known_models, read_model
+from hybridkv.models.compressed import COMPRESSED
 from hybridkv.models.reading import text_parts
 
 torch.set_num_threads(1)
@@ -24,7 +25,15 @@ ALIKE = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Model types that transformers has by another name."""
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 TOTAL = ("num_experts", "n_routed_experts", "num_local_experts")
-SAMPLE = ("gemma-4-e2b", "glm-4.7-flash", "gpt-oss-20b", "granite-4.0-h-tiny", "qwen3-30b-a3b", "qwen3.5-9b")
+SAMPLE = (
+    "deepseek-v4-flash",
+    "gemma-4-e2b",
+    "glm-4.7-flash",
+    "gpt-oss-20b",
+    "granite-4.0-h-tiny",
+    "qwen3-30b-a3b",
+    "qwen3.5-9b",
+)
 NAMES = [pytest.param(one.name, marks=() if one.name in SAMPLE else pytest.mark.thorough) for one in known_models()]
 
 
@@ -60,8 +69,9 @@ def test_plan_of_a_known_model_matches_its_measured_cache(name: str) -> None:
         config = CONFIG_MAPPING[str(whole["model_type"])].from_dict(copy.deepcopy(dict(whole)))
     else:
         config = built(name)
-    plan, measured = read(dict(known_model(name).config)), measured_cache(config)
-    assert list(differences(plan, measured)) == []
+    if part["model_type"] not in COMPRESSED:  # there a token's bytes depend on its place: engines compare the pages
+        plan, measured = read(dict(known_model(name).config)), measured_cache(config)
+        assert list(differences(plan, measured)) == []
     model = read_model(name)
     if part["model_type"] in {"whisper", "t5"}:
         return  # tests/runner/test_encoder_decoder.py has them

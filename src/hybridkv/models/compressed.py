@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import lcm
 from typing import Any, Final
 
@@ -33,7 +34,10 @@ from hybridkv.models.layers import (
     Heads,
     NotingFamily,
     ReadOptions,
+    Weights,
+    experts,
     kv_heads_per_rank,
+    language_model,
     ranges,
     refuse_layer_types,
 )
@@ -219,7 +223,41 @@ def deepseek_v4(fields: Fields, options: ReadOptions, given: Sequence[str] = ())
             layers.append(Layer(f"{name}.indexer.k_cache", kept.keys(rate, block), i, index_heads=kept.index_heads))
             sums = kept.sums(kind, rate, index_width)
             layers.append(Layer(f"{name}.indexer.compressor.state_cache", sums, i))
-    return facts(reading, layers)
+    return replace(facts(reading, layers), weights=partial(_deepseek_weights, reading.fields, types, rates))
+
+
+def _deepseek_weights(fields: Fields, types: Sequence[str], rates: Mapping[str, int]) -> Weights:
+    """Count the weights of DeepSeek-V4 by the parameters of transformers' model (5.19).
+
+    Attention has low-rank queries, one latent, outputs in groups and a sink for each head. Each compressor projects
+    its values and their gates. Hyper-connections mix ``hc_mult`` streams before and after both blocks.
+    """
+    hidden, heads, latent = (fields.integer(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    rank, groups, group_rank = (fields.integer(key) for key in ("q_lora_rank", "o_groups", "o_lora_rank"))
+    streams, width = fields.integer("hc_mult"), fields.integer("moe_intermediate_size")
+    total, chosen = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
+
+    def compressor(kind: str, channels: int) -> int:
+        wide = channels * (2 if kind == CSA else 1)  # groups overlap there
+        return (rates[kind] + 2 * hidden) * wide + channels
+
+    attention = hidden * (rank + latent) + rank + latent + rank * heads * latent + heads
+    attention += group_rank * (heads * latent + groups * hidden)
+    mixes = streams * (streams + 2)
+    hyper = 2 * (mixes * (streams * hidden + 1) + 3)
+    shared = 3 * hidden * width * fields.integer("n_shared_experts")
+    weights = Weights.dense(attention + 2 * hidden + hyper + shared + total * hidden) * len(types)
+    weights += experts(3 * hidden * width, total, chosen) * len(types)
+    for kind in types:
+        if kind == SLIDING:
+            continue
+        weights += Weights.dense(compressor(kind, latent))
+        if kind == CSA:
+            key, queries = fields.integer("index_head_dim"), fields.integer("index_n_heads")
+            weights += Weights.dense(compressor(kind, key) + queries * (rank * key + hidden))
+    weights += Weights.dense(hidden + streams * (streams * hidden + 1) + 1)
+    embedding = fields.integer("vocab_size") * hidden
+    return language_model(weights, embedding=embedding, tied=fields.flag("tie_word_embeddings"))
 
 
 def _deepseek_types(reading: Reading, number: int) -> tuple[str, ...]:

@@ -190,6 +190,8 @@ _ALGORITHMS: Final[Mapping[str, Fraction]] = {
     "nvfp4": 4 + Fraction(8, 16),
 }
 """Bits of a weight with its share of the scales."""
+_EXPERTS: Final = {"fp4": _ALGORITHMS["mxfp4"]}
+"""Bits of a routed expert's weight where ``expert_dtype`` differs (vLLM's DeepseekV4FP8Config)."""
 _MOST_BITS: Final = 16
 _LEFT_OUT: Final = ("modules_to_not_convert", "ignore", "exclude_modules")
 _SMALL: Final = re.compile(r"head|embed|norm|gate$|router|bias|indexer|vision|visual|projector|mtp")
@@ -201,8 +203,8 @@ _NEARLY_ALL: Final = Fraction(9, 10)
 def weight_bytes(weights: Weights, quantization: Fields, element_bytes: int) -> int:
     """Return the bytes of ``weights``; 0 if the scheme or the modules that it applies to are not known here.
 
-    ``quantization`` is the config's object, without fields if nothing is quantized. ``element_bytes`` is the size of a
-    weight that is not quantized.
+    ``quantization`` is the config's object with its ``expert_dtype``, without fields if nothing is quantized.
+    ``element_bytes`` is the size of a weight that is not quantized.
     """
     if not quantization.values:
         return weights.every * element_bytes
@@ -219,7 +221,9 @@ def weight_bytes(weights: Weights, quantization: Fields, element_bytes: int) -> 
         if weights.routed < _NEARLY_ALL * narrow or not all(_BESIDE_EXPERTS.search(one) for one in others):
             return 0
         narrow = weights.routed
-    return int(narrow * bits / 8) + (weights.every - narrow) * element_bytes
+    experts = _EXPERTS.get(quantization.text("expert_dtype") or FP8, bits)
+    quantized = (narrow - weights.routed) * bits + weights.routed * experts
+    return int(quantized / 8) + (weights.every - narrow) * element_bytes
 
 
 def _bits(quantization: Fields) -> Fraction | None:

@@ -171,7 +171,8 @@ def _quantization(config: Mapping[str, object], name: str) -> Fields:
     wholes = (config, inner if isinstance(inner, Mapping) else {})
     found = [part for one in wholes for key in QUANTIZED if (part := one.get(key)) not in (None, {})]
     said = found[0] if found else {}
-    return Fields(said if isinstance(said, Mapping) else {QUANTIZED[0]: said}, name)
+    experts = {"expert_dtype": config["expert_dtype"]} if found and "expert_dtype" in config else {}
+    return Fields({**experts, **said} if isinstance(said, Mapping) else {QUANTIZED[0]: said}, name)
 
 
 def _first_count(described: Fields, keys: Sequence[str]) -> int:

@@ -92,6 +92,17 @@ def test_weight_bytes_of_each_scheme_match_hand_calculation(
     assert weight_bytes(DENSE, Fields(quantization, "x"), 2) == (expected or 0)
 
 
+def test_weight_bytes_of_experts_in_another_dtype_match_hand_calculation() -> None:
+    """DeepSeek-V4: experts of 4 bits with a scale for 32, other matrices of 8 bits with a scale for each block."""
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    weights = Weights(every=1_000_000, active=500_000, routed=640_000, embedded=40_000)
+    others, embedded = 320_000 + 320_000 // 16384 * 4, 40_000 * 2
+    assert weight_bytes(weights, Fields(said, "x"), 2) == 960_000 + int(960_000 / 4096) + embedded
+    both = {**said, "expert_dtype": "fp4"}
+    assert weight_bytes(weights, Fields(both, "x"), 2) == pytest.approx(340_000 + others + embedded, abs=4)
+    assert read_model("deepseek-v4-flash").weight_bytes / 1e9 == pytest.approx(156, abs=1)
+
+
 def test_weight_bytes_keep_unquantized_modules_whole() -> None:
     """850 of 900 matrices are the experts': all others keep their dtype where the attention does."""
     mostly = Weights(every=1_000, active=200, routed=850, embedded=100)
