@@ -603,11 +603,6 @@ def test_hit_unit_divides_no_state() -> None:
     KVCacheManager(model_config(12, specs), 64, options=CacheOptions(hit_unit=4))
 
 
-def test_rates_are_rejected_where_ranks_share_the_tokens() -> None:
-    with pytest.raises(UnsupportedModelError, match="the cache manager does not support several tokens in one state"):
-        KVCacheManager(model_config(12, MODELS["one rate"]), 64, dcp_world_size=2)
-
-
 @pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("end", [10, 6])  # 6 tokens fill the ring, but not the second state
 def test_branch_copies_the_ring_of_its_parent(end: int, *, copied: bool) -> None:

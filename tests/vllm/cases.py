@@ -22,7 +22,7 @@ class Kind(StrEnum):
 class Group:
     """span: the window or the chunk in tokens. drafts: speculative state blocks. eagle: flagged by itself.
 
-    rate: tokens of a state. retained: tokens that are kept before a window.
+    rate: tokens of a state. retained: tokens that are kept before a window. whole: on each rank of context parallelism.
     """
 
     kind: Kind
@@ -32,6 +32,7 @@ class Group:
     eagle: bool = False
     rate: int = 1
     retained: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Case:
         return math.gcd(*self._columns())
 
     @property
+    def whole_states(self) -> int:
+        """Tokens of which the end of a hit is a multiple: vLLM refuses hits that divide a state, and so do loads here."""
+        return math.lcm(*(group.rate for group in self.groups))
+
+    @property
     def has_states(self) -> bool:
         return any(group.kind is Kind.ALIGN for group in self.groups)
 
@@ -82,8 +88,13 @@ class Case:
         """Tokens of a column, of the groups that publish; of all groups where nothing is published."""
         return [self.column_tokens(group) for group in self.groups if group.kind in PUBLISHED or not self.caching]
 
+    @property
+    def wide(self) -> tuple[Group, ...]:
+        """The groups, each with the blocks of all ranks as one."""
+        return tuple(replace(group, block_size=self.column_tokens(group)) for group in self.groups)
+
     def column_tokens(self, group: Group) -> int:
-        return group.block_size * (self.ranks if group.kind in {Kind.FULL, Kind.MLA} else 1)
+        return group.block_size * (self.ranks if group.kind in {Kind.FULL, Kind.MLA} and not group.whole else 1)
 
 
 ATTENTION = frozenset({Kind.FULL, Kind.MLA, Kind.SLIDING})  # what EAGLE may drop; vLLM asserts that chunks do not
@@ -160,11 +171,14 @@ def random_case(random: Random, kinds: Sequence[Kind] = tuple(Kind), *, plain: b
 
 
 def compressed(random: Random, case: Case) -> Case:
-    """``case`` with rates, windows that keep more tokens, and a ring; unchanged without caching or on several ranks."""
-    if not case.caching or case.ranks > 1:
+    """``case`` with rates, windows that keep more tokens, a ring, and layers whole on each rank; not without caching."""
+    if not case.caching:
         return case
     groups = [_compressed(random, group) for group in case.groups]
     chunked = any(group.kind is Kind.CHUNKED for group in groups)  # vLLM wants their blocks to be the common alignment
+    if not chunked and random.random() < 0.3:
+        groups = [replace(one, whole=one.kind is Kind.SLIDING or random.random() < 0.2) for one in groups]
+        case = replace(case, ranks=2)
     if not chunked and any(group.rate > 1 for group in groups) and random.random() < 0.6:
         groups.insert(random.randrange(len(groups) + 1), Group(Kind.RING, random.choice((4, 7, 8, 16))))
     made = replace(case, groups=tuple(groups), num_blocks=case.num_blocks + 20)

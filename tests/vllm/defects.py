@@ -38,13 +38,13 @@ def defect_of(difference: Difference, duel: Duel) -> str | None:
 
 
 def _unproved_chunk(difference: Difference, duel: Duel) -> bool:
-    kinds = [group.kind for group in duel.case.groups]
+    kinds = [group.kind for group in duel.case.wide]
     theirs, ours = difference.theirs, difference.ours
     return bool(kinds == [Kind.CHUNKED] and theirs.tokens > ours.tokens and theirs.ids[0][-1] == 0)
 
 
 def _hole(difference: Difference, duel: Duel) -> bool:
-    for group, ids in zip(duel.case.groups, difference.theirs.ids, strict=True):
+    for group, ids in zip(duel.case.wide, difference.theirs.ids, strict=True):
         if group.kind is Kind.CHUNKED and group.span % group.block_size:
             first = difference.theirs.tokens // group.span * group.span // group.block_size
             if 0 in ids[first:]:
@@ -62,9 +62,9 @@ def _cut_twice(difference: Difference, duel: Duel) -> bool:
     if len(case.groups) == 1 or difference.theirs.tokens >= edge or edge % case.alignment:
         return False
     cached = duel.theirs.cached(difference.name)
-    if not all(_holds(group, columns, edge) for group, columns in zip(case.groups, cached, strict=True)):
+    if not all(_holds(group, columns, edge) for group, columns in zip(case.wide, cached, strict=True)):
         return False
-    return any(_leads(case.groups[i], cached[i], edge, case.alignment) for i in case.dropping)
+    return any(_leads(case.wide[i], cached[i], edge, case.alignment) for i in case.dropping)
 
 
 def _leads(group: Group, cached: tuple[bool, ...], edge: int, alignment: int) -> bool:
@@ -76,7 +76,9 @@ def _leads(group: Group, cached: tuple[bool, ...], edge: int, alignment: int) ->
 
 
 def _holds(group: Group, cached: tuple[bool, ...], edge: int) -> bool:
-    """Whether all columns that the token behind ``edge`` reads are cached."""
+    """Whether all columns that the token behind ``edge`` reads are cached. No hit needs a ring."""
+    if group.kind is Kind.RING:
+        return True
     if group.kind not in ATTENTION and group.kind is not Kind.ALIGN:
         return False
     last = edge // group.block_size
@@ -92,13 +94,13 @@ def _read(group: Group) -> int:
 def _unproved_window(difference: Difference, duel: Duel) -> bool:
     """Theirs is longer, and a window that drops lacks the column behind it: EAGLE's reason to drop."""
     case, edge = duel.case, difference.theirs.tokens
-    kinds = {group.kind for group in case.groups}
+    kinds = {group.kind for group in case.wide}
     if edge <= difference.ours.tokens or Kind.ALIGN not in kinds or kinds & {Kind.FULL, Kind.MLA}:
         return False
-    if any(group.eagle for group in case.groups):
+    if any(group.eagle for group in case.wide):
         return False  # where groups are flagged one by one, states are not
     cached = duel.theirs.cached(difference.name)
-    behind = {i: edge // case.groups[i].block_size for i in case.dropping}
+    behind = {i: edge // case.wide[i].block_size for i in case.dropping}
     return any(column >= len(cached[i]) or not cached[i][column] for i, column in behind.items())
 
 
@@ -114,9 +116,9 @@ def _wrong_state(difference: Difference, duel: Duel) -> bool:
 def _past_state(difference: Difference, duel: Duel) -> bool:
     """All that differs: states of theirs one of their blocks behind a multiple of the alignment, EAGLE for all."""
     case, edges = duel.case, _more_states(difference, duel)
-    if not case.use_eagle or len(case.groups) == 1 or any(group.eagle for group in case.groups):
+    if not case.use_eagle or len(case.groups) == 1 or any(group.eagle for group in case.wide):
         return False
-    sizes = {group.block_size for group in case.groups if group.kind is Kind.ALIGN}
+    sizes = {group.block_size for group in case.wide if group.kind is Kind.ALIGN}
     return bool(edges) and all(edge % case.alignment in sizes for edge in edges)
 
 
@@ -125,7 +127,7 @@ def _more_states(difference: Difference, duel: Duel) -> set[int]:
     if difference.what != "keys" or difference.request is None:
         return set()
     edges = set()
-    for group, theirs, ours in zip(duel.case.groups, difference.theirs, difference.ours, strict=True):
+    for group, theirs, ours in zip(duel.case.wide, difference.theirs, difference.ours, strict=True):
         for column, (their_key, our_key) in enumerate(zip(theirs, ours, strict=True), start=1):
             if their_key != our_key and (group.kind is not Kind.ALIGN or our_key is not None):
                 return set()
@@ -144,7 +146,7 @@ def _negative_need(difference: Difference, duel: Duel) -> bool:
     """A group beside states with drafts finds no block, and a row of the states is longer than this call needs."""
     if difference.what != "error" or TAKING not in difference.theirs or len(duel.case.groups) == 1:
         return False
-    groups = [(i, duel.case.groups[i]) for i in duel.state_groups]
+    groups = [(i, duel.case.wide[i]) for i in duel.state_groups]
     for name, chunk in _asked(difference.call):
         request = duel.requests.get(name)
         if request is None or not request.resident:

@@ -98,6 +98,7 @@ class Duel:
             return found
         hit = found[0].tokens if found is not None else 0
         external = min(call.external, request.tokens - hit - 1)
+        external -= (hit + external) % self.case.whole_states
         request.adopted(hit, external)
         chunk = min(call.chunk, request.tokens - request.computed)
         difference = self._allocate(call, chunk, found, external)

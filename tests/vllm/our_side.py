@@ -28,15 +28,15 @@ HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": "float32"}
 
 
 def _spec(group: Group) -> KVCacheSpec:  # noqa: PLR0911 - a spec of each kind
-    size = group.block_size
+    size, heads = group.block_size, {**HEADS, "dcp_sharded": not group.whole}
     match group.kind:
         case Kind.FULL:
-            return FullAttentionSpec(block_size=size, **HEADS, tokens_per_state=group.rate)
+            return FullAttentionSpec(block_size=size, **heads, tokens_per_state=group.rate)
         case Kind.MLA:
-            return MLAAttentionSpec(block_size=size, **HEADS, tokens_per_state=group.rate)
+            return MLAAttentionSpec(block_size=size, **heads, tokens_per_state=group.rate)
         case Kind.SLIDING:
             return SlidingWindowSpec(
-                block_size=size, **HEADS, sliding_window=group.span, extra_retained_tokens=group.retained
+                block_size=size, **heads, sliding_window=group.span, extra_retained_tokens=group.retained
             )
         case Kind.RING:
             return CircularBufferSpec(block_size=size, **HEADS)

@@ -26,6 +26,8 @@ ENCODER_TOKENS = 10
 
 def _spec(group: Group) -> Any:  # noqa: ANN401, PLR0911 - vLLM is not typed for mypy; a spec of each kind
     heads = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32, "block_size": group.block_size}
+    if group.whole:
+        heads["dcp_sharded"] = False
     rate = {"tokens_per_state": group.rate} if group.rate > 1 else {}  # vLLM 0.32 has no such field
     match group.kind:
         case Kind.FULL:
@@ -36,7 +38,7 @@ def _spec(group: Group) -> Any:  # noqa: ANN401, PLR0911 - vLLM is not typed for
             kept = {"extra_retained_tokens": group.retained} if group.retained else {}
             return interface.SlidingWindowSpec(**heads, sliding_window=group.span, **kept)
         case Kind.RING:
-            return interface.CircularBufferSpec(**heads, dcp_sharded=False)
+            return interface.CircularBufferSpec(**{**heads, "dcp_sharded": False})
         case Kind.CHUNKED:
             return interface.ChunkedLocalAttentionSpec(**heads, attention_chunk_size=group.span)
         case Kind.CROSS:

@@ -137,10 +137,13 @@ def _refuse_dropped_states(eviction: Eviction, kinds: Sequence[GroupKind]) -> No
         )
 
 
-_SUPPORTED: Final = frozenset({Feature.INDEXER, Feature.PACKED, Feature.QUANTIZED, Feature.RETAINED})
+_SUPPORTED: Final = frozenset(
+    {
+        *(Feature.INDEXER, Feature.PACKED, Feature.QUANTIZED),
+        *(Feature.RATE, Feature.REPLICATED, Feature.RETAINED, Feature.RING),
+    }
+)
 """Features of specs that look-ups and policies know, or that change only the contents of blocks."""
-_SUPPORTED_WHOLE: Final = _SUPPORTED | {Feature.RATE, Feature.RING, Feature.REPLICATED}
-"""Those where one rank keeps all tokens. Where ranks share them, the tokens of a state lie on several ranks."""
 
 
 def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bool) -> tuple[GroupKind, ...]:
@@ -151,10 +154,9 @@ def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bo
 
     Raises UnsupportedModelError for features of specs that look-ups and policies do not know.
     """
-    supported = _SUPPORTED_WHOLE if ranks == 1 else _SUPPORTED
-    require_supported((group.spec for group in config.groups), "the cache manager", supported)
+    require_supported((group.spec for group in config.groups), "the cache manager", _SUPPORTED)
     of_encoder = [group.spec for group in config.groups if group.spec.keeps is Keeps.ENCODER]
-    require_supported(of_encoder, "the cache manager", supported - {Feature.RATE})
+    require_supported(of_encoder, "the cache manager", _SUPPORTED - {Feature.RATE})
     flagged = any(group.is_eagle_group for group in config.groups)
     kinds = tuple(
         GroupKind(

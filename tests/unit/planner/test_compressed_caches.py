@@ -187,12 +187,11 @@ def test_cache_manager_rejects_compressed_caches_with_the_field(layout: str, spe
         KVCacheManager(made)
 
 
-def test_cache_manager_rejects_attention_that_is_whole_on_each_of_several_ranks() -> None:
+def test_attention_that_is_whole_on_each_of_several_ranks_has_columns_of_one_block() -> None:
     whole = plan(model_of(replace(PLAIN, dcp_sharded=False)), "1GiB", dcp=2, layout="reference")
     assert whole.capacity.groups[0].blocks_per_request == 256
-    with pytest.raises(UnsupportedModelError, match="dcp_sharded"):
-        KVCacheManager(whole)
-    KVCacheManager(plan(model_of(replace(PLAIN, dcp_sharded=False)), "1GiB", layout="reference"))
+    (group,) = KVCacheManager(whole).groups
+    assert group.policy.block_size == PLAIN.block_size
 
 
 def test_cache_manager_takes_indexers_and_packed_states() -> None:

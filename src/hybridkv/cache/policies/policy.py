@@ -177,8 +177,8 @@ class GroupKind:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a column. Attention is spread over the ranks; states and encoder outputs are whole on each rank."""
-        return self.spec.block_size * (self.ranks if self.keeps_tokens else 1)
+        """Tokens of a column: the blocks of all ranks, where the ranks share the tokens (``is_sharded``)."""
+        return self.spec.block_size * (self.ranks if self.keeps_tokens and self.spec.is_sharded else 1)
 
     @property
     def keeps_tokens(self) -> bool:
