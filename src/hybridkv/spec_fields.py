@@ -163,6 +163,7 @@ class Feature(StrEnum):
             ``num_head_slots``).
         REPLICATED: attention that is whole on each context parallel rank (``dcp_sharded=False``).
         QUANTIZED: codes and scales of each token and head (``quantization``).
+        REPLAY: a window that is computed again after a hit (``bounded_replay``).
     """
 
     RATE = "several tokens in one state (tokens_per_state)"
@@ -172,6 +173,7 @@ class Feature(StrEnum):
     PACKED = "packed states (state_content_bytes, num_head_slots)"
     REPLICATED = "attention that is whole on each context parallel rank (dcp_sharded)"
     QUANTIZED = "codes with scales of each token and head (quantization)"
+    REPLAY = "a window that is computed again after a hit (bounded_replay)"
 
 
 class _Featured(Protocol):

@@ -594,7 +594,7 @@ class SlidingWindowSpec(AttentionSpec):
         return frozenset({self.pools})
 
     @property
-    def uniform_key(self) -> Hashable:
+    def uniform_key(self) -> tuple[Hashable, ...]:
         """The kind, the window and the further tokens that are kept."""
         return self.kind, self.sliding_window, self.extra_retained_tokens
 
@@ -621,12 +621,34 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowMLASpec(SlidingWindowSpec):
-    """A windowed layer that keeps one latent vector per token, as MLAAttentionSpec does."""
+    """A windowed layer that keeps one latent vector per token, as MLAAttentionSpec does.
+
+    Attributes:
+        bounded_replay: whether prefix caching leaves the window out. A hit needs the other layers only, and the
+            tokens of the window before its end are computed again.
+    """
 
     kind: ClassVar = "sliding_mla"
     is_latent: ClassVar = True
 
     num_kv_heads: Positive = 1
+    bounded_replay: bool = False
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the window is kept for hits."""
+        return not self.bounded_replay
+
+    @property
+    def uniform_key(self) -> tuple[Hashable, ...]:
+        """The kind, the window, the further tokens that are kept, and whether hits leave the window out."""
+        return *super(SlidingWindowMLASpec, self).uniform_key, self.bounded_replay
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features of a window, and bounded replay."""
+        replay = {Feature.REPLAY} if self.bounded_replay else set()
+        return super(SlidingWindowMLASpec, self).features | replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,7 @@ class FullAttentionSpec:
     page_size_padded: int | None = None
     more_bytes: int = 0
     tokens_per_state: int | Fraction = 1
+    dcp_sharded: bool = True
 
     @property
     def real_page_size_bytes(self) -> int:
@@ -80,6 +81,16 @@ class FullAttentionSpec:
 class SlidingWindowSpec(FullAttentionSpec):
     sliding_window: int = 6
     extra_retained_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    bounded_replay: bool = False
+
+
+@dataclass(frozen=True)
+class CircularBufferSpec(FullAttentionSpec):
+    dcp_sharded: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class Group:
     """span: the window or the chunk in tokens. drafts: speculative state blocks. eagle: flagged by itself.
 
     rate: tokens of a state. retained: tokens that are kept before a window. whole: on each rank of context parallelism.
+    replayed: hits leave the window out.
     """
 
     kind: Kind
@@ -33,6 +34,7 @@ class Group:
     rate: int = 1
     retained: int = 0
     whole: bool = False
+    replayed: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Case:
 
     @property
     def alignment(self) -> int:
-        rings = [group.block_size for group in self.groups if group.kind is Kind.RING]
-        return math.lcm(*self._columns(), *rings)
+        more = [group.block_size for group in self.groups if group.kind is Kind.RING or group.replayed]
+        return math.lcm(*self._columns(), *more)
 
     @property
     def hash_block(self) -> int:
@@ -63,7 +65,7 @@ class Case:
 
     @property
     def whole_states(self) -> int:
-        """Tokens of which the end of a hit is a multiple: vLLM refuses hits that divide a state, and so do loads here."""
+        """Tokens of which the end of a hit, or of a load, is a multiple. In vLLM, no block ends inside a state."""
         return math.lcm(*(group.rate for group in self.groups))
 
     @property
@@ -86,7 +88,8 @@ class Case:
 
     def _columns(self) -> list[int]:
         """Tokens of a column, of the groups that publish; of all groups where nothing is published."""
-        return [self.column_tokens(group) for group in self.groups if group.kind in PUBLISHED or not self.caching]
+        published = (group for group in self.groups if group.kind in PUBLISHED and not group.replayed)
+        return [self.column_tokens(group) for group in (published if self.caching else self.groups)]
 
     @property
     def wide(self) -> tuple[Group, ...]:
@@ -171,7 +174,7 @@ def random_case(random: Random, kinds: Sequence[Kind] = tuple(Kind), *, plain: b
 
 
 def compressed(random: Random, case: Case) -> Case:
-    """``case`` with rates, windows that keep more tokens, a ring, and layers whole on each rank; not without caching."""
+    """``case`` with rates, windows of more kinds, a ring, and layers whole on each rank; unchanged without caching."""
     if not case.caching:
         return case
     groups = [_compressed(random, group) for group in case.groups]
@@ -179,6 +182,10 @@ def compressed(random: Random, case: Case) -> Case:
     if not chunked and random.random() < 0.3:
         groups = [replace(one, whole=one.kind is Kind.SLIDING or random.random() < 0.2) for one in groups]
         case = replace(case, ranks=2)
+    windows = [at for at, group in enumerate(groups) if group.kind is Kind.SLIDING]
+    if len(windows) < len(groups) and not case.has_states and not chunked and random.random() < 0.5:
+        for at in windows:  # one run computes the ends of all again
+            groups[at] = replace(groups[at], replayed=True, span=groups[windows[0]].span, eagle=False)
     if not chunked and any(group.rate > 1 for group in groups) and random.random() < 0.6:
         groups.insert(random.randrange(len(groups) + 1), Group(Kind.RING, random.choice((4, 7, 8, 16))))
     made = replace(case, groups=tuple(groups), num_blocks=case.num_blocks + 20)

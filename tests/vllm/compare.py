@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=None, help="at most so many runs")
     parser.add_argument("--kinds", default=",".join(Kind), help="kinds of groups to compare")
     parser.add_argument("--plain", action="store_true", help="one rank, no EAGLE, dense publishing")
-    parser.add_argument("--compressed", action="store_true", help="rates, rings, retained tokens, layers whole on each rank")
+    parser.add_argument("--compressed", action="store_true", help="rates, rings, windows of more kinds, several ranks")
     parser.add_argument("--failures", type=int, default=3, help="stop after so many unexplained differences")
     parser.add_argument(
         "--short-runs", action="store_true", help="keys in runs and remembered chains from two blocks on"

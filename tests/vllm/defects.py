@@ -12,7 +12,7 @@ LOOK_UP = {
     "D5": "chunked attention alone: a hit that ends where a chunk begins, for a prefix that was never seen",
     "D5b": "chunks that are no multiple of the block: a hit with a null block that the next token reads",
     "E1": "EAGLE, blocks of a window smaller than the alignment: its leading run is cut to the alignment twice",
-    "E2": "EAGLE beside states without full attention: the block behind the hit is not proved for a window",
+    "E2": "EAGLE beside states: the block behind the hit is not proved for a window",
 }
 ENDS = {
     "D1": "a state published under a token count that it does not have",
@@ -76,8 +76,8 @@ def _leads(group: Group, cached: tuple[bool, ...], edge: int, alignment: int) ->
 
 
 def _holds(group: Group, cached: tuple[bool, ...], edge: int) -> bool:
-    """Whether all columns that the token behind ``edge`` reads are cached. No hit needs a ring."""
-    if group.kind is Kind.RING:
+    """Whether all columns that the token behind ``edge`` reads are cached."""
+    if group.kind is Kind.RING or group.replayed:  # which no hit needs
         return True
     if group.kind not in ATTENTION and group.kind is not Kind.ALIGN:
         return False
@@ -95,12 +95,13 @@ def _unproved_window(difference: Difference, duel: Duel) -> bool:
     """Theirs is longer, and a window that drops lacks the column behind it: EAGLE's reason to drop."""
     case, edge = duel.case, difference.theirs.tokens
     kinds = {group.kind for group in case.wide}
-    if edge <= difference.ours.tokens or Kind.ALIGN not in kinds or kinds & {Kind.FULL, Kind.MLA}:
+    if edge <= difference.ours.tokens or Kind.ALIGN not in kinds:
         return False
     if any(group.eagle for group in case.wide):
         return False  # where groups are flagged one by one, states are not
     cached = duel.theirs.cached(difference.name)
-    behind = {i: edge // case.wide[i].block_size for i in case.dropping}
+    windows = (i for i in case.dropping if case.wide[i].kind is Kind.SLIDING)
+    behind = {i: edge // case.wide[i].block_size for i in windows}
     return any(column >= len(cached[i]) or not cached[i][column] for i, column in behind.items())
 
 

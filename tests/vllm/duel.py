@@ -277,7 +277,7 @@ class Duel:
         theirs, ours = self.theirs.allocate(name, asks[0]), self.ours.allocate(name, asks[1])
         if (theirs is None) != (ours is None):
             return Difference("refusal", call, theirs, ours, request, name)
-        if theirs is not None and ours is not None and theirs != _last(ours, theirs, external):
+        if theirs is not None and ours is not None and theirs != self._last(ours, theirs, external):
             return Difference("new", call, theirs, ours, request, name)
         self.seen["refusals"] += theirs is None
         self.seen["external prefixes"] += external > 0 and theirs is not None
@@ -288,6 +288,12 @@ class Duel:
         difference = self._compare(call, name, request)
         self.fresh |= self._state_keys(name) - before
         return difference
+
+    def _last(self, ours: Ids, theirs: Ids, external: int) -> Ids:
+        """Ours without leading columns that vLLM leaves out: of an external prefix, and before a replayed window."""
+        if not external and not any(group.replayed for group in self.case.groups):
+            return ours
+        return tuple(mine[len(mine) - len(new) :] for mine, new in zip(ours, theirs, strict=True))
 
     def _state_keys(self, name: str) -> set[bytes]:
         if not self._states:
@@ -330,11 +336,6 @@ class Duel:
             return Difference("usage", call, *usage)
         self.ours.check()
         return None
-
-
-def _last(ours: Ids, theirs: Ids, external: int) -> Ids:
-    """Ours without the leading columns of an external prefix, which vLLM leaves out of what it returns."""
-    return tuple(mine[len(mine) - len(new) :] for mine, new in zip(ours, theirs, strict=True)) if external else ours
 
 
 def _origin(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec
 from hybridkv import KVCacheManager
 from hybridkv.request import Request
 from hybridkv.vllm import AsyncScheduler, Scheduler
+from hybridkv.vllm import manager as ours
 from hybridkv.vllm.manager import CacheManager, Coordinator, GroupManager, Pool
 
 OURS, OUT = "JUDGE_OURS", "JUDGE_OUT"
@@ -106,6 +107,18 @@ class ViewedPool(Pool):
         return self.get_num_free_blocks()
 
 
+class HeldBlocks(ours.Blocks):
+    """Blocks of a request, which show who else holds them."""
+
+    def __init__(self, pool: ViewedPool, given: ours.Blocks) -> None:
+        super().__init__(given.held, given.hit)
+        self.pool = pool
+
+    @property
+    def blocks(self) -> Any:  # noqa: ANN401 - blocks of the pool by group
+        return tuple([self.pool.blocks[block] for block in group] for group in self.held.blocks)
+
+
 class OfRequests(Mapping[str, Any]):
     """By request that holds blocks."""
 
@@ -181,6 +194,8 @@ def viewed(manager: CacheManager) -> None:
     """``manager`` shows its tables and blocks."""
     cache, given = manager.cache, manager.coordinator
     manager.block_pool = pool = ViewedPool(cache)
+    held = manager.get_blocks
+    manager.get_blocks = lambda request_id: HeldBlocks(pool, held(request_id))  # type: ignore[method-assign]  # as below
     groups: Any = tuple(
         (ViewedCrossAttention if isinstance(group.kv_cache_spec, CrossAttentionSpec) else ViewedGroup)(
             group, Tables(pool, number), Published(pool, number)

@@ -18,6 +18,7 @@ from hybridkv.specs import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -35,9 +36,10 @@ def _spec(group: Group) -> KVCacheSpec:  # noqa: PLR0911 - a spec of each kind
         case Kind.MLA:
             return MLAAttentionSpec(block_size=size, **heads, tokens_per_state=group.rate)
         case Kind.SLIDING:
-            return SlidingWindowSpec(
-                block_size=size, **heads, sliding_window=group.span, extra_retained_tokens=group.retained
-            )
+            window: dict[str, Any] = {"sliding_window": group.span, "extra_retained_tokens": group.retained}
+            if group.replayed:
+                return SlidingWindowMLASpec(block_size=size, **heads, **window, bounded_replay=True)
+            return SlidingWindowSpec(block_size=size, **heads, **window)
         case Kind.RING:
             return CircularBufferSpec(block_size=size, **HEADS)
         case Kind.CHUNKED:

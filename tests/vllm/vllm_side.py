@@ -36,6 +36,8 @@ def _spec(group: Group) -> Any:  # noqa: ANN401, PLR0911 - vLLM is not typed for
             return interface.MLAAttentionSpec(**heads, **rate)
         case Kind.SLIDING:
             kept = {"extra_retained_tokens": group.retained} if group.retained else {}
+            if group.replayed:
+                return interface.SlidingWindowMLASpec(**heads, sliding_window=group.span, bounded_replay=True, **kept)
             return interface.SlidingWindowSpec(**heads, sliding_window=group.span, **kept)
         case Kind.RING:
             return interface.CircularBufferSpec(**{**heads, "dcp_sharded": False})

@@ -610,14 +610,9 @@ def needs_of(groups: Sequence[CacheGroup], batch: Batch) -> Needs:
         asked = batch.end if group.states is not None else batch.total
         missing[:, g] = np.maximum(policy.columns(asked) - held, 0)
         drop[:, g] = np.minimum(np.maximum(policy.droppable(batch.processed), dropped), held)
-        if group.kind.publishes:
-            plain &= policy.is_plain(
-                missing[:, g], group.published[batch.rows], (batch.computed, batch.end, batch.known)
-            )
-            if group.pending:
-                plain &= ~np.isin(batch.rows, list(group.pending))
-        else:
-            missing[:, g] = 0
+        plain &= policy.is_plain(missing[:, g], group.published[batch.rows], (batch.computed, batch.end, batch.known))
+        if group.pending:
+            plain &= ~np.isin(batch.rows, list(group.pending))
     return Needs(missing, plain, drop)
 
 

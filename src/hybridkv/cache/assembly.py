@@ -80,6 +80,7 @@ from hybridkv.specs import (
     KVCacheSpec,
     MambaSpec,
     RequestLimits,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from hybridkv.units import MOST_COUNT, shown
@@ -140,7 +141,7 @@ def _refuse_dropped_states(eviction: Eviction, kinds: Sequence[GroupKind]) -> No
 _SUPPORTED: Final = frozenset(
     {
         *(Feature.INDEXER, Feature.PACKED, Feature.QUANTIZED),
-        *(Feature.RATE, Feature.REPLICATED, Feature.RETAINED, Feature.RING),
+        *(Feature.RATE, Feature.REPLAY, Feature.REPLICATED, Feature.RETAINED, Feature.RING),
     }
 )
 """Features of specs that look-ups and policies know, or that change only the contents of blocks."""
@@ -173,13 +174,31 @@ def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bo
             "CircularBufferSpec: no group of the model compresses tokens (tokens_per_state), so the cache manager does "
             "not know where the ring is empty: give the compressed layers their rate, or the ring its group (pools)"
         )
+    _refuse_replays(kinds)
     return kinds
+
+
+def _refuse_replays(kinds: Sequence[GroupKind]) -> None:
+    """Raise UnsupportedModelError if the end of a window cannot be computed again (``bounded_replay``)."""
+    replayed = [kind for kind in kinds if kind.replays]
+    if replayed and any(kind.keeps_state for kind in kinds):
+        raise UnsupportedModelError(
+            "SlidingWindowMLASpec: a recurrent state follows all tokens of a hit, so the tokens of a window cannot be "
+            "computed again beside it: leave bounded_replay out"
+        )
+    windows = {(kind.inner.mask[0], whole_states((kind,))) for kind in replayed}
+    if len(windows) > 1:
+        raise UnsupportedModelError(
+            f"SlidingWindowMLASpec: windows with bounded_replay differ in tokens and tokens_per_state ({windows}), and "
+            "one run computes the ends of all again: give them one window, or leave bounded_replay out"
+        )
 
 
 def can_resume(kinds: Sequence[GroupKind]) -> bool:
     """Return whether any prefix can be hit: every group that keeps anything keeps it for reuse."""
     return any(kind.publishes for kind in kinds) and all(
-        kind.publishes or kind.by_digest or kind.keeps_ring or kind.spec.keeps == Keeps.NOTHING for kind in kinds
+        kind.publishes or kind.by_digest or kind.keeps_ring or kind.replays or kind.spec.keeps == Keeps.NOTHING
+        for kind in kinds
     )
 
 
@@ -197,7 +216,7 @@ def whole_states(kinds: Sequence[GroupKind]) -> int:
     holding = [kind.spec for kind in kinds if kind.keeps_tokens]
     rates = {rate.numerator for spec in holding for rate in spec.rates}
     if all(ring.pools for ring in rings):
-        rates -= {tokens for spec in holding for tokens in spec.pooled}
+        rates -= {tokens for kind in kinds if kind.keeps_tokens and kind.publishes for tokens in kind.spec.pooled}
         rates -= {ring.pools for ring in rings if ring.publishes}
     return math.lcm(*rates, *(ring.pools or 1 for ring in rings if not ring.publishes))
 
@@ -255,7 +274,7 @@ class ReferenceLayout:
     def publishes(self, spec: KVCacheSpec) -> bool:
         """Return whether blocks of ``spec`` can be hit: tokens, and states if their spec keeps them."""
         inner = inner_of(spec)
-        return inner.cache_mode == "align" if isinstance(inner, MambaSpec) else keeps_tokens(spec)
+        return inner.cache_mode == "align" if isinstance(inner, MambaSpec) else keeps_tokens(spec) and spec.is_cached
 
     def is_by_digest(self, spec: KVCacheSpec) -> bool:  # noqa: ARG002 - the answer of a layout
         """Return False: the encoder's output is not shared."""
@@ -272,8 +291,8 @@ class ReferenceLayout:
         return self.boundary(kinds) if self.hit_unit is None else self.hit_unit
 
     def boundary(self, kinds: Sequence[GroupKind]) -> int:
-        """Return the least common multiple of the blocks that can be hit, and of rings, which vLLM counts too."""
-        sizes = (kind.block_size for kind in kinds if kind.publishes or kind.keeps_ring)
+        """Return the least common multiple of blocks that can be hit, rings and replayed windows, as in vLLM."""
+        sizes = (kind.block_size for kind in kinds if kind.publishes or kind.keeps_ring or kind.replays)
         return math.lcm(whole_states(kinds), *sizes)
 
     def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
@@ -290,6 +309,8 @@ class ReferenceLayout:
     def _policy(self, kind: GroupKind, alignment: int) -> Policy:
         spec, size, past = kind.inner, kind.block_size, int(kind.drops)
         match spec:
+            case EncoderOnlyAttentionSpec() | CircularBufferSpec() | SlidingWindowMLASpec(bounded_replay=True):
+                return _never_hit(kind)
             case SlidingWindowSpec():
                 window = WindowSpan(spec.sliding_window, spec.extra_retained_tokens)
                 publishing = PublishRule(size, alignment, window.columns_read(size) + past, past, self.retention)
@@ -304,8 +325,6 @@ class ReferenceLayout:
                 return FixedPolicy(size, 1 + spec.num_speculative_blocks, BlocklessHits(accepts=False))
             case CrossAttentionSpec():
                 return EncoderPolicy(size, BlocklessHits(accepts=False))
-            case EncoderOnlyAttentionSpec() | CircularBufferSpec():
-                return _never_hit(spec, size)
             case _:
                 span = _span_of(spec)
                 hits = BlockHits(span, size) if self.hit_unit is None else TokenHits(span, size)
@@ -358,7 +377,7 @@ class NaturalLayout:
             case Keeps.RING:
                 return 0 not in spec.pooled and self.partial_block_hits and self.placement.keeps_states
             case _:
-                return keeps_tokens(spec)
+                return keeps_tokens(spec) and spec.is_cached
 
     def is_by_digest(self, spec: KVCacheSpec) -> bool:
         """Return whether ``spec`` holds the input of cross attention."""
@@ -402,8 +421,8 @@ class NaturalLayout:
                 return FixedPolicy(hash_block, 1, PositionHits())
             case CrossAttentionSpec():
                 return EncoderPolicy(size, BlocklessHits(accepts=True), by_digest=True)
-            case EncoderOnlyAttentionSpec() | CircularBufferSpec():
-                return _never_hit(spec, size)
+            case EncoderOnlyAttentionSpec() | CircularBufferSpec() | SlidingWindowMLASpec(bounded_replay=True):
+                return _never_hit(kind)
             case SlidingWindowSpec():
                 span: Span = WindowSpan(spec.sliding_window, spec.extra_retained_tokens)
             case _:
@@ -431,9 +450,13 @@ class NaturalLayout:
 Layout = ReferenceLayout | NaturalLayout
 
 
-def _never_hit(spec: KVCacheSpec, size: int) -> Policy:
-    """Return the policy of layers without which any prefix can be resumed: encoder-only attention, and empty rings."""
-    return FixedPolicy(size, int(isinstance(spec, CircularBufferSpec)), BlocklessHits(accepts=True))
+def _never_hit(kind: GroupKind) -> Policy:
+    """Return the policy of layers that no hit needs: encoder-only attention, empty rings, windows computed again."""
+    spec, size = kind.inner, kind.block_size
+    if isinstance(spec, SlidingWindowSpec):
+        window = WindowSpan(spec.sliding_window, spec.extra_retained_tokens)
+        return AttentionPolicy.replayed(size, window, whole_states((kind,)))
+    return FixedPolicy(size, int(kind.keeps_ring), BlocklessHits(accepts=True))
 
 
 def _span_of(spec: KVCacheSpec) -> Span:

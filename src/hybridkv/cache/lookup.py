@@ -335,7 +335,8 @@ class PrefixLookup:
             if group.kind.by_digest and is_fork:
                 continue
             whole = is_fork or policy.hits.copies or not group.kind.publishes or not tokens % policy.block_size
-            if len(part.blocks) != policy.hits.columns(tokens) or not whole:
+            columns = policy.hits.columns(tokens) if is_fork or group.kind.publishes else 0
+            if len(part.blocks) != columns or not whole:
                 raise ConfigError(
                     f"a hit of {tokens} tokens needs {tokens / policy.block_size:g} blocks in group {group.number}, "
                     f"got {len(part.blocks)}: pass the blocks that get_computed_blocks returned"

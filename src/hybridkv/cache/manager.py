@@ -39,6 +39,7 @@ from hybridkv.cache.journal import KVCacheEvent
 from hybridkv.cache.lookup import Hit, KVCacheBlocks
 from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
 from hybridkv.cache.plan import Admission, BatchSlots, Refusal, SlotDemand, SlotPlan
+from hybridkv.cache.policies import ReplayedHits
 from hybridkv.cache.residents import id_of, one_a_row
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
 from hybridkv.errors import BlockError, CacheError, ConfigError
@@ -95,6 +96,18 @@ class CacheBounds:
         self.refuse_stranger = parts.residents.refuse_stranger
         self.peak_blocks = parts.planner.peak_blocks
         self._groups = tuple(groups)
+
+    def first_replayed(self, tokens: int) -> int:
+        """Return the first token that is computed again after a hit of ``tokens`` tokens; ``tokens`` for none.
+
+        The tokens from there to the end of the hit are written to the groups with ``bounded_replay`` only: the blocks
+        of other groups hold them already, and may be shared.
+
+        Args:
+            tokens: tokens of the hit.
+        """
+        hits = (group.policy.hits for group in self._groups)
+        return min((one.first_replayed(tokens) for one in hits if isinstance(one, ReplayedHits)), default=tokens)
 
     def refuse_drafts(self, num_drafts: int) -> None:
         """Raise ConfigError unless each group can keep the states, or raw keys, of the drafted tokens.

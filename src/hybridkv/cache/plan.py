@@ -233,7 +233,7 @@ class SlotPlanner:
             demand.known,
             begins=row < 0,
             encodes=bool(self._encoded) and any(plans[group.number].take for group in self._encoded),
-            loads=not wanted.new_tokens,
+            loads=wanted.delayed and not wanted.new_tokens,
         )
 
     def peak_blocks(
@@ -296,7 +296,7 @@ def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGr
     """Raise ConfigError if there is nothing to allocate, or if the hit cannot be adopted."""
     name = request.request_id
     if wanted.new_tokens <= 0:
-        _check_load(request, wanted)
+        _check_load(request, wanted, replays=any(group.kind.replays for group in groups))
     if min(wanted.external_tokens, wanted.lookahead_tokens, wanted.encoder_tokens) < 0:
         raise ConfigError(f"token counts for {name!r} must not be negative")
     if wanted.encoder_tokens and not any(group.kind.spec.keeps == Keeps.ENCODER for group in groups):
@@ -313,16 +313,17 @@ def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGr
         raise ConfigError("a hit was passed in, but caching is off: construct the manager with enable_caching=True")
 
 
-def _check_load(request: Request, wanted: SlotDemand) -> None:
+def _check_load(request: Request, wanted: SlotDemand, *, replays: bool) -> None:
     """Raise ConfigError unless a demand without new tokens asks for blocks of external tokens.
 
-    Look-ahead after a hit counts too: the load then writes the block of the last token, which is computed again.
+    Look-ahead after a hit counts too: the load then writes the block of the last token, which is computed again. Where
+    a window is computed again (``replays``), so does a hit: the step may end before new tokens.
     """
     name = request.request_id
-    last = bool(wanted.hit.tokens and wanted.lookahead_tokens)
+    last = bool(wanted.hit.tokens and (wanted.lookahead_tokens or replays))
     if wanted.new_tokens < 0 or not (wanted.external_tokens > 0 or last):
         raise ConfigError(f"nothing to allocate for {name!r}: num_new_tokens is {wanted.new_tokens}")
-    if not wanted.delayed:
+    if not (wanted.delayed or replays):
         raise ConfigError(
             f"{name!r} computes no token while its external tokens are loaded: pass delay_cache_blocks=True, and call "
             "finish_load when they have arrived"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hybridkv.cache.policies import ReplayedHits
 from hybridkv.cache.residents import STALLED
 from hybridkv.errors import CacheError
 
@@ -69,12 +70,17 @@ def _residents(parts: CacheParts) -> Iterator[str]:
         right = STALLED if row in parts.loads.of_row else min(soonest, parts.publisher.next_resume_point(row))
         if now != right:
             yield f"row {row} expects its next event at {now} tokens, not {right}"
+    hits = [group.policy.hits for group in parts.groups]
+    again = max((one.span.window + one.whole - 2 for one in hits if isinstance(one, ReplayedHits)), default=0)
     for group in parts.groups:
-        yield from _columns(group, bound)
+        yield from _columns(group, bound, again)
 
 
-def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
-    """Check that a request's row holds the blocks of its computed tokens, and that other rows are empty."""
+def _columns(group: CacheGroup, bound: dict[int, Request], again: int) -> Iterator[str]:
+    """Check that a request's row holds the blocks of its computed tokens, and that other rows are empty.
+
+    A row has dropped the columns before its hit, whose last tokens, at most ``again``, may be computed again.
+    """
     for row in np.flatnonzero(group.rows.count).tolist():
         if row not in bound:
             yield f"row {row} of group {group.number} holds blocks but no request has it"
@@ -88,7 +94,7 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
             yield f"row {row} of group {group.number} holds a block in a column it has dropped"
         if group.states is None and not group.rows.ids(row)[dropped:].all():
             yield f"row {row} of group {group.number} has a null column that it has not dropped"
-        if group.states is None and dropped > group.unread(computed):
+        if group.states is None and dropped > group.unread(computed + again):
             yield f"row {row} of group {group.number} dropped {dropped} columns, some of which are still read"
         states = group.states
         if states is not None and computed and not group.rows.ids(row)[states.state_column(computed)]:

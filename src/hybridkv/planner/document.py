@@ -225,6 +225,7 @@ _OMITTED: Final = {
         "cache_role",
         "is_index_group_leader",
         "extra_retained_tokens",
+        "bounded_replay",
         "is_draft",
         "read_by",
         "top_states",

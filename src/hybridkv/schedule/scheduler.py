@@ -45,6 +45,7 @@ from hybridkv.schedule.fast_forward import NO_STEPS, Choose, FastForward, FastFo
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.queue import Wait, WaitingQueue, WaitReason, branches_of
 from hybridkv.schedule.running import InFlight, RunningRows, check_result
+from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.step import Step, StepResult
 from hybridkv.units import MOST_COUNT, shown
 
@@ -67,6 +68,7 @@ class Scheduler:
 
     Raises:
         ConfigError: an argument has another type, or the cache cannot keep states of num_speculative_tokens drafts.
+        UnsupportedModelError: a window is computed again after a hit (``bounded_replay``).
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = instance("cache", cache, KVCacheManager)
+        specs = (group.spec for group in cache.config.groups)
+        require_supported(specs, "the scheduler", set(Feature) - {Feature.REPLAY})
         self.limits = SchedulerLimits() if limits is None else instance("limits", limits, SchedulerLimits)
         self._clock = clock
         self._waiting = WaitingQueue(self.limits.policy, cache, shares_in_part=cache.bounds.shares_in_part)

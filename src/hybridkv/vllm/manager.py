@@ -87,7 +87,7 @@ class CacheManager:
         self.prefix_cache_stats = None if settings.new_stats is None else settings.new_stats()
         self.log_stats = settings.new_stats is not None
         kept = [group.spec.keeps for group in cache.config.groups]
-        self._attention = [number for number, keeps in enumerate(kept) if keeps is not Keeps.STATE]
+        self._attention = [number for number, keeps in enumerate(kept) if keeps not in {Keeps.STATE, Keeps.RING}]
         self.ahead = SlotsAhead(self.cache, self._mirrors, settings.max_model_len)
         self._due = dict[str, int]()  # by request: the token count at which its next block is full
         self._held = dict[str, BlockLock]()
@@ -260,7 +260,7 @@ class CacheManager:
                 reserved=reserved_blocks,
                 has_running=has_scheduled_reqs,
             )
-            if new is not None and num_new_tokens:
+            if new is not None and not delay_cache_blocks:
                 self.ahead.served[name] = mine
         return None if new is None else self._with_owed(name, Blocks(new), skip_zeroing_group_ids)
 

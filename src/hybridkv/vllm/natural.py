@@ -28,6 +28,7 @@ from hybridkv.models.model import Layer, Model
 from hybridkv.planner import KVCacheConfig, Plan, plan
 from hybridkv.planner.plan import NATURAL
 from hybridkv.request import Request
+from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.specs import Config, Settings, layer_specs, spec_of
@@ -166,9 +167,13 @@ def natural_spec(spec: Any, block_size: int) -> Any:  # noqa: ANN401 - vLLM is n
 
 
 def _layers(config: Config, block_size: int) -> Iterator[tuple[str, KVCacheSpec]]:
-    """Yield our specs. Raises ConfigError if page bytes differ, as for quantized keys with scales in the page."""
+    """Yield our specs.
+
+    Raises ConfigError for compressed caches, and if page bytes differ, as for quantized keys with scales in the page.
+    """
     for layer, theirs in layer_specs(config):
         spec = spec_of(natural_spec(theirs, block_size))
+        require_supported([spec], "the natural layout in vLLM", {Feature.REPLICATED})
         if theirs.real_page_size_bytes * spec.block_size != spec.content_bytes * theirs.block_size:
             raise ConfigError(
                 f"a page of {layer} has {theirs.real_page_size_bytes} bytes for {theirs.block_size} tokens, which is "

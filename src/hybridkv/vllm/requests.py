@@ -440,13 +440,13 @@ class Admissions:
             external: tokens that a connector brings. Negative if it has fewer than ``hit_tokens``.
             lookahead: tokens for drafts.
             encoder_tokens: tokens that cross attention reads.
-            delayed: whether nothing is published yet.
+            delayed: whether a connector loads asynchronously: nothing is computed or published yet.
             whole: whether all tokens of the request must fit.
             reserved: blocks that other requests still need.
             has_running: whether any request runs; if so, the watermark and the blocks to grow stay free.
         """
         name, loaded, loads = request.request_id, hit_tokens + external, external > 0
-        comes_whole = not new_tokens and loaded == request.num_tokens
+        comes_whole = delayed and loaded == request.num_tokens
         if loads and new_tokens and self._blocks_move:
             raise ConfigError(
                 f"the connector loads {external} tokens of {name!r} in the step that resumes there, but "
@@ -483,7 +483,7 @@ class Admissions:
         if name in self.loaded:
             self.loaded.remove(name)
             self.resumed.add(name)
-        if not new_tokens:
+        if delayed:
             self.loading[name] = _Load(loaded, resumes=not (comes_whole and self._states))
         elif loaded:
             self._cache.engine.synchronise_one(mine, loaded)

@@ -20,31 +20,32 @@ from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     Keeps,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from hybridkv.units import ceil_div, dtype_bytes
 
 logger = logging.getLogger(__name__)
 _STATES: Final = "MambaSpec"
-_HEADS: Final = ("block_size", "num_kv_heads", "head_size")
+_HEADS: Final = ("block_size", "num_kv_heads", "head_size", "tokens_per_state", "dcp_sharded")
+_WINDOW: Final = ("sliding_window", "extra_retained_tokens")
 _ATTENTION: Final[Mapping[str, tuple[Callable[..., KVCacheSpec], tuple[str, ...]]]] = {
     "FullAttentionSpec": (FullAttentionSpec, ()),  # also windows and chunks managed as full attention
     "MLAAttentionSpec": (MLAAttentionSpec, ()),
-    "SlidingWindowSpec": (SlidingWindowSpec, ("sliding_window",)),
+    "SlidingWindowSpec": (SlidingWindowSpec, _WINDOW),
+    "SlidingWindowMLASpec": (SlidingWindowMLASpec, (*_WINDOW, "bounded_replay")),
+    "CircularBufferSpec": (CircularBufferSpec, ()),
     "ChunkedLocalAttentionSpec": (ChunkedLocalAttentionSpec, ("attention_chunk_size",)),
     "CrossAttentionSpec": (CrossAttentionSpec, ()),
 }
 """Our class for each kind of attention in vLLM, and its fields besides those of the heads."""
-_REFUSED: Final[Mapping[str, str]] = {
-    "extra_retained_tokens": "a window that multi-token prediction extends",
-    "prefix_replay_tokens": "bounded replay of windows",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,23 +119,14 @@ def spec_of(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - vLLM is not typed here
     if (
         name == "UniformTypeKVCacheSpecs"
     ):  # one block table for layers with pages of different bytes, which only vLLM uses
-        return spec_of(next(iter(spec.kv_cache_specs.values())))
+        return spec_of(max(spec.kv_cache_specs.values(), key=lambda one: getattr(one, "tokens_per_state", 1)))
     if name not in (*_ATTENTION, _STATES):
         known = ", ".join(sorted((*_ATTENTION, _STATES)))
         raise ConfigError(
             f"vLLM's {name} is not supported by hybridkv.vllm, which knows {known}: leave --scheduler-cls out"
         )
-    for field, what in _REFUSED.items():
-        if getattr(spec, field, 0):
-            raise ConfigError(f"{what} ({name}.{field}) is not supported by hybridkv.vllm: leave --scheduler-cls out")
     if name == _STATES:
         return _states(spec)
-    rate = getattr(spec, "tokens_per_state", 1)
-    if rate != 1:
-        raise ConfigError(
-            f"{rate} tokens in one state ({name}.tokens_per_state) is not supported by hybridkv.vllm: leave "
-            "--scheduler-cls out"
-        )
     kind, more = _ATTENTION[name]
     return kind(**{field: getattr(spec, field) for field in (*_HEADS, *more)}, dtype=_dtype(spec.dtype))
 
@@ -196,9 +188,6 @@ def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
     for group in scheduler.kv_cache_config.kv_cache_groups:
         if group.host_resident or group.role != "default":
             yield f"groups in two places ({group.layer_names[0]}): leave HiSparse out"
-        tokens = not hasattr(group.kv_cache_spec, "shapes")
-        if started.parallel_config.decode_context_parallel_size > 1 and tokens and not group.kv_cache_spec.dcp_sharded:
-            yield f"layers that are whole on every rank of context parallelism ({group.layer_names[0]}): leave it out"
 
 
 def hit_unit_of(scheduler: Any) -> int | None:  # noqa: ANN401 - vLLM's Scheduler, its own manager still in it

@@ -19,11 +19,13 @@ from engine_groups import (
     PROMPT,
     SIZE,
     Asked,
+    CircularBufferSpec,
     Config,
     FullAttentionSpec,
     Group,
     MambaSpec,
     Sampling,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     manager,
     run,
@@ -32,6 +34,8 @@ from hybridkv import vllm
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
+from hybridkv.spec_fields import Feature
+from hybridkv.specs import RequestLimits
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.requests import HINTS
 from hybridkv.vllm.specs import cache_config, copied_tokens, refuse, refuse_captured, spec_of
@@ -330,15 +334,37 @@ def test_vllm_manager_events_use_the_engine_hashes() -> None:
     ("spec", "message"),
     [
         (HiSparseHotSpec(), "HiSparseHotSpec is not supported"),
-        (SlidingWindowSpec(extra_retained_tokens=2), "multi-token prediction"),
         (MambaSpec(mamba_cache_mode="all"), "--mamba-cache-mode all"),
-        (FullAttentionSpec(tokens_per_state=4), r"4 tokens in one state \(FullAttentionSpec.tokens_per_state\)"),
-        (FullAttentionSpec(tokens_per_state=Fraction(1, 2)), r"1/2 tokens in one state"),
     ],
 )
 def test_vllm_manager_rejects_unsupported_options(spec: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spec_of(spec)
+
+
+def test_vllm_compressed_specs_keep_what_hits_depend_on() -> None:
+    rate = spec_of(FullAttentionSpec(tokens_per_state=Fraction(1, 2), dcp_sharded=False))
+    window = spec_of(SlidingWindowMLASpec(extra_retained_tokens=3, bounded_replay=True))
+    assert (rate.tokens_per_state, rate.dcp_sharded) == (Fraction(1, 2), False)  # type: ignore[attr-defined]
+    assert window.features == {Feature.RETAINED, Feature.REPLAY}
+    assert spec_of(CircularBufferSpec()).max_row_blocks(RequestLimits(4096)) == 1
+
+
+def test_vllm_manager_adopts_a_hit_before_the_end_of_a_window_is_computed_again() -> None:
+    cache = manager(FullAttentionSpec(tokens_per_state=4), SlidingWindowMLASpec(bounded_replay=True))
+    first, second = Asked("first", PROMPT), Asked("second", PROMPT)
+    run(cache, first, len(PROMPT))
+    cache.take_new_block_ids()
+    blocks, hit, _ = cache.get_computed_blocks(second)
+    with cache.step():
+        cache.allocate_slots(second, 0, num_new_computed_tokens=hit, new_computed_blocks=blocks)
+    second.num_computed_tokens = hit - 4  # of a window of 6 tokens, two were computed in the first step
+    with cache.step():
+        cache.allocate_slots(second, len(PROMPT) - second.num_computed_tokens)
+    (full, window), (theirs, others) = (cache.get_block_ids(name) for name in ("second", "first"))
+    assert (hit, full[:3], window[0], len(window)) == (12, theirs[:3], 0, 4)
+    assert not {0, *others} & set(window[1:])
+    assert sorted(cache.take_new_block_ids()) == sorted([full[3], *window[1:]])
 
 
 def test_vllm_state_spec_pairs_shapes_with_dtypes() -> None:
@@ -354,7 +380,7 @@ def several(*connectors: object) -> SimpleNamespace:
 def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kinds
     """A scheduler of vLLM's that is supported, but for what is ``changed``."""
     coordinator = SimpleNamespace(enable_partial_hash_hits=changed.pop("partial", False))
-    spec = changed.pop("spec", SimpleNamespace(dcp_sharded=changed.pop("dcp_sharded", True), block_size=64))
+    spec = changed.pop("spec", SimpleNamespace(block_size=64))
     group = SimpleNamespace(layer_names=["layer0"], kv_cache_spec=spec, host_resident=False, role="default")
     vars(group).update(changed.pop("group", {}))
     fields = {
@@ -391,7 +417,6 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
         ({"metrics": True}, "--kv-cache-metrics"),
         ({"group": {"role": "hisparse_source"}}, r"two places \(layer0\)"),
         ({"group": {"host_resident": True}}, r"two places \(layer0\)"),
-        ({"ranks": 2, "dcp_sharded": False}, "whole on every rank"),
     ],
 )
 def test_vllm_manager_rejects_unsupported_vllm_settings(changed: dict[str, Any], message: str) -> None:

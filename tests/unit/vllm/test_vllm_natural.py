@@ -347,6 +347,11 @@ def test_vllm_natural_invalid_option_is_rejected(asked: object, message: str) ->
         Options.of({"hybridkv": asked}, 32)
 
 
+def test_vllm_natural_compressed_caches_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="the natural layout in vLLM does not support several tokens in one state"):
+        manager(specs=[replace(FULL, tokens_per_state=4)])
+
+
 def test_vllm_natural_unknown_page_sizes_are_rejected() -> None:
     """Such as those of quantized keys with their scales."""
     spec = replace(FULL, more_bytes=8)

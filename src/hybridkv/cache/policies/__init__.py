@@ -25,6 +25,7 @@ from hybridkv.cache.policies.attention import (
     ChunkSpan,
     FullSpan,
     PublishRule,
+    ReplayedHits,
     Span,
     TokenHits,
     WindowSpan,
@@ -54,7 +55,7 @@ from hybridkv.cache.policies.state import (
 
 StatePolicy = AlignedStatePolicy | FixedPolicy
 Policy = AttentionPolicy | StatePolicy | EncoderPolicy
-Hits = BlockHits | TokenHits | StateHits | UnitStateHits | PositionHits | BlocklessHits
+Hits = BlockHits | TokenHits | ReplayedHits | StateHits | UnitStateHits | PositionHits | BlocklessHits
 
 __all__ = [
     "NEVER",
@@ -76,6 +77,7 @@ __all__ = [
     "Policy",
     "PositionHits",
     "PublishRule",
+    "ReplayedHits",
     "RowFacts",
     "Search",
     "Span",

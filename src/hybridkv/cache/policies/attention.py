@@ -149,7 +149,12 @@ class AttentionPolicy:
     block_size: int
     span: Span
     publishing: PublishRule
-    hits: BlockHits | TokenHits
+    hits: BlockHits | TokenHits | ReplayedHits
+
+    @classmethod
+    def replayed(cls, block_size: int, span: WindowSpan, whole: int) -> AttentionPolicy:
+        """Return the policy of a window that is never published, because it is computed again after a hit."""
+        return cls(block_size, span, PublishRule(block_size, NEVER, 0, 0, 0), ReplayedHits(block_size, span, whole))
 
     def columns(self, num_tokens: T) -> T:
         """Return the columns of a row of ``num_tokens`` tokens, null ones included."""
@@ -376,6 +381,48 @@ def _proof(index: PrefixIndex, keys: Sequence[bytes], start: int, search: Search
 
 
 Span = FullSpan | WindowSpan | ChunkSpan
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedHits:
+    """Accepts the hits of other groups for a window that is not kept: the row takes new blocks for the window.
+
+        tokens   [ null | computed again, into new blocks | new ... ]
+                        ^ first_replayed                  ^ hit
+
+    A branch shares the blocks of its parent as in the other groups.
+
+    Attributes:
+        block_size: Tokens of a column.
+        span: The window.
+        whole: Tokens of which the end of a state is a multiple.
+    """
+
+    block_size: int
+    span: WindowSpan
+    whole: int = 1
+    copies: bool = False
+    downward_closed: bool = False
+
+    def columns(self, num_tokens: int) -> int:
+        """Return the full columns, which a branch adopts. A hit adopts none."""
+        return num_tokens // self.block_size
+
+    def first_needed(self, num_tokens: int) -> int:
+        """Return ``num_tokens``: no earlier token is needed."""
+        return num_tokens
+
+    def first_replayed(self, num_tokens: int) -> int:
+        """Return the first token of the states that the token after ``num_tokens`` reads."""
+        return self.span.first_read(num_tokens) // self.whole * self.whole
+
+    def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:  # noqa: ARG002 - the answer of hits
+        """Return a hit of the whole candidate, without blocks."""
+        return GroupHit(search.end_tokens, NONE)
+
+    def source(self, index: PrefixIndex, request: Request, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
+        """Return 0: nothing is copied."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,8 +157,8 @@ class GroupKind:
 
     Attributes:
         spec: The spec of its layers.
-        publishes: Some of its blocks can be hit. Among groups that do not publish, only rings count for the common
-            alignment of the reference layout.
+        publishes: Some of its blocks can be hit. Among other groups, only rings and replayed windows count for the
+            common alignment of the reference layout.
         by_digest: Its blocks are found under the digest of the encoder's input.
         drops: It drops the last block of a hit, for EAGLE.
         ranks: Ranks of context parallelism.
@@ -204,6 +204,11 @@ class GroupKind:
     def pools(self) -> int:
         """Tokens at whose multiples all its rings are empty; 0 where that is unknown, and without rings."""
         return lcm(*self.spec.pooled) if self.keeps_ring else 0
+
+    @property
+    def replays(self) -> bool:
+        """Whether hits leave its window out, so that the end of the window is computed again (``bounded_replay``)."""
+        return self.keeps_tokens and not self.publishes
 
     @property
     def num_drafts(self) -> int | None:
