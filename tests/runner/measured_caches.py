@@ -11,11 +11,14 @@ attributes of modules. Tokens are told from other sizes by calls of SHORT and of
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
@@ -126,11 +129,27 @@ def _build(config: PreTrainedConfig, device: str) -> PreTrainedModel:
         known = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, *known)
     auto = next((one for one in known if type(config) in one._model_mapping), AutoModelForCausalLM)
     decoder = getattr(config, "decoder", None)
-    with torch.device(device):
+    with torch.device(device), installed_parts():
         if isinstance(decoder, PreTrainedConfig) and type(config) in AutoModelForCausalLM._model_mapping:
             made = AutoModelForCausalLM._model_mapping[type(config)]._from_config(decoder, dtype=torch.bfloat16)
             return made.eval()
         return auto.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
+
+
+@contextmanager
+def installed_parts() -> Iterator[None]:
+    """Leave out the parts of models that need a package that is not installed: gemma3n's for images, never called."""
+    made = AutoModel.from_config
+
+    def if_installed(config: PreTrainedConfig) -> torch.nn.Module:
+        try:
+            part: torch.nn.Module = made(config)
+        except ImportError:
+            return torch.nn.Identity()
+        return part
+
+    with patch.object(AutoModel, "from_config", if_installed):
+        yield
 
 
 def _run(model: PreTrainedModel, tokens: int) -> _Left:

@@ -179,8 +179,13 @@ def read(file: dict[str, Any]) -> dict[int, LayerCache]:
 
 
 def as_file(config: PreTrainedConfig) -> dict[str, Any]:
-    """The config as its file has it, of a model in bfloat16."""
-    return {**config.to_dict(), "dtype": "bfloat16"}
+    """The config as its file has it, of a model in bfloat16. dbrx takes its parts without what all configs have."""
+    parts = {key: value for key, value in config.to_dict().items() if isinstance(value, dict)}
+    without = {key: {name: one for name, one in part.items() if name not in _OF_ALL} for key, part in parts.items()}
+    return {**config.to_dict(), **without, "dtype": "bfloat16"}
+
+
+_OF_ALL = ("_name_or_path", "output_attentions")
 
 
 def differences(plan: Mapping[int, LayerCache], measured: Mapping[int, LayerCache]) -> Iterator[str]:

@@ -24,8 +24,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.models.compressed import COMPRESSED
 
 NOT_BUILT = {
-    "deepseek_v4": "what a token adds depends on its place in a group: an engine compares pages with a forward",
-    "gemma3n": "its vision part needs timm and pillow: its text part, gemma3n_text, is measured",
+    "deepseek_v4": "what a token adds depends on its place in a group: an engine compares pages with a forward"
 }
 """Models that are planned and not measured here, and why."""
 

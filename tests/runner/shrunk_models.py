@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
+from measured_caches import installed_parts
 from measured_models import REPAIRS, config_of
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hybridkv.runner import tiny_model
 from hybridkv.runner.tiny import VOCAB_SIZE, fill
@@ -75,21 +75,9 @@ TINY = ("jamba", "zamba", "zamba2")
 
 
 def _built(config: PreTrainedConfig) -> PreTrainedModel:
-    """As transformers builds it.
-
-    The class of a model with a decoder takes the decoder's config. A part that needs a package that is not installed is
-    left out: images need gemma3n's, and no test gives it any.
-    """
-    made = AutoModel.from_config
-
-    def if_installed(config: PreTrainedConfig) -> torch.nn.Module:
-        try:
-            return made(config)  # type: ignore[no-any-return]  # transformers is not typed
-        except ImportError:
-            return torch.nn.Identity()
-
+    """As transformers builds it. The class of a model with a decoder takes the decoder's config."""
     decoder = getattr(config, "decoder", None)
-    with patch.object(AutoModel, "from_config", if_installed):
+    with installed_parts():
         if isinstance(decoder, PreTrainedConfig):
             known = AutoModelForCausalLM._model_mapping[type(config)]
             return known._from_config(decoder, attn_implementation="eager")
