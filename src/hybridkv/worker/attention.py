@@ -37,7 +37,7 @@ from hybridkv.arguments import at_least, check_fields, or_none
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.specs import KVCacheSpec
 from hybridkv.units import ceil_div
-from hybridkv.worker.pages import KVPages
+from hybridkv.worker.quantized import LayerPages
 
 Int64 = NDArray[np.int64]
 
@@ -365,7 +365,7 @@ def paged_batch(
 
 def paged_attention(
     query: torch.Tensor,
-    pages: KVPages,
+    pages: LayerPages,
     batch: PagedBatch,
     scale: float,
     *,
@@ -380,7 +380,7 @@ def paged_attention(
 
     Args:
         query: float[tokens, heads, width]; heads is a multiple of the KV heads, and neighbouring heads share a KV head.
-        pages: the layer's keys and values.
+        pages: the layer's keys and values, or codes with scales, which are read in the dtype of scores.
         batch: the tokens that each request reads.
         scale: factor of the scores.
         mask: the tokens that a query sees.
@@ -398,7 +398,7 @@ def paged_attention(
     check_layer(query, pages, batch, softcap=softcap, sink_logits=sink_logits)
     check_batch(batch, mask)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    out = torch.zeros((*query.shape[:2], pages.values.shape[3]), dtype=dtype, device=query.device)
+    out = torch.zeros((*query.shape[:2], pages.widths[1]), dtype=dtype, device=query.device)
     lse = torch.full(query.shape[:2], -torch.inf, dtype=dtype, device=query.device)
     for request, length in enumerate(batch.seq_lens):
         tokens = slice(batch.query_start_loc[request], batch.query_start_loc[request + 1])
@@ -410,9 +410,8 @@ def paged_attention(
         blocks = batch.block_table[request, columns]
         seen = mask.sees(torch.arange(length - count, length, device=positions.device)[:, None], positions[None])
         seen &= positions < length
-        keys, values = (view[blocks].flatten(0, 1).to(dtype) for view in (pages.keys, pages.values))
-        scaled = query[tokens].to(dtype) * (scale * pages.key_scale)
-        out[tokens], lse[tokens] = _attend(scaled, keys, values * pages.value_scale, seen, softcap)
+        keys, values = (held.flatten(0, 1) for held in pages.take(blocks, dtype))
+        out[tokens], lse[tokens] = _attend(query[tokens].to(dtype) * scale, keys, values, seen, softcap)
     return (out, lse) if sink_logits is None else with_sink(out, lse, sink_logits)
 
 
@@ -445,7 +444,12 @@ def _attend(
 
 
 def check_layer(
-    query: torch.Tensor, pages: KVPages, batch: PagedBatch, *, softcap: float | None, sink_logits: torch.Tensor | None
+    query: torch.Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    *,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
 ) -> None:
     """Raise WorkerError unless the queries and pages of a layer fit a batch. O(1)."""
     if sink_logits is not None and batch.share.size > 1:
@@ -458,7 +462,7 @@ def check_layer(
             f"the batch was made for {batch.num_blocks} blocks of {batch.block_size} tokens, the pages have "
             f"{pages.num_blocks} of {pages.block_size}: use the batch of this layer's group"
         )
-    width, kv_heads = pages.keys.shape[3], pages.num_kv_heads
+    width, kv_heads = pages.widths[0], pages.num_kv_heads
     if query.dim() != 3 or len(query) != batch.num_tokens or query.shape[2] != width or query.shape[1] % kv_heads:
         raise WorkerError(
             f"queries of shape {tuple(query.shape)}: give {batch.num_tokens} tokens, a multiple of {kv_heads} heads, "

@@ -8,6 +8,7 @@
     compressed    as above, with block_size / tokens_per_state compressed states in place of block_size tokens
     packed        [blocks, compressed states or tokens, (heads,) bytes], uint8: only a kernel knows what is in the bytes
     ring          as keys and values, or keys alone: token p lies at p % block_size of its request's one block
+    quantized     scales of keys and of values, then codes of both (quantized.py)
 
 Neighbouring blocks are ``block_stride_bytes`` apart. In the natural layout, a block may consist of kernel blocks, each
 with an equal part of the page of every layer. The first dimension of a view, and its tokens, are then those of kernel
@@ -35,16 +36,20 @@ import torch
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.planner.config import KVCacheConfig, KVCacheTensor
-from hybridkv.spec_fields import Feature, require_supported
+from hybridkv.spec_fields import Feature, Quantization, require_supported
 from hybridkv.specs import AttentionSpec, KVCacheSpec, MambaSpec
 from hybridkv.units import format_bytes
+from hybridkv.worker.codecs import stored_shapes
 
 _FP8: Final = {"fp8": torch.float8_e4m3fn}
 """Cache dtypes that have another name in torch."""
 
 
 _SUPPORTED: Final = frozenset(
-    {Feature.RATE, Feature.RING, Feature.INDEXER, Feature.RETAINED, Feature.PACKED, Feature.REPLICATED}
+    {
+        *(Feature.RATE, Feature.RING, Feature.INDEXER, Feature.RETAINED, Feature.PACKED, Feature.REPLICATED),
+        Feature.QUANTIZED,
+    }
 )
 """Features of specs whose pages ``parts_of`` knows, or that do not change the contents of a page."""
 
@@ -93,6 +98,8 @@ def parts_of(spec: KVCacheSpec) -> tuple[PagePart, ...]:
             if spec.state_content_bytes is not None:
                 return (PagePart(_of_heads(spec, heads, spec.state_content_bytes), torch.uint8),)
             widths = (spec.head_size, spec.elements_per_token - spec.head_size)
+            if spec.quantization is not None:
+                return _coded_parts(spec, spec.quantization, widths)
             return tuple(PagePart(_of_heads(spec, heads, width), _torch_dtype(spec.dtype)) for width in widths if width)
         case _:
             raise ConfigError(f"{type(spec).__name__} does not define the parts of a page: give the spec of one layer")
@@ -101,6 +108,27 @@ def parts_of(spec: KVCacheSpec) -> tuple[PagePart, ...]:
 def _of_heads(spec: AttentionSpec, heads: int, width: int) -> tuple[int, ...]:
     """Return the shape of one token or compressed state. A latent has no heads, unless its heads are packed."""
     return (width,) if spec.is_latent and heads == 1 else (heads, width)
+
+
+def _coded_parts(spec: AttentionSpec, form: Quantization, widths: Sequence[int]) -> tuple[PagePart, ...]:
+    """Return the parts of a page of codes. A latent has two scales, and one run of codes."""
+    if spec.is_latent:
+        codes = spec.head_size * form.code_bits // 8
+        return PagePart((2,), torch.float32), PagePart((codes,), _torch_dtype(form.dtype))
+    return quantized_parts(form, [PagePart((spec.num_kv_heads, width), torch.float32) for width in widths])
+
+
+def quantized_parts(form: Quantization, parts: Sequence[PagePart]) -> tuple[PagePart, ...]:
+    """Return the parts of a page that holds ``parts`` as codes: the scales of each, then the codes of each.
+
+    Args:
+        form: the form of the codes.
+        parts: keys and values of one token, (heads, width) each.
+    """
+    of_scale, of_code = torch.uint8 if form.scaled else torch.float32, _torch_dtype(form.dtype)
+    stored = [stored_shapes(form, *part.shape) for part in parts]
+    scales = tuple(PagePart(scale, of_scale) for scale, _ in stored)
+    return scales + tuple(PagePart(code, of_code) for _, code in stored)
 
 
 class PagedStorage:
@@ -287,6 +315,37 @@ class KVPages:
     def num_kv_heads(self) -> int:
         """Heads of keys and values."""
         return self.keys.shape[2]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Elements of a key and of a value in one head."""
+        return self.keys.shape[3], self.values.shape[3]
+
+    def put(self, blocks: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values of tokens, in the dtype of the pages, without checks or scales. O(tokens).
+
+        Args:
+            blocks: int64[n].
+            offsets: int64[n], their places in the blocks.
+            keys: [n, kv heads, width].
+            values: [n, kv heads, value width].
+        """
+        for pages, states in ((self.keys, keys), (self.values, values)):
+            pages.index_put_((blocks, offsets), states)
+
+    def take(self, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of blocks, [n, block_size, kv heads, width] each, in ``dtype``. O(tokens).
+
+        Args:
+            blocks: int64[n].
+            dtype: a float dtype.
+        """
+        keys, values = (view.index_select(0, blocks).to(dtype) for view in (self.keys, self.values))
+        return _scaled(keys, self.key_scale), _scaled(values, self.value_scale)
+
+
+def _scaled(states: torch.Tensor, scale: float) -> torch.Tensor:
+    return states if scale == 1 else states * scale
 
 
 _ROUNDED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
