@@ -60,6 +60,7 @@ REAL_MODEL ?= .venv/real/SmolLM2-135M-Instruct
 test-real: .venv/dev.stamp
 	$(BIN)/python examples/real_model.py $(REAL_MODEL)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/runner $(BIN)/python tests/runner/real_regimes.py $(REAL_MODEL) docs/models.md
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/runner $(BIN)/python tests/runner/kv_accuracy.py $(REAL_MODEL) docs/models.md
 
 # Compare processor seconds on one thread with vLLM (VLLM_PYTHON=...) and transformers, with the same model. Takes minutes.
 bench-real: .venv/dev.stamp

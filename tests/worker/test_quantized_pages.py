@@ -284,7 +284,7 @@ def test_attention_reads_what_a_plain_cache_of_the_read_values_holds(form: Quant
     batch = paged_batch([0, 3], [7], torch.tensor([[3, 2]]), block_size=4, num_blocks=pages.num_blocks)
     found, wanted = paged_attention(query, pages, batch, 0.25), paged_attention(query, plain, batch, 0.25)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-    exact = KVPages(*(torch.zeros(pages.num_blocks, 4, 2, 16) for _ in range(2)))
+    exact = KVPages(torch.zeros(pages.num_blocks, 4, 2, 16), torch.zeros(pages.num_blocks, 4, 2, 16))
     exact.put(slots.blocks, slots.offsets, keys, values)
     error = (found[0] - paged_attention(query, exact, batch, 0.25)[0]).abs().max()
     assert 0 < error < {Quantization.INT8: 0.05, Quantization.FP8: 0.3}.get(form, 1.0)

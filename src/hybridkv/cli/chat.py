@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hybridkv.cli.engine_options import ModelOptions, SamplingOptions, system_option
+from hybridkv.cli.engine_options import ModelOptions, SamplingOptions, StoredOptions, system_option
 from hybridkv.cli.options import cache_option
 from hybridkv.cli.outcome import INTERRUPTED, printable, printable_lines
 from hybridkv.errors import ConfigError
@@ -42,6 +42,7 @@ def chat_command(
     system: str | None = system_option(),
     sampling: SamplingOptions = SamplingOptions(max_new_tokens=256),
     memory: str | None = cache_option("Cache memory: 64MiB, or a number of bytes.", show_default="1GiB"),
+    stored: StoredOptions,
 ) -> int:
     """Chat with a model: answers are streamed, each followed by its hit tokens."""
     params = sampling.params()
@@ -50,7 +51,7 @@ def chat_command(
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     require_chat(loaded)
-    with Engine(loaded, memory=memory) as engine, _interruptible():
+    with Engine(loaded, memory=memory, stored=stored.stored()) as engine, _interruptible():
         try:
             _talk(engine, params, system)
         except KeyboardInterrupt:

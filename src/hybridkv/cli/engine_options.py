@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from hybridkv.cli.options import (
+    cache_option,
     eviction_option,
     model_option,
     no_prefix_caching_option,
@@ -20,16 +21,19 @@ from hybridkv.cli.options import (
     run_option,
     shares_option,
     short_share_option,
+    skip_layers_option,
 )
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import TenantShares
 from hybridkv.request import SamplingParams
+from hybridkv.spec_fields import Quantization
 from hybridkv.units import MOST_COUNT, shown
 
 if TYPE_CHECKING:
     from hybridkv.runner.drafters import Drafter
     from hybridkv.runner.engine import EngineOptions
     from hybridkv.runner.load import LoadedModel
+    from hybridkv.runner.probe import Stored
 
 _DRAFTS: Final = 4
 _MOST_RUNNING: Final = 1 << 16
@@ -107,6 +111,29 @@ class SamplingOptions:
             seed=self.seed,
             stop=tuple(self.stop or ()),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOptions:
+    """The form of keys and values in pages.
+
+    Attributes:
+        kv_dtype: name of a quantization; None for the dtype of the model.
+        kv_dtype_skip_layers: layers whose keys and values are not quantized.
+    """
+
+    kv_dtype: str | None = cache_option(
+        f"Quantization of keys and values, with the scales in the page: {', '.join(Quantization)}.",
+        metavar="DTYPE",
+        show_default="none, the model's dtype",
+    )
+    kv_dtype_skip_layers: list[str] | None = skip_layers_option()
+
+    def stored(self) -> Stored:
+        """Return the form, as plans and engines take it."""
+        from hybridkv.runner.probe import Stored  # noqa: PLC0415  # takes seconds
+
+        return Stored(self.kv_dtype, tuple(self.kv_dtype_skip_layers or ()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from hybridkv.cli.engine_options import (
     SamplingOptions,
     Speculate,
     StepOptions,
+    StoredOptions,
     speculate_option,
     system_option,
 )
@@ -81,6 +82,7 @@ def generate_command(
     ),
     layout: Layout | None = layout_option(),
     placement: str | None = placement_option(),
+    stored: StoredOptions,
     plan_file: Path | None = cache_option("Plan file of this model, written by `hybridkv plan --json`.", "--plan"),
     stepping: StepOptions,
     compiled: str | None = run_option(
@@ -103,6 +105,10 @@ def generate_command(
 ) -> int:
     """Generate text with an unmodified Hugging Face model: continuous batching on the paged cache."""
     rules = _rules(plan_file, block_size=block_size, memory=memory, layout=layout, placement=placement)
+    if check and stored.kv_dtype is not None:
+        raise ConfigError("--check compares with keys and values that are not quantized: drop it, or --kv-dtype")
+    if plan_file is not None and stored != StoredOptions():
+        raise ConfigError("--plan sets the form of keys and values already: drop --kv-dtype and --kv-dtype-skip-layers")
     if repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {repeat}")
     drafts = Speculate.parse(speculate)
@@ -123,7 +129,8 @@ def generate_command(
     if plan_file is not None:
         plan = read_plan(plan_file)
     else:
-        plan = plan_for(loaded, lengths, num_speculative_tokens=drafts.drafts if drafts else 0, **rules)
+        held = drafts.drafts if drafts else 0
+        plan = plan_for(loaded, lengths, num_speculative_tokens=held, stored=stored.stored(), **rules)
     run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter)
     if output is not None:
         _write_lines(output, run)

@@ -115,6 +115,13 @@ shares_option: Final = partial(
     metavar="TENANT=SHARE[..GREATEST]",
     show_default="one tenant",
 )
+skip_layers_option: Final = partial(
+    cache_option,
+    "Layer whose keys and values are not quantized: the index of a layer, or sliding_window for all layers with a "
+    "window. May be repeated.",
+    "--kv-dtype-skip-layers",
+    metavar="LAYER",
+)
 short_share_option: Final = partial(
     run_option,
     "Share of a step's tokens that short prompts and decoding requests get before long prompts: at least 0, below 1.",

@@ -24,6 +24,7 @@ from hybridkv.cli.options import (
     shares_option,
     short_share_option,
     skip_bad_lines_option,
+    skip_layers_option,
 )
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.eviction import TenantShares, eviction_of
@@ -177,15 +178,6 @@ class CacheDtype(StrEnum):
     FP8_WITH_SCALES = "fp8_per_token_head"
     INT4 = "int4_per_token_head"
     NVFP4 = "nvfp4"
-
-
-skip_layers_option: Final = partial(
-    cache_option,
-    "Layer whose keys and values are not quantized: the index of a layer, or sliding_window for all layers with a "
-    "window. May be repeated.",
-    "--kv-dtype-skip-layers",
-    metavar="LAYER",
-)
 
 
 class Layout(StrEnum):

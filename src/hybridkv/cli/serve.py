@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hybridkv.cli.engine_options import ModelOptions, Speculate, StepOptions, speculate_option
+from hybridkv.cli.engine_options import ModelOptions, Speculate, StepOptions, StoredOptions, speculate_option
 from hybridkv.cli.options import REMEMBERED, cache_option, explain_option, output_option, request_option, run_option
 from hybridkv.errors import ConfigError
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes
@@ -88,6 +88,7 @@ def serve_command(
         metavar="N",
         default=256,
     ),
+    stored: StoredOptions,
     stepping: StepOptions,
     explain: bool = explain_option(),
     block_times: bool = output_option(
@@ -126,7 +127,9 @@ def serve_command(
     listening = listen(host, port)  # a port that is in use should be reported before a model is loaded
     loaded = model.load()
     drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts else None
-    engine = Engine(loaded, options=options, memory=memory, max_model_len=max_model_len, speculate=drafter)
+    engine = Engine(
+        loaded, options=options, memory=memory, max_model_len=max_model_len, stored=stored.stored(), speculate=drafter
+    )
     shown_host, shown_port = listening.getsockname()[:2]
     at = f"http://[{shown_host}]:{shown_port}" if ":" in shown_host else f"http://{shown_host}:{shown_port}"
     with ExitStack() as ending:

@@ -58,7 +58,7 @@ from hybridkv.runner.inputs import (
 )
 from hybridkv.runner.load import LoadedModel, own_mode
 from hybridkv.runner.planning import plan_within
-from hybridkv.runner.probe import planner_model
+from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
 from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.runner.self_check import require_same
@@ -171,6 +171,7 @@ class Engine:
         tokenizer: the tokenizer of a transformers model. Without one, prompts and outputs are token ids.
         memory: bytes, or a size such as "8GiB", for a plan made here.
         max_model_len: tokens of the longest request, for a plan made here.
+        stored: the form of keys and values in pages, for a plan made here.
         observer: called with the logits of every Step (hybridkv.runner.runner.Observer).
         speculate: a Drafter; the model verifies its tokens, and the outputs stay the same. The engine closes it. A plan
             needs room for drafts in recurrent layers (num_speculative_tokens). A request that decodes waits for its
@@ -193,6 +194,7 @@ class Engine:
         tokenizer: Any = None,  # noqa: ANN401  # transformers' tokenizers share no typed base
         memory: int | str | None = None,
         max_model_len: int | None = None,
+        stored: Stored = AS_COMPUTED,
         observer: Observer | None = None,
         speculate: Drafter | None = None,
     ) -> None:
@@ -210,7 +212,7 @@ class Engine:
             self.loaded = loaded_of(model, tokenizer)
             if speculate is not None:
                 speculate.require(self.loaded)
-            self.plan = self._planned(plan, memory, max_model_len, drafts)
+            self.plan = self._planned(plan, memory, max_model_len, drafts, stored)
             self._undrawn: dict[str, Exception] = {}
             self._assemble(drafts, observer)
             undo.callback(self.runner.detach)
@@ -229,7 +231,9 @@ class Engine:
         self._idle = 0
         self._found_none = False
 
-    def _planned(self, plan: Plan | None, memory: int | str | None, max_model_len: int | None, drafts: int) -> Plan:
+    def _planned(
+        self, plan: Plan | None, memory: int | str | None, max_model_len: int | None, drafts: int, stored: Stored
+    ) -> Plan:
         """Return ``plan``, or one within ``memory``. Raises ConfigError if both are given."""
         if plan is None:
             return plan_within(
@@ -239,15 +243,20 @@ class Engine:
                 max_batched_tokens=self.options.token_budget,
                 max_in_flight=self.options.in_flight,
                 num_speculative_tokens=drafts,
+                stored=instance("stored", stored, Stored),
             )
-        if memory is not None or max_model_len is not None:
-            raise ConfigError("a plan has its own memory and max_model_len: leave these out, or leave the plan out")
+        if memory is not None or max_model_len is not None or stored != AS_COMPUTED:
+            raise ConfigError(
+                "a plan has its own memory, max_model_len and stored: leave these out, or leave the plan out"
+            )
         return plan
 
     def _assemble(self, drafts: int, observer: Observer | None) -> None:
         """Make cache, scheduler and runner for the plan; from here on the model runs on pages."""
         loaded, plan, options = self.loaded, self.plan, self.options
-        planned = planner_model(loaded.model, block_size=plan.model.block_size, name=loaded.name)
+        planned = planner_model(
+            loaded.model, block_size=plan.model.block_size, name=loaded.name, stored=Stored.of_plan(plan)
+        )
         require_fit(planned, plan.config)
         forwards = require_same(loaded, plan, AttentionBackend(options.attention)) if options.self_check else None
         limits = SchedulerLimits(

@@ -12,7 +12,7 @@ from hybridkv.planner import Plan, plan
 from hybridkv.planner.config import longest_that
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NATURAL
 from hybridkv.runner.load import LoadedModel
-from hybridkv.runner.probe import planner_model
+from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
 from hybridkv.specs import BATCHED_TOKENS, Keeps
 from hybridkv.units import ceil_div, parse_bytes
 
@@ -34,6 +34,7 @@ def plan_within(
     max_in_flight: int = 1,
     block_size: int = 16,
     num_speculative_tokens: int = 0,
+    stored: Stored = AS_COMPUTED,
 ) -> Plan:
     """Plan an engine that fills ``memory``.
 
@@ -46,6 +47,7 @@ def plan_within(
         max_in_flight: steps that are scheduled before the result of the first one is known.
         block_size: tokens of a block, before layers of other sizes are aligned with each other.
         num_speculative_tokens: drafts of a request in a step; recurrent layers need a state for each.
+        stored: the form of keys and values in pages.
 
     Raises:
         ConfigError: ``max_model_len`` is below 1 or above the model's limit; or the model has no limit, and any length
@@ -56,7 +58,11 @@ def plan_within(
     if max_model_len is not None:
         max_model_len = integer("max_model_len", max_model_len, 1)
     model = planner_model(
-        loaded.model, block_size=block_size, name=loaded.name, num_speculative_tokens=num_speculative_tokens
+        loaded.model,
+        block_size=block_size,
+        name=loaded.name,
+        num_speculative_tokens=num_speculative_tokens,
+        stored=stored,
     )
     memory_bytes = _bytes_of(DEFAULT_MEMORY if memory is None else memory)
 
@@ -92,6 +98,7 @@ def plan_for(
     layout: str = DEFAULT_LAYOUT,
     placement: str | None = None,
     num_speculative_tokens: int = 0,
+    stored: Stored = AS_COMPUTED,
 ) -> Plan:
     """Plan an engine for requests of known ``lengths``.
 
@@ -105,6 +112,7 @@ def plan_for(
         layout: the plan's layout, as ``planner.plan`` takes it.
         placement: the policy for saved recurrent states, as ``planner.plan`` takes it.
         num_speculative_tokens: as in ``plan_within``.
+        stored: as in ``plan_within``.
 
     Raises:
         ConfigError: a request is longer than the model allows; or the layout or placement is unknown.
@@ -119,7 +127,11 @@ def plan_for(
     if placement is not None and layout == NATURAL:
         placement_named(placement, align_tokens=1)
     model = planner_model(
-        loaded.model, block_size=block_size, name=loaded.name, num_speculative_tokens=num_speculative_tokens
+        loaded.model,
+        block_size=block_size,
+        name=loaded.name,
+        num_speculative_tokens=num_speculative_tokens,
+        stored=stored,
     )
     longest = max(lengths)
     if model.max_model_len is not None and longest > model.max_model_len:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from hybridkv.errors import ConfigError, HybridKVError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
+from hybridkv.planner import Plan
 from hybridkv.runner.attention import gather
 from hybridkv.runner.attention.compressors import keeps_rows, keeps_states, place_of
 from hybridkv.runner.attention.formulas import Attended, AttentionForm, attention_modules, eager_function, form_of
@@ -33,7 +34,7 @@ from hybridkv.runner.model_call import ModelCall, decode, is_encoder_decoder
 from hybridkv.runner.states.passing import OwnStates, OwnStatesWatch
 from hybridkv.runner.states.recurrent import MixerState, Outputs, RecurrentMixer, StateKind
 from hybridkv.runner.step_context import EmptyCache, Place, StepContext
-from hybridkv.spec_fields import Feature, require_supported
+from hybridkv.spec_fields import Feature, Quantization, require_supported
 from hybridkv.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -46,7 +47,9 @@ from hybridkv.specs import (
     SlidingWindowSpec,
 )
 from hybridkv.step import Csr, Step
-from hybridkv.worker import PagePart
+from hybridkv.units import shown
+from hybridkv.worker import PagePart, quantized_parts
+from hybridkv.worker.codecs import dequantize, quantize
 
 PROBE_TOKENS: Final = 3
 """Tokens of the forward that shows a model's caches; chosen by hand."""
@@ -274,6 +277,35 @@ def _with_own_states(one: OwnStates) -> RecurrentMixer:
     return RecurrentMixer(one.module, one.layer_index, "", one.width, parts, _outputs(one.result, ()), one.passing)
 
 
+class RoundedCache(ProbeCache):
+    """Returns keys and values as quantized pages would hold them, without pages.
+
+    Args:
+        forms: the quantization of each layer that has one, by index.
+    """
+
+    def __init__(self, forms: Mapping[int, Quantization]) -> None:
+        super().__init__()
+        self._forms = forms
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [1, heads, tokens, width], rounded."""
+        form = self._forms.get(layer_idx)
+        if form is None:
+            return key_states, value_states
+        keys, values = (dequantize(form, *quantize(form, one), one.dtype) for one in (key_states, value_states))
+        return keys, values
+
+
+def rounded_logits(model: PreTrainedModel, ids: torch.Tensor, forms: Mapping[int, Quantization]) -> torch.Tensor:
+    """Return the logits after each of int64[tokens] ``ids``, [tokens, vocabulary], with a RoundedCache."""
+    cache, positions = RoundedCache(forms), torch.arange(len(ids), device=ids.device)
+    with attention_implementation(model, "eager"), _callers(model, cache):
+        return ModelCall(model).logits_after(ids, positions, cache, positions)
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """A module's forward that received the cache, the name of that argument, and the width of the module's input."""
@@ -448,8 +480,36 @@ def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
         cache.own = watch.found()
 
 
+class Stored(NamedTuple):
+    """The form of keys and values in pages.
+
+    Attributes:
+        kv_dtype: name of a Quantization; None for the dtype of the model.
+        skipped: layers without quantization, as ``read_model`` takes them.
+    """
+
+    kv_dtype: str | None = None
+    skipped: tuple[str, ...] = ()
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Stored:
+        """Return the form that a plan has."""
+        form, forms = Quantization.named(plan.model.dtype), forms_of_layers(plan.model)
+        attending = {one.index for one in plan.model.layers if isinstance(one.spec, AttentionSpec)}
+        return AS_COMPUTED if form is None else cls(form, tuple(map(str, sorted(attending - forms.keys()))))
+
+
+AS_COMPUTED: Final = Stored()
+"""Keys and values in the dtype of the model."""
+
+
 def planner_model(
-    model: PreTrainedModel, *, block_size: int, name: str | None = None, num_speculative_tokens: int = 0
+    model: PreTrainedModel,
+    *,
+    block_size: int,
+    name: str | None = None,
+    num_speculative_tokens: int = 0,
+    stored: Stored = AS_COMPUTED,
 ) -> Model:
     """Read the planner's view of ``model`` from its config, with the dtype of its weights.
 
@@ -461,10 +521,19 @@ def planner_model(
         block_size: tokens of a block.
         name: name of the model in messages; None for the name in its config.
         num_speculative_tokens: drafts of a step for which recurrent layers have room.
+        stored: the form of keys and values in pages.
 
     Raises:
+        ConfigError: ``stored`` names no quantization, or no layer can have it.
         UnsupportedModelError: as ``require_runnable``.
     """
+    if stored.kv_dtype is not None and Quantization.named(stored.kv_dtype) is None:
+        raise ConfigError(
+            f"the runner stores keys and values in the model's dtype or as {', '.join(Quantization)}, got "
+            f"{shown(stored.kv_dtype)}: use one of these"
+        )
+    if stored.skipped and stored.kv_dtype is None:
+        raise ConfigError("layers that skip quantization have no effect without a quantization: give kv_dtype, too")
     dtype = str(model.dtype).removeprefix("torch.")
     source = {**model.config.to_dict(), "dtype": dtype}
     if isinstance(text := source.get("text_config"), dict):
@@ -474,7 +543,8 @@ def planner_model(
     planned = read_model(
         source,
         block_size=block_size,
-        dtype=dtype,
+        dtype=dtype if stored.kv_dtype is None else stored.kv_dtype,
+        dtype_skip_layers=stored.skipped,
         backend="transformers",
         num_speculative_tokens=num_speculative_tokens,
     )
@@ -496,9 +566,9 @@ def require_runnable(planned: Model) -> None:
             f"{planned.name} can be planned, but not run: {wrong[0]}{more} of {len(planned.layers)} layers cannot run; "
             "use a model of attention (full, window, chunk, MLA, cross) and recurrent layers"
         )
-    require_supported(
-        [layer.spec for layer in planned.layers], f"the runner of {planned.name}", {Feature.INDEXER, Feature.RATE}
-    )
+    specs = [layer.spec for layer in planned.layers]
+    others = [one for one in specs if one.features != {Feature.QUANTIZED} or one.keeps is Keeps.ENCODER]
+    require_supported(others, f"the runner of {planned.name}", {Feature.INDEXER, Feature.RATE})
 
 
 def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...]]:
@@ -507,19 +577,35 @@ def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...
     Raises ConfigError unless the forward cached in exactly the planned layers, tokens and states, and as many bytes
     in each.
     """
-    layers, tokens = planned.layers, {Keeps.TOKENS, Keeps.WINDOW}
+    layers, tokens, forms = planned.layers, {Keeps.TOKENS, Keeps.WINDOW}, forms_of_layers(planned)
+    kept = {at: _stored(planned, forms[at], of) if at in forms else of for at, of in probed.attention.items()}
     attending = {one.index: one for one in layers if one.spec.keeps in tokens and attends(one)}
     indexing = {one.index: one for one in layers if is_indexer(one)}
     rows, states = ({place_of(one): one for one in layers if keeps(one)} for keeps in (keeps_rows, keeps_states))
     encoded = {one.index: one for one in layers if one.spec.keeps is Keeps.ENCODER}
     return (
-        _checked(planned, attending, "caches", probed.attention)
+        _checked(planned, attending, "caches", kept)
         | _checked(planned, indexing, "caches an indexer's keys", probed.indexers)
         | _checked(planned, rows, "caches rows", {place: parts[:1] for place, parts in probed.compressors.items()})
         | _checked(planned, states, "compresses", {place: parts[1:] for place, parts in probed.compressors.items()})
         | _checked(planned, encoded, "reads an encoder's output", probed.cross)
         | {name: _page_parts(mixers) for name, mixers in state_layout(planned, probed).items()}
     )
+
+
+def _stored(planned: Model, form: Quantization, parts: tuple[PagePart, ...]) -> tuple[PagePart, ...]:
+    """Return the parts of a page that holds ``parts`` as codes."""
+    if len(parts) != 2:
+        raise UnsupportedModelError(
+            f"{planned.name} keeps keys that are also its values, which {form} does not support: drop kv_dtype"
+        )
+    return quantized_parts(form, parts)
+
+
+def forms_of_layers(planned: Model) -> dict[int, Quantization]:
+    """Return the quantization of each layer that has one, by its index."""
+    specs = [(layer.index, layer.spec) for layer in planned.layers if isinstance(layer.spec, AttentionSpec)]
+    return {index: spec.quantization for index, spec in specs if spec.quantization is not None}
 
 
 def state_layout(planned: Model, probed: Probed) -> dict[str, tuple[RecurrentMixer, ...]]:

@@ -79,6 +79,7 @@ from hybridkv.worker import (
     MultiGroupBlockTable,
     PagedStorage,
     copy_kernels,
+    layer_pages,
 )
 from hybridkv.worker.tables import group_reads
 from hybridkv.worker.triton_attention import LayerShape
@@ -207,7 +208,9 @@ class ModelRunner:
         self._reads = {
             layer.index: LayerRead(group_of[layer.name], AttentionMask.of(layer.spec)) for layer in attending
         }
-        self._views = {layer.index: self.storage.views[layer.name] for layer in attending}
+        self._layer_pages = {
+            layer.index: layer_pages(layer.spec, self.storage.views[layer.name]) for layer in attending
+        }
         self._pages = dict[int, KVPages]()
         self._indexers = {layer.index: (group_of[layer.name], self.storage.views[layer.name]) for layer in indexing}
         pooled = {place_of(layer): layer for layer in planned.layers if keeps_states(layer)}
@@ -287,9 +290,10 @@ class ModelRunner:
         if self._prepare is None:
             return
         for layer, heads in layers.items():
-            if heads is not None:
-                self._pages[layer] = KVPages.of_views(self._views[layer])
-                shape = LayerShape.of(heads[0], self._pages[layer], heads[1])
+            pages = self._layer_pages[layer]
+            if heads is not None and isinstance(pages, KVPages):  # no kernel reads codes with scales
+                self._pages[layer] = pages
+                shape = LayerShape.of(heads[0], pages, heads[1])
                 self._reads[layer] = replace(self._reads[layer], heads=shape)
         gathered = len(self._reads) - len(self._pages)
         if gathered:
@@ -457,11 +461,10 @@ class ModelRunner:
         """Run the model over a flattened step; return the logits after the tokens ``keep``, [n, vocabulary]."""
         more = {} if images is None else images.arguments
         if self.forwards is Forwards.BY_ROW:
-            row = RowCache(
-                self._views, self._context, positions, {layer: read.mask for layer, read in self._reads.items()}
-            )
+            masks = {layer: read.mask for layer, read in self._reads.items()}
+            row = RowCache(self._layer_pages, self._context, positions, masks)
             return self._model_call.logits_after(tokens, keep, row, None, more)
-        cache = StepCache(self._views, self._context, positions)
+        cache = StepCache(self._layer_pages, self._context, positions)
         if self.cross is not None:
             return decode(self.model, tokens, positions, None, caches=(cache, self.cross.cache()), keep=keep)
         return self._model_call.logits_after(tokens, keep, cache, positions, more)

@@ -6,6 +6,10 @@ correctly. So a few prompts run on pages of their own, and their logits are comp
     cold      two prompts in one step: neither may see the other
     chunked   the same in chunks that end inside blocks, while others run
     warm      prompts with a known beginning: full blocks are shared, and one that is hit in part is copied
+
+Quantized pages are compared with plain forwards that round keys and values in the same way. Rounding of a product may
+move an element to the next code there. So the bound of such a check is at least the measured change of the logits by
+the quantization, and a wrong context shows only beyond it. Checks of other pages keep their bound.
 """
 
 from __future__ import annotations
@@ -29,11 +33,21 @@ from hybridkv.runner.attention.formulas import AttentionBackend
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.model_call import is_encoder_decoder
 from hybridkv.runner.planning import plan_for
-from hybridkv.runner.probe import Forwards, attention_implementation, forwards_of, planner_model, probe
+from hybridkv.runner.probe import (
+    Forwards,
+    Stored,
+    attention_implementation,
+    forms_of_layers,
+    forwards_of,
+    planner_model,
+    probe,
+    rounded_logits,
+)
 from hybridkv.runner.runner import ModelRunner
 from hybridkv.runner.sampling.draws import Draws
 from hybridkv.runner.states.continuation import depends_on_calls, difference
 from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.spec_fields import Quantization
 from hybridkv.step import Step
 
 logger = logging.getLogger(__name__)
@@ -51,7 +65,7 @@ _SEED: Final = 11
 _FEWEST: Final = 8
 """Tokens of the shortest prompt that is compared; chosen by hand."""
 
-_Kind = tuple[type, str, torch.dtype, str, str | None, int, AttentionBackend]
+_Kind = tuple[type, str, torch.dtype, str, str | None, int, AttentionBackend, Stored]
 _COMPARED: Final[dict[_Kind, Forwards]] = {}
 """Kinds of models that passed, and how their Steps run. The oldest entry is dropped first."""
 _MOST_KINDS: Final = 64
@@ -164,7 +178,7 @@ def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -
     if kind is not None and kind in _COMPARED:
         return _COMPARED[kind]
     step_context.require_free(loaded.model)
-    name, plain = type(loaded.model).__name__, results_without_pages(loaded, length)
+    name, plain = type(loaded.model).__name__, results_without_pages(loaded, length, forms_of_layers(plan.model))
     probed = probe(loaded.model)  # refuses a model that cannot run on pages at all, and says why
     trial = Trial(plan, forwards_of(loaded.model, probed), attention)
     report = compare(loaded, plain, trial)
@@ -192,7 +206,8 @@ def _kind_of(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> _K
     if any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in model.modules()):
         return None
     config = model.config.to_json_string(use_diff=False)
-    return type(model), config, model.dtype, plan.layout, plan.placement, plan.model.block_size, attention
+    stored = Stored.of_plan(plan)
+    return type(model), config, model.dtype, plan.layout, plan.placement, plan.model.block_size, attention, stored
 
 
 def _length(plan: Plan) -> int:
@@ -205,10 +220,10 @@ def _length(plan: Plan) -> int:
     return max([_TOKENS, *(end for end in ends if end <= _LONGEST)])
 
 
-def results_without_pages(loaded: LoadedModel, length: int) -> PlainResults:
+def results_without_pages(loaded: LoadedModel, length: int, forms: Mapping[int, Quantization]) -> PlainResults:
     """Compute the logits of ``loaded`` for prompts of up to ``length`` tokens, at least 8, without pages.
 
-    Raises UnsupportedModelError if that fails.
+    forms: the quantization of each layer that has one, by index. Raises UnsupportedModelError if a forward fails.
     """
     draw = np.random.default_rng(_SEED)
     first, second, other = (draw.integers(0, loaded.vocab_size, length).tolist() for _ in range(3))
@@ -218,8 +233,13 @@ def results_without_pages(loaded: LoadedModel, length: int) -> PlainResults:
         with attention_implementation(loaded.model, "eager"):
             noise = difference(_plain(loaded, first), logits[0])
         elsewhere = _plain(loaded, [*other[: length - length // 8], *first[length - length // 8 :]])
-    bound = max(tolerance(loaded.model.dtype), 4 * noise)
-    return PlainResults(prompts, logits, bound, context=difference(elsewhere[-1], logits[0][-1]))
+        context = difference(elsewhere[-1], logits[0][-1])
+        bound = max(tolerance(loaded.model.dtype), 4 * noise)
+        if forms:
+            exact, logits = logits, tuple(_rounded(loaded, tokens, forms) for tokens in prompts)
+            moved = (difference(*pair) for pair in zip(logits, exact, strict=True))
+            bound = max(bound, *moved)
+    return PlainResults(prompts, logits, bound, context)
 
 
 def compare(loaded: LoadedModel, plain: PlainResults, trial: Trial) -> Report:
@@ -250,12 +270,21 @@ def _plain(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
     return logits
 
 
+def _rounded(loaded: LoadedModel, prompt: Sequence[int], forms: Mapping[int, Quantization]) -> torch.Tensor:
+    """Return what ``_plain`` does, with keys and values rounded as quantized pages hold them."""
+    with plain_transformers(loaded.model):
+        return rounded_logits(loaded.model, torch.tensor(list(prompt), device=loaded.model.device), forms).float()
+
+
 def _on_pages(
     loaded: LoadedModel, prompts: Sequence[Sequence[int]], asked: Sequence[Asked], trial: Trial
 ) -> dict[Asked, torch.Tensor]:
     """Return the last logits of each prompt, float32[vocabulary], from a runner of its own."""
     plan, lengths = trial.plan, [len(prompt) + 1 for prompt in prompts] * 3
-    small = plan_for(loaded, lengths, block_size=plan.model.block_size, layout=plan.layout, placement=plan.placement)
+    block_size, stored = plan.model.block_size, Stored.of_plan(plan)
+    small = plan_for(
+        loaded, lengths, block_size=block_size, layout=plan.layout, placement=plan.placement, stored=stored
+    )
     by_request, rows, said = dict[str, Asked](), dict[int, str](), dict[Asked, torch.Tensor]()
 
     def note(step: Step, logits: torch.Tensor) -> None:
@@ -266,7 +295,7 @@ def _on_pages(
     runner = ModelRunner(
         loaded.model,
         small.config,
-        planner_model(loaded.model, block_size=small.model.block_size, name=loaded.name),
+        planner_model(loaded.model, block_size=small.model.block_size, name=loaded.name, stored=stored),
         max_running=_ROWS,
         max_model_len=small.max_model_len,
         max_batched_tokens=_CHUNK,

@@ -330,8 +330,9 @@ class KVPages:
             keys: [n, kv heads, width].
             values: [n, kv heads, value width].
         """
-        for pages, states in ((self.keys, keys), (self.values, values)):
-            pages.index_put_((blocks, offsets), states)
+        self.keys.index_put_((blocks, offsets), keys)
+        if self.values is not self.keys:
+            self.values.index_put_((blocks, offsets), values)
 
     def take(self, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of blocks, [n, block_size, kv heads, width] each, in ``dtype``. O(tokens).
@@ -340,8 +341,10 @@ class KVPages:
             blocks: int64[n].
             dtype: a float dtype.
         """
-        keys, values = (view.index_select(0, blocks).to(dtype) for view in (self.keys, self.values))
-        return _scaled(keys, self.key_scale), _scaled(values, self.value_scale)
+        keys = _scaled(self.keys.index_select(0, blocks).to(dtype), self.key_scale)
+        if self.values is self.keys:
+            return keys, keys
+        return keys, _scaled(self.values.index_select(0, blocks).to(dtype), self.value_scale)
 
 
 def _scaled(states: torch.Tensor, scale: float) -> torch.Tensor:

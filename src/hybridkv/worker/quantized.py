@@ -140,13 +140,15 @@ def layer_pages(spec: KVCacheSpec, views: tuple[torch.Tensor, ...], order: PageO
 
     Args:
         spec: the spec of the layer.
-        views: its views in a PagedStorage.
+        views: its views in a PagedStorage; one where the keys are also the values.
         order: the order of that storage.
 
     Raises:
         ConfigError: the views are not of keys and values.
     """
     form = getattr(spec, "quantization", None)
+    if form is None and len(views) == 1:
+        return KVPages(views[0], views[0])
     return KVPages.of_views(views, order) if form is None else QuantizedPages.of_views(form, views, order)
 
 

@@ -29,13 +29,13 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import WorkerError
 from hybridkv.runner.attention.formulas import PagedStep
-from hybridkv.runner.attention.gather import GatherBatch, PagesRead, cross_batch, gathered
+from hybridkv.runner.attention.gather import GatherBatch, PagesRead, cross_batch, gathered, in_order
 from hybridkv.runner.inputs import EncoderInputs, require_blocks
 from hybridkv.runner.model_call import decode, encode
 from hybridkv.runner.probe import ProbeCache, attention_implementation
 from hybridkv.runner.step_context import EmptyCache, Place, StepContext
 from hybridkv.step import EncoderRead, Step
-from hybridkv.worker import CAUSAL, AttentionMask, MultiGroupBlockTable
+from hybridkv.worker import CAUSAL, AttentionMask, LayerPages, MultiGroupBlockTable
 
 Int64 = NDArray[np.int64]
 Pages = tuple[torch.Tensor, ...]
@@ -48,16 +48,14 @@ class StepCache(EmptyCache):
     Recurrent mixers do not see this cache: they have one of their own.
 
     Args:
-        views: keys and values of every layer by index, [num_blocks, block_size, heads, width] each.
+        pages: pages of every layer by index.
         context: has the GatherBatch of every layer.
         positions: positions of the step's tokens in their requests, int64[tokens].
     """
 
-    def __init__(
-        self, views: Mapping[int, tuple[torch.Tensor, ...]], context: StepContext, positions: torch.Tensor
-    ) -> None:
+    def __init__(self, pages: Mapping[int, LayerPages], context: StepContext, positions: torch.Tensor) -> None:
         super().__init__()
-        self._views = views
+        self._pages = pages
         self._context = context
         self._offsets = positions - torch.arange(len(positions), device=positions.device)
 
@@ -66,18 +64,19 @@ class StepCache(EmptyCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values [1, heads, tokens, width], and return the contexts [1, heads, gathered tokens, width].
 
-        Keys that are also the values are one view. If a kernel reads the pages, keys and values are returned unchanged.
+        Keys that are also the values are one view. The contexts hold what the pages do: quantized keys and values are
+        as they were rounded, in every step alike. If a kernel reads the pages, keys and values are returned unchanged.
         """
-        pages = self._views[layer_idx]
         self._context.layer = layer_idx
         batch = self._context.attention_batch()
         if isinstance(batch, PagedStep):
             batch.write(layer_idx, key_states, value_states)
             return key_states, value_states
-        for view, states in zip(pages, (key_states, value_states), strict=False):
-            view.index_put_((batch.write_block, batch.write_offset), states[0].transpose(0, 1))
-        contexts = [gathered(view, batch) for view in pages]
-        return contexts[0], contexts[-1]
+        pages, written = self._pages[layer_idx], [one[0].transpose(0, 1) for one in (key_states, value_states)]
+        pages.put(batch.write_block, batch.write_offset, *written)
+        keys, values = pages.take(batch.read_blocks, key_states.dtype)
+        context = in_order(keys, batch)
+        return context, context if values is keys else in_order(values, batch)
 
     def get_seq_length(self, *_args: object, **_kwargs: object) -> torch.Tensor | int:
         """Return the position of each token minus its index in the step, int64[tokens].
@@ -92,7 +91,7 @@ class RowCache(StepCache):
     """Writes the tokens of one row, and returns its context in order. The model makes its own masks and positions.
 
     Args:
-        views: as in StepCache.
+        pages: as in StepCache.
         context: as in StepCache, for a step of one row.
         positions: consecutive positions of the row's tokens, int64[tokens].
         masks: the mask of every layer that attends, by index.
@@ -100,12 +99,12 @@ class RowCache(StepCache):
 
     def __init__(
         self,
-        views: Mapping[int, tuple[torch.Tensor, ...]],
+        pages: Mapping[int, LayerPages],
         context: StepContext,
         positions: torch.Tensor,
         masks: Mapping[int, AttentionMask],
     ) -> None:
-        super().__init__(views, context, positions)
+        super().__init__(pages, context, positions)
         self._computed, self._tokens, self._masks = int(positions[0]), len(positions), masks
         # Qwen4-exp rotates an indexer's raw keys once their group is complete, and keeps the positions in its cache
         self.position_ids = torch.arange(self._computed, device=positions.device).expand(3, 1, -1)

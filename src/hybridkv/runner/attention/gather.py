@@ -118,7 +118,12 @@ def gathered(pages: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
 
     Tokens that no query sees are zeros.
     """
-    copied = pages.index_select(0, batch.read_blocks).flatten(0, 1)
+    return in_order(pages.index_select(0, batch.read_blocks), batch)
+
+
+def in_order(blocks: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
+    """Return copies of the read blocks of ``batch``, [n, block_size, heads, width], as ``gathered`` does."""
+    copied = blocks.flatten(0, 1)
     copied.index_fill_(0, batch.stale, 0)
     return copied.transpose(0, 1).unsqueeze(0)
 
