@@ -213,6 +213,22 @@ def test_write_reads_back_and_leaves_every_other_byte(form: Quantization, layout
         assert changed <= 7 * page // 4
 
 
+@pytest.mark.parametrize("layout", ["reference", "natural"])
+def test_page_has_scales_of_keys_then_of_values_then_codes_of_both(layout: str) -> None:
+    storage, layers = small_storage(Quantization.INT8, layout)
+    name, spec = next(one for one in layers if one[1].quantization is not None)
+    pages = layer_pages(spec, storage.views[name])
+    assert isinstance(pages, QuantizedPages)
+    keys, values = torch.full((4, 2, 16), 127.0), torch.full((4, 2, 16), -254.0)
+    write_quantized(write_slots(torch.arange(8, 12), pages.num_blocks, 4), pages, keys, values)
+    tensor = next(one for one in storage.config.tensors if name in one.shared_by)
+    start = tensor.offset_bytes + 2 * tensor.block_stride_bytes
+    page = storage.arena[start : start + spec.content_bytes].numpy()
+    # 4 tokens of 2 heads: 8 float32 scales of 1, 8 of 2, then 128 codes of 127, 128 of -127
+    assert page[:64].view(np.float32).tolist() == [1.0] * 8 + [2.0] * 8
+    assert page[64:].view(np.int8).tolist() == [127] * 128 + [-127] * 128
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_pages_hold_the_same_bytes_whatever_the_steps(form: Quantization) -> None:
     keys, values = drawn(16)

@@ -64,7 +64,7 @@ def quantize(form: Quantization, states: torch.Tensor) -> tuple[torch.Tensor, to
         return _to_nvfp4(states)
     most = _LARGEST[form]
     largest = states.abs().amax(-1)
-    scales = (largest / most).clamp_min(_LEAST_SCALE).masked_fill(~largest.isfinite(), torch.nan)
+    scales = (largest / most).clamp_min(_LEAST_SCALE)  # NaN or infinity spoils it: 0 * infinity is NaN
     scaled = (states / scales[..., None]).nan_to_num(0.0).clamp(-most, most)
     if form is Quantization.FP8:
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
