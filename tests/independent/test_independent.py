@@ -255,8 +255,8 @@ def _neighbour(arena: Arena, layer: Layer, items: Places) -> tuple[Layer, Places
 
 
 def _other_page(arena: Arena, layer: Layer, items: Places) -> tuple[Layer, Places]:
-    for other in arena.layers:
-        if Feature.INDEXER in layer.spec.features and other.group == layer.group and other.name != layer.name:
+    for other in arena.layers:  # of this group, or of another one with blocks as large
+        if Feature.INDEXER in layer.spec.features and other.stride == layer.stride and other.offset != layer.offset:
             return replace(layer, offset=other.offset), items
     return layer, items
 
