@@ -2,6 +2,7 @@
 
     python tests/runner/every_model.py docs/data [MODEL_TYPE ...]
 
+With transformers 5.24 and the types that 5.19 lacks it makes models-run-newest.csv and models-refused-newest.csv.
 An Engine of each makes the self-check that every engine makes (hybridkv.runner.self_check). Takes some minutes.
 """
 
