@@ -61,7 +61,9 @@ ALL = [pytest.param(one, marks=() if one in UNLIKE else pytest.mark.thorough) fo
 
 ROOM: dict[str, int | None] = {
     **dict.fromkeys(("jamba", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), 1),
-    **dict.fromkeys(("falcon_h1", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid", "zamba", "zamba2")),
+    **dict.fromkeys(
+        ("bailing_hybrid", "falcon_h1", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid", "zamba", "zamba2")
+    ),
     **dict.fromkeys(("deepseek_v4", "qwen4_exp", "qwen4_exp_text")),
 }
 """Of models whose states or windows are so large beside 38 tokens that room for two is room for all; see Regimes."""
