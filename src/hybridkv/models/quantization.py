@@ -150,7 +150,7 @@ def quantized(
         name: name of the model, for messages.
 
     Raises:
-        ConfigError: nothing is quantized, a layer cannot be, or an entry of ``skipped`` names no layer.
+        ConfigError: nothing is quantized, a layer cannot be, or an entry of ``skipped`` names no layer or changes none.
     """
     if quantization is None and not skipped:
         return tuple(layers)
@@ -178,6 +178,10 @@ def quantized(
         )
     if quantization is not None and not changed:
         raise ConfigError(f"no layer of {name} keeps keys and values that {quantization} could hold: leave it out")
+    if quantization is None and made == list(layers):
+        raise ConfigError(
+            "layers that skip quantization have no effect without a quantization: give dtype (--kv-dtype), too"
+        )
     return tuple(made)
 
 

@@ -532,8 +532,6 @@ def planner_model(
             f"the runner stores keys and values in the model's dtype or as {', '.join(Quantization)}, got "
             f"{shown(stored.kv_dtype)}: use one of these"
         )
-    if stored.skipped and stored.kv_dtype is None:
-        raise ConfigError("layers that skip quantization have no effect without a quantization: give kv_dtype, too")
     dtype = str(model.dtype).removeprefix("torch.")
     source = {**model.config.to_dict(), "dtype": dtype}
     if isinstance(text := source.get("text_config"), dict):

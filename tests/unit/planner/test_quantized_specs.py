@@ -108,6 +108,9 @@ def test_model_that_cannot_be_quantized_is_rejected_by_name() -> None:
         read_model("deepseek-v3", dtype="nvfp4")
     with pytest.raises(ConfigError, match="dtype_skip_layers must be text"):
         read_model("gemma-2-2b", dtype="nvfp4", dtype_skip_layers=[1])  # type: ignore[list-item]
+    for dtype in (None, "bf16"):
+        with pytest.raises(ConfigError, match=r"no effect without a quantization: give dtype \(--kv-dtype\), too"):
+            read_model("gemma-2-2b", dtype=dtype, dtype_skip_layers=["sliding_window"])
 
 
 def test_plan_command_shows_quantization_and_skipped_layers() -> None:
