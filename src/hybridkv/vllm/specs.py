@@ -206,14 +206,18 @@ def copied_tokens(config: Config) -> int:
 
         page      | keys of head 0 | values | keys of head 1 | values of tokens 0 .. |
         copied    |<------------------- bytes of a state ------------------->|
+
+    A page with more than keys and values, such as scales at its end, counts as not copied.
     """
-    specs = [spec_of(spec) for _, spec in layer_specs(config)]
-    states = {spec.content_bytes for spec in specs if spec.keeps is Keeps.STATE}
+    specs = [(spec_of(spec), spec.real_page_size_bytes) for _, spec in layer_specs(config)]
+    states = {spec.content_bytes for spec, _ in specs if spec.keeps is Keeps.STATE}
     if len(states) > 1:  # the larger state would not be copied whole
         return 0
-    copied = specs[0].block_size
-    for spec in specs:
-        if isinstance(spec, AttentionSpec) and states and (lost := spec.content_bytes - min(states)) > 0:
+    copied = specs[0][0].block_size
+    for spec, page_bytes in specs:
+        if isinstance(spec, AttentionSpec) and states and (lost := page_bytes - min(states)) > 0:
+            if page_bytes != spec.content_bytes:
+                return 0
             head = min(spec.head_size, spec.head_size_v or spec.head_size)
             copied = min(copied, spec.block_size - ceil_div(lost, head * dtype_bytes(spec.dtype)))
     return max(copied, 0)

@@ -770,6 +770,13 @@ def test_copied_tokens_leave_out_those_after_the_bytes_of_a_state(states: list[t
     assert copied_tokens(Config([Group(state), Group(attention)])) == tokens
 
 
+@pytest.mark.parametrize(("more_bytes", "tokens"), [(0, 544), (8_704, 0)])
+def test_no_token_counts_as_copied_where_scales_follow_the_bytes_of_a_state(more_bytes: int, tokens: int) -> None:
+    attention = FullAttentionSpec(544, num_kv_heads=2, head_size=32, more_bytes=more_bytes)
+    state = MambaSpec(544, shapes=((544 * 64 * 2,),), page_size_padded=attention.real_page_size_bytes)
+    assert copied_tokens(Config([Group(state), Group(attention)])) == tokens
+
+
 def test_no_token_counts_as_copied_where_states_differ_in_size() -> None:
     states = [MambaSpec(8, shapes=((size,),)) for size in (64, 128)]
     assert copied_tokens(Config([Group(one) for one in (*states, FullAttentionSpec(8))])) == 0
