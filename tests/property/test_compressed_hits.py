@@ -786,3 +786,20 @@ def test_ring_without_a_rate_is_rejected(layout: str) -> None:
         UnsupportedModelError, match=r"no group of the model compresses tokens .*where the ring is empty"
     ):
         cache_of(layout, (full_spec(8), ring_spec(8)), 100)
+
+
+@pytest.mark.parametrize(
+    "specs", [(ring_spec(8, 4),), (ring_spec(8, 4), replace(sums_spec(4, 8, 0), bounded_replay=True))]
+)
+def test_rings_without_another_kept_group_are_never_hit(specs: tuple[KVCacheSpec, ...]) -> None:
+    """A ring is empty after 16 tokens of any prompt, so it does not tell whether anybody computed them."""
+    cache = cache_of("natural", specs, 100)
+    for tokens in (20, 21):
+        request = Request(str(tokens), range(tokens), hasher=cache.hasher)
+        hit, found = cache.get_computed_blocks(request)
+        assert found == 0
+        assert cache.allocate_slots(request, tokens, 0, hit) is not None
+        request.num_computed_tokens = tokens
+        cache.keep_resume_point(request)
+        cache.free(request)
+    cache.check()

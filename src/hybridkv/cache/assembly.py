@@ -195,8 +195,11 @@ def _refuse_replays(kinds: Sequence[GroupKind]) -> None:
 
 
 def can_resume(kinds: Sequence[GroupKind]) -> bool:
-    """Return whether any prefix can be hit: every group that keeps anything keeps it for reuse."""
-    return any(kind.publishes for kind in kinds) and all(
+    """Return whether any prefix can be hit: every group that keeps anything keeps it for reuse.
+
+    Rings alone do not tell that a prefix was ever computed, because a hit where they are empty needs no block.
+    """
+    return any(kind.publishes and not kind.keeps_ring for kind in kinds) and all(
         kind.publishes or kind.by_digest or kind.keeps_ring or kind.replays or kind.spec.keeps == Keeps.NOTHING
         for kind in kinds
     )
