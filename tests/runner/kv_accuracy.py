@@ -15,8 +15,8 @@ import torch
 from models_table import put
 
 from hybridkv.request import SamplingParams
-from hybridkv.runner import Engine, EngineOptions, load, plan_for
-from hybridkv.runner.probe import AS_COMPUTED, Stored
+from hybridkv.runner import Engine, EngineOptions, Stored, load, plan_for
+from hybridkv.runner.probe import AS_COMPUTED
 from hybridkv.spec_fields import Quantization
 
 MARK = "<!-- of quantized pages, written by make test-real -->"

@@ -12,9 +12,9 @@ from cli_support import error
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.planner import plan
 from hybridkv.request import SamplingParams
-from hybridkv.runner import Engine, EngineOptions, load, plan_for
+from hybridkv.runner import Engine, EngineOptions, Stored, load, plan_for
 from hybridkv.runner.drafters import NgramDrafter
-from hybridkv.runner.probe import ProbeCache, Stored, attention_implementation, planner_model
+from hybridkv.runner.probe import ProbeCache, attention_implementation, planner_model
 from hybridkv.spec_fields import Quantization
 from hybridkv.units import ceil_div
 

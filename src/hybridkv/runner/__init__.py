@@ -10,6 +10,7 @@ from hybridkv.runner.engine import Engine, EngineOptions
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel, load, wrap
 from hybridkv.runner.planning import plan_for, plan_within
+from hybridkv.runner.probe import Stored
 from hybridkv.runner.runner import ModelRunner, Observer
 from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.runner.tiny import TINY_COMPRESSED, TINY_ENCODER_DECODERS, TINY_MODELS, byte_tokenizer, tiny_model
@@ -26,6 +27,7 @@ __all__ = [
     "LoadedModel",
     "ModelRunner",
     "Observer",
+    "Stored",
     "Stream",
     "TokenLogprob",
     "byte_tokenizer",

@@ -493,7 +493,11 @@ class Stored(NamedTuple):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Stored:
-        """Return the form that a plan has."""
+        """Return the form that a plan has. O(layers).
+
+        Args:
+            plan: a plan of the model.
+        """
         form, forms = Quantization.named(plan.model.dtype), forms_of_layers(plan.model)
         attending = {one.index for one in plan.model.layers if isinstance(one.spec, AttentionSpec)}
         return AS_COMPUTED if form is None else cls(form, tuple(map(str, sorted(attending - forms.keys()))))
