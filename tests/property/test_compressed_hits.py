@@ -51,6 +51,7 @@ from hybridkv.testing.configs import (
     state_spec,
     window_spec,
 )
+from random_rows import Span, finish, grow
 
 Tokens = tuple[int, ...]
 COMPARED = True
@@ -335,9 +336,9 @@ class Run:
 
     def play(self, steps: int) -> None:
         for step in range(steps):
-            asked: list[tuple[Request, int, int]] = []
+            asked: list[Span] = []
             with self.cache.step(step):
-                self._grow(asked)
+                grow(self, asked)
                 self._admit(asked)
                 spans = np.array([(request.row, start, end) for request, start, end in asked], np.int64).reshape(-1, 3)
                 self.cache.store_checkpoints(*map(np.ascontiguousarray, spans.T))
@@ -346,28 +347,14 @@ class Run:
                 self.worker.run(request, start, end)
                 self.known.keep(request.token_tuple(0, end), request, start)
             for request, _, end in asked:
-                self._finish(request, end)
+                finish(self, request, end)
             self.cache.mark_written(step)
             self.cache.check()
         self.counts["copies"] += self.worker.copies
         self.counts["stored"] += self.worker.stored
         self.counts["evictions"] += self.cache.block_pool.keys.evictions
 
-    def _grow(self, asked: list[tuple[Request, int, int]]) -> None:
-        for request in list(self.running):
-            start = request.num_computed_tokens
-            end = min(start + self.random.randint(1, 9), request.num_tokens)
-            if self.cache.allocate_slots(request, end - start) is not None and self.random.random() > 0.02:
-                asked.append((request, start, end))
-                self.known.add(request.token_tuple(0, end), request.num_prompt_tokens, over=False)
-                continue
-            self.cache.engine.withdraw(request)
-            self._end(request)
-            self.waiting.insert(0, request)
-            request.num_computed_tokens = 0
-            self.counts["preempted"] += 1
-
-    def _admit(self, asked: list[tuple[Request, int, int]]) -> None:
+    def _admit(self, asked: list[Span]) -> None:
         while self.waiting and len(self.running) < 3:
             request = self.waiting[0]
             hit = self.cache.find_hit(request)
@@ -388,15 +375,7 @@ class Run:
             request.num_computed_tokens = hit.tokens
             asked.append((request, hit.tokens, end))
 
-    def _finish(self, request: Request, end: int) -> None:
-        request.num_computed_tokens = end
-        self.known.add(request.token_tuple(0, end), request.num_prompt_tokens, over=False)
-        if end == request.num_tokens:
-            request.append(self.random.randrange(3))
-        if request.num_output_tokens > 12 or self.random.random() < 0.01:
-            self._end(request)
-
-    def _end(self, request: Request) -> None:
+    def end(self, request: Request) -> None:
         if self.layout == "natural":
             self.cache.keep_resume_point(request)
             done = request.token_tuple(0, request.num_computed_tokens)
