@@ -19,6 +19,7 @@ from hybridkv.runner import (
     EngineOptions,
     LoadedModel,
     ModelRunner,
+    Stored,
     byte_tokenizer,
     drafters,
     encode,
@@ -100,6 +101,7 @@ def unnamed(call: Callable[..., object], arguments: Mapping[str, Any]) -> list[s
                 "layout": "natural",
                 "placement": "ends",
                 "num_speculative_tokens": 0,
+                "stored": Stored("int8_per_token_head"),
             },
         ),
         (
@@ -112,8 +114,10 @@ def unnamed(call: Callable[..., object], arguments: Mapping[str, Any]) -> list[s
                 "max_in_flight": 1,
                 "block_size": 16,
                 "num_speculative_tokens": 0,
+                "stored": Stored("int8_per_token_head"),
             },
         ),
+        (Stored.of_plan, {"plan": PLAN}),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
@@ -121,7 +125,10 @@ def test_wrong_type_for_a_runner_function_is_rejected(call: Callable[..., object
     assert unnamed(call, arguments) == []
 
 
-@pytest.mark.parametrize("value", [LLAMA, EngineOptions(), NgramDrafter()], ids=lambda one: type(one).__name__)
+VALUES = [LLAMA, EngineOptions(), NgramDrafter(), Stored("fp8_per_token_head")]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda one: type(one).__name__)
 def test_wrong_type_for_a_runner_value_is_rejected(value: object) -> None:
     assert unnamed(type(value), arguments_of(value)) == []
     if value is not LLAMA:  # whose model and tokenizer are of any class that will do
@@ -194,7 +201,7 @@ def test_wrong_type_for_an_engine_part_is_rejected() -> None:
     whole = {"model": loaded, "plan": PLAN, "options": EngineOptions(4), "observer": None, "speculate": None}
     assert unnamed(made, whole) == []
     parts = {"model": model, "tokenizer": byte_tokenizer(), "memory": "1MiB", "max_model_len": 32}
-    assert unnamed(made, parts) == []
+    assert unnamed(made, {**parts, "stored": Stored("int8_per_token_head")}) == []
 
     def runs(**given: Any) -> None:  # noqa: ANN401  # same
         ModelRunner(**given).detach()
@@ -278,7 +285,8 @@ def test_bad_request_fails_its_own_caller_only() -> None:
 
 def test_wrong_type_tests_cover_every_runner_name() -> None:
     functions = {"load", "tiny_model", "wrap", "encode", "plan_for", "plan_within"}
-    classes = {Engine, AsyncEngine, ModelRunner, EngineOptions, LoadedModel, AdaptiveDrafter, DraftModel, NgramDrafter}
+    engines = {Engine, AsyncEngine, ModelRunner, EngineOptions, LoadedModel, Stored}
+    classes = engines | {AdaptiveDrafter, DraftModel, NgramDrafter}
     covered = functions | {one.__name__ for one in classes}
     handed_out = {"Completion", "Increment", "TokenLogprob", "Stream", "byte_tokenizer"}  # or without arguments
     no_callables = {"TINY_COMPRESSED", "TINY_ENCODER_DECODERS", "TINY_MODELS", "Observer", "MOST_TOKENS", "Drafter"}

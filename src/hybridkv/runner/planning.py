@@ -55,6 +55,7 @@ def plan_within(
         CapacityError: the requested length, or a single token, does not fit.
     """
     instance("the loaded model", loaded, LoadedModel)
+    instance("stored", stored, Stored)
     if max_model_len is not None:
         max_model_len = integer("max_model_len", max_model_len, 1)
     model = planner_model(
@@ -119,6 +120,7 @@ def plan_for(
         CapacityError: the longest request does not fit; the message has the memory it needs.
     """
     instance("the loaded model", loaded, LoadedModel)
+    instance("stored", stored, Stored)
     instance("layout", layout, str)
     or_none(one_of(str))("placement", placement)
     lengths = integers("lengths", lengths, 1).tolist()

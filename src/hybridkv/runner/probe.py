@@ -18,12 +18,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from hybridkv.arguments import instance, instances
 from hybridkv.errors import ConfigError, HybridKVError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.planner import Plan
@@ -480,16 +481,28 @@ def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
         cache.own = watch.found()
 
 
-class Stored(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stored:
     """The form of keys and values in pages.
 
     Attributes:
         kv_dtype: name of a Quantization; None for the dtype of the model.
         skipped: layers without quantization, as ``read_model`` takes them.
+
+    Raises:
+        ConfigError: ``kv_dtype`` names no Quantization, or ``skipped`` is not a sequence of strings.
     """
 
     kv_dtype: str | None = None
     skipped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype is not None and Quantization.named(instance("kv_dtype", self.kv_dtype, str)) is None:
+            raise ConfigError(
+                f"the runner stores keys and values in the model's dtype or as {', '.join(Quantization)}, got "
+                f"{shown(self.kv_dtype)}: use one of these"
+            )
+        object.__setattr__(self, "skipped", tuple(instances("skipped", self.skipped, str)))
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Stored:
@@ -497,7 +510,11 @@ class Stored(NamedTuple):
 
         Args:
             plan: a plan of the model.
+
+        Raises:
+            ConfigError: ``plan`` is not a Plan.
         """
+        instance("plan", plan, Plan)
         form, forms = Quantization.named(plan.model.dtype), forms_of_layers(plan.model)
         attending = {one.index for one in plan.model.layers if isinstance(one.spec, AttentionSpec)}
         return AS_COMPUTED if form is None else cls(form, tuple(map(str, sorted(attending - forms.keys()))))
@@ -528,14 +545,9 @@ def planner_model(
         stored: the form of keys and values in pages.
 
     Raises:
-        ConfigError: ``stored`` names no quantization, or no layer can have it.
+        ConfigError: no layer can have the form ``stored``.
         UnsupportedModelError: as ``require_runnable``.
     """
-    if stored.kv_dtype is not None and Quantization.named(stored.kv_dtype) is None:
-        raise ConfigError(
-            f"the runner stores keys and values in the model's dtype or as {', '.join(Quantization)}, got "
-            f"{shown(stored.kv_dtype)}: use one of these"
-        )
     dtype = str(model.dtype).removeprefix("torch.")
     source = {**model.config.to_dict(), "dtype": dtype}
     if isinstance(text := source.get("text_config"), dict):
