@@ -12,8 +12,8 @@ prompt are one of four prefixes that were computed before the measurement.
     vllm          if VLLM_PYTHON names a Python with it: the same prompts, dummy weights
 
 ``outside`` is the share of a decode step beyond a plain forward pass of the same batch on transformers' own cache.
-Measurements that do not fit the minutes are left out and listed. Then the code that reads and writes pages is measured
-in bytes per second and compared with a plain copy (attention_bandwidth.py).
+The code that reads and writes pages is measured first, in bytes per second beside a plain copy
+(attention_bandwidth.py). Measurements that do not fit the minutes are left out and listed.
 """
 
 from __future__ import annotations
@@ -327,7 +327,14 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, prompts of {bench.length} tokens, {bench.new} new ones")
     print(f"{'model':<16} {'engine':<18} {'requests':>8} {'hits':>5} {'seconds':>8} {'tokens/s':>9} {'outside':>8}")
+    pages = bandwidths() if device == "cuda" else []
     rows: list[Row] = []
+
+    def write() -> None:
+        """Replace the file, after every row: a run that is stopped leaves what it measured."""
+        document = {"device": name, "torch": torch.__version__, "rows": [asdict(row) for row in rows], "pages": pages}
+        given.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
     for model in given.models.split(","):
         found = bench.rows(model)
         for row in found:
@@ -335,12 +342,11 @@ def main() -> None:
             outside = "" if row.outside is None else f"{row.outside:.1%}"
             said = row.why or f"{row.seconds:8.3f} {row.tokens_per_second:9.0f} {outside:>8}"
             print(f"{row.model:<16} {row.engine:<18} {row.requests:>8} {row.hits:>4}% {said}", flush=True)
+            write()
         if "VLLM_PYTHON" in os.environ and device == "cuda" and time.perf_counter() < until:
             rows.append(vllm_row(model, 64, until))
             print(rows[-1], flush=True)
-    pages = bandwidths() if device == "cuda" and time.perf_counter() < until else []
-    document = {"device": name, "torch": torch.__version__, "rows": [asdict(row) for row in rows], "pages": pages}
-    given.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    write()
 
 
 if __name__ == "__main__":

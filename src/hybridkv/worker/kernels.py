@@ -243,10 +243,11 @@ def attention_kernel(  # noqa: C901, PLR0912, PLR0915, PLR0917 - a kernel is one
         whole = 1 / tl.where(total > 0, total, 1.0)
         at_part = (part * kv_heads + head) * block_m + row
         tl.store(part_lse + at_part, largest + tl.log2(tl.where(total > 0, total, 1.0)))
-        to = part_out + at_part[:, None] * value_width
-        tl.store(to + out_a[None, :], sum_a * whole[:, None], mask=(out_a < value_width)[None, :])
+        # a name of its own: Triton wants one type for a name that both branches assign
+        to_part = part_out + at_part[:, None] * value_width
+        tl.store(to_part + out_a[None, :], sum_a * whole[:, None], mask=(out_a < value_width)[None, :])
         if value_b:
-            tl.store(to + out_b[None, :], sum_b * whole[:, None], mask=(out_b < value_width)[None, :])
+            tl.store(to_part + out_b[None, :], sum_b * whole[:, None], mask=(out_b < value_width)[None, :])
     else:
         shrunk = tl.full([block_m], 1.0, tl.float32)
         if sunk:

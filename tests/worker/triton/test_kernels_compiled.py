@@ -42,6 +42,7 @@ class Shape:
     fp8: bool = False
     latent: bool = False
     everything: bool = False
+    out: torch.dtype = torch.float32
 
 
 SHAPES = {
@@ -51,6 +52,8 @@ SHAPES = {
     "float8 by bits": Shape(80, (8, 2), (64, 64), fp8=True),
     "float8 by instruction": Shape(90, (8, 2), (64, 64), fp8=True),
     "float32": Shape(80, (8, 2), (64, 64), dtype=torch.float32),
+    "bfloat16 outputs": Shape(90, (32, 8), (128, 128), out=torch.bfloat16),
+    "bfloat16 outputs with everything": Shape(90, (32, 8), (192, 160), everything=True, out=torch.bfloat16),
 }
 
 
@@ -142,7 +145,8 @@ def record_attention(
     query, pages, batch = layer(shape, requests, columns)
     ours.INTERPRETED = False  # type: ignore[misc] # as on a GPU
     with_everything: dict[str, Any] = {"softcap": 30.0, "sink_logits": torch.zeros(shape.heads[0])}
-    triton_paged_attention(query, pages, batch, 0.1, **with_everything if shape.everything else {})
+    out = torch.zeros(*query.shape[:2], shape.widths[1], dtype=shape.out)
+    triton_paged_attention(query, pages, batch, 0.1, **with_everything if shape.everything else {}, out=out)
     return recorders
 
 
