@@ -1,6 +1,8 @@
 """Errors of engines: closed engines, inputs of wrong types, and failed forwards, tokenizers and drafters."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -72,6 +74,26 @@ def test_closed_engine_restores_the_training_mode_of_the_model() -> None:
     with pytest.raises(ConfigError):
         Engine(model, memory="2MiB", max_model_len=-1)
     assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v4"])
+def test_pages_of_a_closed_engine_are_freed_without_the_garbage_collector(name: str) -> None:
+    """On a GPU, the next engine needs the memory before Python looks for cycles."""
+    loaded = loaded_model(name)
+
+    def pages_of_a_run() -> list[weakref.ref[torch.Tensor]]:
+        with Engine(loaded, memory="2MiB", max_model_len=128) as engine:
+            engine.generate(PROMPTS, greedy(2))
+            return [weakref.ref(view) for views in engine.runner.storage.views.values() for view in views]
+
+    gc.collect()
+    gc.disable()
+    try:
+        pages = pages_of_a_run()
+        assert pages
+        assert not any(one() is not None for one in pages)
+    finally:
+        gc.enable()
 
 
 # -- inputs

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+from weakref import ref
 
 import numpy as np
 import torch
@@ -189,10 +190,12 @@ class _Layers(list[Any]):
 
     def __init__(self, cache: EmptyCache) -> None:
         super().__init__()
-        self._cache = cache
+        self._cache = ref(cache)  # no cycle: a cache has its engine's pages, which must go with the engine
 
     def __getitem__(self, index: Any) -> Any:  # noqa: ANN401  # as lists take and return it
-        return _Layer(self._cache, index)
+        cache = self._cache()
+        assert cache is not None  # noqa: S101 - the model that calls this holds it
+        return _Layer(cache, index)
 
 
 @dataclass(slots=True, eq=False)
