@@ -1,7 +1,7 @@
 """Step and StepResult: the only contract between the control plane and a worker.
 
-    schedule() -> Step ----> worker: finished_rows, new_rows, cells, copies that are moves, zero, the other copies
-                                     "before", encoders, forward, copies "after", sampling
+    schedule() -> Step ----> worker: stores, finished_rows, new_rows, cells, copies that are moves, zero, the other
+                                     copies "before", loads, encoders, forward, copies "after", sampling
     update(StepResult) <---- sampled tokens
 
 A Step owns its arrays: they are never views of live tables, and are not changed after the Step is made. Rows are
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hybridkv.request import SamplingParams
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
@@ -131,6 +131,32 @@ class Copy:
     kind: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TierCopies:
+    """Copies of blocks between the device and the host tier, int32[n] each.
+
+    All copies of one transfer arrive, or none of them counts.
+
+    Attributes:
+        transfer: Number of the transfer that each copy belongs to; equal numbers are next to each other.
+        group: Group of both blocks.
+        source: Block to read, as an id within the group's class.
+        destination: Block to write.
+    """
+
+    transfer: Int32
+    group: Int32
+    source: Int32
+    destination: Int32
+
+    def __len__(self) -> int:
+        return len(self.transfer)
+
+
+_NO_NUMBERS: Final = np.empty(0, np.int32)
+NO_TIER_COPIES: Final = TierCopies(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS)
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderRead:
     """The encoder output that cross attention of a row reads.
@@ -193,6 +219,10 @@ class Step:
             forward; -1 for a group without states. int32[0, G] if no group has any.
         state_writes: int32[W, 4], (index into rows, group, token count, block). In the group of a ring: write the raw
             keys of the open group after so many tokens into the block, each to its place in the ring.
+        stores: Copies from the device to the host tier, of blocks as they are before this Step.
+        tier_copies: Copies within the host tier, in this order, before any store is written there.
+        loads: Copies from the host tier to the device, of blocks as they are after the stores. No row of this Step or a
+            later one reads them before the result of some Step says that their transfer arrived.
         schema_version: Version of this format.
     """
 
@@ -211,6 +241,9 @@ class Step:
     copies: tuple[Copy, ...] = ()
     state_read: Int32 = field(default_factory=lambda: np.empty((0, 0), np.int32))
     state_writes: Int32 = field(default_factory=lambda: np.empty((0, 4), np.int32))
+    stores: TierCopies = NO_TIER_COPIES
+    tier_copies: tuple[Copy, ...] = ()
+    loads: TierCopies = NO_TIER_COPIES
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -266,6 +299,8 @@ class StepResult:
         sampled: Sampled tokens of each row; empty where ``samples`` was False.
         num_accepted: int32[R], accepted drafts and the token sampled after them; ``None`` without speculation.
         logprobs: ``None`` if no row asks for any.
+        arrived: int32, transfers of this Step or earlier ones whose bytes have all arrived since the result before.
+        lost: int32, the same for transfers that failed: their blocks hold anything.
         schema_version: Version of this format.
     """
 
@@ -273,4 +308,6 @@ class StepResult:
     sampled: Csr
     num_accepted: Int32 | None = None
     logprobs: Logprobs | None = None
+    arrived: Int32 = field(default_factory=_NO_NUMBERS.copy)
+    lost: Int32 = field(default_factory=_NO_NUMBERS.copy)
     schema_version: int = SCHEMA_VERSION

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from runner_support import EveryLogit
 
-from hybridkv.planner import Plan
+from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.planner.plan import REFERENCE
 from hybridkv.request import SamplingParams
 from hybridkv.runner import LoadedModel, ModelRunner, plan_for
@@ -30,7 +30,8 @@ def plan_by_hand(loaded: LoadedModel, tokens: int, rows: int, drafts: int = 0) -
 class HandRows:
     """Rows that run side by side from the first step on, each with a prompt and ``sampling``.
 
-    most_drafts: of a step. offset: added to the place of the accepted state, for tests that must fail.
+    most_drafts: of a step. offset: added to the place of the accepted state, for tests that must fail. tier: the host
+    tier's layout.
     """
 
     def __init__(
@@ -42,17 +43,19 @@ class HandRows:
         max_tokens: int,
         most_drafts: int = 8,
         offset: int = 0,
+        tier: KVCacheConfig | None = None,
     ) -> None:
         plan = plan_by_hand(loaded, max_tokens, len(prompts), most_drafts)
         planned = planner_model(loaded.model, block_size=16, name=loaded.name)
         self.seen = EveryLogit()
         self.runner = ModelRunner(
             loaded.model, plan.config, planned, max_running=len(prompts), max_model_len=max_tokens,
-            max_batched_tokens=len(prompts) * max_tokens, observer=self.seen,
+            max_batched_tokens=len(prompts) * max_tokens, observer=self.seen, tier=tier,
         )  # fmt: skip
         self.tokens = [list(prompt) for prompt in prompts]
         self.computed = [0] * len(prompts)
         self.results: list[StepResult] = []
+        self.steps: list[Step] = []
         self.prompts = [len(prompt) for prompt in prompts]
         self._sampling, self._offset = sampling, offset
         self._specs = [group.spec for group in plan.config.groups]
@@ -72,6 +75,7 @@ class HandRows:
         step = self.make(drafts, chunk=chunk)
         result = self.runner.execute(step)
         self.results.append(result)
+        self.steps.append(step)
         appended = []
         for row in range(len(self.tokens)):
             more = result.sampled[row].tolist()

@@ -27,9 +27,14 @@ OUTPUT = 30
 
 @contextmanager
 def rows_of(
-    name: str, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], **options: int
+    name: str,
+    prompts: Sequence[list[int]],
+    sampling: Sequence[SamplingParams],
+    *,
+    most_drafts: int = 8,
+    offset: int = 0,
 ) -> Iterator[HandRows]:
-    rows = HandRows(loaded_model(name), prompts, sampling, max_tokens=160, **options)
+    rows = HandRows(loaded_model(name), prompts, sampling, max_tokens=160, most_drafts=most_drafts, offset=offset)
     try:
         yield rows
     finally:

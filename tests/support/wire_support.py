@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hybridkv.request import SamplingParams
-from hybridkv.step import Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult
+from hybridkv.step import Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult, TierCopies
 from hybridkv.wire import StepFailure, Unreadable
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -86,6 +86,12 @@ def copies() -> st.SearchStrategy[Copy]:
     return st.builds(Copy, st.sampled_from(("before", "after")), INT32, INT32, INT32, kinds)
 
 
+def tier_copies(draw: st.DrawFn, transfers: list[int]) -> TierCopies:
+    """Up to three copies of each transfer."""
+    numbers = [number for number in transfers for _ in range(draw(st.integers(1, 3)))]
+    return TierCopies(np.array(numbers, np.int32), *(int32s(draw, len(numbers)) for _ in range(3)))
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     """Any Step that does not contradict itself."""
@@ -94,6 +100,8 @@ def steps(draw: st.DrawFn) -> Step:
     cells = draw(st.integers(0, 4))
     writes = int32s(draw, draw(st.integers(0, 3)) if rows else 0, 4)
     writes[:, 0] = [draw(st.integers(0, rows - 1)) for _ in writes]
+    transfers = draw(st.lists(INT32, max_size=4, unique=True))
+    stored = draw(st.integers(0, len(transfers)))
     return Step(
         id=step_id,
         after=draw(st.integers(-1, step_id - 1)),
@@ -110,6 +118,9 @@ def steps(draw: st.DrawFn) -> Step:
         copies=tuple(draw(st.lists(copies(), max_size=3))),
         state_read=int32s(draw, draw(st.sampled_from((0, rows))), groups),
         state_writes=writes,
+        stores=tier_copies(draw, transfers[:stored]),
+        tier_copies=tuple(draw(st.lists(copies(), max_size=3))),
+        loads=tier_copies(draw, transfers[stored:]),
     )
 
 
@@ -132,7 +143,10 @@ def results(draw: st.DrawFn) -> StepResult:
     counts = draw(st.lists(st.integers(0, 3), max_size=5))
     accepted = int32s(draw, len(counts)) if draw(st.booleans()) else None
     found = draw(st.one_of(st.none(), logprobs(len(counts)))) if counts else None
-    return StepResult(draw(st.integers(0, 2**40)), csr_of(draw, counts), accepted, found)
+    ended = np.array(draw(st.lists(INT32, max_size=4, unique=True)), np.int32)
+    arrived = draw(st.integers(0, len(ended)))
+    step_id, sampled = draw(st.integers(0, 2**40)), csr_of(draw, counts)
+    return StepResult(step_id, sampled, accepted, found, ended[:arrived], ended[arrived:])
 
 
 def failures() -> st.SearchStrategy[StepFailure | Unreadable]:
@@ -158,5 +172,8 @@ def example_step(**changes: Any) -> Step:  # noqa: ANN401  # any field
         "copies": (Copy("before", 2, 5, 6, "move"), Copy("after", 1, 3, 4, "state")),
         "state_read": np.array([[-1, 3, 5], [-1, 4, 6]], np.int32),
         "state_writes": np.array([[1, 2, 19, 8]], np.int32),
+        "stores": TierCopies(*(np.array(column, np.int32) for column in ([4, 4, 6], [0, 1, 0], [7, 3, 8], [2, 5, 9]))),
+        "tier_copies": (Copy("before", 0, 2, 4, "move"),),
+        "loads": TierCopies(*(np.array(column, np.int32) for column in ([5], [1], [5], [9]))),
     }
     return Step(**values | changes)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hybridkv.errors import WorkerError
 from hybridkv.step import Copy
 from hybridkv.worker import TORCH, BlockCopier, CopyKernels, PagedStorage
-from hybridkv.worker.copies import copy_levels
+from hybridkv.worker.copies import ArenaBlocks, copy_levels
 
 
 def move(group: int, source: int, destination: int) -> Copy:
@@ -63,7 +63,7 @@ def test_block_copy_in_slab_of_two_classes_keeps_order(monkeypatch: pytest.Monke
     """Were only blocks of one class told apart, the state's copy would come before the other class reads its slab."""
     case = StepCase("classes", copies=(copy(2, 6, 3), copy(2, 3, 4), copy(1, 3, 2, kind="state"), copy(2, 8, 5)))
     check_step(case, TORCH)
-    monkeypatch.setattr(BlockCopier, "_places", lambda _self, of, blocks: blocks.T + 1000 * of)
+    monkeypatch.setattr(ArenaBlocks, "_places", lambda _self, of, blocks: blocks.T + 1000 * of)
     with pytest.raises(AssertionError):
         check_step(case, TORCH)
 

@@ -436,7 +436,7 @@ class Slots:
         if any(group.policy.columns(known) > group.rows.count.item(request.row) for group in self._publishing):
             raise CacheError(f"{request.request_id!r} holds no blocks for {known} tokens: allocate slots first")
 
-    def keep_resume_point(self, request: Request) -> None:
+    def keep_resume_point(self, request: Request, *, ended: bool = True) -> None:
         """Publish everything that ``request`` computed, to its last token; see KVCacheManager.keep_resume_point.
 
         Does nothing for a request that is being loaded.
@@ -451,7 +451,7 @@ class Slots:
         self.publish_computed(request, computed, written=True)
         self._publisher.publish_last(request, min(computed, request.num_tokens))
         if computed <= request.num_tokens:
-            self._checkpoints.keep_resume_point(request, computed)
+            self._checkpoints.keep_resume_point(request, computed, ended=ended)
         self._pool.advance_epoch()
 
     def keep_boundary(self, request: Request) -> None:

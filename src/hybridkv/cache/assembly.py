@@ -681,7 +681,14 @@ def assemble(
         eviction_policy = RankedResumePoints(
             pool, blocks=blocks, rankings=rankings, facts=journal.blocks, hash_block=hash_block, alignment=alignment
         )
-    transfers = TransferLog(groups, pool, publisher=publisher, pins=pins, eviction_policy=eviction_policy)
+    transfers = TransferLog(
+        groups,
+        pool,
+        publisher=publisher,
+        pins=pins,
+        eviction_policy=eviction_policy,
+        kept=[] if options.log_resume_points else None,
+    )
     checkpoints = Checkpoints(
         (*stateful, *(_tails_of(groups) if caching else ())),
         publisher=publisher,

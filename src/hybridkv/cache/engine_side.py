@@ -28,6 +28,7 @@ class EngineSide:
         self._residents, self._rows, self._lookup = parts.residents, parts.residents.request_rows, parts.lookup
         self._planner, self._slots, self._publisher = parts.planner, parts.slots, parts.publisher
         self._checkpoints, self._loads, self._locks = parts.checkpoints, parts.loads, parts.locks
+        self._transfers = parts.transfers
 
     def blocks_of(self, hit: Hit) -> KVCacheBlocks:
         """Return the blocks of a hit, 0 for null columns.
@@ -262,6 +263,26 @@ class EngineSide:
         """
         self._loads.refuse(instance("request", request, Request))
         return self._lookup.blocks_to_share(request)
+
+    @property
+    def logs_resume_points(self) -> bool:
+        """Whether ``take_resume_points`` has anything to return; see ``CacheOptions.log_resume_points``."""
+        return self._transfers.kept is not None
+
+    @property
+    def has_resume_points(self) -> bool:
+        """Whether ``take_resume_points`` has something to return now."""
+        return bool(self._transfers.kept)
+
+    def take_resume_points(self) -> list[tuple[Request, int]]:
+        """Return the resume points kept since the last call, in order: the request and its tokens up to there.
+
+        Those of failed steps are among them. Call it in every step, because the log has no bound.
+        """
+        taken = self._transfers.kept or []
+        if taken:
+            self._transfers.kept = []
+        return taken
 
     def idle_blocks(self) -> tuple[tuple[int, ...], ...]:
         """Return how many cached blocks were unused for how long, by group and by bucket of EDGES_S and above.

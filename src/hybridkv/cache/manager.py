@@ -566,7 +566,7 @@ class KVCacheManager:
         """
         self._slots.publish_computed(request, integer("num_computed_tokens", num_computed_tokens, 0))
 
-    def keep_resume_point(self, request: Request) -> None:
+    def keep_resume_point(self, request: Request, *, ended: bool = True) -> None:
         """Keep everything that a request computed, so that a later request can resume after its last token.
 
         Call it before ``free`` when a request ends or is preempted and no step in flight holds it. In the reference
@@ -574,12 +574,13 @@ class KVCacheManager:
 
         Args:
             request: A resident request.
+            ended: The request ends there. Otherwise its output goes on elsewhere, and its value is that of a prompt.
 
         Raises:
             CacheError: The request holds no blocks.
         """
         if self.bounds.keeps_resume_points:
-            self._slots.keep_resume_point(request)
+            self._slots.keep_resume_point(request, ended=ended)
         else:
             self._slots.keep_boundary(request)
 

@@ -46,6 +46,7 @@ class CacheOptions:
             and EventsDropped reports them.
         remembered_losses: Keys of evicted blocks to remember for ``explain``; 0 turns ``explain`` off.
         block_times: Whether statistics tell how long blocks keep their keys and wait for hits.
+        log_resume_points: Whether kept resume points are logged for ``EngineSide.take_resume_points``, as a tier needs.
         clock: Returns seconds; evictions that learn the time between hits read it.
     """
 
@@ -63,6 +64,7 @@ class CacheOptions:
     max_event_blocks: int = MAX_EVENT_BLOCKS
     remembered_losses: int = 0
     block_times: bool = False
+    log_resume_points: bool = False
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -71,7 +73,7 @@ class CacheOptions:
         check_fields(self, or_none(partial(integer, least=1)), "max_moved_bytes", "hit_unit")
         check_fields(self, or_none(partial(integer, least=0)), "copied_tokens")
         check_fields(self, partial(integer, least=1), "max_event_blocks")
-        check_fields(self, flag, "partial_block_hits", "resume_point_events", "block_times")
+        check_fields(self, flag, "partial_block_hits", "resume_point_events", "block_times", "log_resume_points")
         if self.copied_tokens is not None and self.hit_unit is None:
             raise ConfigError("copied_tokens means nothing without hit_unit: leave it out")
         instance("shares", self.shares, TenantShares)

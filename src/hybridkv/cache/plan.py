@@ -197,7 +197,7 @@ class SlotPlanner:
         plans = tuple(
             [group.policy.plan(known, ids, demand) for group, known, ids in zip(groups, facts, adopted, strict=True)]
         )
-        sources = self._sources(wanted)
+        sources = self._sources(wanted, plans)
         freed = _freed_blocks(groups, facts, plans, row, pool)
         needs = _needed_blocks(plans, sources, pool)
         taken, given_back = pool.by_class(needs), pool.by_class(freed)
@@ -278,8 +278,11 @@ class SlotPlanner:
             return ids
         return [found.get(group, blocks) for group, blocks in zip(self._groups, ids, strict=True)]
 
-    def _sources(self, wanted: SlotDemand) -> tuple[int, ...]:
-        """Return the blocks to copy from, by group. A state is not copied if a later one is loaded from elsewhere."""
+    def _sources(self, wanted: SlotDemand, plans: Sequence[GroupPlan]) -> tuple[int, ...]:
+        """Return the blocks to copy from, by group.
+
+        With tokens that are loaded from elsewhere, no state is copied, and no block whose column is then null.
+        """
         sources = wanted.hit.sources or (0,) * len(self._groups)
         if not wanted.external_tokens:
             return sources
@@ -289,7 +292,10 @@ class SlotPlanner:
                 f"external tokens up to {loaded} end inside a state of {whole} tokens (tokens_per_state): load up to "
                 f"{loaded // whole * whole}"
             )
-        return tuple(0 if group.kind.in_place else source for group, source in zip(self._groups, sources, strict=True))
+        return tuple(
+            0 if group.kind.in_place or plan.skips else source
+            for group, plan, source in zip(self._groups, plans, sources, strict=True)
+        )
 
 
 def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup], *, caching: bool) -> None:

@@ -222,7 +222,7 @@ class Checkpoints:
             if self._eviction_policy.ranks:
                 # a row of the reference layout drops its states as it passes them: each may be its last one
                 in_output = self._alignment > 1 and tokens > request.num_prompt_tokens
-                self._eviction_policy.keep(request, tokens, (), ended=in_output)
+                self._keep(request, tokens, (), ended=in_output)
             return
         needs = [0] * len(self._transfers.pool.classes)
         for group, _ in lacking:
@@ -237,11 +237,11 @@ class Checkpoints:
         for stored in taken:  # taking one may have moved those before it
             self._publisher.publish_state(stored.group, request, tokens, stored.block, written=False)
         self.stored += 1
-        self._eviction_policy.keep(request, tokens, [stored.block for stored in taken], ended=False)
+        self._keep(request, tokens, [stored.block for stored in taken], ended=False)
 
     # -- the end of a request
 
-    def keep_resume_point(self, request: Request, tokens: int) -> None:
+    def keep_resume_point(self, request: Request, tokens: int, *, ended: bool = True) -> None:
         """Keep the running state of ``request``, written after ``tokens`` tokens. The caller frees the row next.
 
         States at positions among its last accepted drafts are kept too, except where a ring is needed: the one block
@@ -255,7 +255,7 @@ class Checkpoints:
                 self._keep_column(request, position, column, ended=False)
         boundary = tokens // self._alignment * self._alignment
         if self._placement.keeps_final_state and boundary:
-            self._keep_column(request, boundary, 0, ended=True)
+            self._keep_column(request, boundary, 0, ended=ended)
 
     def _keep_column(self, request: Request, tokens: int, column: int, *, ended: bool) -> None:
         """Publish the state after ``tokens`` tokens in its block, which lies in ``column``; rings lie in column 0."""
@@ -264,7 +264,12 @@ class Checkpoints:
         for group, block in zip(lacking, blocks, strict=True):
             self._publisher.publish_state(group, request, tokens, block, written=True)
         if lacking or self._eviction_policy.ranks:
-            self._eviction_policy.keep(request, tokens, blocks, ended=ended)
+            self._keep(request, tokens, blocks, ended=ended)
+
+    def _keep(self, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
+        self._eviction_policy.keep(request, tokens, states, ended=ended)
+        if self._transfers.kept is not None:
+            self._transfers.kept.append((request, tokens))
 
 
 Int32 = NDArray[np.int32]
@@ -351,6 +356,9 @@ class TransferLog:
 
     All blocks of rows and checkpoints are taken here, because taking a block may move others. Rows, steps in flight,
     pins and the step that is being made are then updated.
+
+    Attributes:
+        kept: Resume points that were kept, as (request, tokens), for a reader that empties it; ``None`` without one.
     """
 
     def __init__(
@@ -361,9 +369,11 @@ class TransferLog:
         publisher: Publisher,
         pins: Pins,
         eviction_policy: EvictionPolicy,
+        kept: list[tuple[Request, int]] | None,
     ) -> None:
         self._groups = tuple(groups)
         self.pool = pool
+        self.kept = kept
         self._publisher = publisher
         self._pins = pins
         self._eviction_policy = eviction_policy
@@ -789,7 +799,7 @@ def with_transfers(moves: StateMoves, transfers: Transfers, rows: Int64) -> Stat
         return moves
     asked = tuple([Copy("before", *transfer) for transfer in transfers.copies])
     stored = np.array([tuple(one) for one in transfers.checkpoints], np.int32).reshape(-1, 4)
-    place = np.empty(int(rows.max()) + 1, np.int32)
+    place = np.empty(int(rows.max(initial=0)) + 1, np.int32)  # a load copies without a row
     place[rows] = np.arange(len(rows), dtype=np.int32)
     stored[:, 0] = place[stored[:, 0]]
     writes = np.concatenate((moves.state_writes, stored))

@@ -181,6 +181,12 @@ class StepOptions:
         )
 
 
+host_memory_option: Final = partial(
+    cache_option,
+    "Host memory that keeps prefixes after the device evicts them: 8GiB, or a number of bytes.",
+    metavar="SIZE",
+    show_default="none",
+)
 speculate_option: Final = partial(
     run_option,
     "Draft K tokens in a step and verify them together: ngram[:K] drafts from the request's own text, draft:DIR[:K] "

@@ -26,6 +26,7 @@ from hybridkv.cli.engine_options import (
     Speculate,
     StepOptions,
     StoredOptions,
+    host_memory_option,
     speculate_option,
     system_option,
 )
@@ -80,6 +81,7 @@ def generate_command(
     memory: str | None = cache_option(
         "Cache memory: 64MiB, or a number of bytes.", show_default="enough for all prompts"
     ),
+    host_memory: str | None = host_memory_option(),
     layout: Layout | None = layout_option(),
     placement: str | None = placement_option(),
     stored: StoredOptions,
@@ -131,7 +133,7 @@ def generate_command(
     else:
         held = drafts.drafts if drafts else 0
         plan = plan_for(loaded, lengths, num_speculative_tokens=held, stored=stored.stored(), **rules)
-    run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter)
+    run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter, host_memory=host_memory)
     if output is not None:
         _write_lines(output, run)
     if as_json:
@@ -205,13 +207,14 @@ def _run(
     repeat: int,
     check: bool,
     drafter: Drafter | None,
+    host_memory: str | None,
 ) -> _Run:
     """Run every round, and compare the outputs with plain transformers if ``check``."""
     from hybridkv.runner.check import LogitRecorder, check_completions  # noqa: PLC0415  # takes seconds
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     recorder = LogitRecorder() if check else None
-    engine = Engine(loaded, plan, options, observer=recorder, speculate=drafter)
+    engine = Engine(loaded, plan, options, host_memory=host_memory, observer=recorder, speculate=drafter)
     rounds: list[list[Completion]] = []
     seconds: list[float] = []
     try:
@@ -292,6 +295,7 @@ def _document(run: _Run) -> dict[str, object]:
         "requests": [_request_document(one, number) for number, done in enumerate(run.rounds) for one in done],
         "statistics": asdict(run.engine.statistics()),
         "tenants": [asdict(one) for one in run.engine.cache.statistics().tenants],
+        "host_tier": None if run.engine.tier is None else asdict(run.engine.tier.statistics()),
         "encoder_runs": None if run.engine.runner.cross is None else run.engine.runner.cross.encoded,
         "check": None
         if report is None
@@ -369,6 +373,10 @@ def _print_tables(run: _Run, *, whole: bool = False) -> None:
         which = f" {number}" if len(run.rounds) > 1 else ""
         hits, asked = sum(one.hit_tokens for one in done), sum(len(one.prompt_token_ids) for one in done)
         lines[f"hit tokens{which}"] = f"{format_count(hits)} of {format_count(asked)} prompt tokens"
+    if (tier := run.engine.tier) is not None:
+        counts = tier.statistics()
+        lines["loaded from host memory"] = f"{format_count(counts.loaded_tokens)} tokens of {counts.loads} prefixes"
+        lines["stored in host memory"] = f"{format_bytes(counts.stored_bytes)} of {counts.stores} resume points"
     if (cross := run.engine.runner.cross) is not None:
         heard = len(run.prompts.prompts) * len(run.rounds)
         lines["encoder runs"] = f"{format_count(cross.encoded)} for {format_count(heard)} inputs"

@@ -8,7 +8,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hybridkv.cli.engine_options import ModelOptions, Speculate, StepOptions, StoredOptions, speculate_option
+from hybridkv.cli.engine_options import (
+    ModelOptions,
+    Speculate,
+    StepOptions,
+    StoredOptions,
+    host_memory_option,
+    speculate_option,
+)
 from hybridkv.cli.options import REMEMBERED, cache_option, explain_option, output_option, request_option, run_option
 from hybridkv.errors import ConfigError
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes
@@ -31,6 +38,7 @@ def serve_command(
     *,
     model: ModelOptions,
     memory: str | None = cache_option("Cache memory: 8GiB, or a number of bytes.", show_default="1GiB"),
+    host_memory: str | None = host_memory_option(),
     max_model_len: int | None = cache_option(
         "Tokens of the longest request, prompt and output together.",
         max=MOST_COUNT,
@@ -128,7 +136,13 @@ def serve_command(
     loaded = model.load()
     drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts else None
     engine = Engine(
-        loaded, options=options, memory=memory, max_model_len=max_model_len, stored=stored.stored(), speculate=drafter
+        loaded,
+        options=options,
+        memory=memory,
+        max_model_len=max_model_len,
+        host_memory=host_memory,
+        stored=stored.stored(),
+        speculate=drafter,
     )
     shown_host, shown_port = listening.getsockname()[:2]
     at = f"http://[{shown_host}]:{shown_port}" if ":" in shown_host else f"http://{shown_host}:{shown_port}"

@@ -16,7 +16,7 @@ from hybridkv.planner.config import (
     capacity_of,
 )
 from hybridkv.planner.document import plan_from_json, plan_to_json, read_plan, read_plan_from
-from hybridkv.planner.plan import LayoutFacts, Plan, compare_layouts, plan
+from hybridkv.planner.plan import LayoutFacts, Plan, compare_layouts, plan, tier_plan
 
 __all__ = [
     "Capacity",
@@ -35,4 +35,5 @@ __all__ = [
     "plan_to_json",
     "read_plan",
     "read_plan_from",
+    "tier_plan",
 ]

@@ -27,7 +27,7 @@ from hybridkv.planner.config import (
     copies_that_fit,
     tokens_that_fit,
 )
-from hybridkv.planner.natural import natural_choices
+from hybridkv.planner.natural import natural_choices, natural_config
 from hybridkv.planner.reference import reference_choice, with_placement
 from hybridkv.planner.reference import windows_as_full as as_full
 from hybridkv.specs import BATCHED_TOKENS, Keeps, MambaSpec, RequestLimits
@@ -180,6 +180,33 @@ def plan(
         said = "; ".join(f"{fact.what} {fact.value} ({fact.field})" for fact in model.assumptions)
         warnings.warn(f"the plan of {model.name} assumes: {said}", AssumptionWarning, stacklevel=2)
     return replace(made, states_kept=wanted) if kept else made
+
+
+def tier_plan(made: Plan, memory: int | str) -> Plan:
+    """Plan a tier behind the device: the groups and blocks of ``made``, as many as ``memory`` holds.
+
+    Args:
+        made: the plan of the device. Natural layout only.
+        memory: bytes of the tier on one rank, or a size like ``"40GiB"``.
+
+    Raises:
+        ConfigError: the plan has another layout.
+        CapacityError: the memory holds no slab beside the null slab; the message has the least that does.
+    """
+    instance("made", made, Plan)
+    memory_bytes = parse_bytes(memory if isinstance(memory, str) else integer("memory", memory))
+    slabs = made.config.slabs
+    if slabs is None:
+        raise ConfigError(
+            f"a tier of the {REFERENCE} layout cannot be planned: use the {NATURAL} layout (--layout {NATURAL})"
+        )
+    if memory_bytes < 2 * slabs.slab_bytes:
+        raise CapacityError(
+            f"{format_bytes(memory_bytes)} is too small for a tier, which has slabs of "
+            f"{format_bytes(slabs.slab_bytes)}, one of them always empty: give at least {2 * slabs.slab_bytes} bytes"
+        )
+    more = replace(slabs, num_slabs=memory_bytes // slabs.slab_bytes)
+    return replace(made, config=natural_config(made.config.groups, more), memory_bytes=memory_bytes)
 
 
 def _config(

@@ -263,16 +263,31 @@ class Request:
             request_id: Its id.
             sampling: How its tokens are sampled.
         """
-        child = object.__new__(Request)
+        return self._copied(request_id, instance("sampling", sampling, SamplingParams), self.num_tokens)
+
+    def prefix(self, request_id: str, num_tokens: int) -> Request:
+        """Return a new request of the first tokens, with the same keys. O(num_tokens).
+
+        Args:
+            request_id: Its id.
+            num_tokens: How many tokens, at least 1 and at most those that are known.
+        """
+        made = self._copied(request_id, _GREEDY, integer("num_tokens", num_tokens, 1, self.num_tokens))
+        made.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)
+        return made
+
+    def _copied(self, request_id: str, sampling: SamplingParams, num_tokens: int) -> Request:
+        """Return a new request with the first tokens and their hashes."""
+        made = object.__new__(Request)
         for name in self.__slots__:
-            setattr(child, name, getattr(self, name))
-        child.request_id = text("request_id", request_id)
-        child.sampling = instance("sampling", sampling, SamplingParams)
-        child._lent = None
-        child._tokens = token_array(self.token_ids())
-        child.hashes = list(self.hashes)
-        child._begin()
-        return child
+            setattr(made, name, getattr(self, name))
+        made.request_id = text("request_id", request_id)
+        made.sampling = sampling
+        made._lent = None
+        made._tokens = token_array(self.token_ids(0, num_tokens))
+        made.hashes = [] if self.hasher is None else self.hashes[: num_tokens // self.hasher.block_size]
+        made._begin()
+        return made
 
     # -- counts
 

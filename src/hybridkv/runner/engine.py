@@ -32,7 +32,7 @@ from hybridkv.arguments import Count, Positive, check_types, instance, integer, 
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
-from hybridkv.planner import Plan
+from hybridkv.planner import Plan, tier_plan
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.runner.attention.formulas import AttentionBackend, attention_backend
 from hybridkv.runner.completion import Completion, Progress, Stream, count_step, raise_first
@@ -65,6 +65,7 @@ from hybridkv.runner.self_check import require_same
 from hybridkv.schedule import Finished, Outcome, Scheduler, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.limits import short_share
 from hybridkv.step import Step, StepResult
+from hybridkv.tiers import HostTier
 
 if TYPE_CHECKING:  # a draft model is an engine, too
     from hybridkv.runner.drafters import Drafter
@@ -171,6 +172,8 @@ class Engine:
         tokenizer: the tokenizer of a transformers model. Without one, prompts and outputs are token ids.
         memory: bytes, or a size such as "8GiB", for a plan made here.
         max_model_len: tokens of the longest request, for a plan made here.
+        host_memory: bytes, or a size, of host memory that keeps prefixes after the device has evicted them; None for
+            none. Plans in the natural layout only.
         stored: the form of keys and values in pages, for a plan made here.
         observer: called with the logits of every Step (hybridkv.runner.runner.Observer).
         speculate: a Drafter; the model verifies its tokens, and the outputs stay the same. The engine closes it. A plan
@@ -194,6 +197,7 @@ class Engine:
         tokenizer: Any = None,  # noqa: ANN401  # transformers' tokenizers share no typed base
         memory: int | str | None = None,
         max_model_len: int | None = None,
+        host_memory: int | str | None = None,
         stored: Stored = AS_COMPUTED,
         observer: Observer | None = None,
         speculate: Drafter | None = None,
@@ -214,7 +218,7 @@ class Engine:
                 speculate.require(self.loaded)
             self.plan = self._planned(plan, memory, max_model_len, drafts, stored)
             self._undrawn: dict[str, Exception] = {}
-            self._assemble(drafts, observer)
+            self._assemble(drafts, observer, host_memory)
             undo.callback(self.runner.detach)
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv-forward")
             undo.callback(self._thread.shutdown)
@@ -251,7 +255,7 @@ class Engine:
             )
         return plan
 
-    def _assemble(self, drafts: int, observer: Observer | None) -> None:
+    def _assemble(self, drafts: int, observer: Observer | None, host_memory: int | str | None) -> None:
         """Make cache, scheduler and runner for the plan; from here on the model runs on pages."""
         loaded, plan, options = self.loaded, self.plan, self.options
         planned = planner_model(
@@ -277,14 +281,16 @@ class Engine:
                 shares=options.shares,
                 remembered_losses=options.remembered_losses,
                 block_times=options.block_times,
+                log_resume_points=host_memory is not None,
             ),
         )
-        self.scheduler = Scheduler(self.cache, limits)
+        self.tier = None if host_memory is None else self._host_tier(host_memory)
+        self.scheduler = Scheduler(self.cache, limits, tier=self.tier)
         self.runner = ModelRunner(
             loaded.model,
             plan.config,
             planned,
-            max_running=limits.max_running,
+            max_running=self.scheduler.max_rows,
             max_model_len=plan.max_model_len,
             max_batched_tokens=limits.max_batched_tokens,
             max_encoder_tokens=plan.limits.max_encoder_tokens,
@@ -293,7 +299,14 @@ class Engine:
             forwards=forwards,
             attention=options.attention,
             compiled=options.compile,
+            tier=None if self.tier is None else self.tier.host.config,
         )
+
+    def _host_tier(self, memory: int | str) -> HostTier:
+        """Return a tier of host memory behind ``cache``."""
+        kept = CacheOptions(eviction=self.cache.eviction, shares=self.options.shares)
+        host = KVCacheManager(tier_plan(self.plan, memory), hasher=self.cache.hasher, options=kept)
+        return HostTier(self.cache, host)
 
     def close(self) -> None:
         """Give the model back as it was, and close the drafter. A second call does nothing."""
@@ -624,7 +637,8 @@ class Engine:
 
     def _watch(self) -> None:
         """Raise CacheError if nothing runs although requests wait: the loop would never end."""
-        empty = len(self._in_flight) == 1 and not len(self._in_flight[0])
+        comes_up = self.tier is not None and self.tier.num_in_flight > 0
+        empty = len(self._in_flight) == 1 and not len(self._in_flight[0]) and not comes_up
         self._idle = self._idle + 1 if empty else 0
         if self._idle > _IDLE_STEPS:
             self._idle = 0  # the caller may abort requests and continue

@@ -1,6 +1,6 @@
 """ModelRunner: executes Steps on an unmodified transformers model and returns the tokens.
 
-Step -> tables.apply -> moves, zeroing, copies -> slots
+Step -> tables.apply -> stores, moves, zeroing, copies, loads -> slots
      -> [1, tokens] forward, or one for each row (Forwards): StepCache writes pages, the attention backend reads them,
         and PagedMixers resume at stored states
      -> logits of the rows that sample -> tokens, verified drafts -> StepResult
@@ -69,12 +69,13 @@ from hybridkv.runner.states.recurrent import RecurrentMixer
 from hybridkv.runner.states.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
 from hybridkv.runner.step_context import StandIn, StepContext
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
-from hybridkv.step import Csr, Step, StepResult, ranges
+from hybridkv.step import Csr, Logprobs, Step, StepResult, ranges
 from hybridkv.units import MOST_COUNT
 from hybridkv.worker import (
     CAUSAL,
     AttentionMask,
     BlockCopier,
+    HostTierCopier,
     KVPages,
     MultiGroupBlockTable,
     PagedStorage,
@@ -134,9 +135,12 @@ class ModelRunner:
         forwards: how Steps run; by default, the fastest way that a test forward allows.
         attention: how attention over pages runs. Layers that it cannot serve gather their contexts.
         compiled: "decode" for CUDA graphs of steps that only decode, if the model allows them.
+        tier: the layout of the host tier: ``config`` with another number of blocks or slabs. Without it, Steps with
+            transfers are rejected.
 
     Raises:
-        ConfigError: a forward caches other bytes than planned, or another runner holds the model.
+        ConfigError: a forward caches other bytes than planned, another runner holds the model, or ``tier`` does not fit
+            ``config``.
         UnsupportedModelError: the model cannot run on pages, or its recurrent mixers were patched.
     """
 
@@ -155,6 +159,7 @@ class ModelRunner:
         forwards: Forwards | None = None,
         attention: AttentionBackend | str = AttentionBackend.GATHER,
         compiled: str | None = None,
+        tier: KVCacheConfig | None = None,
     ) -> None:
         require_model(model)
         instance("config", config, KVCacheConfig)
@@ -181,6 +186,7 @@ class ModelRunner:
         self._device = model.device
         self.storage = PagedStorage(config, page_layout(planned, probed), self._device)
         self._copier = BlockCopier(self.storage, kernels=copy_kernels(self._device))
+        self._tier = None if tier is None else HostTierCopier(self.storage, tier)
         self.tables = MultiGroupBlockTable.of_config(
             config,
             max_num_reqs=max_running,
@@ -347,11 +353,15 @@ class ModelRunner:
                 rows.begin(new)
         self._request_of_row |= {new.row: new.request_id for new in step.new_rows}
         self.tables.commit_block_table(self.tables.max_num_reqs)
+        if self._tier is not None:
+            self._tier.begin(step)
         self._copier.execute_before(step)
+        if self._tier is not None:
+            self._tier.load(step)
         if self.cross is not None:
             self.cross.begin(step)
         if not step.num_tokens:
-            return StepResult(step.id, Csr.empty(len(step)))
+            return self._result(step, Csr.empty(len(step)))
         draws, prompts = Draws.of(step), self._logprobs.of_prompts(step)
         after = self._forward(step, self._resolved(step), np.concatenate((draws.source, prompts.source)), states)
         logits, of_prompts = after[: len(draws)].float(), after[len(draws) :]
@@ -365,7 +375,17 @@ class ModelRunner:
         prompts = prompts._replace(source=np.arange(len(prompts.source)))
         wanted = logprobs_of([(of_prompts, prompts), (logits, self._logprobs.of_drawn(step, draws, drawn, kept))])
         accepted = np.diff(sampled.indptr).astype(np.int32) if len(step.drafts.values) else None
-        return StepResult(step.id, sampled, accepted, wanted)
+        return self._result(step, sampled, accepted, wanted)
+
+    def _result(
+        self, step: Step, sampled: Csr, accepted: NDArray[np.int32] | None = None, wanted: Logprobs | None = None
+    ) -> StepResult:
+        """Return the result of ``step``, with the transfers that ended."""
+        result = StepResult(step.id, sampled, accepted, wanted)
+        if self._tier is None:
+            return result
+        arrived, lost = self._tier.finish(step)
+        return replace(result, arrived=arrived, lost=lost)
 
     # -- before the forward
 
@@ -391,6 +411,10 @@ class ModelRunner:
                 f"Step {step.id} refers to the sampled token of row {missing[0]}, which sampled none: give its id"
             )
         self._copier.check(step)
+        if self._tier is not None:
+            self._tier.check(step)
+        elif len(step.stores) or step.tier_copies or len(step.loads):
+            raise WorkerError(f"Step {step.id} has transfers, and this runner has no host tier: make it with tier=")
         # state_batch checks the groups of states
         context = step.num_computed.astype(np.int64) + step.num_scheduled
         for group in self._token_groups:

@@ -20,6 +20,7 @@ from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
 from hybridkv.schedule.queue import QueueKey, Wait, Waiting, WaitingQueue, WaitReason
 from hybridkv.schedule.running import RunningRows
 from hybridkv.specs import RequestLimits
+from hybridkv.tiers import HostTier
 from hybridkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -69,12 +70,18 @@ class AdmissionControl:
     """
 
     def __init__(
-        self, cache: KVCacheManager, limits: SchedulerLimits, waiting: WaitingQueue, running: RunningRows
+        self,
+        cache: KVCacheManager,
+        limits: SchedulerLimits,
+        waiting: WaitingQueue,
+        running: RunningRows,
+        tier: HostTier | None = None,
     ) -> None:
         self.cache = cache
         self.limits = limits
         self.waiting = waiting
         self.running = running
+        self._tier = tier
         self.prompt_tokens = self.hit_tokens = 0
         self.refusals: Counter[Reason] = Counter()
         self.misses: Counter[MissReason] = Counter()
@@ -150,7 +157,7 @@ class AdmissionControl:
 
     # -- admission to one step
 
-    def admit(self, builder: StepBuilder, now: float, *, room: bool) -> None:
+    def admit(self, builder: StepBuilder, now: float, step: int, *, room: bool) -> None:
         """Admit requests while budget, rows and blocks last.
 
         Others may pass a refused request until ``max_overtaken`` of them did, or until ``max_overtaken_seconds`` after
@@ -159,12 +166,13 @@ class AdmissionControl:
         Args:
             builder: the step.
             now: seconds.
+            step: number of the step.
             room: whether the step may admit any request; a step that preempted one may not.
         """
         if self.waiting.families:
             self._admit_branches(builder, room=room)
         if room:
-            self._admit_waiting(builder, now)
+            self._admit_waiting(builder, now, step)
 
     def _admit_branches(self, builder: StepBuilder, *, room: bool) -> None:
         """Admit the children of every parent that is ready."""
@@ -194,7 +202,7 @@ class AdmissionControl:
         self._begin(plan, entry.queue_key, builder)
         return True
 
-    def _admit_waiting(self, builder: StepBuilder, now: float) -> None:
+    def _admit_waiting(self, builder: StepBuilder, now: float, step: int) -> None:
         refused = list[Waiting]()
         with closing(self.waiting.in_order()) as entries:
             while builder.left and self.running.seats_free:
@@ -203,7 +211,10 @@ class AdmissionControl:
                     break
                 try:
                     hit = None if entry.in_flight_steps else self._hit(entry)
-                    if hit is not None and self._waits_for_tokens(entry, hit, builder, now):
+                    if hit is not None and (
+                        (self._tier is not None and self._tier.waits(entry.request, hit, step))
+                        or self._waits_for_tokens(entry, hit, builder, now)
+                    ):
                         if not self._passes(entry, now):
                             break
                         continue
@@ -393,6 +404,8 @@ class AdmissionControl:
             with self.cache.misses.evicting_for(request):
                 self.cache.commit(plan)
         request.num_computed_tokens = plan.hit_tokens
+        if self._tier is not None:
+            self._tier.begins(request)
         self.running.admit(request, queue_key)
         builder.add_admitted(plan)
         if request.first_hit_tokens is None:

@@ -45,7 +45,8 @@ from hybridkv.request import Request, token_array
 from hybridkv.request_rows import RequestRows
 from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.running import RunningRows
-from hybridkv.step import Cells, Csr, EncoderRead, NewRow, Step
+from hybridkv.step import NO_TIER_COPIES, Cells, Csr, EncoderRead, NewRow, Step
+from hybridkv.tiers import TierWork
 from hybridkv.units import shown
 
 Int64 = NDArray[np.int64]
@@ -234,7 +235,15 @@ class StepBuilder:
         return RowSpans(rows, computed, counts - num_drafts, drafts)
 
     def freeze(
-        self, step_id: int, after: int, spans: RowSpans, *, pending: Int64, ended_rows: list[int], transfers: Transfers
+        self,
+        step_id: int,
+        after: int,
+        spans: RowSpans,
+        *,
+        pending: Int64,
+        ended_rows: list[int],
+        transfers: Transfers,
+        tier: TierWork | None,
     ) -> Step:
         """Return the Step of ``spans``.
 
@@ -245,10 +254,12 @@ class StepBuilder:
             pending: int64[max_running], tokens that steps in flight sample for each row.
             ended_rows: rows that were freed since the previous Step.
             transfers: block moves, copies and clears that the cache made for this step.
+            tier: transfers to and from a host tier; ``None`` without one.
         """
         cache, (rows, computed, certain, drafts) = self._cache, spans
         tokens = _gather_tokens(cache.rows, rows, computed, certain)
         moves = cache.fields.states(spans, transfers)
+        cells = cache.fields.cells(rows, self._cells, transfers.moved)
         return Step(
             id=step_id,
             after=after,
@@ -258,14 +269,25 @@ class StepBuilder:
             samples=computed + certain == cache.rows.num_tokens[rows] + pending[rows],
             token_ids=tokens if drafts is None else _with_drafts(tokens, drafts),
             drafts=Csr.empty(len(rows)) if drafts is None else drafts,
-            cells=cache.fields.cells(rows, self._cells, transfers.moved),
+            cells=cells if tier is None else _known_cells(cells, tier),
             finished_rows=np.array(ended_rows, np.int32),
             new_rows=tuple(_new_row(request, encodes=encodes) for request, encodes in self._admitted),
             zero=moves.zero,
             copies=moves.copies,
             state_read=moves.state_read,
             state_writes=moves.state_writes,
+            stores=NO_TIER_COPIES if tier is None else tier.stores,
+            tier_copies=() if tier is None else tier.copies,
+            loads=NO_TIER_COPIES if tier is None else tier.loads,
         )
+
+
+def _known_cells(cells: Cells, tier: TierWork) -> Cells:
+    """Return ``cells`` without those of rows that loads hold: blocks that moved may be shared with them."""
+    if not tier.rows or not len(cells):
+        return cells
+    known = ~np.isin(cells.row, list(tier.rows))
+    return Cells(cells.group[known], cells.row[known], cells.column[known], cells.block[known])
 
 
 def _joined(parts: list[Int64]) -> Int64:
@@ -478,8 +500,8 @@ class Speculation:
         self._cache = cache
         self._running = running
         self._most = limits.num_speculative_tokens
-        self._proposed = np.zeros(limits.max_running, np.int64)
-        self._tokens = np.zeros((limits.max_running, self._most), np.int32)
+        self._proposed = np.zeros(len(running.pending), np.int64)
+        self._tokens = np.zeros((len(running.pending), self._most), np.int32)
         self.drafted = self.accepted = np.zeros(0, np.int64)
         self._any = False
 

@@ -84,18 +84,18 @@ class RunningRows:
     Attributes:
         order: int64[running], rows of running requests in order of admission, or of priority.
         requests: the running requests in the same order.
-        pending: int64[max_running], tokens that steps in flight sample for the row.
-        steps: int64[max_running], steps in flight that hold the row.
-        limit: int64[max_running], most tokens of its request, prompt and output.
-        num_drafts: int64[max_running], drafts of the row in flight. The row runs again only after their result.
-        dead: bool[max_running], rows of ended requests that steps in flight still hold.
+        pending: int64[max_rows], tokens that steps in flight sample for the row.
+        steps: int64[max_rows], steps in flight that hold the row.
+        limit: int64[max_rows], most tokens of its request, prompt and output.
+        num_drafts: int64[max_rows], drafts of the row in flight. The row runs again only after their result.
+        dead: bool[max_rows], rows of ended requests that steps in flight still hold.
         num_dead: number of dead rows.
         num_finished: requests that ended so far.
         num_preempted: preemptions so far.
         failed_steps: steps that failed so far.
     """
 
-    def __init__(self, cache: KVCacheManager, limits: SchedulerLimits, waiting: WaitingQueue) -> None:
+    def __init__(self, cache: KVCacheManager, limits: SchedulerLimits, waiting: WaitingQueue, *, max_rows: int) -> None:
         self._cache = cache
         self._waiting = waiting
         self._in_turn = limits.policy == "fcfs"
@@ -103,13 +103,14 @@ class RunningRows:
         self.order = np.empty(0, np.int64)
         self.requests: tuple[Request, ...] = ()
         self._queue_keys: list[QueueKey] = []
-        self.pending = np.zeros(limits.max_running, np.int64)
-        self.steps = np.zeros(limits.max_running, np.int64)
-        self.limit = np.zeros(limits.max_running, np.int64)
-        self.num_drafts = np.zeros(limits.max_running, np.int64)
-        self.dead = np.zeros(limits.max_running, np.bool_)
+        self._max_rows = max_rows
+        self.pending = np.zeros(max_rows, np.int64)
+        self.steps = np.zeros(max_rows, np.int64)
+        self.limit = np.zeros(max_rows, np.int64)
+        self.num_drafts = np.zeros(max_rows, np.int64)
+        self.dead = np.zeros(max_rows, np.bool_)
         self.num_dead = 0
-        self._stop_ids = np.full((limits.max_running, 1), _NO_STOP, np.int32)  # stop tokens of each row, padded
+        self._stop_ids = np.full((max_rows, 1), _NO_STOP, np.int32)  # stop tokens of each row, padded
         self.num_finished = self.num_preempted = self.failed_steps = 0
         self._ended_rows: list[int] = []
         self._finished: list[Finished] = []
@@ -148,7 +149,7 @@ class RunningRows:
 
     def _remove(self, rows: list[int]) -> None:
         """Remove ``rows`` from the running requests."""
-        runs = np.ones(self._max_running, np.bool_)  # a mask by row takes a sixth of the time of np.isin
+        runs = np.ones(self._max_rows, np.bool_)  # a mask by row takes a sixth of the time of np.isin
         runs[rows] = False
         keep = runs[self.order]
         kept = keep.tolist()
@@ -400,9 +401,12 @@ class RunningRows:
 
     # -- invariants
 
-    def check(self, in_flight: Iterable[InFlight]) -> None:
-        """Raise CacheError unless rows that hold blocks run or are dead, and their counts agree with ``in_flight``."""
-        resident = {request.row for request in self._cache.engine.resident_requests()}
+    def check(self, in_flight: Iterable[InFlight], *, others: frozenset[int]) -> None:
+        """Raise CacheError unless rows that hold blocks run or are dead, and their counts agree with ``in_flight``.
+
+        ``others``: rows that loads of a tier hold.
+        """
+        resident = {request.row for request in self._cache.engine.resident_requests()} - others
         dead, rows = set(np.flatnonzero(self.dead).tolist()), set(self.order.tolist())
         if rows & dead or (rows | dead) != resident:
             raise CacheError(f"rows {sorted(rows)} run and {sorted(dead)} are dead, but {sorted(resident)} hold blocks")

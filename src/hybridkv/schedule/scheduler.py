@@ -47,6 +47,7 @@ from hybridkv.schedule.queue import Wait, WaitingQueue, WaitReason, branches_of
 from hybridkv.schedule.running import InFlight, RunningRows, check_result
 from hybridkv.spec_fields import Feature, require_supported
 from hybridkv.step import Step, StepResult
+from hybridkv.tiers import HostTier
 from hybridkv.units import MOST_COUNT, shown
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,11 @@ class Scheduler:
         cache: the cache to schedule over.
         limits: bounds of a step; ``SchedulerLimits()`` by default.
         clock: returns seconds; it measures how long a waiting request lets others pass.
+        tier: the host tier of ``cache``; ``None`` without one.
 
     Raises:
-        ConfigError: an argument has another type, or the cache cannot keep states of num_speculative_tokens drafts.
+        ConfigError: an argument has another type, the tier belongs to another cache, or the cache cannot keep states of
+            num_speculative_tokens drafts.
         UnsupportedModelError: a window is computed again after a hit (``bounded_replay``).
     """
 
@@ -77,15 +80,19 @@ class Scheduler:
         limits: SchedulerLimits | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        tier: HostTier | None = None,
     ) -> None:
         self.cache = instance("cache", cache, KVCacheManager)
         specs = (group.spec for group in cache.config.groups)
         require_supported(specs, "the scheduler", set(Feature) - {Feature.REPLAY})
         self.limits = SchedulerLimits() if limits is None else instance("limits", limits, SchedulerLimits)
         self._clock = clock
+        if tier is not None and instance("tier", tier, HostTier).device is not cache:
+            raise ConfigError("the tier belongs to another cache: construct the HostTier with this one")
+        self._tier = tier
         self._waiting = WaitingQueue(self.limits.policy, cache, shares_in_part=cache.bounds.shares_in_part)
-        self._running = RunningRows(cache, self.limits, self._waiting)
-        self._admission = AdmissionControl(cache, self.limits, self._waiting, self._running)
+        self._running = RunningRows(cache, self.limits, self._waiting, max_rows=self.max_rows)
+        self._admission = AdmissionControl(cache, self.limits, self._waiting, self._running, tier)
         self._split = split_of(cache, self.limits, None)
         self._split_with_branches = split_of(cache, self.limits, self._waiting.families)
         share = self.limits.short_share_of(follows_vllm=cache.bounds.follows_vllm)
@@ -230,6 +237,11 @@ class Scheduler:
         return self._admission.prompt_tokens, self._admission.hit_tokens
 
     @property
+    def max_rows(self) -> int:
+        """Rows that the worker's tables need: those of running requests, and those that loads of a tier hold."""
+        return self.limits.max_running + (0 if self._tier is None else self._tier.limits.max_loads)
+
+    @property
     def num_in_flight(self) -> int:
         """Number of Steps that wait for their results."""
         return len(self._in_flight)
@@ -293,9 +305,11 @@ class Scheduler:
         builder = self._builder(now)
         try:
             with self.cache.step(self._next_id):
+                if self._tier is not None:
+                    self._tier.store(self._next_id)
                 preempted = self._schedule_running(builder)
                 if not self._waiting.is_idle:
-                    self._admission.admit(builder, now, room=not preempted)
+                    self._admission.admit(builder, now, self._next_id, room=not preempted)
                 # Only now does every row have its blocks, including those for the states that it passes.
                 spans = builder.spans()
                 self.cache.store_checkpoints(spans.rows, spans.computed, spans.computed + spans.certain)
@@ -372,6 +386,7 @@ class Scheduler:
             pending=self._running.pending,
             ended_rows=self._running.take_ended_rows(),
             transfers=transfers,
+            tier=None if self._tier is None else self._tier.take(),
         )
         self.cache.rows.num_computed[rows] += step.num_scheduled
         self.cache.rows.in_flight[rows] += step.num_scheduled
@@ -421,8 +436,12 @@ class Scheduler:
             raise CacheError(f"got the result of step {result.id}, but no step is in flight: schedule a step first")
         flight = self._in_flight[0]
         check_result(flight.step, result)
+        if self._tier is not None:
+            self._tier.check_result(result.arrived, result.lost)
         self._in_flight.popleft()
         self.cache.mark_written(flight.step.id)
+        if self._tier is not None:
+            self._tier.settle(flight.step.id, result.arrived, result.lost)
         self._computed_tokens += len(flight.step.token_ids.values)
         if self._speculation is not None:
             self._speculation.verify(flight.num_drafts, result.num_accepted)
@@ -486,7 +505,7 @@ class Scheduler:
         """
         self._waiting.claim()
         self._empty_inbox()
-        if self._in_flight:
+        if self._in_flight or (self._tier is not None and not (self._tier.is_idle and self._waiting.is_idle)):
             return NO_STEPS
         now = self._clock()
         builder = self._builder(now, taken=len(self._running.requests))
@@ -525,6 +544,8 @@ class Scheduler:
         for _ in failed:
             self._in_flight.pop()
         self._after = failed[0].step.after
+        if self._tier is not None:
+            self._tier.fail(step_id)
         self._running.take_back(failed, self._in_flight)
         self._empty_inbox()
 
@@ -537,7 +558,9 @@ class Scheduler:
             CacheError: an invariant does not hold.
         """
         self.cache.check()
-        self._running.check(self._in_flight)
+        if self._tier is not None:
+            self._tier.check()
+        self._running.check(self._in_flight, others=frozenset() if self._tier is None else self._tier.rows)
         self._waiting.check(self._running.requests)
 
     # -- arrivals

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, SchemaError, WireError
 from hybridkv.request import SamplingParams
-from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult
+from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult, TierCopies
 from hybridkv.units import shown
 
 MOST_LISTED: Final = 1 << 19
@@ -160,6 +160,32 @@ class CopyMessage(_Part):
     kind: Literal["move", "block", "state"]
 
 
+class TierCopiesMessage(_Part):
+    """Copies between the device and the host tier."""
+
+    made: ClassVar = TierCopies
+
+    transfer: Int32s
+    group: Int32s
+    source: Int32s
+    destination: Int32s
+
+    def __post_init__(self) -> None:
+        _require_one_length(self, "transfer", "group", "source", "destination")
+        if len(self.numbers) != len(np.unique(self.numbers)):
+            raise WireError("the copies of a transfer must be next to each other")
+
+    def __len__(self) -> int:
+        return len(self.transfer)
+
+    @property
+    def numbers(self) -> NDArray[np.int32]:
+        """The transfers, in their order."""
+        of = self.transfer.view
+        numbers: NDArray[np.int32] = of[np.flatnonzero(np.diff(of, prepend=of[:1] - 1))]
+        return numbers
+
+
 class EncoderMessage(_Part):
     """The encoder output that cross attention reads for a row."""
 
@@ -262,6 +288,9 @@ class StepMessage(_Part, tag_field="kind", tag="step"):
     copies: tuple[CopyMessage, ...]
     state_read: Int32Table
     state_writes: Int32Quads
+    stores: TierCopiesMessage
+    tier_copies: tuple[CopyMessage, ...]
+    loads: TierCopiesMessage
     schema_version: Version
 
     def __post_init__(self) -> None:
@@ -283,17 +312,22 @@ class StepMessage(_Part, tag_field="kind", tag="step"):
             raise WireError("token_ids must hold as many tokens of each row as num_scheduled says")
         if len(self.drafts.values) and (np.diff(self.drafts.indptr.view) > counts).any():
             raise WireError("drafts must be the last of token_ids: some row has more drafts than tokens")
+        self._check_blocks(rows)
+
+    def _check_blocks(self, rows: int) -> None:
         if len(self.state_read) not in (0, rows):
             raise WireError(f"state_read is for {len(self.state_read)} rows, but there are {rows}")
         writers = self.state_writes.view[:, 0]
         if len(writers) and not 0 <= writers.min() <= writers.max() < rows:
             raise WireError(f"state_writes must begin with places in rows, 0 .. {rows - 1}")
+        if np.isin(self.stores.numbers, self.loads.numbers).any():
+            raise WireError("a transfer must be in stores or in loads, not in both")
 
     def value(self) -> Step:
         """Return the value. Raises WireError for sampling that SamplingParams refuses."""
         parts = {name: _value(part) for name, part in asdict(self).items()}
-        copies = tuple(copy.value() for copy in self.copies)
-        return Step(**parts | {"new_rows": tuple(self._new_rows()), "copies": copies})
+        lists = {name: tuple(copy.value() for copy in getattr(self, name)) for name in ("copies", "tier_copies")}
+        return Step(**parts | {"new_rows": tuple(self._new_rows())} | lists)
 
     def _new_rows(self) -> Iterator[NewRow]:
         for i, new in enumerate(self.new_rows):
@@ -334,6 +368,8 @@ class ResultMessage(_Part, tag_field="kind", tag="result"):
     sampled: CsrMessage
     num_accepted: Int32s | None
     logprobs: LogprobsMessage | None
+    arrived: Int32s
+    lost: Int32s
     schema_version: Version
 
     def __post_init__(self) -> None:
@@ -343,6 +379,9 @@ class ResultMessage(_Part, tag_field="kind", tag="result"):
             raise WireError(f"logprobs must be of places in rows, 0 .. {rows - 1}")
         if self.num_accepted is not None and len(self.num_accepted) != rows:
             raise WireError(f"num_accepted is for {len(self.num_accepted)} rows, sampled for {rows}")
+        ended = np.concatenate((self.arrived.view, self.lost.view))
+        if len(np.unique(ended)) != len(ended):
+            raise WireError("arrived and lost must name a transfer once")
 
 
 class StepFailure(Struct, frozen=True, tag_field="kind", tag="failure", forbid_unknown_fields=True):

@@ -3,6 +3,7 @@
     Step -> MultiGroupBlockTable.apply -> BlockCopier.execute_before -> step_batch -> forward
     forward, in each layer: write_kv(slots) -> paged_attention(reads) -> combine_over_ranks, if there are several ranks
     compressed layers: raw keys of rings are read -> write_states(slots of states) -> RingBatch.write
+    host tier: HostTierCopier.begin before a Step changes blocks, load before its forward, finish after it
     recurrent states: read and written where the Step says, or through InPlaceStates for kernels that update in place
 
 docs/build-an-engine.md walks through it, with an engine in one file: examples/bare_engine.py.
@@ -56,6 +57,7 @@ from hybridkv.worker.states import (
     state_parts,
 )
 from hybridkv.worker.tables import GroupBatch, MultiGroupBlockTable, StepBatch, step_batch
+from hybridkv.worker.tier import HostTierCopier
 from hybridkv.worker.triton_attention import TritonBatch, triton_batch, triton_paged_attention
 
 __all__ = [
@@ -69,6 +71,7 @@ __all__ = [
     "ContextShare",
     "CopyKernels",
     "GroupBatch",
+    "HostTierCopier",
     "InPlaceStates",
     "KVPages",
     "LayerPages",

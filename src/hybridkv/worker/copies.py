@@ -31,7 +31,8 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
-from hybridkv.step import Step
+from hybridkv.planner.config import KVCacheConfig
+from hybridkv.step import Copy, Step
 from hybridkv.worker.pages import PagedStorage, load_kernels
 
 Int64 = NDArray[np.int64]
@@ -177,6 +178,118 @@ _KINDS: Final = ("move", "block", "state")
 _WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
+class ArenaBlocks:
+    """The blocks of an arena: which ids exist, which of them share bytes, and ordered copies between them.
+
+    A class is a set of groups with the same blocks. In the reference layout each group counts as a class.
+
+    Attributes:
+        class_of: int64[groups], the class of each group.
+        stacks: the stacks of each class, [layers, blocks, words] each.
+
+    Args:
+        config: the plan of the arena.
+        arena: uint8[config.arena_bytes].
+        kernels: TORCH or ``triton_kernels()``.
+    """
+
+    def __init__(self, config: KVCacheConfig, arena: torch.Tensor, kernels: CopyKernels = TORCH) -> None:
+        slabs, groups = config.slabs, range(len(config.groups))
+        self._kernels = kernels
+        self._device = arena.device
+        # requests get block ids null_blocks .. num_blocks - 1 of a group
+        self._null_blocks = np.array([config.null_blocks_of(group) for group in groups])
+        self._num_blocks = np.array([config.blocks_of(group) for group in groups])
+        # two blocks can share bytes only if id * spacing is equal, or is in one slab for two classes (natural)
+        self.class_of = np.arange(len(groups))
+        if slabs is None:
+            self.stacks = [_layers_of(config, arena, group) for group in groups]
+            self._spacing, self._shared_bytes = np.ones(len(groups), np.int64), 1
+            return
+        for number, of in enumerate(slabs.classes):
+            self.class_of[list(of.groups)] = number
+        sizes = [(of.block_bytes, config.blocks_of(of.groups[0])) for of in slabs.classes]
+        self.stacks = [stack_layers([_pages(arena, 0, size, size, blocks)]) for size, blocks in sizes]
+        self._spacing, self._shared_bytes = np.array([size for size, _ in sizes]), slabs.slab_bytes
+
+    def require(self, what: str, group: Int64, block: Int64) -> None:
+        """Raise WorkerError for a group that does not exist, and for a block that is null or does not exist. O(n).
+
+        Args:
+            what: the place of the blocks, as the error begins.
+            group: int64[n].
+            block: int64[n].
+        """
+        unknown = np.flatnonzero((group < 0) | (group >= len(self.class_of)))
+        if len(unknown):
+            raise WorkerError(
+                f"{what}: group {group[unknown[0]]} does not exist: groups are 0 .. {len(self.class_of) - 1}"
+            )
+        null_blocks, num_blocks = self._null_blocks[group], self._num_blocks[group]
+        wrong = np.flatnonzero((block < null_blocks) | (block >= num_blocks))
+        if len(wrong):
+            i = wrong[0]
+            raise WorkerError(
+                f"{what}: block {block[i]} of group {group[i]} cannot be copied or zeroed: blocks are "
+                f"{null_blocks[i]} .. {num_blocks[i] - 1}, lower ones are null"
+            )
+
+    def copy(self, copies: Int64) -> None:
+        """Run copies in their order and in few batches: level by level, one class at a time. O(bytes copied).
+
+        Args:
+            copies: int64[n, 3], the group, source and destination of each.
+        """
+        copies = copies[copies[:, 1] != copies[:, 2]]
+        if not len(copies):
+            return
+        of = self.class_of[copies[:, 0]]
+        level = copy_levels(self._places(of, copies[:, 1:]))
+        order = np.lexsort((of, level))
+        of, level = of[order], level[order]
+        bounds = (np.flatnonzero((np.diff(level) != 0) | (np.diff(of) != 0)) + 1).tolist()
+        blocks = torch.from_numpy(copies[order, 1:].T.copy()).to(self._device)
+        for first, end in zip((0, *bounds), (*bounds, len(copies)), strict=True):
+            for stack in self.stacks[of[first]]:
+                self._kernels.copy_blocks(stack, blocks[0, first:end], blocks[1, first:end])
+
+    def overlap(self, group: Int64, block: Int64) -> int | None:
+        """Return the index of a block that has bytes of an earlier one, or None. O(n log n).
+
+        Args:
+            group: int64[n].
+            block: int64[n], blocks of these groups.
+        """
+        size = self._spacing[self.class_of[group]]
+        first = block * size
+        order = np.argsort(first, kind="stable")
+        twice = np.flatnonzero(first[order[1:]] < (first + size)[order[:-1]])
+        return max(order[twice[0]], order[twice[0] + 1]).item() if len(twice) else None
+
+    def _places(self, of: Int64, blocks: Int64) -> Int64:
+        """Return int64[2, n], equal if two blocks share bytes. ``of``: int64[n], classes; ``blocks``: int64[n, 2].
+
+        If a slab passes from one class to another within a Step, blocks of both classes share its bytes. Then the whole
+        slab counts as one place, so that copies within it keep their order.
+        """
+        place: Int64 = blocks.T * self._spacing[of]
+        slab = place // self._shared_bytes
+        slabs, users = np.unique(np.unique(np.stack((slab.ravel(), np.tile(of, 2))), axis=1)[0], return_counts=True)
+        return np.where(np.isin(slab, slabs[users > 1]), -1 - slab, place)
+
+    def zero(self, zero: Int64) -> None:
+        """Zero blocks, in any order. O(bytes).
+
+        Args:
+            zero: int64[n, 2], the group and number of each.
+        """
+        of = self.class_of[zero[:, 0]]
+        for number in np.unique(of).tolist():
+            blocks = torch.from_numpy(np.unique(zero[of == number, 1])).to(self._device)
+            for stack in self.stacks[number]:
+                self._kernels.zero_blocks(stack, blocks)
+
+
 class BlockCopier:
     """Moves, copies and zeroes blocks as Steps say.
 
@@ -190,24 +303,7 @@ class BlockCopier:
     """
 
     def __init__(self, storage: PagedStorage, *, kernels: CopyKernels = TORCH) -> None:
-        config, slabs = storage.config, storage.config.slabs
-        groups = range(len(config.groups))
-        self._kernels = kernels
-        self._device = storage.arena.device
-        # requests get block ids null_blocks .. num_blocks - 1 of a group
-        self._null_blocks = np.array([config.null_blocks_of(group) for group in groups])
-        self._num_blocks = np.array([config.blocks_of(group) for group in groups])
-        # two blocks can share bytes only if id * spacing is equal, or is in one slab for two classes (natural)
-        self._class_of = np.arange(len(groups))
-        if slabs is None:
-            self._stacks = [_layers_of(storage, group) for group in groups]
-            self._spacing, self._shared_bytes = np.ones(len(groups), np.int64), 1
-            return
-        for number, of in enumerate(slabs.classes):
-            self._class_of[list(of.groups)] = number
-        sizes = [(of.block_bytes, config.blocks_of(of.groups[0])) for of in slabs.classes]
-        self._stacks = [stack_layers([_pages(storage.arena, 0, size, size, blocks)]) for size, blocks in sizes]
-        self._spacing, self._shared_bytes = np.array([size for size, _ in sizes]), slabs.slab_bytes
+        self._blocks = ArenaBlocks(storage.config, storage.arena, kernels)
 
     def check(self, step: Step) -> None:
         """Check the copies and zeroed blocks of a Step. O(copies).
@@ -230,72 +326,35 @@ class BlockCopier:
             WorkerError: as ``check``. Nothing has been written then.
         """
         copies, moved = self._checked(step)
-        self._copy(copies[moved])
-        self._zero(step.zero.astype(np.int64))
-        self._copy(copies[~moved])
-
-    # -- checks
+        self._blocks.copy(copies[moved])
+        self._blocks.zero(step.zero.astype(np.int64))
+        self._blocks.copy(copies[~moved])
 
     def _checked(self, step: Step) -> tuple[Int64, NDArray[np.bool_]]:
         """Return (group, source, destination) of every copy, int64[n, 3], and which copies are moves."""
-        for copy in step.copies:
-            if copy.stage != "before" or copy.kind not in _KINDS:
-                raise WorkerError(
-                    f"Step {step.id}: {copy} must have the stage 'before', because nothing is copied after a forward, "
-                    f"and the kind {' or '.join(_KINDS)}"
-                )
-        copies = np.array([(one.group, one.source, one.destination) for one in step.copies], np.int64).reshape(-1, 3)
+        copies = copies_before(f"Step {step.id}", step.copies)
         group, block = np.concatenate((copies[:, :2], copies[:, ::2], step.zero.astype(np.int64))).T
-        unknown = np.flatnonzero((group < 0) | (group >= len(self._class_of)))
-        if len(unknown):
-            raise WorkerError(
-                f"Step {step.id}: group {group[unknown[0]]} does not exist: groups are 0 .. {len(self._class_of) - 1}"
-            )
-        null_blocks, num_blocks = self._null_blocks[group], self._num_blocks[group]
-        wrong = np.flatnonzero((block < null_blocks) | (block >= num_blocks))
-        if len(wrong):
-            i = wrong[0]
-            raise WorkerError(
-                f"Step {step.id}: block {block[i]} of group {group[i]} cannot be copied or zeroed: blocks are "
-                f"{null_blocks[i]} .. {num_blocks[i] - 1}, lower ones are null"
-            )
+        self._blocks.require(f"Step {step.id}", group, block)
         return copies, np.array([one.kind == "move" for one in step.copies], np.bool_)
 
-    # -- execution
 
-    def _copy(self, copies: Int64) -> None:
-        """Run copies, int64[n, 3], in their order and in few batches: level by level, one class at a time."""
-        copies = copies[copies[:, 1] != copies[:, 2]]
-        if not len(copies):
-            return
-        of = self._class_of[copies[:, 0]]
-        level = copy_levels(self._places(of, copies[:, 1:]))
-        order = np.lexsort((of, level))
-        of, level = of[order], level[order]
-        bounds = (np.flatnonzero((np.diff(level) != 0) | (np.diff(of) != 0)) + 1).tolist()
-        blocks = torch.from_numpy(copies[order, 1:].T.copy()).to(self._device)
-        for first, end in zip((0, *bounds), (*bounds, len(copies)), strict=True):
-            for stack in self._stacks[of[first]]:
-                self._kernels.copy_blocks(stack, blocks[0, first:end], blocks[1, first:end])
+def copies_before(what: str, copies: Sequence[Copy]) -> Int64:
+    """Return copies as int64[n, 3], the group, source and destination of each. O(n).
 
-    def _places(self, of: Int64, blocks: Int64) -> Int64:
-        """Return int64[2, n], equal if two blocks share bytes. ``of``: int64[n], classes; ``blocks``: int64[n, 2].
+    Args:
+        what: their place, as the error begins.
+        copies: the copies.
 
-        If a slab passes from one class to another within a Step, blocks of both classes share its bytes. Then the whole
-        slab counts as one place, so that copies within it keep their order.
-        """
-        place: Int64 = blocks.T * self._spacing[of]
-        slab = place // self._shared_bytes
-        slabs, users = np.unique(np.unique(np.stack((slab.ravel(), np.tile(of, 2))), axis=1)[0], return_counts=True)
-        return np.where(np.isin(slab, slabs[users > 1]), -1 - slab, place)
-
-    def _zero(self, zero: Int64) -> None:
-        """Zero blocks given as (group, block), int64[n, 2], in any order."""
-        of = self._class_of[zero[:, 0]]
-        for number in np.unique(of).tolist():
-            blocks = torch.from_numpy(np.unique(zero[of == number, 1])).to(self._device)
-            for stack in self._stacks[number]:
-                self._kernels.zero_blocks(stack, blocks)
+    Raises:
+        WorkerError: a kind is unknown, or a stage is not "before".
+    """
+    for copy in copies:
+        if copy.stage != "before" or copy.kind not in _KINDS:
+            raise WorkerError(
+                f"{what}: {copy} must have the stage 'before', because nothing is copied after a forward, "
+                f"and the kind {' or '.join(_KINDS)}"
+            )
+    return np.array([(one.group, one.source, one.destination) for one in copies], np.int64).reshape(-1, 3)
 
 
 def copy_levels(places: Int64) -> Int64:
@@ -320,14 +379,14 @@ def copy_levels(places: Int64) -> Int64:
     return levels
 
 
-def _layers_of(storage: PagedStorage, number: int) -> tuple[torch.Tensor, ...]:
+def _layers_of(config: KVCacheConfig, arena: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
     """Return the blocks of a group in all its layers as stacks, without copies. O(layers)."""
-    config, group = storage.config, storage.config.groups[number]
+    group = config.groups[number]
     tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
     layers = [(tensors[name], spec) for name, spec in zip(group.layer_names, group.layer_specs, strict=True)]
     return stack_layers(
         [
-            _pages(storage.arena, of.offset_bytes, of.block_stride_bytes, spec.content_bytes, config.num_blocks)
+            _pages(arena, of.offset_bytes, of.block_stride_bytes, spec.content_bytes, config.num_blocks)
             for of, spec in layers
         ]
     )

@@ -229,12 +229,12 @@ def test_message_text_that_is_not_utf8_is_rejected(text: bytes) -> None:
 def test_message_version_is_found_after_unknown_fields() -> None:
     """Extensions, lists in lists and maps of another kind are passed over; nothing is made of them."""
     tree = msgpack.decode(encode_step(example_step())) | {
-        "schema_version": 3,
+        "schema_version": 4,
         "kind": ["a", {"b": [msgpack.Ext(4, b"x"), 1.5, None, b"x" * 300, "y" * 300]}],
         "id": Raw(b"\xd7\xff" + bytes(8)),
         "a longer name than any other here": {1: 2, "x": [[[]]]},
     }
-    assert "schema version 3" in refused(msgpack.encode(tree))
+    assert "schema version 4" in refused(msgpack.encode(tree))
 
 
 # -- fuzzing

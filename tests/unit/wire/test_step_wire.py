@@ -13,7 +13,7 @@ from msgspec import Struct, msgpack
 
 from hybridkv.errors import HybridKVError, SchemaError, WireError
 from hybridkv.request import SamplingParams
-from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult
+from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult, TierCopies
 from hybridkv.wire import Reply, StepFailure, decode_reply, decode_step, encode_reply, encode_step, messages
 from wire_support import example_step, failures, results, same, steps
 
@@ -44,6 +44,7 @@ def test_reply_message_round_trips(reply: Reply) -> None:
         (messages.CsrMessage, Csr, set()),
         (messages.CellsMessage, Cells, set()),
         (messages.CopyMessage, Copy, set()),
+        (messages.TierCopiesMessage, TierCopies, set()),
         (messages.ResultMessage, StepResult, set()),
         (messages.LogprobsMessage, Logprobs, set()),
     ],
@@ -71,7 +72,7 @@ def test_message_bytes_match_messagepack() -> None:
     """MessagePack, written by hand."""
     expected = "".join(
         (
-            "86",  # a map of six
+            "88",  # a map of eight
             "a46b696e64" + "a6726573756c74",  # kind: result
             "a26964" + "07",  # id: 7
             "a773616d706c6564" + "82",  # sampled: a map of two
@@ -80,10 +81,14 @@ def test_message_bytes_match_messagepack() -> None:
             "a676616c756573" + "93" + "a5696e743332" + "9101" + "c404" + "fe010000",  # values: int32, [1], 510
             "ac6e756d5f6163636570746564" + "c0",  # num_accepted: nil
             "a86c6f6770726f6273" + "c0",  # logprobs: nil
-            "ae736368656d615f76657273696f6e" + "02",  # schema_version: 2
+            "a761727269766564" + "93" + "a5696e743332" + "9102",  # arrived: int32, [2], 3 and 4
+            "c408" + "0300000004000000",
+            "a46c6f7374" + "93" + "a5696e743332" + "9100" + "c400",  # lost: int32, [0]
+            "ae736368656d615f76657273696f6e" + "03",  # schema_version: 3
         )
     )
-    assert encode_reply(StepResult(7, Csr.from_lists([[510], []]))).hex() == expected
+    result = StepResult(7, Csr.from_lists([[510], []]), arrived=np.array([3, 4], np.int32))
+    assert encode_reply(result).hex() == expected
 
 
 def test_message_arrays_are_little_endian_in_row_order() -> None:
@@ -269,6 +274,17 @@ WRONG: list[tuple[str, object, str]] = [
     ("copies", [COPY | {"kind": 3}], r"\.copies\[0\]\.kind: Expected `str`, got `int`"),
     ("copies", [COPY | {"source": 1 << 31}], r"\.copies\[0\]\.source: Expected `int` <= "),
     ("copies", [["before", 0, 0, 0, "move"]], r"\.copies\[0\]: Expected `object`, got `array`"),
+    # transfers
+    ("stores", LEFT_OUT, "missing required field `stores`"),
+    ("loads", None, r"\.loads: Expected `object`"),
+    ("loads.transfer", int64(5), r"\.loads\.transfer\[0\]: Invalid enum value 'int64'"),
+    ("loads.extra", 1, r"\.loads: .*unknown field `extra`"),
+    ("stores.block", int32(1), r"\.stores: .*unknown field `block`"),
+    ("stores.group", int32(1), r"\.stores: transfer, group, source and destination must have one length"),
+    ("stores.transfer", int32(4, 6, 4), r"\.stores: the copies of a transfer must be next to each other"),
+    ("loads.transfer", int32(6), "a transfer must be in stores or in loads, not in both"),
+    ("tier_copies", [COPY | {"stage": "during"}], r"\.tier_copies\[0\]\.stage: Invalid enum value 'during'"),
+    ("tier_copies", LEFT_OUT, "missing required field `tier_copies`"),
 ]
 
 
@@ -280,6 +296,7 @@ def test_message_with_wrong_field_names_it(path: str, value: object, message: st
 
 def test_reply_with_wrong_field_is_rejected() -> None:
     result = encode_reply(StepResult(1, Csr.from_lists([[5], []]), np.array([1, 0], np.int32)))
+    ended = encode_reply(StepResult(1, Csr.empty(0), arrived=np.array([5], np.int32)))
     failure = encode_reply(StepFailure(1, "E", "m"))
     probable = encode_reply(StepResult(1, Csr.from_lists([[5], []]), logprobs=LOGPROBS))
     for data, path, value, message in (
@@ -289,6 +306,10 @@ def test_reply_with_wrong_field_is_rejected() -> None:
         (probable, "logprobs.best.indptr", int64(0, 3), "must have one length"),
         (probable, "logprobs.best_logprobs", ["float32", [2], bytes(8)], "best_logprobs must be one for each of the 3"),
         (probable, "logprobs.logprob", int32(1, 2), r"\.logprob\[0\]: Invalid enum value 'int32'"),
+        (result, "arrived", LEFT_OUT, "missing required field `arrived`"),
+        (result, "lost", int64(1), r"\.lost\[0\]: Invalid enum value 'int64'"),
+        (result, "lost", int32(3, 3), "reply: arrived and lost must name a transfer once"),
+        (ended, "lost", int32(5), "reply: arrived and lost must name a transfer once"),
         (result, "num_accepted", int32(1), "reply: num_accepted is for 1 rows, sampled for 2"),
         (result, "sampled.values", int32(), r"reply\.sampled: indptr must rise from 0 to the 0 values"),
         (failure, "id", -1, r"reply\.id: Expected `int` >= 0"),
@@ -301,15 +322,15 @@ def test_reply_with_wrong_field_is_rejected() -> None:
 def test_message_of_newer_schema_names_the_version() -> None:
     """Whatever else it holds: fields and kinds of another schema are not even looked at."""
     newer = edited(lambda tree: tree.update(schema_version=SCHEMA_VERSION + 1, kind="bulletin", id="seven"))
-    with pytest.raises(SchemaError, match=r"schema version 3, this hybridkv reads version 2: update.*on this side"):
+    with pytest.raises(SchemaError, match=r"schema version 4, this hybridkv reads version 3: update.*on this side"):
         decode_step(newer)
     with pytest.raises(SchemaError, match="update hybridkv on the other side"):
         decode_step(edited(put("schema_version", 0)))
     for version, got in (("1", "str"), (True, "bool")):
         with pytest.raises(WireError, match=rf"\.schema_version: Expected `int`, got `{got}`"):
             decode_step(edited(put("schema_version", version)))
-    with pytest.raises(SchemaError, match="a step of schema version 3 cannot be written"):
-        encode_step(replace(example_step(), schema_version=3))
+    with pytest.raises(SchemaError, match="a step of schema version 2 cannot be written"):
+        encode_step(replace(example_step(), schema_version=2))
 
 
 def test_message_of_another_kind_is_rejected() -> None:

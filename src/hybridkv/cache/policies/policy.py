@@ -150,6 +150,11 @@ class GroupPlan(NamedTuple):
     decided: int
     pending: tuple[int, ...] = ()
 
+    @property
+    def skips(self) -> bool:
+        """Whether the column after the hit becomes null."""
+        return self.append is not None and len(self.append) > 0 and self.append.item(0) == 0
+
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:

@@ -1,0 +1,78 @@
+"""Engines with host memory give the tokens of engines without, and compute less."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from runner_support import REPRESENTATIVE, generated, greedy, loaded_model
+
+from hybridkv.errors import CapacityError, ConfigError, UnsupportedModelError
+from hybridkv.planner import Plan
+from hybridkv.runner import Engine, EngineOptions, LoadedModel, Stored, plan_for
+from hybridkv.tiers import HostTierStatistics
+
+OUTPUT, ROUNDS = 6, 3
+
+
+def chats(count: int, seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    shared = [draw.randrange(3, 200) for _ in range(21)]
+    return [[*shared, *(draw.randrange(3, 200) for _ in range(draw.randint(25, 40)))] for _ in range(count)]
+
+
+def small_plan(loaded: LoadedModel, prompts: Sequence[Sequence[int]], stored: Stored) -> Plan:
+    """A plan for two of ``prompts`` at once."""
+    longest = max(map(len, prompts)) + OUTPUT
+    return plan_for(loaded, [longest, longest], stored=stored, max_model_len=longest + 1)
+
+
+def outputs(
+    loaded: LoadedModel, prompts: list[list[int]], host_memory: str | None, stored: Stored, in_flight: int = 1
+) -> tuple[list[tuple[int, ...]], int, HostTierStatistics | None]:
+    """Return all outputs of some rounds, the hit tokens, and the counts of the tier."""
+    plan = small_plan(loaded, prompts, stored)
+    made: list[tuple[int, ...]] = []
+    chosen = EngineOptions(max_running=2, self_check=False, in_flight=in_flight)
+    with Engine(loaded, plan, chosen, host_memory=host_memory) as engine:
+        for _ in range(ROUNDS):
+            made += [one.token_ids for one in engine.generate(prompts, greedy(OUTPUT))]
+        engine.scheduler.check()
+        tier = None if engine.tier is None else engine.tier.statistics()
+        return made, engine.scheduler.prompt_tokens_found[1], tier
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("in_flight", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_engine_with_host_memory_gives_the_same_tokens(name: str, in_flight: int) -> None:
+    loaded, prompts = loaded_model(name), chats(20 if name == "mamba" else 6, 1)  # states alone need little memory
+    alone, hits, _ = outputs(loaded, prompts, None, Stored(), in_flight=in_flight)
+    made, more_hits, tier = outputs(loaded, prompts, "32MiB", Stored(), in_flight=in_flight)
+    assert made == alone
+    assert made[: len(prompts)] == [generated(loaded, prompt, OUTPUT) for prompt in prompts]
+    assert tier is not None
+    assert tier.loads > 0
+    assert tier.lost == 0
+    assert more_hits > hits
+
+
+def test_quantized_pages_come_up_as_they_went_down() -> None:
+    loaded, prompts, stored = loaded_model("gemma3"), chats(6, 2), Stored("int8_per_token_head")
+    alone, _, _ = outputs(loaded, prompts, None, stored)
+    made, _, tier = outputs(loaded, prompts, "32MiB", stored)
+    assert made == alone
+    assert tier is not None
+    assert tier.loads > 0
+
+
+def test_host_memory_that_cannot_work_is_rejected_by_name() -> None:
+    llama, t5 = loaded_model("llama"), loaded_model("t5")
+    with pytest.raises(CapacityError, match="too small for a tier"):
+        Engine(llama, memory="1MiB", max_model_len=64, host_memory=1)
+    with pytest.raises(UnsupportedModelError, match="the output of an encoder: leave the host memory out"):
+        Engine(t5, memory="1MiB", max_model_len=64, host_memory="1MiB")
+    with pytest.raises(ConfigError, match="a host tier needs prefix caching"):
+        Engine(llama, memory="1MiB", max_model_len=64, host_memory="1MiB", options=EngineOptions(prefix_caching=False))
+    with pytest.raises(ConfigError, match="a tier of the reference layout cannot be planned"):
+        Engine(llama, plan_for(llama, [64], layout="reference"), host_memory="1MiB")
+    with Engine(llama, memory="1MiB", max_model_len=64) as engine:  # the model is free again
+        assert engine.generate([[5, 6, 7]], greedy(2))[0].token_ids

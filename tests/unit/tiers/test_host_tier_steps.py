@@ -1,0 +1,373 @@
+"""The host tier step by step: what goes down, what comes up, who waits, and that nobody waits for ever."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridkv.cache import CacheOptions, KVCacheManager
+from hybridkv.cache.placement import EndsPlacement
+from hybridkv.errors import CacheError, ConfigError, UnsupportedModelError, WorkerError
+from hybridkv.eviction.choice import HAZARD
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.specs import KVCacheSpec
+from hybridkv.step import Csr, Step, StepResult
+from hybridkv.testing.configs import cross_spec, full_spec, natural_model_config, ring_spec, state_spec
+from hybridkv.tiers import HostTier, TierLimits
+
+BLOCK = 16
+
+
+def manager(blocks: int, specs: tuple[KVCacheSpec, ...], like: KVCacheManager | None = None) -> KVCacheManager:
+    """A cache of ``blocks`` blocks; of states and tokens, each block is a slab."""
+    config = natural_model_config(blocks + 1, specs, (1,) * len(specs))
+    options = CacheOptions(placement=EndsPlacement(), eviction=HAZARD, log_resume_points=like is None)
+    return KVCacheManager(config, 8192, hasher=None if like is None else like.hasher, options=options)
+
+
+class Driver:
+    """A scheduler over a device and a host, and a worker whose transfers arrive ``delay`` steps late."""
+
+    def __init__(
+        self,
+        device: int,
+        host: int,
+        *,
+        specs: tuple[KVCacheSpec, ...] = (full_spec(BLOCK),),
+        limits: TierLimits | None = None,
+        delay: int = 0,
+        **scheduling: Any,  # noqa: ANN401 - SchedulerLimits
+    ) -> None:
+        self.cache = manager(device, specs)
+        self.tier = HostTier(self.cache, manager(host, specs, self.cache), limits)
+        chosen = SchedulerLimits(**{"max_batched_tokens": 8192, **scheduling})
+        self.scheduler = Scheduler(self.cache, chosen, tier=self.tier)
+        self.delay = delay
+        self.late: list[tuple[int, int]] = []
+        self.steps: list[Step] = []
+        self.hits: dict[str, int] = {}
+
+    def request(self, name: str, tokens: list[int], output: int = 1, **more: Any) -> Request:  # noqa: ANN401 - a request's
+        made = Request(
+            name, tokens, SamplingParams(max_tokens=output, ignore_eos=True), hasher=self.cache.hasher, **more
+        )
+        self.scheduler.add(made)
+        return made
+
+    def result(self, step: Step) -> StepResult:
+        now = len(self.steps)
+        begun = {*step.stores.transfer.tolist(), *step.loads.transfer.tolist()}
+        self.late += [(number, now + self.delay) for number in sorted(begun)]
+        arrived = [number for number, at in self.late if at <= now]
+        self.late = [one for one in self.late if one[0] not in arrived]
+        sampled = Csr.from_lists([[7] if samples else [] for samples in step.samples.tolist()])
+        accepted = np.diff(sampled.indptr).astype(np.int32) if len(step.drafts.values) else None
+        return StepResult(step.id, sampled, accepted, arrived=np.array(arrived, np.int32))
+
+    def step(self) -> Step:
+        step = self.scheduler.schedule()
+        self.steps.append(step)
+        for new in step.new_rows:
+            self.hits.setdefault(new.request_id, step.num_computed[step.rows == new.row].item())
+        self.scheduler.update(self.result(step))
+        self.scheduler.check()
+        return step
+
+    def run(self, most: int = 100) -> int:
+        """Run to the end; return the number of steps. An empty step is one that a transfer must end."""
+        for done in range(most):
+            if self.scheduler.drained:
+                return done
+            waited = self.tier.num_in_flight
+            step = self.step()
+            assert len(step) or waited or len(step.loads) or len(step.stores), "nothing runs, and nothing is on its way"
+        raise AssertionError(f"{self.scheduler.num_waiting} requests wait after {most} steps")
+
+    def served(self, name: str, tokens: list[int], output: int = 1) -> None:
+        self.request(name, tokens, output)
+        self.run()
+        for _ in range(2 * (self.delay + 1)):  # the end of its output goes down after the end of its prompt
+            self.step()
+        assert not self.tier.num_in_flight
+
+
+def tokens(number: int, blocks: int, more: int = 1) -> list[int]:
+    return [1000 * number + at % 900 for at in range(BLOCK * blocks + more)]
+
+
+# -- down and up
+
+
+def test_prompt_end_goes_down_once_and_comes_up_after_eviction() -> None:
+    run = Driver(device=9, host=40)
+    first = tokens(1, 8)
+    run.served("first", first)
+    assert run.tier.statistics().stores == 2  # 128 tokens of the prompt, and all 129 of them
+    assert run.tier.statistics().stored_bytes == 9 * run.cache.config.block_bytes_of(0)
+    run.served("other", tokens(2, 8))
+    run.request("again", [*first[:-1], 5, 6])
+    step = run.step()
+    assert not len(step)  # its load comes up first
+    assert len(step.loads) == 8
+    step = run.step()
+    assert run.hits["again"] == 128
+    run.run()
+    counts = run.tier.statistics()
+    assert (counts.loads, counts.loaded_tokens, counts.lost, counts.in_flight) == (1, 128, 0, 0)
+
+
+def test_states_come_up_with_the_tokens_that_they_follow() -> None:
+    run = Driver(device=11, host=60, specs=(full_spec(BLOCK), state_spec(BLOCK)))
+    first = tokens(1, 4, 6)  # the prompt's end lies inside a block
+    run.served("first", first)
+    run.served("other", tokens(2, 6))
+    run.request("again", [*first, 3])
+    step = run.step()
+    groups = step.loads.group.tolist()
+    assert groups.count(0) == 5
+    assert groups.count(1) == 1
+    run.run()
+    assert run.hits["again"] == len(first) - 1 or run.hits["again"] == len(first)
+
+
+def test_what_the_device_has_does_not_come_up() -> None:
+    run = Driver(device=20, host=40)
+    first = tokens(1, 4)
+    run.served("first", first)
+    run.request("longer", [*first[:-1], *tokens(3, 4)])
+    step = run.step()
+    assert len(step) == 1
+    assert not len(step.loads)
+    run.run()
+    assert run.tier.statistics().loads == 0
+
+
+def test_two_requests_of_one_prefix_load_it_once() -> None:
+    run = Driver(device=12, host=40, delay=2)
+    first = tokens(1, 8)
+    run.served("first", first)
+    run.served("other", tokens(2, 10))
+    for name in "abc":
+        run.request(name, [*first[:-1], ord(name), 9])
+    run.run()
+    assert run.tier.statistics().loads == 1
+    assert [run.hits[name] for name in "abc"] == [128] * 3
+
+
+def test_other_requests_run_while_a_prefix_comes_up() -> None:
+    run = Driver(device=16, host=40, delay=3)
+    first = tokens(1, 8)
+    run.served("first", first)
+    run.served("other", tokens(2, 12))
+    run.request("again", [*first[:-1], 5, 6])
+    run.request("short", tokens(4, 1), output=4)
+    rows = [len(run.step()) for _ in range(4)]
+    assert rows == [1, 1, 1, 1]
+    assert "again" not in run.hits
+    run.run()
+    assert run.hits["again"] == 128
+
+
+def test_salts_of_other_tenants_find_nothing_on_the_host() -> None:
+    run = Driver(device=9, host=40)
+    first = tokens(1, 8)
+    run.request("mine", first, cache_salt="a")
+    run.run()
+    run.served("other", tokens(2, 8))
+    run.request("theirs", [*first[:-1], 5], cache_salt="b")
+    run.run()
+    assert run.tier.statistics().loads == 0
+    assert run.hits["theirs"] == 0
+
+
+def test_prefix_that_is_faster_to_compute_is_not_loaded() -> None:
+    slow = TierLimits(load_bytes_per_s=1.0, tokens_per_s=1e6)
+    run = Driver(device=9, host=40, limits=slow)
+    first = tokens(1, 8)
+    run.served("first", first)
+    run.served("other", tokens(2, 8))
+    run.request("again", [*first[:-1], 5, 6])
+    assert len(run.step()) == 1
+    assert run.tier.statistics().loads == 0
+    assert TierLimits(load_bytes_per_s=1e9, tokens_per_s=1e6).is_faster(128, 1 << 10)
+
+
+def test_secret_requests_and_short_prefixes_do_not_go_down() -> None:
+    run = Driver(device=20, host=40, limits=TierLimits(least_tokens=64))
+    run.served("short", tokens(1, 3))
+    run.request("unwritten", tokens(2, 8), skip_writing_prefix_cache=True)
+    run.run()
+    run.step()
+    assert run.tier.statistics().stores == 0
+
+
+# -- nobody waits for ever
+
+
+def test_loads_that_fit_alone_but_not_with_their_requests_finish() -> None:
+    """vllm#45388: two loads hold memory that each request needs for the rest of its prompt."""
+    run = Driver(device=40, host=200, delay=1)
+    prefixes = [tokens(number, 14) for number in (1, 2)]
+    for number, one in enumerate(prefixes):
+        run.served(f"warm {number}", one)
+    run.served("evicts", tokens(3, 36))
+    run.request("a", [*prefixes[0][:-1], *tokens(4, 22)])
+    run.request("b", [*prefixes[1][:-1], *tokens(5, 16)])
+    assert run.run() < 20
+    assert run.tier.statistics().loads >= 1
+
+
+def test_loads_leave_no_request_without_blocks_for_its_drafts() -> None:
+    """vllm#57104: all blocks hold loaded prefixes, and drafts need one more."""
+    run = Driver(device=9, host=40, delay=1, num_lookahead_tokens=BLOCK)
+    for name, number, blocks in (("a", 1, 4), ("b", 2, 3)):
+        run.served(name, tokens(number, blocks, 0))
+    run.served("evicts", tokens(3, 7, 0))
+    run.request("again a", [*tokens(1, 4, 0), 5])
+    run.request("again b", [*tokens(2, 3, 0), 5])
+    assert run.run() < 20
+
+
+def test_requests_behind_one_that_does_not_fit_run() -> None:
+    """vllm#57841: the head of the queue does not fit; behind it one waits for a load, and one fits."""
+    run = Driver(device=42, host=200, delay=2, max_running=4)
+    loaded = tokens(1, 20)
+    run.served("warm", loaded)
+    run.served("evicts", tokens(2, 38))
+    run.request("runs", tokens(3, 8), output=30)
+    run.step()
+    run.request("head", tokens(4, 38))
+    run.request("loads", [*loaded[:-1], 5])
+    run.request("fits", tokens(5, 1))
+    for _ in range(3):
+        run.step()
+    assert "fits" in run.hits
+    assert run.run() < 60
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_aborted_request_leaves_its_load_to_others(delay: int) -> None:
+    run = Driver(device=9, host=40, delay=delay)
+    first = tokens(1, 8)
+    run.served("first", first)
+    run.served("other", tokens(2, 8))
+    run.request("again", [*first[:-1], 5, 6])
+    run.step()
+    run.scheduler.abort("again")
+    for _ in range(delay + 1):
+        run.step()
+    assert run.scheduler.drained
+    assert run.tier.num_in_flight == 0
+    run.request("third", [*first[:-1], 7, 8])
+    run.run()
+    assert run.hits["third"] == 128
+    assert run.tier.statistics().loads == 1
+
+
+# -- failures
+
+
+def test_lost_load_is_computed() -> None:
+    run = Driver(device=9, host=40)
+    first = tokens(1, 8)
+    run.served("first", first)
+    run.served("other", tokens(2, 8))
+    run.request("again", [*first[:-1], 5, 6])
+    step = run.scheduler.schedule()
+    result = run.result(step)
+    lost = np.unique(step.loads.transfer)
+    run.scheduler.update(replace(result, arrived=np.setdiff1d(result.arrived, lost), lost=lost))
+    run.scheduler.check()
+    run.run()
+    assert run.hits["again"] == 0
+    assert run.tier.statistics().lost == 1
+
+
+def test_failed_step_cancels_its_transfers() -> None:
+    run = Driver(device=9, host=40)
+    first = tokens(1, 8)
+    run.served("first", first)
+    run.served("other", tokens(2, 8))
+    run.request("again", [*first[:-1], 5, 6])
+    step = run.scheduler.schedule()
+    assert len(step.loads)
+    run.scheduler.fail(step.id, "broken")
+    run.scheduler.check()
+    assert run.tier.num_in_flight == 0
+    late = run.scheduler.schedule()  # the worker may still report the cancelled transfer
+    result = run.result(late)
+    run.scheduler.update(replace(result, arrived=np.append(step.loads.transfer[:1], result.arrived)))
+    run.run()
+    assert run.scheduler.drained
+
+
+@pytest.mark.parametrize("given", ["unknown", "twice", "both"])
+def test_wrong_reports_of_transfers_are_rejected_and_change_nothing(given: str) -> None:
+    run = Driver(device=9, host=40)
+    run.request("first", tokens(1, 8))
+    run.step()
+    step = run.scheduler.schedule()
+    good = run.result(step)
+    number = good.arrived[:1]
+    wrong = {
+        "unknown": replace(good, arrived=np.array([99], np.int32)),
+        "twice": replace(good, arrived=np.append(number, number)),
+        "both": replace(good, arrived=number, lost=number),
+    }
+    with pytest.raises(WorkerError, match="transfer 99 is not in flight" if given == "unknown" else "reported twice"):
+        run.scheduler.update(wrong[given])
+    run.scheduler.update(good)
+    run.scheduler.check()
+    assert run.tier.statistics().stores == len(good.arrived)
+
+
+# -- construction
+
+
+def test_managers_that_do_not_fit_are_rejected_by_name() -> None:
+    full = (full_spec(BLOCK),)
+    device = manager(9, full)
+    tier = HostTier(device, manager(9, full, device))
+    makes: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: HostTier(device, manager(9, full)), ConfigError, "hasher=device.hasher"),
+        (lambda: HostTier(device, manager(9, (full_spec(32),), device)), ConfigError, "planner.tier_plan"),
+        (lambda: HostTier(manager(9, full, device), manager(9, full, device)), ConfigError, "log_resume_points=True"),
+        (lambda: HostTier(device, None), ConfigError, "host must be a KVCacheManager"),  # type: ignore[arg-type]
+        (lambda: HostTier(device, manager(9, full, device), 5), ConfigError, "limits must be"),  # type: ignore[arg-type]
+        (lambda: Scheduler(manager(9, full), tier=tier), ConfigError, "another cache"),
+        (lambda: Scheduler(device, tier=object()), ConfigError, "tier must be a HostTier"),  # type: ignore[arg-type]
+    ]
+    for make, error, message in makes:
+        with pytest.raises(error, match=message):
+            make()
+    for spec, what in ((ring_spec(8, 4), "raw keys of a compressor"), (cross_spec(BLOCK), "the output of an encoder")):
+        ringed = manager(40, (full_spec(BLOCK), spec))
+        with pytest.raises(UnsupportedModelError, match=what):
+            HostTier(ringed, manager(40, (full_spec(BLOCK), spec), ringed))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_loads": 0}, "max_loads"),
+        ({"least_tokens": 0}, "least_tokens"),
+        ({"load_bytes_per_s": 0.0}, "load_bytes_per_s must be above 0"),
+        ({"tokens_per_s": -1.0}, "tokens_per_s must be above 0"),
+        ({"tokens_per_s": "fast"}, "tokens_per_s"),
+    ],
+)
+def test_tier_limits_out_of_range_are_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TierLimits(**fields)
+
+
+def test_check_finds_blocks_that_nobody_stores() -> None:
+    run = Driver(device=9, host=40)
+    run.served("first", tokens(1, 8))
+    stray = Request("stray", tokens(5, 1), hasher=run.cache.hasher)
+    assert run.tier.host.allocate_slots(stray, 3) is not None
+    with pytest.raises(CacheError, match="stray"):
+        run.scheduler.check()
