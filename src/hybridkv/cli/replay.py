@@ -112,6 +112,12 @@ def _show_plan(run: Prepared) -> None:
     evicts = "" if settings.eviction is None else f"eviction {settings.eviction}, "
     say(f"layout {plan.layout}, {states}, {evicts}{model.dtype} cache")
     running, budget = format_count(settings.max_running), format_count(settings.token_budget)
+    if run.simulation.transfers is not None:
+        host = run.simulation.transfers.tier.host
+        rate = (
+            "no time" if not settings.time_scale else f"{run.simulation.cost.host_bytes_per_s / 1e9:,.1f} GB/s each way"
+        )
+        say(f"host memory {format_bytes(host.config.arena_bytes)}, {rate}")
     say(f"up to {running} requests and {budget} tokens a step")
     say(f"on {run.simulation.machine}")
 
@@ -126,6 +132,7 @@ def _show(report: ReplayReport, run: Prepared) -> None:
         "prompt tokens": format_count(report.prompt_tokens),
         "hit tokens": UNKNOWN if report.hit_tokens is None else format_count(report.hit_tokens),
         "hit rate": UNKNOWN if report.hit_rate is None else share(report.hit_rate),
+        **_of_host(report),
         "computed tokens": format_count(report.computed_tokens),
         "output tokens": format_count(report.output_tokens),
         "preemptions": format_count(report.preemptions),
@@ -153,6 +160,20 @@ def _show(report: ReplayReport, run: Prepared) -> None:
     show_tenants(report.tenants)
     if run.summary.first_bad is not None:
         print_facts({"first bad line": run.summary.first_bad})
+
+
+def _of_host(report: ReplayReport) -> dict[str, str]:
+    """Return rows of the host tier; none without one."""
+    host = report.host_tier
+    if host is None:
+        return {}
+    stored = f"{format_bytes(host.stored_bytes)}, {format_count(host.stores)} resume points"
+    loaded = f"{format_bytes(host.loaded_bytes)}, {format_count(host.loads)} prefixes"
+    return {
+        "  loaded from host memory": format_count(host.loaded_tokens),
+        "stored in host memory": f"{stored}, {format_count(host.stores_refused)} refused",
+        "loaded from host memory": f"{loaded}, {format_count(host.loads_refused)} refused",
+    }
 
 
 def _times(report: ReplayReport) -> dict[str, str]:

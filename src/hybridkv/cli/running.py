@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.simulator import (
     FORMATS,
     WORKLOADS,
+    Hardware,
     ReplaySettings,
     RequestSource,
     Simulation,
@@ -49,10 +50,10 @@ from hybridkv.simulator import (
 )
 from hybridkv.simulator.formats.events import KV_EVENTS
 from hybridkv.simulator.hardware import BF16, DEFAULT_HARDWARE, WEIGHT_BYTES
-from hybridkv.simulator.loop import ACCEPTANCE, Speculation
+from hybridkv.simulator.outputs import ACCEPTANCE, Speculation
 from hybridkv.simulator.setup import require_placement
 from hybridkv.simulator.trace import ARRIVALS_PER_S
-from hybridkv.units import shown
+from hybridkv.units import parse_bytes, shown
 
 WORKLOAD: Final = "workload:"
 _UNIFORM: Final = "uniform"
@@ -353,8 +354,9 @@ class RunOptions:
         no_prefix_caching: whether prefix caching is off.
         drafts: drafted tokens of each decoding request in a step.
         acceptance: probability that a draft is accepted.
-        max_running, token_budget, short_share, time_scale, hardware, weights, eviction, shares, step_by_step: as in
-            ReplaySettings; hardware and shares are texts.
+        host_bandwidth: rate of copies to and from host memory.
+        max_running, token_budget, short_share, time_scale, hardware, weights, eviction, shares, host_memory,
+            step_by_step: as in ReplaySettings; hardware and shares are texts.
     """
 
     model: str | None = model_option("Model: a config.json, a folder with one, or a name of `hybridkv models`.")
@@ -379,6 +381,15 @@ class RunOptions:
     weights: str = weights_option()
     eviction: str | None = eviction_option()
     shares: list[str] | None = shares_option()
+    host_memory: str | None = cache_option(
+        "Host memory of one rank that keeps what leaves the cache: 40GiB, 512MiB, or a number of bytes.",
+        show_default="none",
+    )
+    host_bandwidth: str | None = run_option(
+        "Rate of copies to and from host memory, in each direction: 50GB/s.",
+        metavar="RATE",
+        show_default="that of the machine",
+    )
     drafts: int = run_option("Drafted tokens of each decoding request in a step.", metavar="N", default=0)
     acceptance: float | None = run_option(
         "Probability that a draft is accepted if the drafts before it were, 0 to 1.", show_default=str(ACCEPTANCE)
@@ -405,7 +416,7 @@ class RunOptions:
         require_drafts(self.drafts, self.acceptance)
         names = {one.name for one in fields(ReplaySettings)} & {one.name for one in fields(self)}
         given = {name: getattr(self, name) for name in names}
-        given["hardware"] = hardware_named(self.hardware)
+        given["hardware"] = self._machine()
         given["shares"] = TenantShares.parse(self.shares or ())
         return ReplaySettings(
             **given,
@@ -415,6 +426,18 @@ class RunOptions:
             block_times=block_times,
             speculation=Speculation.of(self.drafts, self.acceptance),
         )
+
+    def _machine(self) -> Hardware:
+        """Return the machine of one rank."""
+        machine, rate = hardware_named(self.hardware), self.host_bandwidth
+        if rate is None:
+            return machine
+        if self.host_memory is None:
+            raise ConfigError("--host-bandwidth has no effect without --host-memory: give both, or leave it out")
+        try:
+            return replace(machine, host_bytes_per_s=parse_bytes(rate.removesuffix("/s")), host_efficiency=1.0)
+        except ConfigError:
+            raise ConfigError(f"--host-bandwidth must be a size per second such as 50GB/s, got {shown(rate)}") from None
 
     def prepare(self, trace: str, settings: ReplaySettings) -> Prepared:
         """Read the trace and the model, plan the cache, and return a replay that is ready to run.

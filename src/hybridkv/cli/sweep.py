@@ -36,7 +36,7 @@ from hybridkv.report import sweep_page, tune_page
 from hybridkv.simulator import Cell, ReplaySettings, Swept, Tried, processes, sweep, tune
 from hybridkv.simulator.fleet import ROUND_ROBIN, ROUTERS
 from hybridkv.simulator.hardware import DEFAULT_HARDWARE
-from hybridkv.simulator.loop import ACCEPTANCE
+from hybridkv.simulator.outputs import ACCEPTANCE
 from hybridkv.simulator.sweep import differing, in_words, machines_of
 from hybridkv.simulator.tune import parse_aims, parse_prices
 from hybridkv.units import GiB, MiB, format_count, parse_bytes, shown

@@ -158,11 +158,23 @@ def _facts(plan: Plan, report: ReplayReport) -> dict[str, str]:
         "requests": format_count(report.requests),
         "prompt tokens": format_count(report.prompt_tokens),
         "hit rate": UNKNOWN_HITS if report.hit_rate is None else f"{report.hit_rate:.1%}",
+        **_of_host(report),
         "preemptions": format_count(report.preemptions),
         "peak memory use": f"{report.peak_usage:.1%}",
         **_times(report),
         "requests per step": f"{report.mean_running:.1f}",
         "simulated time": f"{report.simulated_s:,.0f} s",
+    }
+
+
+def _of_host(report: ReplayReport) -> dict[str, str]:
+    """Return the counts of the host tier as facts; empty without one."""
+    host = report.host_tier
+    if host is None:
+        return {}
+    return {
+        "tokens loaded from host memory": format_count(host.loaded_tokens),
+        "stored in host memory": f"{format_bytes(host.stored_bytes)}, {format_count(host.stores)} resume points",
     }
 
 

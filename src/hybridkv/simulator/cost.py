@@ -32,6 +32,7 @@ Context parallel ranks share the cache and the attention, but each computes all 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ from hybridkv.specs import (
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
 )
-from hybridkv.step import Copy, Step
+from hybridkv.step import Cells, Copy, Csr, Step
 from hybridkv.units import ceil_div
 
 Spans = tuple[tuple[int, float], ...]
@@ -526,6 +527,25 @@ class StepCost:
         memory_s = (weight_bytes + self.traffic.decode_bytes(computed, steps, copies)) / self._bytes_per_s
         busy_s: NDArray[np.float64] = np.maximum(compute_s, memory_s) + self._not_overlapped_s(rows, rows)
         return self.time_scale * busy_s
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Bytes that move to or from host memory in a second of simulated time; infinite if it takes no time."""
+        machine = self.hardware
+        reached = machine.host_bytes_per_s * machine.host_efficiency
+        return reached / self.time_scale if self.time_scale else math.inf
+
+    def prompt_tokens_per_s(self, tokens: int) -> float:
+        """Return the tokens per second of simulated time of a step that computes the first tokens of one prompt.
+
+        Args:
+            tokens: tokens of the step.
+        """
+        rows = np.zeros(1, np.int32), np.zeros(1, np.int32), np.full(1, tokens, np.int32)
+        ids = Csr(np.array([0, tokens]), np.zeros(tokens, np.int32))
+        step = Step(0, -1, *rows, np.zeros(1, np.bool_), ids, Csr.empty(1), Cells.empty(), rows[0][:0])
+        seconds = self.seconds(step)
+        return tokens / seconds if seconds else math.inf
 
     def work(self, tokens: int, encoded: int = 0) -> tuple[float, float]:
         """Return the work of the weights on one rank in a step.

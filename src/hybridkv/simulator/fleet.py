@@ -29,6 +29,7 @@ from hybridkv.simulator.loop import Progress, Replica, run_replicas, with_known_
 from hybridkv.simulator.report import Distribution, GroupReport, ReplayReport
 from hybridkv.simulator.setup import ReplaySettings, simulation_of
 from hybridkv.simulator.trace import RequestSource, TraceSummary
+from hybridkv.tiers import HostTierStatistics
 from hybridkv.units import shown
 
 ROUND_ROBIN: Final = "round-robin"
@@ -315,7 +316,15 @@ def _together(
         misses=_counts([one.misses for one in each]),
         ends=(),
         tenants=(),
+        host_tier=_tiers([one.host_tier for one in each]),
     )
+
+
+def _tiers(each: Sequence[HostTierStatistics | None]) -> HostTierStatistics | None:
+    """Return the sums of the counts of the replicas' host tiers; ``None`` without tiers."""
+    given = [one for one in each if one is not None]
+    names = HostTierStatistics.__dataclass_fields__
+    return HostTierStatistics(**{name: sum(getattr(one, name) for one in given) for name in names}) if given else None
 
 
 def _group(same: Sequence[GroupReport]) -> GroupReport:

@@ -5,9 +5,10 @@
     memory_efficiency = 0.72
 
 The known machines have the peak rates of their data sheets, for dense matrices. Sheets that state rates with sparsity
-state twice as much. Links are NVLink on SXM boards, Infinity Fabric on the MI300X, and PCIe elsewhere. A link's rate is
-the rate of one direction, half of the sum that data sheets state. Efficiencies and overheads are round guesses, equal
-for all known machines and measured on no machine; ``hybridkv calibrate`` measures them.
+state twice as much. Links are NVLink on SXM boards, Infinity Fabric on the MI300X, and PCIe elsewhere. Host memory is
+behind PCIe x16. A rate of a link is that of one direction, half of the sum that data sheets state. Efficiencies and
+overheads are round guesses, equal for all known machines and measured on no machine; ``hybridkv calibrate`` measures
+them.
 
     too_large(model, memory_bytes, H100, "bf16")          the reason why weights and cache do not fit, or ``None``
     machine_in_words(plan, H100, "bf16", 1.0)             4 x H100 SXM: 32.85 GiB of bf16 weights + 40 GiB of cache ...
@@ -63,6 +64,8 @@ class Hardware:
             ``compute_efficiency``.
         row_s: seconds that each row adds to a step.
         memory_bytes: bytes for weights and cache; 0: no limit.
+        host_bytes_per_s: peak rate of copies to or from host memory, in bytes per second for each direction.
+        host_efficiency: reached share of ``host_bytes_per_s``.
         sheet: data sheet of the peak rates.
 
     Raises:
@@ -82,13 +85,18 @@ class Hardware:
     attention_efficiency: float = 0.0
     row_s: float = 0.0
     memory_bytes: float = 0.0
+    host_bytes_per_s: float = 32e9
+    host_efficiency: float = 0.8
     sheet: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, text, "name")
         if not isinstance(self.sheet, str):
             raise ConfigError(f"sheet must be text, got {shown(self.sheet)}")
-        rates = ("flops_per_s", "bytes_per_s", "compute_efficiency", "memory_efficiency", "link_efficiency")
+        rates = (
+            *("flops_per_s", "bytes_per_s", "compute_efficiency", "memory_efficiency", "link_efficiency"),
+            *("host_bytes_per_s", "host_efficiency"),
+        )
         others = ("overhead_s", "row_s", "fp8_flops_per_s", "attention_efficiency", "memory_bytes")
         for name in (*rates, *others, "link_bytes_per_s", "link_latency_s"):
             value = real(name, getattr(self, name))

@@ -29,6 +29,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.regular_files import written_whole
 from hybridkv.schedule import Scheduler
 from hybridkv.simulator.formats import TraceRequest
+from hybridkv.tiers import HostTierStatistics
 
 SCHEMA: Final = "hybridkv.replay"
 VERSION: Final = 1
@@ -128,6 +129,7 @@ class ReplayReport:
         misses: prompt tokens that were not hit, by MissReason, if misses are explained.
         drafted_tokens: verified drafts, if there is speculation.
         accepted_tokens: accepted drafts, if there is speculation.
+        host_tier: counts of the host tier; ``None`` without one, and for a trace of lengths only.
     """
 
     source: str
@@ -161,6 +163,7 @@ class ReplayReport:
     misses: dict[str, int] = field(default_factory=dict)
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    host_tier: HostTierStatistics | None = None
 
     @property
     def hit_rate(self) -> float | None:
@@ -172,7 +175,7 @@ class ReplayReport:
     def without_hits(self) -> ReplayReport:
         """Return the report without values that depend on token ids, for a trace of lengths only."""
         unknown = replace(self, hit_tokens=None, missed_tokens=None, missed_a_gib_more=None)
-        return replace(unknown, ends=(), tenants=(), misses={})
+        return replace(unknown, ends=(), tenants=(), misses={}, host_tier=None)
 
     def to_dict(self, settings: Mapping[str, object]) -> dict[str, object]:
         """Return the document: schema, settings, every field and the hit rate.

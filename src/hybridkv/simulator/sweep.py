@@ -37,7 +37,7 @@ from hybridkv.planner.plan import DEFAULT_LAYOUT, LAYOUTS
 from hybridkv.regular_files import write_whole
 from hybridkv.simulator.fleet import MOST_REPLICAS, ROUND_ROBIN, replay_replicas, router_named
 from hybridkv.simulator.hardware import DEFAULT_HARDWARE, hardware_named
-from hybridkv.simulator.loop import ACCEPTANCE, Speculation
+from hybridkv.simulator.outputs import ACCEPTANCE, Speculation
 from hybridkv.simulator.setup import ReplaySettings, plan_for_trace, require_placement
 from hybridkv.simulator.trace import RequestSource, TraceFile, TraceSummary
 from hybridkv.units import parse_bytes, shown
@@ -111,7 +111,7 @@ class Cell:
 
         Args:
             drafts: drafted tokens of each decoding request in a step; 0: no speculation.
-            acceptance: probability that a draft is accepted, 0 to 1; ``None``: 0.7, the value of ``loop.ACCEPTANCE``.
+            acceptance: probability that a draft is accepted, 0 to 1; ``None``: 0.7 (``outputs.ACCEPTANCE``).
             options: fields of Cell and of ReplaySettings, by name.
 
         Raises:

@@ -111,6 +111,7 @@ def test_replay_command_prints_json(trace: Path) -> None:
         "weights": "bf16",
         "speculation": None,
         "short_share": None,
+        "host_memory": None,
         "hardware": {
             "name": "H100 SXM",
             "flops_per_s": 989e12,
@@ -125,6 +126,8 @@ def test_replay_command_prints_json(trace: Path) -> None:
             "attention_efficiency": 0.0,
             "row_s": 0.0,
             "memory_bytes": 80e9,
+            "host_bytes_per_s": 64e9,
+            "host_efficiency": 0.8,
             "sheet": "NVIDIA H100 Tensor Core GPU data sheet, SXM",
         },
     }

@@ -34,6 +34,8 @@ def test_hardware_names_have_their_figures() -> None:
     # bytes/s and bytes as the sheets have them
     told = {name: (one.bytes_per_s / 1e9, one.memory_bytes / 1e9) for name, one in HARDWARE.items()}
     assert [told[one] for one in ("h200", "a100-40", "l4")] == [(4800, 141), (1555, 40), (300, 24)]
+    of_hosts = {name: one.host_bytes_per_s / 1e9 for name, one in HARDWARE.items()}
+    assert of_hosts == {name: 64 if name[:2] in {"h1", "h2", "b2", "mi"} else 32 for name in HARDWARE}
 
 
 def test_hardware_file_is_read(tmp_path: Path) -> None:
@@ -64,6 +66,8 @@ def test_hardware_file_is_read(tmp_path: Path) -> None:
         ('like = "h100"\nflops_per_s = 1e25', "flops_per_s must be above 0 and at most 1e+24, got 1e+25"),
         ('like = "h100"\noverhead_s = 1e25', "overhead_s must be 0 or more and at most 1e+24, got 1e+25"),
         ('like = "h100"\nlink_bytes_per_s = 0\nlink_latency_s = 1e-5', "is 1e-05, but link_bytes_per_s 0"),
+        ('like = "h100"\nhost_bytes_per_s = 0', "host_bytes_per_s must be above 0"),
+        ('like = "h100"\nhost_efficiency = 0', "host_efficiency must be above 0"),
         ('like = "h100"\nbytes_per_s = nan', "bytes_per_s must be a number, and finite"),
         ('like = "h100"\nname = 5', "name must be text"),
     ],
