@@ -6,6 +6,7 @@
     │   ├── UnsupportedModelError   a model with layer types that are not handled
     │   └── CapacityError           memory too small for the request
     ├── SchemaError             a file or message of another (usually newer) schema
+    ├── SessionError            a session file that is damaged, or of another model
     ├── TraceError              a malformed line in a trace or prompt file
     ├── SweepError              a sweep that cannot continue; finished cells are kept
     ├── CacheError              misuse of the pool, the manager or the scheduler
@@ -50,6 +51,10 @@ class CapacityError(ConfigError):
 
 class SchemaError(HybridKVError, ValueError):
     """A document carries a schema that this version does not read."""
+
+
+class SessionError(HybridKVError, ValueError):
+    """A session file that is damaged, signed otherwise, or made with another model; nothing of it was taken."""
 
 
 class TraceError(HybridKVError, ValueError):

@@ -56,7 +56,8 @@ def calibrate_command(
     if out.suffix != ".toml":
         raise ConfigError(f"--out {out} must end in .toml: --hardware recognises files by that suffix")
     loaded = model.load()
-    from hybridkv.runner.engine import Engine, EngineOptions  # noqa: PLC0415  # see ModelOptions.load
+    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # see ModelOptions.load
+    from hybridkv.runner.options import EngineOptions  # noqa: PLC0415  # same
 
     options = EngineOptions(attention=attention)
     longest = _longest(loaded, scale)

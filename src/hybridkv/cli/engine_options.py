@@ -31,8 +31,8 @@ from hybridkv.units import MOST_COUNT, shown
 
 if TYPE_CHECKING:
     from hybridkv.runner.drafters import Drafter
-    from hybridkv.runner.engine import EngineOptions
     from hybridkv.runner.load import LoadedModel
+    from hybridkv.runner.options import EngineOptions
     from hybridkv.runner.probe import Stored
 
 _DRAFTS: Final = 4
@@ -167,7 +167,7 @@ class StepOptions:
         Raises:
             ConfigError: for values out of range.
         """
-        from hybridkv.runner.engine import EngineOptions  # noqa: PLC0415  # takes seconds
+        from hybridkv.runner.options import EngineOptions  # noqa: PLC0415  # takes seconds
 
         return EngineOptions(
             self.max_running,

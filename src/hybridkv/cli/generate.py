@@ -54,8 +54,9 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.check import CheckReport
     from hybridkv.runner.completion import Completion
     from hybridkv.runner.drafters import Drafter
-    from hybridkv.runner.engine import Engine, EngineOptions
+    from hybridkv.runner.engine import Engine
     from hybridkv.runner.load import LoadedModel
+    from hybridkv.runner.options import EngineOptions
     from hybridkv.runner.prompts import Prompts, ReadEncoder
     from hybridkv.schedule import SchedulerStatistics
 

@@ -6,13 +6,15 @@ load -> LoadedModel -> plan_for -> Engine.generate -> Completions
 
 from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.completion import Completion, Increment, Stream
-from hybridkv.runner.engine import Engine, EngineOptions
+from hybridkv.runner.engine import Engine
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel, load, wrap
+from hybridkv.runner.options import EngineOptions
 from hybridkv.runner.planning import plan_for, plan_within
 from hybridkv.runner.probe import Stored
 from hybridkv.runner.runner import ModelRunner, Observer
 from hybridkv.runner.sampling.draws import TokenLogprob
+from hybridkv.runner.sessions import Session
 from hybridkv.runner.tiny import TINY_COMPRESSED, TINY_ENCODER_DECODERS, TINY_MODELS, byte_tokenizer, tiny_model
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "LoadedModel",
     "ModelRunner",
     "Observer",
+    "Session",
     "Stored",
     "Stream",
     "TokenLogprob",

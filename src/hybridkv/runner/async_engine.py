@@ -26,9 +26,10 @@ from hybridkv.cache import KVCacheEvent
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion, Increment, Stream
-from hybridkv.runner.engine import Engine, RequestOptions, engine_closed
+from hybridkv.runner.engine import Engine, engine_closed
 from hybridkv.runner.images import Images
 from hybridkv.runner.inputs import Given, Prompt, one_each
+from hybridkv.runner.options import RequestOptions
 from hybridkv.schedule import SchedulerStatistics
 from hybridkv.units import shown
 

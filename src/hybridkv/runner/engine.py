@@ -20,23 +20,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypedDict, Unpack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hybridkv.arguments import Count, Positive, check_types, instance, integer, one_of, or_none, text
+from hybridkv.arguments import instance, one_of, or_none, text
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
+from hybridkv.eviction import eviction_of
 from hybridkv.planner import Plan, tier_plan
 from hybridkv.request import Hints, Request, SamplingParams
-from hybridkv.runner.attention.formulas import AttentionBackend, attention_backend
+from hybridkv.runner.attention.formulas import AttentionBackend
 from hybridkv.runner.completion import Completion, Progress, Stream, count_step, raise_first
-from hybridkv.runner.decode_graphs import compile_option
 from hybridkv.runner.images import Images, PromptImages, attends_both_ways
 from hybridkv.runner.inputs import (
     EncoderFeed,
@@ -57,13 +55,14 @@ from hybridkv.runner.inputs import (
     with_word_ids,
 )
 from hybridkv.runner.load import LoadedModel, own_mode
+from hybridkv.runner.options import EngineOptions, RequestOptions
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
 from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.runner.self_check import require_same
+from hybridkv.runner.sessions import Session, SessionFiles, checked_key
 from hybridkv.schedule import Finished, Outcome, Scheduler, SchedulerLimits, SchedulerStatistics
-from hybridkv.schedule.limits import short_share
 from hybridkv.step import Step, StepResult
 from hybridkv.tiers import HostTier
 
@@ -74,88 +73,6 @@ logger = logging.getLogger(__name__)
 
 _IDLE_STEPS: Final = 8
 """Empty steps in a row, with nothing in flight, after which a scheduler with open requests counts as stuck."""
-
-
-def _known_eviction(name: str, value: object) -> str:
-    known = text(name, value)
-    eviction_named(known)
-    return known
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How an engine runs.
-
-    Attributes:
-        max_running: requests that run at the same time.
-        token_budget: tokens of a step, at most.
-        in_flight: steps scheduled before their results, 1 or 2. With 2, forwards, observers and logits_processors run
-            in a thread of their own while the next step is scheduled.
-        prefix_caching: share the blocks of equal prefixes.
-        self_check: first compare the model on pages with about 15 short plain forwards (hybridkv.runner.self_check).
-        image_bytes: bytes of image features kept on the device. Beyond it, the features read longest ago are dropped,
-            and computed again when they are read.
-        attention: how attention over pages runs (AttentionBackend).
-        compile: "decode" runs steps that only decode as CUDA graphs. It needs attention="triton" and a model that
-            allows it; else steps run as usual, and the log says why.
-        kv_events: the cache reports stored and removed blocks, for the ``events`` of AsyncEngine.
-        end_events: events also report resume points, for an exact KVEventPublisher.
-        eviction: name of the eviction policy; None for the plan's own.
-        shares: memory shares of tenants.
-        remembered_losses: as in CacheOptions.
-        block_times: as in CacheOptions.
-        short_share: as in SchedulerLimits.
-
-    Raises:
-        ConfigError: a number is out of range, or a name is unknown.
-    """
-
-    max_running: Positive = 64
-    token_budget: Positive = 2048
-    in_flight: Annotated[int, partial(integer, least=1, most=2)] = 1
-    prefix_caching: bool = True
-    self_check: bool = True
-    image_bytes: Count = 256 << 20
-    attention: Annotated[AttentionBackend | str, attention_backend] = AttentionBackend.GATHER
-    compile: Annotated[str | None, compile_option] = None
-    kv_events: bool = False
-    end_events: bool = False
-    eviction: Annotated[str | None, or_none(_known_eviction)] = None
-    shares: TenantShares = EVERYBODY
-    remembered_losses: Count = 0
-    block_times: bool = False
-    short_share: Annotated[float | None, or_none(short_share)] = None
-
-    def __post_init__(self) -> None:
-        check_types(self)
-
-
-class RequestOptions(TypedDict, total=False):
-    """Optional fields of a request, besides its prompt and its sampling.
-
-    Attributes:
-        request_id: the caller's id; None for a number.
-        cache_salt: requests share blocks only if their salts are equal.
-        tenant: the tenant to which its cached blocks are charged.
-        marks: token counts where later requests are likely to resume.
-        hints: when its prefix is needed again.
-        encoder: for an encoder-decoder, the encoder input: text, token ids, or features [bins, frames]. The prompt is
-            then the decoder's, with its start token; an empty prompt is that token alone.
-        encoder_digest: the caller's own name of the encoder input, valid for one salt and the life of the engine. Its
-            cached result is found by this name. Without one, the content is hashed.
-        images: for a multimodal model, in the order of their placeholders. Either pictures, with a prompt of text, for
-            the model's processor; or the processor's output by name (``pixel_values``, ``image_grid_thw``), with its
-            token ids. Blocks with images are shared by content.
-    """
-
-    request_id: str | None
-    cache_salt: str | None
-    tenant: str | None
-    marks: Sequence[int]
-    hints: Hints | None
-    encoder: Given | None
-    encoder_digest: bytes | str | None
-    images: Images | None
 
 
 class Engine:
@@ -500,6 +417,82 @@ class Engine:
         if self.runner.images is not None:
             self.runner.images.end(live.request.request_id)
 
+    # -- sessions as files
+
+    def export(
+        self,
+        conversation: Completion | str | Sequence[int],
+        path: str | Path,
+        *,
+        cache_salt: str | None = None,
+        key: bytes | None = None,
+    ) -> Session:
+        """Write the cache of a conversation to a file that ``import_`` resumes, in any engine of the same model.
+
+        Steps in flight run to their ends first.
+
+        Args:
+            conversation: a completion, the tokens of a prompt and its output, or the id of a running request.
+            path: the file. It is replaced as a whole, or not at all.
+            cache_salt: the salt of the conversation; that of a running request is known.
+            key: signs the file with HMAC-SHA256; None for no signature.
+
+        Returns:
+            What the file holds.
+
+        Raises:
+            ConfigError: no such request runs, or an argument is invalid.
+            CacheError: the cache no longer holds the conversation, or the engine is closed.
+            UnsupportedModelError: a layer keeps something that files cannot hold.
+            OSError: the file cannot be written.
+        """
+        self._settle()
+        if isinstance(conversation, str):
+            live = self._live.get(conversation)
+            if live is None or live.request.row < 0:
+                raise ConfigError(f"no request {conversation!r} runs: give its Completion, or its tokens")
+            request = live.request
+        else:
+            if isinstance(conversation, Completion):
+                conversation = conversation.prompt_token_ids + conversation.token_ids
+            ids = encode(self.loaded, conversation, what="conversation")
+            request = Request(
+                "export", ids, hasher=self.cache.hasher, cache_salt=or_none(text)("cache_salt", cache_salt)
+            )
+        return self._sessions().save(request, Path(path), key=checked_key(key))
+
+    def import_(self, path: str | Path, *, key: bytes | None = None) -> Session:
+        """Put the cache of a conversation from a file into this engine. Its next turn resumes there.
+
+        Steps in flight run to their ends first. After an error the engine is unchanged.
+
+        Args:
+            path: a file of ``export``.
+            key: the key with which it was signed; None if it is not signed.
+
+        Returns:
+            What the file holds. A request that begins with its ``token_ids`` hits ``resume_tokens`` of them.
+
+        Raises:
+            SessionError: the file is damaged, signed otherwise, or made with another model.
+            SchemaError: the file has another format.
+            CapacityError: the cache has no room for it.
+            CacheError: the engine is closed.
+            UnsupportedModelError: a layer keeps something that files cannot hold.
+            OSError: the file cannot be read.
+        """
+        self._settle()
+        return self._sessions().load(Path(path), key=checked_key(key))
+
+    def _sessions(self) -> SessionFiles:
+        return SessionFiles(self.loaded, self.plan, self.cache, self.runner)
+
+    def _settle(self) -> None:
+        """Run the steps in flight, and schedule none."""
+        self._require_open()
+        while self._in_flight:
+            self._run(ahead=False)
+
     # -- the loop
 
     @property
@@ -530,15 +523,16 @@ class Engine:
         ended, self._ended = self._ended, []
         return [one.completion for one in ended if one.completion is not None]
 
-    def _run(self) -> None:
-        """Do the work of ``step`` without returning requests."""
+    def _run(self, *, ahead: bool = True) -> None:
+        """Do the work of ``step`` without returning requests. ahead: schedule more steps meanwhile."""
         self._require_open()
         # encoder inputs and images are shared with the next Step, so these models do not run while it is scheduled
         if self._in_flight and self._running is None and self.runner.cross is None and self.runner.images is None:
             inference = torch.is_inference_mode_enabled()
             self._running = self._thread.submit(self._execute_aside, self._in_flight[0], inference)
         try:
-            self._schedule_ahead()
+            if ahead:
+                self._schedule_ahead()
         finally:
             if self._running is not None:
                 wait([self._running])

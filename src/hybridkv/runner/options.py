@@ -1,0 +1,99 @@
+"""Options of engines and of their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, TypedDict
+
+from hybridkv.arguments import Count, Positive, check_types, integer, or_none, text
+from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named
+from hybridkv.request import Hints
+from hybridkv.runner.attention.formulas import AttentionBackend, attention_backend
+from hybridkv.runner.decode_graphs import compile_option
+from hybridkv.runner.images import Images
+from hybridkv.runner.inputs import Given
+from hybridkv.schedule.limits import short_share
+
+
+def _known_eviction(name: str, value: object) -> str:
+    known = text(name, value)
+    eviction_named(known)
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine runs.
+
+    Attributes:
+        max_running: requests that run at the same time.
+        token_budget: tokens of a step, at most.
+        in_flight: steps scheduled before their results, 1 or 2. With 2, forwards, observers and logits_processors run
+            in a thread of their own while the next step is scheduled.
+        prefix_caching: share the blocks of equal prefixes.
+        self_check: first compare the model on pages with about 15 short plain forwards (hybridkv.runner.self_check).
+        image_bytes: bytes of image features kept on the device. Beyond it, the features read longest ago are dropped,
+            and computed again when they are read.
+        attention: how attention over pages runs (AttentionBackend).
+        compile: "decode" runs steps that only decode as CUDA graphs. It needs attention="triton" and a model that
+            allows it; else steps run as usual, and the log says why.
+        kv_events: the cache reports stored and removed blocks, for the ``events`` of AsyncEngine.
+        end_events: events also report resume points, for an exact KVEventPublisher.
+        eviction: name of the eviction policy; None for the plan's own.
+        shares: memory shares of tenants.
+        remembered_losses: as in CacheOptions.
+        block_times: as in CacheOptions.
+        short_share: as in SchedulerLimits.
+
+    Raises:
+        ConfigError: a number is out of range, or a name is unknown.
+    """
+
+    max_running: Positive = 64
+    token_budget: Positive = 2048
+    in_flight: Annotated[int, partial(integer, least=1, most=2)] = 1
+    prefix_caching: bool = True
+    self_check: bool = True
+    image_bytes: Count = 256 << 20
+    attention: Annotated[AttentionBackend | str, attention_backend] = AttentionBackend.GATHER
+    compile: Annotated[str | None, compile_option] = None
+    kv_events: bool = False
+    end_events: bool = False
+    eviction: Annotated[str | None, or_none(_known_eviction)] = None
+    shares: TenantShares = EVERYBODY
+    remembered_losses: Count = 0
+    block_times: bool = False
+    short_share: Annotated[float | None, or_none(short_share)] = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+class RequestOptions(TypedDict, total=False):
+    """Optional fields of a request, besides its prompt and its sampling.
+
+    Attributes:
+        request_id: the caller's id; None for a number.
+        cache_salt: requests share blocks only if their salts are equal.
+        tenant: the tenant to which its cached blocks are charged.
+        marks: token counts where later requests are likely to resume.
+        hints: when its prefix is needed again.
+        encoder: for an encoder-decoder, the encoder input: text, token ids, or features [bins, frames]. The prompt is
+            then the decoder's, with its start token; an empty prompt is that token alone.
+        encoder_digest: the caller's own name of the encoder input, valid for one salt and the life of the engine. Its
+            cached result is found by this name. Without one, the content is hashed.
+        images: for a multimodal model, in the order of their placeholders. Either pictures, with a prompt of text, for
+            the model's processor; or the processor's output by name (``pixel_values``, ``image_grid_thw``), with its
+            token ids. Blocks with images are shared by content.
+    """
+
+    request_id: str | None
+    cache_salt: str | None
+    tenant: str | None
+    marks: Sequence[int]
+    hints: Hints | None
+    encoder: Given | None
+    encoder_digest: bytes | str | None
+    images: Images | None

@@ -1,0 +1,534 @@
+"""Sessions as files: what the cache holds of a conversation, in a file that resumes it in another process.
+
+    export   blocks of the resume point ---> rows in token order, by layer ---> file: safetensors and a manifest
+    import   file ---> everything is checked ---> blocks that a carrier takes ---> resume point of the cache
+
+A file does not know the blocks it came from, so an engine with another memory or block size can import it:
+
+    layer.keys, layer.values    [tokens, heads, width]    from the first token that the exporter's blocks hold
+    layer.latent                [tokens, width]
+    layer.key_scales, ...       quantized pages: scales and codes of keys and of values
+    layer.state.0, ...          recurrent states after the last token, as they are
+    tokens                      int32[known tokens]: the conversation; the tokens after the resume point have no rows
+
+The manifest names the model and has the SHA-256 of each tensor. The SHA-256 of the manifest, or the HMAC of a key, lies
+beside it. So a changed bit anywhere is found before anything in the engine changes (docs/design/0040).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from transformers import PreTrainedModel
+
+import hybridkv
+from hybridkv.arguments import instance
+from hybridkv.cache import KVCacheBlocks, KVCacheManager, Refusal, SlotPlan
+from hybridkv.errors import CacheError, CapacityError, ConfigError, SchemaError, SessionError, UnsupportedModelError
+from hybridkv.planner import Plan
+from hybridkv.regular_files import open_regular, write_whole
+from hybridkv.request import Request
+from hybridkv.runner.inputs import encode
+from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.probe import Stored
+from hybridkv.runner.runner import ModelRunner
+from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec
+from hybridkv.units import format_count, shown
+from hybridkv.worker.copies import ArenaBlocks, copy_kernels
+
+Int32 = NDArray[np.int32]
+
+FORMAT: Final = 1
+"""Version of the file. It changes when a tensor gets another meaning."""
+_MANIFEST, _SUM, _HMAC, _TOKENS = "hybridkv.session", "sha256", "hmac_sha256", "tokens"
+_SAMPLED: Final = 1024
+"""Elements of each weight that the identity of a model covers: a few megabytes of any model."""
+_WHOLE: Final = 64
+"""Tokens at whose multiples the rows of a window begin, if they are cached: blocks of 8 to 64 tokens can hold them."""
+_OWN_FIELDS: Final = frozenset({"transformers_version", "name_or_path", "dtype", "torch_dtype", "attn_implementation"})
+"""Fields of a config that say how a model was loaded, not what it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A conversation in a file.
+
+    Attributes:
+        token_ids: all its known tokens: prompt and outputs.
+        resume_tokens: leading tokens that the cache holds. A request that begins with ``token_ids`` continues there.
+        cache_salt: the salt of its requests.
+        num_bytes: bytes of the file.
+    """
+
+    token_ids: tuple[int, ...]
+    resume_tokens: int
+    cache_salt: str | None
+    num_bytes: int
+
+
+class _Layer(NamedTuple):
+    """A layer of the plan.
+
+    Attributes:
+        name: its name in the plan.
+        group: number of its group.
+        spec: its spec.
+        parts: its views in the arena, by the names that they have in files.
+    """
+
+    name: str
+    group: int
+    spec: KVCacheSpec
+    parts: Mapping[str, torch.Tensor]
+
+    @property
+    def is_state(self) -> bool:
+        return self.spec.keeps is Keeps.STATE
+
+
+class _Held(NamedTuple):
+    """The blocks of a resume point in one group.
+
+    Attributes:
+        ids: int32[n], blocks of its columns as the worker knows them, 0 for null columns; or the one block of a state.
+        first: the first token that they hold.
+    """
+
+    ids: Int32
+    first: int
+
+
+class SessionFiles:
+    """Writes conversations of an engine to files, and reads them. No step may be in flight.
+
+    Args:
+        loaded: the model of the engine.
+        plan: its plan.
+        cache: its cache.
+        runner: its runner.
+    """
+
+    def __init__(self, loaded: LoadedModel, plan: Plan, cache: KVCacheManager, runner: ModelRunner) -> None:
+        self._loaded, self._cache, self._runner = loaded, cache, runner
+        self._stored = Stored.of_plan(plan)
+        self._max_model_len = plan.max_model_len
+
+    # -- export
+
+    def save(self, request: Request, path: Path, *, key: bytes | None) -> Session:
+        """Write what the cache holds of ``request`` to a file. O(bytes).
+
+        Args:
+            request: A request that runs, or one made of a conversation that ended.
+            path: The file. It is replaced as a whole, or not at all.
+            key: Signs the file with HMAC-SHA256; ``None`` for no signature.
+
+        Raises:
+            CacheError: The cache does not hold all tokens but the last one.
+            UnsupportedModelError: The cache holds something that files cannot.
+            OSError: The file cannot be written.
+        """
+        layers = self._layers()
+        held, resume = self._held_by(request)
+        tensors = {_TOKENS: torch.from_numpy(request.token_ids().astype(np.int32))}
+        described = {}
+        for layer in layers:
+            of = held[layer.group]
+            for part, view in layer.parts.items():
+                tensors[f"{layer.name}.{part}"] = self._read(layer, view, of, resume)
+                described[f"{layer.name}.{part}"] = 0 if layer.is_state else of.first
+        manifest = {
+            "format": FORMAT,
+            "library": hybridkv.__version__,
+            **self._identity(),
+            "layout": "natural",
+            "block_sizes": [group.spec.block_size for group in self._cache.config.groups],
+            "resume_tokens": resume,
+            "cache_salt": request.cache_salt,
+            "tensors": {
+                name: {"first_token": described.get(name, 0), "sha256": _sum_of(tensor)}
+                for name, tensor in tensors.items()
+            },
+        }
+        text = json.dumps(manifest, sort_keys=True)
+        metadata = {_MANIFEST: text, _SUM: hashlib.sha256(text.encode()).hexdigest()}
+        if key is not None:
+            metadata[_HMAC] = _signature(key, text)
+        content = save(tensors, metadata)
+        write_whole(path, content)
+        return Session(tuple(request.token_ids().tolist()), resume, request.cache_salt, len(content))
+
+    def _held_by(self, request: Request) -> tuple[list[_Held], int]:
+        """Return the blocks of the resume point of ``request`` by group, and its tokens."""
+        cache = self._cache
+        if request.row >= 0:
+            blocks, resume = cache.engine.blocks_to_share(request)
+            if not resume:
+                raise CacheError(f"request {request.request_id!r} has computed no token: run a step first")
+            return self._held(blocks, resume), resume
+        hit = cache.find_hit(request)
+        if hit.tokens != request.num_tokens - 1:
+            raise CacheError(
+                f"the cache holds {format_count(hit.tokens)} tokens of this conversation and needs the first "
+                f"{format_count(request.num_tokens - 1)}: generate its last turn again, then export it"
+            )
+        held = self._held(cache.engine.blocks_of(hit), hit.tokens)
+        return [self._with_earlier(request, number, one) for number, one in enumerate(held)], hit.tokens
+
+    def _held(self, blocks: KVCacheBlocks, resume: int) -> list[_Held]:
+        """Return the blocks of a resume point by group."""
+        held = []
+        for number, (group, ids) in enumerate(zip(self._cache.config.groups, blocks.ids, strict=True)):
+            last = np.array([blocks.sources[number] if blocks.sources else 0], np.int32)
+            if group.spec.keeps is Keeps.STATE:
+                held.append(_Held(self._local(number, last), 0))
+                continue
+            columns = np.append(ids, last) if last[0] else ids
+            known = columns.nonzero()[0]
+            first = int(known[0]) * group.spec.block_size if len(known) else resume
+            held.append(_Held(self._local(number, columns), first))
+        return held
+
+    def _with_earlier(self, request: Request, number: int, held: _Held) -> _Held:
+        """Return the blocks of a window with those before them, as far as they are cached, to a multiple of _WHOLE.
+
+        So an importer with larger blocks, which begin before the window, can fill them.
+        """
+        wanted = held.first // _WHOLE * _WHOLE
+        while held.first > wanted:
+            hit = self._cache.find_hit(request.prefix("export", held.first + 1))
+            if hit.tokens < held.first:
+                return held
+            before = self._held(self._cache.engine.blocks_of(hit), hit.tokens)[number]
+            if before.first == held.first:
+                return held
+            ids = held.ids.copy()
+            ids[: len(before.ids)] = before.ids
+            held = _Held(ids, max(before.first, wanted))
+        return held
+
+    def _read(self, layer: _Layer, view: torch.Tensor, held: _Held, resume: int) -> torch.Tensor:
+        """Return a part of a layer in token order, on the host."""
+        if layer.is_state:
+            return view[int(held.ids[0])].clone().cpu()
+        at = self._slots(layer, held, resume)
+        return _bits(view)[at].cpu().view(view.dtype)
+
+    # -- import
+
+    def load(self, path: Path, *, key: bytes | None) -> Session:
+        """Check a file, and put what it holds into the cache. O(bytes).
+
+        Args:
+            path: The file.
+            key: The key with which it was signed; ``None`` if it is not signed.
+
+        Raises:
+            SessionError: The file is damaged, is signed otherwise, or was made with another model.
+            SchemaError: The file has another format.
+            CapacityError: The cache has no room for it.
+            UnsupportedModelError: The cache holds something that files cannot.
+            OSError: The file cannot be read.
+        """
+        layers = self._layers()
+        with open_regular(path) as file:
+            num_bytes = file.seek(0, 2)
+        try:
+            with safe_open(path, framework="pt") as opened:
+                manifest = _manifest(opened.metadata(), key)
+                self._require_same(manifest)
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+        except SafetensorError as error:
+            raise SessionError(f"{path} is no whole safetensors file: export the session again ({error})") from error
+        resume, tokens = self._require_whole(layers, manifest, tensors)
+        carrier = Request("import", tokens[: resume + 1], hasher=self._cache.hasher, cache_salt=manifest["cache_salt"])
+        carrier.first_hit_tokens = 0  # the request that resumes here is counted when it begins
+        session = Session(tuple(tokens), resume, manifest["cache_salt"], num_bytes)
+        if self._cache.find_hit(carrier).tokens < resume:
+            self._take_in(carrier, layers, manifest["tensors"], tensors)
+        return session
+
+    def _take_in(
+        self,
+        carrier: Request,
+        layers: Sequence[_Layer],
+        described: Mapping[str, Mapping[str, Any]],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Write checked tensors into new blocks, and make them a resume point."""
+        cache, resume = self._cache, carrier.num_tokens - 1
+        plan = cache.plan_slots(carrier, 0, delay_cache_blocks=True, num_external_computed_tokens=resume)
+        if isinstance(plan, Refusal):
+            raise CapacityError(
+                f"the session needs {plan.needed_blocks} blocks, and the cache has room for {plan.free_blocks}: wait "
+                "for running requests to end, or give the engine more memory"
+            )
+        firsts = {one.group: described[f"{one.name}.{next(iter(one.parts))}"]["first_token"] for one in layers}
+        self._require_rows(plan, firsts)
+        cache.commit(plan)
+        try:
+            self._move()
+            blocks = cache.get_blocks(carrier.request_id)
+            for layer in layers:
+                ids = self._local(layer.group, blocks.ids[layer.group])
+                held = _Held(ids[:1] if layer.is_state else ids, firsts[layer.group])
+                for part, view in layer.parts.items():
+                    self._write(layer, view, held, resume, tensors[f"{layer.name}.{part}"])
+        except BaseException:
+            if cache.engine.finish_load(carrier, 0):
+                cache.free(carrier)
+            raise
+        cache.engine.finish_load(carrier)
+        cache.keep_resume_point(carrier)
+        cache.free(carrier)
+
+    def _require_rows(self, plan: SlotPlan, firsts: Mapping[int, int]) -> None:
+        """Raise SessionError unless the file has all tokens of the blocks: they would be shared with every request."""
+        for number, first in firsts.items():
+            group, append = self._cache.config.groups[number], plan.groups[number].append
+            if group.spec.keeps is Keeps.STATE:
+                continue
+            known = append.nonzero()[0] if append is not None else np.arange(plan.groups[number].take)
+            size = group.spec.block_size
+            if len(known) and known[0] * size < first:
+                raise SessionError(
+                    f"the session begins at token {first} of a window, inside a block of {size} tokens: import it with "
+                    f"blocks of a size that divides {first}"
+                )
+
+    def _move(self) -> None:
+        """Carry out the moves of cached blocks that made room, as a Step without rows would."""
+        runner, transfers = self._runner, self._cache.fields.take_transfers()
+        if not transfers.copies:
+            return
+        copies = np.array([(one.group, one.source, one.destination) for one in transfers.copies], np.int64)
+        kernels = copy_kernels(runner.storage.arena.device)
+        ArenaBlocks(runner.config, runner.storage.arena, kernels).copy(copies)
+        cells = self._cache.fields.cells(np.empty(0, np.int64), [], transfers.moved)
+        for group in np.unique(cells.group).tolist():
+            mine = cells.group == group
+            runner.tables[group].write_cells(cells.row[mine], cells.column[mine], cells.block[mine])
+
+    def _write(self, layer: _Layer, view: torch.Tensor, held: _Held, resume: int, tensor: torch.Tensor) -> None:
+        """Write a part of a layer into its blocks."""
+        made = tensor.to(view.device)
+        if layer.is_state:
+            view[int(held.ids[0])] = made
+            return
+        known = held.ids.nonzero()[0]
+        first = max(held.first, int(known[0]) * layer.spec.block_size) if len(known) else resume
+        at = self._slots(layer, held._replace(first=first), resume)
+        _bits(view)[at] = _bits(made[first - held.first :])
+
+    # -- where rows lie
+
+    def _layers(self) -> list[_Layer]:
+        """Return the layers of the plan. Raises UnsupportedModelError if files cannot hold one of them."""
+        if not self._cache.bounds.keeps_resume_points or self._cache.hasher is None:
+            raise ConfigError(
+                "session files need the natural layout and prefix caching: make the plan with layout='natural', and "
+                "the engine with prefix_caching=True"
+            )
+        layers = []
+        for number, group in enumerate(self._cache.config.groups):
+            for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
+                if spec.keeps is Keeps.NOTHING:
+                    continue
+                rate = spec.tokens_per_state if isinstance(spec, AttentionSpec) else 1
+                if spec.keeps in {Keeps.RING, Keeps.ENCODER} or rate != 1:
+                    raise UnsupportedModelError(
+                        f"session files cannot hold layer {name!r}, which keeps {spec.keeps} of {rate} tokens a state: "
+                        "send its tokens instead, and compute them again"
+                    )
+                views = self._runner.storage.views[name]
+                layers.append(_Layer(name, number, spec, dict(zip(_part_names(spec, len(views)), views, strict=True))))
+        return layers
+
+    def _local(self, group: int, ids: Int32) -> Int32:
+        return self._cache.block_pool.local(group, ids)
+
+    def _slots(self, layer: _Layer, held: _Held, resume: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the kernel block and the offset of the tokens from ``held.first`` to ``resume``, int64 each."""
+        size, pieces = layer.spec.block_size, self._runner.config.kernel_blocks_of(layer.group)
+        position = np.arange(held.first, resume)
+        column, offset = np.divmod(position, size)
+        piece, within = np.divmod(offset, size // pieces)
+        block = held.ids[column].astype(np.int64)
+        if not block.all():
+            raise CacheError(f"layer {layer.name!r} has a null block among tokens {held.first} .. {resume - 1}")
+        device = self._runner.storage.arena.device
+        return torch.from_numpy(block * pieces + piece).to(device), torch.from_numpy(within).to(device)
+
+    # -- checks
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what two engines must have in common."""
+        model = self._loaded.model
+        return {
+            "model": type(model).__name__,
+            "config": _config_sum(model),
+            "weights": weights_sum(model),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": [self._stored.kv_dtype, *self._stored.skipped],
+        }
+
+    def _require_same(self, manifest: Mapping[str, Any]) -> None:
+        for name, mine in self._identity().items():
+            if manifest.get(name) != mine:
+                raise SessionError(
+                    f"the session was made with another {name}, {shown(manifest.get(name))} instead of {shown(mine)}: "
+                    "import it into an engine of that model, with its dtype and quantization"
+                )
+
+    def _require_whole(
+        self, layers: Sequence[_Layer], manifest: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[int, list[int]]:
+        """Return the resume point and the tokens. Raises SessionError unless each tensor is the expected one."""
+        described, resume = manifest["tensors"], manifest["resume_tokens"]
+        expected = {_TOKENS, *(f"{layer.name}.{part}" for layer in layers for part in layer.parts)}
+        if missing := sorted(expected ^ tensors.keys()) or sorted(expected ^ described.keys()):
+            raise SessionError(f"the session has no tensor {missing[0]!r}, or should not: export it again")
+        for name, tensor in tensors.items():
+            if _sum_of(tensor) != described[name].get("sha256"):
+                raise SessionError(
+                    f"tensor {name!r} of the session is damaged: copy the file again, or export it again"
+                )
+        tokens = tensors[_TOKENS]
+        if tokens.dtype != torch.int32 or tokens.dim() != 1 or not 0 < resume < len(tokens):
+            raise SessionError(f"the session resumes after {resume} of {len(tokens)} tokens: export it again")
+        if resume >= self._max_model_len:
+            raise CapacityError(
+                f"the session has {format_count(resume)} tokens, and requests of this engine at most "
+                f"{format_count(self._max_model_len)}: raise max_model_len"
+            )
+        firsts = dict[int, int]()
+        for layer in layers:
+            for part, view in layer.parts.items():
+                name = f"{layer.name}.{part}"
+                first = described[name]["first_token"]
+                if type(first) is not int or not 0 <= first <= resume or firsts.setdefault(layer.group, first) != first:
+                    raise SessionError(f"tensor {name!r} of the session begins at token {first}: export it again")
+                shape = tuple(view.shape[1:]) if layer.is_state else (resume - first, *view.shape[2:])
+                if tuple(tensors[name].shape) != shape or tensors[name].dtype != view.dtype:
+                    raise SessionError(
+                        f"tensor {name!r} of the session is {tensors[name].dtype} of {tuple(tensors[name].shape)}, and "
+                        f"this engine needs {view.dtype} of {shape}: import it into an engine of the same model"
+                    )
+        return resume, encode(self._loaded, tokens.tolist(), what="session")
+
+
+def weights_sum(model: PreTrainedModel) -> str:
+    """Return a SHA-256 over the weights of a model. O(weights * 1024).
+
+    It covers the name, shape and dtype of each weight, and 1024 elements of it, evenly spaced; all of a smaller one. So
+    another model and another fine-tuning are found, but not a change of a few other elements.
+
+    Args:
+        model: the model.
+    """
+    made = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        flat = weight.detach().reshape(-1)
+        step = max(1, -(-flat.numel() // _SAMPLED))
+        made.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
+        made.update(_bytes(flat[::step]))
+    return made.hexdigest()
+
+
+def _config_sum(model: PreTrainedModel) -> str:
+    """Return a SHA-256 over the config of a model, without the fields that say how it was loaded."""
+
+    def kept(value: object) -> object:
+        if isinstance(value, Mapping):
+            own = {str(name): of for name, of in value.items()}
+            return {name: kept(of) for name, of in own.items() if not name.startswith("_") and name not in _OWN_FIELDS}
+        return [kept(one) for one in value] if isinstance(value, list | tuple) else value
+
+    said = json.dumps(kept(model.config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _manifest(metadata: Mapping[str, str] | None, key: bytes | None) -> dict[str, Any]:
+    """Return the manifest of a file after checking its sum and signature."""
+    found = dict(metadata or {})
+    text, said, signed = found.pop(_MANIFEST, None), found.pop(_SUM, None), found.pop(_HMAC, None)
+    if text is None or said is None or found:
+        raise SessionError("the file has no manifest of a session, or another one: export the session again")
+    if not hmac.compare_digest(hashlib.sha256(text.encode()).hexdigest().encode(), said.encode()):
+        raise SessionError("the manifest of the session is damaged: copy the file again, or export it again")
+    if (key is None) != (signed is None):
+        raise SessionError(
+            "the session is signed: give its key" if key is None else "the session is not signed: leave the key out"
+        )
+    if key is not None and not hmac.compare_digest(_signature(key, text).encode(), str(signed).encode()):
+        raise SessionError("the session is signed with another key, or was changed: give the key of its export")
+    try:
+        manifest = json.loads(text)
+    except ValueError as error:
+        raise SessionError(f"the manifest of the session is no JSON: export the session again ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        made = manifest.get("library") if isinstance(manifest, dict) else None
+        raise SchemaError(
+            f"the session has another format than {FORMAT}: import it with hybridkv {shown(made)}, which made it"
+        )
+    tensors, salt = manifest.get("tensors"), manifest.get("cache_salt")
+    if (
+        not isinstance(tensors, dict)
+        or not all(isinstance(one, dict) for one in tensors.values())
+        or type(manifest.get("resume_tokens")) is not int
+        or not (salt is None or (isinstance(salt, str) and salt))
+    ):
+        raise SessionError("the manifest of the session lacks a field: export the session again")
+    return manifest
+
+
+def checked_key(key: bytes | None) -> bytes | None:
+    """Return ``key``. Raises ConfigError unless it is None, or bytes and not empty."""
+    if key is not None and not instance("key", key, bytes):
+        raise ConfigError("key must not be empty: give secret bytes, or None for a file that is not signed")
+    return key
+
+
+def _signature(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _part_names(spec: KVCacheSpec, parts: int) -> tuple[str, ...]:
+    """Return the names in files of the parts of a layer's page, in order."""
+    if spec.keeps is Keeps.STATE:
+        return tuple(f"state.{number}" for number in range(parts))
+    quantized = isinstance(spec, AttentionSpec) and spec.quantization is not None
+    names = {
+        (1, False): ("latent",),
+        (2, False): ("keys", "values"),
+        (2, True): ("scales", "codes"),
+        (4, True): ("key_scales", "value_scales", "key_codes", "value_codes"),
+    }
+    return names[parts, quantized]
+
+
+def _bits(view: torch.Tensor) -> torch.Tensor:
+    """Return bytes in place of elements: every dtype can be indexed, and keeps every bit."""
+    return view.view(torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return _bits(tensor.contiguous().reshape(-1)).cpu().numpy().tobytes()
+
+
+def _sum_of(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor: dtype, shape and bytes."""
+    made = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    made.update(_bits(tensor.contiguous().reshape(-1)).numpy().data)
+    return made.hexdigest()
