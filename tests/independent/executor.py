@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import numpy as np
 from content import Digests, Story, demand, digest
@@ -28,6 +29,9 @@ from hybridkv.specs import (
     SlidingWindowSpec,
 )
 from hybridkv.step import Copy, Csr, NewRow, Step, StepResult
+
+if TYPE_CHECKING:
+    from host_memory import HostMemory  # which builds on Arena
 
 Bytes = NDArray[np.uint8]
 Places = NDArray[np.int64]
@@ -147,21 +151,22 @@ class Arena:
 
     def copy(self, group: int, source: int, target: int) -> None:
         """All of one block to another, on every rank."""
-        places = self._block_places(group, target)
-        self._bytes[places] = self._bytes[self._block_places(group, source)]
+        places = self.block_places(group, target)
+        self._bytes[places] = self._bytes[self.block_places(group, source)]
         self._written.append(places)
 
     def clear(self, group: int, block: int) -> None:
         """Zeros."""
-        places = self._block_places(group, block)
+        places = self.block_places(group, block)
         self._bytes[places] = 0
         self._written.append(places)
 
     def snapshot(self, group: int, block: int) -> bytes:
         """What a block holds."""
-        return self._bytes[self._block_places(group, block)].tobytes()
+        return self._bytes[self.block_places(group, block)].tobytes()
 
-    def _block_places(self, group: int, block: int) -> Places:
+    def block_places(self, group: int, block: int) -> Places:
+        """Bytes of a block, on every rank."""
         if self.config.slabs is not None:
             size = self.config.slabs.class_of(group).block_bytes
             own = np.arange(block * size, (block + 1) * size)
@@ -172,7 +177,15 @@ class Arena:
         places: Places = (own + np.arange(self.ranks)[:, None] * self.config.arena_bytes).reshape(-1)
         return places
 
+    def put(self, places: Places, content: Bytes) -> None:
+        """Bytes there."""
+        self._bytes[places] = content
+
     # -- failures
+
+    def note_written(self, places: Places) -> None:
+        """Something is written there."""
+        self._written.append(places)
 
     def take_written(self) -> list[Places]:
         """Where anything was written since the last call."""
@@ -233,13 +246,20 @@ class Executor:
     """Executes Steps in order. counts: how often what happened, row-steps among them."""
 
     def __init__(
-        self, arena: Arena, cache: KVCacheManager, limits: RequestLimits, stories: dict[str, Story], *, segments: bool
+        self,
+        arena: Arena,
+        cache: KVCacheManager,
+        limits: RequestLimits,
+        stories: dict[str, Story],
+        *,
+        segments: bool,
+        host: HostMemory | None = None,
     ) -> None:
         self.arena, self.stories, self.segments = arena, stories, segments
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter() if host is None else host.counts
         self.rows: dict[int, Row] = {}
         self.last = -1
-        self.written: dict[int, list[Places]] = {}
+        self.written: dict[int, list[tuple[Arena, list[Places]]]] = {}
         self._groups = arena.config.groups
         self._widths = [group.spec.max_row_blocks(limits) for group in self._groups]
         self._states = [g for g, group in enumerate(self._groups) if group.spec.keeps is Keeps.STATE]
@@ -250,6 +270,8 @@ class Executor:
         self._raw = [one for one in self._attention if one.rate == 1]
         self._rings = [one for one in arena.layers if one.spec.keeps is Keeps.RING]
         self._sinks = self._fill_sinks(cache)
+        self._host = host
+        self._arenas = (arena,) if host is None else (arena, host.arena)
 
     # -- what the caller may ask and tell
 
@@ -260,7 +282,8 @@ class Executor:
 
     def spoil(self, step_id: int) -> None:
         """What ``step_id``, which failed, wrote is rubbish."""
-        self.arena.spoil(self.written[step_id])
+        for arena, written in self.written[step_id]:
+            arena.spoil(written)
 
     def audit(self) -> None:
         """Everything that live rows, and sinks, still need is there."""
@@ -276,15 +299,21 @@ class Executor:
         """The result of ``step``. DifferenceError for whatever is not as documented."""
         what = f"step {step.id}"
         demand(step.after <= self.last < step.id, f"{what} is after {step.after}, the last one was {self.last}")
-        self.arena.take_written()
+        for arena in self._arenas:
+            arena.take_written()
         self._apply_tables(step, what)
         runs = self._runs(step, what)
+        demand(self._host or not len(step.stores) + len(step.loads), f"{what} has transfers, and nobody has a tier")
+        if self._host is not None:
+            self._host.start(step, what)
         moves = self._leading_moves(step.copies, what)
         self._copy(step.copies[:moves], what)
         for group, block in step.zero.tolist():
             self.arena.check_ids(group, np.array([block]), f"{what} zeroes")
             self.arena.clear(group, block)
         self._copy([copy for copy in step.copies[moves:] if copy.stage == "before"], what)
+        if self._host is not None:
+            self._host.load(step, what)
         self._encode(step.new_rows, what)
         self._read_states(step, runs, what)
         self._read_kept(step, runs)
@@ -293,9 +322,10 @@ class Executor:
         self._copy([copy for copy in step.copies if copy.stage == "after"], what)
         sampled = [self._sample(run) for run in runs]
         self.last = step.id
-        self.written[step.id] = self.arena.take_written()
+        self.written[step.id] = [(arena, arena.take_written()) for arena in self._arenas]
         self._count(step, runs)
-        return StepResult(step.id, Csr.from_lists(sampled), np.array([len(one) for one in sampled], np.int32))
+        result = StepResult(step.id, Csr.from_lists(sampled), np.array([len(one) for one in sampled], np.int32))
+        return result if self._host is None else self._host.report(step, result)
 
     def _apply_tables(self, step: Step, what: str) -> None:
         for number in step.finished_rows.tolist():

@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from content import DifferenceError, Story, demand
 from executor import Arena, Executor
+from host_memory import HostMemory
 from worlds import VOCAB, Writer, random_world
 
 from hybridkv.eviction import LRU
 from hybridkv.request import Request
 from hybridkv.schedule import Finished, FinishReason
-from hybridkv.step import Step, StepResult
+from hybridkv.step import Step, StepResult, TierCopies
 
 Tamper = Callable[[Step, random.Random], Step]
 """Returns the Step that the worker gets in place of the scheduler's."""
@@ -24,18 +26,31 @@ class History:
     """One world, and what happens in it. counts: what happened, and how often."""
 
     def __init__(
-        self, seed: int, tamper: Tamper | None = None, eviction: str = LRU.name, family: str | None = None
+        self,
+        seed: int,
+        tamper: Tamper | None = None,
+        eviction: str = LRU.name,
+        family: str | None = None,
+        *,
+        tiered: bool = False,
     ) -> None:
         self._rng = random.Random(seed)
-        self.world = random_world(self._rng, eviction, family)
+        self.world = random_world(self._rng, eviction, family, tiered=tiered)
         self._tamper = tamper
         self._scheduler = self.world.scheduler
         self._stories: dict[str, Story] = {}
         self._writer = Writer(self._rng, self.world)
         ranks = self.world.plan.limits.cp
-        arena = Arena(self.world.plan.config, ranks, self.world.interleave, np.random.default_rng(seed))
+        chance = np.random.default_rng(seed)
+        arena = Arena(self.world.plan.config, ranks, self.world.interleave, chance)
+        tier = self.world.tier
         self._executor = Executor(
-            arena, self.world.cache, self.world.plan.limits, self._stories, segments=self._scheduler.limits.segments
+            arena,
+            self.world.cache,
+            self.world.plan.limits,
+            self._stories,
+            segments=self._scheduler.limits.segments,
+            host=None if tier is None else HostMemory(arena, tier.host.config, chance),
         )
         self._flights: deque[tuple[Step, StepResult | None, bytes]] = deque()
         self._ended: set[str] = set()
@@ -70,6 +85,8 @@ class History:
         )
         counts[f"layout {self.world.plan.layout}"] += 1
         counts["layout packed"] += self.world.plan.config.packed_block_bytes is not None
+        if self.world.tier is not None:
+            counts["tokens loaded"] += self.world.tier.statistics().loaded_tokens
         counts["context parallel worlds"] += self.world.plan.limits.cp > 1
 
     # -- what callers do
@@ -148,7 +165,7 @@ class History:
         if result is None:
             result = self._executor.execute(step)
         if not self._scheduler.limits.num_speculative_tokens:
-            result = StepResult(result.id, result.sampled)
+            result = replace(result, num_accepted=None)
         self._flights.popleft()
         outcome = self._scheduler.update(result)
         self._take(outcome.finished)
@@ -194,18 +211,26 @@ class History:
 def _fingerprint(step: Step) -> bytes:
     """Every array of a Step: it owns them, so nobody changes them."""
     arrays = (step.rows, step.num_computed, step.num_scheduled, step.samples, step.token_ids.values, step.drafts.values)
+    away = [getattr(copies, name) for copies in (step.stores, step.loads) for name in TierCopies.__slots__]
     more = (step.cells.row, step.cells.column, step.cells.block, step.zero, step.state_read, step.state_writes)
-    return b"|".join(array.tobytes() for array in arrays + more)
+    return b"|".join(array.tobytes() for array in (*arrays, *more, *away))
 
 
 def play(
-    seed: int, tamper: Tamper | None = None, steps: int = 120, eviction: str = LRU.name, family: str | None = None
+    seed: int,
+    tamper: Tamper | None = None,
+    steps: int = 120,
+    eviction: str = LRU.name,
+    family: str | None = None,
+    *,
+    tiered: bool = False,
 ) -> Counter[str]:
     """One history from ``seed``; what happened in it. DifferenceError names the seed and the world.
 
-    eviction: what is given up next, in worlds of the natural layout. family: of the model, None for any.
+    eviction: what is given up next, in worlds of the natural layout. family: of the model, None for any. tiered: with
+    host memory below the device's.
     """
-    history = History(seed, tamper, eviction, family)
+    history = History(seed, tamper, eviction, family, tiered=tiered)
     try:
         history.play(steps)
     except Exception as error:

@@ -18,7 +18,7 @@ from hybridkv.errors import CapacityError, ConfigError, UnsupportedModelError
 from hybridkv.eviction import LRU, eviction_named
 from hybridkv.extra_keys import EncoderInput, LoraAdapter, MultimodalItem
 from hybridkv.models import Layer, Model, read_model
-from hybridkv.planner import Plan, plan
+from hybridkv.planner import Plan, plan, tier_plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.spec_fields import SparseCacheRole
@@ -35,6 +35,7 @@ from hybridkv.specs import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from hybridkv.tiers import HostTier, TierLimits
 
 VOCAB = 30
 TENANTS = (None, "red", "blue")
@@ -183,28 +184,32 @@ def _compressed(rng: random.Random, block: int, drafts: int) -> Model:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a history runs in. options: in words, for the report of a difference."""
+    """What a history runs in. options: in words, for the report of a difference. tier: host memory, if there is any."""
 
     plan: Plan
     cache: KVCacheManager
     scheduler: Scheduler
     interleave: int
     options: str
+    tier: HostTier | None = None
 
 
-def random_world(rng: random.Random, eviction: str = LRU.name, family: str | None = None) -> World:
+def random_world(
+    rng: random.Random, eviction: str = LRU.name, family: str | None = None, *, tiered: bool = False
+) -> World:
     """A model, a plan that is tight, a cache and a scheduler. Draws again what the library refuses by name.
 
-    family: of the model, of which "compressed" is drawn on request alone; None for any other.
+    family: of the model, of which "compressed" is drawn on request alone; None for any other. tiered: with host memory,
+    which only the natural layout can have.
     """
     while True:
         try:
-            return _world(rng, eviction, family)
+            return _world(rng, eviction, family, tiered=tiered)
         except (ConfigError, UnsupportedModelError):
             continue
 
 
-def _world(rng: random.Random, eviction: str, wanted: str | None) -> World:
+def _world(rng: random.Random, eviction: str, wanted: str | None, *, tiered: bool) -> World:
     block = rng.choice((2, 4, 4, 8, 16))
     drafts = rng.choice((0, 0, 1, 2, 3))
     families = _configs(rng)
@@ -213,7 +218,7 @@ def _world(rng: random.Random, eviction: str, wanted: str | None) -> World:
         model = (_mixture if family == "mixture" else _compressed)(rng, block, drafts)
     else:
         model = read_model(families[family], block_size=block, num_speculative_tokens=drafts)
-    layout = rng.choice(("natural", "natural", "reference"))
+    layout = "natural" if tiered else rng.choice(("natural", "natural", "reference"))
     names = ("align", "none") if layout == "reference" else ("ends", "ends", "align:8", "interval:5", "none")
     placement = rng.choice(names)
     limits = SchedulerLimits(
@@ -239,7 +244,7 @@ def _world(rng: random.Random, eviction: str, wanted: str | None) -> World:
     }
     if layout == "natural" and rng.random() < 0.3:
         plan_options["kernel_block_size"] = 2
-    plan = _tight_plan(rng, model, plan_options)
+    plan = _tight_plan(rng, model, plan_options, (1, 1.05, 1.3) if tiered else (1, 1.05, 1.3, 2, 4))
     world = ranks.get("dcp", 1) * ranks.get("pcp", 1)
     cache_options: dict[str, Any] = {
         "enable_caching": rng.random() < 0.95,
@@ -251,21 +256,40 @@ def _world(rng: random.Random, eviction: str, wanted: str | None) -> World:
         "partial_block_hits": rng.random() < 0.85,
     }
     ticks = iter(range(10**9))
+    of_both: dict[str, Any] = {"eviction": eviction_named(eviction), "clock": lambda: next(ticks) * 0.05}
     cache = cache_with(
         plan.config,
         plan.max_model_len,
         **cache_options,
+        **of_both,
         placement=placement_of(plan),
-        eviction=eviction_named(eviction),
-        clock=lambda: next(ticks) * 0.05,
+        log_resume_points=tiered,
     )
-    scheduler = Scheduler(cache, limits, clock=lambda: next(ticks) * 0.05)
+    tier = _tier(rng, plan, cache, cache_options, of_both) if tiered else None
+    scheduler = Scheduler(cache, limits, clock=lambda: next(ticks) * 0.05, tier=tier)
     interleave = rng.choice([size for size in (1, 2, 4) if block % size == 0]) if world > 1 else 1
-    return World(plan, cache, scheduler, interleave, f"{family}, {plan_options}, {limits}, {cache_options}")
+    options = f"{family}, {plan_options}, {limits}, {cache_options}" + (f", {tier.limits}" if tier else "")
+    return World(plan, cache, scheduler, interleave, options, tier)
 
 
-def _tight_plan(rng: random.Random, model: Model, options: dict[str, Any]) -> Plan:
-    """Memory for one request, about, or for a few."""
+def _tier(
+    rng: random.Random, plan: Plan, cache: KVCacheManager, options: dict[str, Any], of_both: dict[str, Any]
+) -> HostTier:
+    """Host memory of a slab or of several times the device's, below ``cache``."""
+    slabs = plan.config.slabs
+    assert slabs is not None  # the layout is natural
+    config = tier_plan(
+        plan, slabs.slab_bytes * rng.choice((2, plan.config.num_blocks, 3 * plan.config.num_blocks))
+    ).config
+    ours = {name: options[name] for name in ("enable_caching", "use_eagle", "dcp_world_size", "pcp_world_size")}
+    host = cache_with(
+        config, plan.max_model_len, **ours, **of_both, hasher=cache.hasher, max_moved_bytes=options["max_moved_bytes"]
+    )
+    return HostTier(cache, host, TierLimits(rng.choice((1, 2, 8)), rng.choice((1, 4, 16))))
+
+
+def _tight_plan(rng: random.Random, model: Model, options: dict[str, Any], times: tuple[float, ...]) -> Plan:
+    """Memory for one request, about, or ``times`` as much."""
     # a reference plan is for one step in flight: each further one holds another state besides
     more = options["layout"] == "reference" and any(layer.spec.keeps is Keeps.STATE for layer in model.layers)
     memory = 2048.0
@@ -275,9 +299,7 @@ def _tight_plan(rng: random.Random, model: Model, options: dict[str, Any]) -> Pl
         except CapacityError:
             memory *= 1.2
         else:
-            return plan(
-                model, int(memory * (rng.choice((2, 4)) if more else rng.choice((1, 1.05, 1.3, 2, 4)))), **options
-            )
+            return plan(model, int(memory * (rng.choice((2, 4)) if more else rng.choice(times))), **options)
 
 
 @dataclass(slots=True)

@@ -252,7 +252,7 @@ def test_full_device_makes_room_and_others_go_on(name: str, running_rows: int, t
             running.step()
         session = running.import_(tmp_path / "a")
         running.add(turn, greedy(TOKENS), request_id="turn")
-        ended = {}
+        ended = dict[str, Completion]()
         while not running.idle:
             ended |= {one.request_id: one for one in running.step()}
         running.cache.check()
@@ -423,7 +423,7 @@ def test_wrong_key_is_rejected(signed: bytes | None, given: bytes | None, messag
 def test_invalid_arguments_are_rejected_by_name(tmp_path: Path) -> None:
     with engine("llama") as running:
         done = first_turn(running)
-        for call, error, message in (
+        calls: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
             (lambda: running.export("nobody", tmp_path / "a"), ConfigError, "no request 'nobody' runs"),
             (lambda: running.export(done, tmp_path / "a", key=b""), ConfigError, "key must not be empty"),
             (lambda: running.export(done, tmp_path / "a", key="text"), ConfigError, "key must be"),  # type: ignore[arg-type]
@@ -432,7 +432,8 @@ def test_invalid_arguments_are_rejected_by_name(tmp_path: Path) -> None:
             (lambda: running.export(done, tmp_path / "no" / "a"), OSError, "No such file"),
             (lambda: running.import_(tmp_path / "none"), OSError, "No such file"),
             (lambda: running.import_(tmp_path), OSError, "not a regular file|directory"),
-        ):
+        )
+        for call, error, message in calls:
             with pytest.raises(error, match=message):
                 call()
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from copy_support import CONFIGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,3 +176,45 @@ def test_host_tier_of_another_plan_is_rejected() -> None:
     for one, other in (("classes", "one class"), ("one size", "classes"), ("gaps", "one size")):
         with pytest.raises(ConfigError, match="the host tier has other groups or blocks than the device"):
             HostTierCopier(PagedStorage(CONFIGS[one]), TIERS[other])
+
+
+# -- what is reported, and when
+
+
+def test_host_tier_names_transfers_of_discarded_results_again() -> None:
+    """Steps 1 and 2 ran, and then counted as failed."""
+    _, tiers = pair("classes")
+    for number in range(3):
+        step = step_of([(number, 0, 2, 3)], [(10 + number, 0, 2, 4)], number)
+        assert tiers.execute(step) == ([number, 10 + number], [])
+    assert tiers.execute(replace(step_of([(3, 0, 2, 3)], number=3), after=0)) == ([1, 11, 2, 12, 3], [])
+    assert tiers.execute(step_of(number=4)) == ([], [])
+    assert tiers.execute(replace(step_of(number=5), after=2)) == ([1, 11, 2, 12, 3], [])
+
+
+def test_host_tier_reports_what_a_step_that_raised_did_not_begin_as_lost() -> None:
+    bytewise, tiers = pair("classes")
+    step = step_of([(1, 0, 2, 3)], [(2, 0, 2, 4)], 0)
+    tiers.tier.check(step)
+    tiers.tier.begin(step)  # then something raises
+    with pytest.raises(WorkerError, match="transfer 2 has begun in an earlier Step and not ended"):
+        tiers.execute(step_of(loads=[(2, 0, 2, 4)], number=1))
+    assert tiers.execute(replace(step_of(number=1), after=-1)) == ([1], [2])
+    bytewise.apply(replace(step, loads=NO_TIER_COPIES))
+    tiers.require_equal(bytewise)
+
+
+def test_host_tier_reports_a_copy_that_raises_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tiers = pair("classes")
+    copy = torch.Tensor.copy_
+
+    at = tiers.tier.arena.data_ptr() + 6 * TIERS["classes"].block_bytes_of(0)
+
+    def failing(self: torch.Tensor, read: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+        if self.data_ptr() == at:
+            raise RuntimeError("the device is gone")
+        return copy(self, read, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", failing)
+    step = step_of([(1, 0, 2, 3), (2, 0, 3, 6), (2, 0, 4, 2), (3, 0, 4, 5)], number=0)
+    assert tiers.execute(step) == ([1, 3], [2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from copy_support import ATTENTION, STATE, Bytes, copy_one, ids_of, spans
 
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import FullAttentionSpec, MambaSpec
-from hybridkv.step import Copy, Step, TierCopies
+from hybridkv.step import Copy, Csr, Step, TierCopies
 from hybridkv.testing.configs import model_config, natural_model_config
 from hybridkv.worker import TORCH, BlockCopier, CopyKernels, HostTierCopier, PagedStorage
 from small_steps import small_step
@@ -26,10 +26,14 @@ TIERS = {
 
 LARGE = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=64, dtype="bfloat16")
 LARGE_STATE = MambaSpec(block_size=16, shapes=((64, 3), (64, 128)), dtypes=("bfloat16", "float32"), cache_mode="align")
-LARGE_CONFIGS = {
-    "reference": tuple(model_config(n, (LARGE, LARGE_STATE), layers_per_group=4) for n in (120, 200)),
-    "natural": tuple(
-        natural_model_config(n, (LARGE, LARGE_STATE, LARGE), (2, 1, 4), layers_per_group=4) for n in (60, 90)
+LARGE_CONFIGS: dict[str, tuple[KVCacheConfig, KVCacheConfig]] = {
+    "reference": (
+        model_config(120, (LARGE, LARGE_STATE), layers_per_group=4),
+        model_config(200, (LARGE, LARGE_STATE), layers_per_group=4),
+    ),
+    "natural": (
+        natural_model_config(60, (LARGE, LARGE_STATE, LARGE), (2, 1, 4), layers_per_group=4),
+        natural_model_config(90, (LARGE, LARGE_STATE, LARGE), (2, 1, 4), layers_per_group=4),
     ),
 }
 """(device, tier) for a GPU: blocks of 64 KiB and more."""
@@ -56,6 +60,18 @@ def put(arena: Bytes, config: KVCacheConfig, group: int, block: int, held: list[
         arena[first : first + size] = part
 
 
+def change(arena: Bytes, config: KVCacheConfig, step: Step) -> None:
+    """Moves, zeroing and copies of a Step, on the device."""
+    for copy in step.copies:
+        if copy.kind == "move":
+            copy_one(arena, config, copy)
+    for group, block in step.zero.tolist():
+        put(arena, config, group, block, [part * 0 for part in block_of(arena, config, group, block)])
+    for copy in step.copies:
+        if copy.kind != "move":
+            copy_one(arena, config, copy)
+
+
 class Bytewise:
     """Both arenas, random at first. ``apply`` does to them what docs/contracts.md, 10 says that a Step does."""
 
@@ -71,20 +87,9 @@ class Bytewise:
             copy_one(self.host, self.tier, copy)
         for (group, _, to), held in zip(listed(step.stores), stores, strict=True):
             put(self.host, self.tier, group, to, held)
-        for copy in step.copies:
-            if copy.kind == "move":
-                copy_one(self.device, self.config, copy)
-        for group, block in step.zero.tolist():
-            put(self.device, self.config, group, block, [part * 0 for part in self.block(group, block)])
-        for copy in step.copies:
-            if copy.kind != "move":
-                copy_one(self.device, self.config, copy)
+        change(self.device, self.config, step)
         for group, source, to in listed(step.loads):
             put(self.device, self.config, group, to, block_of(self.host, self.tier, group, source))
-
-    def block(self, group: int, block: int) -> list[Bytes]:
-        """What a block of the device holds."""
-        return block_of(self.device, self.config, group, block)
 
 
 class Tiers:
@@ -98,6 +103,7 @@ class Tiers:
         self.copier = BlockCopier(self.storage, kernels=kernels)
         self.tier = HostTierCopier(self.storage, bytewise.tier, staging_bytes=staging_bytes)
         self.tier.arena.copy_(torch.from_numpy(bytewise.host))
+        self.forward: Callable[[], None] = lambda: None
 
     def execute(self, step: Step) -> tuple[list[int], list[int]]:
         """Arrived and lost transfers."""
@@ -106,6 +112,7 @@ class Tiers:
         self.tier.begin(step)
         self.copier.execute_before(step)
         self.tier.load(step)
+        self.forward()
         arrived, lost = self.tier.finish(step)
         assert arrived.dtype == lost.dtype == np.int32
         return arrived.tolist(), lost.tolist()
@@ -121,8 +128,16 @@ class Tiers:
         return held
 
     def require_equal(self, bytewise: Bytewise) -> None:
+        self.tier._lane.settle()
         np.testing.assert_array_equal(self.device, bytewise.device)
         np.testing.assert_array_equal(self.host, bytewise.host)
+
+
+Spans = list[tuple[int, int]]
+
+
+def touch(some: Spans, others: Spans) -> bool:
+    return any(a < b + other and b < a + size for a, size in some for b, other in others)
 
 
 def random_step(
@@ -131,49 +146,87 @@ def random_step(
     tier: KVCacheConfig,
     rng: np.random.Generator,
     *,
-    busy: frozenset[tuple[int, int]] = frozenset(),
+    busy: Spans = [],  # noqa: B006  # never changed
     most: int = 8,
 ) -> Step:
-    """Moves, zeroing, copies and transfers. busy: (group, block) of the device that the Step leaves alone.
+    """Moves, zeroing, copies and transfers. busy: bytes of the device that the Step leaves alone.
 
     Transfers have numbers from 100 * ``number`` on: even ones store, odd ones load.
     """
-    groups = range(len(config.groups))
 
-    def some(of: KVCacheConfig, but: frozenset[tuple[int, int]] = frozenset()) -> tuple[int, int]:
-        while True:
-            group = int(rng.choice(groups))
-            block = int(rng.choice(ids_of(of, group)))
-            if (group, block) not in but:
-                return group, block
+    free = {
+        (of is tier, group): [one for one in ids_of(of, group) if of is tier or not touch(spans(of, group, one), busy)]
+        for of in (config, tier)
+        for group in range(len(config.groups))
+    }
+    usable = [group for group in range(len(config.groups)) if free[False, group]]
 
-    def copy(of: KVCacheConfig, kind: str, but: frozenset[tuple[int, int]] = frozenset()) -> Copy:
-        group, to = some(of, but)
-        return Copy("before", group, int(rng.choice(ids_of(of, group))), to, kind)
+    def any_group() -> int:
+        return int(rng.choice(usable))
 
-    def transfers(source: KVCacheConfig, to: KVCacheConfig, but: frozenset[tuple[int, int]], odd: int) -> list[Copied]:
+    def some(of: KVCacheConfig, group: int) -> int:
+        return int(rng.choice(free[of is tier, group]))
+
+    def copy(of: KVCacheConfig, kind: str) -> Copy:
+        group = any_group()
+        return Copy("before", group, some(of, group), some(of, group), kind)
+
+    def transfers(source: KVCacheConfig, to: KVCacheConfig, odd: int) -> list[Copied]:
         taken, made, transfer = list[tuple[int, int]](), list[Copied](), 100 * number + odd
         for _ in range(rng.integers(0, most)):
-            group, block = some(to, but)
+            group = any_group()
+            block = some(to, group)
             here = spans(to, group, block)
-            if any(a < b + size and b < a + other for a, other in here for b, size in taken):
+            if touch(here, taken):
                 continue
             taken += here
-            made.append((transfer, group, int(rng.choice(ids_of(source, group))), block))
+            made.append((transfer, group, some(source, group), block))
             transfer += 2 * int(rng.random() < 0.4)
         return made
 
-    moves = [copy(config, "move", busy) for _ in range(rng.integers(0, 3))]
-    others = [copy(config, str(rng.choice(["block", "state"])), busy) for _ in range(rng.integers(0, 4))]
-    zero = [some(config, busy) for _ in range(rng.integers(0, 3))]
+    if not usable:
+        return small_step(number)
+    moves = [copy(config, "move") for _ in range(rng.integers(0, 3))]
+    others = [copy(config, str(rng.choice(["block", "state"]))) for _ in range(rng.integers(0, 4))]
+    zero = [(group, some(config, group)) for group in (any_group() for _ in range(rng.integers(0, 3)))]
     return replace(
         small_step(number),
         zero=np.array(zero, np.int32).reshape(-1, 2),
         copies=(*moves, *others),
-        stores=copies_of(transfers(config, tier, frozenset(), 0)),
+        stores=copies_of(transfers(config, tier, 0)),
         tier_copies=tuple(copy(tier, str(rng.choice(["move", "block"]))) for _ in range(rng.integers(0, 4))),
-        loads=copies_of(transfers(tier, config, busy, 1)),
+        loads=copies_of(transfers(tier, config, 1)),
     )
+
+
+def run_random_steps(tiers: Tiers, bytewise: Bytewise, seed: int, steps: int) -> int:
+    """Run random Steps, then empty ones until all is reported; return the Steps whose transfers all ended late.
+
+    Both arenas must equal the loop's then. No Step touches a block of the device before its load is reported; on the
+    host, stores and copies may at once use what earlier transfers read and write, because these are in order.
+    """
+    rng, loading, outstanding = np.random.default_rng(seed), dict[int, Spans](), set[int]()
+    late, number = 0, 0
+    while number < steps or outstanding:
+        busy = [span for some in loading.values() for span in some]
+        if number < steps:
+            step = random_step(number, bytewise.config, bytewise.tier, rng, busy=busy)
+            step = replace(step, token_ids=Csr.from_lists([[1]]))  # else it would wait
+        else:
+            step = small_step(number)
+        bytewise.apply(step)
+        outstanding |= {*transfers_of(step)}
+        for transfer, (group, _, to) in zip(step.loads.transfer.tolist(), listed(step.loads), strict=True):
+            loading.setdefault(transfer, []).extend(spans(bytewise.config, group, to))
+        arrived, lost = tiers.execute(step)
+        assert (lost, len({*arrived}), {*arrived} <= outstanding) == ([], len(arrived), True)
+        assert number < steps or arrived  # an empty Step waits
+        late += bool(transfers_of(step)) and not arrived
+        outstanding -= {*arrived}
+        loading = {transfer: some for transfer, some in loading.items() if transfer not in arrived}
+        number += 1
+    tiers.require_equal(bytewise)
+    return late
 
 
 def transfers_of(step: Step) -> list[int]:

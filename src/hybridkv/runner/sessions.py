@@ -22,6 +22,7 @@ import hmac
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -32,7 +33,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from transformers import PreTrainedModel
 
-import hybridkv
 from hybridkv.arguments import instance
 from hybridkv.cache import KVCacheBlocks, KVCacheManager, Refusal, SlotPlan
 from hybridkv.errors import CacheError, CapacityError, ConfigError, SchemaError, SessionError, UnsupportedModelError
@@ -150,7 +150,7 @@ class SessionFiles:
                 described[f"{layer.name}.{part}"] = 0 if layer.is_state else of.first
         manifest = {
             "format": FORMAT,
-            "library": hybridkv.__version__,
+            "library": version("hybridkv"),
             **self._identity(),
             "layout": "natural",
             "block_sizes": [group.spec.block_size for group in self._cache.config.groups],

@@ -10,7 +10,8 @@ In a FakeWorker the keys and values of a token, and a recurrent state, are a dig
 
 from hybridkv.testing.configs import attention_config, model_config, natural_model_config
 from hybridkv.testing.event_follower import DifferenceError, EventFollower
-from hybridkv.testing.fake_worker import ContentError, FakeWorker, digest_model
+from hybridkv.testing.fake_tier import ContentError, TierFaults
+from hybridkv.testing.fake_worker import FakeWorker, digest_model
 from hybridkv.testing.model import DigestModel
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "DigestModel",
     "EventFollower",
     "FakeWorker",
+    "TierFaults",
     "attention_config",
     "digest_model",
     "model_config",

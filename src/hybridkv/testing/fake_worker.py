@@ -21,7 +21,7 @@ Moves and copies carry bytes of any content. The sampled token is a function of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from random import Random
 
@@ -40,6 +40,7 @@ from hybridkv.specs import (
     SlidingWindowSpec,
 )
 from hybridkv.step import Copy, Csr, EncoderRead, NewRow, Step, StepResult
+from hybridkv.testing.fake_tier import ContentError, FakeTier, TierFaults
 from hybridkv.testing.model import DIGEST_BYTES, ZERO_STATE, DigestModel, Prefix
 from hybridkv.units import ceil_div
 
@@ -172,10 +173,6 @@ def _layer(name: str, group: int, spec: KVCacheSpec, tensor: KVCacheTensor, part
     )
 
 
-class ContentError(Exception):
-    """A step read other content than the row's history, or does not fit the worker's tables."""
-
-
 @dataclass(slots=True)
 class WorkerRow:
     """The state of a row.
@@ -212,6 +209,8 @@ class FakeWorker:
         model: the model; its layers are the layers of ``config`` (see ``digest_model``).
         sharded: whether the worker is one of several context parallel ranks. A rank cannot see all tokens, so it checks
             rows, tokens and the order of steps, but no content.
+        tier: the config of the host tier; without it, Steps must have no transfers.
+        faults: which transfers of the tier fail or are late; none by default.
 
     Attributes:
         model: the model.
@@ -220,14 +219,24 @@ class FakeWorker:
         tokens_checked: tokens and compressed states compared with their row's history.
         states_checked: states compared with their row's history.
         encoders_run: runs of an encoder.
+        tier: the host tier; ``None`` without one.
 
     Raises:
-        ConfigError: a page is too small for one digest of 8 bytes for each token.
+        ConfigError: a page is too small for one digest of 8 bytes for each token, or the tier has other groups.
     """
 
-    def __init__(self, config: KVCacheConfig, model: DigestModel, *, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        model: DigestModel,
+        *,
+        sharded: bool = False,
+        tier: KVCacheConfig | None = None,
+        faults: TierFaults | None = None,
+    ) -> None:
         self.model = model
         self.storage = bytearray(Random(1).randbytes(config.arena_bytes))  # noqa: S311 - not zeros, which are a valid state
+        self.tier = None if tier is None else FakeTier(config, self.storage, tier, faults)
         self.last_applied = -1
         self.tokens_checked = 0
         self.states_checked = 0
@@ -267,10 +276,14 @@ class FakeWorker:
         self._apply(step)
         self.last_applied = step.id
         spans = [self._span(step, i) for i in range(len(step))]
+        self._begin_transfers(step)
         if not self._sharded:
             self._move(step)
             self._zero(step)
             self._copy(step, "before")
+        if self.tier is not None:
+            self.tier.load(step)
+        if not self._sharded:
             self._encode(step)
             self._check_encoded(step)
             self._check_states(step)
@@ -284,13 +297,17 @@ class FakeWorker:
         if not self._sharded:
             self._copy(step, "after")
         accepted = np.array([len(tokens) for tokens in sampled], np.int32) if len(step.drafts.values) else None
-        return StepResult(step.id, Csr.from_lists(sampled), accepted)
+        result = StepResult(step.id, Csr.from_lists(sampled), accepted)
+        if self.tier is None:
+            return result
+        arrived, lost = self.tier.finish()
+        return replace(result, arrived=arrived, lost=lost)
 
     def break_down(self, step: Step, random: Random) -> None:
         """Simulate a Step that fails halfway.
 
-        Either nothing happens, or the tables are updated, some of the copies are made, and the blocks that the Step
-        writes get random bytes.
+        Either nothing happens, or the tables are updated, some of the copies are made, transfers begin, and the blocks
+        that the Step writes get random bytes.
 
         Args:
             step: the Step.
@@ -299,10 +316,13 @@ class FakeWorker:
         if random.random() < 0.5:
             return
         self._apply(step)
+        self._begin_transfers(step)
         if self._sharded:
             return
         for copy in step.copies[: random.randint(0, len(step.copies))]:
             self._copy_one(copy)
+        if self.tier is not None:
+            self.tier.load(step)
         for new in step.new_rows:
             self._write_encoded(new, lambda *_: random.randbytes(DIGEST_BYTES))
         for layer in self._layers:
@@ -362,6 +382,12 @@ class FakeWorker:
         )
 
     # -- tables
+
+    def _begin_transfers(self, step: Step) -> None:
+        if self.tier is not None:
+            self.tier.begin(step)
+        elif len(step.stores) or step.tier_copies or len(step.loads):
+            raise ContentError(f"step {step.id} has transfers, but the worker has no host tier")
 
     def _apply(self, step: Step) -> None:
         """Update the tables: finished rows, new rows, then cells."""

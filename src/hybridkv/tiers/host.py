@@ -451,8 +451,9 @@ def _copies(route: _Route, held: Sequence[Int32], columns: Sequence[Int32]) -> I
     source, target = route.source.block_pool, route.target.block_pool
     parts = [np.empty((3, 0), np.int32)]
     for group, (ids, to, at) in enumerate(zip(route.blocks(), held, columns, strict=True)):
-        if len(at) and (at[-1] >= len(to) or not to[at].all()):
+        if len(at) and at[-1] >= len(to):
             raise CacheError(f"group {group} of a transfer has no blocks for columns {at.tolist()} of {to.tolist()}")
+        at = at[to[at] != 0]  # a window of 1 proves its prefix by a block that no later token reads
         read, write = source.local(group, ids[at]), target.local(group, to[at])
         parts.append(np.stack((np.full(len(at), group, np.int32), read, write)).astype(np.int32))
     return np.concatenate(parts, axis=1)

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 
+_MOST_IN_FLIGHT: Final = 1 << 10
+"""Steps after which a result has arrived or never will: more than a scheduler has in flight."""
 _STAGING_BYTES: Final = 256 << 20
 """Device memory for gathered stores, chosen by hand: some blocks of states, and little beside a model."""
 
@@ -58,6 +60,15 @@ class _Transfer:
 
     number: int
     parts: tuple[_Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """Transfers that ended, as the result of Step ``id`` named them."""
+
+    id: int
+    arrived: list[int]
+    lost: list[int]
 
 
 class _Lane(Protocol):
@@ -117,8 +128,10 @@ class HostTierCopier:
             if storage.arena.device.type == "cuda"
             else _InPlace(self._device, self._host)
         )
-        self._outstanding, self._lost = set[int](), list[int]()
-        self._unissued, self._runs = list[_Transfer](), False  # of the Step between begin and finish
+        self._outstanding = set[int]()
+        self._unissued = list[_Transfer]()  # of the Step between begin and finish
+        self._arrived, self._lost = list[int](), list[int]()  # to be reported
+        self._last_id, self._reports = -1, deque[_Report]()
 
     def check(self, step: Step) -> None:
         """Check the transfers of a Step. O(n log n) for n copies.
@@ -145,15 +158,20 @@ class HostTierCopier:
     def begin(self, step: Step) -> None:
         """Run the stores of a Step and its copies within the tier, before the Step changes any block of the device.
 
-        After a Step that raised, this waits first until no transfer reads or writes any more. O(bytes copied).
+        O(bytes copied). If Steps that ran here count as failed, this waits first until no transfer reads or writes any
+        more, because their blocks may have another use by now. Results of such Steps never arrived, so what they
+        reported is reported again.
 
         Args:
             step: the Step, checked.
         """
-        if self._runs:
+        if step.after < self._last_id:
             self._lane.settle()
-            self._lost += [one.number for one in self._unissued]
-        self._runs, self._unissued = True, []
+        while self._reports and self._reports[-1].id > step.after:
+            report = self._reports.pop()
+            self._arrived, self._lost = [*report.arrived, *self._arrived], [*report.lost, *self._lost]
+        self._lost += [one.number for one in self._unissued]
+        self._last_id, self._unissued = step.id, []
         if not (len(step.stores) or step.tier_copies or len(step.loads)):
             return
         stores, copies, loads = self._checked(step)
@@ -183,13 +201,16 @@ class HostTierCopier:
         Returns:
             int32 each, in the order in which they began.
         """
-        self._runs = False
-        lost, self._lost = self._lost, []
-        ended = self._lane.ended(wait=not step.num_tokens and not lost)
-        arrived = [number for number, whole in ended if whole]
-        lost += [number for number, whole in ended if not whole]
-        self._outstanding.difference_update(arrived, lost)
-        return np.array(arrived, np.int32), np.array(lost, np.int32)
+        for number, whole in self._lane.ended(wait=not (step.num_tokens or self._arrived or self._lost)):
+            (self._arrived if whole else self._lost).append(number)
+        report = _Report(step.id, self._arrived, self._lost)
+        self._arrived, self._lost = [], []
+        if report.arrived or report.lost:
+            self._outstanding.difference_update(report.arrived, report.lost)
+            self._reports.append(report)
+        while self._reports and self._reports[0].id <= step.id - _MOST_IN_FLIGHT:
+            self._reports.popleft()
+        return np.array(report.arrived, np.int32), np.array(report.lost, np.int32)
 
     def _checked(self, step: Step) -> tuple[list[_Transfer], Int64, list[_Transfer]]:
         """Return the stores, the copies within the tier as int64[n, 3], and the loads."""

@@ -18,9 +18,9 @@ from hybridkv.request import Hasher, Request, SamplingParams
 from hybridkv.schedule import FinishReason, Scheduler, SchedulerLimits
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Step, StepResult
+from hybridkv.testing import ContentError, FakeWorker, digest_model
 from hybridkv.testing.configs import full_spec, model_config, natural_model_config
 from hybridkv.testing.event_follower import DifferenceError, EventFollower, same
-from hybridkv.testing.fake_worker import ContentError, FakeWorker, digest_model
 from hybridkv.testing.model import Origin
 from oracles.cache import OracleCache, OracleRequest
 from oracles.comparison import Comparison, NaturalComparison
