@@ -288,7 +288,7 @@ class BlocksFile:
         Raises:
             OSError: Some of the records may be void.
         """
-        records = bytes(self._geometry.num_slots(0) * RECORD_BYTES)
+        records = bytes(self._geometry.num_slots[0] * RECORD_BYTES)
         self._write([memoryview(records)], self._geometry.record_offset(Place(size, slab, 0)))
         self._write([memoryview(self._table_entry(slab, size))], PAGE + slab * TABLE_ENTRY_BYTES)
 
@@ -328,7 +328,7 @@ class BlocksFile:
 
     def _records(self, slab: int, size: int) -> Iterator[tuple[int, Entry | None]]:
         """Yield the slot and block of each record of a slab that is not void; ``None`` if it is damaged."""
-        slots = self._geometry.num_slots(size)
+        slots = self._geometry.num_slots[size]
         content = self._content(self._geometry.record_offset(Place(size, slab, 0)), slots * RECORD_BYTES)
         is_used = np.frombuffer(content, np.uint8).reshape(slots, RECORD_BYTES).any(axis=1)
         for slot in np.flatnonzero(is_used).tolist():

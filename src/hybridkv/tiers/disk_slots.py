@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cached_property
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -28,8 +28,11 @@ TABLE_ENTRY_BYTES: Final = 8
 ORDER_HEAD_BYTES: Final = 24
 ORDER_ENTRY_BYTES: Final = 8
 
-_LEAST_SLAB_BYTES: Final = MiB
-"""Smaller slabs make short runs of adjacent slots; at 1 MiB a read of a run is as fast as a longer one (0039)."""
+_SLAB_BYTES: Final = 16 * MiB
+"""Runs of adjacent slots end with their slab: slabs of 1 MiB are read 2.5 times as slowly from a disk (0039)."""
+
+_LEAST_SLABS: Final = 8
+"""Fewest slabs for each size: a size takes whole slabs from others."""
 
 _MOST_SLABS: Final = 1 << 14
 """More slabs of a large store cost memory and time when it is opened."""
@@ -46,7 +49,7 @@ class Place(NamedTuple):
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Geometry:
     """Sizes and offsets of a blocks file. Offsets and sizes are in bytes.
 
@@ -60,6 +63,11 @@ class Geometry:
     slab_bytes: int
     num_slabs: int
 
+    @cached_property
+    def num_slots(self) -> tuple[int, ...]:
+        """Number of slots in a slab, by size."""
+        return tuple(_num_slots(self.slab_bytes, size) for size in self.sizes)
+
     @property
     def order_offset(self) -> int:
         """Offset of the order of use, which follows the slab table."""
@@ -68,9 +76,9 @@ class Geometry:
     @property
     def order_bytes(self) -> int:
         """Bytes of the order of use: a head, and an entry for each slot."""
-        return round_up(ORDER_HEAD_BYTES + ORDER_ENTRY_BYTES * self.num_slabs * self.num_slots(0), PAGE)
+        return round_up(ORDER_HEAD_BYTES + ORDER_ENTRY_BYTES * self.num_slabs * self.num_slots[0], PAGE)
 
-    @property
+    @cached_property
     def slabs_offset(self) -> int:
         """Offset of the first slab."""
         return self.order_offset + self.order_bytes
@@ -80,10 +88,6 @@ class Geometry:
         """Bytes of the file."""
         return self.slabs_offset + self.num_slabs * self.slab_bytes
 
-    def num_slots(self, size: int) -> int:
-        """Return the number of slots in a slab of ``size``."""
-        return _num_slots(self.slab_bytes, self.sizes[size])
-
     def record_offset(self, place: Place) -> int:
         """Return the offset of the record of a slot."""
         return self.slabs_offset + place.slab * self.slab_bytes + place.slot * RECORD_BYTES
@@ -91,7 +95,7 @@ class Geometry:
     def block_offset(self, place: Place) -> int:
         """Return the offset of a slot. Slots end where their slab ends."""
         end = self.slabs_offset + (place.slab + 1) * self.slab_bytes
-        return end - (self.num_slots(place.size) - place.slot) * self.sizes[place.size]
+        return end - (self.num_slots[place.size] - place.slot) * self.sizes[place.size]
 
     def size_of(self, num_bytes: int) -> int:
         """Return the index of the smallest size whose slots hold ``num_bytes``.
@@ -107,7 +111,6 @@ class Geometry:
         return bisect_left(self.sizes, num_bytes)
 
 
-@cache
 def _num_slots(slab_bytes: int, slot_bytes: int) -> int:
     """Return how many slots fit a slab, with their records."""
     return slab_bytes // (slot_bytes + RECORD_BYTES)
@@ -131,11 +134,11 @@ def geometry_of(max_bytes: int, block_bytes: Sequence[int]) -> Geometry:
         ConfigError: The file cannot hold a slab for each size.
     """
     sizes = tuple(sorted({slot_bytes(one) for one in block_bytes}))
-    largest, limit = sizes[-1], max_bytes // (4 * len(sizes))
-    first = max(1, min(max(_LEAST_SLAB_BYTES, max_bytes // _MOST_SLABS), limit) // largest)
+    largest, limit = sizes[-1], max_bytes // (_LEAST_SLABS * len(sizes))
+    first = max(1, min(max(_SLAB_BYTES, max_bytes // _MOST_SLABS), limit) // largest)
     slabs = [round_up(n * (largest + RECORD_BYTES), PAGE) for n in range(first, first + 8)]
     fits = [one for one in slabs if one <= limit] or slabs[:1]
-    slab_bytes = min(fits, key=lambda one: (max(_waste(one, size) for size in sizes), one))
+    slab_bytes = min(fits, key=lambda one: (max(_waste(max_bytes, one, size) for size in sizes), one))
     of_each = slab_bytes + TABLE_ENTRY_BYTES + ORDER_ENTRY_BYTES * _num_slots(slab_bytes, sizes[0])
     geometry = Geometry(sizes, slab_bytes, max(0, max_bytes - PAGE) // of_each)
     while geometry.num_slabs and geometry.file_bytes > max_bytes:  # what is rounded up to pages
@@ -148,8 +151,9 @@ def geometry_of(max_bytes: int, block_bytes: Sequence[int]) -> Geometry:
     return geometry
 
 
-def _waste(slab_bytes: int, slot: int) -> float:
-    return 1 - _num_slots(slab_bytes, slot) * slot / slab_bytes
+def _waste(max_bytes: int, slab_bytes: int, slot_bytes: int) -> float:
+    """Return the share of ``max_bytes`` that is not in slots, if all slabs have slots of ``slot_bytes``."""
+    return 1 - max_bytes // slab_bytes * _num_slots(slab_bytes, slot_bytes) * slot_bytes / max_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -341,7 +345,7 @@ class Slots:
         """Fill in the free slots of a slab that has no writes in flight."""
         one = self._slabs[slab]
         self._empty.pop(slab, None)
-        one.free = [slot for slot in reversed(range(self.geometry.num_slots(one.size))) if slot not in one.live]
+        one.free = [slot for slot in reversed(range(self.geometry.num_slots[one.size])) if slot not in one.live]
         if one.free:
             self._with_room[one.size][slab] = None
 
@@ -428,7 +432,7 @@ class Slots:
             if number in self._empty:
                 broken = bool(slab.live or slab.in_flight)
             else:
-                slots = self.geometry.num_slots(slab.size)
+                slots = self.geometry.num_slots[slab.size]
                 broken = len({*slab.free} | {*slab.live}) + slab.in_flight != slots or (
                     bool(slab.free) != (number in self._with_room[slab.size])
                 )

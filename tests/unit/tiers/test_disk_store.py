@@ -349,6 +349,31 @@ def test_full_disk_drops_blocks_and_keeps_others(tmp_path: Path, monkeypatch: py
     store.close()
 
 
+def test_replaced_block_stays_replaced_if_its_record_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes blocks and records, but does not make others void. So the file has two records of the key."""
+    real = os.pwritev
+
+    def pwritev(file: int, buffers: list[memoryview], at: int) -> int:
+        if len(buffers) == 1 and bytes(buffers[0]) == bytes(128):
+            raise OSError(errno.EIO, "bad sector")
+        return real(file, buffers, at)
+
+    for version in range(4):
+        block = content(KEYS[0], version)
+        store = open_store(tmp_path)
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        assert put(store, {KEYS[0]: block}) == [True]
+        abandon(store)
+        with open_store(tmp_path) as after:
+            assert get(after, KEYS[0], len(block)) == block
+        monkeypatch.undo()
+    store = open_store(tmp_path)
+    store.remove([KEYS[0]])
+    abandon(store)
+    with open_store(tmp_path) as after:
+        assert len(after) == 0, "an older block is back"
+
+
 def test_no_room_for_the_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no disk store of .* can be opened in .*: give another folder, or less max"):
         open_store(tmp_path / "huge", 1 << 55)
@@ -526,6 +551,30 @@ def test_threads_never_read_other_bytes(tmp_path: Path, seed: int) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("is_back", [True, False])
+def test_block_that_is_evicted_while_it_is_read_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_back: bool
+) -> None:
+    """Its slot is written before it is read. If its key is put again meanwhile, the new block stays."""
+    with lone(tmp_path) as store:
+        put(store, page(0))
+        real = os.preadv
+
+        def preadv(file: int, buffers: list[memoryview], at: int) -> int:
+            monkeypatch.undo()
+            for number in range(1, 60):
+                put(store, page(number))
+            if is_back:
+                put(store, {b"0": bytes([99]) * 4096})
+            return real(file, buffers, at)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert get(store, b"0", 4096) is None
+        assert get(store, b"0", 4096) == (bytes([99]) * 4096 if is_back else None)
+        assert store.statistics().damaged == 0
+        store.check()
+
+
 def test_close_waits_for_a_call_of_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, real, begun, go_on = open_store(tmp_path), os.pwritev, threading.Event(), threading.Event()
     blocks = {KEYS[0]: content(KEYS[0], 0)}
@@ -560,11 +609,11 @@ def test_hundred_thousand_blocks_open_in_seconds(tmp_path: Path, capsys: pytest.
         assert all(store.put(keys, [block] * 2000))
     assert len(store) == count
     abandon(store)
-    begun = time.perf_counter()
+    begun, processor = time.perf_counter(), time.process_time()
     with DiskStore(tmp_path, 44 << 20, IDENTITY, [256]) as after:
-        seconds = time.perf_counter() - begun
+        seconds, processor = time.perf_counter() - begun, time.process_time() - processor
         assert len(after) == count
         assert get(after, (777).to_bytes(32, "big"), 256) == bytes(block)
     with capsys.disabled():
-        print(f"\n{count} blocks opened in {seconds:.2f} s")  # noqa: T201  # measured
-    assert seconds < 10  # 0.7 s of processor time; the bound leaves room for a busy machine
+        print(f"\n{count} blocks opened in {seconds:.2f} s, {processor:.2f} s of a processor")  # noqa: T201
+    assert processor < 3  # 0.7 s on a quiet machine
