@@ -5,19 +5,21 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from runner_support import generated, greedy, loaded_model, shared_prompts
+from runner_support import drained, generated, greedy, loaded_model, shared_prompts
 from safetensors import safe_open
 from safetensors.torch import save_file
 from scripted import ScriptedDrafter
 
+from hybridkv.cache.transfers import TransferLog
 from hybridkv.errors import (
     CacheError,
     CapacityError,
@@ -194,6 +196,25 @@ def test_running_request_is_handed_to_another_engine(name: str, in_flight: int, 
         assert session.token_ids[len(PROMPT) :] + goes_on.token_ids == expected
 
 
+def test_window_that_begins_inside_a_block_is_rejected(tmp_path: Path) -> None:
+    """A running row has dropped the blocks before its window, which blocks of another size would need."""
+    with engine("gemma3", block_size=8) as running:
+        running.add(PROMPT, greedy(30), request_id="a")
+        for _ in range(14):
+            running.step()
+        session = running.export("a", tmp_path / "a")
+    with engine("gemma3", block_size=32) as running:
+        before = state_of(running)
+        with pytest.raises(SessionError, match="import it with blocks of a size that divides 80"):
+            running.import_(tmp_path / "a")
+        assert state_of(running) == before
+    with engine("gemma3", block_size=16) as running:
+        running.import_(tmp_path / "a")
+        (goes_on,) = running.generate([session.token_ids], greedy(4))
+    assert goes_on.hit_tokens == session.resume_tokens
+    assert goes_on.token_ids == generated(loaded_model("gemma3"), session.token_ids, 4)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "lfm2"])
 def test_running_request_with_drafts_is_handed_over(name: str, tmp_path: Path) -> None:
     """Some drafts are right, others are not: the state is that of the last accepted one."""
@@ -214,17 +235,17 @@ def test_running_request_with_drafts_is_handed_over(name: str, tmp_path: Path) -
         assert session.token_ids[len(PROMPT) :] + goes_on.token_ids == done.token_ids
 
 
-def test_salt_travels_with_the_file(tmp_path: Path) -> None:
+def test_salt_and_note_travel_with_the_file(tmp_path: Path) -> None:
     with engine("llama") as running:
         running.add(PROMPT, greedy(TOKENS), cache_salt="mine")
         while not (ended := running.step()):
             pass
         with pytest.raises(CacheError, match="generate its last turn again"):
             running.export(ended[0], tmp_path / "a")
-        running.export(ended[0], tmp_path / "a", cache_salt="mine")
+        running.export(ended[0], tmp_path / "a", cache_salt="mine", note="a note")
     with engine("llama") as running:
         session = running.import_(tmp_path / "a")
-        assert session.cache_salt == "mine"
+        assert (session.cache_salt, session.note) == ("mine", "a note")
         turn = second_turn(ended[0])
         assert running.generate([turn], greedy(2))[0].hit_tokens == 0
         running.add(turn, greedy(2), cache_salt="mine")
@@ -297,6 +318,75 @@ def test_import_of_what_is_cached_changes_nothing(tmp_path: Path) -> None:
         assert state_of(running) == before
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+def test_import_beside_a_cached_prefix(name: str, tmp_path: Path) -> None:
+    done = exported(name, tmp_path / "a")
+    turn = second_turn(done)
+    with engine(name) as running:
+        running.generate([PROMPT[:70], [*PROMPT[:50], 40, 41]], greedy(5))
+        session = running.import_(tmp_path / "a")
+        running.cache.check()
+        outputs = running.generate([turn, [*PROMPT[:70], 50]], greedy(TOKENS))
+        running.cache.check()
+    assert outputs[0].hit_tokens == session.resume_tokens
+    for one in outputs:
+        assert one.token_ids == generated(loaded_model(name), list(one.prompt_token_ids), TOKENS)
+
+
+@pytest.mark.parametrize(("name", "seed"), [("bamba", 0), ("lfm2", 1)])
+def test_moves_of_an_import_reach_running_rows(
+    name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of two sizes share slabs, so imports move blocks of running rows, which must not notice."""
+    rng = np.random.default_rng(3)
+    for number in range(6):
+        with engine(name) as running:
+            prompt = rng.integers(32, 127, int(rng.integers(20, 150))).tolist()
+            running.export(first_turn(running, prompt), tmp_path / str(number))
+    moves, take, rng = Counter[str](), TransferLog.take_transfers, np.random.default_rng(seed)
+
+    def counted(log: TransferLog) -> Any:  # noqa: ANN401  # Transfers
+        made = take(log)
+        moves.update(one.kind for one in made.copies)
+        return made
+
+    ended = list[Completion]()
+    with engine(name, requests=3) as running:
+        for _ in range(16):
+            if running.scheduler.num_waiting < 2:
+                prompt = rng.integers(32, 127, int(rng.integers(10, 140))).tolist()
+                running.add(prompt, greedy(int(rng.integers(5, 50))))
+            for _ in range(3):
+                ended += running.step()
+            with monkeypatch.context() as patched, suppress(CapacityError):
+                patched.setattr(TransferLog, "take_transfers", counted)
+                running.import_(tmp_path / str(rng.integers(6)))
+            running.cache.check()
+        ended += drained(running)
+    assert moves["move"] > 0
+    assert len(ended) > 8
+    for one in ended:
+        assert one.token_ids == generated(loaded_model(name), one.prompt_token_ids, len(one.token_ids))
+
+
+def test_import_that_fails_halfway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported("qwen3_next", tmp_path / "a")
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    with engine("qwen3_next") as running:
+        before = running.cache.statistics()
+        with monkeypatch.context() as patched:
+            patched.setattr(SessionFiles, "_write", fails)
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                running.import_(tmp_path / "a")
+        running.cache.check()
+        assert running.cache.statistics() == before
+        running.import_(tmp_path / "a")
+        assert running.cache.statistics() != before
+
+
 # -- damage
 
 
@@ -367,6 +457,7 @@ def _cast(tensors: dict[str, torch.Tensor], _: object) -> None:
         (lambda _, manifest: manifest.update(resume_tokens=50), SessionError, "needs torch.float32 of"),
         (lambda _, manifest: manifest.update(resume_tokens=10**6), SessionError, "resumes after 1000000 of"),
         (lambda _, manifest: manifest.update(cache_salt=3), SessionError, "lacks a field"),
+        (lambda _, manifest: manifest.pop("note"), SessionError, "lacks a field"),
         (lambda tensors, _: tensors.pop("tokens"), SessionError, "no tensor 'tokens'"),
         (lambda tensors, _: tensors.update(other=torch.zeros(1)), SessionError, "no tensor 'other', or should not"),
         (lambda tensors, _: tensors["tokens"].__setitem__(3, 900), ConfigError, "outside the vocabulary"),
@@ -421,24 +512,26 @@ def test_wrong_key_is_rejected(signed: bytes | None, given: bytes | None, messag
 
 
 def test_invalid_arguments_are_rejected_by_name(tmp_path: Path) -> None:
+    path, text = tmp_path / "a", cast("bytes", "text")
     with engine("llama") as running:
         done = first_turn(running)
-        calls: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
-            (lambda: running.export("nobody", tmp_path / "a"), ConfigError, "no request 'nobody' runs"),
-            (lambda: running.export(done, tmp_path / "a", key=b""), ConfigError, "key must not be empty"),
-            (lambda: running.export(done, tmp_path / "a", key="text"), ConfigError, "key must be"),  # type: ignore[arg-type]
-            (lambda: running.export([900], tmp_path / "a"), ConfigError, "outside the vocabulary"),
-            (lambda: running.export([*PROMPT, 1, 2, 3], tmp_path / "a"), CacheError, "generate its last turn again"),
+        calls: list[tuple[Callable[[], object], type[Exception], str]] = [
+            (lambda: running.export("nobody", path), ConfigError, "no request 'nobody' runs"),
+            (lambda: running.export(done, path, key=b""), ConfigError, "key must not be empty"),
+            (lambda: running.export(done, path, key=text), ConfigError, "key must be"),
+            (lambda: running.export(done, path, note=cast("str", 3)), ConfigError, "note must be"),
+            (lambda: running.export([900], path), ConfigError, "outside the vocabulary"),
+            (lambda: running.export([*PROMPT, 1, 2, 3], path), CacheError, "generate its last turn again"),
             (lambda: running.export(done, tmp_path / "no" / "a"), OSError, "No such file"),
             (lambda: running.import_(tmp_path / "none"), OSError, "No such file"),
             (lambda: running.import_(tmp_path), OSError, "not a regular file|directory"),
-        )
+        ]
         for call, error, message in calls:
             with pytest.raises(error, match=message):
                 call()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CacheError, match="closed"):
-        running.import_(tmp_path / "a")
+        running.import_(path)
 
 
 def test_layers_that_files_cannot_hold_are_named(tmp_path: Path) -> None:

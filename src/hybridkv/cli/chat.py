@@ -2,16 +2,21 @@
 
 A turn is a request with the whole conversation so far, formatted by the chat template. Tokens of earlier turns are hit
 tokens; their number is printed after each answer. A picture is read once, when the user adds it to a message.
+
+``--save`` writes the messages and their cache to a file when the conversation ends; ``--resume`` goes on from it.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,21 +48,71 @@ def chat_command(
     sampling: SamplingOptions = SamplingOptions(max_new_tokens=256),
     memory: str | None = cache_option("Cache memory: 64MiB, or a number of bytes.", show_default="1GiB"),
     stored: StoredOptions,
+    save: Path | None = cache_option("Write the conversation and its cache to this file at the end."),
+    resume: Path | None = cache_option("Go on with a conversation that --save wrote."),
 ) -> int:
     """Chat with a model: answers are streamed, each followed by its hit tokens."""
     params = sampling.params()
+    if resume is not None and system is not None:
+        raise ConfigError("the conversation of --resume has its system message: drop --system")
+    if save is not None and (save.is_dir() or not save.parent.is_dir() or not os.access(save.parent, os.W_OK)):
+        raise ConfigError(f"--save {save} cannot be written: name a file in an existing, writable folder")
     loaded = model.load()
     from hybridkv.runner.chat import require_chat  # noqa: PLC0415  # torch takes seconds: only this command pays
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     require_chat(loaded)
     with Engine(loaded, memory=memory, stored=stored.stored()) as engine, _interruptible():
+        talk = _Talk(system) if resume is None else _resumed(engine, resume)
         try:
-            _talk(engine, params, system)
+            _talk(engine, params, talk, saves=save is not None)
         except KeyboardInterrupt:
             print(flush=True)
             return INTERRUPTED
+        finally:
+            if save is not None:
+                _save(engine, talk, save)
     return 0
+
+
+@dataclass(slots=True)
+class _Talk:
+    """A conversation.
+
+    Attributes:
+        system: its system message.
+        said: its messages.
+        last: its last turn; None before the first one.
+    """
+
+    system: str | None
+    said: list[Message] = field(default_factory=list)
+    last: Completion | tuple[int, ...] | None = None
+
+
+def _resumed(engine: Engine, path: Path) -> _Talk:
+    """Return the conversation in the file ``path``, whose cache is in the engine then."""
+    session = engine.import_(path)
+    try:
+        note = json.loads(session.note)
+        talk = _Talk(note["system"], note["messages"], session.token_ids)
+        whole = all(one.keys() == {"role", "content"} and {*map(type, one.values())} == {str} for one in talk.said)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise ConfigError(f"{path} holds no messages of a chat: resume a file that chat --save wrote")
+    print(f"[{format_count(session.resume_tokens)} tokens of {printable(str(path))} are in the cache]", flush=True)
+    return talk
+
+
+def _save(engine: Engine, talk: _Talk, path: Path) -> None:
+    """Write the conversation to the file ``path``."""
+    if talk.last is None:
+        print("[there is no answer to save]", flush=True)
+        return
+    note = json.dumps({"system": talk.system, "messages": talk.said})
+    session = engine.export(talk.last, path, note=note)
+    print(f"[{format_count(session.resume_tokens)} tokens are saved in {printable(str(path))}]", flush=True)
 
 
 @contextmanager
@@ -72,23 +127,24 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _talk(engine: Engine, sampling: SamplingParams, system: str | None) -> None:
+def _talk(engine: Engine, sampling: SamplingParams, talk: _Talk, *, saves: bool) -> None:
     """Run turns until the user ends the conversation."""
-    said: list[Message] = []
     pictures: list[dict[str, Any]] = []
     for line in _lines():
         command, _, rest = line.partition(" ")
         if line == EXIT:
             return
         if line == FORGET:
-            said, pictures = [], []
+            talk.said, talk.last, pictures = [], None, []
+        elif command == SHOW and saves:
+            _complain(ConfigError("files hold no pictures: leave --save out"))
         elif command == SHOW:
             pictures += _shown(engine, rest.strip())
         else:
             content = [*pictures, {"type": "text", "text": line}] if pictures else line
             pictures = []
             try:
-                said = _turn(engine, sampling, [*said, {"role": "user", "content": content}], system)
+                _turn(engine, sampling, talk, {"role": "user", "content": content})
             except ConfigError as error:  # for example a conversation that is too long; it is left unchanged
                 _complain(error, f" ({FORGET} starts a new conversation)")
 
@@ -134,28 +190,29 @@ def _lines() -> Iterator[str]:
             yield line.strip()
 
 
-def _turn(engine: Engine, sampling: SamplingParams, said: list[Message], system: str | None) -> list[Message]:
-    """Stream an answer, and return the conversation with it.
+def _turn(engine: Engine, sampling: SamplingParams, talk: _Talk, message: Message) -> None:
+    """Stream the answer to a message, and add both to the conversation.
 
     Raises:
         ConfigError: before anything runs, for a message that the model cannot take.
     """
     from hybridkv.runner.chat import ASSISTANT, chat_prompt, checked_messages  # noqa: PLC0415  # see chat_command
 
-    ids, images = chat_prompt(engine.loaded, checked_messages(said, system))
+    said = [*talk.said, message]
+    ids, images = chat_prompt(engine.loaded, checked_messages(said, talk.system))
     begun, done, encoded = time.perf_counter(), None, _encoded(engine)
     with engine.stream(ids, sampling, images=images) as stream:
         for part in stream:
             print(printable_lines(part.text or ""), end="", flush=True)
             done = part.completion or done
     if done is None:
-        return said
+        return
     pictures = sum(
         part["type"] == "image" for one in said if isinstance(one["content"], list) for part in one["content"]
     )
     seen = f"vision ran {_encoded(engine) - encoded} times for {pictures} pictures; " if pictures else ""
     print(f"\n{_summary(done, time.perf_counter() - begun, seen)}", flush=True)
-    return [*said, {"role": ASSISTANT, "content": done.text or ""}]
+    talk.said, talk.last = [*said, {"role": ASSISTANT, "content": done.text or ""}], done
 
 
 def _encoded(engine: Engine) -> int:

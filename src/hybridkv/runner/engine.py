@@ -425,6 +425,7 @@ class Engine:
         path: str | Path,
         *,
         cache_salt: str | None = None,
+        note: str = "",
         key: bytes | None = None,
     ) -> Session:
         """Write the cache of a conversation to a file that ``import_`` resumes, in any engine of the same model.
@@ -435,6 +436,7 @@ class Engine:
             conversation: a completion, the tokens of a prompt and its output, or the id of a running request.
             path: the file. It is replaced as a whole, or not at all.
             cache_salt: the salt of the conversation; that of a running request is known.
+            note: text of the caller's own, such as the messages.
             key: signs the file with HMAC-SHA256; None for no signature.
 
         Returns:
@@ -459,7 +461,7 @@ class Engine:
             request = Request(
                 "export", ids, hasher=self.cache.hasher, cache_salt=or_none(text)("cache_salt", cache_salt)
             )
-        return self._sessions().save(request, Path(path), key=checked_key(key))
+        return self._sessions().save(request, Path(path), note=note, key=checked_key(key))
 
     def import_(self, path: str | Path, *, key: bytes | None = None) -> Session:
         """Put the cache of a conversation from a file into this engine. Its next turn resumes there.

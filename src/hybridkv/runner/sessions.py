@@ -68,12 +68,14 @@ class Session:
         token_ids: all its known tokens: prompt and outputs.
         resume_tokens: leading tokens that the cache holds. A request that begins with ``token_ids`` continues there.
         cache_salt: the salt of its requests.
+        note: text of the exporter's own.
         num_bytes: bytes of the file.
     """
 
     token_ids: tuple[int, ...]
     resume_tokens: int
     cache_salt: str | None
+    note: str
     num_bytes: int
 
 
@@ -126,12 +128,13 @@ class SessionFiles:
 
     # -- export
 
-    def save(self, request: Request, path: Path, *, key: bytes | None) -> Session:
+    def save(self, request: Request, path: Path, *, note: str, key: bytes | None) -> Session:
         """Write what the cache holds of ``request`` to a file. O(bytes).
 
         Args:
             request: A request that runs, or one made of a conversation that ended.
             path: The file. It is replaced as a whole, or not at all.
+            note: Text of the exporter's own.
             key: Signs the file with HMAC-SHA256; ``None`` for no signature.
 
         Raises:
@@ -156,6 +159,7 @@ class SessionFiles:
             "block_sizes": [group.spec.block_size for group in self._cache.config.groups],
             "resume_tokens": resume,
             "cache_salt": request.cache_salt,
+            "note": instance("note", note, str),
             "tensors": {
                 name: {"first_token": described.get(name, 0), "sha256": _sum_of(tensor)}
                 for name, tensor in tensors.items()
@@ -167,7 +171,7 @@ class SessionFiles:
             metadata[_HMAC] = _signature(key, text)
         content = save(tensors, metadata)
         write_whole(path, content)
-        return Session(tuple(request.token_ids().tolist()), resume, request.cache_salt, len(content))
+        return Session(tuple(request.token_ids().tolist()), resume, request.cache_salt, note, len(content))
 
     def _held_by(self, request: Request) -> tuple[list[_Held], int]:
         """Return the blocks of the resume point of ``request`` by group, and its tokens."""
@@ -254,7 +258,7 @@ class SessionFiles:
         resume, tokens = self._require_whole(layers, manifest, tensors)
         carrier = Request("import", tokens[: resume + 1], hasher=self._cache.hasher, cache_salt=manifest["cache_salt"])
         carrier.first_hit_tokens = 0  # the request that resumes here is counted when it begins
-        session = Session(tuple(tokens), resume, manifest["cache_salt"], num_bytes)
+        session = Session(tuple(tokens), resume, manifest["cache_salt"], manifest["note"], num_bytes)
         if self._cache.find_hit(carrier).tokens < resume:
             self._take_in(carrier, layers, manifest["tensors"], tensors)
         return session
@@ -487,6 +491,7 @@ def _manifest(metadata: Mapping[str, str] | None, key: bytes | None) -> dict[str
         not isinstance(tensors, dict)
         or not all(isinstance(one, dict) for one in tensors.values())
         or type(manifest.get("resume_tokens")) is not int
+        or type(manifest.get("note")) is not str
         or not (salt is None or (isinstance(salt, str) and salt))
     ):
         raise SessionError("the manifest of the session lacks a field: export the session again")

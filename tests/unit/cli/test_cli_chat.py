@@ -156,6 +156,39 @@ def test_chat_with_too_long_message_continues() -> None:
     assert "[hit tokens: 0 of 23 prompt tokens" in done.stdout
 
 
+def test_chat_goes_on_in_another_process(tmp_path: Path) -> None:
+    file = tmp_path / "talk"
+    whole = run(*CHAT, "--system", "Rhyme.", stdin="hello\nand again\n").stdout.splitlines()
+    first = run(*CHAT, "--system", "Rhyme.", "--save", file, stdin="hello\n").stdout.splitlines()
+    then = run(*CHAT, "--resume", file, "--save", file, stdin="and again\n").stdout.splitlines()
+    assert first[0] == whole[0]
+    assert then[1] == whole[2]
+    hits = "[hit tokens: 49 of 78 prompt tokens; "
+    assert whole[3].startswith(hits)
+    assert then[2].startswith(hits)
+    assert first[2] == f"[49 tokens are saved in {file}]"
+    assert then[0] == f"[49 tokens of {file} are in the cache]"
+    assert then[3] == f"[89 tokens are saved in {file}]"
+    assert [one.name for one in tmp_path.iterdir()] == ["talk"]
+
+
+def test_chat_with_invalid_file_prints_one_line(tmp_path: Path) -> None:
+    file, other = tmp_path / "talk", tmp_path / "other"
+    with Engine(load("tiny:llama"), memory="1MiB") as engine:
+        (done,) = engine.generate(["hello"], SamplingParams(max_tokens=3))
+        engine.export(done, other)
+    file.write_text("no session", "utf-8")
+    assert "is no whole safetensors file" in error(*CHAT, "--resume", file)
+    assert "holds no messages of a chat" in error(*CHAT, "--resume", other)
+    assert "drop --system" in error(*CHAT, "--resume", other, "--system", "Rhyme.")
+    assert "No such file" in error(*CHAT, "--resume", tmp_path / "none")
+    assert "cannot be written" in error(*CHAT, "--save", tmp_path / "no" / "talk")
+    said = run(*CHAT, "--save", file, stdin="hello\n/new\n/image a.png\n")
+    assert "[there is no answer to save]" in said.stdout
+    assert "files hold no pictures: leave --save out" in said.stderr
+    assert file.read_text("utf-8") == "no session"
+
+
 class Terminal:
     """`hybridkv chat` behind a pseudo terminal."""
 
