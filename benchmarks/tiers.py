@@ -213,10 +213,12 @@ def main() -> None:
         if not rows:
             writer.writeheader()
         for stream in asked.streams:
-            source: RequestSource = TraceFile(stream, limit=asked.limit)
+            source: RequestSource
             if stream.startswith(_WORKLOAD):
-                source = Workload(stream.removeprefix(_WORKLOAD), limit=asked.limit, hours=asked.hours)
-            name = Path(stream).name.removesuffix(".jsonl.gz").removeprefix(_WORKLOAD)
+                kind = stream.removeprefix(_WORKLOAD)
+                source, name = Workload(kind, limit=asked.limit, hours=asked.hours), f"{kind} {asked.hours:g} h"
+            else:
+                source, name = TraceFile(stream, limit=asked.limit), Path(stream).name.removesuffix(".jsonl.gz")
             for way in asked.ways:
                 cells = (name, MODEL, str(asked.device), str(asked.host), way)
                 if cells in known:
