@@ -272,6 +272,22 @@ def test_garbage_gives_no_other_bytes(tmp_path: Path) -> None:
         survivors(tmp_path / "bad", blocks)
 
 
+def test_record_of_another_slot_loses_only_the_block_that_it_hides(tmp_path: Path) -> None:
+    blocks = filled(tmp_path / "whole")
+    whole = (tmp_path / "whole" / "blocks").read_bytes()
+    with open_store(tmp_path / "whole") as store:
+        at = {key: store._geometry.record_offset(store._slots.entries[key].place) for key in blocks}
+    made = random.Random(8)
+    for _ in range(how_many(60)):
+        one, other = made.sample(KEYS, 2)
+        image = bytearray(whole)
+        image[at[other] : at[other] + 128] = whole[at[one] : at[one] + 128]
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        (tmp_path / "bad").mkdir()
+        (tmp_path / "bad" / "blocks").write_bytes(image)
+        assert survivors(tmp_path / "bad", blocks) == set(KEYS) - {other}
+
+
 def test_block_damaged_while_open_is_lost_alone(tmp_path: Path) -> None:
     blocks = {key: content(key, 0) for key in KEYS}
     with open_store(tmp_path) as store:
