@@ -288,6 +288,13 @@ def test_wrong_type_tests_cover_every_runner_name() -> None:
     engines = {Engine, AsyncEngine, ModelRunner, EngineOptions, LoadedModel, Stored}
     classes = engines | {AdaptiveDrafter, DraftModel, NgramDrafter}
     covered = functions | {one.__name__ for one in classes}
-    handed_out = {"Completion", "Increment", "TokenLogprob", "Stream", "byte_tokenizer"}  # or without arguments
+    handed_out = {
+        "Session",
+        "Completion",
+        "Increment",
+        "TokenLogprob",
+        "Stream",
+        "byte_tokenizer",
+    }  # or without arguments
     no_callables = {"TINY_COMPRESSED", "TINY_ENCODER_DECODERS", "TINY_MODELS", "Observer", "MOST_TOKENS", "Drafter"}
     assert {*runner.__all__, *drafters.__all__} - covered - handed_out - no_callables == set()

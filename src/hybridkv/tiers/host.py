@@ -174,7 +174,7 @@ class HostTier:
         self._cancelled = set[int]()
         self._moved: dict[int, NDArray[np.int64]] = {}  # by step, the host blocks to which its moves go
         self._later: list[tuple[Request, int]] = []  # resume points to store after one of their prefixes
-        self._answers: dict[str, bool] = {}  # by id, whether the waiting request waits for a load
+        self._answers: dict[str, bool | Hit] = {}  # by id: does the request wait for a load? Else its hit on the host
         self._stores, self._loads = list[Int32](), list[Int32]()
         self._copies: tuple[Copy, ...] = ()
         self._counts = Counter[str]()
@@ -256,22 +256,24 @@ class HostTier:
         """
         name = request.request_id
         answer = self._answers.get(name)
-        if answer is not None:
+        if isinstance(answer, bool):
             return answer
-        have = self.host.find_hit(request)
+        known = answer is not None and self.host.is_longest_hit(request, answer)
+        have = answer if answer is not None and known else self.host.find_hit(request)
+        self._remember(name, have)
         least = max(self.limits.least_tokens, self._hash_block - hit.tokens)
         if have.tokens - hit.tokens < least or not request.reads_prefix_cache:
-            return self._answer(name, waits=False)
+            return self._decided(name, waits=False)
         if self._is_on_its_way(request, self.device, hit.tokens, request.num_tokens):
             return True  # with another request's load: look again when it has arrived
         carrier = request.prefix(f"load {self._next}", have.tokens + 1)
         carrier.first_hit_tokens = 0  # the request itself is counted when it begins
         route = _Route(self.host, have, self.device, self.device.find_hit(carrier))
         if not self.limits.is_faster(have.tokens - route.had.tokens, self._bytes_of(route.columns())):
-            return self._answer(name, waits=False)
+            return self._decided(name, waits=False)
         loading, place = len(self.rows), self._place(carrier, have.tokens)
         if loading < self.limits.max_loads and self._begin(route, carrier, place, step, name):
-            return self._answer(name, waits=True)
+            return self._decided(name, waits=True)
         self._counts["loads_refused"] += 1
         return loading > 0  # loads give their rows and blocks back; without any, the request must not wait
 
@@ -372,6 +374,10 @@ class HostTier:
         if new is None:
             return False
         copies = _copies(route, target.get_blocks(carrier.request_id).ids, columns)
+        if copies is None:
+            if target.engine.finish_load(carrier, 0):
+                target.free(carrier)
+            return False
         numbered = np.concatenate((np.full((1, copies.shape[1]), self._next, np.int32), copies))
         (self._stores if target is self.host else self._loads).append(numbered)
         num_bytes = self._bytes_of(columns)
@@ -381,7 +387,7 @@ class HostTier:
 
     def _end(self, number: int) -> _Transfer:
         one = self._transfers.pop(number)
-        if one.waits_for_it in self._answers:
+        if one.waits_for_it is not None and one.waits_for_it in self._answers:
             self._answers[one.waits_for_it] = False
         return one
 
@@ -391,11 +397,14 @@ class HostTier:
         if one.target.engine.finish_load(one.carrier, 0):  # else it holds nothing any longer
             one.target.free(one.carrier)
 
-    def _answer(self, name: str, *, waits: bool) -> bool:
+    def _decided(self, name: str, *, waits: bool) -> bool:
+        self._remember(name, waits)
+        return waits
+
+    def _remember(self, name: str, answer: bool | Hit) -> None:
         if len(self._answers) >= _MOST_ANSWERED:
             del self._answers[next(iter(self._answers))]
-        self._answers[name] = waits
-        return waits
+        self._answers[name] = answer
 
     def _is_on_its_way(self, request: Request, target: KVCacheManager, least: int, most: int) -> bool:
         """Return whether a transfer brings ``least`` + 1 .. ``most`` first tokens of ``request``. O(transfers)."""
@@ -446,16 +455,24 @@ class _Route(NamedTuple):
         return columns
 
 
-def _copies(route: _Route, held: Sequence[Int32], columns: Sequence[Int32]) -> Int32:
-    """Return (group, source, destination) of the copies, int32[3, n]. ``held``: blocks of the carrier, by group."""
+def _copies(route: _Route, held: Sequence[Int32], columns: Sequence[Int32]) -> Int32 | None:
+    """Return (group, source, destination) of the copies, int32[3, n]; ``None`` if a block would stay without content.
+
+    ``held``: blocks of the carrier, by group. A window may keep more tokens than a hit brings (``retained``).
+    """
     source, target = route.source.block_pool, route.target.block_pool
+    shared = route.target.engine.blocks_of(route.had).ids
     parts = [np.empty((3, 0), np.int32)]
     for group, (ids, to, at) in enumerate(zip(route.blocks(), held, columns, strict=True)):
         if len(at) and at[-1] >= len(to):
             raise CacheError(f"group {group} of a transfer has no blocks for columns {at.tolist()} of {to.tolist()}")
-        at = at[to[at] != 0]  # a window of 1 proves its prefix by a block that no later token reads
-        read, write = source.local(group, ids[at]), target.local(group, to[at])
-        parts.append(np.stack((np.full(len(at), group, np.int32), read, write)).astype(np.int32))
+        filled = np.zeros(len(to), np.bool_)
+        filled[at] = filled[: len(shared[group])] = True
+        if to[~filled].any():
+            return None
+        held_at = at[to[at] != 0]  # a window of 1 proves its prefix by a block that no later token reads
+        read, write = source.local(group, ids[held_at]), target.local(group, to[held_at])
+        parts.append(np.stack((np.full(len(held_at), group, np.int32), read, write)).astype(np.int32))
     return np.concatenate(parts, axis=1)
 
 

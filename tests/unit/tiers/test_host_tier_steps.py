@@ -15,7 +15,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Csr, Step, StepResult
-from hybridkv.testing.configs import cross_spec, full_spec, natural_model_config, ring_spec, state_spec
+from hybridkv.testing.configs import cross_spec, full_spec, natural_model_config, ring_spec, state_spec, window_spec
 from hybridkv.tiers import HostTier, TierLimits
 
 BLOCK = 16
@@ -202,6 +202,16 @@ def test_secret_requests_and_short_prefixes_do_not_go_down() -> None:
     run.run()
     run.step()
     assert run.tier.statistics().stores == 0
+
+
+def test_windows_that_keep_more_than_a_hit_brings_are_not_stored() -> None:
+    retained = replace(window_spec(BLOCK, 5), extra_retained_tokens=3 * BLOCK)
+    run = Driver(device=60, host=90, specs=(full_spec(BLOCK), retained))
+    run.served("first", tokens(1, 8))
+    counts = run.tier.statistics()
+    assert counts.stores == 0
+    assert counts.stores_refused > 0
+    assert run.tier.host.usage == 0
 
 
 # -- nobody waits for ever
