@@ -45,10 +45,10 @@ class Call(NamedTuple):
 
 
 def calls(seed: int) -> Iterator[Call]:
-    """Endless puts of one to eight blocks, replaced ones among them, and removals."""
+    """Endless puts of one to five blocks, which a store of six slabs has room for, and removals."""
     made, version = random.Random(seed), 0
     while True:
-        keys = made.sample(KEYS, made.choice((1, 2, 8)))
+        keys = made.sample(KEYS, made.choice((1, 2, 5)))
         if made.random() < 0.2:
             yield Call({}, tuple(keys))
         else:
@@ -118,7 +118,8 @@ def run_until_killed(folder: str, seed: str, max_bytes: str) -> None:
     store = open_store(Path(folder), int(max_bytes))
     os.write(1, b"%d\n" % os.getpid())
     for call in calls(int(seed)):
-        do(store, call)
+        if not all(do(store, call)) and not call.removed:
+            raise SystemExit(f"{store.statistics()} has no room")
         os.write(1, b".")
 
 

@@ -32,15 +32,15 @@ _MOST_BLOCK_BYTES: Final = 16 * MiB
 
 @dataclass(frozen=True, slots=True)
 class DiskStoreStatistics:
-    """What a disk store has and has done since it was opened.
+    """Blocks and work of a disk store since it was opened.
 
     Attributes:
         blocks: Blocks that can be found.
         block_bytes: Their bytes.
         found: Blocks that were read.
         found_bytes: Their bytes.
-        missed: Blocks that ``get`` did not find. Those that were damaged count too.
-        damaged: Blocks whose bytes could not be read, or had another checksum. They are forgotten.
+        missed: Blocks that ``get`` did not find, damaged ones among them.
+        damaged: Blocks that could not be read, or had another checksum. They are forgotten.
         stored: Blocks that were written.
         stored_bytes: Their bytes.
         dropped: Blocks that were not written: no slot was free, or the disk rejected the write.
@@ -63,15 +63,15 @@ class DiskStore:
     """Keeps blocks in slots of one preallocated file. A BlockStore; the guarantees are listed there.
 
     Thread safe: reads and writes of several threads run at once. Blocks are not encrypted; the folder is made for its
-    user alone. A block whose key is put again is replaced. One process at a time opens a folder.
+    user alone. If a key is put again, its block is replaced. One process at a time opens a folder.
 
-    After the process dies, all blocks are found whose ``put`` has returned. After a loss of power, blocks since the
-    last ``sync`` may be missing, and removed or replaced blocks may be back; none has wrong bytes.
+    After the process dies, all blocks of calls that returned are found. After a loss of power, blocks since the
+    last ``sync`` may be missing, and removed or replaced blocks may be back. No block has wrong bytes.
 
     Args:
         path: A folder, which is made if it is missing.
         max_bytes: Most bytes of the file, all of them reserved when it is made.
-        identity: 1 to 256 bytes, a hash of all that decides what a block's bytes mean: model, weights, dtype, layout
+        identity: 1 to 256 bytes, a hash of all that gives a block's bytes their meaning: model, weights, dtype, layout
             and version of the library. A folder of another identity is rejected.
         block_bytes: Sizes of blocks, 1 to 64 of them, from 1 byte to 16 MiB. Each gets slots of its own size; a
             shorter block takes the smallest slot that holds it.
@@ -231,7 +231,7 @@ class DiskStore:
         return kept
 
     def _take(self, sizes: Sequence[int]) -> list[Place | None]:
-        """Take slots whose records are void, in the order of the file for each size."""
+        """Take slots and make their records void, in the order of the file for each size."""
         with self._lock:
             places = [self._slots.take(size) for size in sizes]
             taken = [place for place in places if place is not None]
@@ -277,7 +277,7 @@ class DiskStore:
         """Note that blocks were used, so that others are evicted before them. O(keys).
 
         Args:
-            keys: Keys of 1 to 64 bytes. Those that are not found are ignored.
+            keys: Keys of 1 to 64 bytes. Unknown ones are ignored.
         """
         _check_keys(keys)
         with self._call(), self._lock:
@@ -329,7 +329,7 @@ class DiskStore:
                 raise CacheError(f"{self._file.path} cannot be written: {error.strerror}: check the disk") from error
 
     def statistics(self) -> DiskStoreStatistics:
-        """Return what the store has and has done since it was opened. O(blocks)."""
+        """Return the blocks of the store, and its work since it was opened. O(blocks)."""
         with self._lock:
             names = ("found", "found_bytes", "missed", "damaged", "stored", "stored_bytes", "dropped")
             entries = self._slots.entries
@@ -365,7 +365,7 @@ class DiskStore:
             self._slots.check()
 
     def _make_void(self, places: Iterable[Place]) -> None:
-        """Make the records void of those of ``places`` that are stale."""
+        """Make the stale records among ``places`` void."""
         stale = self._slots.stale(places)
         self._file.make_void(stale)
         self._slots.cleared(stale)

@@ -80,7 +80,7 @@ class _At(NamedTuple):
 
 
 class SlabContent(NamedTuple):
-    """What the file has of a slab: the index of its size, its blocks, and slots whose record is damaged."""
+    """A slab in the file: the index of its size, its blocks, and slots with a damaged record."""
 
     size: int
     entries: list[Entry]
@@ -187,7 +187,7 @@ class BlocksFile:
     # -- blocks
 
     def read(self, pieces: Sequence[Piece]) -> set[int]:
-        """Read blocks from their slots, and return the numbers of those that were read. O(bytes).
+        """Read blocks from their slots, and return the numbers of the blocks that were read. O(bytes).
 
         Args:
             pieces: Writable buffers, as long as their blocks.
@@ -195,7 +195,7 @@ class BlocksFile:
         return self._transferred(pieces, self._fill, memoryview(bytearray(PAGE)))
 
     def write(self, pieces: Sequence[Piece]) -> set[int]:
-        """Write blocks into their slots, and return the numbers of those that were written. O(bytes).
+        """Write blocks into their slots, and return the numbers of the blocks that were written. O(bytes).
 
         Args:
             pieces: The bytes of the blocks.
@@ -205,7 +205,7 @@ class BlocksFile:
     def _transferred(
         self, pieces: Sequence[Piece], transfer: Callable[[Sequence[memoryview], int], None], padding: memoryview
     ) -> set[int]:
-        """Read or write ``pieces`` in long runs, and return the numbers of those that succeeded."""
+        """Read or write ``pieces`` in long runs, and return the numbers of the pieces that succeeded."""
         sizes, done = self._geometry.sizes, set[int]()
         for run in _runs([_At(n, self._geometry.block_offset(at), sizes[at.size], data) for n, at, data in pieces]):
             try:
@@ -237,7 +237,7 @@ class BlocksFile:
         """Write the records of blocks. O(entries).
 
         Args:
-            entries: Blocks whose bytes were written.
+            entries: Blocks that were written.
 
         Raises:
             OSError: Some of the records may be written.
@@ -297,7 +297,7 @@ class BlocksFile:
         return content + self._record_checksum(content + struct.pack("<I", slab), self._seed)[:4]
 
     def slabs(self) -> Iterator[SlabContent | None]:
-        """Yield what each slab has; ``None`` without a size. O(slots)."""
+        """Yield the content of each slab; ``None`` without a size. O(slots)."""
         table = self._content(PAGE, TABLE_ENTRY_BYTES * self._geometry.num_slabs)
         for slab, begin in enumerate(range(0, len(table), TABLE_ENTRY_BYTES)):
             yield self._slab(slab, table[begin : begin + TABLE_ENTRY_BYTES])
@@ -317,7 +317,7 @@ class BlocksFile:
         return SlabContent(size, entries, damaged)
 
     def _slab_without_size(self, slab: int) -> SlabContent | None:
-        """Return what a slab has whose entry of the table is damaged: its records name the size."""
+        """Return the content of a slab with a damaged entry of the table: its records name the size."""
         for _, entry in self._records(slab, 0):  # the smallest slots have the most records
             if entry is not None:
                 table_entry = self._table_entry(slab, entry.place.size)
@@ -335,7 +335,7 @@ class BlocksFile:
             yield slot, self._entry(content[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES], slab, slot)
 
     def _content(self, offset: int, count: int) -> bytes:
-        """Return ``count`` bytes of the file; zeros for those that cannot be read."""
+        """Return ``count`` bytes of the file; zeros if they cannot be read."""
         content = bytearray(count)
         with suppress(OSError):
             self._fill([memoryview(content)], offset)
@@ -391,7 +391,7 @@ def _checksums() -> tuple[Callable[[memoryview], bytes], Callable[[bytes, int], 
 
 
 def _locked(folder: Path) -> int:
-    """Return an open file whose lock keeps other stores from ``folder``. The lock ends with the process."""
+    """Lock ``folder`` against other stores, and return the open file of the lock. It ends with the process."""
     try:
         import fcntl  # noqa: PLC0415 - Windows has none
     except ImportError as error:

@@ -98,7 +98,7 @@ class Geometry:
         return end - (self.num_slots[place.size] - place.slot) * self.sizes[place.size]
 
     def size_of(self, num_bytes: int) -> int:
-        """Return the index of the smallest size whose slots hold ``num_bytes``.
+        """Return the index of the smallest size with slots that hold ``num_bytes``.
 
         Raises:
             ConfigError: No slot is that large.
@@ -204,7 +204,7 @@ class Slots:
     """The blocks of a store by key, and its free slots. Not thread safe.
 
     A slot comes from a slab with room, from an empty slab, or from an eviction. The least recently used block of its
-    size is evicted, or a whole slab of another size whose blocks were on average used before that.
+    size is evicted, or a whole slab of another size if its blocks were on average used before that.
 
     Args:
         geometry: Sizes and number of slabs.
@@ -235,7 +235,7 @@ class Slots:
             slab: The slab.
             size: The index of its size.
             entries: Its blocks. Their keys are new.
-            stale: Other slots whose records may be whole.
+            stale: Other slots with records that may be whole.
         """
         one = self._slabs[slab]
         one.size = size
@@ -276,7 +276,7 @@ class Slots:
     # -- slots
 
     def take(self, size: int) -> Place | None:
-        """Take a slot for a write, and evict where none is free; ``None`` if there is no room.
+        """Take a slot for a write, and evict if no slot is free; ``None`` if there is no room.
 
         Amortised O(1 + evicted blocks).
 
@@ -313,7 +313,7 @@ class Slots:
         return True
 
     def _older_slab(self, size: int, oldest: Entry | None) -> int | None:
-        """Return a slab of another size whose blocks were used before ``oldest``, on average."""
+        """Return a slab of another size if its blocks were used before ``oldest``, on average."""
         best, found = (None if oldest is None else float(oldest.used)), None
         for other, order in enumerate(self._by_use):
             if other == size:

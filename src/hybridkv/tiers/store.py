@@ -57,5 +57,5 @@ class BlockStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for calls of other threads, then free what the store holds. Later calls raise CacheError."""
+        """Wait for calls of other threads, then close files and connections. Later calls raise CacheError."""
         ...
