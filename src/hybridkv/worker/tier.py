@@ -101,8 +101,8 @@ class HostTierCopier:
     Args:
         storage: the memory of the device.
         config: the plan of the tier: the plan of ``storage`` with another number of blocks or slabs.
-        staging_bytes: device memory for stores that are on their way. A transfer that finds too little is lost, and
-            one that is larger always is. Not used on a CPU.
+        staging_bytes: device memory for stores that are on their way. The Step waits for a transfer that finds too
+            little. Not used on a CPU.
 
     Raises:
         ConfigError: the tier has blocks of another form than the device, or the host has too little memory.
@@ -370,7 +370,10 @@ class _SideStream:
         for of, (_, source, destination) in zip(self._host.class_of[copies[:, 0]], copies.tolist(), strict=True):
             self._copy_within(self._host.stacks[of], source, destination)
         for store, blocks in zip(stores, staged, strict=True):
-            self._issue(store, blocks, () if blocks is None else self._written(store, blocks), whole=blocks is not None)
+            pieces = _pieces_of(store, self._device, self._host) if blocks is None else self._written(store, blocks)
+            self._issue(store, blocks, pieces)
+        if None in staged:  # read in place: the Step must not change these blocks before
+            torch.cuda.current_stream(self._gpu).wait_stream(self._stream)
 
     def load(self, loads: Sequence[_Transfer]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._gpu))
@@ -391,7 +394,7 @@ class _SideStream:
         self._stream.synchronize()
 
     def _gathered(self, store: _Transfer) -> _Staged | None:
-        """Read the blocks of a store on the compute stream; None if there is too little memory for them."""
+        """Read the blocks of a store on the compute stream; None without enough memory for them."""
         of_part = [(self._device.stacks[part.of], part.source) for part in store.parts]
         size = sum(
             stack[:, 0].numel() * stack.element_size() * len(blocks) for stacks, blocks in of_part for stack in stacks
@@ -400,8 +403,7 @@ class _SideStream:
             return None
         try:
             staged = _Staged(tuple(self._selected(*one) for one in of_part), size)
-        except RuntimeError as error:
-            logger.warning("transfer %d is lost: %s", store.number, error)
+        except RuntimeError:  # out of memory
             return None
         self._room -= size
         return staged
@@ -428,14 +430,10 @@ class _SideStream:
                 to.copy_(held, non_blocking=True)
 
     def _issue(
-        self,
-        transfer: _Transfer,
-        staged: _Staged | None,
-        pieces: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        *,
-        whole: bool = True,
+        self, transfer: _Transfer, staged: _Staged | None, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
         """Append copies to the side stream."""
+        whole = True
         with torch.cuda.stream(self._stream):
             try:
                 for to, read in pieces:
