@@ -37,6 +37,7 @@ from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.completion import Completion
 from hybridkv.runner.engine import Engine
 from hybridkv.schedule import SchedulerStatistics, WaitReason
+from hybridkv.tiers import HostTierStatistics
 from hybridkv.units import shown
 
 PREFIX: Final = "hybridkv"
@@ -79,6 +80,8 @@ class Snapshot:
         sizes: for each group, bytes of a block.
         explains: whether misses have reasons.
         waits: how many requests wait, by reason.
+        tier: the host tier's counts; ``None`` without one.
+        tier_usage: the share of the host tier that cached blocks fill, 0 to 1.
     """
 
     scheduler: SchedulerStatistics
@@ -88,6 +91,8 @@ class Snapshot:
     sizes: tuple[int, ...]
     explains: bool
     waits: Mapping[WaitReason, int]
+    tier: HostTierStatistics | None = None
+    tier_usage: float = 0.0
 
     @classmethod
     def of(cls, engine: Engine) -> Snapshot:
@@ -96,7 +101,13 @@ class Snapshot:
         kinds = tuple(str(one.spec.keeps) for one in config.groups)
         sizes = tuple(config.block_bytes_of(number) for number in range(len(kinds)))
         waits = Counts(one.reason for one in engine.scheduler.waits())
-        return cls(engine.statistics(), cache.statistics(), cache.usage, kinds, sizes, cache.misses is not None, waits)
+        explains, counts = cache.misses is not None, (engine.statistics(), cache.statistics(), cache.usage)
+        if engine.tier is None:
+            return cls(*counts, kinds, sizes, explains, waits)
+        filled = engine.tier.host.statistics().groups
+        held_bytes = sum(size * one.cached_blocks for size, one in zip(sizes, filled, strict=True))
+        usage = held_bytes / engine.tier.host.config.arena_bytes
+        return cls(*counts, kinds, sizes, explains, waits, engine.tier.statistics(), usage)
 
 
 class Families:
@@ -240,6 +251,8 @@ class SnapshotCollector:
         yield from self._requests.collect()
         yield from self._scheduler(self._now.scheduler)
         yield from self._cache(self._now.cache)
+        if self._now.tier is not None:
+            yield from self._host(self._now.tier)
 
     def _scheduler(self, now: SchedulerStatistics) -> Iterator[Metric]:
         made = self._made
@@ -312,6 +325,27 @@ class SnapshotCollector:
                 ("reuse_gap", "Time between two hits of a block.", now.times.gap),
             ):
                 yield made.histogram(f"kv_block_{name}_seconds", said, EDGES_S, times.counts, times.sum_s)
+
+    def _host(self, now: HostTierStatistics) -> Iterator[Metric]:
+        """Yield the counts of the host tier, under vLLM's names for tiers of offloaded blocks."""
+        for name, said, value in (
+            ("read_bytes", "Bytes that came up from the tier.", now.loaded_bytes),
+            ("write_bytes", "Bytes that went down to the tier.", now.stored_bytes),
+            ("loaded_tokens", "Tokens that came up from the tier.", now.loaded_tokens),
+            ("promotion_jobs", "Prefixes that came up from the tier.", now.loads),
+            ("cascade_jobs", "Resume points that went down to the tier.", now.stores),
+            ("promotion_job_failures", "Loads that failed.", now.loads_lost),
+            ("cascade_job_failures", "Stores that failed.", now.lost - now.loads_lost),
+            ("promotion_allocation_failures", "Attempts to load for which the device had no room.", now.loads_refused),
+            ("backpressure_stores_dropped", "Stores for which the tier had no room.", now.stores_refused),
+        ):
+            yield self._made.counter(f"kv_offload_tiering_{name}", said, [(("host",), value)], "tier")
+        for name, said, share in (
+            ("active_promotion_jobs", "Loads that are on their way.", now.loading),
+            ("active_cascade_jobs", "Stores that are on their way.", now.in_flight - now.loading),
+            ("usage_perc", "Share of the tier that cached blocks fill, 0 to 1.", self._now.tier_usage),
+        ):
+            yield self._made.gauge(f"kv_offload_tiering_{name}", said, [(("host",), share)], "tier")
 
     def _kept_ends(self, now: CacheStatistics) -> Iterator[Metric]:
         """Yield the counts of resume points, by kind."""

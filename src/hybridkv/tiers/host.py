@@ -96,7 +96,9 @@ class HostTierStatistics:
         loaded_bytes: Bytes of their copies.
         loads_refused: Loads for which the device had no room. The request is asked about again in the next Step.
         lost: Transfers that failed. Their tokens are computed.
+        loads_lost: Those of them that were loads.
         in_flight: Transfers that have not arrived.
+        loading: Those of them that are loads.
     """
 
     stores: int
@@ -107,7 +109,9 @@ class HostTierStatistics:
     loaded_bytes: int
     loads_refused: int
     lost: int
+    loads_lost: int
     in_flight: int
+    loading: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,7 +201,7 @@ class HostTier:
     def statistics(self) -> HostTierStatistics:
         """Return what the tier has done so far."""
         counts = {name: self._counts[name] for name in HostTierStatistics.__dataclass_fields__}
-        return HostTierStatistics(**counts | {"in_flight": self.num_in_flight})
+        return HostTierStatistics(**counts | {"in_flight": self.num_in_flight, "loading": len(self.rows)})
 
     # -- the step that is being made
 
@@ -394,6 +398,7 @@ class HostTier:
     def _cancel(self, number: int) -> None:
         one = self._end(number)
         self._counts["lost"] += 1
+        self._counts["loads_lost"] += one.target is self.device
         if one.target.engine.finish_load(one.carrier, 0):  # else it holds nothing any longer
             one.target.free(one.carrier)
 
