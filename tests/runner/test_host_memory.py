@@ -55,6 +55,25 @@ def test_engine_with_host_memory_gives_the_same_tokens(name: str, in_flight: int
     assert more_hits > hits
 
 
+def test_reset_forgets_prefixes_on_the_host_too() -> None:
+    """After new weights, say: what the old ones computed must not come up."""
+    loaded, prompts = loaded_model("llama"), chats(6, 3)
+    plan = small_plan(loaded, prompts, Stored())
+    with Engine(loaded, plan, EngineOptions(max_running=2, self_check=False), host_memory="32MiB") as engine:
+        engine.generate(prompts, greedy(OUTPUT))
+        engine.add(prompts[0], greedy(OUTPUT))
+        engine.step()  # its prefix comes up
+        engine.step()
+        assert not engine.reset_prefix_cache()  # a request runs
+        while not engine.idle:
+            engine.step()
+        assert engine.reset_prefix_cache()
+        before = engine.scheduler.prompt_tokens_found[1]
+        engine.generate(prompts[:1], greedy(1))
+        assert engine.scheduler.prompt_tokens_found[1] == before
+        engine.scheduler.check()
+
+
 def test_quantized_pages_come_up_as_they_went_down() -> None:
     loaded, prompts, stored = loaded_model("gemma3"), chats(6, 2), Stored("int8_per_token_head")
     alone, _, _ = outputs(loaded, prompts, None, stored)

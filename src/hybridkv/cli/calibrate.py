@@ -103,7 +103,7 @@ def _spent(engine: Engine, shapes: Sequence[Shape], repeat: int, advance: Callab
     spent: dict[Shape, float] = {}
     for _ in range(repeat):
         for shape in shapes:
-            engine.cache.reset_prefix_cache()
+            engine.reset_prefix_cache()
             prompts = draw.integers(0, engine.plan.model.vocab_size, (shape.rows, shape.prompt)).tolist()
             begun = time.perf_counter()
             engine.generate(prompts, SamplingParams(max_tokens=shape.output, ignore_eos=True))

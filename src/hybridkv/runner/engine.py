@@ -489,6 +489,19 @@ class Engine:
     def _sessions(self) -> SessionFiles:
         return SessionFiles(self.loaded, self.plan, self.cache, self.runner)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, in host memory too; return whether no request held blocks, so that it was done.
+
+        Steps in flight and transfers run to their ends first. Raises CacheError if the engine is closed.
+        """
+        self._settle()
+        if self.tier is None:
+            return self.cache.reset_prefix_cache()
+        while self.tier.num_in_flight and self.scheduler.drained:  # an empty Step waits for a transfer
+            self._launch(self.scheduler.schedule())
+            self._settle()
+        return self.tier.reset()
+
     def _settle(self) -> None:
         """Run the steps in flight, and schedule none."""
         self._require_open()

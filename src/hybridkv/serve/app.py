@@ -345,7 +345,7 @@ def _add_operations(app: FastAPI, front: Front) -> None:
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> JSONResponse:
         """Empty the prefix cache; 409 while requests hold blocks."""
-        if not await front.engine.between_steps(lambda engine: engine.cache.reset_prefix_cache()):
+        if not await front.engine.between_steps(lambda engine: engine.reset_prefix_cache()):
             raise ApiError(409, "running requests hold blocks: try again when no request runs")
         return JSONResponse({"reset": True})
 

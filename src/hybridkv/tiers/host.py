@@ -203,6 +203,19 @@ class HostTier:
         counts = {name: self._counts[name] for name in HostTierStatistics.__dataclass_fields__}
         return HostTierStatistics(**counts | {"in_flight": self.num_in_flight, "loading": len(self.rows)})
 
+    def reset(self) -> bool:
+        """Forget everything on the host and on the device, if no request and no transfer holds blocks.
+
+        Returns:
+            Whether it was done.
+        """
+        if self._transfers or not self.device.reset_prefix_cache():
+            return False
+        self.device.engine.take_resume_points()
+        self._later.clear()
+        self._answers.clear()
+        return self.host.reset_prefix_cache()
+
     # -- the step that is being made
 
     def store(self, step: int) -> None:
