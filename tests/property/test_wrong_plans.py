@@ -9,7 +9,16 @@ from wrong_values import arguments_of, unnamed_errors, untyped_fields
 
 from hybridkv import models, planner, specs
 from hybridkv.models import Layer, ReadFact, known_model, read_model
-from hybridkv.planner import capacity_of, compare_layouts, plan, plan_from_json, plan_to_json, read_plan, read_plan_from
+from hybridkv.planner import (
+    capacity_of,
+    compare_layouts,
+    plan,
+    plan_from_json,
+    plan_to_json,
+    read_plan,
+    read_plan_from,
+    tier_plan,
+)
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -105,6 +114,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "read_plan": (read_plan, {"path": Path("none")}),
     "read_plan_from": (read_plan_from, {"file": BytesIO(plan_to_json(PLAN).encode())}),
     "capacity_of": (capacity_of, {"config": PLAN.config, "memory_bytes": PLAN.memory_bytes, "limits": PLAN.limits}),
+    "tier_plan": (tier_plan, {"made": PLAN, "memory": "32GiB"}),
     "compare_layouts": (compare_layouts, {"make": lambda layout: plan(MODEL, "16GiB", layout=layout)}),
     "is_uniform_type": (UniformTypeKVCacheSpecs.is_uniform_type, {"kv_cache_specs": {"a": FULL}}),
     "from_specs": (UniformTypeKVCacheSpecs.from_specs, {"kv_cache_specs": {"a": FULL}}),

@@ -461,8 +461,9 @@ def test_second_process_is_rejected_until_the_first_ends(tmp_path: Path) -> None
         "import sys; from pathlib import Path; from disk_blocks import open_store;"
         "store = open_store(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
     )
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(  # noqa: S603  # this interpreter
-        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", script, str(tmp_path)], env=paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"open\n"
