@@ -501,11 +501,19 @@ def _joined(parts: Sequence[Int32]) -> TierCopies:
 def _require_alike(device: KVCacheManager, host: KVCacheManager) -> int:
     """Return the tokens of a hash block of both managers. Raises as HostTier does."""
     if device.hasher is None or not device.enable_caching:
-        raise ConfigError("a host tier needs prefix caching: construct the device's manager with enable_caching=True")
+        raise ConfigError(
+            "a host tier needs prefix caching: construct the device's manager with enable_caching=True (drop "
+            "--no-prefix-caching)"
+        )
     if host.hasher is not device.hasher:
         raise ConfigError("both managers must share block hashes: construct the host's with hasher=device.hasher")
     if not device.engine.logs_resume_points:
         raise ConfigError("the device's manager logs no resume points: construct it with log_resume_points=True")
+    if device.checkpoints.idle:
+        raise ConfigError(
+            f"eviction {device.eviction.name} knows no resume points of a model without recurrent layers, so nothing "
+            "would go to the host: use hazard (--eviction hazard)"
+        )
     mine, theirs = device.config, host.config
     sizes, other = ([one.block_bytes_of(group) for group in range(len(one.groups))] for one in (mine, theirs))
     if mine.groups != theirs.groups or sizes != other or (mine.slabs is None) != (theirs.slabs is None):

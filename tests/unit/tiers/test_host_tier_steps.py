@@ -10,7 +10,7 @@ import pytest
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError, ConfigError, UnsupportedModelError, WorkerError
-from hybridkv.eviction.choice import HAZARD
+from hybridkv.eviction.choice import HAZARD, LRU, Eviction
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
@@ -21,10 +21,12 @@ from hybridkv.tiers import HostTier, TierLimits
 BLOCK = 16
 
 
-def manager(blocks: int, specs: tuple[KVCacheSpec, ...], like: KVCacheManager | None = None) -> KVCacheManager:
+def manager(
+    blocks: int, specs: tuple[KVCacheSpec, ...], like: KVCacheManager | None = None, eviction: Eviction = HAZARD
+) -> KVCacheManager:
     """A cache of ``blocks`` blocks; of states and tokens, each block is a slab."""
     config = natural_model_config(blocks + 1, specs, (1,) * len(specs))
-    options = CacheOptions(placement=EndsPlacement(), eviction=HAZARD, log_resume_points=like is None)
+    options = CacheOptions(placement=EndsPlacement(), eviction=eviction, log_resume_points=like is None)
     return KVCacheManager(config, 8192, hasher=None if like is None else like.hasher, options=options)
 
 
@@ -341,10 +343,12 @@ def test_managers_that_do_not_fit_are_rejected_by_name() -> None:
     full = (full_spec(BLOCK),)
     device = manager(9, full)
     tier = HostTier(device, manager(9, full, device))
+    unranked = manager(9, full, eviction=LRU)
     makes: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: HostTier(device, manager(9, full)), ConfigError, "hasher=device.hasher"),
         (lambda: HostTier(device, manager(9, (full_spec(32),), device)), ConfigError, "planner.tier_plan"),
         (lambda: HostTier(manager(9, full, device), manager(9, full, device)), ConfigError, "log_resume_points=True"),
+        (lambda: HostTier(unranked, manager(9, full, unranked)), ConfigError, "eviction lru knows no resume points"),
         (lambda: HostTier(device, None), ConfigError, "host must be a KVCacheManager"),  # type: ignore[arg-type]
         (lambda: HostTier(device, manager(9, full, device), 5), ConfigError, "limits must be"),  # type: ignore[arg-type]
         (lambda: Scheduler(manager(9, full), tier=tier), ConfigError, "another cache"),
