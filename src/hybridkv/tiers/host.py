@@ -244,10 +244,8 @@ class HostTier:
         if self._is_on_its_way(request, self.host, 0, tokens):
             self._later.append((request, tokens))  # its blocks are shared after they have arrived
             return
-        carrier, ends_prompt = (
-            request.prefix(f"store {self._next}", tokens + 1),
-            tokens + 1 == request.num_prompt_tokens,
-        )
+        carrier = request.prefix(f"store {self._next}", tokens + 1)
+        ends_prompt = tokens + 1 == request.num_prompt_tokens
         if not ends_prompt:
             carrier.first_hit_tokens = 0  # the end of its prompt counts the request
         have = self.host.find_hit(carrier)
@@ -332,25 +330,12 @@ class HostTier:
             lost: int[n], transfers that failed.
         """
         self._moved.pop(step, None)
-        for number in arrived.tolist():
-            if number in self._cancelled:
-                self._cancelled.remove(number)
-                continue
-            one = self._end(number)
-            target, carrier = one.target, one.carrier
-            target.engine.finish_load(carrier)
-            target.keep_resume_point(carrier, ended=one.place[0] >= carrier.num_prompt_tokens)
-            target.free(carrier)
-            way = "store" if target is self.host else "load"
-            self._counts[f"{way}s"] += 1
-            self._counts[f"{way}d_bytes" if target is self.host else "loaded_bytes"] += one.num_bytes
-            if target is self.device:
-                self._counts["loaded_tokens"] += one.tokens
-        for number in lost.tolist():
-            if number in self._cancelled:
-                self._cancelled.remove(number)
-            else:
-                self._cancel(number)
+        for numbers, finish in ((arrived, self._keep), (lost, self._cancel)):
+            for number in numbers.tolist():
+                if number in self._cancelled:
+                    self._cancelled.remove(number)
+                else:
+                    finish(number)
 
     def fail(self, first_step: int) -> None:
         """Note that steps were not executed: their transfers are lost, and what moved on the host is forgotten.
@@ -407,6 +392,17 @@ class HostTier:
         if one.waits_for_it is not None and one.waits_for_it in self._answers:
             self._answers[one.waits_for_it] = False
         return one
+
+    def _keep(self, number: int) -> None:
+        one = self._end(number)
+        target, carrier = one.target, one.carrier
+        target.engine.finish_load(carrier)
+        target.keep_resume_point(carrier, ended=one.place[0] >= carrier.num_prompt_tokens)
+        target.free(carrier)
+        if target is self.host:
+            self._counts.update(stores=1, stored_bytes=one.num_bytes)
+        else:
+            self._counts.update(loads=1, loaded_bytes=one.num_bytes, loaded_tokens=one.tokens)
 
     def _cancel(self, number: int) -> None:
         one = self._end(number)
