@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from hybridkv.arguments import instance, instances, integer
 from hybridkv.cache.assembly import CacheParts
 from hybridkv.cache.holds import BlockLock
 from hybridkv.cache.lookup import Hit, KVCacheBlocks
+from hybridkv.cache.policies import BlockHits, PositionHits, StateHits, TokenHits, UnitStateHits
 from hybridkv.cache.residents import id_of, one_a_row
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Request
@@ -18,6 +20,24 @@ from hybridkv.specs import RequestLimits
 from hybridkv.units import MOST_COUNT
 
 Int64 = NDArray[np.int64]
+
+
+class ResumeRule(NamedTuple):
+    """What a request needs of one group to resume.
+
+    Attributes:
+        group: Number of the group.
+        block_size: Tokens of a column.
+        first_needed: Returns the first token whose block is needed after so many tokens; that many for none.
+        reads_all: It is always token 0.
+        is_state: The state after the last token is needed, and no block of tokens.
+    """
+
+    group: int
+    block_size: int
+    first_needed: Callable[[int], int]
+    reads_all: bool
+    is_state: bool
 
 
 class EngineSide:
@@ -29,6 +49,21 @@ class EngineSide:
         self._planner, self._slots, self._publisher = parts.planner, parts.slots, parts.publisher
         self._checkpoints, self._loads, self._locks = parts.checkpoints, parts.loads, parts.locks
         self._transfers = parts.transfers
+
+    @property
+    def resume_rules(self) -> tuple[ResumeRule, ...]:
+        """What a request needs to resume, by group; groups whose blocks no hit needs are left out."""
+        return tuple(
+            ResumeRule(
+                group.number,
+                group.policy.block_size,
+                group.policy.hits.first_needed,
+                reads_all=group.policy.hits.downward_closed,
+                is_state=isinstance(group.policy.hits, PositionHits | StateHits | UnitStateHits),
+            )
+            for group in self._groups
+            if isinstance(group.policy.hits, TokenHits | BlockHits | PositionHits | StateHits | UnitStateHits)
+        )
 
     def blocks_of(self, hit: Hit) -> KVCacheBlocks:
         """Return the blocks of a hit, 0 for null columns.

@@ -1,0 +1,272 @@
+"""Prefixes in a store of blocks: the keys of their blocks, and the longest prefix that the store has.
+
+A request that resumes after E tokens needs, by kind of group:
+
+    tokens     [ hash block | hash block | tail: E is inside a hash block ]
+    all        b0    b1     b2           b3: partly used      every earlier token is read
+    last                    b2           b3                   a window or a chunk
+    state                                S                    exactly the state after E tokens
+    mark                                 m                    lists the tails after its hash block at which states end
+
+Every key contains the hash of the whole hash blocks before it, in which salt, adapter and images are. The key of a
+block that is used in part contains the tail too. A mark is written after all blocks of its prefix. It says where to
+look, and the blocks that the store has say what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import lcm
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.errors import ConfigError
+from hybridkv.tiers.store import BlockStore
+
+MOST_TAILS: Final = 8
+"""Tails that a mark lists, the newest first."""
+MOST_IDENTITY_BYTES: Final = 16
+"""Bytes of the identity in each key."""
+
+_MOST_CANDIDATES: Final = 16
+_TAIL_BYTES: Final = 12
+_MARK: Final = 0xFF
+_NO_TAIL: Final = blake2b(b"", digest_size=_TAIL_BYTES).digest()
+
+
+class Tokens(Protocol):
+    """The tokens of a prefix: a Request of this library, or one of an engine.
+
+    Attributes:
+        num_tokens: Known tokens.
+        hashes: The hash of each whole hash block with all tokens before it.
+    """
+
+    hashes: list[bytes]
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens."""
+        ...
+
+    def token_bytes(self, start: int, stop: int) -> bytes:
+        """Return tokens as the bytes of an int32 array.
+
+        Args:
+            start: First token.
+            stop: Token after the last one.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The blocks of one group that a request needs to resume.
+
+    Attributes:
+        group: Number of the group.
+        block_size: Tokens of a column.
+        first_needed: Returns the first token that must be there to resume after so many tokens; that many for none.
+        reads_all: It is always token 0.
+        is_state: One block instead: the state after exactly the last token.
+    """
+
+    group: int
+    block_size: int
+    first_needed: Callable[[int], int]
+    reads_all: bool = False
+    is_state: bool = False
+
+    def columns(self, tokens: int) -> range:
+        """Return the columns that are needed to resume after some tokens; ``range(1)`` for a state.
+
+        Args:
+            tokens: How many.
+        """
+        if self.is_state:
+            return range(1)
+        first = self.first_needed(tokens)
+        return range(first // self.block_size, -(-tokens // self.block_size) if first < tokens else 0)
+
+
+class Mark(NamedTuple):
+    """The entry of a resume point in the mark of its hash block. ``tail``: its tokens after that, bytes of int32."""
+
+    key: bytes
+    tail: bytes
+
+
+class Prefixes:
+    """Names the blocks of prefixes, and finds the longest prefix in a store.
+
+    Args:
+        parts: What each group needs.
+        identity: A hash of all that gives a block's bytes their meaning: model, weights, dtype, layout, version.
+        hash_block: Tokens of a hash block.
+
+    Attributes:
+        mark_bytes: Length of a mark.
+
+    Raises:
+        ConfigError: ``identity`` does not have 16 bytes.
+    """
+
+    def __init__(self, parts: Sequence[Part], identity: bytes, hash_block: int) -> None:
+        if len(identity) != MOST_IDENTITY_BYTES:
+            raise ConfigError(f"identity must have {MOST_IDENTITY_BYTES} bytes, got {len(identity)}: hash it")
+        self.parts = tuple(parts)
+        self.mark_bytes = MOST_TAILS * hash_block * np.dtype(np.int32).itemsize
+        self._identity = identity
+        self._hash_block = hash_block
+        self._whole = [part for part in self.parts if part.reads_all]
+        self._others = [part for part in self.parts if not part.reads_all]
+        self._common = lcm(*(part.block_size for part in self._whole))
+
+    # -- keys
+
+    def keys(self, request: Tokens, tokens: int, part: Part, columns: Sequence[int]) -> list[bytes]:
+        """Return the keys of blocks of a prefix. O(columns).
+
+        Args:
+            request: Has the tokens and their hashes.
+            tokens: Tokens of the prefix; at least one hash block.
+            part: The group.
+            columns: Columns that the prefix needs.
+        """
+        start, hashes, each = self._start(part.group), request.hashes, part.block_size // self._hash_block
+        whole = 0 if part.is_state else tokens // part.block_size
+        found = [start + hashes[(column + 1) * each - 1] + _NO_TAIL for column in columns if column < whole]
+        if len(found) < len(columns):
+            found.append(start + self._end(request, tokens))
+        return found
+
+    def mark(self, request: Tokens, tokens: int) -> Mark:
+        """Return the mark of a resume point.
+
+        Args:
+            request: Has the tokens and their hashes.
+            tokens: Tokens of the prefix; at least one hash block.
+        """
+        depth = tokens // self._hash_block
+        return Mark(self._mark_key(request, depth), request.token_bytes(depth * self._hash_block, tokens))
+
+    def _start(self, group: int) -> bytes:
+        return self._identity + group.to_bytes(1, "little")
+
+    def _end(self, request: Tokens, tokens: int) -> bytes:
+        depth = tokens // self._hash_block
+        tail = request.token_bytes(depth * self._hash_block, tokens)
+        return request.hashes[depth - 1] + b"\1" + blake2b(tail, digest_size=_TAIL_BYTES - 1).digest()
+
+    def _mark_key(self, request: Tokens, depth: int) -> bytes:
+        return self._start(_MARK) + request.hashes[depth - 1]
+
+    # -- look-up
+
+    def find(self, store: BlockStore, request: Tokens, least: int) -> int:
+        """Return the tokens of the longest prefix that can be resumed, above ``least``; 0 without one.
+
+        The last token of the request is never part of it. O(hash blocks), and a few calls of the store.
+
+        Args:
+            store: The store.
+            request: The request.
+            least: Tokens of a prefix whose blocks need not be in the store.
+        """
+        limit = request.num_tokens - 1
+        reach = self._reach(store, request, least, limit)
+        if reach <= least:
+            return 0
+        candidates = self._marked(store, request, least, reach)
+        if not self._others:
+            candidates.append(reach // self._common * self._common)
+        for tokens in sorted(set(candidates), reverse=True)[:_MOST_CANDIDATES]:
+            if tokens > least and self._has(store, request, tokens, least):
+                return tokens
+        return 0
+
+    def _reach(self, store: BlockStore, request: Tokens, least: int, limit: int) -> int:
+        """Return an upper bound of the prefix: the last token of the column after the first that is missing."""
+        if self._others and self._whole:
+            return limit  # states and windows are rarer: their marks say more than blocks that all tokens need
+        for part in self._whole:
+            whole, first = limit // part.block_size, least // part.block_size
+            columns = range(first, min(whole, len(request.hashes) * self._hash_block // part.block_size))
+            found = store.exists(self.keys(request, columns.stop * part.block_size, part, columns))
+            run = first + (found.index(False) if False in found else len(found))
+            limit = min(limit, (run + 1) * part.block_size - 1)
+        return limit
+
+    def _marked(self, store: BlockStore, request: Tokens, least: int, limit: int) -> list[int]:
+        """Return the token counts in ``least`` + 1 .. ``limit`` that marks list, at most 16."""
+        last = min(len(request.hashes), limit // self._hash_block)
+        depths = range(last, max(least // self._hash_block, 1) - 1, -1)
+        if not depths:
+            return []
+        known = store.exists([self._mark_key(request, depth) for depth in depths])
+        there = [depth for depth, is_known in zip(depths, known, strict=True) if is_known][:_MOST_CANDIDATES]
+        buffers = [bytearray(self.mark_bytes) for _ in there]
+        arrived = store.get([self._mark_key(request, depth) for depth in there], [memoryview(one) for one in buffers])
+        found = []
+        for depth, buffer, is_whole in zip(there, buffers, arrived, strict=True):
+            first = depth * self._hash_block
+            for tail in tails_of(buffer, self._hash_block) if is_whole else ():
+                tokens = first + len(tail) // np.dtype(np.int32).itemsize
+                if least < tokens <= limit and request.token_bytes(first, tokens) == tail:
+                    found.append(tokens)
+        return found
+
+    def _has(self, store: BlockStore, request: Tokens, tokens: int, least: int) -> bool:
+        """Return whether the store has all blocks of a prefix that one of ``least`` tokens does not share."""
+        keys = list[bytes]()
+        for part in (*self._others, *self._whole):
+            columns = part.columns(tokens)
+            if part.reads_all:
+                columns = range(least // part.block_size, columns.stop)
+            keys += self.keys(request, tokens, part, columns)
+        return all(store.exists(keys))
+
+
+def parts_of(manager: KVCacheManager) -> tuple[Part, ...]:
+    """Return what each group of a manager needs to resume. Groups without keys need nothing.
+
+    Args:
+        manager: The manager.
+    """
+    return tuple(
+        Part(rule.group, rule.block_size, rule.first_needed, reads_all=rule.reads_all, is_state=rule.is_state)
+        for rule in manager.engine.resume_rules
+    )
+
+
+def tails_of(mark: bytes | bytearray | memoryview, hash_block: int) -> list[bytes]:
+    """Return the tails that a mark lists, the newest first; none of a mark that is damaged.
+
+    Args:
+        mark: The bytes of the mark.
+        hash_block: Tokens of a hash block.
+    """
+    rows = np.frombuffer(mark, np.int32).reshape(MOST_TAILS, hash_block)
+    counts = rows[:, 0]
+    return [row[1:count].tobytes() for row, count in zip(rows, counts.tolist(), strict=True) if 0 < count <= hash_block]
+
+
+def mark_with(mark: bytes | bytearray | memoryview, tail: bytes, hash_block: int) -> bytes:
+    """Return a mark that lists one more tail, in the place of the oldest one if it is full.
+
+    Args:
+        mark: The bytes of the mark so far; empty for a new one.
+        tail: Bytes of int32, fewer tokens than a hash block.
+        hash_block: Tokens of a hash block.
+    """
+    known = [one for one in (tails_of(mark, hash_block) if len(mark) else []) if one != tail]
+    rows: NDArray[np.int32] = np.zeros((MOST_TAILS, hash_block), np.int32)
+    for row, one in zip(rows, [tail, *known], strict=False):
+        tokens = np.frombuffer(one, np.int32)
+        row[0], row[1 : len(tokens) + 1] = len(tokens) + 1, tokens
+    return rows.tobytes()
