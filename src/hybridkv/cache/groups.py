@@ -499,7 +499,7 @@ class BlockRows:
     def find(self, ids: Int64) -> tuple[Int64, Int64]:
         """Return the rows and columns that hold one of ``ids``, in row order; int64 each. O(cells)."""
         where = self._where(ids)
-        rows = self.count.nonzero()[0] if where.size else where
+        rows = (self.count > self.base).nonzero()[0] if where.size else where  # a row of null columns has no cells
         if not rows.size:
             return rows, rows
         rows = rows[self.start[rows].argsort()]
