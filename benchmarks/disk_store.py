@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from hybridkv.tiers import DiskStore
+from hybridkv.stores import DiskStore
 from hybridkv.units import KiB, MiB, round_up
 
 BLOCKS: Final = (16 * KiB, 256 * KiB, MiB)

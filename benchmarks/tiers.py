@@ -41,7 +41,7 @@ from hybridkv.simulator import (
     plan_for_trace,
     simulation_of,
 )
-from hybridkv.simulator.transfers import HostTransfers
+from hybridkv.simulator.transfers import TierTransfers
 from hybridkv.tiers import HostTier
 
 MODEL: Final = "qwen3.5-35b-a3b"
@@ -161,7 +161,7 @@ def with_tiers(plan: Plan, host_bytes: int, eviction: Eviction, settings: Replay
     host = KVCacheManager(tier_plan(plan, host_bytes), hasher=device.hasher, options=options)
     tier = HostTier(device, host, made.transfers.tier.limits)
     scheduler = Scheduler(device, made.scheduler.limits, clock=made.clock, tier=tier)
-    return replace(made, scheduler=scheduler, transfers=HostTransfers(tier, made.cost.host_bytes_per_s))
+    return replace(made, scheduler=scheduler, transfers=TierTransfers(tier, made.cost.host_bytes_per_s))
 
 
 def simulation(way: str, source: RequestSource, device: int, host: int) -> Simulation:

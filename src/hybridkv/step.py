@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hybridkv.request import SamplingParams
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
@@ -157,6 +157,32 @@ _NO_NUMBERS: Final = np.empty(0, np.int32)
 NO_TIER_COPIES: Final = TierCopies(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreTransfer:
+    """Blocks of the host tier that go to a store of blocks by key, or come from it.
+
+    All of them arrive, or none counts.
+
+    Attributes:
+        number: Number of the transfer; those of TierCopies are others.
+        group: int32[n], group of each block.
+        block: int32[n], the block, as an id within the group's class.
+        keys: n keys in the store.
+        mark: On the way to the store, the key of the mark that is written after all blocks; else empty.
+        tail: The entry of the mark: tokens after the last whole hash block, bytes of int32.
+    """
+
+    number: int
+    group: Int32
+    block: Int32
+    keys: tuple[bytes, ...]
+    mark: bytes = b""
+    tail: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.block)
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderRead:
     """The encoder output that cross attention of a row reads.
@@ -223,6 +249,9 @@ class Step:
         tier_copies: Copies within the host tier, in this order, before any store is written there.
         loads: Copies from the host tier to the device, of blocks as they are after the stores. No row of this Step or a
             later one reads them before the result of some Step says that their transfer arrived.
+        spills: Blocks of the host tier that go to its store. They do not change before their transfer ends.
+        fetches: Blocks of the host tier that come from its store. Nothing else reads or writes them from this Step on
+            until their transfer ends.
         schema_version: Version of this format.
     """
 
@@ -244,7 +273,14 @@ class Step:
     stores: TierCopies = NO_TIER_COPIES
     tier_copies: tuple[Copy, ...] = ()
     loads: TierCopies = NO_TIER_COPIES
+    spills: tuple[StoreTransfer, ...] = ()
+    fetches: tuple[StoreTransfer, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether a tier has anything to do."""
+        return bool(len(self.stores) or self.tier_copies or len(self.loads) or self.spills or self.fetches)
 
     @property
     def num_tokens(self) -> int:

@@ -303,7 +303,7 @@ class Executor:
             arena.take_written()
         self._apply_tables(step, what)
         runs = self._runs(step, what)
-        demand(self._host or not len(step.stores) + len(step.loads), f"{what} has transfers, and nobody has a tier")
+        demand(self._host or not step.has_transfers, f"{what} has transfers, and nobody has a tier")
         if self._host is not None:
             self._host.start(step, what)
         moves = self._leading_moves(step.copies, what)

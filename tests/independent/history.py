@@ -33,35 +33,52 @@ class History:
         family: str | None = None,
         *,
         tiered: bool = False,
+        stored: bool = False,
     ) -> None:
         self._rng = random.Random(seed)
-        self.world = random_world(self._rng, eviction, family, tiered=tiered)
+        self.world = random_world(self._rng, eviction, family, tiered=tiered, stored=stored)
         self._tamper = tamper
-        self._scheduler = self.world.scheduler
+        self._chance = np.random.default_rng(seed)
         self._stories: dict[str, Story] = {}
-        self._writer = Writer(self._rng, self.world)
-        ranks = self.world.plan.limits.cp
-        chance = np.random.default_rng(seed)
-        arena = Arena(self.world.plan.config, ranks, self.world.interleave, chance)
-        tier = self.world.tier
-        self._executor = Executor(
-            arena,
-            self.world.cache,
-            self.world.plan.limits,
-            self._stories,
-            segments=self._scheduler.limits.segments,
-            host=None if tier is None else HostMemory(arena, tier.host.config, chance),
-        )
-        self._flights: deque[tuple[Step, StepResult | None, bytes]] = deque()
         self._ended: set[str] = set()
+        self.counts = Counter[str]()
+        self._writer = Writer(self._rng, self.world)
+        self._start()
         self._failing = self._rng.choice((0.0, 0.0, 0.03, 0.1))
         self._early = self._rng.random() < 0.5
         self._quiet = 0
 
-    @property
-    def counts(self) -> Counter[str]:
-        """What happened."""
-        return self._executor.counts
+    def _start(self) -> None:
+        """Begin a process: memory is rubbish, and nobody runs. The shelf is as the last one left it."""
+        world = self.world
+        self._cache, self._scheduler, self._tier = world.start()
+        arena = Arena(world.plan.config, world.plan.limits.cp, world.interleave, self._chance)
+        host = None
+        if self._tier is not None:
+            hash_block = 1 if self._cache.hasher is None else self._cache.hasher.block_size
+            host = HostMemory(arena, self._tier.host.config, self._chance, world.shelf, hash_block)
+        self._executor = Executor(
+            arena, self._cache, world.plan.limits, self._stories, segments=self._scheduler.limits.segments, host=host
+        )
+        self._flights: deque[tuple[Step, StepResult | None, bytes]] = deque()
+        self._writer.begin(self._cache.hasher)
+
+    def _end(self) -> None:
+        """End the process: whoever had not ended never will."""
+        self._count()
+        for name in self._stories.keys() - self._ended:
+            del self._stories[name]
+        self._quiet = 0
+
+    def _count(self) -> None:
+        """Add up what the process did."""
+        self.counts += self._executor.counts
+        statistics = self._scheduler.statistics()
+        self.counts["preemptions"] += statistics.preemptions
+        self.counts["tokens hit"] += statistics.hit_tokens
+        if self._tier is not None:
+            self.counts["tokens loaded"] += self._tier.statistics().loaded_tokens
+            self.counts["tokens fetched"] += self._tier.statistics().fetched_tokens
 
     def play(self, steps: int) -> None:
         """``steps`` steps with everything, then no more requests until all have ended. DifferenceError."""
@@ -70,23 +87,25 @@ class History:
             while self._rng.random() < rate and len(self._stories) - len(self._ended) < crowd:
                 self._add(self._writer.write())
             self._disturb()
+            if self.world.shelf is not None and self._rng.random() < 0.04:
+                self._end()
+                self._start()
+                self.counts["processes that ended"] += 1
             self._advance()
         while not self._scheduler.drained or self._flights:
             self._advance()
         self._take(self._scheduler.take_finished())
         demand(self._ended == set(self._stories), f"never ended: {sorted(set(self._stories) - self._ended)[:5]}")
         self._scheduler.check()
-        counts, statistics = self.counts, self._scheduler.statistics()
-        counts["preemptions"] += statistics.preemptions
-        counts["tokens hit"] += statistics.hit_tokens
+        self._count()
+        counts = self.counts
         counts["requests"] += len(self._stories)
         counts["prompts of several tenants"] += sum(
             len(tenants) > 1 for tenants in self._writer.tenants_of_prompts.values()
         )
         counts[f"layout {self.world.plan.layout}"] += 1
         counts["layout packed"] += self.world.plan.config.packed_block_bytes is not None
-        if self.world.tier is not None:
-            counts["tokens loaded"] += self.world.tier.statistics().loaded_tokens
+        counts["blocks forgotten"] += 0 if self.world.shelf is None else self.world.shelf.forgotten
         counts["context parallel worlds"] += self.world.plan.limits.cp > 1
 
     # -- what callers do
@@ -105,7 +124,7 @@ class History:
         if not living:
             self._quiet = 0
             if rng.random() < 0.02 and self._scheduler.drained:
-                self.counts["caches reset"] += self.world.cache.reset_prefix_cache()
+                self.counts["caches reset"] += self._cache.reset_prefix_cache()
             return
         name = rng.choice(living)
         what = rng.random()
@@ -139,6 +158,8 @@ class History:
 
     def _advance(self) -> None:
         scheduler, rng = self._scheduler, self._rng
+        if self.world.slow is not None:
+            self.world.slow.work()
         if len(self._flights) < scheduler.limits.max_in_flight and not (self._flights and rng.random() < 0.3):
             if scheduler.limits.num_speculative_tokens:
                 self._propose()
@@ -212,6 +233,7 @@ def _fingerprint(step: Step) -> bytes:
     """Every array of a Step: it owns them, so nobody changes them."""
     arrays = (step.rows, step.num_computed, step.num_scheduled, step.samples, step.token_ids.values, step.drafts.values)
     away = [getattr(copies, name) for copies in (step.stores, step.loads) for name in TierCopies.__slots__]
+    away += [ids for one in (*step.spills, *step.fetches) for ids in (one.group, one.block)]
     more = (step.cells.row, step.cells.column, step.cells.block, step.zero, step.state_read, step.state_writes)
     return b"|".join(array.tobytes() for array in (*arrays, *more, *away))
 
@@ -224,13 +246,14 @@ def play(
     family: str | None = None,
     *,
     tiered: bool = False,
+    stored: bool = False,
 ) -> Counter[str]:
     """One history from ``seed``; what happened in it. DifferenceError names the seed and the world.
 
     eviction: what is given up next, in worlds of the natural layout. family: of the model, None for any. tiered: with
-    host memory below the device's.
+    host memory below the device's. stored: with a store behind that, and processes that end.
     """
-    history = History(seed, tamper, eviction, family, tiered=tiered)
+    history = History(seed, tamper, eviction, family, tiered=tiered or stored, stored=stored)
     try:
         history.play(steps)
     except Exception as error:

@@ -14,6 +14,8 @@ from collections import Counter
 from content import DifferenceError
 from history import play
 
+from hybridkv.eviction.choice import HAZARD
+
 
 def main() -> int:
     """Play until the time is over."""
@@ -22,6 +24,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first history; the next one has the next")
     parser.add_argument("--steps", type=int, default=120, help="steps of a history before its requests run out")
     parser.add_argument("--family", help='of models: "compressed" for compressed caches; any other by default')
+    parser.add_argument(
+        "--tiers", choices=("host", "store"), help="host memory below the device, and a store behind it"
+    )
     options = parser.parse_args()
     logging.getLogger("hybridkv").setLevel(logging.CRITICAL)
     counts: Counter[str] = Counter()
@@ -29,7 +34,11 @@ def main() -> int:
     seed = options.seed
     while True:
         try:
-            counts += play(seed, steps=options.steps, family=options.family)
+            if options.tiers is None:
+                counts += play(seed, steps=options.steps, family=options.family)
+            else:
+                stored = options.tiers == "store"
+                counts += play(seed, None, options.steps, HAZARD.name, options.family, tiered=True, stored=stored)
         except DifferenceError as error:
             sys.stdout.write(f"DIFFERENCE after {counts['row-steps']} row-steps\n{error}\n")
             return 1

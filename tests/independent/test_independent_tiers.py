@@ -38,6 +38,16 @@ LEAST = {
     "context parallel worlds": 5,
 }
 """What must happen at least so often, or the histories show nothing about it."""
+STORED_LEAST = {
+    "processes that ended": 100,
+    "spills arrived": 100,
+    "spills lost": 10,
+    "fetches arrived": 20,
+    "tokens fetched": 200,
+    "blocks forgotten": 50,
+    "failures": 60,
+}
+"""The same with a store behind host memory."""
 
 
 def tiered(seed: int, tamper: Tamper | None = None, steps: int = 120) -> Counter[str]:
@@ -49,6 +59,13 @@ def test_independent_worker_agrees_through_host_memory() -> None:
     for seed in range(how_many(RUNS)):
         total += tiered(seed)
     assert too_rare(total, LEAST) == {}
+
+
+def test_independent_worker_agrees_through_a_store() -> None:
+    total: Counter[str] = Counter()
+    for seed in range(how_many(RUNS)):
+        total += play(seed, eviction=HAZARD.name, stored=True)
+    assert too_rare(total, STORED_LEAST) == {}
 
 
 # -- what is broken on purpose
@@ -100,15 +117,34 @@ TAMPERS: dict[str, Tamper] = {
 }
 
 
-def caught(tamper: Tamper | None = None) -> str | None:
+def _swapped_spills(step: Step, rng: random.Random) -> Step:  # noqa: ARG001
+    return replace(step, spills=tuple(replace(one, keys=(*one.keys[1:], *one.keys[:1])) for one in step.spills))
+
+
+def _swapped_fetches(step: Step, rng: random.Random) -> Step:  # noqa: ARG001
+    return replace(step, fetches=tuple(replace(one, keys=(*one.keys[1:], *one.keys[:1])) for one in step.fetches))
+
+
+STORED_TAMPERS: dict[str, Tamper] = {
+    "spilled blocks have each other's keys": _swapped_spills,
+    "fetched blocks are in each other's places": _swapped_fetches,
+}
+
+
+def caught(tamper: Tamper | None = None, *, stored: bool = False) -> str | None:
     """What the first of 100 histories says that shows a difference, and not just an error of the library."""
     for seed in range(100):
         try:
-            tiered(seed, tamper, steps=60)
+            play(seed, tamper, 60, HAZARD.name, tiered=True, stored=stored)
         except DifferenceError as error:
             if isinstance(error.__cause__, DifferenceError):
                 return str(error)
     return None
+
+
+@pytest.mark.parametrize("name", STORED_TAMPERS)
+def test_independent_worker_detects_a_wrong_errand(name: str) -> None:
+    assert caught(STORED_TAMPERS[name], stored=True)
 
 
 @pytest.mark.parametrize("name", TAMPERS)
@@ -157,6 +193,20 @@ def _stale_bytes(patch: pytest.MonkeyPatch) -> None:
         one.there = True
 
     patch.setattr(HostMemory, "_arrive", of)
+
+
+def _no_fetches(patch: pytest.MonkeyPatch) -> None:
+    """Fetches leave rubbish, and count as arrived."""
+    patch.setattr(HostMemory, "_fetch", lambda self, errand: True)  # noqa: ARG005
+
+
+WRONG_STORES: dict[str, Patch] = {"fetches write nothing": _no_fetches}
+
+
+@pytest.mark.parametrize("name", WRONG_STORES)
+def test_independent_worker_detects_a_wrong_store(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WRONG_STORES[name](monkeypatch)
+    assert caught(stored=True)
 
 
 WRONG_WORKERS: dict[str, Patch] = {

@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from content import Embeds, Story
+from shelf import Shelf, Slow
 
 from caches import cache_with
 from hybridkv.cache import KVCacheManager
@@ -19,7 +20,7 @@ from hybridkv.eviction import LRU, eviction_named
 from hybridkv.extra_keys import EncoderInput, LoraAdapter, MultimodalItem
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.planner import Plan, plan, tier_plan
-from hybridkv.request import Request, SamplingParams
+from hybridkv.request import Hasher, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.spec_fields import SparseCacheRole
 from hybridkv.specs import (
@@ -35,7 +36,7 @@ from hybridkv.specs import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from hybridkv.tiers import HostTier, TierLimits
+from hybridkv.tiers import HostTier, Prefixes, StoreLookups, TierLimits, parts_of
 
 VOCAB = 30
 TENANTS = (None, "red", "blue")
@@ -184,32 +185,49 @@ def _compressed(rng: random.Random, block: int, drafts: int) -> Model:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a history runs in. options: in words, for the report of a difference. tier: host memory, if there is any."""
+    """What a history runs in. options: in words, for the report of a difference.
+
+    start: begins a process, with a cache, a scheduler and host memory, if there is any. shelf: a store behind that, if
+    there is any. slow: answers look-ups there; None if they are answered at once.
+    """
 
     plan: Plan
-    cache: KVCacheManager
-    scheduler: Scheduler
+    start: Callable[[], Process]
     interleave: int
     options: str
-    tier: HostTier | None = None
+    shelf: Shelf | None = None
+    slow: Slow | None = None
+
+
+class Process(NamedTuple):
+    """What a process has, and loses when it ends."""
+
+    cache: KVCacheManager
+    scheduler: Scheduler
+    tier: HostTier | None
 
 
 def random_world(
-    rng: random.Random, eviction: str = LRU.name, family: str | None = None, *, tiered: bool = False
+    rng: random.Random,
+    eviction: str = LRU.name,
+    family: str | None = None,
+    *,
+    tiered: bool = False,
+    stored: bool = False,
 ) -> World:
     """A model, a plan that is tight, a cache and a scheduler. Draws again what the library refuses by name.
 
     family: of the model, of which "compressed" is drawn on request alone; None for any other. tiered: with host memory,
-    which only the natural layout can have.
+    which only the natural layout can have. stored: with a store behind that.
     """
     while True:
         try:
-            return _world(rng, eviction, family, tiered=tiered)
+            return _world(rng, eviction, family, tiered=tiered, stored=stored)
         except (ConfigError, UnsupportedModelError):
             continue
 
 
-def _world(rng: random.Random, eviction: str, wanted: str | None, *, tiered: bool) -> World:
+def _world(rng: random.Random, eviction: str, wanted: str | None, *, tiered: bool, stored: bool) -> World:
     block = rng.choice((2, 4, 4, 8, 16))
     drafts = rng.choice((0, 0, 1, 2, 3))
     families = _configs(rng)
@@ -257,35 +275,66 @@ def _world(rng: random.Random, eviction: str, wanted: str | None, *, tiered: boo
     }
     ticks = iter(range(10**9))
     of_both: dict[str, Any] = {"eviction": eviction_named(eviction), "clock": lambda: next(ticks) * 0.05}
-    cache = cache_with(
-        plan.config,
-        plan.max_model_len,
-        **cache_options,
-        **of_both,
-        placement=placement_of(plan),
-        log_resume_points=tiered,
-    )
-    tier = _tier(rng, plan, cache, cache_options, of_both) if tiered else None
-    scheduler = Scheduler(cache, limits, clock=lambda: next(ticks) * 0.05, tier=tier)
     interleave = rng.choice([size for size in (1, 2, 4) if block % size == 0]) if world > 1 else 1
-    options = f"{family}, {plan_options}, {limits}, {cache_options}" + (f", {tier.limits}" if tier else "")
-    return World(plan, cache, scheduler, interleave, options, tier)
+    below = _Below(rng, plan, stored=stored) if tiered else None
+
+    def start() -> Process:
+        cache = cache_with(
+            plan.config,
+            plan.max_model_len,
+            **cache_options,
+            **of_both,
+            placement=placement_of(plan),
+            log_resume_points=tiered,
+        )
+        tier = None if below is None else below.tier(cache, cache_options, of_both)
+        return Process(cache, Scheduler(cache, limits, clock=lambda: next(ticks) * 0.05, tier=tier), tier)
+
+    start()  # what the library refuses, it refuses now
+    options = f"{family}, {plan_options}, {limits}, {cache_options}" + (f", {below.limits}" if below else "")
+    shelf, slow = (None, None) if below is None else (below.shelf, below.slow)
+    return World(plan, start, interleave, options, shelf, slow)
 
 
-def _tier(
-    rng: random.Random, plan: Plan, cache: KVCacheManager, options: dict[str, Any], of_both: dict[str, Any]
-) -> HostTier:
-    """Host memory of a slab or of several times the device's, below ``cache``."""
-    slabs = plan.config.slabs
-    assert slabs is not None  # the layout is natural
-    config = tier_plan(
-        plan, slabs.slab_bytes * rng.choice((2, plan.config.num_blocks, 3 * plan.config.num_blocks))
-    ).config
-    ours = {name: options[name] for name in ("enable_caching", "use_eagle", "dcp_world_size", "pcp_world_size")}
-    host = cache_with(
-        config, plan.max_model_len, **ours, **of_both, hasher=cache.hasher, max_moved_bytes=options["max_moved_bytes"]
-    )
-    return HostTier(cache, host, TierLimits(rng.choice((1, 2, 8)), rng.choice((1, 4, 16))))
+class _Below:
+    """Host memory of a slab or of several times the device's, and perhaps a store of some blocks or of many."""
+
+    def __init__(self, rng: random.Random, plan: Plan, *, stored: bool) -> None:
+        slabs = plan.config.slabs
+        assert slabs is not None  # the layout is natural
+        self._plan = plan
+        sizes = (2, plan.config.num_blocks, 3 * plan.config.num_blocks)
+        self._config = tier_plan(plan, slabs.slab_bytes * rng.choice(sizes)).config
+        self.limits = TierLimits(rng.choice((1, 2, 8)), rng.choice((1, 4, 16)))
+        self.shelf, self.slow = None, None
+        if stored:
+            self.limits = replace(
+                self.limits,
+                least_tokens=rng.choice((1, 4)),
+                max_fetches=rng.choice((1, 4)),
+                max_spills=rng.choice((1, 4)),
+                patience_s=rng.choice((0.3, 10.0)),
+            )
+            ranks = plan.limits.cp
+            self.shelf = Shelf(ranks * slabs.slab_bytes * plan.config.num_blocks * rng.choice((1, 8, 64)), rng)
+            self.slow = Slow(rng) if rng.random() < 0.5 else None
+
+    def tier(self, cache: KVCacheManager, options: dict[str, Any], of_both: dict[str, Any]) -> HostTier:
+        """Below ``cache``."""
+        ours = {name: options[name] for name in ("enable_caching", "use_eagle", "dcp_world_size", "pcp_world_size")}
+        host = cache_with(
+            self._config,
+            self._plan.max_model_len,
+            **ours,
+            **of_both,
+            hasher=cache.hasher,
+            max_moved_bytes=options["max_moved_bytes"],
+        )
+        lookups = None
+        if self.shelf is not None and cache.hasher is not None:
+            prefixes = Prefixes(parts_of(host), b"the only model..", cache.hasher.block_size)
+            lookups = StoreLookups(self.shelf, prefixes, self.slow, patience_s=self.limits.patience_s)
+        return HostTier(cache, host, self.limits, lookups)
 
 
 def _tight_plan(rng: random.Random, model: Model, options: dict[str, Any], times: tuple[float, ...]) -> Plan:
@@ -322,9 +371,14 @@ class Writer:
         self._earlier: list[Request] = []
         self.tenants_of_prompts: dict[tuple[int, ...], set[object]] = {}
 
+    def begin(self, hasher: Hasher | None) -> None:
+        """Write for a process with ``hasher`` from now on."""
+        self._hasher = hasher
+        self._earlier.clear()
+
     def write(self) -> Story:
         """Write the next request, and note in ``tenants_of_prompts`` which tenants sent its prompt."""
-        rng, cache = self._rng, self._world.cache
+        rng = self._rng
         seen = self._prompt()
         self._names += 1
         sampling = SamplingParams(
@@ -335,6 +389,8 @@ class Writer:
             n=rng.choice((1, 1, 1, 1, 2, 3)),
         )
         tenant, lora = rng.choice(TENANTS), rng.choice(ADAPTERS)
+        if self._world.shelf is not None and rng.random() < 0.7:  # else a shelf rarely has what is asked for
+            tenant, lora = None, None
         encoder = None
         if self._encoder_tokens and rng.random() < 0.95:
             number = rng.randrange(4)
@@ -343,7 +399,7 @@ class Writer:
             f"r{self._names}",
             seen.tokens,
             sampling,
-            hasher=cache.hasher,
+            hasher=self._hasher,
             cache_salt=tenant,
             lora=lora,
             multimodal=seen.items,
@@ -368,8 +424,10 @@ class Writer:
     def _prompt(self) -> Seen:
         rng, longest = self._rng, self._world.plan.max_model_len - 1
         if self._seen and rng.random() < 0.8:
-            old = rng.choice(self._seen[-8:])
+            old = rng.choice(self._seen[-8:] if self._world.shelf is None else self._seen[:3])
             kept = rng.choice((len(old.tokens), rng.randint(1, len(old.tokens))))
+            if self._world.shelf is not None and rng.random() < 0.6:
+                kept = len(old.tokens)
             more = rng.choice((0, 0, 1, rng.randint(0, 12)))
         else:
             old, kept, more = Seen([], [], None), 0, rng.randint(1, 40)

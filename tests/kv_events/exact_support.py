@@ -8,7 +8,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from events_support import BLOCK, SALTS
 
-from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, CacheOptions, KVCacheEvent, KVCacheManager
+from hybridkv.cache import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheOptions,
+    KVCacheEvent,
+    KVCacheManager,
+    Medium,
+)
 from hybridkv.cache.placement import Placement
 from hybridkv.eviction import Eviction
 from hybridkv.planner.config import KVCacheConfig
@@ -16,6 +24,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing.configs import full_spec, model_config, natural_model_config, state_spec, window_spec
+from hybridkv.tiers import HostTier
 
 Prompt = tuple[str | None, tuple[int, ...]]
 
@@ -38,8 +47,9 @@ def cache_of_layers(
     size: int,
     placement: Placement | None = None,
     eviction: Eviction | None = None,
+    above: KVCacheManager | None = None,
 ) -> tuple[KVCacheConfig, KVCacheManager]:
-    """``size`` slabs, or blocks."""
+    """``size`` slabs, or blocks. above: the device's, if these are of host memory."""
     specs = {"full": full_spec(BLOCK), "window": window_spec(BLOCK, 2 * BLOCK + 1), "state": state_spec(BLOCK)}
     found = [specs[layer] for layer in layers]
     config = natural_model_config(size, found, [2] * len(found)) if natural else model_config(size, found)
@@ -47,7 +57,14 @@ def cache_of_layers(
         config,
         200,
         enable_kv_cache_events=True,
-        options=CacheOptions(resume_point_events=natural, placement=placement, eviction=eviction),
+        hasher=None if above is None else above.hasher,
+        options=CacheOptions(
+            resume_point_events=natural,
+            placement=placement,
+            eviction=eviction,
+            medium=Medium.GPU if above is None else Medium.CPU,
+            log_resume_points=natural and above is None,
+        ),
     )
 
 
@@ -112,11 +129,11 @@ def can_be_hit(cache: KVCacheManager, prompts: Iterable[Prompt]) -> set[Prompt]:
 class Run:
     """Requests that come, run side by side, and go; some steps fail, some blocks are lost."""
 
-    def __init__(self, cache: KVCacheManager, random: Random) -> None:
-        self.cache, self.random = cache, random
+    def __init__(self, cache: KVCacheManager, random: Random, tier: HostTier | None = None) -> None:
+        self.cache, self.random, self.tier = cache, random, tier
         limits = SchedulerLimits(max_running=3, max_batched_tokens=11, max_in_flight=random.choice([1, 2]))
         self._most = limits.max_in_flight
-        self._scheduler = Scheduler(cache, limits)
+        self._scheduler = Scheduler(cache, limits, tier=tier)
         self._flying = deque[Step]()
         self._requests: list[Request] = []
 
@@ -130,9 +147,9 @@ class Run:
         return {(one.cache_salt, one.token_tuple(0, one.num_tokens)) for one in self._requests}
 
     def complete(self, tokens: list[int]) -> None:
-        """One request alone, to its end."""
+        """One request alone, to its end, and until host memory has it."""
         self._add(tokens, SALTS[0], marks=())
-        while not self._scheduler.drained:
+        while not (self._scheduler.drained and (self.tier is None or self.tier.is_idle)):
             self._flying.append(self._scheduler.schedule())
             self._settle(fails=False)
 
@@ -152,7 +169,7 @@ class Run:
             if cached:
                 self.cache.block_pool.evict_blocks(np.array([random.choice(cached)], np.int32))
         if scheduler.drained and random.random() < 0.2:
-            self.cache.reset_prefix_cache()
+            (self.cache.reset_prefix_cache if self.tier is None else self.tier.reset)()
 
     def _add_any(self) -> None:
         random, tokens = self.random, some_prompt(self.random)
@@ -179,4 +196,6 @@ class Run:
             self._flying.clear()
             return
         samples = Csr.from_lists([[9] if one else [] for one in step.samples.tolist()])
-        self._scheduler.update(StepResult(step.id, samples))
+        begun = np.unique(np.concatenate((step.stores.transfer, step.loads.transfer)))
+        lost = np.array([self.random.random() < 0.1 for _ in begun], np.bool_)
+        self._scheduler.update(StepResult(step.id, samples, arrived=begun[~lost], lost=begun[lost]))

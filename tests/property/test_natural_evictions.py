@@ -140,6 +140,8 @@ HINTS = (
     Hints(shared_tokens=6),
     Hints(scratch=True, shared_tokens=3),
     Hints(within_s=3, shared_tokens=5),
+    Hints(ttl_s=3, goes_on=True),
+    Hints(ttl_s=40, within_s=2),
 )
 
 

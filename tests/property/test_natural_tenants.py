@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 from test_natural_evictions import MODELS, PAIR
+from tier_runs import Run
 
 from how_much import how_many
 from hybridkv.eviction import Share, TenantShares
@@ -38,6 +39,8 @@ SHARES = (
     TenantShares((Share("tenant", 0.2, 0.3), Share(None, 0.5))),
     TenantShares((Share("tenant"), Share("nobody", 0.5))),
 )
+
+HOST_SHARES = TenantShares((Share("a", 0.3),))
 
 
 def needed(kept: RankedResumePoints, node: ResumePoint) -> set[int]:
@@ -179,3 +182,20 @@ def test_tenant_many_random_runs_match_the_oracle(monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             Watch(patch, shares)
             random_run(twins(random, None, shares), random, 120)
+
+
+def test_tenant_shares_hold_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, on_the_host = Watch(monkeypatch, HOST_SHARES), [0, 0]
+    lowest = watch.lowest
+    for seed in (1, 5, 7):
+        run = Run(seed, shares=HOST_SHARES)
+
+        def counted(kept: RankedResumePoints, now: float, run: Run = run) -> ResumePoint | None:
+            found = lowest(kept, now)
+            if found is not None and kept._pool is run.tier.host.block_pool:
+                on_the_host[found.tenant] += 1
+            return found
+
+        monkeypatch.setattr(watch, "lowest", counted)
+        run.run()
+    assert min(on_the_host) > 5, on_the_host

@@ -83,7 +83,7 @@ def test_serve_command_answers_openai_clients_and_drains(alone: Engine, monkeypa
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         events, replay = (f"tcp://127.0.0.1:{free.getsockname()[1]}" for free in (one, other))
     asked = ("--speculate", "ngram:2", "--served-model-name", "small", "--spans", "--kv-events", events)
-    kept = ("--eviction", "hazard", "--share", "mine=20%..50%")
+    kept = ("--eviction", "hazard", "--share", "mine=20%..50%", "--host-memory", "4MiB", "--kv-events-medium", "CPU")
     Collector.got.clear()
     with answering(Collector) as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector)
@@ -106,10 +106,11 @@ def test_serve_command_answers_openai_clients_and_drains(alone: Engine, monkeypa
 
 def _events(url: str, replay: str) -> None:
     """A prompt's blocks are told, and that they are gone."""
-    body = {"prompt": PROMPT, "max_tokens": 2, "cache_salt": "mine"}
-    assert httpx2.post(f"{url}{PATH}", json=body, timeout=WAIT).status_code == 200
+    body = {"prompt": PROMPT, "max_tokens": 4, "cache_salt": "mine", "ignore_eos": True}
+    for asked in (body, {"prompt": "b", "max_tokens": 1}):  # the end of an output goes down with the next step
+        assert httpx2.post(f"{url}{PATH}", json=asked, timeout=WAIT).status_code == 200
     assert httpx2.post(f"{url}/reset_prefix_cache", timeout=WAIT).status_code == 200
-    told_until_cleared(replay)
+    told_until_cleared(replay, ["CPU"])
 
 
 def _blocking(client: OpenAI, alone: Engine) -> None:
@@ -216,6 +217,9 @@ def test_serve_command_second_signal_ends_at_once() -> None:
         (("--grace", "0"), "grace must be positive"),
         (("--allow-origin", "app.example"), "allow_origins must be an origin"),
         (("--kv-events-form", "exact"), "give --kv-events ENDPOINT too"),
+        (("--kv-events-medium", "GPU"), "give --kv-events ENDPOINT too"),
+        (("--kv-events-medium", "CPU", "--kv-events", "tcp://127.0.0.1:0"), "give --host-memory SIZE too"),
+        (("--kv-events-medium", "TAPE"), "'TAPE' is not one of 'GPU', 'CPU'"),
     ],
 )
 def test_serve_command_with_invalid_option_prints_one_line(

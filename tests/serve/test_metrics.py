@@ -14,7 +14,8 @@ from hybridkv.errors import ConfigError
 from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.runner.drafters import NgramDrafter
 from hybridkv.serve import ServeOptions
-from hybridkv.serve.metrics import Families, Tally
+from hybridkv.serve.families import Families
+from hybridkv.serve.metrics import Tally
 
 
 def samples(served: Served) -> dict[str, float]:
@@ -143,28 +144,6 @@ def test_metrics_report_resume_points_misses_and_times_on_request() -> None:
     assert found["hybridkv:kv_block_lifetime_seconds_count"] == sum(cache.times.lifetime.counts)
     evictable = sum(value for name, value in found.items() if "kv_group_blocks" in name and "'evictable'" in name)
     assert evictable == sum(group.cached_blocks for group in cache.groups) > 0
-
-
-def test_metrics_report_the_host_tier_under_vllm_names() -> None:
-    target = Engine(load("tiny:gemma3"), memory="400KiB", max_model_len=200, host_memory="8MiB")
-    with serving(target, ServeOptions(metrics_prefix="vllm")) as served:
-        for turn in range(3):
-            for chat in "abcdefgh":
-                served.post(PATH, prompt=chat * 120 + "?" * turn, max_tokens=3, ignore_eos=True)
-        found = {name: value for name, value in samples(served).items() if "tiering" in name}
-        assert target.tier is not None
-        now = target.tier.statistics()
-    counts = {
-        name.removeprefix("vllm:kv_offload_tiering_").removesuffix("['host']"): one for name, one in found.items()
-    }
-    assert counts["read_bytes_total"] == now.loaded_bytes > 0
-    assert counts["write_bytes_total"] == now.stored_bytes > 0
-    assert counts["loaded_tokens_total"] == now.loaded_tokens > 0
-    assert counts["promotion_jobs_total"] == now.loads
-    assert counts["cascade_jobs_total"] == now.stores
-    assert counts["promotion_allocation_failures_total"] == now.loads_refused
-    assert counts["promotion_job_failures_total"] == counts["cascade_job_failures_total"] == 0
-    assert 0 < counts["usage_perc"] <= 1
 
 
 def test_metrics_omit_what_is_not_counted(llama: Served) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import socket
+from collections.abc import Collection
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -104,8 +105,24 @@ def test_server_publishes_stored_and_removed_blocks(model: str, exact: bool) -> 
         told_until_cleared(publisher.replay_endpoint)
 
 
-def told_until_cleared(replay_endpoint: str) -> None:
-    """The prompt's three blocks, and that they are gone."""
+@pytest.mark.parametrize("exact", [False, True])
+def test_server_publishes_blocks_of_host_memory_with_their_medium(exact: bool) -> None:
+    options = EngineOptions(kv_events=True, end_events=exact)
+    engine = Engine(load("tiny:gemma3"), memory="4MiB", max_model_len=LONGEST, options=options, host_memory="8MiB")
+    anywhere = "tcp://127.0.0.1:0"
+    with (
+        KVEventPublisher(engine.plan.config, anywhere, anywhere, exact=exact) as publisher,
+        serving(engine, events=publisher) as served,
+    ):
+        served.post("/v1/completions", prompt=PROMPT, max_tokens=4, cache_salt="mine", ignore_eos=True)
+        served.post("/v1/completions", prompt="b", max_tokens=1)  # the end of an output goes down with the next step
+        assert served.client.post("/reset_prefix_cache").status_code == 200
+        assert publisher.replay_endpoint is not None
+        told_until_cleared(publisher.replay_endpoint, {"GPU", "CPU"})
+
+
+def told_until_cleared(replay_endpoint: str, media: Collection[str] = ("GPU",)) -> None:
+    """The prompt's three blocks in each of the media, and that they are gone."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(replay_endpoint)
         events: list[dict[str, Any]] = []
@@ -118,10 +135,14 @@ def told_until_cleared(replay_endpoint: str) -> None:
                 if int.from_bytes(number, "big", signed=True) < 0:
                     break
                 events += msgspec.msgpack.decode(batch)[1]
-    stored = [one for one in events if one["type"] == "BlockStored" and one["group_idx"] == events[0]["group_idx"]]
-    assert [token for one in stored for token in one["token_ids"]] == [*PROMPT.encode()]
-    assert {one["cache_salt"] for one in stored} == {"mine"}
-    assert stored[0]["block_size"] == 16
+    told = [one for one in events if one.get("kv_cache_spec_kind") == "full_attention" and "cache_salt" in one]
+    told = [one for one in told if one["group_idx"] == told[0]["group_idx"]]
+    assert {one["medium"] for one in told} == set(media)
+    for medium in media:
+        stored = [one for one in told if one["medium"] == medium]
+        assert [token for one in stored for token in one["token_ids"]] == [*PROMPT.encode()]
+        assert {one["cache_salt"] for one in stored} == {"mine"}
+        assert stored[0]["block_size"] == 16
 
 
 def test_publisher_for_engine_without_events_is_rejected() -> None:

@@ -258,6 +258,7 @@ def test_doctor_with_shared_prompts_has_no_findings() -> None:
         "salts",
         "states_read_again",
         "states_and_requests",
+        "tiers",
     }
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from hybridkv.tiers import DiskStore, disk_file
+from hybridkv.stores import DiskStore, disk_file
 
 IDENTITY: Final = b"model weights dtype layout version"
 SIZES: Final = (700, 5000, 40_000)

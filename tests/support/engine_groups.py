@@ -71,6 +71,7 @@ class FullAttentionSpec:
     more_bytes: int = 0
     tokens_per_state: int | Fraction = 1
     dcp_sharded: bool = True
+    prefix_cacheable: bool = True
 
     @property
     def real_page_size_bytes(self) -> int:

@@ -14,7 +14,7 @@ from wire_support import example_step
 
 LONGEST: Final = {"str": 0xDB, "bin": 0xC6, "array": 0xDD, "map": 0xDF, "ext": 0xC9}
 """Of each kind of item: the first byte of its head with a length of 32 bits."""
-MINIMAL = example_step(new_rows=(), copies=(), tier_copies=())
+MINIMAL = example_step(new_rows=(), copies=(), tier_copies=(), spills=(), fetches=())
 
 
 def head(kind: str, length: int) -> bytes:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hybridkv.request import SamplingParams
-from hybridkv.step import Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult, TierCopies
+from hybridkv.step import Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult, StoreTransfer, TierCopies
 from hybridkv.wire import StepFailure, Unreadable
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -92,6 +92,16 @@ def tier_copies(draw: st.DrawFn, transfers: list[int]) -> TierCopies:
     return TierCopies(np.array(numbers, np.int32), *(int32s(draw, len(numbers)) for _ in range(3)))
 
 
+def store_transfers(draw: st.DrawFn, numbers: list[int]) -> tuple[StoreTransfer, ...]:
+    """One for each number, of up to three blocks."""
+    made = []
+    for number in numbers:
+        keys = tuple(draw(st.lists(st.binary(min_size=1, max_size=64), max_size=3)))
+        mark, tail = draw(st.binary(max_size=64)), draw(st.binary(max_size=8))
+        made.append(StoreTransfer(number, int32s(draw, len(keys)), int32s(draw, len(keys)), keys, mark, tail))
+    return tuple(made)
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     """Any Step that does not contradict itself."""
@@ -102,6 +112,8 @@ def steps(draw: st.DrawFn) -> Step:
     writes[:, 0] = [draw(st.integers(0, rows - 1)) for _ in writes]
     transfers = draw(st.lists(INT32, max_size=4, unique=True))
     stored = draw(st.integers(0, len(transfers)))
+    others = [one for one in draw(st.lists(COUNT, max_size=3, unique=True)) if one not in transfers]
+    spilled = draw(st.integers(0, len(others)))
     return Step(
         id=step_id,
         after=draw(st.integers(-1, step_id - 1)),
@@ -121,6 +133,8 @@ def steps(draw: st.DrawFn) -> Step:
         stores=tier_copies(draw, transfers[:stored]),
         tier_copies=tuple(draw(st.lists(copies(), max_size=3))),
         loads=tier_copies(draw, transfers[stored:]),
+        spills=store_transfers(draw, others[:spilled]),
+        fetches=store_transfers(draw, others[spilled:]),
     )
 
 
@@ -175,5 +189,9 @@ def example_step(**changes: Any) -> Step:  # noqa: ANN401  # any field
         "stores": TierCopies(*(np.array(column, np.int32) for column in ([4, 4, 6], [0, 1, 0], [7, 3, 8], [2, 5, 9]))),
         "tier_copies": (Copy("before", 0, 2, 4, "move"),),
         "loads": TierCopies(*(np.array(column, np.int32) for column in ([5], [1], [5], [9]))),
+        "spills": (
+            StoreTransfer(8, np.array([0, 1], np.int32), np.array([4, 6], np.int32), (b"a", b"b"), b"m", b"tail"),
+        ),
+        "fetches": (StoreTransfer(9, np.array([1], np.int32), np.array([3], np.int32), (b"c",)),),
     }
     return Step(**values | changes)

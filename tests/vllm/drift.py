@@ -25,6 +25,8 @@ from effects import captures, effects, methods_of, path_of, reads, tree_of
 from vllm.config import (
     CacheConfig,
     CompilationConfig,
+    KVTransferConfig,
+    ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -34,14 +36,21 @@ from vllm.config import (
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -52,6 +61,8 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
@@ -63,6 +74,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 import hybridkv.vllm.scheduler as ours
 import vllm
 from hybridkv.errors import ConfigError
+from hybridkv.vllm.connector import TierConnector, TierStats
 from hybridkv.vllm.manager import Block, Blocks, CacheManager, Coordinator, Pool
 from hybridkv.vllm.nixl import NaturalNixlWorker
 from hybridkv.vllm.requests import EngineRequest, SlotsAhead
@@ -160,8 +172,17 @@ FIELDS = {
     AttentionSpec: ("block_size", "page_size_padded", "dcp_sharded"),
     MambaSpec: ("shapes", "page_size_padded", "num_prefill_checkpoint_blocks"),
     VllmConfig: ("additional_config", "kv_transfer_config", "ec_transfer_config", "speculative_config"),
-    ParallelConfig: ("worker_cls", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
-    CacheConfig: ("enable_prefix_caching",),
+    ParallelConfig: (
+        *("worker_cls", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
+        *("tensor_parallel_size", "data_parallel_rank", "rank"),
+    ),
+    CacheConfig: ("enable_prefix_caching", "prefix_caching_hash_algo", "prefix_match_unit", "cache_dtype"),
+    ModelConfig: ("model", "revision", "quantization", "dtype"),
+    KVTransferConfig: ("kv_role", "kv_connector_extra_config", "kv_load_failure_policy"),
+    KVConnectorBlockState: ("boundary_state_offloads",),
+    KVConnectorOutput: ("finished_recving", "failed_recving", "kv_connector_worker_meta", "kv_connector_stats"),
+    KVConnectorTransferResults: ("finished_recving", "failed_recving"),
+    KVConnectorStats: ("data",),
     SchedulerConfig: ("async_scheduling", "max_num_batched_tokens", "watermark"),
     ObservabilityConfig: ("kv_cache_metrics", "enable_logging_iteration_details"),
     CompilationTimes: ("language_model", "encoder"),
@@ -227,6 +248,10 @@ NAMED = (
     AttentionLayerBase.get_attn_backend,
     KVCacheGroupRole.DEFAULT,
     KVConnectorRole.SCHEDULER,
+    ParallelConfig.world_size,
+    KVCacheBlock.block_hash,
+    CacheHitSource.HOST,
+    CacheHitSource.DISK,
     KVCacheLayout.is_block_compact,
     KVCacheLayout.is_block_outermost,
     current_platform.is_cpu,
@@ -234,6 +259,47 @@ NAMED = (
     set_current_vllm_config,
 )
 """That these are there, importing says."""
+
+LEFT_AS_THEY_ARE: Mapping[str, str] = {
+    "supports_divergent_local_hybrid_hits": "a load brings the blocks of all groups",
+    "role": "set by the base",
+    "get_mem_pool_context": "any memory can be read",
+    "clear_connector_metadata": "of the base",
+    "has_connector_metadata": "of the base",
+    "set_host_xfer_buffer_ops": "pages are copied as bytes",
+    "finish_forward": "stores wait for wait_for_save",
+    "reset_capture_state": "no graph contains a copy",
+    "handle_preemptions": "blocks are copied within the step that fills them",
+    "get_finished": "get_transfer_results is answered",
+    "get_block_ids_with_load_errors": "requests are named, not blocks",
+    "get_kv_connector_kv_cache_events": "no events",
+    "get_handshake_metadata": "no peers",
+    "bind_kv_cache_manager": "of the base",
+    "bind_gpu_block_pool": "blocks are not pinned",
+    "get_loaded_kv_cache_group_ids": "all groups that have hashes",
+    "get_external_cache_hit_sources": "the slowest tier",
+    "on_new_request": "requests are known when they are looked up",
+    "register_finished_partial_tail": "prefixes end at blocks",
+    "take_events": "no events",
+    "has_pending_block_frees": "no block waits for a transfer",
+    "has_pending_push_work": "stores end without steps",
+    "get_required_kvcache_layout": "any whose pages are whole",
+    "requires_piecewise_for_cudagraph": "nothing goes layer by layer",
+    "get_finished_count": "every rank answers",
+    "set_xfer_handshake_metadata": "no peers",
+    "set_xfer_handshake_metadata_pp_aware": "no peers",
+    "build_prom_metrics": "counts are logged alone",
+}
+"""What vLLM's connectors may answer and TierConnector does not, and why."""
+LEFT_OF_RELEASE: Mapping[str, Mapping[str, str]] = {
+    "0.32": {},
+    "0.33": {
+        "supports_sleep_mode": "True, of the base",
+        "unregister_kv_caches": "views of the cache's memory stay",
+        "restore_kv_caches": "views of the cache's memory stay",
+    },
+}
+"""More of them, in one release."""
 
 
 SKIPPED: Mapping[str, tuple[str, ...]] = {
@@ -392,9 +458,33 @@ def drifted() -> Iterator[str]:
         there = set(kind._fields) if hasattr(kind, "_fields") else {one.name for one in fields(kind)}
         yield from (f"{kind.__name__} has no {name}" for name in names if name not in there)
     yield from not_set()
+    yield from unanswered()
     yield from bypassed()
     yield from captured()
     yield from unread()
+
+
+def unanswered() -> Iterator[str]:
+    """What vLLM asks of connectors, and TierConnector neither answers nor leaves for a reason."""
+    left = {**LEFT_AS_THEY_ARE, **LEFT_OF_RELEASE[RELEASE]}
+    asked = {
+        name: one for kind in (KVConnectorBase_V1, SupportsHMA) for name, one in vars(kind).items() if name[0] != "_"
+    }
+    mine = {name for name in vars(TierConnector) if name[0] != "_"}
+    for name in sorted(asked.keys() - mine - left.keys()):
+        yield f"KVConnectorBase_V1.{name} is not answered by TierConnector"
+    for name in sorted((left.keys() | mine) - asked.keys()):
+        yield f"KVConnectorBase_V1 has no {name}, of which TierConnector knows"
+    for kind, ours_ in ((KVConnectorBase_V1, TierConnector), (KVConnectorStats, TierStats)):
+        for name in sorted(vars(kind).keys() & vars(ours_).keys()):
+            theirs, answer = getattr(kind, name), getattr(ours_, name)
+            if name[0] != "_" and callable(theirs) and parameters(theirs) != parameters(answer):
+                yield f"{kind.__name__}.{name}{parameters(theirs)}, ours {parameters(answer)}"
+    if parameters(resolve_kv_cache_block_sizes) != ("kv_cache_config", "vllm_config"):
+        yield f"resolve_kv_cache_block_sizes{parameters(resolve_kv_cache_block_sizes)}"
+    for name in ("block_hash", "is_null", "block_id"):
+        if not hasattr(KVCacheBlock, name) and name not in {one.name for one in fields(KVCacheBlock)}:
+            yield f"KVCacheBlock has no {name}"
 
 
 def takes(function: Any, names: tuple[str, ...]) -> bool:  # noqa: ANN401 - ours
@@ -508,6 +598,15 @@ def faults() -> Iterator[str]:
         changed = ast.FunctionDef("__init__", constructor.args, [*constructor.body, *ast.parse(statement).body], [])
         if captures(changed) - captures(constructor) != {name}:
             yield f"{statement} is not named"
+    for name in ("reset_cache", "build_connector_meta"):
+        answer = getattr(TierConnector, name)
+        delattr(TierConnector, name)
+        if not any(f"{name} is not answered" in line for line in unanswered()):
+            yield f"TierConnector without {name} is not named"
+        setattr(TierConnector, name, lambda self, other: None)  # noqa: ARG005
+        if not any(line.startswith(f"KVConnectorBase_V1.{name}(") for line in unanswered()) and name == "reset_cache":
+            yield f"TierConnector.{name} with another parameter is not named"
+        setattr(TierConnector, name, answer)
     methods = methods_of(Scheduler)
     for statement, name in (
         ("self.num_steps += 1", "num_steps"),

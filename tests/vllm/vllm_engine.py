@@ -5,10 +5,12 @@ python vllm_engine.py JOB ANSWERS    both JSON files
 JOB      {"model": folder, "rounds": [[token ids, ...], ...], "output": tokens, "options": {of vllm.LLM},
           "scheduler": a name or null, "priorities": whether later prompts go first, "abort": every so many-th prompt,
           "ahead": whether steps are scheduled ahead of outputs, "second_runner": whether that is vLLM's default, as on
-          GPUs, "fault": of natural_faults, or null}
-ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n}, ...], ...], "preemptions": n, "usage": share, "manager": name,
-          "in_flight": most batches in the engine's queue, 0 without a queue, "runner": module of the model runner where
-          it runs in this process, "version": of vLLM}
+          GPUs, "fault": of natural_faults, "connector_faults": of connector_faults, "one_by_one": whether prompts wait
+          for the last answer, "salts": of prompts, round by round, or null}
+ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n, "first_s": seconds to the first token}, ...], ...],
+          "preemptions": n, "usage": share, "manager": name, "in_flight": most batches in the engine's queue, 0 without
+          one, "runner": module of the model runner where it runs in this process, "version": of vLLM,
+          "counts": of the connector}
 
 python vllm_engine.py OPTIONS        of vllm.LLM, JSON; a line of JSON in, a line of JSON out, until the lines end
 
@@ -23,7 +25,9 @@ out      {"answers": [{"tokens": [...], "hit_tokens": n, "transfer": kv_transfer
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -32,6 +36,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its scheduler is looked into
 
+import connector_faults
 import gpu_defaults
 import natural_faults
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -58,6 +63,7 @@ class Watched:
         if self.core.batch_queue is not None:
             self.core.batch_queue = gpu_defaults.Counted(maxlen=self.core.batch_queue.maxlen)
         self.loaded = self.failed = 0
+        self.counts = Counter[str]()
         if self.core.scheduler.connector is not None:
             self._count_loads(self.core.scheduler.connector)
 
@@ -73,6 +79,8 @@ class Watched:
 
         def failed(output: Any) -> None:  # noqa: ANN401 - vLLM's
             self.failed += len(output.failed_recving or ())
+            if output.kv_connector_stats is not None:
+                self.counts.update(output.kv_connector_stats.data)
             heard(output)
 
         connector.update_connector_output = failed
@@ -89,11 +97,16 @@ class Watched:
                 temperature=0, max_tokens=ask["output"], ignore_eos=True, detokenize=False, extra_args=extra
             )
             prompt = vllm.TokensPrompt(prompt_token_ids=ask["prompt"])
+            if ask.get("salt"):
+                prompt["cache_salt"] = ask["salt"]
             self.engine.add_request(ask["name"], prompt, asked, priority=ask.get("priority", 0))
         done: dict[str, Any] = {}
+        first: dict[str, float] = {}
+        began = perf_counter()
         while self.engine.has_unfinished_requests() or (self.core.scheduler.requests and not hold):
             for one in self.engine.step():
                 name, tokens = one.request_id, list(one.outputs[0].token_ids)
+                first.setdefault(name, perf_counter() - began)
                 done[name] = {"tokens": tokens, "hit_tokens": one.num_cached_tokens, "transfer": one.kv_transfer_params}
                 if abort and numbers[name] % abort == 1 and len(tokens) >= 5 and not one.finished:
                     done[name]["tokens"] = tokens[:5]
@@ -101,7 +114,7 @@ class Watched:
             for name in ({ask["name"] for ask in asks if ask.get("abort")} - done.keys()) & self.loading():
                 done[name] = {"tokens": [], "hit_tokens": 0, "transfer": None}
                 self.engine.abort_request([name])
-        return [done[ask["name"]] for ask in asks]
+        return [{**done[ask["name"]], "first_s": first.get(ask["name"])} for ask in asks]
 
     def loading(self) -> set[str]:
         """Names of the requests that wait for a connector."""
@@ -118,6 +131,7 @@ class Watched:
         return {
             "runner": None if worker is None else type(worker.worker.model_runner).__module__,
             "loaded": self.loaded,
+            "counts": self.counts,
             "failed": self.failed,
             "preemptions": self.preemptions,
             "usage": self._manager.usage,
@@ -133,6 +147,8 @@ def do(job_file: str, out: str) -> None:
         job["options"]["scheduler_cls"] = job["scheduler"]
     if job.get("fault") is not None:
         natural_faults.commit(job["fault"])
+    for fault in job.get("connector_faults") or ():
+        connector_faults.commit(fault)
     if job.get("ahead"):
         gpu_defaults.schedule_ahead()
     if job.get("second_runner"):
@@ -143,7 +159,12 @@ def do(job_file: str, out: str) -> None:
         asks = [{"name": f"{number}-{i}", "prompt": ids, "output": job["output"]} for i, ids in enumerate(prompts)]
         if job.get("priorities"):
             asks = [ask | {"priority": len(prompts) - i} for i, ask in enumerate(asks)]
-        found.append(watched.play(asks, job.get("abort", 0)))
+        if job.get("salts"):
+            asks = [ask | {"salt": job["salts"][number]} for ask in asks]
+        if job.get("one_by_one"):
+            found.append([watched.play([ask])[0] for ask in asks])
+        else:
+            found.append(watched.play(asks, job.get("abort", 0)))
     answers = {"rounds": found, "version": vllm.__version__, **watched.final_state()}
     Path(out).write_text(json.dumps(answers), "utf-8")
 

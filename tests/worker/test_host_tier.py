@@ -141,7 +141,7 @@ REJECTED: list[tuple[str, Step, str]] = [
     ("one size", step_of([(1, 0, 2, 3), (1, 1, 4, 3)]), "stores: block 3 of group 1 has bytes"),
     ("one class", step_of([(1, 0, 2, 3), (1, 1, 4, 3)]), "stores: block 3 of group 1 has bytes"),
     ("classes", step_of([(1, 0, 2, 3), (2, 0, 4, 5), (1, 0, 4, 6)]), "transfer 1 are not next to each other"),
-    ("classes", step_of([(4, 0, 2, 3)], [(4, 0, 4, 5)]), "transfer 4 stores and loads"),
+    ("classes", step_of([(4, 0, 2, 3)], [(4, 0, 4, 5)]), "transfer 4 has two directions"),
     ("classes", step_of(tier_copies=(move(3, 2, 3),)), "tier_copies: group 3"),
     ("classes", step_of(tier_copies=(move(0, 2, 10),)), "tier_copies: block 10 of group 0 .* 2 .. 9"),
     ("classes", step_of(tier_copies=(move(0, 1, 3),)), "tier_copies: block 1 of group 0"),

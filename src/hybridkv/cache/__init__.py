@@ -9,6 +9,7 @@ from hybridkv.cache.journal import (
     BlockStored,
     EventsDropped,
     KVCacheEvent,
+    Medium,
     ResumePointRemoved,
     ResumePointStored,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "KVCacheBlocks",
     "KVCacheEvent",
     "KVCacheManager",
+    "Medium",
     "Miss",
     "MissReason",
     "Pin",

@@ -637,12 +637,12 @@ def assemble(
     most = options.remembered_losses
     times = BlockTimes(layout.num_blocks(config), options.clock) if options.block_times else None
     lost = LostKeys(most, sizes, times) if most else None
-    events = EventQueue(options.max_event_blocks, resume_points=options.resume_point_events) if enable_events else None
+    queue = EventQueue(options.max_event_blocks, resume_points=options.resume_point_events, medium=options.medium)
     ranking = layout.eviction.ranking if found is not None and layout.ranks else None
     journal = Journal(
         [observer for observer in (lost, times) if observer is not None],
         options.clock,
-        events=events,
+        events=queue if enable_events else None,
         losses=lost is not None,
         times=times is not None,
         ranked=ranking is not None,

@@ -70,6 +70,10 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def give_up(self, request: Request, tokens: int) -> None:
+        """Evict the resume point at ``tokens`` of ``request`` at once: a tier has it."""
+        ...
+
     def make_way(self, n: int, group: int) -> None:
         """Make room for ``n`` blocks of ``group``."""
         ...
@@ -136,6 +140,9 @@ class LeastRecentlyUsed:
         found = [group.index.state_at(request, consumed) for group in self._groups]
         if self._pool.supersede([block for block in found if block]):
             del self._consumed[request.row]
+
+    def give_up(self, request: Request, tokens: int) -> None:
+        """Do nothing: no resume point is known."""
 
     def make_way(self, n: int, group: int) -> None:
         """Do nothing: the space evicts by itself."""

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +30,18 @@ MAX_EVENT_BLOCKS: Final = 100_000
 
 _MOST_FACTS: Final = 4096
 """Most facts that wait, for callers that take no steps. Chosen by hand."""
+
+
+class Medium(StrEnum):
+    """Where blocks are, in vLLM's words.
+
+    Attributes:
+        GPU: The memory of the device, whatever it is.
+        CPU: Host memory.
+    """
+
+    GPU = "GPU"
+    CPU = "CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,7 @@ class BlockStored:
     block_size: int
     lora_id: int | None = None
     lora_name: str | None = None
-    medium: str | None = "GPU"
+    medium: str | None = Medium.GPU
     extra_keys: tuple[tuple[object, ...] | None, ...] | None = None
     group_idx: int = 0
     cache_salt: str | None = None
@@ -72,7 +85,7 @@ class BlockRemoved:
     """
 
     block_hashes: tuple[bytes, ...]
-    medium: str | None = "GPU"
+    medium: str | None = Medium.GPU
     group_idx: int = 0
 
 
@@ -109,6 +122,7 @@ class ResumePointStored:
         parent: Key under which it is found.
         partial_tokens: Tokens inside the block, bytes of int32; empty for a state that ends with a block.
         extra_keys: Extra keys of the block in which it ends.
+        medium: Where its blocks are.
     """
 
     group_idx: int
@@ -116,6 +130,7 @@ class ResumePointStored:
     parent: bytes
     partial_tokens: bytes = b""
     extra_keys: tuple[object, ...] | None = None
+    medium: str | None = Medium.GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +141,13 @@ class ResumePointRemoved:
         group_idx: The group.
         parent: As in ResumePointStored.
         partial_tokens: As in ResumePointStored.
+        medium: As in ResumePointStored.
     """
 
     group_idx: int
     parent: bytes
     partial_tokens: bytes = b""
+    medium: str | None = Medium.GPU
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsDropped | ResumePointStored | ResumePointRemoved
@@ -270,10 +287,13 @@ class EventQueue:
     Args:
         max_blocks: Most blocks in the queue; a clearing counts as one.
         resume_points: Whether events also report states and partial blocks.
+        medium: Where the blocks of its events are.
     """
 
-    def __init__(self, max_blocks: int = MAX_EVENT_BLOCKS, *, resume_points: bool = False) -> None:
-        self.resume_points = resume_points
+    def __init__(
+        self, max_blocks: int = MAX_EVENT_BLOCKS, *, resume_points: bool = False, medium: Medium = Medium.GPU
+    ) -> None:
+        self.resume_points, self.medium = resume_points, medium
         self._max_blocks = max_blocks
         self._events: deque[KVCacheEvent] = deque()
         self._num_blocks = 0

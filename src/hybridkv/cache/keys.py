@@ -119,6 +119,10 @@ class BlockKeys:
         counts: list[int] = np.bincount(self._group[keyed], minlength=len(self.indexes)).tolist()
         return counts
 
+    def num_partial(self) -> list[int]:
+        """Count blocks that have partial keys only, by group. O(partial keys)."""
+        return [sum(self.key_of(block) is None for block in index.partial_blocks()) for index in self.indexes]
+
     def in_group(self, group: int) -> Int64:
         """Return the blocks with a key in ``group``, int64. O(num_blocks)."""
         return np.flatnonzero(self._group == group)
@@ -190,7 +194,7 @@ class BlockKeys:
         self._begin(group, block, step)
         index = self.indexes[group]
         if self.journal.reports_resume_points and len(entries := index.partial_blocks_of(parent)) == index.most_partial:
-            self.journal.events.put(ResumePointRemoved(group, parent, entries[0].tokens))
+            self._put_removed(group, parent, entries[0].tokens)
         gone = index.add_partial(parent, PartialBlock(tokens, block, len(tokens) // TOKEN_BYTES))
         if gone is None:
             return None
@@ -233,7 +237,7 @@ class BlockKeys:
             self._record_lost(blocks, keys, groups)
         for group, index in enumerate(self.indexes if self.journal.reports_resume_points else ()):
             for _, parent, tokens in index.partial_keys_in(blocks) if index.num_partial else ():
-                self.journal.events.put(ResumePointRemoved(group, parent, tokens))
+                self._put_removed(group, parent, tokens)
         partial_blocks = self._forget_partial(blocks, groups)
         for group, count in enumerate(np.bincount(groups).tolist()):
             self.lost[group] += count
@@ -383,11 +387,15 @@ class BlockKeys:
         if self.journal.reports_resume_points:  # a state's removal is reported when no copy with its key is left
             for key, group in zip(keys, groups, strict=True):
                 if group in self._silent and self.indexes[group].get(key) is None:
-                    self.journal.events.put(ResumePointRemoved(group, key))
-        written = (self._step[ids] == WRITTEN).tolist()
+                    self._put_removed(group, key)
+        written, events = (self._step[ids] == WRITTEN).tolist(), self.journal.events
         for key, group, done in zip(keys, groups, written, strict=True):
             if done and group not in self._silent:
-                self.journal.events.put(BlockRemoved(block_hashes=(key,), group_idx=group))
+                events.put(BlockRemoved((key,), events.medium, group))
+
+    def _put_removed(self, group: int, parent: bytes, tokens: bytes = b"") -> None:
+        events = self.journal.events
+        events.put(ResumePointRemoved(group, parent, tokens, events.medium))
 
     # -- resume points: states and partial blocks
 

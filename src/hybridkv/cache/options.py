@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridkv.arguments import check_fields, flag, instance, integer, or_none
-from hybridkv.cache.journal import MAX_EVENT_BLOCKS
+from hybridkv.cache.journal import MAX_EVENT_BLOCKS, Medium
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import ConfigError
@@ -44,6 +44,7 @@ class CacheOptions:
             exact KVEventPublisher needs them in the natural layout.
         max_event_blocks: Most blocks in events that wait for ``take_events``. Beyond it the oldest events are dropped,
             and EventsDropped reports them.
+        medium: Where the blocks are, for events.
         remembered_losses: Keys of evicted blocks to remember for ``explain``; 0 turns ``explain`` off.
         block_times: Whether statistics tell how long blocks keep their keys and wait for hits.
         log_resume_points: Whether kept resume points are logged for ``EngineSide.take_resume_points``, as a tier needs.
@@ -62,6 +63,7 @@ class CacheOptions:
     copied_tokens: int | None = None
     resume_point_events: bool = False
     max_event_blocks: int = MAX_EVENT_BLOCKS
+    medium: Medium = Medium.GPU
     remembered_losses: int = 0
     block_times: bool = False
     log_resume_points: bool = False
@@ -77,6 +79,7 @@ class CacheOptions:
         if self.copied_tokens is not None and self.hit_unit is None:
             raise ConfigError("copied_tokens means nothing without hit_unit: leave it out")
         instance("shares", self.shares, TenantShares)
+        instance("medium", self.medium, Medium)
         if self.eviction is not None:
             instance("eviction", self.eviction, Eviction)
         if not isinstance(self.placement, Placement | None):

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup
-from hybridkv.cache.journal import BlockStored, ResumePointStored, published_extras, untagged
+from hybridkv.cache.journal import BlockStored, Medium, ResumePointStored, published_extras, untagged
 from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.policies import NEVER, UNPUBLISHED, GroupPlan
 from hybridkv.cache.pool import BlockPool
@@ -402,7 +402,7 @@ class Publisher:
         """
         if step == WRITTEN:
             for run in runs:
-                self._events.put(_stored(run, run.first, run.first + len(run.ids)))
+                self._events.put(_stored(run, run.first, run.first + len(run.ids), self._events.medium))
             return
         self._ids[step].append(ids)
         self._runs[step] += runs
@@ -415,11 +415,12 @@ class Publisher:
         if inside:
             extras = request.extra_keys(column * per_block, per_block)
             keys = None if extras is None else untagged(published_extras(extras, per_block, size // per_block)[0])
-            point = ResumePointStored(group.number, block_hash, *group.index.partial_key(request, tokens), keys)
+            where = group.index.partial_key(request, tokens)
+            point = ResumePointStored(group.number, block_hash, *where, keys, self._events.medium)
         elif block_hash is None:
             return
         else:
-            point = ResumePointStored(group.number, block_hash, block_hash)
+            point = ResumePointStored(group.number, block_hash, block_hash, medium=self._events.medium)
         if step == WRITTEN:
             self._events.put(point)
         else:
@@ -495,11 +496,11 @@ class Publisher:
         )
         written[written] = self._pool.keys.mark_written(run.ids[written], step)
         if written.all():
-            self._events.put(_stored(run, run.first, run.first + len(run.ids)))
+            self._events.put(_stored(run, run.first, run.first + len(run.ids), self._events.medium))
             return
         boundaries = np.flatnonzero(np.diff(np.concatenate(([False], written, [False])).astype(np.int8)))
         for start, stop in boundaries.reshape(-1, 2).tolist():
-            self._events.put(_stored(run, run.first + start, run.first + stop))
+            self._events.put(_stored(run, run.first + start, run.first + stop, self._events.medium))
 
 
 def _rows_runs(group: CacheGroup, owners: Sequence[Request], columns: Int64, ids: Int32) -> list[Run]:
@@ -517,7 +518,7 @@ def _runs(group: CacheGroup, request: Request, columns: Int64, ids: Int32) -> li
     return [Run(group, request, int(columns[a]), ids[a:b]) for a, b in zip(starts, stops, strict=True)]
 
 
-def _stored(run: Run, first: int, last: int) -> BlockStored:
+def _stored(run: Run, first: int, last: int, medium: Medium) -> BlockStored:
     """Return the event of columns first .. last-1."""
     group, request = run.group, run.request
     size, hashes_per_block = group.policy.block_size, group.hashes_per_block
@@ -531,6 +532,7 @@ def _stored(run: Run, first: int, last: int) -> BlockStored:
         block_size=size,
         lora_id=None if request.lora is None else request.lora.id,
         lora_name=None if request.lora is None else request.lora.name,
+        medium=medium,
         extra_keys=None
         if extras is None
         else tuple(map(untagged, published_extras(extras, hashes_per_block, size // hashes_per_block))),

@@ -37,6 +37,7 @@ class GroupStatistics:
         evictable_blocks: Cached blocks that no request holds.
         published: Blocks that got their first key, since the start.
         evictions: Blocks that lost their last key, since the start.
+        partial_blocks: Cached blocks that end inside a block: no key covers all their tokens.
     """
 
     held_blocks: int
@@ -44,6 +45,7 @@ class GroupStatistics:
     evictable_blocks: int
     published: int
     evictions: int
+    partial_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,9 @@ def cache_statistics(
         evictions=sum(pool.keys.lost),
         groups=tuple(
             GroupStatistics(group.held_blocks(), *counts)
-            for group, *counts in zip(groups, cached, evictable, pool.keys.given, pool.keys.lost, strict=True)
+            for group, *counts in zip(
+                groups, cached, evictable, pool.keys.given, pool.keys.lost, pool.keys.num_partial(), strict=True
+            )
         ),
         moved_blocks=pool.moved,
         times=None if times is None else times.statistics(),

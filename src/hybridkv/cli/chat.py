@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hybridkv.cli.engine_options import ModelOptions, SamplingOptions, StoredOptions, system_option
+from hybridkv.cli.engine_options import ModelOptions, SamplingOptions, StoredOptions, TierOptions, system_option
 from hybridkv.cli.options import cache_option
 from hybridkv.cli.outcome import INTERRUPTED, printable, printable_lines
 from hybridkv.errors import ConfigError
@@ -47,6 +47,7 @@ def chat_command(
     system: str | None = system_option(),
     sampling: SamplingOptions = SamplingOptions(max_new_tokens=256),
     memory: str | None = cache_option("Cache memory: 64MiB, or a number of bytes.", show_default="1GiB"),
+    tiers: TierOptions,
     stored: StoredOptions,
     save: Path | None = cache_option("Write the conversation and its cache to this file at the end."),
     resume: Path | None = cache_option("Go on with a conversation that --save wrote."),
@@ -62,7 +63,7 @@ def chat_command(
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     require_chat(loaded)
-    with Engine(loaded, memory=memory, stored=stored.stored()) as engine, _interruptible():
+    with Engine(loaded, memory=memory, stored=stored.stored(), **tiers.behind()) as engine, _interruptible():
         talk = _Talk(system) if resume is None else _resumed(engine, resume)
         try:
             _talk(engine, params, talk, saves=save is not None)

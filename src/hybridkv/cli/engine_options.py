@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hybridkv.cli.options import (
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from hybridkv.runner.load import LoadedModel
     from hybridkv.runner.options import EngineOptions
     from hybridkv.runner.probe import Stored
+    from hybridkv.stores import StoreChoice
 
 _DRAFTS: Final = 4
 _MOST_RUNNING: Final = 1 << 16
@@ -137,6 +139,61 @@ class StoredOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TierOptions:
+    """Where prefixes stay after the device evicts them.
+
+    Attributes:
+        host_memory: size of host memory; None for none.
+        disk: folder of a disk store; None for none.
+        disk_memory: size of its file.
+        store: URL of a shared store; None for none.
+    """
+
+    host_memory: str | None = cache_option(
+        "Host memory that keeps prefixes after the device evicts them: 8GiB, or a number of bytes.",
+        metavar="SIZE",
+        show_default="none",
+    )
+    disk: Path | None = cache_option(
+        "Folder of a disk store behind the host memory, which keeps prefixes after the process ends.",
+        metavar="FOLDER",
+        show_default="none",
+    )
+    disk_memory: str | None = cache_option(
+        "Size of the disk store, reserved when it is made: 100GiB, or a number of bytes.",
+        metavar="SIZE",
+        show_default="none",
+    )
+
+    store: str | None = cache_option(
+        "URL of a store behind the host memory, which engines share: redis://HOST, mooncake://HOST:PORT, file:///FOLDER.",
+        metavar="URL",
+        show_default="none",
+    )
+
+    def behind(self) -> dict[str, Any]:
+        """Return the arguments of an engine.
+
+        Raises:
+            ConfigError: an option lacks another one.
+        """
+        from hybridkv.stores import DiskFolder, StoreUrl  # noqa: PLC0415  # only some commands need them
+
+        if (self.disk is None) != (self.disk_memory is None):
+            raise ConfigError("--disk FOLDER and --disk-memory SIZE belong together: give both, or none")
+        if self.disk is not None and self.store is not None:
+            raise ConfigError("--disk and --store cannot be used together: drop one of them")
+        choice: StoreChoice | None = None
+        if self.disk is not None and self.disk_memory is not None:
+            choice = DiskFolder(self.disk, self.disk_memory)
+        elif self.store is not None:
+            choice = StoreUrl(self.store)
+        if choice is not None and self.host_memory is None:
+            raise ConfigError("--disk and --store need host memory in front of them: give --host-memory, too")
+        return {"host_memory": self.host_memory, "store": choice}
+
+
+@dataclass(frozen=True, slots=True)
 class StepOptions:
     """How an engine schedules, caches and computes.
 
@@ -181,12 +238,6 @@ class StepOptions:
         )
 
 
-host_memory_option: Final = partial(
-    cache_option,
-    "Host memory that keeps prefixes after the device evicts them: 8GiB, or a number of bytes.",
-    metavar="SIZE",
-    show_default="none",
-)
 speculate_option: Final = partial(
     run_option,
     "Draft K tokens in a step and verify them together: ngram[:K] drafts from the request's own text, draft:DIR[:K] "

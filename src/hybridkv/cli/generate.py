@@ -26,7 +26,7 @@ from hybridkv.cli.engine_options import (
     Speculate,
     StepOptions,
     StoredOptions,
-    host_memory_option,
+    TierOptions,
     speculate_option,
     system_option,
 )
@@ -46,6 +46,7 @@ from hybridkv.eviction import eviction_of
 from hybridkv.planner import Plan, read_plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.regular_files import write_whole
+from hybridkv.report.caches import of_store
 from hybridkv.request import SamplingParams, output_ids
 from hybridkv.simulator.setup import require_placement
 from hybridkv.units import format_bytes, format_count
@@ -82,7 +83,7 @@ def generate_command(
     memory: str | None = cache_option(
         "Cache memory: 64MiB, or a number of bytes.", show_default="enough for all prompts"
     ),
-    host_memory: str | None = host_memory_option(),
+    tiers: TierOptions,
     layout: Layout | None = layout_option(),
     placement: str | None = placement_option(),
     stored: StoredOptions,
@@ -134,7 +135,7 @@ def generate_command(
     else:
         held = drafts.drafts if drafts else 0
         plan = plan_for(loaded, lengths, num_speculative_tokens=held, stored=stored.stored(), **rules)
-    run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter, host_memory=host_memory)
+    run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter, behind=tiers.behind())
     if output is not None:
         _write_lines(output, run)
     if as_json:
@@ -208,14 +209,14 @@ def _run(
     repeat: int,
     check: bool,
     drafter: Drafter | None,
-    host_memory: str | None,
+    behind: dict[str, Any],
 ) -> _Run:
     """Run every round, and compare the outputs with plain transformers if ``check``."""
     from hybridkv.runner.check import LogitRecorder, check_completions  # noqa: PLC0415  # takes seconds
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     recorder = LogitRecorder() if check else None
-    engine = Engine(loaded, plan, options, host_memory=host_memory, observer=recorder, speculate=drafter)
+    engine = Engine(loaded, plan, options, observer=recorder, speculate=drafter, **behind)
     rounds: list[list[Completion]] = []
     seconds: list[float] = []
     try:
@@ -378,6 +379,7 @@ def _print_tables(run: _Run, *, whole: bool = False) -> None:
         counts = tier.statistics()
         lines["loaded from host memory"] = f"{format_count(counts.loaded_tokens)} tokens of {counts.loads} prefixes"
         lines["stored in host memory"] = f"{format_bytes(counts.stored_bytes)} of {counts.stores} resume points"
+        lines |= of_store(counts)
     if (cross := run.engine.runner.cross) is not None:
         heard = len(run.prompts.prompts) * len(run.rounds)
         lines["encoder runs"] = f"{format_count(cross.encoded)} for {format_count(heard)} inputs"

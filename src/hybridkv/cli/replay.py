@@ -30,6 +30,7 @@ from hybridkv.cli.output import (
 )
 from hybridkv.cli.running import Prepared, RunOptions, TraceArgument, unknown_facts
 from hybridkv.report import replay_page
+from hybridkv.report.caches import of_store
 from hybridkv.simulator import Progress, ReplayReport
 from hybridkv.simulator.report import Recording, explained_file
 from hybridkv.units import format_bytes, format_count
@@ -173,6 +174,7 @@ def _of_host(report: ReplayReport) -> dict[str, str]:
         "  loaded from host memory": format_count(host.loaded_tokens),
         "stored in host memory": f"{stored}, {format_count(host.stores_refused)} refused",
         "loaded from host memory": f"{loaded}, {format_count(host.loads_refused)} refused",
+        **of_store(host),
     }
 
 

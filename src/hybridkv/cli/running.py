@@ -355,8 +355,9 @@ class RunOptions:
         drafts: drafted tokens of each decoding request in a step.
         acceptance: probability that a draft is accepted.
         host_bandwidth: rate of copies to and from host memory.
+        disk_bandwidth: rate of the disk.
         max_running, token_budget, short_share, time_scale, hardware, weights, eviction, shares, host_memory,
-            step_by_step: as in ReplaySettings; hardware and shares are texts.
+            disk_memory, step_by_step: as in ReplaySettings; hardware and shares are texts.
     """
 
     model: str | None = model_option("Model: a config.json, a folder with one, or a name of `hybridkv models`.")
@@ -390,6 +391,12 @@ class RunOptions:
         metavar="RATE",
         show_default="that of the machine",
     )
+    disk_memory: str | None = cache_option(
+        "Disk of one rank behind the host memory: 200GiB, or a number of bytes.", metavar="SIZE", show_default="none"
+    )
+    disk_bandwidth: str | None = run_option(
+        "Rate of the disk, for reads and for writes: 3GB/s.", metavar="RATE", show_default="3GB/s"
+    )
     drafts: int = run_option("Drafted tokens of each decoding request in a step.", metavar="N", default=0)
     acceptance: float | None = run_option(
         "Probability that a draft is accepted if the drafts before it were, 0 to 1.", show_default=str(ACCEPTANCE)
@@ -418,6 +425,10 @@ class RunOptions:
         given = {name: getattr(self, name) for name in names}
         given["hardware"] = self._machine()
         given["shares"] = TenantShares.parse(self.shares or ())
+        if self.disk_bandwidth is not None:
+            if self.disk_memory is None:
+                raise ConfigError("--disk-bandwidth has no effect without --disk-memory: give both, or leave it out")
+            given["disk_bytes_per_s"] = _rate_of("--disk-bandwidth", self.disk_bandwidth)
         return ReplaySettings(
             **given,
             prefix_caching=not self.no_prefix_caching,
@@ -434,10 +445,7 @@ class RunOptions:
             return machine
         if self.host_memory is None:
             raise ConfigError("--host-bandwidth has no effect without --host-memory: give both, or leave it out")
-        try:
-            return replace(machine, host_bytes_per_s=parse_bytes(rate.removesuffix("/s")), host_efficiency=1.0)
-        except ConfigError:
-            raise ConfigError(f"--host-bandwidth must be a size per second such as 50GB/s, got {shown(rate)}") from None
+        return replace(machine, host_bytes_per_s=_rate_of("--host-bandwidth", rate), host_efficiency=1.0)
 
     def prepare(self, trace: str, settings: ReplaySettings) -> Prepared:
         """Read the trace and the model, plan the cache, and return a replay that is ready to run.
@@ -530,3 +538,11 @@ class Prepared:
             "shares": [asdict(one) for one in settings.shares.of],
             **{name: getattr(source, name) for name in names},
         }
+
+
+def _rate_of(name: str, rate: str) -> int:
+    """Return the bytes per second of an option such as 50GB/s."""
+    try:
+        return parse_bytes(rate.removesuffix("/s"))
+    except ConfigError:
+        raise ConfigError(f"{name} must be a size per second such as 50GB/s, got {shown(rate)}") from None

@@ -8,12 +8,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from hybridkv.cache import Medium
 from hybridkv.cli.engine_options import (
     ModelOptions,
     Speculate,
     StepOptions,
     StoredOptions,
-    host_memory_option,
+    TierOptions,
     speculate_option,
 )
 from hybridkv.cli.options import REMEMBERED, cache_option, explain_option, output_option, request_option, run_option
@@ -38,7 +39,7 @@ def serve_command(
     *,
     model: ModelOptions,
     memory: str | None = cache_option("Cache memory: 8GiB, or a number of bytes.", show_default="1GiB"),
-    host_memory: str | None = host_memory_option(),
+    tiers: TierOptions,
     max_model_len: int | None = cache_option(
         "Tokens of the longest request, prompt and output together.",
         max=MOST_COUNT,
@@ -87,6 +88,9 @@ def serve_command(
         "Form of the events: raw reports every cached block, exact only the tokens that a request can hit.",
         default=KVEventsForm.RAW,
     ),
+    kv_events_medium: list[Medium] | None = output_option(
+        "Publish events of blocks in this medium only; GPU is the device. May be repeated.", show_default="all"
+    ),
     spans: bool = output_option(
         "Send an OpenTelemetry span for each request to OTEL_EXPORTER_OTLP_ENDPOINT.", "--spans", default=False
     ),
@@ -132,6 +136,10 @@ def serve_command(
         raise ConfigError("--kv-events-replay has no effect without --kv-events: give --kv-events ENDPOINT too")
     if exact and kv_events is None:
         raise ConfigError("--kv-events-form exact has no effect without --kv-events: give --kv-events ENDPOINT too")
+    if kv_events_medium and kv_events is None:
+        raise ConfigError("--kv-events-medium has no effect without --kv-events: give --kv-events ENDPOINT too")
+    if kv_events_medium and Medium.CPU in kv_events_medium and tiers.host_memory is None:
+        raise ConfigError("--kv-events-medium CPU publishes nothing without --host-memory: give --host-memory SIZE too")
     listening = listen(host, port)  # a port that is in use should be reported before a model is loaded
     loaded = model.load()
     drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts else None
@@ -140,7 +148,7 @@ def serve_command(
         options=options,
         memory=memory,
         max_model_len=max_model_len,
-        host_memory=host_memory,
+        **tiers.behind(),
         stored=stored.stored(),
         speculate=drafter,
     )
@@ -151,7 +159,9 @@ def serve_command(
         if kv_events is not None:
             from hybridkv.kv_events import KVEventPublisher  # noqa: PLC0415  # pyzmq is an extra
 
-            publisher = KVEventPublisher(engine.plan.config, kv_events, kv_events_replay, exact=exact)
+            publisher = KVEventPublisher(
+                engine.plan.config, kv_events, kv_events_replay, media=kv_events_medium or None, exact=exact
+            )
             events = ending.enter_context(publisher)
         tracer = None
         if spans:

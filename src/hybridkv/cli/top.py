@@ -102,7 +102,7 @@ class View:
         before = self._seen[-2] if len(self._seen) > 1 else None
         parts: list[RenderableType] = [printable(f"{now.models} at {self._url}")]
         parts += [self._requests(now), self._tokens(now, before), self._times(now)]
-        parts += [one(now) for one in (_groups, _misses) if one(now).row_count]
+        parts += [one(now) for one in (_groups, _tiers, _misses) if one(now).row_count]
         return Group(*parts)
 
     def _requests(self, now: Exposition) -> RenderableType:
@@ -156,6 +156,32 @@ def _groups(now: Exposition) -> Table:
         lost = now.of("kv_group_evictions_total", group=group)
         counts = _count(held), _count(cached), _count(evictable), format_bytes(int(cached * size)), _count(lost)
         rows.add_row(printable(group), printable(kind), *counts)
+    return rows
+
+
+def _tiers(now: Exposition) -> Table:
+    """Return a table with a row for each tier behind the cache, empty without tiers."""
+    rows = table("tier", "in use", "of", "hit tokens", "loaded", "stored", "moving", "dropped", "lost", numbers_from=1)
+
+    def of(tier: str, *names: str) -> float:
+        return sum(now.of(f"kv_offload_tiering_{name}", tier=tier) or 0 for name in names)
+
+    for tier in now.by("kv_offload_tiering_read_bytes_total", "tier"):
+        capacity, usage = (now.of(f"kv_offload_tiering_{name}", tier=tier) for name in ("capacity_bytes", "usage_perc"))
+        loaded, stored = (format_bytes(int(of(tier, f"{name}_bytes_total"))) for name in ("read", "write"))
+        moving = of(tier, "active_promotion_jobs", "active_cascade_jobs", "waiting_cascade_jobs")
+        lost = of(tier, "promotion_job_failures_total", "cascade_job_failures_total")
+        rows.add_row(
+            printable(tier),
+            _share(usage),
+            _NONE if capacity is None else format_bytes(int(capacity)),
+            _count(now.of("kv_offload_tiering_hit_tokens_total", tier=tier)),
+            loaded,
+            stored,
+            _count(moving),
+            _count(of(tier, "promotion_allocation_failures_total", "backpressure_stores_dropped_total")),
+            _count(lost),
+        )
     return rows
 
 

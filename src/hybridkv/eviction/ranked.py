@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from typing import Final
 
 import numpy as np
@@ -32,6 +33,7 @@ from hybridkv.eviction.audit import check_points
 from hybridkv.eviction.blocks import PointBlocks
 from hybridkv.eviction.hazard import Ranking, Ring, class_of, least_gap_s
 from hybridkv.eviction.resume_points import (
+    BY_ALL,
     NEVER,
     Kind,
     Place,
@@ -60,6 +62,10 @@ _REMEMBERED: Final = 5
 
 With one time as many more, the hit rate fell by 2.3 points.
 """
+
+
+_FEW_LIVES: Final = 64
+"""Ends of times to live that are kept for no point, at most, beside twice the known points; chosen by hand."""
 
 
 def _three() -> list[int]:
@@ -143,14 +149,14 @@ class _Tenant:
     """Hold the ranking of a tenant.
 
     Attributes:
-        ranking: The resume points that may be evicted and no request waits for.
-        awaited: The resume points that a request waits for. They are evicted after all points of ``ranking``.
+        ranking: The resume points that may be evicted and are not protected.
+        protected: The protected ones. They are evicted after all points of ``ranking``, the least recently used first.
         points: Number of both.
         standing: Its place in the order of tenants, while it has points.
     """
 
     ranking: Ranking
-    awaited: Ring = field(default_factory=Ring)
+    protected: Ring = field(default_factory=Ring)
     points: int = 0
     standing: Standing | None = None
 
@@ -185,10 +191,10 @@ class TenantRankings:
         return 0 if request.tenant is None else self._numbers.get(request.tenant, 0)
 
     def add(self, point: ResumePoint, now: float) -> None:
-        """Rank ``point``; one that a request waits for goes after all others of its tenant."""
+        """Rank ``point``; a protected one goes after all others of its tenant."""
         tenant = self.tenants[point.tenant]
-        if point.awaited:
-            tenant.awaited.add(point)
+        if point.protected:
+            tenant.protected.add(point)
         else:
             tenant.ranking.add(point, now)
         tenant.points += 1
@@ -198,8 +204,8 @@ class TenantRankings:
     def remove(self, point: ResumePoint) -> None:
         """Rank ``point`` no longer."""
         tenant = self.tenants[point.tenant]
-        if point.awaited:
-            tenant.awaited.remove(point)
+        if point.protected:
+            tenant.protected.remove(point)
         else:
             tenant.ranking.remove(point)
         tenant.points -= 1
@@ -219,7 +225,7 @@ class TenantRankings:
                 return None
             tenant = self.tenants[self._order[0][-1]]
         found = tenant.ranking.lowest(now)
-        return tenant.awaited.outer()[0] if found is None and tenant.awaited.points else found
+        return tenant.protected.outer()[0] if found is None and tenant.protected.points else found
 
     def _place(self) -> None:
         """Move tenants to their places if their bytes changed, or their first or last resume point came or went."""
@@ -244,7 +250,9 @@ class TenantRankings:
         If they belong to different tenants, the order of the tenants decides.
         """
         if point.tenant == other.tenant:
-            return not other.awaited and self.tenants[point.tenant].ranking.prefers(point, other, now)
+            if point.protected or other.protected:
+                return point.protected and not other.awaited
+            return self.tenants[point.tenant].ranking.prefers(point, other, now)
         return self._standing(other.tenant) < self._standing(point.tenant)
 
     def check(self, ranked: Mapping[int, int]) -> Iterator[str]:
@@ -252,9 +260,9 @@ class TenantRankings:
         for number, tenant in self.tenants.items():
             yield from tenant.ranking.check()
             yield from (
-                f"no request waits for the awaited resume point of {point.tokens} tokens"
-                for _, _, point in tenant.awaited.points
-                if not point.awaited
+                f"nothing protects the resume point of {point.tokens} tokens, which is evicted late"
+                for _, _, point in tenant.protected.points
+                if not point.protected
             )
             if tenant.points != ranked.get(number, 0):
                 yield f"tenant {number} counts {tenant.points} ranked resume points, not {ranked.get(number, 0)}"
@@ -305,6 +313,7 @@ class RankedResumePoints:
         self._parked: dict[int, ResumePoint] = {}  # by serial; requests hold all their blocks, so they free nothing
         self._unparks = False  # before the next choice: requests may have released blocks
         self._stale: dict[int, ResumePoint] = {}  # by serial; their saved tokens per byte may have changed
+        self._lives: list[tuple[float, int, ResumePoint]] = []  # a heap: end of a time to live, and serial
 
     def _tenant_of(self, request: Request) -> int:
         return 0 if request.tenant is None else self._rankings.tenant_of(request)
@@ -381,7 +390,7 @@ class RankedResumePoints:
         now = self._clock()
         for point, awaited in changed:
             was_ranked = self._unrank(point)
-            point.awaited = awaited
+            point.awaited, point.protected = awaited, awaited or point.safe_until > now
             if was_ranked:
                 self._rank(point, now)
 
@@ -412,6 +421,8 @@ class RankedResumePoints:
             return False
         known = self._tree.at(place)
         point = self._make(request, place, tokens, now, ended=False) if known is None else known
+        if known is not None and request.hints is not NO_HINTS:
+            self._note_hints(request, point, now)
         parent = self._tree.parent_of(request, tokens)
         if not point.kept:
             self._adopt(request, point, now)
@@ -439,7 +450,7 @@ class RankedResumePoints:
         known = self._tree.at(place)
         point = known or self._make(request, place, tokens, now, ended=ended)
         if request.hints is not NO_HINTS:
-            self._note_hint(point, hint_of(request, tokens), now)
+            self._note_hints(request, point, now)
         if point.kept and states:
             self._release(point, now)  # some of its states were lost and have been saved again
         if point.kept or self._insert(request, point, now):
@@ -476,8 +487,47 @@ class RankedResumePoints:
         gap = None if session is None else session.gap
         kind, tenant = kind_of(request, tokens, self._alignment, ended=ended), self._tenant_of(request)
         point = self._tree.make(place, kind, tokens, now, gap, tenant)
-        self._note_hint(point, hint_of(request, tokens), now)
+        if request.hints is not NO_HINTS:
+            self._note_hints(request, point, now)
         return point
+
+    def _note_hints(self, request: Request, point: ResumePoint, now: float) -> None:
+        """Give ``point``, which ``request`` keeps, the hint of that request, and its time to live."""
+        self._note_hint(point, hint_of(request, point.tokens), now)
+        until = now + (request.hints.ttl_s or 0.0)
+        if until <= max(now, point.safe_until):
+            return
+        was_ranked = self._unrank(point)
+        point.safe_until, point.protected = until, True
+        if was_ranked:
+            self._rank(point, now)
+        if len(self._lives) > 2 * len(self._tree.points) + _FEW_LIVES:  # most are of points that were forgotten
+            self._lives = [one for one in self._lives if one[2].safe_until == one[0] and self._is_known(one[2])]
+            heapify(self._lives)
+        heappush(self._lives, (until, point.serial, point))
+
+    def _is_known(self, point: ResumePoint) -> bool:
+        return self._tree.points.get(point.serial) is point
+
+    def _end_lives(self, now: float) -> None:
+        """Protect the resume points no longer whose time to live has ended. O(log) each."""
+        while self._lives and self._lives[0][0] <= now:
+            point = heappop(self._lives)[2]
+            if point.safe_until <= now:
+                was_ranked = self._unrank(point)
+                point.protected = point.awaited
+                if was_ranked:
+                    self._rank(point, now)
+
+    def give_up(self, request: Request, tokens: int) -> None:
+        """Evict the resume point at ``tokens`` of ``request``, unless many begin with it or a request waits for it."""
+        self.settle()
+        place = self._tree.place_of(request, tokens)
+        point = None if place is None else self._tree.at(place)
+        if point is None or not point.kept or point.awaited or point.hint == BY_ALL:
+            return
+        if point.tenant == self._tenant_of(request):
+            self._release(point, self._clock())
 
     def _note_hint(self, point: ResumePoint, hint: int, now: float) -> None:
         """Set the hint of ``point``."""
@@ -598,6 +648,8 @@ class RankedResumePoints:
     def _lowest(self, now: float) -> ResumePoint | None:
         """Return the resume point to evict next, still ranked. Points with no block to free are set aside."""
         self._renew_stale(now)
+        if self._lives:
+            self._end_lives(now)
         if self._unparks:
             self._unpark(now)
         again = bool(self._parked)
@@ -693,6 +745,7 @@ class RankedResumePoints:
         self._tree.clear()
         for remembered in (self._ghost_entries, self._blocks, self._sessions, self._parked, self._stale, self._known):
             remembered.clear()
+        self._lives.clear()
         self._last_known = None, 0
 
     def _recount(self, broken: set[ResumePoint]) -> None:
@@ -733,5 +786,10 @@ class RankedResumePoints:
     def check(self) -> Iterator[str]:
         """Yield a line for each violated invariant. O(resume points and segments)."""
         self.settle()
-        self._renew_stale(self._clock())
+        now = self._clock()
+        self._renew_stale(now)
+        self._end_lives(now)
+        for point in self._tree.points.values():
+            if point.protected != (point.awaited or point.safe_until > now):
+                yield f"the resume point of {point.tokens} tokens is protected: {point.protected}"
         yield from check_points(self)

@@ -89,6 +89,8 @@ class ResumePoint:
             the first.
         saved: Tokens after its parent for each byte that it needs.
         awaited: Whether a waiting request will resume here.
+        safe_until: The time in seconds at which the longest time to live ends that a request asked for.
+        protected: Whether it is evicted after all others of its tenant: it is awaited, or its time to live lasts.
         class_number, row, ring, heir, value, until, learned: Values of its ranking (hybridkv.eviction.hazard).
     """
 
@@ -112,6 +114,8 @@ class ResumePoint:
     saved: float = 0.0
     hint: int = NOTHING
     awaited: bool = False
+    safe_until: float = -math.inf
+    protected: bool = False
     class_number: int = -1
     row: int = -1
     ring: tuple[int, int] | None = None

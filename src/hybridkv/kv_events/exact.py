@@ -10,7 +10,8 @@ full attention before it, the windows that it reads, and the state of each recur
     root --- position --- position --- position          the branch is published up to its last resume point
                              `--- position, resume point
 
-A resume point inside a block counts for the full blocks before it.
+A resume point inside a block counts for the full blocks before it. Each medium has a tree of its own, because a hit in
+host memory needs all groups there.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hybridkv.cache import (
     BlockStored,
     EventsDropped,
     KVCacheEvent,
+    Medium,
     ResumePointRemoved,
     ResumePointStored,
 )
@@ -113,35 +115,19 @@ class ExactEvents:
     Args:
         config: the config of the cache's plan.
 
-    Attributes:
-        changes_nothing: whether the config has full attention alone, so that a hit can resume at every block.
-
     Raises:
         ConfigError: the config has chunked attention, groups that drop blocks for EAGLE, no full attention, or blocks
             of several sizes.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
-        kinds = [(number, kind_of(group.spec)) for number, group in enumerate(config.groups)]
-        tokens = [(number, spec) for number, spec in kinds if spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}]
-        self._windows = {n: s.sliding_window for n, s in tokens if isinstance(s, SlidingWindowSpec)}
-        self._full = [number for number, _ in tokens if number not in self._windows]
-        self._states = [number for number, spec in kinds if isinstance(spec, MambaSpec)]
-        self._is_natural = config.slabs is not None
-        chunked = any(isinstance(spec, ChunkedLocalAttentionSpec) for _, spec in kinds)
-        self.changes_nothing = not (self._windows or self._states or chunked)
-        if not self.changes_nothing:
-            _require_known(config, kinds, natural=self._is_natural)
-        self._block_size = tokens[0][1].block_size if tokens else 1
-        self._clear()
+        self._config = config
+        self._trees: dict[str | None, _Tree] = {Medium.GPU: _Tree(config, Medium.GPU)}
 
-    def _clear(self) -> None:
-        self._root = _Position(None)
-        self._root.whole = True
-        self._at: dict[bytes, _Position] = {}
-        self._part_at: dict[tuple[int, _Part], _Position] = {}
-        self._touched: dict[_Position, None] = {}
-        self._stale: dict[_Position, None] = {}
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the config has full attention alone, so that a hit can resume at every block."""
+        return self._trees[Medium.GPU].changes_nothing
 
     def filter(self, events: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
         """Return the events to publish for a batch: removals, then stored blocks with parents first.
@@ -155,21 +141,59 @@ class ExactEvents:
             return without_resume_points(events)
         cleared: list[KVCacheEvent] = []
         for event in events:
-            match event:
-                case BlockStored():
-                    for one in single_blocks(event):
-                        self._store(one)
-                case BlockRemoved():
-                    for key in event.block_hashes:
-                        self._remove(event.group_idx, key)
-                case ResumePointStored():
-                    self._add_resume_point(event)
-                case ResumePointRemoved():
-                    self._remove_resume_point(event)
-                case AllBlocksCleared() | EventsDropped():
-                    self._clear()
-                    cleared = [event]
-        return cleared + self._changes()
+            if isinstance(event, AllBlocksCleared | EventsDropped):
+                self._trees, cleared = {Medium.GPU: _Tree(self._config, Medium.GPU)}, [event]
+            else:
+                if event.medium not in self._trees:
+                    self._trees[event.medium] = _Tree(self._config, event.medium)
+                self._trees[event.medium].read(event)
+        return cleared + [change for tree in self._trees.values() for change in tree.changes()]
+
+
+class _Tree:
+    """The blocks of one medium.
+
+    Args:
+        config: the config of the cache's plan.
+        medium: where the blocks are.
+
+    Attributes:
+        changes_nothing: whether the config has full attention alone.
+    """
+
+    def __init__(self, config: KVCacheConfig, medium: str | None) -> None:
+        self._medium = medium
+        kinds = [(number, kind_of(group.spec)) for number, group in enumerate(config.groups)]
+        tokens = [(number, spec) for number, spec in kinds if spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}]
+        self._windows = {n: s.sliding_window for n, s in tokens if isinstance(s, SlidingWindowSpec)}
+        self._full = [number for number, _ in tokens if number not in self._windows]
+        self._states = [number for number, spec in kinds if isinstance(spec, MambaSpec)]
+        self._is_natural = config.slabs is not None
+        chunked = any(isinstance(spec, ChunkedLocalAttentionSpec) for _, spec in kinds)
+        self.changes_nothing = not (self._windows or self._states or chunked)
+        if not self.changes_nothing:
+            _require_known(config, kinds, natural=self._is_natural)
+        self._block_size = tokens[0][1].block_size if tokens else 1
+        self._root = _Position(None)
+        self._root.whole = True
+        self._at: dict[bytes, _Position] = {}
+        self._part_at: dict[tuple[int, _Part], _Position] = {}
+        self._touched: dict[_Position, None] = {}
+        self._stale: dict[_Position, None] = {}
+
+    def read(self, event: BlockStored | BlockRemoved | ResumePointStored | ResumePointRemoved) -> None:
+        """Note an event of this medium."""
+        match event:
+            case BlockStored():
+                for one in single_blocks(event):
+                    self._store(one)
+            case BlockRemoved():
+                for key in event.block_hashes:
+                    self._remove(event.group_idx, key)
+            case ResumePointStored():
+                self._add_resume_point(event)
+            case ResumePointRemoved():
+                self._remove_resume_point(event)
 
     # -- the blocks and resume points of each group
 
@@ -311,7 +335,7 @@ class ExactEvents:
 
     # -- the events to publish
 
-    def _changes(self) -> list[KVCacheEvent]:
+    def changes(self) -> list[KVCacheEvent]:
         """Return the events for all changes since the last call."""
         for at in self._stale:
             has_resume_point = self._has_resume_point(at)
@@ -322,7 +346,7 @@ class ExactEvents:
         removed, stored = list[KVCacheEvent](), list[tuple[int, BlockStored]]()
         for at in self._touched:
             for group in [group for group in at.published if not at.backed or group not in at.blocks]:
-                removed.append(BlockRemoved((at.published.pop(group),), group_idx=group))
+                removed.append(BlockRemoved((at.published.pop(group),), self._medium, group))
             for group, block in at.blocks.items() if at.backed else ():
                 if group not in at.published:
                     at.published[group] = block.block_hashes[0]

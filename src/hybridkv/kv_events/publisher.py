@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, Full, Queue
@@ -33,7 +33,7 @@ import msgspec
 import zmq
 
 from hybridkv.arguments import check_fields, flag, instance, integer
-from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent, Medium
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events.exact import ExactEvents, kind_of, single_blocks, without_resume_points
 from hybridkv.planner.config import KVCacheConfig
@@ -81,6 +81,7 @@ class KVEventPublisher:
         kept_batches: number of batches to keep for replays.
         max_queued: batches that may wait for the thread. Further batches are dropped, and the next batch begins with
             a clearing.
+        media: the media of the blocks to publish, such as ("GPU",) for a router that knows no tiers; None for all.
         exact: whether to publish only blocks from which a hit can resume (docs/events.md). In the natural layout, this
             needs a manager with ``resume_point_events``.
 
@@ -104,6 +105,7 @@ class KVEventPublisher:
         topic: str = "",
         kept_batches: int = 10_000,
         max_queued: int = 100_000,
+        media: Collection[Medium] | None = None,
         exact: bool = False,
     ) -> None:
         form = EventForm() if form is None else instance("form", form, EventForm)
@@ -111,6 +113,7 @@ class KVEventPublisher:
         self._topic = instance("topic", topic, str).encode()
         self._kept = deque[tuple[int, bytes]](maxlen=integer("kept_batches", kept_batches, 0))
         self._queue = Queue[tuple[int, Sequence[KVCacheEvent]] | None](integer("max_queued", max_queued, 1))
+        self._media = None if media is None else frozenset(instance("media", one, Medium) for one in media)
         self._filtered = ExactEvents(config).filter if flag("exact", exact) else without_resume_points
         self._published = PublishedBlocks()
         self._next_number = 0
@@ -188,7 +191,7 @@ class KVEventPublisher:
         if number != self._last_published + 1:
             events = [AllBlocksCleared(), *events]
         try:
-            events = self._filtered(events)
+            events = self._filtered(events if self._media is None else _within(self._media, events))
             batch = self._writer.batch(events, time.time())
         except Exception:  # count it as dropped; the next batch begins with a clearing
             logger.exception("events of batch %d could not be written", number)
@@ -250,6 +253,11 @@ class KVEventPublisher:
 
 def _bytes_of(number: int) -> bytes:
     return number.to_bytes(NUMBER_BYTES, "big")
+
+
+def _within(media: Collection[Medium], events: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
+    """Return the events of blocks in ``media``, and all clearings."""
+    return [one for one in events if isinstance(one, AllBlocksCleared | EventsDropped) or one.medium in media]
 
 
 # -- messages
@@ -345,12 +353,15 @@ class Writer:
 # -- snapshots
 
 
+_Where = tuple[str | None, int, bytes]  # medium, group, key
+
+
 class PublishedBlocks:
-    """The blocks that consumers know: one event for each key and group, and how many copies there are."""
+    """The blocks that consumers know: one event for each key, group and medium, and how many copies there are."""
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[int, bytes], BlockStored] = {}
-        self._copies = Counter[tuple[int, bytes]]()
+        self._blocks: dict[_Where, BlockStored] = {}
+        self._copies = Counter[_Where]()
 
     def add(self, events: Iterable[KVCacheEvent]) -> None:
         """Record published events. O(blocks)."""
@@ -358,12 +369,12 @@ class PublishedBlocks:
             match event:
                 case BlockStored():
                     for one in single_blocks(event):
-                        key = event.group_idx, one.block_hashes[0]
+                        key = event.medium, event.group_idx, one.block_hashes[0]
                         self._blocks[key] = one
                         self._copies[key] += 1
                 case BlockRemoved():
                     for block in event.block_hashes:
-                        key = event.group_idx, block
+                        key = event.medium, event.group_idx, block
                         self._copies[key] -= 1
                         if self._copies[key] <= 0:
                             del self._copies[key]
@@ -375,15 +386,15 @@ class PublishedBlocks:
     def snapshot(self) -> list[BlockStored]:
         """Return one event for each block and copy, parents before children. O(blocks)."""
         found: list[BlockStored] = []
-        seen: set[tuple[int, bytes]] = set()
+        seen: set[_Where] = set()
         for key in self._blocks:
             chain: list[BlockStored] = []
-            at: tuple[int, bytes] | None = key
+            at: _Where | None = key
             while at is not None and at in self._blocks and at not in seen:
                 seen.add(at)
                 block = self._blocks[at]
                 chain += [block] * self._copies[at]
                 parent = block.parent_block_hash
-                at = None if parent is None else (at[0], parent)
+                at = None if parent is None else (*at[:2], parent)
             found += reversed(chain)
         return found

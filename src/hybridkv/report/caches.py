@@ -33,6 +33,7 @@ from hybridkv.report.page import (
 )
 from hybridkv.simulator import ReplayReport
 from hybridkv.simulator.report import Recorded
+from hybridkv.tiers import HostTierStatistics
 from hybridkv.units import format_bytes, format_count
 
 _SHORTEST: Final = 256
@@ -175,6 +176,24 @@ def _of_host(report: ReplayReport) -> dict[str, str]:
     return {
         "tokens loaded from host memory": format_count(host.loaded_tokens),
         "stored in host memory": f"{format_bytes(host.stored_bytes)}, {format_count(host.stores)} resume points",
+        **of_store(host),
+    }
+
+
+def of_store(counts: HostTierStatistics) -> dict[str, str]:
+    """Return the counts of the store behind a host tier as facts; empty without traffic.
+
+    Args:
+        counts: the counts of the tier.
+    """
+    if not any((counts.spills, counts.spills_dropped, counts.spills_lost, counts.fetches, counts.fetches_lost)):
+        return {}
+    dropped, lost = format_count(counts.spills_dropped), format_count(counts.spills_lost)
+    fetched = f"{format_bytes(counts.fetched_bytes)}, {format_count(counts.fetches)} prefixes"
+    return {
+        "tokens fetched from the store": format_count(counts.fetched_tokens),
+        "spilled to the store": f"{format_count(counts.spills)} resume points, {dropped} dropped, {lost} lost",
+        "fetched from the store": f"{fetched}, {format_count(counts.fetches_lost)} lost",
     }
 
 

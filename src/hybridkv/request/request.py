@@ -49,6 +49,9 @@ class Hints:
         shared_tokens: Many requests begin with so many of the prompt's first tokens. Acts as a mark.
         scratch: Only the shared tokens are worth keeping.
         secret: Nothing is kept for reuse, so no other request finds its blocks.
+        ttl_s: What the request keeps is evicted after everything else of its tenant, for so many seconds.
+        demote: What the request keeps leaves the device once a tier has it.
+        prefetch: Nothing is computed: the request ends once the device has what a tier keeps of its prompt.
 
     Raises:
         ConfigError: A value is invalid, or two hints contradict each other.
@@ -60,16 +63,26 @@ class Hints:
     shared_tokens: Annotated[int, partial(integer, least=0, most=MOST_COUNT)] = 0
     scratch: bool = False
     secret: bool = False
+    ttl_s: float | None = None
+    demote: bool = False
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
+        for name in ("within_s", "ttl_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= _MOST_SECONDS:
+                raise ConfigError(f"{name} must lie in 0 .. {_MOST_SECONDS:g} seconds, got {value}")
         if self.within_s is not None:
-            if not 0 <= self.within_s <= _MOST_SECONDS:
-                raise ConfigError(f"within_s must lie in 0 .. {_MOST_SECONDS:g} seconds, got {self.within_s}")
             object.__setattr__(self, "goes_on", True)
         ends = [name for name in ("over", "scratch", "secret") if getattr(self, name)]
         if self.goes_on and ends:
             raise ConfigError(f"hints say that a session goes on, and that it is {ends[0]}: leave one of them out")
+        kept = [name for name in ("ttl_s", "demote", "prefetch") if getattr(self, name)]
+        if kept and ends:
+            raise ConfigError(f"hints say {kept[0]} of what is {ends[0]}, which nobody wants again: leave one out")
+        if self.demote and self.prefetch:
+            raise ConfigError("hints say demote and prefetch, which are opposites: leave one of them out")
         if self.shared_tokens and self.secret:
             raise ConfigError("hints say that a prompt's beginning is shared, and that it is secret: leave one out")
 

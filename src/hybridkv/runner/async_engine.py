@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, Self, TypeVar, Unpack
+from typing import Final, Protocol, Self, TypeVar, Unpack
 
 from hybridkv.arguments import instance, integer
 from hybridkv.cache import KVCacheEvent
@@ -34,6 +34,9 @@ from hybridkv.schedule import SchedulerStatistics
 from hybridkv.units import shown
 
 logger = logging.getLogger(__name__)
+
+_SLICE_S: Final = 0.01
+"""Seconds at once for Steps that only fill host memory and the store: new requests wait so long."""
 
 T = TypeVar("T")
 
@@ -423,9 +426,9 @@ class AsyncEngine:
             self._publish()
 
     def _publish(self) -> None:
-        """Publish the cache's events since the last call."""
+        """Publish the events of the cache and of its tiers since the last call."""
         if self._events is not None:
-            self._events.publish(self._engine.cache.take_events())
+            self._events.publish((self._engine.tier or self._engine.cache).take_events())
 
     def _turn(self) -> tuple[bool, list[_News]]:
         """Open and close streams, and run one step.
@@ -441,6 +444,8 @@ class AsyncEngine:
         try:
             if not self._engine.idle:
                 self._engine.step()
+            elif not self._engine.has_settled:
+                self._engine.settle_tiers(_SLICE_S)
         except Exception as error:  # noqa: BLE001  # any error must reach the readers, which would wait forever
             news += [partial(one.deliver, error=error) for one in self._open]
             self._end_streams()
@@ -449,7 +454,7 @@ class AsyncEngine:
             self._publish()
         news += [_taken(one) for one in self._open]
         self._open = [one for one in self._open if one.stream is not None and not one.stream.ended]
-        return self._engine.idle, news
+        return self._engine.idle and self._engine.has_settled, news
 
     def _admit(self) -> list[_News]:
         """Queue the requests of new readers; return the deliveries of errors for rejected requests."""

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
@@ -31,7 +31,7 @@ from hybridkv.arguments import instance, one_of, or_none, text
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.eviction import eviction_of
-from hybridkv.planner import Plan, tier_plan
+from hybridkv.planner import Plan
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.runner.attention.formulas import AttentionBackend
 from hybridkv.runner.completion import Completion, Progress, Stream, count_step, raise_first
@@ -56,15 +56,16 @@ from hybridkv.runner.inputs import (
 )
 from hybridkv.runner.load import LoadedModel, own_mode
 from hybridkv.runner.options import EngineOptions, RequestOptions
-from hybridkv.runner.planning import plan_within
+from hybridkv.runner.planning import plan_of
 from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
 from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.runner.self_check import require_same
 from hybridkv.runner.sessions import Session, SessionFiles, checked_key
+from hybridkv.runner.tiers import Behind, open_tiers
 from hybridkv.schedule import Finished, Outcome, Scheduler, SchedulerLimits, SchedulerStatistics
 from hybridkv.step import Step, StepResult
-from hybridkv.tiers import HostTier
+from hybridkv.stores import StoreChoice
 
 if TYPE_CHECKING:  # a draft model is an engine, too
     from hybridkv.runner.drafters import Drafter
@@ -91,6 +92,7 @@ class Engine:
         max_model_len: tokens of the longest request, for a plan made here.
         host_memory: bytes, or a size, of host memory that keeps prefixes after the device has evicted them; None for
             none. Plans in the natural layout only.
+        store: a store behind the host memory, which outlives the engine, such as DiskFolder; None for none.
         stored: the form of keys and values in pages, for a plan made here.
         observer: called with the logits of every Step (hybridkv.runner.runner.Observer).
         speculate: a Drafter; the model verifies its tokens, and the outputs stay the same. The engine closes it. A plan
@@ -115,6 +117,7 @@ class Engine:
         memory: int | str | None = None,
         max_model_len: int | None = None,
         host_memory: int | str | None = None,
+        store: StoreChoice | None = None,
         stored: Stored = AS_COMPUTED,
         observer: Observer | None = None,
         speculate: Drafter | None = None,
@@ -133,9 +136,17 @@ class Engine:
             self.loaded = loaded_of(model, tokenizer)
             if speculate is not None:
                 speculate.require(self.loaded)
-            self.plan = self._planned(plan, memory, max_model_len, drafts, stored)
+            self.plan = plan_of(
+                self.loaded,
+                self.options,
+                plan,
+                memory,
+                max_model_len=max_model_len,
+                num_speculative_tokens=drafts,
+                stored=stored,
+            )
             self._undrawn: dict[str, Exception] = {}
-            self._assemble(drafts, observer, host_memory)
+            self._assemble(drafts, observer, Behind(host_memory, store), undo)
             undo.callback(self.runner.detach)
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv-forward")
             undo.callback(self._thread.shutdown)
@@ -152,27 +163,7 @@ class Engine:
         self._idle = 0
         self._found_none = False
 
-    def _planned(
-        self, plan: Plan | None, memory: int | str | None, max_model_len: int | None, drafts: int, stored: Stored
-    ) -> Plan:
-        """Return ``plan``, or one within ``memory``. Raises ConfigError if both are given."""
-        if plan is None:
-            return plan_within(
-                self.loaded,
-                memory,
-                max_model_len=max_model_len,
-                max_batched_tokens=self.options.token_budget,
-                max_in_flight=self.options.in_flight,
-                num_speculative_tokens=drafts,
-                stored=instance("stored", stored, Stored),
-            )
-        if memory is not None or max_model_len is not None or stored != AS_COMPUTED:
-            raise ConfigError(
-                "a plan has its own memory, max_model_len and stored: leave these out, or leave the plan out"
-            )
-        return plan
-
-    def _assemble(self, drafts: int, observer: Observer | None, host_memory: int | str | None) -> None:
+    def _assemble(self, drafts: int, observer: Observer | None, behind: Behind, undo: ExitStack) -> None:
         """Make cache, scheduler and runner for the plan; from here on the model runs on pages."""
         loaded, plan, options = self.loaded, self.plan, self.options
         planned = planner_model(
@@ -198,10 +189,11 @@ class Engine:
                 shares=options.shares,
                 remembered_losses=options.remembered_losses,
                 block_times=options.block_times,
-                log_resume_points=host_memory is not None,
+                log_resume_points=behind.host_memory is not None,
             ),
         )
-        self.tier = None if host_memory is None else self._host_tier(host_memory)
+        tiers = open_tiers(behind, loaded, plan, self.cache, options=options, undo=undo)
+        self.tier = None if tiers is None else tiers.host
         self.scheduler = Scheduler(self.cache, limits, tier=self.tier)
         self.runner = ModelRunner(
             loaded.model,
@@ -216,17 +208,16 @@ class Engine:
             forwards=forwards,
             attention=options.attention,
             compiled=options.compile,
-            tier=None if self.tier is None else self.tier.host.config,
+            tier=None if tiers is None else tiers.host.host.config,
+            store=None if tiers is None else tiers.store,
+            hash_block=1 if tiers is None else tiers.hash_block,
         )
 
-    def _host_tier(self, memory: int | str) -> HostTier:
-        """Return a tier of host memory behind ``cache``."""
-        kept = CacheOptions(eviction=self.cache.eviction, shares=self.options.shares)
-        host = KVCacheManager(tier_plan(self.plan, memory), hasher=self.cache.hasher, options=kept)
-        return HostTier(self.cache, host)
-
     def close(self) -> None:
-        """Give the model back as it was, and close the drafter. A second call does nothing."""
+        """Give the model back as it was, and close the drafter and the store. A second call does nothing."""
+        if not self._closed and not self.has_settled:
+            with suppress(Exception):  # what fails to be stored is computed again
+                self.settle_tiers()
         self._closed = True
         self._closing.close()
 
@@ -495,12 +486,25 @@ class Engine:
         Steps in flight and transfers run to their ends first. Raises CacheError if the engine is closed.
         """
         self._settle()
-        if self.tier is None:
-            return self.cache.reset_prefix_cache()
-        while self.tier.num_in_flight and self.scheduler.drained:  # an empty Step waits for a transfer
+        self.settle_tiers()
+        return self.cache.reset_prefix_cache() if self.tier is None else self.tier.reset()
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether the store behind the host memory has what it keeps; True without a store."""
+        return self.tier is None or not self.tier.has_store or self.tier.is_idle
+
+    def settle_tiers(self, seconds: float = 10.0) -> None:
+        """Run Steps without requests until the tiers have what they keep.
+
+        Args:
+            seconds: at most so long.
+        """
+        self._settle()
+        until = time.monotonic() + seconds
+        while self.tier is not None and not self.tier.is_idle and self.scheduler.drained and time.monotonic() < until:
             self._launch(self.scheduler.schedule())
             self._settle()
-        return self.tier.reset()
 
     def _settle(self) -> None:
         """Run the steps in flight, and schedule none."""
@@ -623,7 +627,9 @@ class Engine:
         if self.scheduler.waits_for_drafts:
             return False
         found_none, self._found_none = self._found_none, False
-        return found_none or not any(map(_would_run_ahead, self._in_flight))
+        # a row that samples without drafts gets an input that the drafter does not know yet
+        sampled = (step.samples & (np.diff(step.drafts.indptr) == 0) for step in self._in_flight)
+        return found_none or not any(rows.any() for rows in sampled)
 
     def _propose(self) -> None:
         """Ask the drafter about the requests with one token left to run; it needs their newest tokens."""
@@ -646,8 +652,8 @@ class Engine:
 
     def _watch(self) -> None:
         """Raise CacheError if nothing runs although requests wait: the loop would never end."""
-        comes_up = self.tier is not None and self.tier.num_in_flight > 0
-        empty = len(self._in_flight) == 1 and not len(self._in_flight[0]) and not comes_up
+        comes = self.tier is not None and self.tier.is_awaited
+        empty = len(self._in_flight) == 1 and not len(self._in_flight[0]) and not comes
         self._idle = self._idle + 1 if empty else 0
         if self._idle > _IDLE_STEPS:
             self._idle = 0  # the caller may abort requests and continue
@@ -683,14 +689,6 @@ class Engine:
         live.end(finished.reason, finished.error)
         if live.streamed_as is None:
             self._ended.append(live)
-
-
-def _would_run_ahead(step: Step) -> bool:
-    """Return whether the next step could have a row that ``step`` samples without drafts.
-
-    Its input would not be known when the drafter is asked, so it could get no drafts.
-    """
-    return bool((step.samples & (np.diff(step.drafts.indptr) == 0)).any())
 
 
 def engine_closed() -> CacheError:

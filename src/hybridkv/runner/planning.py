@@ -12,6 +12,7 @@ from hybridkv.planner import Plan, plan
 from hybridkv.planner.config import longest_that
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NATURAL
 from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.options import EngineOptions
 from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
 from hybridkv.specs import BATCHED_TOKENS, Keeps
 from hybridkv.units import ceil_div, parse_bytes
@@ -23,6 +24,46 @@ _STATES_OF_A_REQUEST: Final = 4
 
 The running one, and those after the prompt, after the output, and at a branch point.
 """
+
+
+def plan_of(
+    loaded: LoadedModel,
+    options: EngineOptions,
+    made: Plan | None,
+    memory: int | str | None,
+    *,
+    max_model_len: int | None,
+    num_speculative_tokens: int,
+    stored: Stored,
+) -> Plan:
+    """Return a plan that was made before, or one within ``memory``.
+
+    Args:
+        loaded: the model.
+        options: how the engine runs.
+        made: the plan; None to make one.
+        memory: as in plan_within, as the next three.
+        max_model_len: as there.
+        num_speculative_tokens: as there.
+        stored: as there.
+
+    Raises:
+        ConfigError: there is a plan, and something that would make another one; or as plan_within.
+        CapacityError: as plan_within.
+    """
+    if made is None:
+        return plan_within(
+            loaded,
+            memory,
+            max_model_len=max_model_len,
+            max_batched_tokens=options.token_budget,
+            max_in_flight=options.in_flight,
+            num_speculative_tokens=num_speculative_tokens,
+            stored=stored,
+        )
+    if memory is not None or max_model_len is not None or stored != AS_COMPUTED:
+        raise ConfigError("a plan has its own memory, max_model_len and stored: leave these out, or leave the plan out")
+    return made
 
 
 def plan_within(

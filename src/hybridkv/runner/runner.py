@@ -70,6 +70,7 @@ from hybridkv.runner.states.state_batch import PagedMixer, StateBatch, require_c
 from hybridkv.runner.step_context import StandIn, StepContext
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Csr, Logprobs, Step, StepResult, ranges
+from hybridkv.stores import BlockStore
 from hybridkv.units import MOST_COUNT
 from hybridkv.worker import (
     CAUSAL,
@@ -137,6 +138,8 @@ class ModelRunner:
         compiled: "decode" for CUDA graphs of steps that only decode, if the model allows them.
         tier: the layout of the host tier: ``config`` with another number of blocks or slabs. Without it, Steps with
             transfers are rejected.
+        store: a store behind the host tier; None without one. It stays open.
+        hash_block: tokens of a hash block, for marks in the store.
 
     Raises:
         ConfigError: a forward caches other bytes than planned, another runner holds the model, or ``tier`` does not fit
@@ -160,6 +163,8 @@ class ModelRunner:
         attention: AttentionBackend | str = AttentionBackend.GATHER,
         compiled: str | None = None,
         tier: KVCacheConfig | None = None,
+        store: BlockStore | None = None,
+        hash_block: int = 1,
     ) -> None:
         require_model(model)
         instance("config", config, KVCacheConfig)
@@ -186,7 +191,7 @@ class ModelRunner:
         self._device = model.device
         self.storage = PagedStorage(config, page_layout(planned, probed), self._device)
         self._copier = BlockCopier(self.storage, kernels=copy_kernels(self._device))
-        self._tier = None if tier is None else HostTierCopier(self.storage, tier)
+        self._tier = None if tier is None else HostTierCopier(self.storage, tier, store=store, hash_block=hash_block)
         self.tables = MultiGroupBlockTable.of_config(
             config,
             max_num_reqs=max_running,
@@ -326,6 +331,8 @@ class ModelRunner:
         if not self._attached:
             return
         self._attached = False
+        if self._tier is not None:
+            self._tier.close()
         for one in self._stand_ins:
             one.remove()
         step_context.detach(self.model, self._context)
@@ -413,7 +420,7 @@ class ModelRunner:
         self._copier.check(step)
         if self._tier is not None:
             self._tier.check(step)
-        elif len(step.stores) or step.tier_copies or len(step.loads):
+        elif step.has_transfers:
             raise WorkerError(f"Step {step.id} has transfers, and this runner has no host tier: make it with tier=")
         # state_batch checks the groups of states
         context = step.num_computed.astype(np.int64) + step.num_scheduled

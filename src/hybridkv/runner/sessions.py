@@ -31,7 +31,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from transformers import PreTrainedModel
 
 from hybridkv.arguments import instance
 from hybridkv.cache import KVCacheBlocks, KVCacheManager, Refusal, SlotPlan
@@ -39,6 +38,7 @@ from hybridkv.errors import CacheError, CapacityError, ConfigError, SchemaError,
 from hybridkv.planner import Plan
 from hybridkv.regular_files import open_regular, write_whole
 from hybridkv.request import Request
+from hybridkv.runner.identity import bits_of, identity_of
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import Stored
@@ -52,12 +52,8 @@ Int32 = NDArray[np.int32]
 FORMAT: Final = 1
 """Version of the file. It changes when a tensor gets another meaning."""
 _MANIFEST, _SUM, _HMAC, _TOKENS = "hybridkv.session", "sha256", "hmac_sha256", "tokens"
-_SAMPLED: Final = 1024
-"""Elements of each weight that the identity of a model covers: a few megabytes of any model."""
 _WHOLE: Final = 64
 """Tokens at whose multiples the rows of a window begin, if they are cached: blocks of 8 to 64 tokens can hold them."""
-_OWN_FIELDS: Final = frozenset({"transformers_version", "name_or_path", "dtype", "torch_dtype", "attn_implementation"})
-"""Fields of a config that say how a model was loaded, not what it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +150,7 @@ class SessionFiles:
         manifest = {
             "format": FORMAT,
             "library": version("hybridkv"),
-            **self._identity(),
+            **identity_of(self._loaded.model, self._stored),
             "layout": "natural",
             "block_sizes": [group.spec.block_size for group in self._cache.config.groups],
             "resume_tokens": resume,
@@ -227,7 +223,7 @@ class SessionFiles:
         if layer.is_state:
             return view[int(held.ids[0])].clone().cpu()
         at = self._slots(layer, held, resume)
-        return _bits(view)[at].cpu().view(view.dtype)
+        return bits_of(view)[at].cpu().view(view.dtype)
 
     # -- import
 
@@ -333,7 +329,7 @@ class SessionFiles:
         known = held.ids.nonzero()[0]
         first = max(held.first, int(known[0]) * layer.spec.block_size) if len(known) else resume
         at = self._slots(layer, held._replace(first=first), resume)
-        _bits(view)[at] = _bits(made[first - held.first :])
+        bits_of(view)[at] = bits_of(made[first - held.first :])
 
     # -- where rows lie
 
@@ -376,19 +372,8 @@ class SessionFiles:
 
     # -- checks
 
-    def _identity(self) -> dict[str, Any]:
-        """Return what two engines must have in common."""
-        model = self._loaded.model
-        return {
-            "model": type(model).__name__,
-            "config": _config_sum(model),
-            "weights": weights_sum(model),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "quantization": [self._stored.kv_dtype, *self._stored.skipped],
-        }
-
     def _require_same(self, manifest: Mapping[str, Any]) -> None:
-        for name, mine in self._identity().items():
+        for name, mine in identity_of(self._loaded.model, self._stored).items():
             if manifest.get(name) != mine:
                 raise SessionError(
                     f"the session was made with another {name}, {shown(manifest.get(name))} instead of {shown(mine)}: "
@@ -430,37 +415,6 @@ class SessionFiles:
                         f"this engine needs {view.dtype} of {shape}: import it into an engine of the same model"
                     )
         return resume, encode(self._loaded, tokens.tolist(), what="session")
-
-
-def weights_sum(model: PreTrainedModel) -> str:
-    """Return a SHA-256 over the weights of a model. O(weights * 1024).
-
-    It covers the name, shape and dtype of each weight, and 1024 elements of it, evenly spaced; all of a smaller one. So
-    another model and another fine-tuning are found, but not a change of a few other elements.
-
-    Args:
-        model: the model.
-    """
-    made = hashlib.sha256()
-    for name, weight in model.state_dict().items():
-        flat = weight.detach().reshape(-1)
-        step = max(1, -(-flat.numel() // _SAMPLED))
-        made.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        made.update(_bytes(flat[::step]))
-    return made.hexdigest()
-
-
-def _config_sum(model: PreTrainedModel) -> str:
-    """Return a SHA-256 over the config of a model, without the fields that say how it was loaded."""
-
-    def kept(value: object) -> object:
-        if isinstance(value, Mapping):
-            own = {str(name): of for name, of in value.items()}
-            return {name: kept(of) for name, of in own.items() if not name.startswith("_") and name not in _OWN_FIELDS}
-        return [kept(one) for one in value] if isinstance(value, list | tuple) else value
-
-    said = json.dumps(kept(model.config.to_dict()), sort_keys=True, default=str)
-    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def _manifest(metadata: Mapping[str, str] | None, key: bytes | None) -> dict[str, Any]:
@@ -523,17 +477,8 @@ def _part_names(spec: KVCacheSpec, parts: int) -> tuple[str, ...]:
     return names[parts, quantized]
 
 
-def _bits(view: torch.Tensor) -> torch.Tensor:
-    """Return bytes in place of elements: every dtype can be indexed, and keeps every bit."""
-    return view.view(torch.uint8)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return _bits(tensor.contiguous().reshape(-1)).cpu().numpy().tobytes()
-
-
 def _sum_of(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor: dtype, shape and bytes."""
     made = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    made.update(_bits(tensor.contiguous().reshape(-1)).numpy().data)
+    made.update(bits_of(tensor.contiguous().reshape(-1)).numpy().data)
     return made.hexdigest()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from contextlib import closing
+from enum import Enum, auto
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
@@ -26,6 +27,14 @@ from hybridkv.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _MOST_PASSED: Final = 16  # refused requests that a step looks at, each costs a look-up (docs/design/0007)
+
+
+class _Passed(Enum):
+    """Why a step passes over a waiting request: it ended, a tier loads its prefix, or it waits for tokens."""
+
+    ENDED = auto()
+    WAITS = auto()
+    LOADS = auto()
 
 
 class ExplainedRequest(NamedTuple):
@@ -110,6 +119,11 @@ class AdmissionControl:
                 f"request {request.request_id!r} has an encoder input, but the model has no cross attention: "
                 "remove the input"
             )
+        if request.hints.prefetch and request.sampling.n > 1:
+            raise ConfigError(
+                f"request {request.request_id!r} only brings up its prefix (prefetch), but has {request.sampling.n} "
+                "outputs: leave n out"
+            )
         if request.row >= 0 or request.num_computed_tokens:
             raise ConfigError(
                 f"request {request.request_id!r} runs or has run before: make a new Request of its tokens"
@@ -157,7 +171,7 @@ class AdmissionControl:
 
     # -- admission to one step
 
-    def admit(self, builder: StepBuilder, now: float, step: int, *, room: bool) -> None:
+    def admit(self, builder: StepBuilder, now: float, *, room: bool) -> None:
         """Admit requests while budget, rows and blocks last.
 
         Others may pass a refused request until ``max_overtaken`` of them did, or until ``max_overtaken_seconds`` after
@@ -166,13 +180,12 @@ class AdmissionControl:
         Args:
             builder: the step.
             now: seconds.
-            step: number of the step.
             room: whether the step may admit any request; a step that preempted one may not.
         """
         if self.waiting.families:
             self._admit_branches(builder, room=room)
         if room:
-            self._admit_waiting(builder, now, step)
+            self._admit_waiting(builder, now)
 
     def _admit_branches(self, builder: StepBuilder, *, room: bool) -> None:
         """Admit the children of every parent that is ready."""
@@ -202,25 +215,19 @@ class AdmissionControl:
         self._begin(plan, entry.queue_key, builder)
         return True
 
-    def _admit_waiting(self, builder: StepBuilder, now: float, step: int) -> None:
+    def _admit_waiting(self, builder: StepBuilder, now: float) -> None:
         refused = list[Waiting]()
         with closing(self.waiting.in_order()) as entries:
             while builder.left and self.running.seats_free:
                 entry = next(entries, None)
                 if entry is None:
                     break
-                try:
-                    hit = None if entry.in_flight_steps else self._hit(entry)
-                    if hit is not None and (
-                        (self._tier is not None and self._tier.waits(entry.request, hit, step))
-                        or self._waits_for_tokens(entry, hit, builder, now)
-                    ):
-                        if not self._passes(entry, now):
-                            break
-                        continue
-                    plan = None if hit is None else self._plan_after_hit(entry, hit, builder)
-                except Exception as error:  # noqa: BLE001 - planning changes nothing, so only this request must end
-                    self.running.end([Finished(entry.request, FinishReason.ERROR, error)])
+                plan = self._look(entry, builder, now)
+                if plan is _Passed.ENDED:
+                    continue
+                if plan is _Passed.WAITS or plan is _Passed.LOADS:
+                    if not self._passes(entry, now, loads=plan is _Passed.LOADS):
+                        break
                     continue
                 if plan is not None:
                     self._begin(plan, entry.queue_key, builder)
@@ -235,25 +242,50 @@ class AdmissionControl:
                     break
         self._num_passed = 0
 
-    def _waits_for_tokens(self, entry: Waiting, hit: Hit, builder: StepBuilder, now: float) -> bool:
-        """Return whether the tokens left are reserved for requests that have fewer to compute than ``entry``."""
-        if not builder.short_tokens:
-            return False
-        if not self._may_be_overtaken(entry, now):
-            builder.reserve_nothing()
-        return not builder.room_for(entry.request.num_tokens - hit.tokens)
+    def _look(self, entry: Waiting, builder: StepBuilder, now: float) -> SlotPlan | _Passed | None:
+        """Return the plan of a waiting request's first chunk; ``None`` while it does not fit; or why it is passed."""
+        request = entry.request
+        try:
+            if entry.in_flight_steps:
+                return None
+            hit = self._hit(entry)
+            if self._tier is not None:
+                entry.loads = self._tier.waits(request, hit)
+                if entry.loads:
+                    entry.lacked = None  # it is not refused now
+                    return _Passed.LOADS
+            if request.hints.prefetch:
+                self._end_prefetch(request, hit)
+                return _Passed.ENDED
+            if builder.short_tokens:  # some of the tokens left may be reserved for shorter requests
+                if not self._may_be_overtaken(entry, now):
+                    builder.reserve_nothing()
+                if not builder.room_for(request.num_tokens - hit.tokens):
+                    return _Passed.WAITS
+            return self._plan_after_hit(entry, hit, builder)
+        except Exception as error:  # noqa: BLE001 - planning changes nothing, so only this request must end
+            self.running.end([Finished(request, FinishReason.ERROR, error)])
+            return _Passed.ENDED
 
-    def _passes(self, entry: Waiting, now: float, *, lacks_memory: bool = False) -> bool:
+    def _end_prefetch(self, request: Request, hit: Hit) -> None:
+        """End a request that only brings up its prefix: nothing more of it comes up."""
+        request.first_hit_tokens = min(hit.tokens, request.num_prompt_tokens)
+        if self._tier is not None:
+            self._tier.begins(request)
+        self.running.end([Finished(request, FinishReason.LENGTH)])
+
+    def _passes(self, entry: Waiting, now: float, *, lacks_memory: bool = False, loads: bool = False) -> bool:
         """Pass over ``entry``; return whether the step looks at the entries after it.
 
-        If ``entry`` lacks memory, its patience is measured from ``now``, the time of its first refusal.
+        If ``entry`` lacks memory, its patience is measured from ``now``, the time of its first refusal. While a tier
+        ``loads`` its prefix, others begin, whatever passed it before: nothing else would run.
         """
         self._num_passed += 1
         if self._num_passed == _MOST_PASSED:  # the step ends at the last one
             return False
         if lacks_memory and entry.refused_at is None:
             entry.refused_at = now
-        return self._may_be_overtaken(entry, now)
+        return loads or self._may_be_overtaken(entry, now)
 
     def _may_be_overtaken(self, entry: Waiting, now: float) -> bool:
         waited = 0 if entry.refused_at is None else now - entry.refused_at
@@ -283,7 +315,7 @@ class AdmissionControl:
 
     def _short_tokens(self, entry: Waiting, builder: StepBuilder, most: int) -> int:
         """Return the tokens with which ``entry`` begins if it fits and computes at most ``most``; else 0."""
-        if entry.in_flight_steps:
+        if entry.in_flight_steps or entry.request.hints.prefetch:
             return 0
         try:
             hit, request = self._hit(entry), entry.request
@@ -429,4 +461,6 @@ def _why(entry: Waiting, *, seat: bool) -> WaitReason:
         return WaitReason.IN_FLIGHT
     if not seat:
         return WaitReason.SEATS
+    if entry.loads:
+        return WaitReason.PREFIX_LOADING
     return WaitReason.TURN if entry.lacked is None else WaitReason(entry.lacked)

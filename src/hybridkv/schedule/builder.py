@@ -279,6 +279,8 @@ class StepBuilder:
             stores=NO_TIER_COPIES if tier is None else tier.stores,
             tier_copies=() if tier is None else tier.copies,
             loads=NO_TIER_COPIES if tier is None else tier.loads,
+            spills=() if tier is None else tier.spills,
+            fetches=() if tier is None else tier.fetches,
         )
 
 

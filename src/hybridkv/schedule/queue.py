@@ -42,6 +42,7 @@ class WaitReason(StrEnum):
         PARENT: it is a branch of a request that is not ready for it.
         SEATS: max_running requests hold rows.
         IN_FLIGHT: it was preempted while a step in flight ran it, and the result of that step is not there yet.
+        PREFIX_LOADING: more of its prefix comes up from a tier, or will after other loads.
         TURN: an earlier request did not let it pass, or the step had no tokens left.
         NO_SPACE: see Reason. This and the following members say why the last step refused it.
         FRAGMENTED: see Reason.
@@ -53,6 +54,7 @@ class WaitReason(StrEnum):
     PARENT = "parent"
     SEATS = "seats"
     IN_FLIGHT = "in_flight"
+    PREFIX_LOADING = "prefix_loading"
     TURN = "turn"
     NO_SPACE = Reason.NO_SPACE.value
     FRAGMENTED = Reason.FRAGMENTED.value
@@ -81,6 +83,7 @@ class Waiting:
         queue_key: its place in the order.
         in_flight_steps: steps in flight that ran it before it was preempted. It is admitted after their results.
         hit: its longest cached prefix at the last look-up.
+        loads: whether the last step found that it waits for more of its prefix from a tier.
         lacked: why the last step refused it. Not set before the first refusal, or if the step only lacked tokens.
         overtaken: how many later requests were admitted by steps that refused it.
         refused_at: time of its first refusal in seconds.
@@ -90,6 +93,7 @@ class Waiting:
     queue_key: QueueKey = (0.0, 0.0, 0)
     in_flight_steps: int = 0
     hit: Hit | None = field(default=None, repr=False)
+    loads: bool = False
     lacked: Reason | None = None
     overtaken: int = 0
     refused_at: float | None = None

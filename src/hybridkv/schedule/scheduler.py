@@ -309,7 +309,7 @@ class Scheduler:
                     self._tier.store(self._next_id)
                 preempted = self._schedule_running(builder)
                 if not self._waiting.is_idle:
-                    self._admission.admit(builder, now, self._next_id, room=not preempted)
+                    self._admission.admit(builder, now, room=not preempted)
                 # Only now does every row have its blocks, including those for the states that it passes.
                 spans = builder.spans()
                 self.cache.store_checkpoints(spans.rows, spans.computed, spans.computed + spans.certain)
@@ -379,6 +379,8 @@ class Scheduler:
     def _issue(self, builder: StepBuilder, spans: RowSpans) -> Step:
         """Freeze the builder's rows into a Step, and record that it is in flight."""
         rows, transfers = spans.rows, self.cache.fields.take_transfers()
+        if self._tier is not None and not len(rows):
+            self._tier.rest()
         step = builder.freeze(
             self._next_id,
             self._after,

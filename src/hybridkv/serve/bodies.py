@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -88,6 +89,10 @@ class HintsBody(Body):
         shared_tokens: many prompts begin with this many of the prompt's first tokens.
         scratch: tokens after ``shared_tokens`` are not worth keeping.
         secret: no block of the prompt is kept for reuse.
+        ttl_s: what is kept of the prompt and its answer is evicted after everything else of the tenant, for this many
+            seconds.
+        demote: what is kept leaves the device once host memory has it.
+        prefetch: bring up from host memory what is kept of the prompt, and compute nothing.
     """
 
     over: bool = False
@@ -96,6 +101,9 @@ class HintsBody(Body):
     shared_tokens: int = 0
     scratch: bool = False
     secret: bool = False
+    ttl_s: float | None = None
+    demote: bool = False
+    prefetch: bool = False
 
     def said(self) -> Hints:
         """Return the hints as a request has them. ConfigError for invalid or contradictory values."""
@@ -105,6 +113,23 @@ class HintsBody(Body):
     def _can_be(self) -> HintsBody:
         self.said()
         return self
+
+
+class PromptCacheOptions(Body):
+    """OpenAI's options of the prompt cache.
+
+    Attributes:
+        mode: ``implicit``: the server chooses what it keeps.
+        ttl: how long everything that is kept lives at least, such as 30m; seconds (s), minutes (m) or hours (h).
+    """
+
+    mode: Literal["implicit"] | None = None
+    ttl: Annotated[str, Field(pattern="^[0-9]{1,6}[smh]$")] | None = None
+
+    @property
+    def ttl_s(self) -> float | None:
+        """The same in seconds."""
+        return None if self.ttl is None else float(self.ttl[:-1]) * {"s": 1, "m": 60, "h": 3600}[self.ttl[-1]]
 
 
 class SamplingBody(Body):
@@ -129,12 +154,24 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     cache_salt: Text | None = None
     hints: HintsBody | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     stream: bool | None = None
 
     @property
     def said_hints(self) -> Hints:
-        """The hints for each prompt."""
-        return NO_HINTS if self.hints is None else self.hints.said()
+        """The hints for each prompt. ConfigError if hints and prompt_cache_options contradict each other."""
+        hints = NO_HINTS if self.hints is None else self.hints.said()
+        ttl_s = None if self.prompt_cache_options is None else self.prompt_cache_options.ttl_s
+        if ttl_s is None:
+            return hints
+        if hints.ttl_s is not None:
+            raise ConfigError("hints.ttl_s and prompt_cache_options.ttl say the same: leave one of them out")
+        return replace(hints, ttl_s=ttl_s)
+
+    @model_validator(mode="after")
+    def _hints_that_can_be(self) -> SamplingBody:
+        _ = self.said_hints
+        return self
 
     def sampling(self, max_tokens: int, **more: int | None) -> SamplingParams:
         """Return the sampling for the engine; without a seed, a random one. ConfigError for invalid values."""

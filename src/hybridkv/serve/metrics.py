@@ -21,14 +21,12 @@ import time
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
+from prometheus_client.core import Metric
 
 from hybridkv.cache import EDGES_S, CacheStatistics, MissReason
 from hybridkv.errors import CacheError, ConfigError
@@ -37,7 +35,8 @@ from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.completion import Completion
 from hybridkv.runner.engine import Engine
 from hybridkv.schedule import SchedulerStatistics, WaitReason
-from hybridkv.tiers import HostTierStatistics
+from hybridkv.serve.families import Families
+from hybridkv.serve.tiers import TierSnapshot, cached_by_source, tier_families, tiers_of
 from hybridkv.units import shown
 
 PREFIX: Final = "hybridkv"
@@ -54,10 +53,7 @@ _ENDED_FOR_S: Final = 5.0  # a listener that skips a sample sees them in the nex
 _REMEMBERED: Final = 2000
 _STATES: Final = " cpr"
 _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
-_MODEL: Final = "model_name"
 _SECONDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
-Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Pairs of label values and a number."""
 _TOKENS: Final = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
@@ -80,8 +76,8 @@ class Snapshot:
         sizes: for each group, bytes of a block.
         explains: whether misses have reasons.
         waits: how many requests wait, by reason.
-        tier: the host tier's counts; ``None`` without one.
-        tier_usage: the share of the host tier that cached blocks fill, 0 to 1.
+        capacity_bytes: bytes of the cache's memory.
+        tiers: the tiers behind the cache.
     """
 
     scheduler: SchedulerStatistics
@@ -91,8 +87,8 @@ class Snapshot:
     sizes: tuple[int, ...]
     explains: bool
     waits: Mapping[WaitReason, int]
-    tier: HostTierStatistics | None = None
-    tier_usage: float = 0.0
+    capacity_bytes: int
+    tiers: tuple[TierSnapshot, ...]
 
     @classmethod
     def of(cls, engine: Engine) -> Snapshot:
@@ -102,54 +98,7 @@ class Snapshot:
         sizes = tuple(config.block_bytes_of(number) for number in range(len(kinds)))
         waits = Counts(one.reason for one in engine.scheduler.waits())
         explains, counts = cache.misses is not None, (engine.statistics(), cache.statistics(), cache.usage)
-        if engine.tier is None:
-            return cls(*counts, kinds, sizes, explains, waits)
-        filled = engine.tier.host.statistics().groups
-        held_bytes = sum(size * one.cached_blocks for size, one in zip(sizes, filled, strict=True))
-        usage = held_bytes / engine.tier.host.config.arena_bytes
-        return cls(*counts, kinds, sizes, explains, waits, engine.tier.statistics(), usage)
-
-
-class Families:
-    """Makes metric families with the server's prefix, whose samples have its model's name.
-
-    ``samples`` is a number, or pairs of label values and a number.
-    """
-
-    def __init__(self, prefix: str, model_name: str) -> None:
-        self.prefix, self.model_name = prefix, model_name
-
-    def gauge(self, name: str, said: str, samples: float | Samples, *labels: str) -> Metric:
-        """Return a gauge."""
-        return self._filled(GaugeMetricFamily, name, said, samples, labels)
-
-    def counter(self, name: str, said: str, samples: float | Samples, *labels: str) -> Metric:
-        """Return a counter."""
-        return self._filled(CounterMetricFamily, name, said, samples, labels)
-
-    def histogram(self, name: str, said: str, edges: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-        """Return a histogram.
-
-        ``counts`` has one number for each bucket. Bucket i ends at ``edges[i]``, the last one is unbounded. ``total``
-        is the sum of all values.
-        """
-        made = HistogramMetricFamily(f"{self.prefix}:{name}", said, labels=[_MODEL])
-        ends = [*map(floatToGoString, edges), "+Inf"]
-        made.add_metric([self.model_name], list(zip(ends, map(float, accumulate(counts)), strict=True)), total)
-        return made
-
-    def _filled(
-        self,
-        kind: type[GaugeMetricFamily | CounterMetricFamily],
-        name: str,
-        said: str,
-        samples: float | Samples,
-        labels: Sequence[str],
-    ) -> Metric:
-        family = kind(f"{self.prefix}:{name}", said, labels=[_MODEL, *labels])
-        for values, number in [((), samples)] if isinstance(samples, int | float) else samples:
-            family.add_metric([self.model_name, *values], number)
-        return family
+        return cls(*counts, kinds, sizes, explains, waits, config.arena_bytes, tiers_of(engine))
 
 
 class Tally:
@@ -170,7 +119,7 @@ class Tally:
 
     def family(self, families: Families) -> Metric:
         """Return the histogram as a Prometheus family."""
-        return families.histogram(self._name, self._said, self._edges, self._counts, self._sum)
+        return families.histogram(self._name, self._said, self._edges, [((), self._counts, self._sum)])
 
 
 class RequestMetrics:
@@ -251,8 +200,8 @@ class SnapshotCollector:
         yield from self._requests.collect()
         yield from self._scheduler(self._now.scheduler)
         yield from self._cache(self._now.cache)
-        if self._now.tier is not None:
-            yield from self._host(self._now.tier)
+        if self._now.tiers:
+            yield from tier_families(self._made, self._now.tiers)
 
     def _scheduler(self, now: SchedulerStatistics) -> Iterator[Metric]:
         made = self._made
@@ -283,6 +232,7 @@ class SnapshotCollector:
             ("prompt_tokens_by_source", "Prompt tokens, by source: computed here or a cache hit.", sources, "source"),
         ):
             yield made.counter(name, said, samples, label)
+        yield cached_by_source(made, now.hit_tokens, self._now.tiers)
         if self._now.explains:
             missed = (((reason,), now.misses.get(reason, 0)) for reason in MissReason)
             yield made.counter(
@@ -297,12 +247,13 @@ class SnapshotCollector:
             "The largest share of the cache that requests held.",
             self._now.scheduler.peak_usage,
         )
+        yield made.gauge("kv_cache_capacity_bytes", "Bytes of the cache's memory.", self._now.capacity_bytes)
         yield made.gauge("kv_cache_pinned_blocks", "Pinned blocks.", now.pinned_blocks)
         groups = [((str(number), kind), now.groups[number]) for number, kind in enumerate(kinds)]
         blocks = [
             ((*group, state), getattr(one, f"{state}_blocks"))
             for group, one in groups
-            for state in ("held", "cached", "evictable")
+            for state in ("held", "cached", "evictable", "partial")
         ]
         yield made.gauge(
             "kv_group_blocks", "Blocks of a group, by state (docs/metrics.md).", blocks, "group", "kind", "state"
@@ -324,28 +275,8 @@ class SnapshotCollector:
                 ("idle_before_evict", "Time from a block's last hit, or first key, to its eviction.", now.times.idle),
                 ("reuse_gap", "Time between two hits of a block.", now.times.gap),
             ):
-                yield made.histogram(f"kv_block_{name}_seconds", said, EDGES_S, times.counts, times.sum_s)
-
-    def _host(self, now: HostTierStatistics) -> Iterator[Metric]:
-        """Yield the counts of the host tier, under vLLM's names for tiers of offloaded blocks."""
-        for name, said, value in (
-            ("read_bytes", "Bytes that came up from the tier.", now.loaded_bytes),
-            ("write_bytes", "Bytes that went down to the tier.", now.stored_bytes),
-            ("loaded_tokens", "Tokens that came up from the tier.", now.loaded_tokens),
-            ("promotion_jobs", "Prefixes that came up from the tier.", now.loads),
-            ("cascade_jobs", "Resume points that went down to the tier.", now.stores),
-            ("promotion_job_failures", "Loads that failed.", now.loads_lost),
-            ("cascade_job_failures", "Stores that failed.", now.lost - now.loads_lost),
-            ("promotion_allocation_failures", "Attempts to load for which the device had no room.", now.loads_refused),
-            ("backpressure_stores_dropped", "Stores for which the tier had no room.", now.stores_refused),
-        ):
-            yield self._made.counter(f"kv_offload_tiering_{name}", said, [(("host",), value)], "tier")
-        for name, said, share in (
-            ("active_promotion_jobs", "Loads that are on their way.", now.loading),
-            ("active_cascade_jobs", "Stores that are on their way.", now.in_flight - now.loading),
-            ("usage_perc", "Share of the tier that cached blocks fill, 0 to 1.", self._now.tier_usage),
-        ):
-            yield self._made.gauge(f"kv_offload_tiering_{name}", said, [(("host",), share)], "tier")
+                samples = [((), times.counts, times.sum_s)]
+                yield made.histogram(f"kv_block_{name}_seconds", said, EDGES_S, samples)
 
     def _kept_ends(self, now: CacheStatistics) -> Iterator[Metric]:
         """Yield the counts of resume points, by kind."""
@@ -516,6 +447,7 @@ def _look(engine: Engine) -> Look:
             [kind, size, one.held_blocks, one.cached_blocks, one.evictable_blocks, one.published, one.evictions]
             for kind, size, one in zip(snapshot.kinds, snapshot.sizes, snapshot.cache.groups, strict=True)
         ],
+        "tiers": [one.in_sample() for one in snapshot.tiers],
         "runs": [
             [
                 *(one.request_id, one.num_prompt_tokens, one.first_hit_tokens or 0),

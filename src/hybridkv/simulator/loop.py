@@ -32,9 +32,10 @@ from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.outputs import Live, OutputRows, Speculation
 from hybridkv.simulator.report import Distribution, Explained, GroupReport, Recording, ReplayReport
 from hybridkv.simulator.trace import RequestSource, TraceSummary
-from hybridkv.simulator.transfers import HostTransfers
+from hybridkv.simulator.transfers import TierTransfers
 from hybridkv.step import Copy, Step, StepResult
 
+_NO_TRANSFERS: Final = np.empty(0, np.int32)
 _STEPS_PER_PROGRESS: Final = 64
 """Steps between two reports of progress, so that a report costs little compared with the steps. Chosen by hand."""
 _MOST_EMPTY_STEPS: Final = 1000
@@ -158,7 +159,7 @@ class Simulation:
     step_by_step: bool = False
     speculation: Speculation | None = None
     machine: str = ""
-    transfers: HostTransfers | None = None
+    transfers: TierTransfers | None = None
 
     def replica(self) -> Replica:
         """Return a replica that runs these parts. Call this once: the parts keep their state."""
@@ -326,12 +327,10 @@ class Replica:
         self.steps += 1
         self.row_steps += len(step)
         self._count(step.copies)
-        result = StepResult(
-            step.id,
-            sampled,
-            None if speculation is None else np.diff(sampled.indptr).astype(np.int32),
-            arrived=np.empty(0, np.int32) if self.transfers is None else self.transfers.ended(self.clock.now_s),
-        )
+        now_s, transfers = self.clock.now_s, self.transfers
+        arrived, lost = (_NO_TRANSFERS, _NO_TRANSFERS) if transfers is None else transfers.ended(now_s)
+        accepted = None if speculation is None else np.diff(sampled.indptr).astype(np.int32)
+        result = StepResult(step.id, sampled, accepted, arrived=arrived, lost=lost)
         self._check_progress(step, result)
         for done in self.scheduler.update(result).finished:
             self._finish(done.request)

@@ -12,7 +12,7 @@ from hybridkv.cache import CacheOptions, KVCacheManager, placement_named, placem
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
 from hybridkv.models import Model
-from hybridkv.planner import Plan, plan, tier_plan
+from hybridkv.planner import Plan, plan
 from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, NATURAL, NO_STATES
 from hybridkv.request import Hasher
 from hybridkv.schedule import Scheduler, SchedulerLimits
@@ -22,18 +22,15 @@ from hybridkv.simulator.hardware import BF16, H100, Hardware, machine_in_words, 
 from hybridkv.simulator.loop import Progress, SimulatedClock, Simulation
 from hybridkv.simulator.outputs import Speculation
 from hybridkv.simulator.report import ReplayReport
+from hybridkv.simulator.tiers import DISK_BYTES_PER_S, TierMemory, require_few_blocks, require_tier_memory, transfers_of
 from hybridkv.simulator.trace import RequestSource, TraceSummary
-from hybridkv.simulator.transfers import HostTransfers
-from hybridkv.tiers import HostTier, TierLimits
-from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes, shown
+from hybridkv.units import MOST_COUNT, format_bytes, format_count, shown
 
 TOKEN_BUDGET: Final = 8192
 MOST_RUNNING: Final = 1 << 20
 """Most requests that may run at once: each is a row of preallocated arrays. Chosen by hand."""
 MOST_TIME_SCALE: Final = 1e6
 """Largest factor of durations: with larger ones, sums of seconds lose precision. Chosen by hand."""
-MOST_BLOCKS: Final = 1 << 25
-"""Most block ids of a group: the pool takes about 60 bytes for each, independent of the modelled memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +56,8 @@ class ReplaySettings:
             default of the layout.
         host_memory: natural layout: bytes of one rank's host memory that keep resume points, or a size like
             ``"40GiB"``; ``None``: no host tier. Its rate is that of ``hardware``.
+        disk_memory: bytes of one rank's disk behind the host memory, or a size; ``None``: no disk.
+        disk_bytes_per_s: rate of the disk, in bytes per second for reads and for writes.
 
     Raises:
         ConfigError: for values out of range.
@@ -79,6 +78,8 @@ class ReplaySettings:
     speculation: Speculation | None = None
     short_share: float | None = None
     host_memory: str | int | None = None
+    disk_memory: str | int | None = None
+    disk_bytes_per_s: float = DISK_BYTES_PER_S
 
     def __post_init__(self) -> None:
         if self.eviction is not None:
@@ -88,8 +89,7 @@ class ReplaySettings:
         check_fields(self, or_none(one_of(Speculation)), "speculation")
         check_fields(self, or_none(short_share), "short_share")
         weights_named(self.weights)
-        if self.host_memory is not None:
-            _host_bytes(self.host_memory)
+        require_tier_memory(self.host_memory, self.disk_memory, self.disk_bytes_per_s)
         check_fields(self, partial(integer, least=0, most=MOST_COUNT), "remembered_losses")
         for name, most in (("max_running", MOST_RUNNING), ("token_budget", MOST_COUNT)):
             integer(f"{name} (--{name.replace('_', '-')})", getattr(self, name), 1, most)
@@ -237,7 +237,7 @@ def simulation_of(
         reason = too_large(plan.model, plan.memory_bytes, settings.hardware, settings.weights)
         if reason is not None:
             raise ConfigError(reason)
-    _require_few_blocks(plan, "memory (--memory)")
+    require_few_blocks(plan, "memory (--memory)")
     speculation = settings.speculation
     limits = SchedulerLimits(
         max_running=settings.max_running,
@@ -266,65 +266,20 @@ def simulation_of(
         options=options,
     )
     off = None if cache.enable_caching else _why_off(plan, settings)
-    if settings.host_memory is None:
-        transfers = None
-    elif off is not None:
-        raise ConfigError(f"host_memory (--host-memory) has no effect, as prefix caching is off ({off}): leave it out")
-    else:
-        loads = _load_limits(cost, settings.token_budget)
-        tier = _host_tier(plan, settings.host_memory, cache, options, loads)
-        transfers = HostTransfers(tier, cost.host_bytes_per_s)
+    transfers = None
+    if settings.host_memory is not None:
+        if off is not None:
+            raise ConfigError(
+                f"host_memory (--host-memory) has no effect, as prefix caching is off ({off}): leave it out"
+            )
+        memory = TierMemory(settings.host_memory, settings.disk_memory, settings.disk_bytes_per_s)
+        transfers = transfers_of(memory, plan, cache, options, cost=cost, token_budget=settings.token_budget)
     scheduler = Scheduler(cache, limits, clock=clock, tier=None if transfers is None else transfers.tier)
     encoder_tokens = plan.limits.max_encoder_tokens
     machine = machine_in_words(plan, settings.hardware, settings.weights, settings.time_scale)
     return Simulation(
         scheduler, cost, clock, encoder_tokens, off, settings.step_by_step, speculation, machine, transfers
     )
-
-
-def _require_few_blocks(plan: Plan, memory: str) -> None:
-    """Raise ConfigError for a plan with more blocks than a replay keeps. ``memory``: what sets their number."""
-    ids = max(plan.config.blocks_of(at) for at in range(len(plan.config.groups)))
-    if ids > MOST_BLOCKS:
-        raise ConfigError(
-            f"the plan has {format_count(ids)} blocks, more than a replay keeps ({format_count(MOST_BLOCKS)}): lower "
-            f"{memory}, or raise block_size (--block-size)"
-        )
-
-
-def _host_bytes(memory: str | int) -> int:
-    """Return the bytes of ``host_memory``. Raises ConfigError for a value that is no size."""
-    try:
-        return parse_bytes(memory if isinstance(memory, str) else integer("its value", memory))
-    except ConfigError as error:
-        raise ConfigError(f"host_memory (--host-memory): {error}") from None
-
-
-def _host_tier(
-    plan: Plan, memory: str | int, cache: KVCacheManager, options: CacheOptions, limits: TierLimits
-) -> HostTier:
-    """Return the host tier of ``cache``, which was made with ``options``."""
-    try:
-        held = tier_plan(plan, _host_bytes(memory))
-    except CapacityError as error:
-        raise CapacityError(f"host_memory (--host-memory): {error}") from None
-    _require_few_blocks(held, "host_memory (--host-memory)")
-    host = KVCacheManager(
-        held.config,
-        held.max_model_len,
-        dcp_world_size=plan.limits.dcp,
-        pcp_world_size=plan.limits.pcp,
-        hasher=cache.hasher,
-        options=replace(options, remembered_losses=0, block_times=False, log_resume_points=False),
-    )
-    return HostTier(cache, host, limits)
-
-
-def _load_limits(cost: StepCost, tokens: int) -> TierLimits:
-    """Return limits that load only what is faster to load than to compute in steps of ``tokens`` tokens of a prompt."""
-    if not cost.time_scale:
-        return TierLimits()
-    return TierLimits(load_bytes_per_s=cost.host_bytes_per_s, tokens_per_s=cost.prompt_tokens_per_s(tokens))
 
 
 def _why_off(plan: Plan, settings: ReplaySettings) -> str:

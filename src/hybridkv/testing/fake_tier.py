@@ -15,7 +15,9 @@ import numpy as np
 
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig
-from hybridkv.step import Int32, Step, TierCopies
+from hybridkv.step import Int32, Step, StoreTransfer, TierCopies
+from hybridkv.stores import BlockStore
+from hybridkv.stores.marks import put_mark
 
 Span = tuple[int, int]
 """The first byte of a part of a block, and the number of its bytes."""
@@ -94,6 +96,22 @@ class _Transfer:
         return [span for spans, _ in self.blocks for span in spans]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _StoreWork:
+    """A spill or a fetch that is not reported. Its blocks are read or written when it ends."""
+
+    of: StoreTransfer
+    blocks: list[list[Span]]
+    fetches: bool
+    whole: bool
+    due: int
+
+    @property
+    def spans(self) -> list[Span]:
+        """All bytes that the transfer reads or writes."""
+        return [span for spans in self.blocks for span in spans]
+
+
 class FakeTier:
     """Executes the transfers of Steps on bytes. Call ``begin``, ``load`` and ``finish`` once for each Step.
 
@@ -102,19 +120,30 @@ class FakeTier:
         device: the bytes of the device's arena.
         tier: the config of the host tier.
         faults: which transfers fail or are late; none by default.
+        store: the store behind the host; ``None`` without one.
+        hash_block: tokens of a hash block, for marks in the store.
 
     Attributes:
         storage: the bytes of the host's arena, random at the start.
         stored: blocks that were copied to the host.
         loaded: blocks that were copied to the device.
         moved: blocks that were copied within the host.
+        spilled: blocks that went to the store.
+        fetched: blocks that came from the store.
 
     Raises:
         ConfigError: the tier has other groups than the device.
     """
 
     def __init__(
-        self, config: KVCacheConfig, device: bytearray, tier: KVCacheConfig, faults: TierFaults | None = None
+        self,
+        config: KVCacheConfig,
+        device: bytearray,
+        tier: KVCacheConfig,
+        faults: TierFaults | None = None,
+        *,
+        store: BlockStore | None = None,
+        hash_block: int = 1,
     ) -> None:
         if config.groups != tier.groups or (config.slabs is None) != (tier.slabs is None):
             raise ConfigError("the host tier has other groups than the device: make its config from the same plan")
@@ -122,8 +151,9 @@ class FakeTier:
         self._random = Random(self._faults.seed)  # noqa: S311 - of a test
         self.storage = bytearray(self._random.randbytes(tier.arena_bytes))
         self._device, self._host = _Arena(config, device, "device"), _Arena(tier, self.storage, "host tier")
-        self.stored = self.loaded = self.moved = 0
-        self._outstanding = list[_Transfer]()
+        self.stored = self.loaded = self.moved = self.spilled = self.fetched = 0
+        self._store, self._hash_block = store, hash_block
+        self._outstanding, self._store_work = list[_Transfer](), list[_StoreWork]()
         self._ended, self._reports = list[tuple[int, bool]](), list[tuple[int, list[tuple[int, bool]]]]()
         self._last_id, self._steps = -1, 0
 
@@ -142,7 +172,9 @@ class FakeTier:
         if step.after < self._last_id:
             for one in self._outstanding:
                 self._end(one)
-            self._outstanding = []
+            for work in self._store_work:
+                self._end_store_work(work)
+            self._outstanding, self._store_work = [], []
             again = [ended for number, report in self._reports if number > step.after for ended in report]
             self._reports = [report for report in self._reports if report[0] <= step.after]
             self._ended = again + self._ended
@@ -152,6 +184,7 @@ class FakeTier:
         for copy in step.tier_copies:
             source, destination = (self._host.spans(copy.group, block) for block in (copy.source, copy.destination))
             self._refuse(self._host, source + destination)
+            self._refuse_writes(destination)
             self._host.write(destination, self._host.read(source))
         self._issue(stores)
         self.stored += len(step.stores)
@@ -168,6 +201,12 @@ class FakeTier:
         """
         self._issue(list(self._read(step.loads, self._host, self._device)))
         self.loaded += len(step.loads)
+        read = zip(step.loads.group.tolist(), step.loads.source.tolist(), strict=True)
+        loaded = [span for one in read for span in self._host.spans(*one)]
+        for of, fetches in (*((one, False) for one in step.spills), *((one, True) for one in step.fetches)):
+            work = self._begin_store_work(of, fetches=fetches)
+            if fetches and _touch(loaded, work.spans):
+                raise ContentError(f"fetch {of.number} gets blocks that a load of step {step.id} reads")
 
     def finish(self) -> tuple[Int32, Int32]:
         """Return the transfers that arrived and those that are lost, after the forward of a Step. O(bytes)."""
@@ -176,6 +215,10 @@ class FakeTier:
         self._outstanding = [one for one in self._outstanding if one.due > self._steps]
         for one in ended:
             self._end(one)
+        over = [work for work in self._store_work if work.due <= self._steps]
+        self._store_work = [work for work in self._store_work if work.due > self._steps]
+        for work in over:
+            self._end_store_work(work)
         report, self._ended = self._ended, []
         self._reports.append((self._last_id, report))
         arrived, lost = ([number for number, is_whole in report if is_whole is whole] for whole in (True, False))
@@ -197,11 +240,65 @@ class FakeTier:
                     raise ContentError(f"block {to} of group {group} on the {target.name} is written twice")
                 self._refuse(source, held)
                 self._refuse(target, spans)
+                if target is self._host:
+                    self._refuse_writes(spans)
                 written += spans
                 blocks.append((spans, source.read(held)))
-            faults, late = self._faults, self._random.random() < self._faults.late
-            due = self._steps + 1 + (self._random.randint(1, faults.most_steps) if late else 0)
-            yield _Transfer(number, target, blocks, self._random.random() >= faults.lost, self._last_id, due)
+            yield _Transfer(number, target, blocks, self._is_whole(), self._last_id, self._due())
+
+    def _is_whole(self) -> bool:
+        """Return whether a transfer that begins now will arrive."""
+        return self._random.random() >= self._faults.lost
+
+    def _due(self) -> int:
+        """Return the step in which a transfer that begins now ends."""
+        late = self._random.random() < self._faults.late
+        return self._steps + 1 + (self._random.randint(1, self._faults.most_steps) if late else 0)
+
+    def _begin_store_work(self, of: StoreTransfer, *, fetches: bool) -> _StoreWork:
+        """Begin a spill, or a fetch, which leaves random bytes until it ends."""
+        if self._store is None:
+            raise ContentError(f"transfer {of.number} is one of a store, and the tier has none")
+        if of.number in {one.number for one in self._outstanding} | {work.of.number for work in self._store_work}:
+            raise ContentError(f"transfer {of.number} is outstanding")
+        blocks = [self._host.spans(*one) for one in zip(of.group.tolist(), of.block.tolist(), strict=True)]
+        work = _StoreWork(of, blocks, fetches, self._is_whole(), self._due())
+        self._refuse(self._host, work.spans)
+        if fetches:
+            self._refuse_writes(work.spans)
+            self._host.write(work.spans, [self._random.randbytes(size) for _, size in work.spans])
+        self._store_work.append(work)
+        return work
+
+    def _end_store_work(self, work: _StoreWork) -> None:
+        """Move the bytes of a spill or a fetch: all, or some if it is lost."""
+        if self._store is None:
+            return
+        arrived = self._get(self._store, work) if work.fetches else self._put_under_keys(self._store, work)
+        self._ended.append((work.of.number, arrived))
+
+    def _get(self, store: BlockStore, work: _StoreWork) -> bool:
+        whole = work.whole
+        for key, spans in zip(work.of.keys, work.blocks, strict=True):
+            for first, size in spans:
+                block = bytearray(size)
+                if self._random.random() < 0.5 and not work.whole:
+                    continue
+                if store.get([key], [memoryview(block)])[0]:
+                    self._host.write([(first, size)], [bytes(block)])
+                else:
+                    whole = False
+        self.fetched += len(work.blocks) if whole else 0
+        return whole
+
+    def _put_under_keys(self, store: BlockStore, work: _StoreWork) -> bool:
+        for key, spans in zip(work.of.keys, work.blocks, strict=True):
+            if not work.whole and self._random.random() < 0.5:
+                return False
+            if not store.exists([key])[0] and not store.put([key], [memoryview(b"".join(self._host.read(spans)))])[0]:
+                return False
+        self.spilled += len(work.blocks)
+        return work.whole and put_mark(store, work.of.mark, work.of.tail, self._hash_block)
 
     def _issue(self, transfers: Sequence[_Transfer]) -> None:
         """Begin transfers; those that end in this Step write their bytes at once, others leave random bytes."""
@@ -242,6 +339,15 @@ class FakeTier:
         for one in self._outstanding:
             if one.target is arena and not self._is_in_place(one) and _touch(spans, one.spans):
                 raise ContentError(f"bytes {spans[0]} of the {arena.name} are used while transfer {one.number} runs")
+        for work in self._store_work:
+            if arena is self._host and work.fetches and _touch(spans, work.spans):
+                raise ContentError(f"bytes {spans[0]} of the {arena.name} are used while fetch {work.of.number} runs")
+
+    def _refuse_writes(self, spans: Sequence[Span]) -> None:
+        """Raise ContentError if an outstanding spill has yet to read any of the bytes."""
+        for work in self._store_work:
+            if not work.fetches and _touch(spans, work.spans):
+                raise ContentError(f"bytes {spans[0]} of the host tier are written while spill {work.of.number} runs")
 
 
 def _touch(some: Sequence[Span], others: Sequence[Span]) -> bool:

@@ -182,6 +182,7 @@ class WorkerRow:
         tokens: the request's tokens, accepted drafts and samples included.
         tables: one dict for each group, column -> block.
         encoder: the encoder output that the row reads, if any.
+        heard: what the model hears besides the tokens: the digest of the encoder's input, and more if a test says so.
         sampled: the token that the last step sampled.
         expected: layer name -> digests of ``tokens``, computed without storage.
     """
@@ -190,13 +191,9 @@ class WorkerRow:
     tokens: list[int]
     tables: tuple[dict[int, int], ...]
     encoder: EncoderRead | None = None
+    heard: str = ""
     sampled: int | None = None
     expected: dict[str, list[bytes]] = field(default_factory=dict)
-
-    @property
-    def heard(self) -> str:
-        """Digest of the encoder's input, empty without one."""
-        return "" if self.encoder is None else str(self.encoder.digest)
 
 
 class FakeWorker:
@@ -220,6 +217,8 @@ class FakeWorker:
         states_checked: states compared with their row's history.
         encoders_run: runs of an encoder.
         tier: the host tier; ``None`` without one.
+        heard: by request id, what decides the content of its blocks besides its tokens, such as its salt. Empty at
+            first: requests with equal tokens and encoder inputs have equal blocks.
 
     Raises:
         ConfigError: a page is too small for one digest of 8 bytes for each token, or the tier has other groups.
@@ -247,6 +246,7 @@ class FakeWorker:
         self._cross = cross_layers_of(config)
         self.encoders_run = 0
         self._sharded = sharded
+        self.heard: dict[str, str] = {}
         self._rows: dict[int, WorkerRow] = {}
         self._states: dict[tuple[int, int, int], int] = {}
 
@@ -386,7 +386,7 @@ class FakeWorker:
     def _begin_transfers(self, step: Step) -> None:
         if self.tier is not None:
             self.tier.begin(step)
-        elif len(step.stores) or step.tier_copies or len(step.loads):
+        elif step.has_transfers:
             raise ContentError(f"step {step.id} has transfers, but the worker has no host tier")
 
     def _apply(self, step: Step) -> None:
@@ -409,7 +409,8 @@ class FakeWorker:
         if new.row in self._rows:
             raise ContentError(f"row {new.row} begins for {new.request_id!r}, but its last request has not finished")
         tables: tuple[dict[int, int], ...] = tuple({} for _ in self._ids)
-        self._rows[new.row] = WorkerRow(new.request_id, new.token_ids.tolist(), tables, new.encoder)
+        heard = ("" if new.encoder is None else str(new.encoder.digest)) + self.heard.get(new.request_id, "")
+        self._rows[new.row] = WorkerRow(new.request_id, new.token_ids.tolist(), tables, new.encoder, heard)
 
     def _set_cell(self, group: int, row: int, column: int, block: int) -> None:
         if block:

@@ -2,14 +2,12 @@
 
     device   a resume point is kept --store--> host     its blocks are copied down at the start of the next Step
     host     has more of a prompt   --load---> device   its blocks come up while the request waits and others run
+    host     a store arrived        --spill--> store    its blocks are written under keys, beside the steps
+    store    has more of a prompt   --fetch--> host     then it is loaded
 
-The two managers have the same groups, blocks and keys, so both directions work alike. A *carrier* stands for the tokens
-of a resume point. It takes blocks in the target as a request does whose tokens are loaded from elsewhere:
-
-    tokens   [ hit in the target: blocks shared | loaded: blocks copied ]        |
-                                                                   resume point -'
-    begun --arrived--> finish_load, keep_resume_point, free: the target has the resume point
-       '----lost-----> finish_load(0), free: the target has nothing of it
+The two managers have the same groups, blocks and keys, so stores, loads and fetches work alike. A *carrier* stands for
+the tokens of a resume point. It takes blocks in the target as a request does whose tokens are loaded from elsewhere
+(``carriers``). Spills and fetches are those of ``behind``.
 
 Look-ups find a resume point only after all its bytes have arrived. A request that waits for a load is looked up again
 then, so it begins after a hit as any other, and no state is applied twice (docs/design/0038).
@@ -20,67 +18,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import check_types, instance, integer, or_none, real
-from hybridkv.cache import Hit, KVCacheManager
+from hybridkv.arguments import instance
+from hybridkv.cache import AllBlocksCleared, EventsDropped, Hit, KVCacheEvent, KVCacheManager
 from hybridkv.errors import CacheError, ConfigError, UnsupportedModelError, WorkerError
 from hybridkv.request import Request
 from hybridkv.specs import Keeps
-from hybridkv.step import NO_TIER_COPIES, Copy, TierCopies
-from hybridkv.units import MOST_COUNT
+from hybridkv.step import NO_TIER_COPIES, Copy, StoreTransfer, TierCopies
+from hybridkv.tiers.behind import StoreBehind
+from hybridkv.tiers.carriers import Carried, Carriers, Wanted, Way
+from hybridkv.tiers.limits import TierLimits
+from hybridkv.tiers.lookups import MOST_REMEMBERED, StoreLookups
+from hybridkv.tiers.times import Direction, TransferTimes
 
 Int32 = NDArray[np.int32]
-_Place = tuple[int, bytes, bytes]
-"""A resume point: its tokens, the key of its last whole hash block, and the bytes of the tokens after that."""
-
-_MOST_ANSWERED: Final = 1 << 14
-"""Most waiting requests whose answer is remembered; the oldest is forgotten first."""
-
-
-def _rate(name: str, value: object) -> object:
-    if real(name, value) <= 0:
-        raise ConfigError(f"{name} must be above 0, got {value}: leave it out if it is unknown")
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class TierLimits:
-    """Bounds of a host tier.
-
-    Attributes:
-        max_loads: Loads at once. Each holds a row of the device's manager, beside those of running requests.
-        least_tokens: Fewest tokens that are worth a load.
-        load_bytes_per_s: Bytes per second from the host to the device; ``None`` if unknown.
-        tokens_per_s: Tokens per second that the device computes of a prompt; ``None`` if unknown. If both rates are
-            known, a prefix is loaded only where that is faster than computing it.
-
-    Raises:
-        ConfigError: A value is out of range or has another type. The error names the field.
-    """
-
-    max_loads: Annotated[int, partial(integer, least=1, most=1 << 10)] = 8
-    least_tokens: Annotated[int, partial(integer, least=1, most=MOST_COUNT)] = 16
-    load_bytes_per_s: Annotated[float | None, or_none(_rate)] = None
-    tokens_per_s: Annotated[float | None, or_none(_rate)] = None
-
-    def __post_init__(self) -> None:
-        check_types(self)
-
-    def is_faster(self, tokens: int, num_bytes: int) -> bool:
-        """Return whether a load takes no longer than computing its tokens.
-
-        Args:
-            tokens: Tokens of the load.
-            num_bytes: Bytes of its copies.
-        """
-        if self.load_bytes_per_s is None or self.tokens_per_s is None:
-            return True
-        return num_bytes / self.load_bytes_per_s <= tokens / self.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +49,23 @@ class HostTierStatistics:
         loads: Prefixes that arrived on the device.
         loaded_tokens: Tokens of these prefixes that the device did not have.
         loaded_bytes: Bytes of their copies.
+        hit_tokens: Prompt tokens that came up for a request, and after which it then began.
         loads_refused: Loads for which the device had no room. The request is asked about again in the next Step.
         lost: Transfers that failed. Their tokens are computed.
         loads_lost: Those of them that were loads.
-        in_flight: Transfers that have not arrived.
+        in_flight: Transfers that have not arrived, spills among them.
         loading: Those of them that are loads.
+        stores_waiting: Resume points that are stored after a transfer of their prefix.
+        fetches: Prefixes that arrived on the host from the store.
+        fetched_tokens: Tokens of these prefixes that the host did not have.
+        fetched_bytes: Bytes of their blocks.
+        fetches_refused: Fetches for which the host had no room.
+        fetches_lost: Fetches that failed.
+        spills: Resume points that arrived in the store.
+        spilled_bytes: Bytes of their blocks, those that the store had before included.
+        spills_dropped: Resume points that were not spilled, because too many spills were in flight.
+        spills_lost: Spills that failed.
+        late: Requests that no longer waited for a transfer, because it took too long.
     """
 
     stores: int
@@ -107,11 +74,23 @@ class HostTierStatistics:
     loads: int
     loaded_tokens: int
     loaded_bytes: int
+    hit_tokens: int
     loads_refused: int
     lost: int
     loads_lost: int
     in_flight: int
     loading: int
+    stores_waiting: int
+    fetches: int
+    fetched_tokens: int
+    fetched_bytes: int
+    fetches_refused: int
+    fetches_lost: int
+    spills: int
+    spilled_bytes: int
+    spills_dropped: int
+    spills_lost: int
+    late: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,30 +100,16 @@ class TierWork:
     stores: TierCopies
     copies: tuple[Copy, ...]
     loads: TierCopies
+    spills: tuple[StoreTransfer, ...]
+    fetches: tuple[StoreTransfer, ...]
     rows: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Transfer:
-    """A transfer that has not arrived.
+class _CameUp(NamedTuple):
+    """The answer to a request whose load arrived: it waits no longer. Tokens first .. last - 1 came up for it."""
 
-    Attributes:
-        target: The manager that gets the blocks.
-        carrier: The request that holds them there.
-        place: The resume point.
-        tokens: Tokens that the target did not have.
-        num_bytes: Bytes of the copies.
-        step: The Step that began it.
-        waits_for_it: Id of the request that waits for a load; ``None`` for a store.
-    """
-
-    target: KVCacheManager
-    carrier: Request
-    place: _Place
-    tokens: int
-    num_bytes: int
-    step: int
-    waits_for_it: str | None
+    first: int
+    last: int
 
 
 class HostTier:
@@ -155,62 +120,102 @@ class HostTier:
     Args:
         device: The manager of the device's cache, made with ``log_resume_points``.
         host: The manager of host memory, made from ``planner.tier_plan`` with the hasher of ``device``.
-        limits: Bounds of loads; ``TierLimits()`` by default.
+        limits: Bounds of transfers; ``TierLimits()`` by default.
+        lookups: Finds prefixes in a store behind the host; ``None`` without one.
 
     Attributes:
         device: The manager of the device's cache.
         host: The manager of host memory.
-        limits: Bounds of loads.
+        limits: Bounds of transfers.
+        times: How long transfers took.
 
     Raises:
         ConfigError: The two managers do not fit each other, or caching is off.
         UnsupportedModelError: A group keeps raw keys of compressors, or the output of an encoder.
     """
 
-    def __init__(self, device: KVCacheManager, host: KVCacheManager, limits: TierLimits | None = None) -> None:
+    def __init__(
+        self,
+        device: KVCacheManager,
+        host: KVCacheManager,
+        limits: TierLimits | None = None,
+        lookups: StoreLookups | None = None,
+    ) -> None:
         self.device = instance("device", device, KVCacheManager)
         self.host = instance("host", host, KVCacheManager)
         self.limits = TierLimits() if limits is None else instance("limits", limits, TierLimits)
+        self.times = TransferTimes()
         self._hash_block = _require_alike(device, host)
-        self._sizes = [device.config.block_bytes_of(group) for group in range(len(device.config.groups))]
-        self._next = 0
-        self._transfers: dict[int, _Transfer] = {}
+        sizes = [device.config.block_bytes_of(group) for group in range(len(device.config.groups))]
+        self._carriers = Carriers(sizes, self._hash_block, self.limits.patience_s, device.block_pool.journal.clock)
+        self._counts = Counter[str]()
+        self._behind = None
+        if lookups is not None:
+            found = instance("lookups", lookups, StoreLookups)
+            self._behind = StoreBehind(host, found, self._carriers, self.limits, self._counts)
         self._cancelled = set[int]()
         self._moved: dict[int, NDArray[np.int64]] = {}  # by step, the host blocks to which its moves go
         self._later: list[tuple[Request, int]] = []  # resume points to store after one of their prefixes
-        self._answers: dict[str, bool | Hit] = {}  # by id: does the request wait for a load? Else its hit on the host
+        # by id: does the request wait for a load, what came up for it, or else its hit on the host
+        self._answers: dict[str, bool | _CameUp | Hit] = {}
         self._stores, self._loads = list[Int32](), list[Int32]()
-        self._copies: tuple[Copy, ...] = ()
-        self._counts = Counter[str]()
 
     @property
     def num_in_flight(self) -> int:
         """Number of transfers that have not arrived."""
-        return len(self._transfers)
+        return len(self._carriers.by_number) + (0 if self._behind is None else self._behind.num_spills)
+
+    @property
+    def has_store(self) -> bool:
+        """Whether a store lies behind the host."""
+        return self._behind is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a transfer, or an answer of the store, is on its way."""
+        return self.num_in_flight > 0 or (self._behind is not None and self._behind.num_pending > 0)
 
     @property
     def is_idle(self) -> bool:
         """Whether no transfer is on its way, and the next ``store`` begins none."""
-        return not (self._transfers or self._later or self.device.engine.has_resume_points)
+        return not (self.num_in_flight or self._later or self.device.engine.has_resume_points)
 
     @property
     def rows(self) -> frozenset[int]:
         """Rows of the device's manager that loads hold. O(transfers)."""
-        return frozenset(one.carrier.row for one in self._transfers.values() if one.target is self.device)
+        return frozenset(one.wanted.carrier.row for one in self._carriers.by_number.values() if one.way is Way.LOAD)
 
     def statistics(self) -> HostTierStatistics:
         """Return what the tier has done so far."""
         counts = {name: self._counts[name] for name in HostTierStatistics.__dataclass_fields__}
-        return HostTierStatistics(**counts | {"in_flight": self.num_in_flight, "loading": len(self.rows)})
+        now = {"in_flight": self.num_in_flight, "loading": len(self.rows), "stores_waiting": len(self._later)}
+        return HostTierStatistics(**counts | now)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the events of both managers since the last call; those of each are in order.
+
+        A consumer that clears its index forgets both media, so a clearing of either comes first.
+        """
+        begun, events = list[KVCacheEvent](), list[KVCacheEvent]()
+        for manager in (self.device, self.host):
+            of = manager.take_events()
+            ends = [at for at, one in enumerate(of, 1) if isinstance(one, AllBlocksCleared | EventsDropped)]
+            begun += of[ends[-1] - 1 : ends[-1]] if ends else ()
+            events += of[ends[-1] :] if ends else of
+        return begun[:1] + events
 
     def reset(self) -> bool:
         """Forget everything on the host and on the device, if no request and no transfer holds blocks.
 
+        The store keeps its blocks, but they are found no longer: the model may have other weights now.
+
         Returns:
             Whether it was done.
         """
-        if self._transfers or not self.device.reset_prefix_cache():
+        if self.num_in_flight or not self.device.reset_prefix_cache():
             return False
+        if self._behind is not None:
+            self._behind.renew()
         self.device.engine.take_resume_points()
         self._later.clear()
         self._answers.clear()
@@ -226,25 +231,20 @@ class HostTier:
         Args:
             step: The number of the step.
         """
+        self._carriers.step = step
         kept, self._later = self._later + self.device.engine.take_resume_points(), []
         for request, tokens in kept:
             if max(self.limits.least_tokens, self._hash_block) <= tokens < request.num_tokens:
-                self._store(request, tokens, step)
-        transfers = self.host.fields.take_transfers()
-        if len(transfers.moved):
-            self._moved[step] = transfers.moved
-        self._copies = tuple(
-            Copy("before", one.group, one.source, one.destination, one.kind) for one in transfers.copies
-        )
+                self._store(request, tokens)
 
-    def _store(self, request: Request, tokens: int, step: int) -> None:
-        place = self._place(request, tokens)
-        if any(one.place == place for one in self._transfers.values()):
+    def _store(self, request: Request, tokens: int) -> None:
+        place = self._carriers.place(request, tokens)
+        if any(one.place == place for one in self._carriers.by_number.values()):
             return
-        if self._is_on_its_way(request, self.host, 0, tokens):
+        if self._carriers.on_its_way(request, Way.STORE, 0, tokens) is not None:
             self._later.append((request, tokens))  # its blocks are shared after they have arrived
             return
-        carrier = request.prefix(f"store {self._next}", tokens + 1)
+        carrier = request.prefix(f"store {self._carriers.number()}", tokens + 1)
         ends_prompt = tokens + 1 == request.num_prompt_tokens
         if not ends_prompt:
             carrier.first_hit_tokens = 0  # the end of its prompt counts the request
@@ -252,14 +252,14 @@ class HostTier:
         if have.tokens == tokens:
             if ends_prompt:  # nothing is copied, but the host learns that its resume point was hit
                 self.host.eviction_policy.begin(carrier, tokens)
+            self._demote(carrier, tokens)
             return
         found = self.device.find_hit(carrier)
-        if found.tokens == tokens:
-            route = _Route(self.device, found, self.host, have)
-            if not self._begin(route, carrier, place, step):
-                self._counts["stores_refused"] += 1
+        route = _Route(self.device, found, self.host, have)
+        if found.tokens == tokens and not self._begin(Way.STORE, route, carrier):
+            self._counts["stores_refused"] += 1
 
-    def waits(self, request: Request, hit: Hit, step: int) -> bool:
+    def waits(self, request: Request, hit: Hit) -> bool:
         """Return whether a waiting request should wait for more of its prefix, and begin to load that.
 
         O(1) for a request that was answered before, else O(its hash blocks).
@@ -267,43 +267,66 @@ class HostTier:
         Args:
             request: The request, which holds no blocks.
             hit: Its longest prefix on the device.
-            step: The number of the step that is being made.
         """
         name = request.request_id
         answer = self._answers.get(name)
-        if isinstance(answer, bool):
-            return answer
+        if isinstance(answer, bool | _CameUp):
+            return answer is True and not self._gives_up(name)
         known = answer is not None and self.host.is_longest_hit(request, answer)
         have = answer if answer is not None and known else self.host.find_hit(request)
         self._remember(name, have)
+        longest, may_begin = max(have.tokens, hit.tokens), not self._loads
+        if self._behind is not None and self._behind.waits(request, longest, may_begin=may_begin):
+            return True
         least = max(self.limits.least_tokens, self._hash_block - hit.tokens)
         if have.tokens - hit.tokens < least or not request.reads_prefix_cache:
             return self._decided(name, waits=False)
-        if self._is_on_its_way(request, self.device, hit.tokens, request.num_tokens):
-            return True  # with another request's load: look again when it has arrived
-        carrier = request.prefix(f"load {self._next}", have.tokens + 1)
+        return self._loads_prefix(request, hit, have)
+
+    def _loads_prefix(self, request: Request, hit: Hit, have: Hit) -> bool:
+        """Return whether ``request`` waits for a load of what the host has, and begin it."""
+        name = request.request_id
+        coming = self._carriers.on_its_way(request, Way.LOAD, hit.tokens, request.num_tokens)
+        if coming is not None:  # with another request's load: look again when it has arrived
+            return not self._carriers.is_late(coming)
+        carrier = request.prefix(f"load {self._carriers.number()}", have.tokens + 1)
         carrier.first_hit_tokens = 0  # the request itself is counted when it begins
         route = _Route(self.host, have, self.device, self.device.find_hit(carrier))
-        if not self.limits.is_faster(have.tokens - route.had.tokens, self._bytes_of(route.columns())):
+        if not self.limits.is_faster(have.tokens - route.had.tokens, self._carriers.bytes_of(route.columns())):
             return self._decided(name, waits=False)
-        loading, place = len(self.rows), self._place(carrier, have.tokens)
-        if loading < self.limits.max_loads and self._begin(route, carrier, place, step, name):
+        loading = self._carriers.count(Way.LOAD)
+        if loading < self.limits.max_loads and self._begin(Way.LOAD, route, carrier, name):
             return self._decided(name, waits=True)
         self._counts["loads_refused"] += 1
         return loading > 0  # loads give their rows and blocks back; without any, the request must not wait
+
+    def rest(self) -> None:
+        """Wait for an answer of the store, if one is on its way: at most 10 ms. For steps that run nothing."""
+        if self._behind is not None:
+            self._behind.rest()
 
     def begins(self, request: Request) -> None:
         """Note that ``request`` waits no longer.
 
         Args:
-            request: A request that got a row.
+            request: A request that got a row, with its hit as computed tokens.
         """
-        self._answers.pop(request.request_id, None)
+        came = self._answers.pop(request.request_id, None)
+        if isinstance(came, _CameUp) and request.first_hit_tokens is None:
+            last = min(came.last, request.num_computed_tokens, request.num_prompt_tokens)
+            self._counts["hit_tokens"] += max(last - came.first, 0)
+        if self._behind is not None:
+            self._behind.forget(request)
 
     def take(self) -> TierWork:
         """Return the work of the step."""
-        work = TierWork(_joined(self._stores), self._copies, _joined(self._loads), self.rows)
-        self._stores, self._loads, self._copies = [], [], ()
+        spills, fetches = ((), ()) if self._behind is None else self._behind.take()
+        made = self.host.fields.take_transfers()
+        if len(made.moved):
+            self._moved[self._carriers.step] = made.moved
+        copies = tuple(Copy("before", one.group, one.source, one.destination, one.kind) for one in made.copies)
+        work = TierWork(_joined(self._stores), copies, _joined(self._loads), spills, fetches, self.rows)
+        self._stores, self._loads = [], []
         return work
 
     # -- results
@@ -316,7 +339,7 @@ class HostTier:
             lost: int[n], transfers that failed.
         """
         numbers: list[int] = [*arrived.tolist(), *lost.tolist()]
-        unknown = [one for one in numbers if one not in self._transfers and one not in self._cancelled]
+        unknown = [one for one in numbers if not self._is_in_flight(one)]
         if unknown or len({*numbers}) < len(numbers):
             said = f"transfer {unknown[0]} is not in flight" if unknown else "a transfer is reported twice"
             raise WorkerError(f"{said}: report each transfer of a Step once, as arrived or lost")
@@ -330,12 +353,19 @@ class HostTier:
             lost: int[n], transfers that failed.
         """
         self._moved.pop(step, None)
-        for numbers, finish in ((arrived, self._keep), (lost, self._cancel)):
+        for numbers, is_whole in ((arrived, True), (lost, False)):
             for number in numbers.tolist():
-                if number in self._cancelled:
-                    self._cancelled.remove(number)
-                else:
-                    finish(number)
+                self._finish(number, is_whole=is_whole)
+
+    def _finish(self, number: int, *, is_whole: bool) -> None:
+        if number in self._cancelled:
+            self._cancelled.remove(number)
+        elif number not in self._carriers.by_number and self._behind is not None:
+            self._behind.end(number, arrived=is_whole)
+        elif is_whole:
+            self._keep(number)
+        else:
+            self._cancel(number)
 
     def fail(self, first_step: int) -> None:
         """Note that steps were not executed: their transfers are lost, and what moved on the host is forgotten.
@@ -343,9 +373,10 @@ class HostTier:
         Args:
             first_step: This step and all later ones failed.
         """
-        for number in [number for number, one in self._transfers.items() if one.step >= first_step]:
+        failed = [number for number, one in self._carriers.by_number.items() if one.step >= first_step]
+        for number in failed:
             self._cancel(number)
-            self._cancelled.add(number)
+        self._cancelled.update(failed, [] if self._behind is None else self._behind.fail(first_step))
         for step in [step for step in self._moved if step >= first_step]:
             self.host.block_pool.evict_blocks(np.unique(self._moved.pop(step)).astype(np.int32))
         self.host.eviction_policy.settle()
@@ -358,84 +389,84 @@ class HostTier:
         """
         self.host.check()
         holding = {one.request_id for one in self.host.engine.resident_requests()}
-        storing = {one.carrier.request_id for one in self._transfers.values() if one.target is self.host}
+        carried = self._carriers.by_number.values()
+        storing = {one.wanted.carrier.request_id for one in carried if one.wanted.target is self.host}
         if holding != storing:
             raise CacheError(f"{sorted(holding)} hold blocks on the host, but {sorted(storing)} are being stored")
 
     # -- transfers
 
-    def _begin(
-        self, route: _Route, carrier: Request, place: _Place, step: int, waits_for_it: str | None = None
-    ) -> bool:
-        """Begin a transfer; return whether the target has room for its blocks."""
-        target, had, columns = route.target, route.had, route.columns()
-        tokens = place[0] - had.tokens
-        new = target.allocate_slots(
-            carrier, 0, had.tokens, had, delay_cache_blocks=True, num_external_computed_tokens=tokens
-        )
-        if new is None:
+    def _begin(self, way: Way, route: _Route, carrier: Request, waits_for_it: str | None = None) -> bool:
+        """Begin a transfer between the managers; return whether the target has room for its blocks."""
+        columns, tokens = route.columns(), carrier.num_tokens - 1
+        begun = self._carriers.begin(way, Wanted(route.target, carrier, tokens, route.had), columns, waits_for_it)
+        if begun is None:
             return False
-        copies = _copies(route, target.get_blocks(carrier.request_id).ids, columns)
-        if copies is None:
-            if target.engine.finish_load(carrier, 0):
-                target.free(carrier)
-            return False
-        numbered = np.concatenate((np.full((1, copies.shape[1]), self._next, np.int32), copies))
-        (self._stores if target is self.host else self._loads).append(numbered)
-        num_bytes = self._bytes_of(columns)
-        self._transfers[self._next] = _Transfer(target, carrier, place, tokens, num_bytes, step, waits_for_it)
-        self._next += 1
+        number, held = begun
+        copies = _copies(route, held, columns)
+        numbered = np.concatenate((np.full((1, copies.shape[1]), number, np.int32), copies))
+        (self._stores if way is Way.STORE else self._loads).append(numbered)
         return True
 
-    def _end(self, number: int) -> _Transfer:
-        one = self._transfers.pop(number)
-        if one.waits_for_it is not None and one.waits_for_it in self._answers:
-            self._answers[one.waits_for_it] = False
-        return one
+    def _is_in_flight(self, number: int) -> bool:
+        if number in self._carriers.by_number or number in self._cancelled:
+            return True
+        return self._behind is not None and self._behind.begun(number)
 
     def _keep(self, number: int) -> None:
-        one = self._end(number)
-        target, carrier = one.target, one.carrier
-        target.engine.finish_load(carrier)
-        target.keep_resume_point(carrier, ended=one.place[0] >= carrier.num_prompt_tokens)
-        target.free(carrier)
-        if target is self.host:
+        one = self._carriers.keep(number, self._before_it_is_kept)
+        self._answer(one, arrived=True)
+        if one.way is Way.STORE:
             self._counts.update(stores=1, stored_bytes=one.num_bytes)
+            self._demote(one.wanted.carrier, one.wanted.tokens)
+        elif one.way is Way.LOAD:
+            self._counts.update(loads=1, loaded_bytes=one.num_bytes, loaded_tokens=one.new_tokens)
         else:
-            self._counts.update(loads=1, loaded_bytes=one.num_bytes, loaded_tokens=one.tokens)
+            self._counts.update(fetches=1, fetched_bytes=one.num_bytes, fetched_tokens=one.new_tokens)
+
+    def _demote(self, carrier: Request, tokens: int) -> None:
+        """Evict a resume point, which the host has, from the device if its hints say so."""
+        if carrier.hints.demote:
+            self.device.eviction_policy.give_up(carrier, tokens)
+
+    def _before_it_is_kept(self, one: Carried) -> None:
+        if one.way is Way.STORE and self._behind is not None:
+            self._behind.spill(one)
 
     def _cancel(self, number: int) -> None:
-        one = self._end(number)
+        one = self._carriers.cancel(number)
+        self._answer(one, arrived=False)
         self._counts["lost"] += 1
-        self._counts["loads_lost"] += one.target is self.device
-        if one.target.engine.finish_load(one.carrier, 0):  # else it holds nothing any longer
-            one.target.free(one.carrier)
+        self._counts["loads_lost"] += one.way is Way.LOAD
+        self._counts["fetches_lost"] += one.way is Way.FETCH
+
+    # -- answers
+
+    def _answer(self, one: Carried, *, arrived: bool) -> None:
+        """Note that a transfer ended: the request that waits for a load begins, that of a fetch is looked up again."""
+        if one.way is Way.LOAD and one.waits_for_it in self._answers:
+            tokens = one.wanted.tokens
+            self._answers[one.waits_for_it] = _CameUp(tokens - one.new_tokens, tokens) if arrived else False
+        if one.way is not Way.FETCH:
+            direction = Direction.DOWN if one.way is Way.STORE else Direction.UP
+            self.times.add(direction, self._carriers.now - one.since, arrived=arrived)
+
+    def _gives_up(self, name: str) -> bool:
+        """Return whether the load of a waiting request takes too long, so that it waits no longer."""
+        mine = next((one for one in self._carriers.by_number.values() if one.waits_for_it == name), None)
+        if mine is None or not self._carriers.is_late(mine):
+            return False
+        self._counts["late"] += 1
+        return not self._decided(name, waits=False)
 
     def _decided(self, name: str, *, waits: bool) -> bool:
         self._remember(name, waits)
         return waits
 
-    def _remember(self, name: str, answer: bool | Hit) -> None:
-        if len(self._answers) >= _MOST_ANSWERED:
+    def _remember(self, name: str, answer: bool | _CameUp | Hit) -> None:
+        if len(self._answers) >= MOST_REMEMBERED:
             del self._answers[next(iter(self._answers))]
         self._answers[name] = answer
-
-    def _is_on_its_way(self, request: Request, target: KVCacheManager, least: int, most: int) -> bool:
-        """Return whether a transfer brings ``least`` + 1 .. ``most`` first tokens of ``request``. O(transfers)."""
-        for one in self._transfers.values():
-            tokens, key, _ = one.place
-            depth = tokens // self._hash_block
-            known = one.target is target and least < tokens <= most and depth <= len(request.hashes)
-            if known and request.hashes[depth - 1] == key:
-                return True
-        return False
-
-    def _place(self, request: Request, tokens: int) -> _Place:
-        whole = tokens // self._hash_block
-        return tokens, request.hashes[whole - 1], request.token_bytes(whole * self._hash_block, tokens)
-
-    def _bytes_of(self, columns: Sequence[Int32]) -> int:
-        return sum(size * len(of) for size, of in zip(self._sizes, columns, strict=True))
 
 
 class _Route(NamedTuple):
@@ -469,21 +500,11 @@ class _Route(NamedTuple):
         return columns
 
 
-def _copies(route: _Route, held: Sequence[Int32], columns: Sequence[Int32]) -> Int32 | None:
-    """Return (group, source, destination) of the copies, int32[3, n]; ``None`` if a block would stay without content.
-
-    ``held``: blocks of the carrier, by group. A window may keep more tokens than a hit brings (``retained``).
-    """
+def _copies(route: _Route, held: Sequence[Int32], columns: Sequence[Int32]) -> Int32:
+    """Return (group, source, destination) of the copies, int32[3, n]. ``held``: blocks of the carrier, by group."""
     source, target = route.source.block_pool, route.target.block_pool
-    shared = route.target.engine.blocks_of(route.had).ids
     parts = [np.empty((3, 0), np.int32)]
     for group, (ids, to, at) in enumerate(zip(route.blocks(), held, columns, strict=True)):
-        if len(at) and at[-1] >= len(to):
-            raise CacheError(f"group {group} of a transfer has no blocks for columns {at.tolist()} of {to.tolist()}")
-        filled = np.zeros(len(to), np.bool_)
-        filled[at] = filled[: len(shared[group])] = True
-        if to[~filled].any():
-            return None
         held_at = at[to[at] != 0]  # a window of 1 proves its prefix by a block that no later token reads
         read, write = source.local(group, ids[held_at]), target.local(group, to[held_at])
         parts.append(np.stack((np.full(len(held_at), group, np.int32), read, write)).astype(np.int32))

@@ -9,8 +9,8 @@ A request that resumes after E tokens needs, by kind of group:
     mark                                 m                    lists the tails after its hash block at which states end
 
 Every key contains the hash of the whole hash blocks before it, in which salt, adapter and images are. The key of a
-block that is used in part contains the tail too. A mark is written after all blocks of its prefix. It says where to
-look, and the blocks that the store has say what is there.
+block that is used in part contains the tail too, and the images in it. A mark is written after all blocks of its
+prefix. It says where to look, and the blocks that the store has say what is there.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import lcm
+from secrets import token_bytes
 from typing import Final, NamedTuple, Protocol
 
+import cbor2
 import numpy as np
-from numpy.typing import NDArray
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
-from hybridkv.tiers.store import BlockStore
+from hybridkv.extra_keys import Extra
+from hybridkv.stores import BlockStore
+from hybridkv.stores.marks import mark_bytes, tails_of
 
-MOST_TAILS: Final = 8
-"""Tails that a mark lists, the newest first."""
-MOST_IDENTITY_BYTES: Final = 16
+IDENTITY_BYTES: Final = 16
 """Bytes of the identity in each key."""
 
 _MOST_CANDIDATES: Final = 16
@@ -60,6 +61,15 @@ class Tokens(Protocol):
         Args:
             start: First token.
             stop: Token after the last one.
+        """
+        ...
+
+    def extra_keys(self, first_block: int, count: int) -> Sequence[Extra | None] | None:
+        """Return what decides the content of hash blocks besides tokens, as images; ``None`` if that is nothing.
+
+        Args:
+            first_block: The first hash block.
+            count: How many.
         """
         ...
 
@@ -101,6 +111,9 @@ class Mark(NamedTuple):
     tail: bytes
 
 
+NO_MARK: Final = Mark(b"", b"")
+
+
 class Prefixes:
     """Names the blocks of prefixes, and finds the longest prefix in a store.
 
@@ -117,15 +130,19 @@ class Prefixes:
     """
 
     def __init__(self, parts: Sequence[Part], identity: bytes, hash_block: int) -> None:
-        if len(identity) != MOST_IDENTITY_BYTES:
-            raise ConfigError(f"identity must have {MOST_IDENTITY_BYTES} bytes, got {len(identity)}: hash it")
+        if len(identity) != IDENTITY_BYTES:
+            raise ConfigError(f"identity must have {IDENTITY_BYTES} bytes, got {len(identity)}: hash it")
         self.parts = tuple(parts)
-        self.mark_bytes = MOST_TAILS * hash_block * np.dtype(np.int32).itemsize
+        self.mark_bytes = mark_bytes(hash_block)
         self._identity = identity
         self._hash_block = hash_block
         self._whole = [part for part in self.parts if part.reads_all]
         self._others = [part for part in self.parts if not part.reads_all]
         self._common = lcm(*(part.block_size for part in self._whole))
+
+    def renewed(self) -> Prefixes:
+        """Return the same with a random identity."""
+        return Prefixes(self.parts, token_bytes(IDENTITY_BYTES), self._hash_block)
 
     # -- keys
 
@@ -159,9 +176,12 @@ class Prefixes:
         return self._identity + group.to_bytes(1, "little")
 
     def _end(self, request: Tokens, tokens: int) -> bytes:
-        depth = tokens // self._hash_block
-        tail = request.token_bytes(depth * self._hash_block, tokens)
-        return request.hashes[depth - 1] + b"\1" + blake2b(tail, digest_size=_TAIL_BYTES - 1).digest()
+        depth, rest = divmod(tokens, self._hash_block)
+        data, person = request.token_bytes(depth * self._hash_block, tokens), b""
+        extras = _extras_inside(request, depth, rest)
+        if extras:
+            data, person = cbor2.dumps([data, extras], canonical=True), b"extra keys"
+        return request.hashes[depth - 1] + b"\1" + blake2b(data, digest_size=_TAIL_BYTES - 1, person=person).digest()
 
     def _mark_key(self, request: Tokens, depth: int) -> bytes:
         return self._start(_MARK) + request.hashes[depth - 1]
@@ -232,6 +252,13 @@ class Prefixes:
         return all(store.exists(keys))
 
 
+def _extras_inside(request: Tokens, depth: int, rest: int) -> list[object]:
+    """Return the extra keys of the first ``rest`` tokens of hash block ``depth``: no image that begins after them."""
+    extras = request.extra_keys(depth, 1) if rest else None
+    (found,) = extras or (None,)
+    return [one for one in found or () if one[0] != "mm" or one[2] < rest]  # type: ignore[operator]
+
+
 def parts_of(manager: KVCacheManager) -> tuple[Part, ...]:
     """Return what each group of a manager needs to resume. Groups without keys need nothing.
 
@@ -242,31 +269,3 @@ def parts_of(manager: KVCacheManager) -> tuple[Part, ...]:
         Part(rule.group, rule.block_size, rule.first_needed, reads_all=rule.reads_all, is_state=rule.is_state)
         for rule in manager.engine.resume_rules
     )
-
-
-def tails_of(mark: bytes | bytearray | memoryview, hash_block: int) -> list[bytes]:
-    """Return the tails that a mark lists, the newest first; none of a mark that is damaged.
-
-    Args:
-        mark: The bytes of the mark.
-        hash_block: Tokens of a hash block.
-    """
-    rows = np.frombuffer(mark, np.int32).reshape(MOST_TAILS, hash_block)
-    counts = rows[:, 0]
-    return [row[1:count].tobytes() for row, count in zip(rows, counts.tolist(), strict=True) if 0 < count <= hash_block]
-
-
-def mark_with(mark: bytes | bytearray | memoryview, tail: bytes, hash_block: int) -> bytes:
-    """Return a mark that lists one more tail, in the place of the oldest one if it is full.
-
-    Args:
-        mark: The bytes of the mark so far; empty for a new one.
-        tail: Bytes of int32, fewer tokens than a hash block.
-        hash_block: Tokens of a hash block.
-    """
-    known = [one for one in (tails_of(mark, hash_block) if len(mark) else []) if one != tail]
-    rows: NDArray[np.int32] = np.zeros((MOST_TAILS, hash_block), np.int32)
-    for row, one in zip(rows, [tail, *known], strict=False):
-        tokens = np.frombuffer(one, np.int32)
-        row[0], row[1 : len(tokens) + 1] = len(tokens) + 1, tokens
-    return rows.tobytes()

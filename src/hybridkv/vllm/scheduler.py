@@ -223,11 +223,11 @@ def _settings(scheduler: Any, **more: Any) -> Settings:  # noqa: ANN401 - vLLM's
     )
 
 
-def require_version(version: str) -> None:
-    """Raise ConfigError for a version that was not tested."""
+def require_version(version: str, option: str = "--scheduler-cls") -> None:
+    """Raise ConfigError for a version that was not tested. ``option`` brought hybridkv into vLLM."""
     if ".".join(version.split(".")[:2]) not in SUPPORTED:
         raise ConfigError(
-            f"hybridkv.vllm supports vLLM {' and '.join(SUPPORTED)}, this is {version}: leave --scheduler-cls out, or "
+            f"hybridkv.vllm supports vLLM {' and '.join(SUPPORTED)}, this is {version}: leave {option} out, or "
             f"install 'vllm=={SUPPORTED[0]}.*'"
         )
 

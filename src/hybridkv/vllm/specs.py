@@ -151,8 +151,8 @@ def _states(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
     )
 
 
-_GATHERS_STATES: Final = "OffloadingConnector"
-"""The class of connectors that store the states of ``take_boundary_state_offloads``."""
+_GATHER_STATES: Final = {"OffloadingConnector", "TierConnector"}
+"""The classes of connectors that store the states of ``take_boundary_state_offloads``."""
 
 
 WORKER: Final = "hybridkv.vllm.NaturalWorker"
@@ -264,7 +264,7 @@ def _unsupported_connectors(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - 
                 f"the connector {name}, which reads and locks blocks in vLLM's own pool, and hybridkv replaces that: "
                 "take one that works with the block ids that it is given, like NixlConnector"
             )
-        if states and _GATHERS_STATES in kinds:
+        if states and kinds & _GATHER_STATES:
             yield (
                 f"the connector {name} for models with recurrent states, because it stores states that vLLM reports "
                 "during a prompt, and hybridkv reports none: take one that reads the last state, like NixlConnector"

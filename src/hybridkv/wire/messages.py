@@ -31,12 +31,26 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, SchemaError, WireError
 from hybridkv.request import SamplingParams
-from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult, TierCopies
+from hybridkv.step import (
+    SCHEMA_VERSION,
+    Cells,
+    Copy,
+    Csr,
+    EncoderRead,
+    Logprobs,
+    NewRow,
+    Step,
+    StepResult,
+    StoreTransfer,
+    TierCopies,
+)
 from hybridkv.units import shown
 
 MOST_LISTED: Final = 1 << 19
 """Items of all lists of a Step together: new rows, and the lists of their sampling. Decoding an item of a list takes a
 hundred times as long as an item of an array. The limit allows a thousand new rows with 500 stop ids each."""
+MOST_KEY_BYTES: Final = 64
+"""Bytes of a key in a store."""
 MOST_SAID: Final = 10_000
 """Characters of an exception's text in a reply: the text may print a whole tensor."""
 MOST_REFUSED: Final = 400
@@ -131,6 +145,7 @@ Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Listed = Meta(max_length=MOST_LISTED)
 TokenIds = Annotated[tuple[Int32, ...], Listed]
 StepId = Annotated[int, Meta(ge=0)]
+Key = Annotated[bytes, Meta(min_length=1, max_length=MOST_KEY_BYTES)]
 Version = Annotated[int, Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
 
 
@@ -184,6 +199,25 @@ class TierCopiesMessage(_Part):
         of = self.transfer.view
         numbers: NDArray[np.int32] = of[np.flatnonzero(np.diff(of, prepend=of[:1] - 1))]
         return numbers
+
+
+class StoreTransferMessage(_Part):
+    """Blocks of the host tier that go to a store, or come from it."""
+
+    made: ClassVar = StoreTransfer
+
+    number: Annotated[int, Meta(ge=0)]
+    group: Int32s
+    block: Int32s
+    keys: Annotated[tuple[Key, ...], Listed]
+    mark: Annotated[bytes, Meta(max_length=MOST_KEY_BYTES)]
+    tail: bytes
+
+    def __post_init__(self) -> None:
+        _require_one_length(self, "group", "block", "keys")
+
+    def __len__(self) -> int:
+        return len(self.keys)
 
 
 class EncoderMessage(_Part):
@@ -270,6 +304,9 @@ class NewRowMessage(_Part):
         return 1 + sum(map(len, lists))
 
 
+_PARTS: Final = ("copies", "tier_copies", "spills", "fetches")
+
+
 class StepMessage(_Part, tag_field="kind", tag="step"):
     """A Step."""
 
@@ -291,16 +328,19 @@ class StepMessage(_Part, tag_field="kind", tag="step"):
     stores: TierCopiesMessage
     tier_copies: tuple[CopyMessage, ...]
     loads: TierCopiesMessage
+    spills: Annotated[tuple[StoreTransferMessage, ...], Listed]
+    fetches: Annotated[tuple[StoreTransferMessage, ...], Listed]
     schema_version: Version
 
     def __post_init__(self) -> None:
         rows = len(self.rows)
         if self.after >= self.id:
             raise WireError(f"after must lie below id {self.id}, got {self.after}")
-        listed = sum(new.listed for new in self.new_rows)
+        listed = sum(new.listed for new in self.new_rows) + sum(map(len, (*self.spills, *self.fetches)))
         if listed > MOST_LISTED:
             raise WireError(
-                f"new_rows and the lists of their sampling may have {MOST_LISTED:,} items together, not {listed:,}"
+                f"new_rows, the lists of their sampling, and the keys of spills and fetches may have {MOST_LISTED:,} "
+                f"items together, not {listed:,}"
             )
         for name in ("num_computed", "num_scheduled", "samples", "token_ids", "drafts"):
             if len(getattr(self, name)) != rows:
@@ -322,11 +362,15 @@ class StepMessage(_Part, tag_field="kind", tag="step"):
             raise WireError(f"state_writes must begin with places in rows, 0 .. {rows - 1}")
         if np.isin(self.stores.numbers, self.loads.numbers).any():
             raise WireError("a transfer must be in stores or in loads, not in both")
+        numbers = [one.number for one in (*self.spills, *self.fetches)]
+        copied = {*self.stores.numbers.tolist(), *self.loads.numbers.tolist()}
+        if len(copied.union(numbers)) < len(copied) + len(numbers):
+            raise WireError("each transfer of spills and fetches must have a number of its own")
 
     def value(self) -> Step:
         """Return the value. Raises WireError for sampling that SamplingParams refuses."""
         parts = {name: _value(part) for name, part in asdict(self).items()}
-        lists = {name: tuple(copy.value() for copy in getattr(self, name)) for name in ("copies", "tier_copies")}
+        lists = {name: tuple(copy.value() for copy in getattr(self, name)) for name in _PARTS}
         return Step(**parts | {"new_rows": tuple(self._new_rows())} | lists)
 
     def _new_rows(self) -> Iterator[NewRow]:

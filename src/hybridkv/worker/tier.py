@@ -1,7 +1,8 @@
 """The host tier: blocks in host memory, and the transfers between them and the device (docs/contracts.md, 10).
 
     begin     reads the blocks to store, runs the copies within the tier, and writes the stores there
-    load      after a Step's clearing and copies, before its forward: writes device blocks
+    load      after a Step's clearing and copies, before its forward: writes device blocks, then begins the transfers to
+              and from a store (``hybridkv.worker.store``)
     finish    names the transfers that arrived, and those that failed
 
 On a CPU every transfer ends where it begins. On a GPU one side stream runs all transfers in order, beside the forward:
@@ -19,7 +20,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -31,9 +32,11 @@ from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.step import Int32, Step, TierCopies
+from hybridkv.stores import BlockStore
 from hybridkv.units import format_bytes
 from hybridkv.worker.copies import ArenaBlocks, copies_before
 from hybridkv.worker.pages import PagedStorage
+from hybridkv.worker.store import StoreCopier
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ Int64 = NDArray[np.int64]
 
 _MOST_IN_FLIGHT: Final = 1 << 10
 """Steps after which a result has arrived or never will: more than a scheduler has in flight."""
+_STORE_WAIT_S: Final = 0.01
+"""Seconds that an empty Step waits for transfers of the store."""
 _STAGING_BYTES: Final = 256 << 20
 """Device memory for gathered stores, chosen by hand: some blocks of states, and little beside a model."""
 
@@ -89,6 +94,9 @@ class _Lane(Protocol):
     def settle(self) -> None:
         """Wait until no transfer reads or writes any more."""
 
+    def barrier(self) -> Callable[[], None]:
+        """Return a call that waits until the transfers issued so far no longer read or write the tier."""
+
 
 class HostTierCopier:
     """Owns the arena of the host tier, and executes the transfers of Steps.
@@ -101,14 +109,25 @@ class HostTierCopier:
     Args:
         storage: the memory of the device.
         config: the plan of the tier: the plan of ``storage`` with another number of blocks or slabs.
+        store: a store behind the tier; ``None`` without one. It stays open.
+        hash_block: tokens of a hash block, for marks in the store.
         staging_bytes: device memory for stores that are on their way. The Step waits for a transfer that finds too
             little. Not used on a CPU.
 
     Raises:
-        ConfigError: the tier has blocks of another form than the device, or the host has too little memory.
+        ConfigError: the tier has blocks of another form than the device, the host has too little memory, or there is a
+            store in the reference layout.
     """
 
-    def __init__(self, storage: PagedStorage, config: KVCacheConfig, *, staging_bytes: int = _STAGING_BYTES) -> None:
+    def __init__(
+        self,
+        storage: PagedStorage,
+        config: KVCacheConfig,
+        *,
+        store: BlockStore | None = None,
+        hash_block: int = 1,
+        staging_bytes: int = _STAGING_BYTES,
+    ) -> None:
         instance("config", config, KVCacheConfig)
         staging_bytes = integer("staging_bytes", staging_bytes, 0)
         try:
@@ -128,8 +147,9 @@ class HostTierCopier:
             if storage.arena.device.type == "cuda"
             else _InPlace(self._device, self._host)
         )
+        self._store = None if store is None else StoreCopier(self._host, store, integer("hash_block", hash_block, 1))
         self._outstanding = set[int]()
-        self._unissued = list[_Transfer]()  # of the Step between begin and finish
+        self._loads, self._unissued = list[_Transfer](), list[int]()  # of the Step between begin and load
         self._arrived, self._lost = list[int](), list[int]()  # to be reported
         self._last_id, self._reports = -1, deque[_Report]()
 
@@ -143,13 +163,18 @@ class HostTierCopier:
             WorkerError: a group, block or kind is unknown; a block is null; two copies of ``stores`` or of ``loads``
                 write the same bytes; the copies of a transfer are not together; or the number of a transfer is in use.
         """
-        if not (len(step.stores) or step.tier_copies or len(step.loads)):
+        if not step.has_transfers:
             return
+        if self._store is not None:
+            self._store.check(step)
+        elif step.spills or step.fetches:
+            raise WorkerError(f"Step {step.id} has transfers of a store, and this tier has none: make it with store=")
         stores, _, loads = self._checked(step)
-        both = {one.number for one in stores} & {one.number for one in loads}
-        if both:
-            raise WorkerError(f"Step {step.id}: transfer {min(both)} stores and loads: give each direction a number")
-        used = self._outstanding & {one.number for one in (*stores, *loads)}
+        begun = [one.number for one in (*stores, *loads)] + _numbers_of_store(step)
+        if len({*begun}) < len(begun):
+            twice = next(one for at, one in enumerate(begun) if one in begun[:at])
+            raise WorkerError(f"Step {step.id}: transfer {twice} has two directions: give each direction a number")
+        used = self._outstanding.intersection(begun)
         if used:
             raise WorkerError(
                 f"Step {step.id}: transfer {min(used)} has begun in an earlier Step and not ended: give a new number"
@@ -167,33 +192,46 @@ class HostTierCopier:
         """
         if step.after < self._last_id:
             self._lane.settle()
+            if self._store is not None:
+                self._store.settle()
         while self._reports and self._reports[-1].id > step.after:
             report = self._reports.pop()
             self._arrived, self._lost = [*report.arrived, *self._arrived], [*report.lost, *self._lost]
-        self._lost += [one.number for one in self._unissued]
-        self._last_id, self._unissued = step.id, []
-        if not (len(step.stores) or step.tier_copies or len(step.loads)):
+        self._lost += self._unissued
+        self._last_id, self._unissued, self._loads = step.id, [], []
+        if not step.has_transfers:
             return
         stores, copies, loads = self._checked(step)
-        self._unissued = [*stores, *loads]
-        self._outstanding |= {one.number for one in self._unissued}
+        later = [one.number for one in loads] + _numbers_of_store(step)
+        self._loads, self._unissued = loads, [*(one.number for one in stores), *later]
+        self._outstanding.update(self._unissued)
         self._lane.begin(stores, copies)
-        self._unissued = loads
+        self._unissued = later
 
     def load(self, step: Step) -> None:
-        """Run the loads of a Step, after its clearing and copies and before its forward. O(bytes copied).
+        """Run the loads of a Step, and begin its transfers of the store. O(bytes copied).
+
+        Call it after the Step's clearing and copies and before its forward.
 
         Args:
             step: the Step that ``begin`` got.
         """
         if len(step.loads):
-            self._lane.load(self._unissued)
-            self._unissued = []
+            self._lane.load(self._loads)
+        if self._store is not None and (step.spills or step.fetches):
+            self._store.begin(step, self._lane.barrier())
+        self._loads, self._unissued = [], []
+
+    def close(self) -> None:
+        """Wait for all transfers to and from the store."""
+        if self._store is not None:
+            self._store.close()
 
     def finish(self, step: Step) -> tuple[Int32, Int32]:
         """Return the numbers of the transfers that arrived, and of those that are lost, since the call before.
 
-        If the Step has no tokens and a transfer is outstanding, this waits until one ends.
+        If the Step has no tokens and a transfer is outstanding, this waits until one ends; for those of the store at
+        most 10 ms, because other requests may arrive.
 
         Args:
             step: the Step that ``begin`` got.
@@ -201,7 +239,12 @@ class HostTierCopier:
         Returns:
             int32 each, in the order in which they began.
         """
-        for number, whole in self._lane.ended(wait=not (step.num_tokens or self._arrived or self._lost)):
+        waits = not (step.num_tokens or self._arrived or self._lost)
+        ended = [] if self._store is None else self._store.ended()
+        ended += self._lane.ended(wait=waits and not ended)
+        if waits and not ended and self._store is not None:
+            ended += self._store.ended(wait_s=_STORE_WAIT_S)
+        for number, whole in ended:
             (self._arrived if whole else self._lost).append(number)
         report = _Report(step.id, self._arrived, self._lost)
         self._arrived, self._lost = [], []
@@ -220,6 +263,11 @@ class HostTierCopier:
         self._host.require(what, *copies[:, ::2].T)
         stores = _transfers(f"Step {step.id}, stores", step.stores, self._device, self._host)
         return stores, copies, _transfers(f"Step {step.id}, loads", step.loads, self._host, self._device)
+
+
+def _numbers_of_store(step: Step) -> list[int]:
+    """Return the transfers to and from the store."""
+    return [one.number for one in (*step.spills, *step.fetches)]
 
 
 def _form(blocks: ArenaBlocks) -> tuple[object, ...]:
@@ -318,6 +366,9 @@ class _InPlace:
     def settle(self) -> None:
         pass
 
+    def barrier(self) -> Callable[[], None]:
+        return self.settle
+
     def _run(self, transfer: _Transfer, source: ArenaBlocks, destination: ArenaBlocks) -> None:
         """Copy the parts of a transfer."""
         try:
@@ -392,6 +443,10 @@ class _SideStream:
 
     def settle(self) -> None:
         self._stream.synchronize()
+
+    def barrier(self) -> Callable[[], None]:
+        after: Callable[[], None] = self._stream.record_event().synchronize
+        return after
 
     def _gathered(self, store: _Transfer) -> _Staged | None:
         """Read the blocks of a store on the compute stream; None without enough memory for them."""

@@ -112,6 +112,8 @@ def test_replay_command_prints_json(trace: Path) -> None:
         "speculation": None,
         "short_share": None,
         "host_memory": None,
+        "disk_memory": None,
+        "disk_bytes_per_s": 3e9,
         "hardware": {
             "name": "H100 SXM",
             "flops_per_s": 989e12,

@@ -13,6 +13,7 @@ import pytest
 
 from cli_support import error, run
 from hybridkv import doctor
+from hybridkv.doctor import plans
 from hybridkv.models import read_model
 from hybridkv.planner import Plan
 from hybridkv.planner import plan as make_plan
@@ -20,7 +21,7 @@ from hybridkv.simulator import ReplaySettings, Simulation, simulation_of
 from token_traces import trace
 
 HYBRID = ("--model", "qwen3.5-35b-a3b")
-ALL = {"blocks_and_prefixes", "states_read_again", "states_and_requests", "windows", "salts", "found"}
+ALL = {"blocks_and_prefixes", "states_read_again", "states_and_requests", "windows", "salts", "found", "tiers"}
 
 
 def wrong(*asked: str | Path) -> dict[str, dict[str, Any]]:
@@ -152,7 +153,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         seen.append(plan)
         return simulation_of(plan, settings)
 
-    monkeypatch.setattr(doctor, "simulation_of", see)
+    monkeypatch.setattr(plans, "simulation_of", see)
     return seen
 
 

@@ -47,6 +47,13 @@ def test_hint_with_return_time_continues_the_session() -> None:
         ({"scratch": True, "within_s": 5}, "goes on, and that it is scratch"),
         ({"secret": True, "goes_on": True}, "goes on, and that it is secret"),
         ({"secret": True, "shared_tokens": 8}, "shared, and that it is secret"),
+        ({"ttl_s": -1}, "ttl_s must lie in"),
+        ({"ttl_s": True}, "ttl_s must be a number"),
+        ({"demote": 1}, "demote must be true or false"),
+        ({"ttl_s": 5, "over": True}, "hints say ttl_s of what is over, which nobody wants again"),
+        ({"demote": True, "scratch": True}, "hints say demote of what is scratch"),
+        ({"prefetch": True, "secret": True}, "hints say prefetch of what is secret"),
+        ({"prefetch": True, "demote": True}, "demote and prefetch, which are opposites"),
     ],
 )
 def test_hint_with_invalid_value_is_rejected(wrong: dict[str, object], message: str) -> None:
@@ -112,10 +119,69 @@ def test_hint_of_finished_session_evicts_it_first(gone: Hints) -> None:
     assert goes(NO_HINTS, NO_HINTS) != [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("stays", [Hints(goes_on=True), Hints(within_s=20), Hints(shared_tokens=10)])
+@pytest.mark.parametrize("stays", [Hints(goes_on=True), Hints(within_s=20), Hints(shared_tokens=10), Hints(ttl_s=99)])
 def test_hint_of_continued_session_evicts_it_last(stays: Hints) -> None:
     assert goes(stays, NO_HINTS)[-1] == 0
     assert goes(NO_HINTS, NO_HINTS)[-1] == 1
+
+
+def flooded(cache: Cache, tenant: str | None = None) -> None:
+    """As many prompts as push everything else out."""
+    for prompt, _ in zip(unique(), range(20), strict=False):
+        cache.run(prompt, tenant)
+
+
+@pytest.mark.parametrize(("ttl_s", "waited", "hit"), [(None, 0.0, 0), (100.0, 0.0, 10), (100.0, 1000.0, 0)])
+def test_time_to_live_protects_until_it_ends(ttl_s: float | None, waited: float, hit: int) -> None:
+    cache = Cache(EVERYBODY, 14)
+    cache.run(chat(1, 1), hints=Hints(ttl_s=ttl_s))
+    cache.now += waited
+    flooded(cache)
+    cache.cache.check()
+    assert cache.run(chat(1, 1)) == hit
+
+
+def test_later_time_to_live_of_the_same_prefix_counts() -> None:
+    cache = Cache(EVERYBODY, 14)
+    cache.run(chat(1, 1), hints=Hints(ttl_s=1000.0))
+    cache.run(chat(1, 1), hints=Hints(ttl_s=1.0))
+    cache.now += 100.0
+    cache.cache.check()
+    assert {node.tokens: node.protected for node in cache.eviction_policy._tree.kept()} == {10: True, 11: True}
+
+
+def test_time_to_live_yields_to_running_requests_and_to_shares() -> None:
+    shares = TenantShares((Share("a", 0.4), Share("b", 0.4)))
+    cache = Cache(shares, 20)
+    for person in range(20):
+        cache.run(chat(person, 1), "b", hints=Hints(ttl_s=1e6))
+    for _ in range(3):
+        for person in range(100, 102):
+            cache.run(chat(person, 1), "a")
+    assert cache.run(chat(100, 1), "a") == 10  # within its share, whatever b asks for
+    assert cache.run(chat(19, 1), "b") == 10
+    assert cache.run(chat(0, 1), "b") == 0
+    cache.cache.check()
+
+
+def test_ends_of_many_times_to_live_take_bounded_memory() -> None:
+    cache = Cache(EVERYBODY, 11)
+    policy = cache.eviction_policy
+    for _ in range(200):
+        cache.run(chat(1, 1), hints=Hints(ttl_s=1e6))
+    assert len(policy._lives) <= 2 * len(policy._tree.points) + 66
+
+
+def test_given_up_resume_point_is_evicted_at_once_unless_it_is_shared() -> None:
+    for hints, left in ((NO_HINTS, 0), (Hints(shared_tokens=10), 10)):
+        cache = Cache(EVERYBODY, 40)
+        cache.run(chat(1, 1), hints=hints)
+        request = Request("r", chat(1, 1), hasher=cache.cache.hasher, hints=hints)
+        for tokens in (10, 11):
+            cache.eviction_policy.give_up(request, tokens)
+        cache.eviction_policy.give_up(request, 9)  # not there
+        assert max((node.tokens for node in cache.eviction_policy._tree.kept()), default=0) == left
+        cache.cache.check()
 
 
 def test_hint_of_shared_prefix_keeps_it() -> None:
@@ -175,7 +241,7 @@ def test_hint_that_is_false_harms_its_own_tenant_only(monkeypatch: pytest.Monkey
     monkeypatch.setattr(hazard, "_LEARN_AT", 1000)  # before measured rates outweigh hints
     shares = TenantShares((Share("a", 0.3), Share("b", 0.3)))
     found = []
-    for lies in (NO_HINTS, Hints(within_s=1, shared_tokens=12)):
+    for lies in (NO_HINTS, Hints(within_s=1, shared_tokens=12), Hints(ttl_s=1e6)):
         cache, prompts, hit, own = Cache(shares, 40), unique(), 0, 0
         for turn in (1, 2, 3):
             for person in range(4):
@@ -184,8 +250,8 @@ def test_hint_that_is_false_harms_its_own_tenant_only(monkeypatch: pytest.Monkey
                 for _ in range(6):
                     cache.run(next(prompts), "b", hints=lies)
         found.append((hit, own))
-    assert found[0][0] == found[1][0] > 0
-    assert found[0][1] > found[1][1]
+    assert found[0][0] == found[1][0] == found[2][0] > 0
+    assert found[0][1] > max(found[1][1], found[2][1])
 
 
 # -- what it does not do

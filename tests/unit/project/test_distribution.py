@@ -124,12 +124,12 @@ def test_long_description_has_absolute_links_only(wheel: zipfile.ZipFile) -> Non
     assert text.count("\n") >= readme.count("\n")
 
 
-def test_extra_all_excludes_development_vllm_ray_and_native() -> None:
-    """VLLM asks for a torch of its own: it is a dependency only where it is asked for; so are a compiler and Ray."""
+def test_extra_all_excludes_development_and_large_packages() -> None:
+    """VLLM asks for a torch of its own, native needs a compiler, and Ray and Mooncake are large."""
     extras = PROJECT["optional-dependencies"]
     (every,) = extras["all"]
     named = set(every.removeprefix("hybridkv[").removesuffix("]").split(","))
-    assert named == extras.keys() - {"all", "docs", "dev", "native", "ray", "vllm"}
+    assert named == extras.keys() - {"all", "docs", "dev", "mooncake", "native", "ray", "vllm"}
     readme = (ROOT / "README.md").read_text("utf-8")
     shown = set(re.findall(r"`pip install '?\.(?:\[([a-z,]+)\])?'?`", readme))
     assert {"", "cli", "cli,runner", "all"} <= shown

@@ -22,8 +22,8 @@ from hybridkv.simulator import (
     replay_replicas,
     simulation_of,
 )
-from hybridkv.simulator.transfers import HostTransfers
-from hybridkv.step import Cells, Csr, Step, StepResult, TierCopies
+from hybridkv.simulator.transfers import TierTransfers
+from hybridkv.step import Cells, Csr, Step, StepResult, StoreTransfer, TierCopies
 
 QWEN = "qwen3.5-35b-a3b"
 SETTINGS = ReplaySettings(hardware=H100_UNBOUNDED, host_memory="8GiB")
@@ -162,7 +162,7 @@ def test_host_tier_transfers_end_in_turn_and_arrive_with_the_next_step(scale: fl
 def test_host_tier_empty_step_ends_with_a_transfer_or_an_arrival() -> None:
     made = simulation_of(planned("1GiB"), SETTINGS)
     assert made.transfers is not None
-    slow = HostTransfers(made.transfers.tier, 4e8)  # than the tier was told, so that requests wait long
+    slow = TierTransfers(made.transfers.tier, 4e8)  # than the tier was told, so that requests wait long
     watch = Watch(replace(made, transfers=slow))
     watch.made.run(AGENT)
     arrivals_s, ends_s = {one.timestamp_s for one in AGENT}, {end_s for _, end_s in watch.ends(4e8)}
@@ -214,19 +214,42 @@ def test_host_transfers_by_hand() -> None:
     sizes = [made.scheduler.cache.config.block_bytes_of(group) / 1e6 for group in (0, 5)]  # seconds of a block
     state, page = sizes
     assert transfers.next_end_s is None
-    assert not len(transfers.ended(1e9))
+    assert [len(one) for one in transfers.ended(1e9)] == [0, 0]
     transfers.begin(with_copies([3, 3, 4], [0, 5, 5], loads=False), 10.0)
     transfers.begin(with_copies([5], [5], loads=True), 11.0)  # the other direction is free
     transfers.begin(with_copies([6], [5], loads=False), 11.0)  # waits for transfers 3 and 4
     assert transfers.next_end_s == pytest.approx(11 + page)
-    assert transfers.ended(11 + 0.99 * page).tolist() == []
-    assert transfers.ended(11 + 1.01 * page).tolist() == [5]
+    assert transfers.ended(11 + 0.99 * page)[0].tolist() == []
+    assert transfers.ended(11 + 1.01 * page)[0].tolist() == [5]
     assert transfers.next_end_s == pytest.approx(10 + state + page)
-    assert transfers.ended(10 + state + 2.01 * page).tolist() == [3, 4]
+    assert transfers.ended(10 + state + 2.01 * page)[0].tolist() == [3, 4]
     assert transfers.next_end_s == pytest.approx(10 + state + 3 * page)
-    assert transfers.ended(1e3).tolist() == [6]
+    assert transfers.ended(1e3)[0].tolist() == [6]
     transfers.begin(with_copies([7], [0], loads=False), 2e3)  # idle in between
     assert transfers.next_end_s == pytest.approx(2e3 + state)
+
+
+def test_disk_transfers_by_hand() -> None:
+    """A disk of 1 MB/s: a spill writes what the disk lacks, and a fetch of what it evicted is lost."""
+    made = simulation_of(
+        planned("1GiB"), replace(SETTINGS, host_memory="4GiB", disk_memory="1GiB", disk_bytes_per_s=1e6)
+    )
+    transfers = made.transfers
+    assert transfers is not None
+    page = made.scheduler.cache.config.block_bytes_of(5) / 1e6
+
+    def of(number: int, *keys: bytes, mark: bytes = b"") -> StoreTransfer:
+        return StoreTransfer(number, np.full(len(keys), 5, np.int32), np.arange(len(keys), dtype=np.int32), keys, mark)
+
+    step = with_copies([], [], loads=False)
+    transfers.begin(replace(step, spills=(of(1, b"a", b"b", mark=b"m"),)), 10.0)
+    assert transfers.next_end_s == pytest.approx(10 + 2 * page)
+    assert [one.tolist() for one in transfers.ended(10 + 2.01 * page)] == [[1], []]
+    transfers.begin(replace(step, spills=(of(2, b"b", b"c", mark=b"m"),)), 100.0)  # b is there
+    assert transfers.next_end_s == pytest.approx(100 + page)
+    transfers.begin(replace(step, fetches=(of(3, b"a"), of(4, b"a", b"x"))), 100.0)
+    assert [one.tolist() for one in transfers.ended(100 + 1.01 * page)] == [[2, 3], []]
+    assert [one.tolist() for one in transfers.ended(100 + 3.01 * page)] == [[], [4]]
 
 
 # -- what is kept and loaded
@@ -241,6 +264,38 @@ def test_host_tier_evicts_as_the_device_does() -> None:
         host, device = made.transfers.tier.host.statistics(), made.scheduler.cache.statistics()
         assert [one.tenant for one in host.tenants] == [one.tenant for one in device.tenants]
         assert bool(host.tenants) == bool(host.ends) == ranks
+
+
+def test_disk_keeps_what_the_host_evicts() -> None:
+    few = replace(SETTINGS, host_memory="1GiB")
+    alone, large, small, slow = (
+        replay(AGENT, planned("1GiB"), one)
+        for one in (
+            few,
+            replace(few, disk_memory="64GiB", disk_bytes_per_s=1e12),
+            replace(few, disk_memory="1GiB", disk_bytes_per_s=1e12),
+            replace(few, disk_memory="64GiB", disk_bytes_per_s=1e6),
+        )
+    )
+    assert large.host_tier is not None
+    assert slow.host_tier is not None
+    assert large.host_tier.fetches
+    assert not large.host_tier.fetches_lost
+    assert alone.hit_tokens is not None
+    assert small.hit_tokens is not None
+    assert large.hit_tokens is not None
+    assert alone.hit_tokens < small.hit_tokens < large.hit_tokens
+    assert not slow.host_tier.fetches  # computing is faster
+
+
+def test_disk_settings_are_checked() -> None:
+    for settings, said in (
+        ({"disk_memory": "1GiB"}, "needs host memory"),
+        ({"host_memory": "1GiB", "disk_memory": "much"}, "not a size"),
+        ({"host_memory": "1GiB", "disk_memory": "1GiB", "disk_bytes_per_s": 0.0}, "above 0"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            ReplaySettings(**settings)
 
 
 def test_host_tier_loads_nothing_that_is_faster_to_compute() -> None:

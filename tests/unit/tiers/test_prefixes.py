@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pytest
 
 from hybridkv.cache import BlockHasher
 from hybridkv.errors import ConfigError
+from hybridkv.extra_keys import MultimodalItem
 from hybridkv.request import Request
-from hybridkv.tiers.prefixes import MOST_TAILS, Part, Prefixes, mark_with, tails_of
+from hybridkv.stores.marks import MOST_TAILS, mark_with, tails_of
+from hybridkv.tiers.prefixes import Part, Prefixes
 
 HASH_BLOCK: Final = 4
 
@@ -134,6 +137,28 @@ def test_separates_salts_groups_and_identities() -> None:
     }
     assert len(keys) == 9  # the first whole block of a prefix of 7 tokens is that of 8
     assert {len(key) for key in keys} == {61}
+
+
+def test_separates_images_and_embeddings_after_the_last_hash_block() -> None:
+    """Their tokens are alike: they stand for the content."""
+    hasher, tokens, prefixes = BlockHasher(HASH_BLOCK), [1] * 8, Prefixes([full(0, 4)], b"1" * 16, HASH_BLOCK)
+
+    def asked(name: str, **more: Any) -> Request:  # noqa: ANN401  # of a Request
+        return Request(name, tokens, hasher=hasher, **more)
+
+    same = [asked("plain"), asked("after", multimodal=[MultimodalItem("cat", 7, 1)])]
+    others = [asked(name, multimodal=[MultimodalItem(name, 5, 2)]) for name in ("cat", "dog")]
+    others += [asked("bird", multimodal=[MultimodalItem("cat", 6, 2)])]
+    others += [asked(f"embeds {n}", prompt_embeds=np.full((8, 2), n, np.float32)) for n in range(2)]
+    store = Store()
+    put(store, prefixes, same[0], 7)
+    assert [prefixes.find(store, one, 0) for one in same] == [7, 7]
+    assert all(prefixes.find(store, one, 0) <= 4 for one in others)
+    for one in others:
+        put(store, prefixes, one, 7)
+        assert prefixes.find(store, one, 0) == 7
+    keys = {prefixes.keys(one, 7, prefixes.parts[0], [1])[0] for one in (*same, *others)}
+    assert len(keys) == 1 + len(others)
 
 
 def test_marks_list_the_newest_tails() -> None:

@@ -62,6 +62,10 @@ class Gathers(OffloadingConnector):
     """Somebody's own."""
 
 
+class TierConnector:
+    """Of that name is hybridkv's."""
+
+
 class InPool:
     def bind_gpu_block_pool(self, pool: object) -> None:
         pass
@@ -404,6 +408,7 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
     [
         ({"connector": InPool()}, "InPool, which reads and locks blocks in vLLM's own pool"),
         ({"connector": Gathers(), "spec": MambaSpec()}, "Gathers for models with recurrent states"),
+        ({"connector": TierConnector(), "spec": MambaSpec()}, "TierConnector for models with recurrent states"),
         ({"connector": several(object(), several(InPool()))}, "InPool, which reads and locks"),
         ({"connector": several(Gathers()), "spec": MambaSpec()}, "Gathers for models with recurrent"),
         (
@@ -429,7 +434,7 @@ def test_vllm_manager_accepts_supported_vllm_settings() -> None:
     refuse(started(partial=True))
     refuse(started(connector=object(), modules=1))
     refuse(started(connector=several(object(), object()), spec=MambaSpec()))
-    refuse(started(connector=several(Gathers())))
+    refuse(started(connector=several(Gathers(), TierConnector())))
     refuse(started(ranks=2))
 
 

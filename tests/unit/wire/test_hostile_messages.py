@@ -92,7 +92,7 @@ def test_message_with_too_many_items_is_rejected_on_both_sides(monkeypatch: pyte
     """2**19 items, here 2**12: two rows, and stop ids."""
     assert messages.MOST_LISTED == 1 << 19
     monkeypatch.setattr(messages, "MOST_LISTED", 1 << 12)
-    step = example_step()
+    step = example_step(spills=(), fetches=())
     new = step.new_rows[0]  # it has one stop string
     few = replace(new, sampling=replace(new.sampling, stop=(), stop_token_ids=()))
 
@@ -229,12 +229,12 @@ def test_message_text_that_is_not_utf8_is_rejected(text: bytes) -> None:
 def test_message_version_is_found_after_unknown_fields() -> None:
     """Extensions, lists in lists and maps of another kind are passed over; nothing is made of them."""
     tree = msgpack.decode(encode_step(example_step())) | {
-        "schema_version": 4,
+        "schema_version": 5,
         "kind": ["a", {"b": [msgpack.Ext(4, b"x"), 1.5, None, b"x" * 300, "y" * 300]}],
         "id": Raw(b"\xd7\xff" + bytes(8)),
         "a longer name than any other here": {1: 2, "x": [[[]]]},
     }
-    assert "schema version 4" in refused(msgpack.encode(tree))
+    assert "schema version 5" in refused(msgpack.encode(tree))
 
 
 # -- fuzzing

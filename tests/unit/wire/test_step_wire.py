@@ -84,7 +84,7 @@ def test_message_bytes_match_messagepack() -> None:
             "a761727269766564" + "93" + "a5696e743332" + "9102",  # arrived: int32, [2], 3 and 4
             "c408" + "0300000004000000",
             "a46c6f7374" + "93" + "a5696e743332" + "9100" + "c400",  # lost: int32, [0]
-            "ae736368656d615f76657273696f6e" + "03",  # schema_version: 3
+            "ae736368656d615f76657273696f6e" + "04",  # schema_version: 4
         )
     )
     result = StepResult(7, Csr.from_lists([[510], []]), arrived=np.array([3, 4], np.int32))
@@ -176,6 +176,7 @@ def table(rows: object, columns: object, *values: int) -> list[object]:
     return ["int32", [rows, columns], np.array(values, "<i4").tobytes()]
 
 
+SPILL = msgpack.decode(encode_step(example_step()))["spills"][0]
 COPY = {"stage": "before", "group": 0, "source": 0, "destination": 0, "kind": "move"}
 WRONG: list[tuple[str, object, str]] = [
     # fields
@@ -285,6 +286,14 @@ WRONG: list[tuple[str, object, str]] = [
     ("loads.transfer", int32(6), "a transfer must be in stores or in loads, not in both"),
     ("tier_copies", [COPY | {"stage": "during"}], r"\.tier_copies\[0\]\.stage: Invalid enum value 'during'"),
     ("tier_copies", LEFT_OUT, "missing required field `tier_copies`"),
+    ("spills", LEFT_OUT, "missing required field `spills`"),
+    ("spills", [SPILL | {"group": int32(1)}], r"\.spills\[0\]: group, block and keys must have one length"),
+    ("spills", [SPILL | {"keys": [b"", b"b"]}], r"\.spills\[0\]\.keys\[0\]: Expected `bytes` of length >= 1"),
+    ("spills", [SPILL | {"keys": [b"x" * 65, b"b"]}], r"\.spills\[0\]\.keys\[0\]: Expected `bytes` of length <= 64"),
+    ("spills", [SPILL | {"number": -1}], r"\.spills\[0\]\.number: Expected `int` >= 0"),
+    ("spills", [SPILL, SPILL], "each transfer of spills and fetches must have a number of its own"),
+    ("fetches", [SPILL | {"number": 4}], "each transfer of spills and fetches must have a number of its own"),
+    ("fetches", [SPILL], "each transfer of spills and fetches must have a number of its own"),
 ]
 
 
@@ -322,7 +331,7 @@ def test_reply_with_wrong_field_is_rejected() -> None:
 def test_message_of_newer_schema_names_the_version() -> None:
     """Whatever else it holds: fields and kinds of another schema are not even looked at."""
     newer = edited(lambda tree: tree.update(schema_version=SCHEMA_VERSION + 1, kind="bulletin", id="seven"))
-    with pytest.raises(SchemaError, match=r"schema version 4, this hybridkv reads version 3: update.*on this side"):
+    with pytest.raises(SchemaError, match=r"schema version 5, this hybridkv reads version 4: update.*on this side"):
         decode_step(newer)
     with pytest.raises(SchemaError, match="update hybridkv on the other side"):
         decode_step(edited(put("schema_version", 0)))

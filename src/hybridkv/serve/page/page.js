@@ -9,6 +9,7 @@ const WAITS = {
   arrived: "its first step", parent: "the request it is forked from", seats: "a running request to end (--max-running)",
   in_flight: "steps in flight", turn: "its turn", no_space: "memory", fragmented: "contiguous memory",
   admission_limit: "memory for all of its tokens", prefix_not_written: "its prefix to be written",
+  prefix_loading: "its prefix to come up from a tier",
 };
 const at = (id) => document.getElementById(id);
 const count = new Intl.NumberFormat("en");
@@ -263,6 +264,19 @@ function showGroups() {
   });
 }
 
+function showTiers() {
+  at("tiers").hidden = !latest.tiers.length;
+  const begin = (row) => element("div", row.children[1], "track");
+  rows(at("tier-rows").tBodies[0], latest.tiers, 11, begin).forEach((row, place) => {
+    const [name, capacity, kinds, hits, loaded, stored, ...counts] = latest.tiers[place];
+    const cached = Object.values(kinds).reduce((sum, size) => sum + size, 0);
+    row.children[0].textContent = name;
+    track(row.children[1].firstElementChild, Object.entries(kinds).map(([kind, size]) => [kind, size / capacity]));
+    [bytes(cached), count.format(hits), bytes(loaded), bytes(stored), ...counts.map((one) => count.format(one))]
+      .forEach((text, cell) => { row.children[cell + 2].textContent = text; });
+  });
+}
+
 function showSlowest() {
   const list = at("slowest");
   const found = [...slow.values()];
@@ -312,6 +326,7 @@ function show(sample) {
   drawCharts();
   drawMap();
   showGroups();
+  showTiers();
   fill("runs", sample.runs.map(([id, ...counts]) => [id, ...counts.map((one) => count.format(one))]));
   fill("queue", sample.queue.map(([id, tokens, why]) => [id, count.format(tokens), WAITS[why] ?? why]));
   const more = (id, fields, all) => { at(id).textContent = all > fields.length ? `the first ${fields.length} of ${count.format(all)}` : ""; };

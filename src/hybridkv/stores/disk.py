@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,10 +22,10 @@ from typing import Final, Self
 
 from hybridkv.arguments import instance, integer
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.tiers.disk_file import MOST_IDENTITY_BYTES, MOST_SIZES, BlocksFile, Piece
-from hybridkv.tiers.disk_slots import Entry, Place, Slots, geometry_of
-from hybridkv.tiers.store import MOST_KEY_BYTES
-from hybridkv.units import MOST_BYTES, MiB, shown
+from hybridkv.stores.calls import OpenCalls, check_keys, check_sequence, checked_blocks, checked_into
+from hybridkv.stores.disk_file import MOST_IDENTITY_BYTES, MOST_SIZES, BlocksFile, Piece
+from hybridkv.stores.disk_slots import Entry, Place, Slots, geometry_of
+from hybridkv.units import MOST_BYTES, MiB
 
 _MOST_BLOCK_BYTES: Final = 16 * MiB
 
@@ -88,6 +88,7 @@ class DiskStore:
         integer("max_bytes", max_bytes, 1, MOST_BYTES)
         if not 1 <= len(instance("identity", identity, bytes)) <= MOST_IDENTITY_BYTES:
             raise ConfigError(f"identity must have 1 to {MOST_IDENTITY_BYTES} bytes, got {len(identity)}: hash it")
+        check_sequence("block_bytes", block_bytes)
         if not 1 <= len(block_bytes) <= MOST_SIZES:
             raise ConfigError(f"block_bytes must have 1 to {MOST_SIZES} sizes, got {len(block_bytes)}")
         for one in block_bytes:
@@ -95,9 +96,7 @@ class DiskStore:
         self.path = Path(path)
         self._geometry = geometry_of(max_bytes, block_bytes)
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._calls = 0
-        self._is_closed = False
+        self._calls = OpenCalls(f"the store in {self.path}")
         self._counts = Counter[str]()
         self._file = BlocksFile(self.path, self._geometry, identity)
         self._slots = Slots(self._geometry, self._file.assign)
@@ -146,8 +145,8 @@ class DiskStore:
         Args:
             keys: Keys of 1 to 64 bytes.
         """
-        _check_keys(keys)
-        with self._call(), self._lock:
+        check_keys(keys)
+        with self._calls, self._lock:
             return [key in self._slots.entries for key in keys]
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
@@ -163,11 +162,8 @@ class DiskStore:
         Raises:
             ConfigError: A buffer cannot be written, or is not contiguous; or there are more or fewer buffers than keys.
         """
-        buffers = _checked(keys, into)
-        for buffer in buffers:
-            if buffer.readonly:
-                raise ConfigError("each of into must be writable: give the memoryview of a bytearray or an array")
-        with self._call():
+        buffers = checked_into(keys, into)
+        with self._calls:
             with self._lock:
                 entries = [self._slots.entries.get(key) for key in keys]
             pieces = [
@@ -209,9 +205,9 @@ class DiskStore:
             ConfigError: A key or a block has no bytes, or more than the store holds; a block is not contiguous; or
                 there are more or fewer blocks than keys.
         """
-        buffers = _checked(keys, blocks)
+        buffers = checked_blocks(keys, blocks)
         sizes = [self._geometry.size_of(len(buffer)) for buffer in buffers]
-        with self._call():
+        with self._calls:
             places = self._take(sizes)
             pieces = [Piece(number, place, buffers[number]) for number, place in enumerate(places) if place is not None]
             try:
@@ -279,8 +275,8 @@ class DiskStore:
         Args:
             keys: Keys of 1 to 64 bytes. Unknown ones are ignored.
         """
-        _check_keys(keys)
-        with self._call(), self._lock:
+        check_keys(keys)
+        with self._calls, self._lock:
             for key in keys:
                 entry = self._slots.entries.get(key)
                 if entry is not None:
@@ -295,8 +291,8 @@ class DiskStore:
         Raises:
             CacheError: The disk rejected the write. The blocks are gone, but may be back when the folder is opened.
         """
-        _check_keys(keys)
-        with self._call(), self._lock:
+        check_keys(keys)
+        with self._calls, self._lock:
             gone, there = list[Entry](), list[bool]()
             for key in keys:
                 entry = self._slots.entries.get(key)
@@ -319,7 +315,7 @@ class DiskStore:
         Raises:
             CacheError: The disk rejected the write.
         """
-        with self._call():
+        with self._calls:
             try:
                 with self._lock:
                     self._make_void(list(self._slots.all_stale()))
@@ -345,15 +341,12 @@ class DiskStore:
 
         Later calls raise CacheError; ``close`` again does nothing.
         """
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._idle.wait_for(lambda: not self._calls)
-            with suppress(OSError):  # the order since the last save is lost, and no block
-                self._make_void(list(self._slots.all_stale()))
-                self._file.save_order(self._sequence, self._slots.by_use())
-            self._file.close()
+        if self._calls.close():
+            with self._lock:
+                with suppress(OSError):  # the order since the last save is lost, and no block
+                    self._make_void(list(self._slots.all_stale()))
+                    self._file.save_order(self._sequence, self._slots.by_use())
+                self._file.close()
 
     def check(self) -> None:
         """Check all invariants of slots and blocks in memory. O(slots).
@@ -369,42 +362,3 @@ class DiskStore:
         stale = self._slots.stale(places)
         self._file.make_void(stale)
         self._slots.cleared(stale)
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """Keep the files open during a call."""
-        with self._lock:
-            if self._is_closed:
-                raise CacheError(f"the store in {self.path} is closed: open it again")
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls -= 1
-                if not self._calls:
-                    self._idle.notify_all()
-
-
-def _check_keys(keys: Sequence[bytes]) -> None:
-    """Raise ConfigError unless all ``keys`` are bytes of a length that a record holds."""
-    for key in keys:
-        if not isinstance(key, bytes) or not 1 <= len(key) <= MOST_KEY_BYTES:
-            raise ConfigError(f"a key must be bytes, 1 to {MOST_KEY_BYTES} of them, got {shown(key)}: hash it")
-
-
-def _checked(keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[memoryview]:
-    """Return ``blocks`` as bytes. ConfigError unless there is one for each of ``keys``."""
-    if len(keys) != len(blocks):
-        raise ConfigError(f"{len(keys)} keys came with {len(blocks)} blocks: give one block for each key")
-    _check_keys(keys)
-    buffers = list[memoryview]()
-    for block in blocks:
-        try:
-            buffer = memoryview(block).cast("B")
-        except TypeError as error:
-            raise ConfigError(f"each block must be a contiguous buffer, got {shown(block)} ({error})") from error
-        if not len(buffer):
-            raise ConfigError("a block must have at least 1 byte, got 0")
-        buffers.append(buffer)
-    return buffers

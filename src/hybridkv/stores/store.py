@@ -14,6 +14,17 @@ from typing import Final, Protocol
 
 MOST_KEY_BYTES: Final = 64
 """Longest key that every store takes."""
+MOST_PIECE_BYTES: Final = 8 << 20
+"""Longest block that every store takes; a longer one is put in pieces."""
+
+
+def pieces_of(size: int) -> list[int]:
+    """Return the sizes of the pieces of a block.
+
+    Args:
+        size: Bytes of the block.
+    """
+    return [min(MOST_PIECE_BYTES, size - first) for first in range(0, size, MOST_PIECE_BYTES)]
 
 
 class BlockStore(Protocol):

@@ -1,18 +1,25 @@
-"""Diagnose a plan, a trace in a given memory, or a running server: problems and remedies (docs/doctor.md).
-
-Each check returns a figure and, if it finds a problem, a finding. The checks of a plan need no trace: where hits may
-end, the bytes of states, how many states fit, and whether windows are kept as windows. For a trace, the doctor replays
-the trace and then each remedy, which proves the remedy. For a server, it reads only the metrics.
-"""
+"""Checks of a plan, and of a trace in a given memory, with replays of each remedy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from hybridkv.cache import MissReason
+from hybridkv.doctor.findings import (
+    BLOCKS,
+    LITTLE,
+    MANY,
+    SALTS,
+    STATES_FIT,
+    STATES_READ,
+    WINDOWS,
+    Diagnosis,
+    Finding,
+    Proof,
+    fine,
+)
 from hybridkv.planner import Plan
 from hybridkv.planner import plan as make_plan
 from hybridkv.planner.config import blocks_needed, copies_that_fit
@@ -30,81 +37,6 @@ from hybridkv.simulator.described import Prefixes
 from hybridkv.simulator.hardware import room_for_cache
 from hybridkv.specs import Keeps
 from hybridkv.units import MiB, format_bytes, format_count
-
-BLOCKS: Final = "blocks_and_prefixes"
-STATES_READ: Final = "states_read_again"
-WINDOWS: Final = "windows"
-STATES_FIT: Final = "states_and_requests"
-SALTS: Final = "salts"
-FOUND: Final = "found"
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """The effect of a remedy, from a replay or a plan.
-
-    Attributes:
-        change: the remedy, for example ``with --layout natural``.
-        figure: name and unit of the compared quantity.
-        before: its value without the remedy.
-        after: its value with the remedy.
-    """
-
-    change: str
-    figure: str
-    before: float
-    after: float
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check.
-
-    Attributes:
-        name: name of the check.
-        said: the problem in one sentence; empty if nothing is wrong.
-        figure: the measured quantity, in words.
-        remedy: how to fix the problem; empty if nothing is wrong.
-        proof: the effect of the remedy; ``None`` if it was not tried.
-    """
-
-    name: str
-    said: str
-    figure: str
-    remedy: str
-    proof: Proof | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """The results of all checks.
-
-    Attributes:
-        subject: the checked plan, trace or server, in words.
-        findings: the problems.
-        figures: the figure of each check by its name; checks that were not possible are absent.
-    """
-
-    subject: str
-    findings: tuple[Finding, ...]
-    figures: Mapping[str, str]
-
-    @classmethod
-    def of(cls, subject: str, looks: Iterable[Finding]) -> Diagnosis:
-        """Collect the results of checks.
-
-        Args:
-            subject: the checked plan, trace or server, in words.
-            looks: the results; they count as problems if ``said`` is not empty.
-        """
-        every = list(looks)
-        return cls(subject, tuple(one for one in every if one.said), {one.name: one.figure for one in every})
-
-
-def _fine(name: str, figure: str) -> Finding:
-    """Return the result of a check that found no problem."""
-    return Finding(name, "", figure, "")
-
 
 _LONG_INTERVAL: Final = 256
 """Tokens between two possible ends of a hit that exceed many shared prefixes; chosen by hand."""
@@ -212,10 +144,10 @@ def _hit_boundaries(plan: Plan) -> Finding:
     """Check the tokens between two positions where hits may end."""
     interval = hit_interval(plan)
     if interval == 1:
-        return _fine(BLOCKS, "hits end at any token")
+        return fine(BLOCKS, "hits end at any token")
     figure = f"hits end at multiples of {format_count(interval)} tokens"
     if interval < _LONG_INTERVAL:
-        return _fine(BLOCKS, figure)
+        return fine(BLOCKS, figure)
     said = (
         f"Prompts that share fewer than {format_count(interval)} tokens get no hit; other hits lose up to as many "
         "tokens."
@@ -233,7 +165,7 @@ def _weight(plan: Plan) -> Finding:
     figure = f"placement {placement}; a state of all layers weighs as much as {format_count(worth)} tokens"
     kind, _, number = placement.partition(":")
     if kind != "interval" or worth <= _HEAVY * int(number):
-        return _fine(STATES_READ, figure)
+        return fine(STATES_READ, figure)
     said = (
         f"States every {number} tokens take {worth / int(number):.0f} times the memory of the tokens between them, and "
         "most are never read again."
@@ -246,7 +178,7 @@ def _plan_room(plan: Plan, max_running: int) -> Finding:
     fit = states_that_fit(plan)
     figure = f"room for the states of {format_count(fit)} requests, {format_count(max_running)} may run"
     if fit >= max_running:
-        return _fine(STATES_FIT, figure)
+        return fine(STATES_FIT, figure)
     said = (
         "Memory holds states for fewer requests than may run: requests wait for memory, and no state is kept for hits."
     )
@@ -257,24 +189,20 @@ def _plan_room(plan: Plan, max_running: int) -> Finding:
 def _windows(plan: Plan) -> Finding:
     """Check whether a plan that keeps windows as windows holds more requests."""
     if not windows_are_full(plan):
-        return _fine(WINDOWS, "windows are kept as windows")
+        return fine(WINDOWS, "windows are kept as windows")
     other = planned_again(plan, windows_as_full=False)
     before, after = plan.capacity.concurrency, other.capacity.concurrency
     longest = f"requests of {format_count(plan.max_model_len)} tokens"
     figure = f"{before:.2f} {longest} fit, {after:.2f} with windows"
     if after <= before:  # no request is longer than a window
-        return _fine(WINDOWS, figure)
+        return fine(WINDOWS, figure)
     said = "Layers that read only a window keep every token."
     proof = Proof("the plan without --windows-as-full", f"{longest} that fit", round(before, 2), round(after, 2))
     return Finding(WINDOWS, said, figure, "plan without --windows-as-full", proof)
 
 
-_LITTLE: Final = 0.01
-"""Smaller shares of the prompt tokens are not reported; chosen by hand, as the three limits below."""
 _HALF: Final = 0.5
-"""Share of the possible hits below which blocks or salts are a problem."""
-_MANY: Final = 100
-"""Fewer states do not show whether states are read again."""
+"""Share of the possible hits below which blocks or salts are a problem; chosen by hand, as the limit below."""
 _UNREAD: Final = 0.05
 """Share of states that are read again, below which states are a problem."""
 _SALTED: Final = "openai"
@@ -357,7 +285,7 @@ class _Case:
         """Yield the result of each check. A trace of lengths only has no checks that depend on hits."""
         keeps_states = any(group.spec.keeps is Keeps.STATE for group in self.plan.config.groups)
         if not self.summary.tokens_known:
-            yield _fine(BLOCKS, "unknown: the trace holds only lengths")
+            yield fine(BLOCKS, "unknown: the trace holds only lengths")
             if keeps_states:
                 yield self._states_fit(ran)
             return
@@ -379,8 +307,8 @@ class _Case:
         figure = f"{possible / prompts:.2%} of the prompt tokens are shared with an earlier prompt"
         if interval > 1:
             figure += f", {reached / prompts:.2%} up to multiples of {format_count(interval)} tokens, where hits end"
-        if possible < _LITTLE * prompts or reached >= _HALF * possible:
-            return _fine(BLOCKS, figure)
+        if possible < LITTLE * prompts or reached >= _HALF * possible:
+            return fine(BLOCKS, figure)
         said = "Blocks are larger than most shared prefixes, which therefore cannot be hit."
         remedy = "--layout natural, where hits end at any token"
         proof = self._hits("with --layout natural", ran, layout=NATURAL)
@@ -394,8 +322,8 @@ class _Case:
             f"{shared / prompts:.2%} of the prompt tokens are shared with an earlier prompt of the same salt, "
             f"{possible / prompts:.2%} with one of any salt"
         )
-        if possible < _LITTLE * prompts or shared >= _HALF * possible:
-            return _fine(SALTS, figure)
+        if possible < LITTLE * prompts or shared >= _HALF * possible:
+            return fine(SALTS, figure)
         said = "Prompts with a common prefix have different salts, so they share no blocks."
         change = "one salt for all requests that may share, such as those of a tenant, instead of one for each request"
         self.on_replay("with one salt")
@@ -411,8 +339,8 @@ class _Case:
         placement = self.settings.placement or self.plan.placement
         figure = f"placement {placement}: {format_count(kept)} states kept, {format_count(read)} read again"
         lost = max(one.evictions for one in ran.report.groups)
-        if kept < _MANY or read >= _UNREAD * kept or not lost or placement == NO_STATES:
-            return _fine(STATES_READ, figure)
+        if kept < MANY or read >= _UNREAD * kept or not lost or placement == NO_STATES:
+            return fine(STATES_READ, figure)
         for remedy, changed in (
             ("--placement ends", {"placement": "ends", "layout": NATURAL}),
             ("--placement none", {"placement": NO_STATES}),
@@ -423,14 +351,14 @@ class _Case:
             if proof.after >= proof.before:
                 said = "States that are never read again take the memory of tokens and other states."
                 return Finding(STATES_READ, said, figure, remedy, proof)
-        return _fine(STATES_READ, figure)
+        return fine(STATES_READ, figure)
 
     def _states_fit(self, ran: _Ran) -> Finding:
         """Check whether the memory holds a state for each request that could run."""
         fit, wanted = states_that_fit(self.plan), min(ran.most_at_once, self.settings.max_running)
         figure = f"room for the states of {format_count(fit)} requests, {format_count(wanted)} could run at once"
         if fit >= wanted:
-            return _fine(STATES_FIT, figure)
+            return fine(STATES_FIT, figure)
         memory = self.plan.memory_bytes * (2 * wanted // max(fit, 1) + 1)
         said = "Memory holds states for fewer requests than could run: requests wait, and no state is kept for hits."
         hardware = self.settings.hardware
@@ -451,12 +379,12 @@ class _Case:
     def _windows(self, ran: _Ran) -> Finding:
         """Check whether windows that are kept as windows raise the hit rate."""
         if not windows_are_full(self.plan):
-            return _fine(WINDOWS, "windows are kept as windows")
+            return fine(WINDOWS, "windows are kept as windows")
         figure = f"all layers keep every token; at most {ran.report.peak_usage:.1%} of the memory was held by requests"
         said = "Layers that read only a window keep every token."
         proof = self._hits("without --windows-as-full", ran, windows_as_full=False)
         if proof.after <= proof.before:  # memory is not the bottleneck
-            return _fine(WINDOWS, figure)
+            return fine(WINDOWS, figure)
         return Finding(WINDOWS, said, figure, "plan without --windows-as-full", proof)
 
     def _hits(self, change: str, ran: _Ran, **planned: Any) -> Proof:  # noqa: ANN401 - arguments of planned_again
@@ -482,117 +410,3 @@ def _shared(source: RequestSource) -> list[int]:
     """Return the tokens of each prompt's longest prefix that an earlier request had."""
     prefixes = Prefixes()
     return [prefixes.shared_tokens(request) for request in source]
-
-
-_MUCH: Final = 0.1
-"""Share of the prompt tokens from which a reason of misses is a problem; chosen by hand, as the limits below."""
-_NEVER_HIT: Final = 0.9
-"""Share of the evicted resume points that were never hit, from which they are a problem."""
-_FEW_HITS: Final = 0.05
-"""Hits per stored resume point, below which resume points are a problem."""
-_ENOUGH_TOKENS: Final = 10_000
-"""Fewer prompt tokens do not show whether the cache is hit."""
-
-
-class Figures(Protocol):
-    """The metrics of a server at one moment. Names have no prefix."""
-
-    def of(self, name: str, **labels: str) -> float | None:
-        """Return the sum of the samples of a metric, or ``None`` without a sample.
-
-        Args:
-            name: name of the metric.
-            labels: values of labels that a sample must have.
-        """
-
-    def by(self, name: str, label: str) -> Mapping[str, float]:
-        """Return the sum of the samples of a metric for each value of a label.
-
-        Args:
-            name: name of the metric.
-            label: name of the label.
-        """
-
-
-def examine_server(subject: str, now: Figures) -> Diagnosis:
-    """Check the metrics of a server.
-
-    Args:
-        subject: name of the server.
-        now: its metrics.
-    """
-    looks = (_found(now), *_reasons(now), _ends(now), _server_room(now))
-    return Diagnosis.of(subject, (one for one in looks if one is not None))
-
-
-def _found(now: Figures) -> Finding | None:
-    """Check whether any prompt hits the cache."""
-    asked, found = now.of("prefix_cache_queries_total"), now.of("prefix_cache_hits_total")
-    if not asked or found is None:
-        return None
-    figure = f"hit rate {found / asked:.2%} of {format_count(int(asked))} prompt tokens"
-    if found or asked < _ENOUGH_TOKENS:
-        return _fine(FOUND, figure)
-    why = (
-        "start it with --explain to see the reasons; hybridkv doctor TRACE shows the possible hit rate of its traffic"
-        if now.of("prompt_tokens_missed_total") is None
-        else "see the reasons below"
-    )
-    return Finding(FOUND, "No prompt has ever hit the cache.", figure, why)
-
-
-def _reasons(now: Figures) -> Iterator[Finding]:
-    """Yield the check of each reason of misses, if the server explains misses."""
-    missed, prompts = now.by("prompt_tokens_missed_total", "reason"), now.of("prefix_cache_queries_total")
-    if not missed or not prompts:
-        return
-    for name, reason, said, remedy in (
-        (
-            BLOCKS,
-            MissReason.BLOCK_EDGE,
-            "Hits end at block boundaries, and many shared tokens follow the last boundary.",
-            "plan with --layout natural, or a smaller --block-size",
-        ),
-        (
-            SALTS,
-            MissReason.OTHER_SALT,
-            "Prompts with a common prefix have different salts, so they share no blocks.",
-            "one salt for all requests that may share, such as those of a tenant, instead of one for each request",
-        ),
-    ):
-        tokens = missed.get(reason, 0.0)
-        figure = f"{tokens / prompts:.2%} of the prompt tokens missed for {reason.value.replace('_', ' ')}"
-        yield Finding(name, said, figure, remedy) if tokens >= _MUCH * prompts else _fine(name, figure)
-
-
-def _ends(now: Figures) -> Finding | None:
-    """Check whether resume points are hit."""
-    made, hits = now.of("kv_ends_stored_total"), now.of("kv_end_hits_total")
-    gone, unused = now.of("kv_ends_evicted_total"), now.of("kv_ends_evicted_unused_total")
-    if made is None or hits is None or gone is None or unused is None:
-        return None
-    figure = f"{format_count(int(made))} resume points stored, {format_count(int(hits))} hits of them"
-    if gone:
-        figure += f"; {unused / gone:.2%} of the evicted ones were never hit"
-    if gone < _MANY or unused < _NEVER_HIT * gone or hits >= _FEW_HITS * made:
-        return _fine(STATES_READ, figure)
-    said = "States and blocks are kept for prompts that never come back."
-    remedy = "--placement ends if an interval is set; otherwise prompts share little, or memory is too small"
-    return Finding(STATES_READ, said, figure, remedy)
-
-
-def _server_room(now: Figures) -> Finding | None:
-    """Check whether the memory has states for hits while requests wait for memory."""
-    held = now.of("kv_group_blocks", kind="state", state="held")
-    free = now.of("kv_group_blocks", kind="state", state="evictable")
-    if held is None or free is None:
-        return None
-    waits = now.of("num_requests_waiting_by_reason", reason="no_space") or 0.0
-    figure = (
-        f"{format_count(int(held))} blocks of states held by requests, {format_count(int(free))} kept for hits, "
-        f"{format_count(int(waits))} requests wait for memory"
-    )
-    if free or not (waits and held):
-        return _fine(STATES_FIT, figure)
-    said = "Memory holds states for fewer requests than could run: no state is kept for hits."
-    return Finding(STATES_FIT, said, figure, "more memory, or fewer requests at once (--max-running)")

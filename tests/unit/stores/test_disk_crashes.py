@@ -29,7 +29,7 @@ from disk_blocks import (
     require_whole,
 )
 from how_much import how_many
-from hybridkv.tiers import DiskStore
+from hybridkv.stores import DiskStore
 
 ROOMY, SMALL = 1 << 22, 1 << 18
 """Bytes of a store that holds all blocks, and of one that must evict."""

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hybridkv.errors import ConfigError
-from hybridkv.tiers.disk_slots import (
+from hybridkv.stores.disk_slots import (
     ORDER_ENTRY_BYTES,
     ORDER_HEAD_BYTES,
     PAGE,

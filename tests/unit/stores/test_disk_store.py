@@ -15,7 +15,7 @@ import pytest
 from disk_blocks import IDENTITY, KEYS, SIZES, State, abandon, applied, calls, content, do, get, open_store, put
 from how_much import how_many
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.tiers import BlockStore, DiskStore, disk_file
+from hybridkv.stores import BlockStore, DiskStore, disk_file
 
 
 def views(buffers: list[bytearray]) -> list[memoryview]:

@@ -1,0 +1,158 @@
+"""The tiers behind a server's cache, for metrics and the page: one TierSnapshot for each, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client.core import Metric
+
+from hybridkv.cache import KVCacheManager, Medium, TimeCounts
+from hybridkv.runner.engine import Engine
+from hybridkv.serve.families import Families
+from hybridkv.specs import Keeps
+from hybridkv.tiers import TRANSFER_EDGES_S, Direction, HostTierStatistics
+
+PARTIAL: Final = "partial"
+_DEVICE: Final = "device"
+_SOURCES: Final = {Medium.CPU: "host"}
+"""What vLLM calls the source of hit tokens, by medium."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSnapshot:
+    """A tier at one moment.
+
+    Attributes:
+        name: the medium of its blocks.
+        counts: its counts.
+        times: how long transfers took, by direction and by whether they arrived.
+        capacity_bytes: bytes of its memory.
+        cached_bytes: bytes of cached blocks by kind: tokens, window, state, or partial for blocks of tokens or of a
+            window that end inside a block.
+    """
+
+    name: Medium
+    counts: HostTierStatistics
+    times: Mapping[tuple[Direction, bool], TimeCounts]
+    capacity_bytes: int
+    cached_bytes: Mapping[str, int]
+
+    @property
+    def usage(self) -> float:
+        """The share of its memory that cached blocks fill, 0 to 1."""
+        return sum(self.cached_bytes.values()) / self.capacity_bytes
+
+    def in_sample(self) -> list[object]:
+        """Return the fields that the page shows: name, bytes, bytes by kind, hit tokens, bytes up and down, counts.
+
+        The counts are loads and stores under way, loads and stores without room, and lost transfers.
+        """
+        now = self.counts
+        under_way = (now.loading, now.in_flight - now.loading + now.stores_waiting)
+        moved = (now.hit_tokens, now.loaded_bytes, now.stored_bytes)
+        troubles = (now.loads_refused, now.stores_refused, now.lost)
+        return [self.name, self.capacity_bytes, dict(self.cached_bytes), *moved, *under_way, *troubles]
+
+
+def tiers_of(engine: Engine) -> tuple[TierSnapshot, ...]:
+    """Read the tiers of ``engine``, in its own thread. O(blocks of the tiers).
+
+    Args:
+        engine: the engine.
+    """
+    tier = engine.tier
+    if tier is None:
+        return ()
+    times = {(to, done): tier.times.of(to, arrived=done) for to in Direction for done in (True, False)}
+    memory = tier.host.config.arena_bytes
+    return (TierSnapshot(Medium.CPU, tier.statistics(), times, memory, _cached_bytes(tier.host)),)
+
+
+def _cached_bytes(cache: KVCacheManager) -> dict[str, int]:
+    """Return the bytes of cached blocks by kind."""
+    config, found = cache.config, dict[str, int]()
+    for number, (group, counts) in enumerate(zip(config.groups, cache.statistics().groups, strict=True)):
+        size, kind = config.block_bytes_of(number), group.spec.keeps
+        partial = counts.partial_blocks if kind in {Keeps.TOKENS, Keeps.WINDOW} else 0
+        for name, blocks in ((str(kind), counts.cached_blocks - partial), (PARTIAL, partial)):
+            found[name] = found.get(name, 0) + size * blocks
+    return found
+
+
+def cached_by_source(made: Families, hit_tokens: int, tiers: Sequence[TierSnapshot]) -> Metric:
+    """Return the prompt tokens found in the cache, by the memory that they came from.
+
+    Args:
+        made: makes the family.
+        hit_tokens: prompt tokens of admitted requests that hit the cache.
+        tiers: the tiers.
+    """
+    below = {_SOURCES[one.name]: one.counts.hit_tokens for one in tiers}
+    samples = [((_DEVICE,), hit_tokens - sum(below.values())), *(((name,), count) for name, count in below.items())]
+    said = "Prompt tokens of admitted requests that hit the cache, by the memory that had them."
+    return made.counter("prompt_tokens_cached_by_source", said, samples, "source")
+
+
+def tier_families(made: Families, tiers: Sequence[TierSnapshot]) -> Iterator[Metric]:
+    """Yield the families of ``tiers``, under vLLM's names for tiers of offloaded blocks.
+
+    Args:
+        made: makes families.
+        tiers: the tiers.
+    """
+    counts = [(one.name, one.counts) for one in tiers]
+    for name, said, values in (
+        ("read_bytes", "Bytes that came up from the tier.", [one.loaded_bytes for _, one in counts]),
+        ("write_bytes", "Bytes that went down to the tier.", [one.stored_bytes for _, one in counts]),
+        ("hit_tokens", "Prompt tokens that came up and were hit.", [one.hit_tokens for _, one in counts]),
+        ("loaded_tokens", "Tokens that came up from the tier.", [one.loaded_tokens for _, one in counts]),
+        ("promotion_jobs", "Prefixes that came up from the tier.", [one.loads for _, one in counts]),
+        ("cascade_jobs", "Resume points that went down to the tier.", [one.stores for _, one in counts]),
+        ("promotion_job_failures", "Loads that failed.", [one.loads_lost for _, one in counts]),
+        ("cascade_job_failures", "Stores that failed.", [one.lost - one.loads_lost for _, one in counts]),
+        (
+            "promotion_allocation_failures",
+            "Attempts to load for which the device had no room.",
+            [one.loads_refused for _, one in counts],
+        ),
+        (
+            "backpressure_stores_dropped",
+            "Stores for which the tier had no room.",
+            [one.stores_refused for _, one in counts],
+        ),
+    ):
+        samples = [((tier,), value) for (tier, _), value in zip(counts, values, strict=True)]
+        yield made.counter(f"kv_offload_tiering_{name}", said, samples, "tier")
+    for name, said, shares in (
+        ("active_promotion_jobs", "Loads that are on their way.", [one.counts.loading for one in tiers]),
+        (
+            "active_cascade_jobs",
+            "Stores that are on their way.",
+            [one.counts.in_flight - one.counts.loading for one in tiers],
+        ),
+        (
+            "waiting_cascade_jobs",
+            "Stores that wait for a transfer of their prefix.",
+            [one.counts.stores_waiting for one in tiers],
+        ),
+        ("capacity_bytes", "Bytes of the tier.", [one.capacity_bytes for one in tiers]),
+        ("usage_perc", "Share of the tier that cached blocks fill, 0 to 1.", [one.usage for one in tiers]),
+    ):
+        gauges = [((one.name,), float(share)) for one, share in zip(tiers, shares, strict=True)]
+        yield made.gauge(f"kv_offload_tiering_{name}", said, gauges, "tier")
+    filled = [((one.name, kind), size) for one in tiers for kind, size in one.cached_bytes.items()]
+    yield made.gauge("kv_offload_tiering_cached_bytes", "Bytes of cached blocks, by kind.", filled, "tier", "kind")
+    for direction, said in (
+        (Direction.UP, "Time of a load, from the step that begins it to the result that reports it."),
+        (Direction.DOWN, "Time of a store, from the step that begins it to the result that reports it."),
+    ):
+        times = [
+            ((one.name, "success" if arrived else "failure"), one.times[direction, arrived])
+            for one in tiers
+            for arrived in (True, False)
+        ]
+        found = [(labels, of.counts, of.sum_s) for labels, of in times]
+        name = f"kv_offload_tiering_{direction}_latency_seconds"
+        yield made.histogram(name, said, TRANSFER_EDGES_S, found, "tier", "result")

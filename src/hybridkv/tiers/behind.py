@@ -1,0 +1,236 @@
+"""The store behind the host: resume points go there after the host got them, and come back before a request begins.
+
+    spill    a resume point arrived on the host: its blocks are locked, and written under their keys with the next Step
+    fetch    the store has more of a prompt than the host: a carrier takes blocks on the host, and they are read
+
+Neither holds up a step: the worker reads and writes the store beside the forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache import BlockLock, KVCacheManager
+from hybridkv.request import Request
+from hybridkv.step import StoreTransfer
+from hybridkv.tiers.carriers import NO_COLUMNS, Carried, Carriers, Wanted, Way
+from hybridkv.tiers.limits import TierLimits
+from hybridkv.tiers.lookups import MOST_REMEMBERED, StoreLookups
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spill:
+    """A resume point that goes to the store.
+
+    Attributes:
+        lock: Keeps its blocks on the host in place.
+        transfer: Its blocks and their keys.
+        num_bytes: Bytes of the blocks.
+        step: The Step that began it; ``None`` before.
+    """
+
+    lock: BlockLock
+    transfer: StoreTransfer
+    num_bytes: int
+    step: int | None = None
+
+
+class StoreBehind:
+    """Spills and fetches.
+
+    Args:
+        host: The manager of host memory.
+        lookups: Finds prefixes in the store.
+        carriers: Carries prefixes to the host.
+        limits: Bounds of transfers.
+        counts: Gets what happened.
+    """
+
+    def __init__(
+        self, host: KVCacheManager, lookups: StoreLookups, carriers: Carriers, limits: TierLimits, counts: Counter[str]
+    ) -> None:
+        self._host = host
+        self._lookups = lookups
+        self._carriers = carriers
+        self._limits = limits
+        self._counts = counts
+        self._num_groups = len(host.config.groups)
+        self._spills: dict[int, _Spill] = {}
+        self._fetches = list[StoreTransfer]()
+        self._gave_up: dict[str, bool] = {}  # by id of a waiting request whose fetch began: whether it took too long
+
+    @property
+    def num_spills(self) -> int:
+        """Spills that have not ended."""
+        return len(self._spills)
+
+    @property
+    def num_pending(self) -> int:
+        """Look-ups that have not ended."""
+        return self._lookups.num_pending
+
+    def rest(self) -> None:
+        """Wait until a look-up ends, if there is one: at most 10 ms."""
+        self._lookups.rest()
+
+    def renew(self) -> None:
+        """Find nothing again that is in the store now."""
+        self._lookups.renew()
+
+    def forget(self, request: Request) -> None:
+        """Note that a request waits no longer.
+
+        Args:
+            request: The request.
+        """
+        self._lookups.forget(request.request_id)
+        self._gave_up.pop(request.request_id, None)
+
+    # -- fetches
+
+    def waits(self, request: Request, least: int, *, may_begin: bool) -> bool:
+        """Return whether a request waits for a look-up or a fetch, and begin a fetch that is worth it.
+
+        Args:
+            request: A waiting request.
+            least: Tokens of its longest prefix on the device or the host.
+            may_begin: The step may begin a fetch. One that has begun loads may not: a fetch takes blocks on the host,
+                perhaps those that the loads have yet to read.
+        """
+        if not request.reads_prefix_cache or request.num_tokens - 1 - least < self._limits.least_tokens:
+            return False
+        tokens = 0 if self._gave_up.get(request.request_id) else self._lookups.ask(request, least, self._carriers.now)
+        if tokens is None:
+            return True
+        if tokens - least < self._limits.least_tokens:
+            return False
+        coming = self._carriers.on_its_way(request, Way.FETCH, least, request.num_tokens)
+        if coming is None:
+            return self._waits_for_new(request, tokens, may_begin=may_begin)
+        late = self._carriers.is_late(coming)
+        if late:
+            self._remember(request, gave_up=True)
+            self._counts["late"] += 1
+        return not late
+
+    def _waits_for_new(self, request: Request, tokens: int, *, may_begin: bool) -> bool:
+        """Return whether a request waits for a fetch that begins now or soon."""
+        if request.request_id in self._gave_up:  # its fetch is over, and brought too little
+            return False
+        if not may_begin or self._carriers.count(Way.FETCH) == self._limits.max_fetches:
+            return True  # the next step may; one of the fetches ends, and gives its place
+        self._remember(request, gave_up=False)
+        return self._fetch(request, tokens)
+
+    def _remember(self, request: Request, *, gave_up: bool) -> None:
+        if len(self._gave_up) >= MOST_REMEMBERED:
+            del self._gave_up[next(iter(self._gave_up))]
+        self._gave_up[request.request_id] = gave_up
+
+    def _fetch(self, request: Request, tokens: int) -> bool:
+        """Begin to fetch a prefix; return whether the host has room for it, and it is faster than computing it."""
+        carrier = request.prefix(f"fetch {self._carriers.number()}", tokens + 1)
+        carrier.first_hit_tokens = 0  # the request itself is counted when it begins
+        had = self._host.find_hit(carrier)
+        if had.tokens >= tokens:
+            return False
+        columns = self._needed(tokens)
+        for group, ids in enumerate(self._host.engine.blocks_of(had).ids):
+            columns[group] = np.setdiff1d(columns[group], np.flatnonzero(ids).astype(np.int32))
+        if not self._limits.is_faster(tokens - had.tokens, self._carriers.bytes_of(columns), fetched=True):
+            return False
+        begun = self._carriers.begin(Way.FETCH, Wanted(self._host, carrier, tokens, had), columns, request.request_id)
+        if begun is None:
+            self._counts["fetches_refused"] += 1
+            return False
+        number, held = begun
+        self._fetches.append(StoreTransfer(number, *self._named(carrier, tokens, held, columns)))
+        return True
+
+    # -- spills
+
+    def spill(self, one: Carried) -> None:
+        """Queue the blocks of a prefix that arrived on the host.
+
+        Args:
+            one: The prefix; its carrier holds the blocks.
+        """
+        if len(self._spills) >= self._limits.max_spills:
+            self._counts["spills_dropped"] += 1
+            return
+        _, carrier, tokens, _ = one.wanted
+        columns, held = self._needed(tokens), self._host.get_blocks(carrier.request_id).ids
+        number, mark = self._carriers.number(), self._lookups.prefixes.mark(carrier, tokens)
+        transfer = StoreTransfer(number, *self._named(carrier, tokens, held, columns), *mark)
+        lock = self._host.engine.lock(carrier)
+        self._spills[number] = _Spill(lock, transfer, self._carriers.bytes_of(columns))
+
+    def begun(self, number: int) -> bool:
+        """Return whether a number is that of a spill that a Step began.
+
+        Args:
+            number: The number of a transfer.
+        """
+        return number in self._spills and self._spills[number].step is not None
+
+    def end(self, number: int, *, arrived: bool) -> None:
+        """Unlock the blocks of a spill.
+
+        Args:
+            number: Its number.
+            arrived: Its blocks are in the store.
+        """
+        one = self._spills.pop(number)
+        self._host.engine.unlock(one.lock)
+        if arrived:
+            self._counts.update(spills=1, spilled_bytes=one.num_bytes)
+        else:
+            self._counts["spills_lost"] += 1
+
+    def fail(self, first_step: int) -> list[int]:
+        """End the spills of steps that failed, and return their numbers.
+
+        Args:
+            first_step: This step and all later ones failed.
+        """
+        failed = [n for n, one in self._spills.items() if one.step is not None and one.step >= first_step]
+        for number in failed:
+            self.end(number, arrived=False)
+        return failed
+
+    def take(self) -> tuple[tuple[StoreTransfer, ...], tuple[StoreTransfer, ...]]:
+        """Return the spills and fetches of the step that is being made."""
+        spills = [number for number, one in self._spills.items() if one.step is None]
+        for number in spills:
+            self._spills[number] = replace(self._spills[number], step=self._carriers.step)
+        fetches, self._fetches = tuple(self._fetches), []
+        return tuple(self._spills[number].transfer for number in spills), fetches
+
+    # -- blocks and keys
+
+    def _needed(self, tokens: int) -> list[Int32]:
+        """Return the columns that a request needs to resume after ``tokens`` tokens, by group."""
+        columns = [NO_COLUMNS] * self._num_groups
+        for part in self._lookups.prefixes.parts:
+            columns[part.group] = np.array(part.columns(tokens), np.int32)
+        return columns
+
+    def _named(
+        self, carrier: Request, tokens: int, held: Sequence[Int32], columns: Sequence[Int32]
+    ) -> tuple[Int32, Int32, tuple[bytes, ...]]:
+        """Return group, block and key of ``columns`` of ``held``. Null columns are left out."""
+        groups, blocks, keys = [NO_COLUMNS], [NO_COLUMNS], list[bytes]()
+        for part in self._lookups.prefixes.parts:
+            ids, at = held[part.group], columns[part.group]
+            at = at[ids[at] != 0]
+            blocks.append(self._host.block_pool.local(part.group, ids[at]).astype(np.int32))
+            groups.append(np.full(len(at), part.group, np.int32))
+            keys += self._lookups.prefixes.keys(carrier, tokens, part, at.tolist())
+        return np.concatenate(groups), np.concatenate(blocks), tuple(keys)

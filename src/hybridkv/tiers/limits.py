@@ -1,0 +1,63 @@
+"""Bounds of a host tier and of the store behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from hybridkv.arguments import check_types, integer, or_none, real
+from hybridkv.errors import ConfigError
+from hybridkv.units import MOST_COUNT
+
+
+def _rate(name: str, value: object) -> object:
+    if real(name, value) <= 0:
+        raise ConfigError(f"{name} must be above 0, got {value}: leave it out if it is unknown")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """Bounds of a host tier.
+
+    Attributes:
+        max_loads: Loads at once. Each holds a row of the device's manager, beside those of running requests.
+        least_tokens: Fewest tokens that are worth a load.
+        max_fetches: Fetches from the store at once.
+        max_spills: Spills to the store at once. A resume point that finds no room among them is not spilled. So a slow
+            store gets fewer.
+        patience_s: Seconds after which a request no longer waits for a transfer.
+        load_bytes_per_s: Bytes per second from the host to the device; ``None`` if unknown.
+        fetch_bytes_per_s: Bytes per second from the store to the host; ``None`` if unknown.
+        tokens_per_s: Tokens per second that the device computes of a prompt; ``None`` if unknown. If both rates are
+            known, a prefix is loaded only where that is faster than computing it.
+
+    Raises:
+        ConfigError: A value is out of range or has another type. The error names the field.
+    """
+
+    max_loads: Annotated[int, partial(integer, least=1, most=1 << 10)] = 8
+    least_tokens: Annotated[int, partial(integer, least=1, most=MOST_COUNT)] = 16
+    max_fetches: Annotated[int, partial(integer, least=1, most=1 << 10)] = 4
+    max_spills: Annotated[int, partial(integer, least=1, most=1 << 10)] = 16
+    patience_s: Annotated[float, _rate] = 10.0
+    load_bytes_per_s: Annotated[float | None, or_none(_rate)] = None
+    fetch_bytes_per_s: Annotated[float | None, or_none(_rate)] = None
+    tokens_per_s: Annotated[float | None, or_none(_rate)] = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    def is_faster(self, tokens: int, num_bytes: int, *, fetched: bool = False) -> bool:
+        """Return whether a load takes no longer than computing its tokens.
+
+        Args:
+            tokens: Tokens of the load.
+            num_bytes: Bytes of its copies.
+            fetched: They are fetched from the store before.
+        """
+        if self.tokens_per_s is None:
+            return True
+        rates = (self.load_bytes_per_s, self.fetch_bytes_per_s if fetched else None)
+        return sum(num_bytes / rate for rate in rates if rate is not None) <= tokens / self.tokens_per_s

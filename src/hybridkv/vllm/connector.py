@@ -1,0 +1,265 @@
+"""vLLM's connector to host memory and disks, for stock workers: ``"kv_connector_module_path": "hybridkv.vllm"``.
+
+    scheduler   TierRequests: which prefixes are looked for, loaded, stored -> TierWork on vLLM's SchedulerOutput
+    workers     TierWorker: look-ups and copies on threads -> answers with the step's output
+
+Design: docs/design/0042-vllm-tier-connector.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+import vllm
+from hybridkv.stores.prefetch import PrefixRules
+from hybridkv.vllm.scheduler import require_version
+from hybridkv.vllm.tier_options import TierOptions, identity_of, needs_of, refuse_tiers
+from hybridkv.vllm.tier_requests import TierRequests, TierWork
+from hybridkv.vllm.tier_worker import TierWorker
+
+
+@dataclass
+class Answers(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is not typed here
+    """The tokens that each rank found, by look-up."""
+
+    tokens: dict[int, list[int]]
+
+    def aggregate(self, other: Answers) -> Answers:
+        """Return the answers of both."""
+        numbers = {*self.tokens, *other.tokens}
+        return Answers({one: self.tokens.get(one, []) + other.tokens.get(one, []) for one in numbers})
+
+
+class TierStats(KVConnectorStats):  # type: ignore[misc] # as above
+    """Counts of an interval, summed over ranks."""
+
+    data: dict[str, float]
+
+    def reset(self) -> None:
+        """Forget the counts."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> TierStats:
+        """Add the counts of ``other``."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts for the log."""
+        return {name: round(count, 6) for name, count in self.data.items()}
+
+    def is_empty(self) -> bool:
+        """Return whether nothing was counted."""
+        return not self.data
+
+
+class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as above
+    """Keeps blocks of all kinds of groups in host memory and on a disk, and loads prefixes from there.
+
+    Args:
+        vllm_config: vLLM's config, with ``kv_connector_extra_config``: ``host_memory``, and ``disk`` with
+            ``disk_memory``, each for one rank.
+        role: scheduler or worker; vLLM makes one of each.
+        kv_cache_config: vLLM's cache.
+
+    Raises:
+        ConfigError: the version, a group or an option is not supported.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401 - vLLM's
+        require_version(vllm.__version__, "--kv-transfer-config")
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._options = TierOptions.of(self._kv_transfer_config.kv_connector_extra_config)
+        refuse_tiers(vllm_config, kv_cache_config, self._options)
+        self._rules = PrefixRules(
+            needs_of(kv_cache_config), *resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        )
+        self._cache_hit_source = CacheHitSource.HOST if self._options.disk is None else CacheHitSource.DISK
+        ranks = vllm_config.parallel_config.world_size
+        self._requests = TierRequests(self._rules, ranks, remembers=self._options.disk is not None)
+        self._worker: TierWorker | None = None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a block that is not stored is a miss later."""
+        return False
+
+    # -- the scheduler's
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401 - vLLM's
+        """Return the tokens that the tiers have beyond the device's, ``None`` while that is looked up.
+
+        Args:
+            request: vLLM's Request.
+            num_computed_tokens: tokens that the device has.
+        """
+        return self._requests.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401 - vLLM's
+        """Load the tokens into the request's blocks.
+
+        Args:
+            request: vLLM's Request.
+            blocks: vLLM's blocks of it.
+            num_external_tokens: tokens to load.
+        """
+        self._requests.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> TierWork:  # noqa: ANN401 - vLLM's
+        """Return the workers' part of a step.
+
+        Args:
+            scheduler_output: vLLM's SchedulerOutput.
+        """
+        return self._requests.work(scheduler_output, self._kv_cache_manager)
+
+    def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Note answers of workers, and loads that failed.
+
+        Args:
+            connector_output: vLLM's KVConnectorOutput, of all ranks.
+        """
+        if connector_output.kv_connector_worker_meta is not None:
+            self._requests.heard(connector_output.kv_connector_worker_meta.tokens)
+        self._requests.failed(connector_output.failed_recving or ())
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:  # noqa: ANN401 - vLLM's
+        """Forget a request. Its blocks may be freed at once: they are copied within steps.
+
+        Args:
+            request: vLLM's Request.
+            block_ids: not used.
+        """
+        del block_ids
+        self._requests.finished(request)
+        return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:  # noqa: ANN401 - vLLM's
+        """Forget a request, as ``request_finished``.
+
+        Args:
+            request: vLLM's Request.
+            block_ids: not used.
+        """
+        return self.request_finished(request, block_ids)
+
+    def reset_cache(self) -> bool:
+        """Find no stored block again, for example after new weights."""
+        self._requests.reset()
+        return True
+
+    # -- the worker's
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Open the stores for the worker's cache.
+
+        Args:
+            kv_caches: vLLM's tensors by layer; states are lists of tensors.
+        """
+        started, config = self._vllm_config, self._kv_cache_config
+        identity = identity_of(started, config, self._rules, (vllm.__version__, version("hybridkv")))
+        parallel = started.parallel_config
+        folder = f"replica-{parallel.data_parallel_rank}-rank-{parallel.rank}"
+        self._worker = TierWorker(
+            config,
+            kv_caches,
+            self._rules,
+            identity=identity,
+            limits=self._options.limits,
+            open_stores=partial(self._options.open_stores, folder, identity),
+        )
+
+    def bind_connector_metadata(self, connector_metadata: TierWork) -> None:
+        """Begin the look-ups of a step.
+
+        Args:
+            connector_metadata: the step.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Begin the loads of a step.
+
+        Args:
+            forward_context: not used.
+            **kwargs: not used.
+        """
+        del forward_context, kwargs
+        if self._worker is not None:
+            self._worker.load(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: no step waits for loads.
+
+        Args:
+            layer_name: not used.
+        """
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Do nothing: blocks are copied after the forward.
+
+        Args:
+            layer_name: not used.
+            kv_layer: not used.
+            attn_metadata: not used.
+            **kwargs: not used.
+        """
+
+    def wait_for_save(self) -> None:
+        """Copy the blocks to store."""
+        if self._worker is not None:
+            self._worker.store(self._get_connector_metadata())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose loads have ended or failed.
+
+        Args:
+            finished_req_ids: not used.
+        """
+        del finished_req_ids
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        done, failed = self._worker.loaded()
+        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> Answers | None:
+        """Return the answers to look-ups."""
+        answers = {} if self._worker is None else self._worker.answers()
+        return Answers({number: [tokens] for number, tokens in answers.items()}) if answers else None
+
+    def get_kv_connector_stats(self) -> TierStats | None:
+        """Return the worker's counts since the last call."""
+        counts = {} if self._worker is None else self._worker.take_counts()
+        return TierStats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStats:
+        """Return counts in vLLM's class.
+
+        Args:
+            data: counts by name.
+        """
+        return TierStats(data or {})
+
+    def shutdown(self) -> None:
+        """Wait for stores that have begun, and close the tiers."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()

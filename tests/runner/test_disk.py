@@ -1,0 +1,164 @@
+"""Engines with a disk behind their host memory: a second process resumes what the first one computed."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runner_support import REPRESENTATIVE, generated, greedy, loaded_model
+
+from hybridkv.errors import ConfigError
+from hybridkv.planner import Plan
+from hybridkv.runner import Engine, EngineOptions, LoadedModel, Stored, plan_for
+from hybridkv.stores import DiskFolder, StoreChoice, StoreUrl
+
+OUTPUT = 6
+OPTIONS = EngineOptions(max_running=2, self_check=False)
+
+
+def chats(count: int, seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    shared = [draw.randrange(3, 200) for _ in range(21)]
+    return [[*shared, *(draw.randrange(3, 200) for _ in range(draw.randint(25, 40)))] for _ in range(count)]
+
+
+def small_plan(loaded: LoadedModel, prompts: list[list[int]]) -> Plan:
+    longest = max(map(len, prompts)) + 3 * OUTPUT
+    return plan_for(loaded, [longest, longest], stored=Stored(), max_model_len=longest + 1)
+
+
+def served(
+    loaded: LoadedModel, plan: Plan, prompts: list[list[int]], disk: StoreChoice
+) -> tuple[list[list[int]], Engine]:
+    """Return the outputs of an engine in a process of its own, as far as its cache goes, and the closed engine."""
+    with Engine(loaded, plan, OPTIONS, host_memory="32MiB", store=disk) as engine:
+        made = [list(one.token_ids) for one in engine.generate(prompts, greedy(OUTPUT))]
+        engine.scheduler.check()
+    return made, engine
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_second_engine_resumes_what_the_first_one_left_on_the_disk(name: str, tmp_path: Path) -> None:
+    loaded, prompts = loaded_model(name), chats(4, 1)
+    plan, disk = small_plan(loaded, prompts), DiskFolder(tmp_path / "disk", "64MiB")
+    made, first = served(loaded, plan, prompts, disk)
+    assert made == [list(generated(loaded, prompt, OUTPUT)) for prompt in prompts]
+    assert first.tier is not None
+    spilled = first.tier.statistics()
+    assert spilled.spills >= len(prompts)
+    longer = [[*prompt, *output, 5, 6, 7] for prompt, output in zip(prompts, made, strict=True)]
+    again, second = served(loaded, plan, longer, disk)
+    assert again == [list(generated(loaded, prompt, OUTPUT)) for prompt in longer]
+    assert second.tier is not None
+    counts = second.tier.statistics()
+    assert counts.fetches >= len(prompts)
+    assert counts.fetches_lost == counts.spills_lost == 0
+    # prompt and output come from the disk, but for the last token, which was never computed
+    assert second.scheduler.prompt_tokens_found[1] == sum(len(one) for one in longer) - 4 * len(longer)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_engines_share_a_store_of_their_own_model_only(name: str, tmp_path: Path) -> None:
+    """One engine fills the store while it runs; one of another model finds nothing there."""
+    loaded, prompts = loaded_model(name), chats(4, 6)
+    plan, shared = small_plan(loaded, prompts), StoreUrl(f"file://{tmp_path}?timeout_s=20")
+    with Engine(loaded, plan, OPTIONS, host_memory="32MiB", store=shared) as first:
+        made = [list(one.token_ids) for one in first.generate(prompts, greedy(OUTPUT))]
+        first.settle_tiers()
+        other = loaded_model("gemma3")
+        again, stranger = served(other, small_plan(other, prompts), prompts, shared)
+        assert again == [list(generated(other, prompt, OUTPUT)) for prompt in prompts]
+        assert stranger.tier is not None
+        assert stranger.tier.statistics().fetches == 0
+    again, second = served(loaded, plan, prompts, shared)
+    assert again == made
+    assert second.tier is not None
+    assert second.tier.statistics().fetches >= len(prompts) // 2
+    assert second.scheduler.prompt_tokens_found[1] > sum(map(len, prompts)) // 2  # a late look-up is a miss
+
+
+def test_engine_without_room_for_the_disk_computes_the_tokens(tmp_path: Path) -> None:
+    """The disk holds fewer prefixes than are asked for; what it evicted is computed again."""
+    loaded, prompts = loaded_model("llama"), chats(12, 2)
+    plan, disk = small_plan(loaded, prompts), DiskFolder(tmp_path / "disk", "1MiB")
+    served(loaded, plan, prompts, disk)
+    again, _ = served(loaded, plan, prompts, disk)
+    assert again == [list(generated(loaded, prompt, OUTPUT)) for prompt in prompts]
+
+
+def test_reset_makes_the_disk_a_miss(tmp_path: Path) -> None:
+    """After new weights, say: what the old ones computed must not come back."""
+    loaded, prompts = loaded_model("llama"), chats(3, 3)
+    plan, disk = small_plan(loaded, prompts), DiskFolder(tmp_path / "disk", "64MiB")
+    with Engine(loaded, plan, OPTIONS, host_memory="32MiB", store=disk) as engine:
+        engine.generate(prompts, greedy(OUTPUT))
+        assert engine.reset_prefix_cache()
+        before = engine.scheduler.prompt_tokens_found[1]
+        engine.generate(prompts[:1], greedy(1))
+        assert engine.scheduler.prompt_tokens_found[1] == before
+        assert engine.tier is not None
+        assert engine.tier.statistics().fetches == 0
+
+
+def test_other_weights_are_rejected(tmp_path: Path) -> None:
+    loaded, prompts = loaded_model("llama"), chats(2, 4)
+    plan, disk = small_plan(loaded, prompts), DiskFolder(tmp_path / "disk", "64MiB")
+    served(loaded, plan, prompts, disk)
+    weight = next(iter(loaded.model.parameters()))
+    kept = weight.detach().clone()
+    try:
+        weight.data += 1
+        with pytest.raises(ConfigError, match="another"):
+            Engine(loaded, plan, OPTIONS, host_memory="32MiB", store=disk)
+    finally:
+        weight.data.copy_(kept)
+    served(loaded, plan, prompts, disk)
+
+
+def test_a_store_needs_host_memory(tmp_path: Path) -> None:
+    loaded, prompts = loaded_model("llama"), chats(2, 4)
+    with pytest.raises(ConfigError, match="host_memory"):
+        Engine(loaded, small_plan(loaded, prompts), OPTIONS, store=DiskFolder(tmp_path / "disk", "64MiB"))
+
+
+KILLED = """
+import sys
+sys.path[:0] = {path!r}
+from test_disk import OPTIONS, chats, small_plan
+from runner_support import greedy, loaded_model
+from hybridkv.runner import Engine
+from hybridkv.stores import DiskFolder
+
+loaded, prompts = loaded_model({name!r}), chats(40, 5)
+disk = DiskFolder({folder!r}, "64MiB")
+engine = Engine(loaded, small_plan(loaded, prompts), OPTIONS, host_memory="32MiB", store=disk)
+print("begins", flush=True)
+for at in range(0, 40, 4):
+    engine.generate(prompts[at : at + 4], greedy(6))
+    print(at, flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_killed_engine_leaves_whole_prefixes(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    code = KILLED.format(path=sys.path, name=name, folder=str(folder))
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own code
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.strip() == "8":
+            break
+    time.sleep(random.Random(name).random() / 4)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    loaded, prompts = loaded_model(name), chats(40, 5)
+    asked = [*prompts[:4], *prompts[8:12]]
+    again, engine = served(loaded, small_plan(loaded, prompts), asked, DiskFolder(folder, "64MiB"))
+    assert again == [list(generated(loaded, prompt, OUTPUT)) for prompt in asked]
+    assert engine.tier is not None
+    assert engine.tier.statistics().fetches >= 4

@@ -1,0 +1,277 @@
+"""vLLM without a connector and with TierConnector, whole engines: ``make test-vllm-engine VLLM_PYTHON=...``.
+
+The device is so small that prompts of earlier rounds are evicted. What comes back from host memory, from a disk, and
+after losses must give stock's tokens, and the hits of an engine with much memory. Faults put into the code on purpose
+must be seen. Prints tables in Markdown; see docs/design/0042.
+
+    python tier_duel.py                 regimes, faults
+    python tier_duel.py --first-token   seconds to the first token, of longer prompts and a larger model
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import connector_faults
+import torch
+from engine_duel import ASYNC, MODELS
+from generate_duel import Match, say
+from generation import Round, make_rounds
+from generators import Plain, VllmError, answers_of, job_of
+
+from hybridkv.runner import tiny_model, wrap
+
+SEED = 0
+POOLS = {"llama": 22, "gemma3": 22, "granite_hybrid": 22, "qwen3_next": 30, "llama4": 22, "mamba2": 4}
+"""Blocks of the device: few of the rounds stay there."""
+ALONE = {"qwen3_next": {"max_num_seqs": 1}}
+"""Options of models in bfloat16, whose rounding depends on the requests that run beside."""
+WITH_STATES, WITH_WINDOWS = ("granite_hybrid", "qwen3_next", "mamba2"), ("gemma3",)
+IN_EVERY_REGIME = ("llama", "gemma3", "granite_hybrid")
+SIZES = {"gemma3": {"sliding_window": 80}}
+"""So that a window has several blocks."""
+HOST = {"host_memory": "64MiB"}
+RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """options: of vllm.LLM. tiers: of TierConnector, beside host memory. disturbs: of connector_faults, harmless.
+
+    second: a second process is compared, with the disk of the first. salts: rounds of two tenants. loads:
+    whether anything is loaded, None for either. scheduler: ours, or stock's. The others: as in engine_duel.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tiers: Mapping[str, Any] = field(default_factory=dict)
+    disturbs: Sequence[str] = ()
+    second: bool = False
+    salts: bool = False
+    loads: bool | None = True
+    scheduler: str | None = None
+    ahead: bool = False
+    abort: int = 0
+    priorities: bool = False
+    everywhere: bool = False
+
+
+REGIMES = (
+    Regime("host memory", everywhere=True),
+    Regime("a step ahead", ahead=True, everywhere=True),
+    Regime("chunks", {"max_num_batched_tokens": 48}),
+    Regime("aborts", abort=2),
+    Regime("preempted, by priority", {"scheduling_policy": "priority"}, priorities=True),
+    Regime("little host memory", tiers={"host_memory": "300KiB"}, loads=None),
+    Regime("blocks are lost", disturbs=["blocks are lost"], everywhere=True),
+    Regime("loads fail", disturbs=["loads fail"], everywhere=True),
+    Regime("no answers", disturbs=["no answers"], loads=False),
+    Regime("disk, second process", tiers={"disk_memory": "64MiB"}, second=True, everywhere=True),
+    Regime("two tenants", salts=True),
+    Regime("two ranks", RANKS),
+    Regime("two ranks, blocks are lost", {**RANKS, "worker_extension_cls": "tier_disturbed.Disturbed"}),
+    Regime("drafts", DRAFTS),
+    Regime("our scheduler, a step ahead", scheduler=ASYNC, ahead=True),
+)
+
+
+def run(
+    folder: Path, rounds: Sequence[Round], match: Match, regime: Regime, *, tiers: bool = True, fault: str | None = None
+) -> Any:  # noqa: ANN401 - what vllm_engine.py answers
+    """``tiers``: otherwise stock with so much memory that nothing is evicted."""
+    options = {
+        "max_model_len": 320,
+        "block_size": 32,
+        "enable_prefix_caching": True,
+        "async_scheduling": regime.ahead and tiers,
+        "additional_config": {"hybridkv": {"eviction": "lru"}},
+        **match.options,
+        **ALONE.get(match.name, {}),
+    }
+    told: dict[str, Any] = {"salts": ["a", "a", "b", "b", "a", "b", "a"] if regime.salts else None}
+    if tiers:
+        extra = {**HOST, **regime.tiers}
+        if "disk_memory" in extra:
+            extra["disk"] = str(folder / "disk")
+        options |= regime.options
+        options["num_gpu_blocks_override"] = POOLS[match.name]
+        options["kv_transfer_config"] = {
+            "kv_connector": "TierConnector",
+            "kv_connector_module_path": "hybridkv.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+            # a store that loses blocks needs no policy; a device that fails does
+            "kv_load_failure_policy": "recompute" if "loads fail" in regime.disturbs or fault else "fail",
+        }
+        told |= {"ahead": regime.ahead, "abort": regime.abort, "priorities": regime.priorities}
+        told |= {"connector_faults": [*regime.disturbs, *([fault] if fault else [])]}
+    asked = job_of(folder / "model", rounds, options, scheduler=regime.scheduler if tiers else None, **told)
+    if tiers and regime.second:
+        answers_of(asked, folder)
+    return answers_of(asked, folder)
+
+
+def whole_blocks(rounds: Sequence[Round], size: int = 32) -> tuple[Round, ...]:
+    """The rounds, and twice prompts that end with a block: their last token must be computed, and no state has it."""
+    cut = tuple(one[: len(one) // size * size] for one in rounds[0].prompts if len(one) >= 2 * size)
+    return (*rounds, Round("whole blocks", cut), Round("whole blocks again", cut))
+
+
+def differences(theirs: Any, ours: Any, rounds: Sequence[Round], regime: Regime) -> Iterator[str]:  # noqa: ANN401
+    """Tokens that are not stock's, and what else the regime says."""
+    for one, wanted, found in zip(rounds, theirs["rounds"], ours["rounds"], strict=True):
+        for number, (theirs_, ours_) in enumerate(zip(wanted, found, strict=True)):
+            length = len(ours_["tokens"]) if regime.abort and number % regime.abort == 1 else None
+            if theirs_["tokens"][:length] != ours_["tokens"]:
+                yield f"{one.name}, prompt {number}: {theirs_['tokens']}, with tiers {ours_['tokens']}"
+    if regime.salts and (hits := sum(one["hit_tokens"] for one in ours["rounds"][2])):
+        yield f"{hits} tokens of another tenant are hit"
+    if ours["usage"]:
+        yield f"{ours['usage']:.3f} of the device is in use at the end"
+
+
+def missing(theirs: Any, ours: Any, regime: Regime) -> Iterator[str]:  # noqa: ANN401 - as above
+    """What the regime is about and did not happen."""
+    counts = ours["counts"]
+    if regime.loads not in {None, bool(ours["loaded"])}:
+        yield f"{ours['loaded']} tokens were loaded"
+    if bool(ours["failed"]) != ("loads fail" in regime.disturbs):
+        yield f"{ours['failed']} loads failed"
+    if "blocks are lost" in regime.disturbs and not counts.get("lost_blocks"):
+        yield "no block was lost"
+    if regime.second and not sum(one["hit_tokens"] for one in ours["rounds"][0]):
+        yield "the second process hit nothing of the first"
+    if regime.second and not counts.get("disk_found_blocks"):
+        yield "no block came from the disk"
+    if regime.name == "host memory" and hits(ours) < 0.8 * hits(theirs):
+        yield f"{hits(ours)} tokens are hit, {hits(theirs)} with much memory"
+
+
+def hits(answers: Any) -> int:  # noqa: ANN401 - as above
+    """Tokens of all prompts that were in the cache, or came back."""
+    return sum(one["hit_tokens"] for one_round in answers["rounds"] for one in one_round)
+
+
+def compare(match: Match, regimes: Sequence[Regime], *, faults: bool) -> int:
+    """Print the rows of a model, and return how much is wrong."""
+    model = tiny_model(match.name, SEED, {**match.fields, **SIZES.get(match.name, {})})
+    rounds = whole_blocks(make_rounds(SEED, Plain(wrap(model, name=match.name)).generate))
+    wrong = 0
+    stock: dict[bool, Any] = {}
+    for regime in regimes:
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            model.save_pretrained(folder / "model")
+            if regime.salts not in stock:
+                stock[regime.salts] = run(folder, rounds, match, regime, tiers=False)
+            theirs = stock[regime.salts]
+            try:
+                ours = run(folder, rounds, match, regime)
+            except VllmError as error:
+                say(f"| tiny:{match.name} | {regime.name} | | | | | | **{error}** |")
+                wrong += 1
+                continue
+        found = [*differences(theirs, ours, rounds, regime), *missing(theirs, ours, regime)]
+        counts = ours["counts"]
+        cells = (
+            f"tiny:{match.name}", regime.name, f"{hits(theirs):,}", f"{hits(ours):,}", f"{ours['loaded']:,}",
+            f"{counts.get('host_found_blocks', 0):,.0f}", f"{counts.get('disk_found_blocks', 0):,.0f}",
+            f"**{len(found)} differences**" if found else "equal",
+        )  # fmt: skip
+        say(f"| {' | '.join(cells)} |")
+        for line in found[:8]:
+            say(line)
+        wrong += len(found)
+    for fault in of_model(match.name) if faults else ():
+        regime = Regime("two tenants", salts=True) if "salt" in fault else REGIMES[0]
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            model.save_pretrained(folder / "model")
+            try:
+                ours = run(folder, rounds, match, regime, fault=fault)
+                found = list(differences(stock[regime.salts], ours, rounds, regime)) if regime.salts in stock else []
+                told = f"{len(found)} differences" if found else "**not seen**"
+            except VllmError as error:
+                found, told = [str(error)], f"error: {error}"
+        say(f"| tiny:{match.name} | fault: {fault} | | | | | | {told} |")
+        wrong += not found
+    return wrong
+
+
+def of_model(name: str) -> Sequence[str]:
+    """The faults that a model must see."""
+    states, windows = name in WITH_STATES, name in WITH_WINDOWS
+    return list(connector_faults.faults_of(states=states, windows=windows, groups=states or windows))
+
+
+def first_token() -> None:
+    """Seconds to the first token of prompts that the device has forgotten: computed, from host memory, from a disk."""
+    sizes = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8,
+             "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+    random = torch.Generator().manual_seed(SEED)
+    prompts = tuple(tuple(torch.randint(32, 127, (1_500,), generator=random).tolist()) for _ in range(4))
+    rounds = (Round("cold", prompts), Round("again", prompts))
+    model = tiny_model("llama", SEED, {**sizes, "max_position_embeddings": 2048})
+    say("| tiers | cold: median s to the first token | again | hit tokens |")
+    say("|---|--:|--:|--:|")
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        model.save_pretrained(folder / "model")
+        disk = {"disk": str(folder / "disk"), "disk_memory": "1GiB"}
+        for told, tiers in (
+            ("none", None),
+            ("host memory", {"host_memory": "1GiB"}),
+            ("host memory and disk", {"host_memory": "1GiB", **disk}),
+            ("the same disk, second process", {"host_memory": "1GiB", **disk}),
+        ):
+            options: dict[str, Any] = {
+                "max_model_len": 1600,
+                "block_size": 32,
+                "enable_prefix_caching": True,
+                "max_num_batched_tokens": 512,
+                "num_gpu_blocks_override": 60,
+            }
+            if tiers is not None:
+                options["kv_transfer_config"] = {
+                    "kv_connector": "TierConnector",
+                    "kv_connector_module_path": "hybridkv.vllm",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": tiers,
+                }
+            found = answers_of(job_of(folder / "model", rounds, options, one_by_one=True), folder)
+            medians = [sorted(one["first_s"] for one in answered)[len(prompts) // 2] for answered in found["rounds"]]
+            say(f"| {told} | {medians[0]:.3f} | {medians[1]:.3f} | {hits(found):,} |")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    names, regimes = [match.name for match in MODELS if match.name in POOLS], [regime.name for regime in REGIMES]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=names, choices=names)
+    parser.add_argument("--regimes", nargs="*", choices=regimes, help="these, for every model that is asked for")
+    parser.add_argument("--no-faults", action="store_true")
+    parser.add_argument("--first-token", action="store_true")
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if asked.first_token:
+        first_token()
+        return 0
+    say("| model | regime | hit tokens: much memory | with tiers | loaded | blocks from host | from disk | |")
+    say("|---|---|--:|--:|--:|--:|--:|---|")
+    wrong = 0
+    for match in (match for match in MODELS if match.name in asked.models):
+        every = match.name in IN_EVERY_REGIME
+        # our scheduler reports no states, and refuses the connector for them
+        of_ours = match.name not in WITH_STATES
+        chosen = [one for one in REGIMES if (one.name in asked.regimes if asked.regimes else every or one.everywhere)]
+        chosen = [one for one in chosen if of_ours or one.scheduler is None]
+        wrong += compare(match, chosen, faults=every and not asked.no_faults)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
