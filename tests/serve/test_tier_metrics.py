@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hybridkv.doctor import examine_server
 from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.serve import ServeOptions
 from hybridkv.specs import Keeps
+from hybridkv.stores import DiskFolder
 from hybridkv.units import format_bytes, format_count
 from hybridkv.worker import tier as copying
 
@@ -312,3 +314,32 @@ def test_doctor_reads_the_metrics_of_any_tier(changed: dict[str, float], said: s
     problems = [one.said for one in diagnosis.findings] or ["fine"]
     assert [said in one for one in problems] == [True]
     assert [name.endswith("tier_DISK") for name in diagnosis.figures] == [True]
+
+
+def test_store_behind_the_host_is_a_tier_of_its_own(tmp_path: Path) -> None:
+    """Metrics and the page show it; the host's row has nothing of its transfers."""
+    disk = DiskFolder(tmp_path, "64MiB")
+    more: dict[str, Any] = {"memory": "168KiB", "max_model_len": 200, "host_memory": "600KiB", "store": disk}
+    with serving(Engine(load("tiny:llama"), **more), ServeOptions(metrics_prefix="vllm")) as served:
+        for turn in range(2):
+            for chat in CHATS:
+                asked(served, chat, turn)
+        until(lambda: samples(served)["kv_offload_tiering_active_cascade_jobs", "STORAGE"] == 0)
+        found = samples(served)
+        rows = {
+            name.removeprefix("kv_offload_tiering_"): (found[name, "CPU"], value)
+            for (name, *labels), value in found.items()
+            if labels == ["STORAGE"]
+        }
+        page = one_sample(served)["tiers"]
+    assert rows["cascade_jobs_total"][1] >= len(CHATS)
+    assert rows["write_bytes_total"][1] > 0
+    assert rows["promotion_jobs_total"][1] > 0  # the host holds few chats
+    assert rows["loaded_tokens_total"][1] > 0
+    idle = ("promotion_job_failures_total", "cascade_job_failures_total", "active_cascade_jobs")
+    assert [rows[name] for name in idle] == [(0, 0)] * len(idle)
+    assert rows["hit_tokens_total"][1] == 0
+    for way, jobs in (("promotion", "promotion_jobs_total"), ("cascade", "cascade_jobs_total")):
+        counted = found[f"kv_offload_tiering_{way}_latency_seconds_count", "success", "STORAGE"]
+        assert counted == rows[jobs][1]
+    assert [row[0] for row in page] == ["CPU", "STORAGE"]

@@ -12,12 +12,13 @@ from hybridkv.cache import KVCacheManager, Medium, TimeCounts
 from hybridkv.runner.engine import Engine
 from hybridkv.serve.families import Families
 from hybridkv.specs import Keeps
-from hybridkv.tiers import TRANSFER_EDGES_S, Direction, HostTierStatistics
+from hybridkv.tiers import TRANSFER_EDGES_S, Direction, HostTierStatistics, TransferTimes
 
 PARTIAL: Final = "partial"
 _DEVICE: Final = "device"
-_SOURCES: Final = {Medium.CPU: "host"}
-"""What vLLM calls the source of hit tokens, by medium."""
+_STORAGE: Final = "STORAGE"
+_SOURCES: Final[Mapping[str, str]] = {Medium.CPU: "host"}
+"""What vLLM calls the source of hit tokens, by medium. What comes from a store hits on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +26,15 @@ class TierSnapshot:
     """A tier at one moment.
 
     Attributes:
-        name: the medium of its blocks.
+        name: the medium of its blocks, in vLLM's words: CPU, or STORAGE for a disk or a shared store.
         counts: its counts.
         times: how long transfers took, by direction and by whether they arrived.
-        capacity_bytes: bytes of its memory.
+        capacity_bytes: bytes of its memory; 0 if the tier does not say.
         cached_bytes: bytes of cached blocks by kind: tokens, window, state, or partial for blocks of tokens or of a
             window that end inside a block.
     """
 
-    name: Medium
+    name: str
     counts: HostTierStatistics
     times: Mapping[tuple[Direction, bool], TimeCounts]
     capacity_bytes: int
@@ -42,7 +43,7 @@ class TierSnapshot:
     @property
     def usage(self) -> float:
         """The share of its memory that cached blocks fill, 0 to 1."""
-        return sum(self.cached_bytes.values()) / self.capacity_bytes
+        return sum(self.cached_bytes.values()) / self.capacity_bytes if self.capacity_bytes else 0.0
 
     def in_sample(self) -> list[object]:
         """Return the fields that the page shows: name, bytes, bytes by kind, hit tokens, bytes up and down, counts.
@@ -65,9 +66,16 @@ def tiers_of(engine: Engine) -> tuple[TierSnapshot, ...]:
     tier = engine.tier
     if tier is None:
         return ()
-    times = {(to, done): tier.times.of(to, arrived=done) for to in Direction for done in (True, False)}
-    memory = tier.host.config.arena_bytes
-    return (TierSnapshot(Medium.CPU, tier.statistics(), times, memory, _cached_bytes(tier.host)),)
+    counts, memory = tier.statistics(), tier.host.config.arena_bytes
+    host = TierSnapshot(Medium.CPU, counts.of_host, _times(tier.times), memory, _cached_bytes(tier.host))
+    if not tier.has_store:
+        return (host,)
+    return host, TierSnapshot(_STORAGE, counts.of_store, _times(tier.times_of_store), 0, {})
+
+
+def _times(of: TransferTimes) -> dict[tuple[Direction, bool], TimeCounts]:
+    """Return the histograms of a tier."""
+    return {(to, done): of.of(to, arrived=done) for to in Direction for done in (True, False)}
 
 
 def _cached_bytes(cache: KVCacheManager) -> dict[str, int]:
@@ -89,7 +97,7 @@ def cached_by_source(made: Families, hit_tokens: int, tiers: Sequence[TierSnapsh
         hit_tokens: prompt tokens of admitted requests that hit the cache.
         tiers: the tiers.
     """
-    below = {_SOURCES[one.name]: one.counts.hit_tokens for one in tiers}
+    below = {_SOURCES[one.name]: one.counts.hit_tokens for one in tiers if one.name in _SOURCES}
     samples = [((_DEVICE,), hit_tokens - sum(below.values())), *(((name,), count) for name, count in below.items())]
     said = "Prompt tokens of admitted requests that hit the cache, by the memory that had them."
     return made.counter("prompt_tokens_cached_by_source", said, samples, "source")

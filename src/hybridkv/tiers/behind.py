@@ -21,6 +21,7 @@ from hybridkv.step import StoreTransfer
 from hybridkv.tiers.carriers import NO_COLUMNS, Carried, Carriers, Wanted, Way
 from hybridkv.tiers.limits import TierLimits
 from hybridkv.tiers.lookups import MOST_REMEMBERED, StoreLookups
+from hybridkv.tiers.times import Direction, TransferTimes
 
 Int32 = NDArray[np.int32]
 
@@ -34,12 +35,14 @@ class _Spill:
         transfer: Its blocks and their keys.
         num_bytes: Bytes of the blocks.
         step: The Step that began it; ``None`` before.
+        since: When that was, in seconds of the clock.
     """
 
     lock: BlockLock
     transfer: StoreTransfer
     num_bytes: int
     step: int | None = None
+    since: float = 0.0
 
 
 class StoreBehind:
@@ -51,16 +54,25 @@ class StoreBehind:
         carriers: Carries prefixes to the host.
         limits: Bounds of transfers.
         counts: Gets what happened.
+        times: Gets how long spills took.
     """
 
     def __init__(
-        self, host: KVCacheManager, lookups: StoreLookups, carriers: Carriers, limits: TierLimits, counts: Counter[str]
+        self,
+        host: KVCacheManager,
+        lookups: StoreLookups,
+        carriers: Carriers,
+        limits: TierLimits,
+        *,
+        counts: Counter[str],
+        times: TransferTimes,
     ) -> None:
         self._host = host
         self._lookups = lookups
         self._carriers = carriers
         self._limits = limits
         self._counts = counts
+        self._times = times
         self._num_groups = len(host.config.groups)
         self._spills: dict[int, _Spill] = {}
         self._fetches = list[StoreTransfer]()
@@ -189,6 +201,7 @@ class StoreBehind:
         """
         one = self._spills.pop(number)
         self._host.engine.unlock(one.lock)
+        self._times.add(Direction.DOWN, self._carriers.now - one.since, arrived=arrived)
         if arrived:
             self._counts.update(spills=1, spilled_bytes=one.num_bytes)
         else:
@@ -209,7 +222,7 @@ class StoreBehind:
         """Return the spills and fetches of the step that is being made."""
         spills = [number for number, one in self._spills.items() if one.step is None]
         for number in spills:
-            self._spills[number] = replace(self._spills[number], step=self._carriers.step)
+            self._spills[number] = replace(self._spills[number], step=self._carriers.step, since=self._carriers.now)
         fetches, self._fetches = tuple(self._fetches), []
         return tuple(self._spills[number].transfer for number in spills), fetches
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +66,8 @@ class HostTierStatistics:
         spills_dropped: Resume points that were not spilled, because too many spills were in flight.
         spills_lost: Spills that failed.
         late: Requests that no longer waited for a transfer, because it took too long.
+        fetching: Fetches that have not arrived.
+        spilling: Spills that have not arrived.
     """
 
     stores: int
@@ -91,6 +93,37 @@ class HostTierStatistics:
     spills_dropped: int
     spills_lost: int
     late: int
+    fetching: int
+    spilling: int
+
+    @property
+    def of_host(self) -> HostTierStatistics:
+        """The same without what went on between the host and the store."""
+        return replace(
+            self, lost=self.lost - self.fetches_lost, in_flight=self.in_flight - self.fetching - self.spilling
+        )
+
+    @property
+    def of_store(self) -> HostTierStatistics:
+        """What went on between the host and the store: spills as stores, fetches as loads. Hits count as the host's."""
+        nothing = dict.fromkeys(self.__dataclass_fields__, 0)
+        return HostTierStatistics(
+            **nothing
+            | {
+                "stores": self.spills,
+                "stored_bytes": self.spilled_bytes,
+                "stores_refused": self.spills_dropped,
+                "loads": self.fetches,
+                "loaded_tokens": self.fetched_tokens,
+                "loaded_bytes": self.fetched_bytes,
+                "loads_refused": self.fetches_refused,
+                "lost": self.fetches_lost + self.spills_lost,
+                "loads_lost": self.fetches_lost,
+                "in_flight": self.fetching + self.spilling,
+                "loading": self.fetching,
+                "late": self.late,
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +160,8 @@ class HostTier:
         device: The manager of the device's cache.
         host: The manager of host memory.
         limits: Bounds of transfers.
-        times: How long transfers took.
+        times: How long transfers between the device and the host took.
+        times_of_store: How long those between the host and the store took.
 
     Raises:
         ConfigError: The two managers do not fit each other, or caching is off.
@@ -144,7 +178,7 @@ class HostTier:
         self.device = instance("device", device, KVCacheManager)
         self.host = instance("host", host, KVCacheManager)
         self.limits = TierLimits() if limits is None else instance("limits", limits, TierLimits)
-        self.times = TransferTimes()
+        self.times, self.times_of_store = TransferTimes(), TransferTimes()
         self._hash_block = _require_alike(device, host)
         sizes = [device.config.block_bytes_of(group) for group in range(len(device.config.groups))]
         self._carriers = Carriers(sizes, self._hash_block, self.limits.patience_s, device.block_pool.journal.clock)
@@ -152,7 +186,9 @@ class HostTier:
         self._behind = None
         if lookups is not None:
             found = instance("lookups", lookups, StoreLookups)
-            self._behind = StoreBehind(host, found, self._carriers, self.limits, self._counts)
+            self._behind = StoreBehind(
+                host, found, self._carriers, self.limits, counts=self._counts, times=self.times_of_store
+            )
         self._cancelled = set[int]()
         self._moved: dict[int, NDArray[np.int64]] = {}  # by step, the host blocks to which its moves go
         self._later: list[tuple[Request, int]] = []  # resume points to store after one of their prefixes
@@ -189,6 +225,8 @@ class HostTier:
         """Return what the tier has done so far."""
         counts = {name: self._counts[name] for name in HostTierStatistics.__dataclass_fields__}
         now = {"in_flight": self.num_in_flight, "loading": len(self.rows), "stores_waiting": len(self._later)}
+        now["fetching"] = self._carriers.count(Way.FETCH)
+        now["spilling"] = 0 if self._behind is None else self._behind.num_spills
         return HostTierStatistics(**counts | now)
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -447,9 +485,9 @@ class HostTier:
         if one.way is Way.LOAD and one.waits_for_it in self._answers:
             tokens = one.wanted.tokens
             self._answers[one.waits_for_it] = _CameUp(tokens - one.new_tokens, tokens) if arrived else False
-        if one.way is not Way.FETCH:
-            direction = Direction.DOWN if one.way is Way.STORE else Direction.UP
-            self.times.add(direction, self._carriers.now - one.since, arrived=arrived)
+        times = self.times_of_store if one.way is Way.FETCH else self.times
+        direction = Direction.DOWN if one.way is Way.STORE else Direction.UP
+        times.add(direction, self._carriers.now - one.since, arrived=arrived)
 
     def _gives_up(self, name: str) -> bool:
         """Return whether the load of a waiting request takes too long, so that it waits no longer."""
