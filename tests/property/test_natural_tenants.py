@@ -15,9 +15,9 @@ from tier_runs import Run
 
 from how_much import how_many
 from hybridkv.eviction import Share, TenantShares
-from hybridkv.eviction.ranked import RankedResumePoints, TenantRankings
+from hybridkv.eviction.ranked import RankedResumePoints
 from hybridkv.eviction.resume_points import ResumePoint, keys_of
-from hybridkv.eviction.tenants import Standing
+from hybridkv.eviction.tenants import Standing, TenantRankings
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing.event_follower import DifferenceError, same
 from oracles import random_natural_options, random_run

@@ -63,8 +63,8 @@ from hybridkv.cache.transfers import Checkpoints, TransferLog
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.eviction.blocks import PointBlocks
 from hybridkv.eviction.choice import EVICTIONS, LRU, Eviction, eviction_named, eviction_of
-from hybridkv.eviction.ranked import RankedResumePoints, TenantRankings
-from hybridkv.eviction.tenants import EVERYBODY, TenantShares
+from hybridkv.eviction.ranked import RankedResumePoints
+from hybridkv.eviction.tenants import EVERYBODY, TenantRankings, TenantShares
 from hybridkv.observe.block_times import BlockTimes
 from hybridkv.observe.misses import LostKeys, Misses
 from hybridkv.planner import KVCacheConfig, Plan

@@ -10,9 +10,8 @@ keys of prefixes are remembered longer than their blocks, to find the tokens at 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import Final
@@ -31,7 +30,7 @@ from hybridkv.cache.statistics import (
 )
 from hybridkv.eviction.audit import check_points
 from hybridkv.eviction.blocks import PointBlocks
-from hybridkv.eviction.hazard import Ranking, Ring, class_of, least_gap_s
+from hybridkv.eviction.hazard import class_of, least_gap_s
 from hybridkv.eviction.resume_points import (
     BY_ALL,
     NEVER,
@@ -46,7 +45,7 @@ from hybridkv.eviction.resume_points import (
     of_session,
     parts_of,
 )
-from hybridkv.eviction.tenants import Standing, TenantShares, Weights
+from hybridkv.eviction.tenants import TenantRankings
 from hybridkv.request import NO_HINTS, Request
 
 Int64 = NDArray[np.int64]
@@ -142,133 +141,6 @@ class _Session:
     consumed: ResumePoint | None = None
     gap: float | None = None
     output: ResumePoint | None = None
-
-
-@dataclass(slots=True)
-class _Tenant:
-    """Hold the ranking of a tenant.
-
-    Attributes:
-        ranking: The resume points that may be evicted and are not protected.
-        protected: The protected ones. They are evicted after all points of ``ranking``, the least recently used first.
-        points: Number of both.
-        standing: Its place in the order of tenants, while it has points.
-    """
-
-    ranking: Ranking
-    protected: Ring = field(default_factory=Ring)
-    points: int = 0
-    standing: Standing | None = None
-
-
-class TenantRankings:
-    """Rank the resume points of each tenant, and choose the next one to evict over all tenants.
-
-    Args:
-        ranking: Makes the ranking of a tenant at its first request.
-        shares: The shares of the tenants.
-        memory_bytes: The memory that ``shares`` divide.
-        weights: Bytes that each tenant is charged, read at each choice.
-
-    Attributes:
-        shares: The shares of the tenants.
-        tenants: The ranking and points of each tenant, by its number.
-    """
-
-    def __init__(
-        self, ranking: Callable[[], Ranking], shares: TenantShares, memory_bytes: int, weights: Weights
-    ) -> None:
-        self.shares = shares
-        self._memory_bytes = memory_bytes
-        self._weights = weights
-        self.tenants = defaultdict[int, _Tenant](lambda: _Tenant(ranking()), {0: _Tenant(ranking())})
-        self._numbers = shares.numbers()
-        self._order: list[Standing] = []
-        self._moved = set[int]()
-
-    def tenant_of(self, request: Request) -> int:
-        """Return the number of the tenant of ``request``."""
-        return 0 if request.tenant is None else self._numbers.get(request.tenant, 0)
-
-    def add(self, point: ResumePoint, now: float) -> None:
-        """Rank ``point``; a protected one goes after all others of its tenant."""
-        tenant = self.tenants[point.tenant]
-        if point.protected:
-            tenant.protected.add(point)
-        else:
-            tenant.ranking.add(point, now)
-        tenant.points += 1
-        if tenant.points == 1:
-            self._moved.add(point.tenant)
-
-    def remove(self, point: ResumePoint) -> None:
-        """Rank ``point`` no longer."""
-        tenant = self.tenants[point.tenant]
-        if point.protected:
-            tenant.protected.remove(point)
-        else:
-            tenant.ranking.remove(point)
-        tenant.points -= 1
-        if not tenant.points:
-            self._moved.add(point.tenant)
-
-    def lowest(self, now: float) -> ResumePoint | None:
-        """Return the resume point to evict next: from the first tenant in order that has one.
-
-        O(log tenants) and a shift of a list, for each tenant whose bytes have changed since the last call.
-        """
-        if len(self.shares.of) == 1:
-            tenant = self.tenants[0]
-        else:
-            self._place()
-            if not self._order:
-                return None
-            tenant = self.tenants[self._order[0][-1]]
-        found = tenant.ranking.lowest(now)
-        return tenant.protected.outer()[0] if found is None and tenant.protected.points else found
-
-    def _place(self) -> None:
-        """Move tenants to their places if their bytes changed, or their first or last resume point came or went."""
-        for number in self._moved | self._weights.changed:
-            tenant = self.tenants.get(number)
-            if tenant is None:
-                continue
-            if tenant.standing is not None:
-                del self._order[bisect_left(self._order, tenant.standing)]
-            tenant.standing = self._standing(number) if tenant.points else None
-            if tenant.standing is not None:
-                insort(self._order, tenant.standing)
-        self._moved.clear()
-        self._weights.changed.clear()
-
-    def _standing(self, tenant: int) -> Standing:
-        return self.shares.standing(tenant, self._weights.of[tenant], self._memory_bytes)
-
-    def prefers(self, point: ResumePoint, other: ResumePoint, now: float) -> bool:
-        """Return whether ``other``, which is kept, is evicted to keep ``point``.
-
-        If they belong to different tenants, the order of the tenants decides.
-        """
-        if point.tenant == other.tenant:
-            if point.protected or other.protected:
-                return point.protected and not other.awaited
-            return self.tenants[point.tenant].ranking.prefers(point, other, now)
-        return self._standing(other.tenant) < self._standing(point.tenant)
-
-    def check(self, ranked: Mapping[int, int]) -> Iterator[str]:
-        """Yield a line for each violated invariant. ranked: how many resume points of each tenant may be evicted."""
-        for number, tenant in self.tenants.items():
-            yield from tenant.ranking.check()
-            yield from (
-                f"nothing protects the resume point of {point.tokens} tokens, which is evicted late"
-                for _, _, point in tenant.protected.points
-                if not point.protected
-            )
-            if tenant.points != ranked.get(number, 0):
-                yield f"tenant {number} counts {tenant.points} ranked resume points, not {ranked.get(number, 0)}"
-        self._place()
-        if len(self.shares.of) > 1 and self._order != sorted(map(self._standing, ranked)):
-            yield f"tenants evict in the order {self._order}, which does not follow their shares"
 
 
 class RankedResumePoints:
