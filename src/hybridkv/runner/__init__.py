@@ -7,6 +7,7 @@ load -> LoadedModel -> plan_for -> Engine.generate -> Completions
 from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.completion import Completion, Increment, Stream
 from hybridkv.runner.engine import Engine
+from hybridkv.runner.handover import HandedOver
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel, load, wrap
 from hybridkv.runner.options import EngineOptions
@@ -25,6 +26,7 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineOptions",
+    "HandedOver",
     "Increment",
     "LoadedModel",
     "ModelRunner",

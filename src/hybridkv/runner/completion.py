@@ -337,7 +337,7 @@ class Progress:
             token_ids=tuple(outputs),
             text=text,
             finish_reason=reason,
-            hit_tokens=request.first_hit_tokens or 0,
+            hit_tokens=min(request.first_hit_tokens or 0, request.num_prompt_tokens),  # a hit may reach into the output
             computed_tokens=self.computed_tokens,
             preemptions=request.num_preemptions,
             logprobs=None if request.sampling.logprobs is None else tuple(self.logprobs[: len(outputs)]),

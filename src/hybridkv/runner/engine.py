@@ -14,27 +14,27 @@ forward waits for kernels or for a copy from another device, Python is free for 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from hybridkv.arguments import instance, one_of, or_none, text
 from hybridkv.cache import CacheOptions, KVCacheManager
-from hybridkv.errors import CacheError, ConfigError
+from hybridkv.errors import CacheError, ConfigError, SessionError
 from hybridkv.eviction import eviction_of
 from hybridkv.planner import Plan
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.runner.attention.formulas import AttentionBackend
 from hybridkv.runner.completion import Completion, Progress, Stream, count_step, raise_first
+from hybridkv.runner.drafting import Drafting
+from hybridkv.runner.handover import HandedOver
 from hybridkv.runner.images import Images, PromptImages, attends_both_ways
 from hybridkv.runner.inputs import (
     EncoderFeed,
@@ -42,9 +42,8 @@ from hybridkv.runner.inputs import (
     Prompt,
     as_list,
     checked_sampling,
-    drafts_by_request,
     encode,
-    encoder_feed,
+    feed_if_read,
     is_empty,
     loaded_of,
     number_in,
@@ -69,8 +68,6 @@ from hybridkv.stores import StoreChoice
 
 if TYPE_CHECKING:  # a draft model is an engine, too
     from hybridkv.runner.drafters import Drafter
-
-logger = logging.getLogger(__name__)
 
 _IDLE_STEPS: Final = 8
 """Empty steps in a row, with nothing in flight, after which a scheduler with open requests counts as stuck."""
@@ -127,15 +124,13 @@ class Engine:
         require_callable(observer=observer)
         if speculate is not None:
             require_drafter("speculate", speculate)
-        self.drafter: Drafter | None = speculate
-        self._took: Callable[[int, float], object] | None = getattr(speculate, "took", None)
-        self._decoded: tuple[int, float] | None = None
         drafts = 0 if speculate is None else speculate.num_speculative_tokens
         with ExitStack() as undo:
             undo.enter_context(own_mode(model))
             self.loaded = loaded_of(model, tokenizer)
             if speculate is not None:
                 speculate.require(self.loaded)
+            self._drafting = Drafting(speculate, self.loaded)
             self.plan = plan_of(
                 self.loaded,
                 self.options,
@@ -161,7 +156,6 @@ class Engine:
         self._ended: list[Progress] = []
         self._next_id = 0
         self._idle = 0
-        self._found_none = False
 
     def _assemble(self, drafts: int, observer: Observer | None, behind: Behind, undo: ExitStack) -> None:
         """Make cache, scheduler and runner for the plan; from here on the model runs on pages."""
@@ -212,6 +206,11 @@ class Engine:
             store=None if tiers is None else tiers.store,
             hash_block=1 if tiers is None else tiers.hash_block,
         )
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The drafter; None without one, and after it failed."""
+        return self._drafting.drafter
 
     def close(self) -> None:
         """Give the model back as it was, and close the drafter and the store. A second call does nothing."""
@@ -351,7 +350,8 @@ class Engine:
     ) -> list[Progress]:
         """Queue a request and its branches."""
         self._require_open()
-        feed = self._feed(encoder, encoder_digest, cache_salt)
+        most = self.plan.limits.max_encoder_tokens
+        feed = feed_if_read(self.loaded, encoder, most, encoder_digest, cache_salt)
         params = checked_sampling(sampling) or SamplingParams()
         for name, value in (("request_id", request_id), ("cache_salt", cache_salt), ("tenant", tenant)):
             or_none(text)(name, value)
@@ -371,6 +371,12 @@ class Engine:
             encoder=None if feed is None else feed.read,
             multimodal=() if pictures is None else pictures.items,
         )
+        return self._queue(request, feed, pictures)
+
+    def _queue(
+        self, request: Request, feed: EncoderFeed | None = None, pictures: PromptImages | None = None
+    ) -> list[Progress]:
+        """Give a request and its branches to the scheduler, and hold its encoder input and images."""
         of_prompt: list[TokenLogprob] = []
         added = [
             Progress(one, self.loaded.tokenizer, prompt_logprobs=of_prompt)
@@ -390,15 +396,6 @@ class Engine:
         if images is None or (isinstance(images, Sequence) and not images):
             return encode(self.loaded, self.loaded.decoder_start if starts and is_empty(prompt) else prompt), None
         return self.runner.take_images(self.options.image_bytes).of_prompt(self.loaded, prompt, images)
-
-    def _feed(self, given: Given | None, digest: bytes | str | None, cache_salt: str | None) -> EncoderFeed | None:
-        """Return the encoder input. Raises ConfigError if it is missing, or if the model has no encoder."""
-        if given is None and self.runner.cross is None:
-            return None
-        if given is None:
-            raise ConfigError(f"{self.loaded.name} is an encoder-decoder: give the input of its encoder")
-        most = self.plan.limits.max_encoder_tokens
-        return encoder_feed(self.loaded, given, most, digest=digest, cache_salt=cache_salt)
 
     def _forget(self, live: Progress) -> None:
         """Remove ``live`` from the running requests, and release its encoder input and its images."""
@@ -421,7 +418,7 @@ class Engine:
     ) -> Session:
         """Write the cache of a conversation to a file that ``import_`` resumes, in any engine of the same model.
 
-        Steps in flight run to their ends first.
+        Steps in flight run to their ends first. A request that runs may go on there (``resume``), and also here.
 
         Args:
             conversation: a completion, the tokens of a prompt and its output, or the id of a running request.
@@ -440,19 +437,20 @@ class Engine:
             OSError: the file cannot be written.
         """
         self._settle()
+        files, wanted, secret = self._sessions(), Path(path), checked_key(key)
         if isinstance(conversation, str):
             live = self._live.get(conversation)
             if live is None or live.request.row < 0:
                 raise ConfigError(f"no request {conversation!r} runs: give its Completion, or its tokens")
-            request = live.request
-        else:
-            if isinstance(conversation, Completion):
-                conversation = conversation.prompt_token_ids + conversation.token_ids
-            ids = encode(self.loaded, conversation, what="conversation")
-            request = Request(
-                "export", ids, hasher=self.cache.hasher, cache_salt=or_none(text)("cache_salt", cache_salt)
-            )
-        return self._sessions().save(request, Path(path), note=note, key=checked_key(key))
+            goes_on = HandedOver.of(live.request, live.logprobs)
+            return files.save(live.request, wanted, note=note, key=secret, goes_on=goes_on)
+        if isinstance(conversation, Completion):
+            conversation = conversation.prompt_token_ids + conversation.token_ids
+        ids = encode(self.loaded, conversation, what="conversation")
+        salt = or_none(text)("cache_salt", cache_salt)
+        return files.save(
+            Request("export", ids, hasher=self.cache.hasher, cache_salt=salt), wanted, note=note, key=secret
+        )
 
     def import_(self, path: str | Path, *, key: bytes | None = None) -> Session:
         """Put the cache of a conversation from a file into this engine. Its next turn resumes there.
@@ -476,6 +474,40 @@ class Engine:
         """
         self._settle()
         return self._sessions().load(Path(path), key=checked_key(key))
+
+    def resume(self, path: str | Path, *, request_id: str | None = None, key: bytes | None = None) -> str:
+        """Go on with a request that another engine exported while it ran; ``step`` returns it with its whole output.
+
+        Its tokens are those that the other engine would have drawn. If the file is missing or damaged, ``add`` its
+        prompt instead: the tokens are the same, too.
+
+        Args:
+            path: a file of ``export``.
+            request_id: the request's id here; None for a number.
+            key: the key with which it was signed; None if it is not signed.
+
+        Returns:
+            The request id.
+
+        Raises:
+            SessionError: as ``import_``; or the file holds no request that can go on.
+            ConfigError: the id is in use.
+            HybridKVError: as ``import_`` and ``add``.
+            OSError: the file cannot be read.
+        """
+        session = self.import_(path, key=key)
+        if session.request is None:
+            raise SessionError(
+                "the session holds a conversation, or a request with logits_processors, which cannot go on: import_ it "
+                "and add its tokens"
+            )
+        require_vocabulary(session.request.sampling, self.loaded)
+        name = str(self._next_id) if request_id is None else request_id
+        given = {"hasher": self.cache.hasher, "cache_salt": session.cache_salt}
+        request = session.request.request(name, session.token_ids, eos_token_ids=self.loaded.eos_token_ids, **given)
+        (live,) = self._queue(request)
+        live.logprobs += session.request.logprobs
+        return name
 
     def _sessions(self) -> SessionFiles:
         return SessionFiles(self.loaded, self.plan, self.cache, self.runner)
@@ -568,8 +600,7 @@ class Engine:
             self.scheduler.fail(step.id, error)
             raise
         self._land()
-        if len(step) and step.decodes.all():
-            self._decoded = (step.num_tokens, self._seconds)
+        self._drafting.ran(step, self._seconds)
         self._take_in(step, result, self.scheduler.update(result))
 
     def _execute_aside(self, step: Step, inference: bool) -> StepResult:  # called by submit
@@ -608,47 +639,13 @@ class Engine:
             # live requests of a drained scheduler were aborted: the update of an empty Step returns them
             if self.scheduler.drained and (self._in_flight or not self._live):
                 return
-            if self._in_flight and not self._may_run_ahead():
+            if self._in_flight and not self._drafting.may_run_ahead(self.scheduler, self._in_flight):
                 return
-            self._propose()
+            self._drafting.propose(self.scheduler, self._live.values())
             step = self.scheduler.schedule()
             self._launch(step)
             if not len(step):
                 return
-
-    def _may_run_ahead(self) -> bool:
-        """Return whether another step may be scheduled before the results of those in flight.
-
-        With a drafter, a step that samples without drafts must be awaited: its next token could get no drafts. The
-        exception is one step after the drafter had no drafts for any request; it is asked again after that step.
-        """
-        if self.drafter is None:
-            return True
-        if self.scheduler.waits_for_drafts:
-            return False
-        found_none, self._found_none = self._found_none, False
-        # a row that samples without drafts gets an input that the drafter does not know yet
-        sampled = (step.samples & (np.diff(step.drafts.indptr) == 0) for step in self._in_flight)
-        return found_none or not any(rows.any() for rows in sampled)
-
-    def _propose(self) -> None:
-        """Ask the drafter about the requests with one token left to run; it needs their newest tokens."""
-        if self.drafter is None:
-            return
-        ready = [one.request for one in self._live.values() if one.decodes]
-        if not ready:
-            return
-        decoded, self._decoded = self._decoded, None
-        try:
-            if self._took is not None and decoded is not None:
-                self._took(*decoded)
-            drafts = drafts_by_request(self.drafter.propose(ready), ready, self.loaded)
-        except Exception as error:
-            logger.warning("%s failed, no more drafts: %r", type(self.drafter).__name__, error, exc_info=True)
-            self.drafter = None
-            return
-        self._found_none = not any(map(len, drafts.values()))  # len, because drafts may be arrays
-        self.scheduler.propose(drafts)
 
     def _watch(self) -> None:
         """Raise CacheError if nothing runs although requests wait: the loop would never end."""

@@ -268,6 +268,20 @@ class EncoderFeed:
     read: EncoderInput
 
 
+def feed_if_read(
+    loaded: LoadedModel, given: Given | None, most_tokens: int, digest: bytes | str | None, cache_salt: str | None
+) -> EncoderFeed | None:
+    """Return the encoder input of a request as ``encoder_feed`` does; None for a model without an encoder.
+
+    Raises ConfigError if it is missing, or if the model has no encoder.
+    """
+    if given is None and not is_encoder_decoder(loaded.model):
+        return None
+    if given is None:
+        raise ConfigError(f"{loaded.name} is an encoder-decoder: give the input of its encoder")
+    return encoder_feed(loaded, given, most_tokens, digest=digest, cache_salt=cache_salt)
+
+
 def encoder_feed(
     loaded: LoadedModel,
     given: Given,

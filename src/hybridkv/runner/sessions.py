@@ -38,6 +38,7 @@ from hybridkv.errors import CacheError, CapacityError, ConfigError, SchemaError,
 from hybridkv.planner import Plan
 from hybridkv.regular_files import open_regular, write_whole
 from hybridkv.request import Request
+from hybridkv.runner.handover import HandedOver
 from hybridkv.runner.identity import bits_of, identity_of
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel
@@ -66,6 +67,7 @@ class Session:
         cache_salt: the salt of its requests.
         note: text of the exporter's own.
         num_bytes: bytes of the file.
+        request: how a request goes on that was exported while it ran; None for a conversation.
     """
 
     token_ids: tuple[int, ...]
@@ -73,6 +75,7 @@ class Session:
     cache_salt: str | None
     note: str
     num_bytes: int
+    request: HandedOver | None = None
 
 
 class _Layer(NamedTuple):
@@ -124,7 +127,9 @@ class SessionFiles:
 
     # -- export
 
-    def save(self, request: Request, path: Path, *, note: str, key: bytes | None) -> Session:
+    def save(
+        self, request: Request, path: Path, *, note: str, key: bytes | None, goes_on: HandedOver | None = None
+    ) -> Session:
         """Write what the cache holds of ``request`` to a file. O(bytes).
 
         Args:
@@ -132,6 +137,7 @@ class SessionFiles:
             path: The file. It is replaced as a whole, or not at all.
             note: Text of the exporter's own.
             key: Signs the file with HMAC-SHA256; ``None`` for no signature.
+            goes_on: How a request that runs goes on elsewhere.
 
         Raises:
             CacheError: The cache does not hold all tokens but the last one.
@@ -139,6 +145,8 @@ class SessionFiles:
             OSError: The file cannot be written.
         """
         layers = self._layers()
+        if request.multimodal:
+            raise UnsupportedModelError("session files cannot hold images: send the prompt with its images instead")
         held, resume = self._held_by(request)
         tensors = {_TOKENS: torch.from_numpy(request.token_ids().astype(np.int32))}
         described = {}
@@ -156,6 +164,7 @@ class SessionFiles:
             "resume_tokens": resume,
             "cache_salt": request.cache_salt,
             "note": instance("note", note, str),
+            "request": None if goes_on is None else goes_on.fields(),
             "tensors": {
                 name: {"first_token": described.get(name, 0), "sha256": _sum_of(tensor)}
                 for name, tensor in tensors.items()
@@ -167,7 +176,7 @@ class SessionFiles:
             metadata[_HMAC] = _signature(key, text)
         content = save(tensors, metadata)
         write_whole(path, content)
-        return Session(tuple(request.token_ids().tolist()), resume, request.cache_salt, note, len(content))
+        return Session(tuple(request.token_ids().tolist()), resume, request.cache_salt, note, len(content), goes_on)
 
     def _held_by(self, request: Request) -> tuple[list[_Held], int]:
         """Return the blocks of the resume point of ``request`` by group, and its tokens."""
@@ -252,9 +261,10 @@ class SessionFiles:
         except SafetensorError as error:
             raise SessionError(f"{path} is no whole safetensors file: export the session again ({error})") from error
         resume, tokens = self._require_whole(layers, manifest, tensors)
+        goes_on = HandedOver.parse(manifest.get("request"), len(tokens))
         carrier = Request("import", tokens[: resume + 1], hasher=self._cache.hasher, cache_salt=manifest["cache_salt"])
         carrier.first_hit_tokens = 0  # the request that resumes here is counted when it begins
-        session = Session(tuple(tokens), resume, manifest["cache_salt"], manifest["note"], num_bytes)
+        session = Session(tuple(tokens), resume, manifest["cache_salt"], manifest["note"], num_bytes, goes_on)
         if self._cache.find_hit(carrier).tokens < resume:
             self._take_in(carrier, layers, manifest["tensors"], tensors)
         return session
