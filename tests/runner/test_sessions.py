@@ -29,8 +29,10 @@ from hybridkv.errors import (
     SessionError,
     UnsupportedModelError,
 )
+from hybridkv.request import Request
 from hybridkv.runner import Completion, Engine, EngineOptions, Stored, load, plan_for
 from hybridkv.runner.sessions import SessionFiles
+from hybridkv.stores import DiskFolder
 
 MODELS = ("llama", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "lfm2", "mamba", "falcon_h1")
 """Full attention, windows, chunks, latents; states beside attention, convolutions, states alone, both in a layer."""
@@ -252,6 +254,96 @@ def test_salt_and_note_travel_with_the_file(tmp_path: Path) -> None:
         while not (done := running.step()):
             pass
         assert done[0].hit_tokens == session.resume_tokens
+
+
+# -- conversations that have left the device
+
+
+def evicted(running: Engine, done: Completion) -> None:
+    """Run other prompts until only the tiers have a conversation."""
+    ids = [*done.prompt_token_ids, *done.token_ids]
+    others = iter(np.random.default_rng(4).integers(32, 127, (200, 150)).tolist())
+    while running.cache.find_hit(Request("asks", ids, hasher=running.cache.hasher)).tokens == len(ids) - 1:
+        running.generate([next(others)], greedy(2))
+    running.settle_tiers()
+
+
+@pytest.mark.parametrize(("name", "form"), [*((name, None) for name in MODELS), ("llama", "int8_per_token_head")])
+def test_host_memory_gives_the_file_of_the_device(name: str, form: str | None, tmp_path: Path) -> None:
+    with engine(name, form=form, host_memory="16MiB") as running:
+        done = first_turn(running)
+        running.settle_tiers()
+        running.export(done, tmp_path / "a")
+        assert running.cache.reset_prefix_cache()  # the host keeps what it has
+        steps = running.statistics().steps
+        session = running.export(done, tmp_path / "b")
+        assert running.statistics().steps == steps
+    assert session.resume_tokens == len(PROMPT) + TOKENS - 1
+    with safe_open(tmp_path / "a", framework="pt") as first, safe_open(tmp_path / "b", framework="pt") as second:
+        assert first.keys() == second.keys()
+        for one in first.keys():  # noqa: SIM118  # no mapping
+            whole, kept = first.get_tensor(one), second.get_tensor(one)
+            rows = whole[len(whole) - len(kept) :]  # the device may have rows before a window, too
+            assert torch.equal(rows.view(torch.uint8), kept.view(torch.uint8))
+            assert len(kept) == len(whole) or "gemma3" in name
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "falcon_h1"])
+def test_conversation_goes_on_from_host_memory_while_the_device_is_full(name: str, tmp_path: Path) -> None:
+    with engine(name, requests=2, host_memory="16MiB") as running:
+        done = first_turn(running)
+        evicted(running, done)
+        rows = shared_prompts(2, 9, prefix=170, longest=3)
+        for row in rows:
+            running.add(row, greedy(20))
+        for _ in range(6):
+            running.step()
+        session = running.export(done, tmp_path / "a")
+        ended = drained(running)
+        running.scheduler.check()
+    assert [one.token_ids for one in ended] == [generated(loaded_model(name), row, 20) for row in rows]
+    turn = second_turn(done)
+    with engine(name) as running:
+        running.import_(tmp_path / "a")
+        (goes_on,) = running.generate([turn], greedy(TOKENS))
+    assert goes_on.hit_tokens == session.resume_tokens
+    assert goes_on.token_ids == generated(loaded_model(name), turn, TOKENS)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "mamba", "qwen3_next"])
+@pytest.mark.parametrize("known", [0, len(PROMPT)], ids=["nothing", "prompt"])
+def test_conversation_goes_on_from_a_store(name: str, known: int, tmp_path: Path) -> None:
+    """Another engine exports it: it has nothing of it, or all but a few tokens. A request runs meanwhile."""
+    store = DiskFolder(tmp_path / "disk", "64MiB")
+    with engine(name, host_memory="16MiB", store=store) as running:
+        done = first_turn(running)
+        running.settle_tiers()
+    row = shared_prompts(1, 9, prefix=100, longest=3)[0]
+    with engine(name, host_memory="16MiB", store=store, options={"in_flight": 2}) as running:
+        if known:
+            running.generate([PROMPT], greedy(1))
+        running.add(row, greedy(30), request_id="row")
+        running.step()
+        session = running.export(done, tmp_path / "a")
+        assert session.token_ids == done.prompt_token_ids + done.token_ids
+        (other,) = drained(running)
+        assert other.request_id == "row"
+        running.scheduler.check()
+    assert other.token_ids == generated(loaded_model(name), row, 30)
+    turn = second_turn(done)
+    with engine(name) as running:
+        running.import_(tmp_path / "a")
+        (goes_on,) = running.generate([turn], greedy(TOKENS))
+    assert goes_on.hit_tokens == session.resume_tokens
+    assert goes_on.token_ids == generated(loaded_model(name), turn, TOKENS)
+
+
+def test_conversation_that_no_tier_has_is_named(tmp_path: Path) -> None:
+    with engine("llama", host_memory="16MiB", store=DiskFolder(tmp_path / "disk", "64MiB")) as running:
+        with pytest.raises(CacheError, match="generate its last turn again"):
+            running.export([*PROMPT, 1, 2, 3], tmp_path / "a")
+        assert running.idle
+    assert not (tmp_path / "a").exists()
 
 
 # -- room

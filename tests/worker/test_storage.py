@@ -142,6 +142,16 @@ def test_storage_in_heads_first_order_has_heads_first() -> None:
     assert [view.shape for view in tokens_first] == [(3, 4, 2, 8), (3, 4, 2, 6)]
 
 
+def test_storage_over_given_memory_shares_its_bytes() -> None:
+    config = one_layer(FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8, dtype="float32"))
+    first = PagedStorage(config)
+    second = PagedStorage(config, first.parts, order=first.order, arena=first.arena)
+    second.views["a"][0][1] = 3
+    assert first.views["a"][0].sum() == 3 * 4 * 2 * 8
+    with pytest.raises(ConfigError, match=r"an arena is torch.uint8 of \(\d+,\): give uint8"):
+        PagedStorage(config, arena=first.arena[1:])
+
+
 def one_layer(spec: KVCacheSpec) -> KVCacheConfig:
     page = spec.page_size_bytes
     return KVCacheConfig(3, (KVCacheTensor(3 * page, ("a",), 0, page),), (KVCacheGroupSpec(("a",), spec),))

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from hybridkv.arguments import instance, one_of, or_none, text
 from hybridkv.cache import CacheOptions, KVCacheManager
-from hybridkv.errors import CacheError, ConfigError, SessionError
+from hybridkv.errors import CacheError, ConfigError
 from hybridkv.eviction import eviction_of
 from hybridkv.planner import Plan
 from hybridkv.request import Hints, Request, SamplingParams
@@ -418,7 +418,8 @@ class Engine:
     ) -> Session:
         """Write the cache of a conversation to a file that ``import_`` resumes, in any engine of the same model.
 
-        Steps in flight run to their ends first. A request that runs may go on there (``resume``), and also here.
+        Steps in flight run to their ends first. A request that runs may go on there (``resume``), and also here. The
+        tiers are asked for a conversation that has left the device; requests run while a store is.
 
         Args:
             conversation: a completion, the tokens of a prompt and its output, or the id of a running request.
@@ -432,7 +433,7 @@ class Engine:
 
         Raises:
             ConfigError: no such request runs, or an argument is invalid.
-            CacheError: the cache no longer holds the conversation, or the engine is closed.
+            CacheError: neither cache nor tiers hold the conversation any longer, or the engine is closed.
             UnsupportedModelError: a layer keeps something that files cannot hold.
             OSError: the file cannot be written.
         """
@@ -448,9 +449,22 @@ class Engine:
             conversation = conversation.prompt_token_ids + conversation.token_ids
         ids = encode(self.loaded, conversation, what="conversation")
         salt = or_none(text)("cache_salt", cache_salt)
-        return files.save(
-            Request("export", ids, hasher=self.cache.hasher, cache_salt=salt), wanted, note=note, key=secret
-        )
+        request = Request("export", ids, hasher=self.cache.hasher, cache_salt=salt)
+        if self.tier is not None and self.tier.has_store and not files.has(request):
+            self._fetch(request)
+        return files.save(request, wanted, note=note, key=secret)
+
+    def _fetch(self, request: Request) -> None:
+        """Run steps until the host has what the store has of a conversation, or until it is clear that it will not."""
+        salt, hints = request.cache_salt, Hints(prefetch=True)
+        added = self._add(request.token_ids().tolist(), SamplingParams(max_tokens=1), cache_salt=salt, hints=hints)
+        try:
+            while added[0].completion is None:
+                self._run()
+                raise_first(added)
+        finally:
+            self._drop(added)
+        self._settle()
 
     def import_(self, path: str | Path, *, key: bytes | None = None) -> Session:
         """Put the cache of a conversation from a file into this engine. Its next turn resumes there.
@@ -496,21 +510,14 @@ class Engine:
             OSError: the file cannot be read.
         """
         session = self.import_(path, key=key)
-        if session.request is None:
-            raise SessionError(
-                "the session holds a conversation, or a request with logits_processors, which cannot go on: import_ it "
-                "and add its tokens"
-            )
-        require_vocabulary(session.request.sampling, self.loaded)
         name = str(self._next_id) if request_id is None else request_id
-        given = {"hasher": self.cache.hasher, "cache_salt": session.cache_salt}
-        request = session.request.request(name, session.token_ids, eos_token_ids=self.loaded.eos_token_ids, **given)
-        (live,) = self._queue(request)
-        live.logprobs += session.request.logprobs
+        (live,) = self._queue(self._sessions().request_of(session, name))
+        live.logprobs += () if session.request is None else session.request.logprobs
         return name
 
     def _sessions(self) -> SessionFiles:
-        return SessionFiles(self.loaded, self.plan, self.cache, self.runner)
+        host = None if self.tier is None else self.tier.host
+        return SessionFiles(self.loaded, self.plan, self.cache, self.runner, host)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, in host memory too; return whether no request held blocks, so that it was done.

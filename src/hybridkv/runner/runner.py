@@ -338,6 +338,10 @@ class ModelRunner:
         step_context.detach(self.model, self._context)
         set_attention(self.model, self._own_attention)
 
+    def settled_tier(self) -> PagedStorage | None:
+        """Return the memory of the host tier, once no transfer writes it; None without a tier. Between Steps only."""
+        return None if self._tier is None else self._tier.settled()
+
     def execute(self, step: Step) -> StepResult:
         """Run one forward over all tokens of ``step``, and draw the tokens of every row that samples.
 

@@ -40,13 +40,14 @@ from hybridkv.regular_files import open_regular, write_whole
 from hybridkv.request import Request
 from hybridkv.runner.handover import HandedOver
 from hybridkv.runner.identity import bits_of, identity_of
-from hybridkv.runner.inputs import encode
+from hybridkv.runner.inputs import encode, require_vocabulary
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import Stored
 from hybridkv.runner.runner import ModelRunner
 from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec
 from hybridkv.units import format_count, shown
 from hybridkv.worker.copies import ArenaBlocks, copy_kernels
+from hybridkv.worker.pages import PagedStorage
 
 Int32 = NDArray[np.int32]
 
@@ -110,6 +111,17 @@ class _Held(NamedTuple):
     first: int
 
 
+class _Memory(NamedTuple):
+    """The device or the host tier: its manager, and the views of its layers."""
+
+    cache: KVCacheManager
+    storage: PagedStorage
+
+    def local(self, group: int, ids: Int32) -> Int32:
+        """Return blocks as the worker knows them."""
+        return self.cache.block_pool.local(group, ids)
+
+
 class SessionFiles:
     """Writes conversations of an engine to files, and reads them. No step may be in flight.
 
@@ -118,10 +130,19 @@ class SessionFiles:
         plan: its plan.
         cache: its cache.
         runner: its runner.
+        host: the manager of its host tier; None without one.
     """
 
-    def __init__(self, loaded: LoadedModel, plan: Plan, cache: KVCacheManager, runner: ModelRunner) -> None:
-        self._loaded, self._cache, self._runner = loaded, cache, runner
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        plan: Plan,
+        cache: KVCacheManager,
+        runner: ModelRunner,
+        host: KVCacheManager | None = None,
+    ) -> None:
+        self._loaded, self._cache, self._runner, self._host = loaded, cache, runner, host
+        self._device = _Memory(cache, runner.storage)
         self._stored = Stored.of_plan(plan)
         self._max_model_len = plan.max_model_len
 
@@ -144,10 +165,12 @@ class SessionFiles:
             UnsupportedModelError: The cache holds something that files cannot.
             OSError: The file cannot be written.
         """
-        layers = self._layers()
+        self._require_sessions()
         if request.multimodal:
             raise UnsupportedModelError("session files cannot hold images: send the prompt with its images instead")
-        held, resume = self._held_by(request)
+        memory = self._memory_of(request)
+        layers = self._layers(memory)
+        held, resume = self._held_by(memory, request)
         tensors = {_TOKENS: torch.from_numpy(request.token_ids().astype(np.int32))}
         described = {}
         for layer in layers:
@@ -178,48 +201,66 @@ class SessionFiles:
         write_whole(path, content)
         return Session(tuple(request.token_ids().tolist()), resume, request.cache_salt, note, len(content), goes_on)
 
-    def _held_by(self, request: Request) -> tuple[list[_Held], int]:
+    def has(self, request: Request) -> bool:
+        """Return whether the device or the host tier has all tokens of a conversation but the last one.
+
+        Args:
+            request: A request made of the conversation.
+        """
+        caches = [self._cache] if self._host is None else [self._cache, self._host]
+        return any(cache.find_hit(request).tokens == request.num_tokens - 1 for cache in caches)
+
+    def _memory_of(self, request: Request) -> _Memory:
+        """Return where the blocks of ``request`` are: on the device, unless only the host tier has them."""
+        last = request.num_tokens - 1
+        if request.row >= 0 or self._host is None or self._cache.find_hit(request).tokens == last:
+            return self._device
+        storage = self._runner.settled_tier()
+        on_host = storage is not None and self._host.find_hit(request).tokens == last
+        return _Memory(self._host, storage) if storage is not None and on_host else self._device
+
+    def _held_by(self, memory: _Memory, request: Request) -> tuple[list[_Held], int]:
         """Return the blocks of the resume point of ``request`` by group, and its tokens."""
-        cache = self._cache
+        cache = memory.cache
         if request.row >= 0:
             blocks, resume = cache.engine.blocks_to_share(request)
             if not resume:
                 raise CacheError(f"request {request.request_id!r} has computed no token: run a step first")
-            return self._held(blocks, resume), resume
+            return self._held(memory, blocks, resume), resume
         hit = cache.find_hit(request)
         if hit.tokens != request.num_tokens - 1:
             raise CacheError(
                 f"the cache holds {format_count(hit.tokens)} tokens of this conversation and needs the first "
                 f"{format_count(request.num_tokens - 1)}: generate its last turn again, then export it"
             )
-        held = self._held(cache.engine.blocks_of(hit), hit.tokens)
-        return [self._with_earlier(request, number, one) for number, one in enumerate(held)], hit.tokens
+        held = self._held(memory, cache.engine.blocks_of(hit), hit.tokens)
+        return [self._with_earlier(memory, request, number, one) for number, one in enumerate(held)], hit.tokens
 
-    def _held(self, blocks: KVCacheBlocks, resume: int) -> list[_Held]:
+    def _held(self, memory: _Memory, blocks: KVCacheBlocks, resume: int) -> list[_Held]:
         """Return the blocks of a resume point by group."""
         held = []
         for number, (group, ids) in enumerate(zip(self._cache.config.groups, blocks.ids, strict=True)):
             last = np.array([blocks.sources[number] if blocks.sources else 0], np.int32)
             if group.spec.keeps is Keeps.STATE:
-                held.append(_Held(self._local(number, last), 0))
+                held.append(_Held(memory.local(number, last), 0))
                 continue
             columns = np.append(ids, last) if last[0] else ids
             known = columns.nonzero()[0]
             first = int(known[0]) * group.spec.block_size if len(known) else resume
-            held.append(_Held(self._local(number, columns), first))
+            held.append(_Held(memory.local(number, columns), first))
         return held
 
-    def _with_earlier(self, request: Request, number: int, held: _Held) -> _Held:
+    def _with_earlier(self, memory: _Memory, request: Request, number: int, held: _Held) -> _Held:
         """Return the blocks of a window with those before them, as far as they are cached, to a multiple of _WHOLE.
 
         So an importer with larger blocks, which begin before the window, can fill them.
         """
         wanted = held.first // _WHOLE * _WHOLE
         while held.first > wanted:
-            hit = self._cache.find_hit(request.prefix("export", held.first + 1))
+            hit = memory.cache.find_hit(request.prefix("export", held.first + 1))
             if hit.tokens < held.first:
                 return held
-            before = self._held(self._cache.engine.blocks_of(hit), hit.tokens)[number]
+            before = self._held(memory, memory.cache.engine.blocks_of(hit), hit.tokens)[number]
             if before.first == held.first:
                 return held
             ids = held.ids.copy()
@@ -231,7 +272,7 @@ class SessionFiles:
         """Return a part of a layer in token order, on the host."""
         if layer.is_state:
             return view[int(held.ids[0])].clone().cpu()
-        at = self._slots(layer, held, resume)
+        at = self._slots(layer, held, resume, view.device)
         return bits_of(view)[at].cpu().view(view.dtype)
 
     # -- import
@@ -250,7 +291,8 @@ class SessionFiles:
             UnsupportedModelError: The cache holds something that files cannot.
             OSError: The file cannot be read.
         """
-        layers = self._layers()
+        self._require_sessions()
+        layers = self._layers(self._device)
         with open_regular(path) as file:
             num_bytes = file.seek(0, 2)
         try:
@@ -291,7 +333,7 @@ class SessionFiles:
             self._move()
             blocks = cache.get_blocks(carrier.request_id)
             for layer in layers:
-                ids = self._local(layer.group, blocks.ids[layer.group])
+                ids = self._device.local(layer.group, blocks.ids[layer.group])
                 held = _Held(ids[:1] if layer.is_state else ids, firsts[layer.group])
                 for part, view in layer.parts.items():
                     self._write(layer, view, held, resume, tensors[f"{layer.name}.{part}"])
@@ -338,18 +380,46 @@ class SessionFiles:
             return
         known = held.ids.nonzero()[0]
         first = max(held.first, int(known[0]) * layer.spec.block_size) if len(known) else resume
-        at = self._slots(layer, held._replace(first=first), resume)
+        at = self._slots(layer, held._replace(first=first), resume, view.device)
         bits_of(view)[at] = bits_of(made[first - held.first :])
+
+    def request_of(self, session: Session, request_id: str) -> Request:
+        """Return the request of a session with all its known tokens. O(tokens).
+
+        Args:
+            session: The session.
+            request_id: The request's id.
+
+        Raises:
+            SessionError: It has none.
+            ConfigError: A token of its sampling is outside the vocabulary.
+        """
+        if session.request is None:
+            raise SessionError(
+                "the session holds a conversation, or a request with logits_processors, which cannot go on: import_ it "
+                "and add its tokens"
+            )
+        require_vocabulary(session.request.sampling, self._loaded)
+        return session.request.request(
+            request_id,
+            session.token_ids,
+            hasher=self._cache.hasher,
+            cache_salt=session.cache_salt,
+            eos_token_ids=self._loaded.eos_token_ids,
+        )
 
     # -- where rows lie
 
-    def _layers(self) -> list[_Layer]:
-        """Return the layers of the plan. Raises UnsupportedModelError if files cannot hold one of them."""
+    def _require_sessions(self) -> None:
+        """Raise ConfigError unless the cache has resume points."""
         if not self._cache.bounds.keeps_resume_points or self._cache.hasher is None:
             raise ConfigError(
                 "session files need the natural layout and prefix caching: make the plan with layout='natural', and "
                 "the engine with prefix_caching=True"
             )
+
+    def _layers(self, memory: _Memory) -> list[_Layer]:
+        """Return the layers of the plan. Raises UnsupportedModelError if files cannot hold one of them."""
         layers = []
         for number, group in enumerate(self._cache.config.groups):
             for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
@@ -361,14 +431,13 @@ class SessionFiles:
                         f"session files cannot hold layer {name!r}, which keeps {spec.keeps} of {rate} tokens a state: "
                         "send its tokens instead, and compute them again"
                     )
-                views = self._runner.storage.views[name]
+                views = memory.storage.views[name]
                 layers.append(_Layer(name, number, spec, dict(zip(_part_names(spec, len(views)), views, strict=True))))
         return layers
 
-    def _local(self, group: int, ids: Int32) -> Int32:
-        return self._cache.block_pool.local(group, ids)
-
-    def _slots(self, layer: _Layer, held: _Held, resume: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(
+        self, layer: _Layer, held: _Held, resume: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the kernel block and the offset of the tokens from ``held.first`` to ``resume``, int64 each."""
         size, pieces = layer.spec.block_size, self._runner.config.kernel_blocks_of(layer.group)
         position = np.arange(held.first, resume)
@@ -377,7 +446,6 @@ class SessionFiles:
         block = held.ids[column].astype(np.int64)
         if not block.all():
             raise CacheError(f"layer {layer.name!r} has a null block among tokens {held.first} .. {resume - 1}")
-        device = self._runner.storage.arena.device
         return torch.from_numpy(block * pieces + piece).to(device), torch.from_numpy(within).to(device)
 
     # -- checks

@@ -116,12 +116,13 @@ class StoreBehind:
             may_begin: The step may begin a fetch. One that has begun loads may not: a fetch takes blocks on the host,
                 perhaps those that the loads have yet to read.
         """
-        if not request.reads_prefix_cache or request.num_tokens - 1 - least < self._limits.least_tokens:
+        fewest = 1 if request.hints.prefetch else self._limits.least_tokens  # a prefetch wants all, whatever it costs
+        if not request.reads_prefix_cache or request.num_tokens - 1 - least < fewest:
             return False
         tokens = 0 if self._gave_up.get(request.request_id) else self._lookups.ask(request, least, self._carriers.now)
         if tokens is None:
             return True
-        if tokens - least < self._limits.least_tokens:
+        if tokens - least < fewest:
             return False
         coming = self._carriers.on_its_way(request, Way.FETCH, least, request.num_tokens)
         if coming is None:
@@ -156,7 +157,8 @@ class StoreBehind:
         columns = self._needed(tokens)
         for group, ids in enumerate(self._host.engine.blocks_of(had).ids):
             columns[group] = np.setdiff1d(columns[group], np.flatnonzero(ids).astype(np.int32))
-        if not self._limits.is_faster(tokens - had.tokens, self._carriers.bytes_of(columns), fetched=True):
+        size, asked = self._carriers.bytes_of(columns), request.hints.prefetch
+        if not asked and not self._limits.is_faster(tokens - had.tokens, size, fetched=True):
             return False
         begun = self._carriers.begin(Way.FETCH, Wanted(self._host, carrier, tokens, had), columns, request.request_id)
         if begun is None:

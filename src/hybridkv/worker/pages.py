@@ -139,15 +139,18 @@ class PagedStorage:
         layout: for every layer the parts of its page, in order; None takes them from the specs (``parts_of``).
         device: device of the arena.
         order: the order of tokens and heads within a block, for every part that has heads.
+        arena: uint8[config.arena_bytes] to use; None allocates it.
 
     Attributes:
+        parts: for every layer the parts of its page.
         arena: uint8[config.arena_bytes], zeros at first.
         views: for every layer a tensor for each part, of the shapes above, without copies. Blocks are numbered by the
             ids of the layer's group, from the null block or null slab on.
 
     Raises:
         ConfigError: a layer has no tensor or no parts, its parts do not have the bytes that the plan gives a page, an
-            offset or stride cuts an element, the order is unknown, or the device has too little memory.
+            offset or stride cuts an element, the order is unknown, the arena has another size, or the device has too
+            little memory.
         UnsupportedModelError: a spec needs a page of another form.
     """
 
@@ -158,6 +161,7 @@ class PagedStorage:
         device: torch.device | str = "cpu",
         *,
         order: PageOrder = PageOrder.NHD,
+        arena: torch.Tensor | None = None,
     ) -> None:
         if order not in tuple(PageOrder):
             raise ConfigError(f"unknown order {order!r} of a page: use one of {', '.join(PageOrder)}")
@@ -172,8 +176,13 @@ class PagedStorage:
                     raise ConfigError(f"layer {name!r} has no {where}: make the plan from this very model")
                 parts[name] = parts_of(spec) if layout is None else layout[name]
                 _check_page(name, parts[name], spec)
+        self.parts = parts
+        if arena is not None and (arena.dtype != torch.uint8 or arena.shape != (config.arena_bytes,)):
+            raise ConfigError(
+                f"an arena is {arena.dtype} of {tuple(arena.shape)}: give uint8[{config.arena_bytes}], as planned"
+            )
         try:
-            self.arena = torch.zeros(config.arena_bytes, dtype=torch.uint8, device=device)
+            self.arena = torch.zeros(config.arena_bytes, dtype=torch.uint8, device=device) if arena is None else arena
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot allocate {format_bytes(config.arena_bytes)} on {device}: plan less memory ({error})"

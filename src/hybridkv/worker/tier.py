@@ -136,6 +136,7 @@ class HostTierCopier:
             raise ConfigError(
                 f"cannot allocate {format_bytes(config.arena_bytes)} of host memory: give the host tier less ({error})"
             ) from error
+        self._layout, self._order, self._config = storage.parts, storage.order, config
         self._device, self._host = ArenaBlocks(storage.config, storage.arena), ArenaBlocks(config, self.arena)
         if config.groups != storage.config.groups or _form(self._host) != _form(self._device):
             raise ConfigError(
@@ -221,6 +222,14 @@ class HostTierCopier:
         if self._store is not None and (step.spills or step.fetches):
             self._store.begin(step, self._lane.barrier())
         self._loads, self._unissued = [], []
+
+    def settled(self) -> PagedStorage:
+        """Return the memory of the tier with the views of its layers, once no transfer writes it.
+
+        Between Steps only: those of the store write blocks without keys, and go on.
+        """
+        self._lane.settle()
+        return PagedStorage(self._config, self._layout, order=self._order, arena=self.arena)
 
     def close(self) -> None:
         """Wait for all transfers to and from the store."""
