@@ -77,7 +77,7 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 import test_handover
 from test_handover import DRAFTS, PROMPT, FEW, SAMPLING, engine
-from hybridkv.runner import sessions
+from hybridkv.runner import session_file
 from hybridkv.runner.drafters import NgramDrafter
 from hybridkv.regular_files import written_whole
 
@@ -234,7 +234,7 @@ def half(path, content):
         print("halfway", flush=True)
         time.sleep(300)
 
-sessions.write_whole = half
+session_file.write_whole = half
 prefill({name!r}, "a")
 """
 

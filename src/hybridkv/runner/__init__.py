@@ -16,6 +16,7 @@ from hybridkv.runner.probe import Stored
 from hybridkv.runner.runner import ModelRunner, Observer
 from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.runner.sessions import Session
+from hybridkv.runner.shares import ModelShare, join_sessions
 from hybridkv.runner.tiny import TINY_COMPRESSED, TINY_ENCODER_DECODERS, TINY_MODELS, byte_tokenizer, tiny_model
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Increment",
     "LoadedModel",
     "ModelRunner",
+    "ModelShare",
     "Observer",
     "Session",
     "Stored",
@@ -37,6 +39,7 @@ __all__ = [
     "TokenLogprob",
     "byte_tokenizer",
     "encode",
+    "join_sessions",
     "load",
     "plan_for",
     "plan_within",

@@ -60,7 +60,8 @@ from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
 from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.runner.self_check import require_same
-from hybridkv.runner.sessions import Session, SessionFiles, checked_key
+from hybridkv.runner.session_file import checked_key
+from hybridkv.runner.sessions import Session, SessionFiles
 from hybridkv.runner.tiers import Behind, open_tiers
 from hybridkv.schedule import Finished, Outcome, Scheduler, SchedulerLimits, SchedulerStatistics
 from hybridkv.step import Step, StepResult
@@ -447,8 +448,7 @@ class Engine:
             return files.save(live.request, wanted, note=note, key=secret, goes_on=goes_on)
         if isinstance(conversation, Completion):
             conversation = conversation.prompt_token_ids + conversation.token_ids
-        ids = encode(self.loaded, conversation, what="conversation")
-        salt = or_none(text)("cache_salt", cache_salt)
+        ids, salt = encode(self.loaded, conversation, what="conversation"), or_none(text)("cache_salt", cache_salt)
         request = Request("export", ids, hasher=self.cache.hasher, cache_salt=salt)
         if self.tier is not None and self.tier.has_store and not files.has(request):
             self._fetch(request)

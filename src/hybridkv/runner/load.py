@@ -30,6 +30,7 @@ from hybridkv.models.quantization import kv_dtype
 from hybridkv.regular_files import open_regular
 from hybridkv.runner.model_call import auto_class, vocabulary_of
 from hybridkv.runner.probe import require_runnable
+from hybridkv.runner.shares import ModelShare
 from hybridkv.runner.tiny import byte_tokenizer, tiny_model
 from hybridkv.units import shown
 
@@ -62,6 +63,7 @@ class LoadedModel:
         processor: for a multimodal model, makes token ids and pixels from a text and its pictures, like the processors
             of transformers.
         no_processor: why there is no processor, if that is known.
+        share: of which whole model this is a tensor parallel rank; None for a whole model.
 
     Raises:
         ConfigError: the model, the tokenizer or the processor lacks a method that the engine calls.
@@ -73,6 +75,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     processor: Any = None
     no_processor: str = ""
+    share: ModelShare | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, text, "name")
@@ -233,6 +236,7 @@ def wrap(
     name: str = "model",
     *,
     processor: Any = None,  # noqa: ANN401  # nor do its processors
+    share: ModelShare | None = None,
 ) -> LoadedModel:
     """Make a LoadedModel of a transformers model in memory, and switch the model to evaluation mode.
 
@@ -241,6 +245,7 @@ def wrap(
         tokenizer: a transformers tokenizer; None if prompts and outputs are token ids.
         name: the model's name in messages.
         processor: for a multimodal model, the processor for prompts with pictures.
+        share: of which whole model this is a tensor parallel rank; None for a whole model.
 
     Raises:
         ConfigError: ``model`` is not a transformers model.
@@ -256,7 +261,7 @@ def wrap(
             "which paged batches do not support: use a model with another rope_type"
         )
     _warn_of_quantized_cache(model, name)
-    return LoadedModel(name, model.eval(), tokenizer, _eos(model), processor)
+    return LoadedModel(name, model.eval(), tokenizer, _eos(model), processor, share=share)
 
 
 def require_model(model: object) -> None:

@@ -11,32 +11,25 @@ A file does not know the blocks it came from, so an engine with another memory o
     layer.state.0, ...          recurrent states after the last token, as they are
     tokens                      int32[known tokens]: the conversation; the tokens after the resume point have no rows
 
-The manifest names the model and has the SHA-256 of each tensor. The SHA-256 of the manifest, or the HMAC of a key, lies
-beside it. So a changed bit anywhere is found before anything in the engine changes (docs/design/0040).
+The heads and channels are those of the whole model, unless the engine is one rank of several: then the file holds its
+share, and ``join_sessions`` makes a whole one (docs/design/0040).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from hybridkv.arguments import instance
 from hybridkv.cache import KVCacheBlocks, KVCacheManager, Refusal, SlotPlan
-from hybridkv.errors import CacheError, CapacityError, ConfigError, SchemaError, SessionError, UnsupportedModelError
+from hybridkv.errors import CacheError, CapacityError, ConfigError, SessionError, UnsupportedModelError
 from hybridkv.planner import Plan
-from hybridkv.regular_files import open_regular, write_whole
 from hybridkv.request import Request
 from hybridkv.runner.handover import HandedOver
 from hybridkv.runner.identity import bits_of, identity_of
@@ -44,16 +37,15 @@ from hybridkv.runner.inputs import encode, require_vocabulary
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import Stored
 from hybridkv.runner.runner import ModelRunner
+from hybridkv.runner.session_file import TOKENS, read_session, require_names, split_in, write_session
 from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec
 from hybridkv.units import format_count, shown
 from hybridkv.worker.copies import ArenaBlocks, copy_kernels
 from hybridkv.worker.pages import PagedStorage
+from hybridkv.worker.ranks import Run, splits_of
 
 Int32 = NDArray[np.int32]
 
-FORMAT: Final = 1
-"""Version of the file. It changes when a tensor gets another meaning."""
-_MANIFEST, _SUM, _HMAC, _TOKENS = "hybridkv.session", "sha256", "hmac_sha256", "tokens"
 _WHOLE: Final = 64
 """Tokens at whose multiples the rows of a window begin, if they are cached: blocks of 8 to 64 tokens can hold them."""
 
@@ -171,35 +163,26 @@ class SessionFiles:
         memory = self._memory_of(request)
         layers = self._layers(memory)
         held, resume = self._held_by(memory, request)
-        tensors = {_TOKENS: torch.from_numpy(request.token_ids().astype(np.int32))}
-        described = {}
+        tensors = {TOKENS: torch.from_numpy(request.token_ids().astype(np.int32))}
+        described: dict[str, dict[str, Any]] = {TOKENS: {"first_token": 0}}
         for layer in layers:
             of = held[layer.group]
-            for part, view in layer.parts.items():
-                tensors[f"{layer.name}.{part}"] = self._read(layer, view, of, resume)
-                described[f"{layer.name}.{part}"] = 0 if layer.is_state else of.first
+            for (part, view), split in zip(layer.parts.items(), self._splits(layer), strict=True):
+                name = f"{layer.name}.{part}"
+                tensors[name] = self._read(layer, view, of, resume)
+                described[name] = {"first_token": 0 if layer.is_state else of.first, "split": split}
         manifest = {
-            "format": FORMAT,
-            "library": version("hybridkv"),
-            **identity_of(self._loaded.model, self._stored),
+            **self._identity(),
+            "rank": self._rank,
             "layout": "natural",
             "block_sizes": [group.spec.block_size for group in self._cache.config.groups],
             "resume_tokens": resume,
             "cache_salt": request.cache_salt,
             "note": instance("note", note, str),
             "request": None if goes_on is None else goes_on.fields(),
-            "tensors": {
-                name: {"first_token": described.get(name, 0), "sha256": _sum_of(tensor)}
-                for name, tensor in tensors.items()
-            },
         }
-        text = json.dumps(manifest, sort_keys=True)
-        metadata = {_MANIFEST: text, _SUM: hashlib.sha256(text.encode()).hexdigest()}
-        if key is not None:
-            metadata[_HMAC] = _signature(key, text)
-        content = save(tensors, metadata)
-        write_whole(path, content)
-        return Session(tuple(request.token_ids().tolist()), resume, request.cache_salt, note, len(content), goes_on)
+        num_bytes = write_session(path, manifest, tensors, described, key)
+        return Session(tuple(request.token_ids().tolist()), resume, request.cache_salt, note, num_bytes, goes_on)
 
     def has(self, request: Request) -> bool:
         """Return whether the device or the host tier has all tokens of a conversation but the last one.
@@ -293,15 +276,8 @@ class SessionFiles:
         """
         self._require_sessions()
         layers = self._layers(self._device)
-        with open_regular(path) as file:
-            num_bytes = file.seek(0, 2)
-        try:
-            with safe_open(path, framework="pt") as opened:
-                manifest = _manifest(opened.metadata(), key)
-                self._require_same(manifest)
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
-        except SafetensorError as error:
-            raise SessionError(f"{path} is no whole safetensors file: export the session again ({error})") from error
+        manifest, tensors, num_bytes = read_session(path, key, self._require_same)
+        tensors = self._shares(manifest, tensors)
         resume, tokens = self._require_whole(layers, manifest, tensors)
         goes_on = HandedOver.parse(manifest.get("request"), len(tokens))
         carrier = Request("import", tokens[: resume + 1], hasher=self._cache.hasher, cache_salt=manifest["cache_salt"])
@@ -450,8 +426,47 @@ class SessionFiles:
 
     # -- checks
 
+    @property
+    def _rank(self) -> list[int]:
+        share = self._loaded.share
+        return [0, 1] if share is None else [share.rank, share.ranks]
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what two engines must have in common: of the whole model, if this one is a rank's share."""
+        model, share = self._loaded.model, self._loaded.share
+        return identity_of(model, self._stored) if share is None else share.identity_of(self._stored)
+
+    def _splits(self, layer: _Layer) -> tuple[tuple[int, tuple[Run, ...]] | None, ...]:
+        """Return how ranks share each part of a layer; None where that is unknown."""
+        shapes = [tuple(view.shape[1 if layer.is_state else 2 :]) for view in layer.parts.values()]
+        share = self._loaded.share
+        try:
+            found = splits_of(layer.spec, shapes) if share is None else share.splits(layer.name, layer.spec, shapes)
+        except UnsupportedModelError:
+            if share is not None:
+                raise
+            return (None,) * len(shapes)
+        return tuple((split.axis, split.runs) for split in found)
+
+    def _shares(self, manifest: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of this rank. Raises SessionError for a file of another rank, which is no whole."""
+        made, mine = manifest.get("rank", [0, 1]), self._rank
+        if made == mine:
+            return tensors
+        if made != [0, 1]:
+            raise SessionError(
+                f"the session holds rank {shown(made)} of an engine: join the files of all its ranks (join_sessions)"
+            )
+        try:
+            return {
+                name: tensor if name == TOKENS else split_in(manifest["tensors"][name], name).cut(tensor, *mine)
+                for name, tensor in tensors.items()
+            }
+        except (ConfigError, IndexError) as error:
+            raise SessionError(f"the session cannot be shared by {mine[1]} ranks: {error}") from error
+
     def _require_same(self, manifest: Mapping[str, Any]) -> None:
-        for name, mine in identity_of(self._loaded.model, self._stored).items():
+        for name, mine in self._identity().items():
             if manifest.get(name) != mine:
                 raise SessionError(
                     f"the session was made with another {name}, {shown(manifest.get(name))} instead of {shown(mine)}: "
@@ -463,15 +478,8 @@ class SessionFiles:
     ) -> tuple[int, list[int]]:
         """Return the resume point and the tokens. Raises SessionError unless each tensor is the expected one."""
         described, resume = manifest["tensors"], manifest["resume_tokens"]
-        expected = {_TOKENS, *(f"{layer.name}.{part}" for layer in layers for part in layer.parts)}
-        if missing := sorted(expected ^ tensors.keys()) or sorted(expected ^ described.keys()):
-            raise SessionError(f"the session has no tensor {missing[0]!r}, or should not: export it again")
-        for name, tensor in tensors.items():
-            if _sum_of(tensor) != described[name].get("sha256"):
-                raise SessionError(
-                    f"tensor {name!r} of the session is damaged: copy the file again, or export it again"
-                )
-        tokens = tensors[_TOKENS]
+        require_names({TOKENS, *(f"{layer.name}.{part}" for layer in layers for part in layer.parts)}, tensors)
+        tokens = tensors[TOKENS]
         if tokens.dtype != torch.int32 or tokens.dim() != 1 or not 0 < resume < len(tokens):
             raise SessionError(f"the session resumes after {resume} of {len(tokens)} tokens: export it again")
         if resume >= self._max_model_len:
@@ -495,52 +503,6 @@ class SessionFiles:
         return resume, encode(self._loaded, tokens.tolist(), what="session")
 
 
-def _manifest(metadata: Mapping[str, str] | None, key: bytes | None) -> dict[str, Any]:
-    """Return the manifest of a file after checking its sum and signature."""
-    found = dict(metadata or {})
-    text, said, signed = found.pop(_MANIFEST, None), found.pop(_SUM, None), found.pop(_HMAC, None)
-    if text is None or said is None or found:
-        raise SessionError("the file has no manifest of a session, or another one: export the session again")
-    if not hmac.compare_digest(hashlib.sha256(text.encode()).hexdigest().encode(), said.encode()):
-        raise SessionError("the manifest of the session is damaged: copy the file again, or export it again")
-    if (key is None) != (signed is None):
-        raise SessionError(
-            "the session is signed: give its key" if key is None else "the session is not signed: leave the key out"
-        )
-    if key is not None and not hmac.compare_digest(_signature(key, text).encode(), str(signed).encode()):
-        raise SessionError("the session is signed with another key, or was changed: give the key of its export")
-    try:
-        manifest = json.loads(text)
-    except ValueError as error:
-        raise SessionError(f"the manifest of the session is no JSON: export the session again ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        made = manifest.get("library") if isinstance(manifest, dict) else None
-        raise SchemaError(
-            f"the session has another format than {FORMAT}: import it with hybridkv {shown(made)}, which made it"
-        )
-    tensors, salt = manifest.get("tensors"), manifest.get("cache_salt")
-    if (
-        not isinstance(tensors, dict)
-        or not all(isinstance(one, dict) for one in tensors.values())
-        or type(manifest.get("resume_tokens")) is not int
-        or type(manifest.get("note")) is not str
-        or not (salt is None or (isinstance(salt, str) and salt))
-    ):
-        raise SessionError("the manifest of the session lacks a field: export the session again")
-    return manifest
-
-
-def checked_key(key: bytes | None) -> bytes | None:
-    """Return ``key``. Raises ConfigError unless it is None, or bytes and not empty."""
-    if key is not None and not instance("key", key, bytes):
-        raise ConfigError("key must not be empty: give secret bytes, or None for a file that is not signed")
-    return key
-
-
-def _signature(key: bytes, text: str) -> str:
-    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
-
-
 def _part_names(spec: KVCacheSpec, parts: int) -> tuple[str, ...]:
     """Return the names in files of the parts of a layer's page, in order."""
     if spec.keeps is Keeps.STATE:
@@ -553,10 +515,3 @@ def _part_names(spec: KVCacheSpec, parts: int) -> tuple[str, ...]:
         (4, True): ("key_scales", "value_scales", "key_codes", "value_codes"),
     }
     return names[parts, quantized]
-
-
-def _sum_of(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor: dtype, shape and bytes."""
-    made = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    made.update(bits_of(tensor.contiguous().reshape(-1)).numpy().data)
-    return made.hexdigest()
