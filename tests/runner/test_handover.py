@@ -18,7 +18,8 @@ from hybridkv.errors import ConfigError, SessionError, UnsupportedModelError
 from hybridkv.request import Hints, SamplingParams
 from hybridkv.runner import Completion, Engine, EngineOptions, plan_for
 from hybridkv.runner.drafters import Drafter, DraftModel, NgramDrafter
-from hybridkv.stores import StoreUrl
+from hybridkv.runner.session_file import read_session, write_session
+from hybridkv.stores import DiskFolder
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prefill_and_decode.py"
 MODELS = ("llama", "gemma3", "deepseek_v3", "mamba", "qwen3_next", "falcon_h1")
@@ -270,11 +271,11 @@ def test_killed_producer_leaves_nothing_and_the_consumer_computes(name: str, mom
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
-def test_shared_store_hands_over_prompts(name: str, tmp_path: Path) -> None:
+def test_store_hands_over_prompts(name: str, tmp_path: Path) -> None:
     """The prefill engine computes the prompt; the decode engine gets the same request, and finds all but its end."""
     code = f"""
-from hybridkv.stores import StoreUrl
-with engine({name!r}, host_memory="8MiB", store=StoreUrl("file://" + str(folder) + "?timeout_s=20")) as running:
+from hybridkv.stores import DiskFolder
+with engine({name!r}, host_memory="8MiB", store=DiskFolder(folder, "64MiB")) as running:
     running.generate([PROMPT], SAMPLING.__class__(max_tokens=1))
 """
     store = tmp_path / "store"
@@ -282,7 +283,7 @@ with engine({name!r}, host_memory="8MiB", store=StoreUrl("file://" + str(folder)
     with child(code, store) as process:
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    with engine(name, host_memory="8MiB", store=StoreUrl(f"file://{store}?timeout_s=20")) as running:
+    with engine(name, host_memory="8MiB", store=DiskFolder(store, "64MiB")) as running:
         (done,) = running.generate([PROMPT], SAMPLING)
     same(done, alone(name))
     assert done.hit_tokens == len(PROMPT) - 1
@@ -302,6 +303,38 @@ def test_only_requests_can_be_resumed(tmp_path: Path) -> None:
         with pytest.raises(SessionError, match="logits_processors"):
             running.resume(tmp_path / "b")
         drained(running)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_tokens": 0}, "cannot be read"),
+        ({"prompt_tokens": 10**6}, "cannot be read"),
+        ({"prompt_tokens": True}, "cannot be read"),
+        ({"sampling": {"temperature": -1}}, "cannot be read"),
+        ({"sampling": {"unknown": 1}}, "cannot be read"),
+        ({"sampling": None}, "cannot be read"),
+        ({"tenant": 3}, "cannot be read"),
+        ({"marks": ["a"]}, "cannot be read"),
+        ({"hints": {"unknown": 1}}, "cannot be read"),
+        ({"logprobs": [3]}, "cannot be read"),
+        ({"other": 3}, "unknown field 'other'"),
+        ({"sampling": {"max_tokens": 20, "n": 2}}, "2 outputs, so it did not run"),
+        ({"sampling": {"max_tokens": 1}}, "has 1 tokens of 1"),
+    ],
+)
+def test_wrong_request_is_rejected(change: dict[str, Any], message: str, prefilled: Path, tmp_path: Path) -> None:
+    """Signed with the right key, but of another meaning."""
+    manifest, tensors, _ = read_session(prefilled / "llama", b"a secret", lambda _: None)
+    described = manifest.pop("tensors")
+    manifest["request"] |= change
+    write_session(tmp_path / "a", manifest, tensors, described, b"a secret")
+    with engine("llama") as running:
+        before = running.cache.statistics()
+        with pytest.raises(SessionError, match=message):
+            running.resume(tmp_path / "a", key=b"a secret")
+        assert running.cache.statistics() == before
+        assert running.idle
 
 
 def test_id_in_use_is_rejected(prefilled: Path) -> None:

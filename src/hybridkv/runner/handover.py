@@ -76,6 +76,12 @@ class HandedOver:
             raise SessionError(f"the request of the session cannot be read: export it again ({error!r})") from error
         if known:
             raise SessionError(f"the request of the session has an unknown field {min(known)!r}: export it again")
+        known_tokens, sampling = tokens - found.prompt_tokens, found.sampling
+        if sampling.n != 1 or known_tokens >= sampling.max_tokens:
+            raise SessionError(
+                f"the request of the session has {known_tokens} tokens of {sampling.max_tokens}, and {sampling.n} "
+                "outputs, so it did not run: export it again"
+            )
         return found
 
     def fields(self) -> dict[str, Any]:
