@@ -154,6 +154,7 @@ class TierCopies:
 
 
 _NO_NUMBERS: Final = np.empty(0, np.int32)
+_NO_SECONDS: Final = np.empty(0, np.float32)
 NO_TIER_COPIES: Final = TierCopies(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS)
 
 
@@ -337,6 +338,7 @@ class StepResult:
         logprobs: ``None`` if no row asks for any.
         arrived: int32, transfers of this Step or earlier ones whose bytes have all arrived since the result before.
         lost: int32, the same for transfers that failed: their blocks hold anything.
+        arrived_s: float32, the seconds that each of ``arrived`` took; empty if the worker does not say.
         schema_version: Version of this format.
     """
 
@@ -346,4 +348,5 @@ class StepResult:
     logprobs: Logprobs | None = None
     arrived: Int32 = field(default_factory=_NO_NUMBERS.copy)
     lost: Int32 = field(default_factory=_NO_NUMBERS.copy)
+    arrived_s: Float32 = field(default_factory=_NO_SECONDS.copy)
     schema_version: int = SCHEMA_VERSION

@@ -26,3 +26,9 @@ def test_rows_read_their_own_tokens_whatever_hints_say() -> None:
     seen = sum((Run(seed, stored=seed % 2 > 0, hinted=True).run() for seed in range(how_many(60))), Counter[str]())
     assert all(seen[name] > 20 for name in ("stores", "loads", "spills")), seen
     assert seen["fetches"] > 5
+
+
+def test_rows_read_their_own_tokens_whatever_transfers_cost() -> None:
+    seen = sum((Run(seed, stored=seed % 3 > 0, timed=True).run() for seed in range(how_many(60))), Counter[str]())
+    assert all(seen[name] > 20 for name in ("stores", "loads", "slower")), seen
+    assert seen["fetches"] > 5, seen

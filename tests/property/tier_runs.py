@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from random import Random
 from typing import Any
+
+import numpy as np
 
 from hybridkv.cache import CacheOptions, KVCacheManager, SlotPlan
 from hybridkv.cache.placement import EndsPlacement
@@ -29,6 +31,7 @@ from hybridkv.testing import ContentError, FakeWorker, TierFaults, digest_model
 from hybridkv.testing.configs import chunk_spec, full_spec, natural_model_config, state_spec, window_spec
 from hybridkv.testing.fake_tier import FakeTier
 from hybridkv.tiers import HostTier, Prefixes, StoreLookups, TierLimits, parts_of
+from hybridkv.tiers.carriers import Way
 
 Specs = tuple[KVCacheSpec, ...]
 SLABS: dict[Callable[[int], Specs], tuple[tuple[int, ...], ...]] = {
@@ -73,11 +76,18 @@ class Run:
     """Chats whose turns come again, on a device that holds one or two of them.
 
     With ``stored``, a store lies behind the host, and the process ends and starts again now and then, perhaps with
-    other weights. ``shares`` are those of tenants, on the device and on the host.
+    other weights. ``shares`` are those of tenants, on the device and on the host. ``timed`` transfers say how long they
+    took, at random, so that some prefixes are computed instead.
     """
 
     def __init__(
-        self, seed: int, *, stored: bool = False, hinted: bool = False, shares: TenantShares = EVERYBODY
+        self,
+        seed: int,
+        *,
+        stored: bool = False,
+        hinted: bool = False,
+        shares: TenantShares = EVERYBODY,
+        timed: bool = False,
     ) -> None:
         self.random = random = Random(seed)
         self.now = 0.0
@@ -99,7 +109,7 @@ class Run:
         self.executor = Later() if stored and random.random() < 0.5 else None
         self.faults = TierFaults(lost=0.1, late=random.choice((0.0, 0.4)), most_steps=2, seed=seed)
         self.identity, self.hinted = 0, hinted
-        self.shares = shares
+        self.shares, self.timed = shares, timed
         self.failing = 0.03  # probability that a step fails
         self.start()
         self.chats = [self.some_tokens(12) for _ in range(CHATS)]
@@ -116,6 +126,7 @@ class Run:
             self.prefixes = Prefixes(parts_of(upstairs), b"weights %8d" % self.identity, hash_block)
             lookups = StoreLookups(self.store, self.prefixes, self.executor, patience_s=20.0)
         self.tier = HostTier(self.cache, upstairs, self.bounds, lookups)
+        self.is_faster, self.tier.prices.is_faster = self.tier.prices.is_faster, self.priced  # type: ignore[method-assign]  # counted
         self.scheduler = Scheduler(self.cache, self.limits, clock=lambda: self.now, tier=self.tier)
         self.worker = FakeWorker(self.device, digest_model(self.device, VOCABULARY))
         self.worker.tier = FakeTier(
@@ -241,6 +252,11 @@ class Run:
             if isinstance(self.cache.plan_slots(request, *asked), SlotPlan):
                 raise StallError(f"{request.request_id} fits, nothing runs, and no transfer brings it more")
 
+    def priced(self, tokens: int, num_bytes: int, *ways: Way) -> bool:
+        is_faster = self.is_faster(tokens, num_bytes, *ways)
+        self.seen["slower"] += not is_faster
+        return is_faster
+
     def awaits_more(self, request: Request) -> bool:
         """Return whether the host or the store has, or may have, more of a request than the device."""
         here, host = (manager.find_hit(request).tokens for manager in (self.cache, self.tier.host))
@@ -256,7 +272,11 @@ class Run:
             self.flights.clear()
             self.seen["failed"] += 1
             return
-        for done in self.scheduler.update(self.worker.execute(step)).finished:
+        result = self.worker.execute(step)
+        if self.timed:
+            seconds = [self.random.expovariate(0.3) for _ in result.arrived]
+            result = replace(result, arrived_s=np.array(seconds, np.float32))
+        for done in self.scheduler.update(result).finished:
             self.ended.append(done.request)
             if self.random.random() < 0.7:
                 tokens = done.request.token_ids().tolist()

@@ -24,6 +24,7 @@ from hybridkv.specs import Keeps
 from hybridkv.stores import DiskFolder
 from hybridkv.units import format_bytes, format_count
 from hybridkv.worker import tier as copying
+from hybridkv.worker.store import Ended
 
 CHATS = "abcdefgh"
 BLOCK = 16
@@ -80,6 +81,8 @@ def test_metrics_of_a_tier_match_its_counts(busy: tuple[Served, Engine, int]) ->
     assert counts["promotion_jobs_total"] == now.loads > 0
     assert counts["cascade_jobs_total"] == now.stores > 0
     assert counts["promotion_job_failures_total"] == counts["cascade_job_failures_total"] == 0
+    for direction in ("promotion", "cascade"):  # no faster than memory, no slower than a tape
+        assert 1e5 < counts[f"{direction}_bytes_per_second"] < 1e12
     assert counts["active_promotion_jobs"] == counts["active_cascade_jobs"] == counts["waiting_cascade_jobs"] == 0
     for direction, jobs in (("promotion", now.loads), ("cascade", now.stores)):
         latency = f"kv_offload_tiering_{direction}_latency_seconds"
@@ -251,7 +254,7 @@ def test_metrics_of_a_tier_show_its_queue(monkeypatch: pytest.MonkeyPatch) -> No
     """Transfers that take long are on their way, and the request that waits for one says so."""
     ended, slow = copying._InPlace.ended, threading.Event()
 
-    def late(self: Any, *, wait: bool) -> list[tuple[int, bool]]:  # noqa: ANN401 - private
+    def late(self: Any, *, wait: bool) -> list[Ended]:  # noqa: ANN401 - private
         return [] if slow.is_set() else ended(self, wait=wait)
 
     monkeypatch.setattr(copying._InPlace, "ended", late)

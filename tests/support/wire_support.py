@@ -160,7 +160,11 @@ def results(draw: st.DrawFn) -> StepResult:
     ended = np.array(draw(st.lists(INT32, max_size=4, unique=True)), np.int32)
     arrived = draw(st.integers(0, len(ended)))
     step_id, sampled = draw(st.integers(0, 2**40)), csr_of(draw, counts)
-    return StepResult(step_id, sampled, accepted, found, ended[:arrived], ended[arrived:])
+    timed = arrived if draw(st.booleans()) else 0
+    seconds = draw(st.lists(st.floats(0, 1e6, width=32), min_size=timed, max_size=timed))
+    return StepResult(
+        step_id, sampled, accepted, found, ended[:arrived], ended[arrived:], np.array(seconds, np.float32)
+    )
 
 
 def failures() -> st.SearchStrategy[StepFailure | Unreadable]:

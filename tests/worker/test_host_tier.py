@@ -97,7 +97,7 @@ class Early(Tiers):
         self.tier.begin(step)
         self.tier.load(step)
         self.copier.execute_before(step)
-        arrived, lost = self.tier.finish(step)
+        arrived, lost, _ = self.tier.finish(step)
         return arrived.tolist(), lost.tolist()
 
 

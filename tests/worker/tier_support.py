@@ -113,8 +113,10 @@ class Tiers:
         self.copier.execute_before(step)
         self.tier.load(step)
         self.forward()
-        arrived, lost = self.tier.finish(step)
+        arrived, lost, arrived_s = self.tier.finish(step)
         assert arrived.dtype == lost.dtype == np.int32
+        assert arrived_s.shape == arrived.shape
+        assert (arrived_s > 0).all()
         return arrived.tolist(), lost.tolist()
 
     @property

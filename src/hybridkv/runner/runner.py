@@ -395,8 +395,8 @@ class ModelRunner:
         result = StepResult(step.id, sampled, accepted, wanted)
         if self._tier is None:
             return result
-        arrived, lost = self._tier.finish(step)
-        return replace(result, arrived=arrived, lost=lost)
+        arrived, lost, arrived_s = self._tier.finish(step)
+        return replace(result, arrived=arrived, lost=lost, arrived_s=arrived_s)
 
     # -- before the forward
 

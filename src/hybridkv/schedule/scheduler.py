@@ -439,11 +439,11 @@ class Scheduler:
         flight = self._in_flight[0]
         check_result(flight.step, result)
         if self._tier is not None:
-            self._tier.check_result(result.arrived, result.lost)
+            self._tier.check_result(result)
         self._in_flight.popleft()
         self.cache.mark_written(flight.step.id)
         if self._tier is not None:
-            self._tier.settle(flight.step.id, result.arrived, result.lost)
+            self._tier.settle(flight.step, result)
         self._computed_tokens += len(flight.step.token_ids.values)
         if self._speculation is not None:
             self._speculation.verify(flight.num_drafts, result.num_accepted)

@@ -12,7 +12,7 @@ from hybridkv.cache import KVCacheManager, Medium, TimeCounts
 from hybridkv.runner.engine import Engine
 from hybridkv.serve.families import Families
 from hybridkv.specs import Keeps
-from hybridkv.tiers import TRANSFER_EDGES_S, Direction, HostTierStatistics, TransferTimes
+from hybridkv.tiers import TRANSFER_EDGES_S, Direction, HostTierStatistics, TransferTimes, Way
 
 PARTIAL: Final = "partial"
 _DEVICE: Final = "device"
@@ -29,6 +29,7 @@ class TierSnapshot:
         name: the medium of its blocks, in vLLM's words: CPU, or STORAGE for a disk or a shared store.
         counts: its counts.
         times: how long transfers took, by direction and by whether they arrived.
+        rates: bytes per second of its transfers, by direction; 0 if too few were measured.
         capacity_bytes: bytes of its memory; 0 if the tier does not say.
         cached_bytes: bytes of cached blocks by kind: tokens, window, state, or partial for blocks of tokens or of a
             window that end inside a block.
@@ -37,6 +38,7 @@ class TierSnapshot:
     name: str
     counts: HostTierStatistics
     times: Mapping[tuple[Direction, bool], TimeCounts]
+    rates: Mapping[Direction, float]
     capacity_bytes: int
     cached_bytes: Mapping[str, int]
 
@@ -67,10 +69,13 @@ def tiers_of(engine: Engine) -> tuple[TierSnapshot, ...]:
     if tier is None:
         return ()
     counts, memory = tier.statistics(), tier.host.config.arena_bytes
-    host = TierSnapshot(Medium.CPU, counts.of_host, _times(tier.times), memory, _cached_bytes(tier.host))
+    rates = {way: pace.rate or 0.0 for way, pace in tier.prices.of.items()}
+    near = {Direction.UP: rates[Way.LOAD], Direction.DOWN: rates[Way.STORE]}
+    host = TierSnapshot(Medium.CPU, counts.of_host, _times(tier.times), near, memory, _cached_bytes(tier.host))
     if not tier.has_store:
         return (host,)
-    return host, TierSnapshot(_STORAGE, counts.of_store, _times(tier.times_of_store), 0, {})
+    far = {Direction.UP: rates[Way.FETCH], Direction.DOWN: rates[Way.SPILL]}
+    return host, TierSnapshot(_STORAGE, counts.of_store, _times(tier.times_of_store), far, 0, {})
 
 
 def _times(of: TransferTimes) -> dict[tuple[Direction, bool], TimeCounts]:
@@ -156,6 +161,9 @@ def tier_families(made: Families, tiers: Sequence[TierSnapshot]) -> Iterator[Met
         (Direction.UP, "Time of a load, from the step that begins it to the result that reports it."),
         (Direction.DOWN, "Time of a store, from the step that begins it to the result that reports it."),
     ):
+        rates = [((one.name,), one.rates[direction]) for one in tiers]
+        rate = f"kv_offload_tiering_{direction}_bytes_per_second"
+        yield made.gauge(rate, "Measured rate of transfers, latency included.", rates, "tier")
         times = [
             ((one.name, "success" if arrived else "failure"), one.times[direction, arrived])
             for one in tiers

@@ -19,8 +19,8 @@ from hybridkv.cache import BlockLock, KVCacheManager
 from hybridkv.request import Request
 from hybridkv.step import StoreTransfer
 from hybridkv.tiers.carriers import NO_COLUMNS, Carried, Carriers, Wanted, Way
-from hybridkv.tiers.limits import TierLimits
 from hybridkv.tiers.lookups import MOST_REMEMBERED, StoreLookups
+from hybridkv.tiers.price import Prices
 from hybridkv.tiers.times import Direction, TransferTimes
 
 Int32 = NDArray[np.int32]
@@ -52,7 +52,7 @@ class StoreBehind:
         host: The manager of host memory.
         lookups: Finds prefixes in the store.
         carriers: Carries prefixes to the host.
-        limits: Bounds of transfers.
+        prices: Says what is faster to compute than to fetch, and has the bounds of transfers.
         counts: Gets what happened.
         times: Gets how long spills took.
     """
@@ -62,7 +62,7 @@ class StoreBehind:
         host: KVCacheManager,
         lookups: StoreLookups,
         carriers: Carriers,
-        limits: TierLimits,
+        prices: Prices,
         *,
         counts: Counter[str],
         times: TransferTimes,
@@ -70,7 +70,7 @@ class StoreBehind:
         self._host = host
         self._lookups = lookups
         self._carriers = carriers
-        self._limits = limits
+        self._limits, self._prices = prices.limits, prices
         self._counts = counts
         self._times = times
         self._num_groups = len(host.config.groups)
@@ -127,6 +127,8 @@ class StoreBehind:
         coming = self._carriers.on_its_way(request, Way.FETCH, least, request.num_tokens)
         if coming is None:
             return self._waits_for_new(request, tokens, may_begin=may_begin)
+        if coming.waits_for_it is None:
+            return False
         late = self._carriers.is_late(coming)
         if late:
             self._remember(request, gave_up=True)
@@ -148,7 +150,11 @@ class StoreBehind:
         self._gave_up[request.request_id] = gave_up
 
     def _fetch(self, request: Request, tokens: int) -> bool:
-        """Begin to fetch a prefix; return whether the host has room for it, and it is faster than computing it."""
+        """Begin to fetch a prefix; return whether the request waits for it.
+
+        It does not if the host has no room, or if computing the tokens is faster. Then the fetch may begin
+        nevertheless, to measure the store again.
+        """
         carrier = request.prefix(f"fetch {self._carriers.number()}", tokens + 1)
         carrier.first_hit_tokens = 0  # the request itself is counted when it begins
         had = self._host.find_hit(carrier)
@@ -157,16 +163,18 @@ class StoreBehind:
         columns = self._needed(tokens)
         for group, ids in enumerate(self._host.engine.blocks_of(had).ids):
             columns[group] = np.setdiff1d(columns[group], np.flatnonzero(ids).astype(np.int32))
-        size, asked = self._carriers.bytes_of(columns), request.hints.prefetch
-        if not asked and not self._limits.is_faster(tokens - had.tokens, size, fetched=True):
+        size = self._carriers.bytes_of(columns)
+        waits = request.hints.prefetch or self._prices.is_faster(tokens - had.tokens, size, Way.FETCH, Way.LOAD)
+        if not waits and not self._prices.of[Way.FETCH].retries(self._carriers.now):
             return False
-        begun = self._carriers.begin(Way.FETCH, Wanted(self._host, carrier, tokens, had), columns, request.request_id)
+        waiting = request.request_id if waits else None
+        begun = self._carriers.begin(Way.FETCH, Wanted(self._host, carrier, tokens, had), columns, waiting)
         if begun is None:
             self._counts["fetches_refused"] += 1
             return False
         number, held = begun
         self._fetches.append(StoreTransfer(number, *self._named(carrier, tokens, held, columns)))
-        return True
+        return waits
 
     # -- spills
 
@@ -194,8 +202,8 @@ class StoreBehind:
         """
         return number in self._spills and self._spills[number].step is not None
 
-    def end(self, number: int, *, arrived: bool) -> None:
-        """Unlock the blocks of a spill.
+    def end(self, number: int, *, arrived: bool) -> int:
+        """Unlock the blocks of a spill, and return their bytes.
 
         Args:
             number: Its number.
@@ -208,6 +216,7 @@ class StoreBehind:
             self._counts.update(spills=1, spilled_bytes=one.num_bytes)
         else:
             self._counts["spills_lost"] += 1
+        return one.num_bytes
 
     def fail(self, first_step: int) -> list[int]:
         """End the spills of steps that failed, and return their numbers.

@@ -25,11 +25,12 @@ NO_COLUMNS: Final = np.empty(0, np.int32)
 
 
 class Way(Enum):
-    """The way of a prefix: from the device to the host, from the host to the device, from a store to the host."""
+    """The way of a prefix: device to host, host to device, a store to the host, the host to a store."""
 
     STORE = "store"
     LOAD = "load"
     FETCH = "fetch"
+    SPILL = "spill"
 
 
 class Place(NamedTuple):

@@ -28,11 +28,12 @@ from hybridkv.cache import AllBlocksCleared, EventsDropped, Hit, KVCacheEvent, K
 from hybridkv.errors import CacheError, ConfigError, UnsupportedModelError, WorkerError
 from hybridkv.request import Request
 from hybridkv.specs import Keeps
-from hybridkv.step import NO_TIER_COPIES, Copy, StoreTransfer, TierCopies
+from hybridkv.step import NO_TIER_COPIES, Copy, Step, StepResult, StoreTransfer, TierCopies
 from hybridkv.tiers.behind import StoreBehind
 from hybridkv.tiers.carriers import Carried, Carriers, Wanted, Way
 from hybridkv.tiers.limits import TierLimits
 from hybridkv.tiers.lookups import MOST_REMEMBERED, StoreLookups
+from hybridkv.tiers.price import Prices
 from hybridkv.tiers.times import Direction, TransferTimes
 
 Int32 = NDArray[np.int32]
@@ -160,6 +161,7 @@ class HostTier:
         device: The manager of the device's cache.
         host: The manager of host memory.
         limits: Bounds of transfers.
+        prices: What is faster to compute than to load.
         times: How long transfers between the device and the host took.
         times_of_store: How long those between the host and the store took.
 
@@ -178,6 +180,7 @@ class HostTier:
         self.device = instance("device", device, KVCacheManager)
         self.host = instance("host", host, KVCacheManager)
         self.limits = TierLimits() if limits is None else instance("limits", limits, TierLimits)
+        self.prices = Prices(self.limits)
         self.times, self.times_of_store = TransferTimes(), TransferTimes()
         self._hash_block = _require_alike(device, host)
         sizes = [device.config.block_bytes_of(group) for group in range(len(device.config.groups))]
@@ -187,10 +190,12 @@ class HostTier:
         if lookups is not None:
             found = instance("lookups", lookups, StoreLookups)
             self._behind = StoreBehind(
-                host, found, self._carriers, self.limits, counts=self._counts, times=self.times_of_store
+                host, found, self._carriers, self.prices, counts=self._counts, times=self.times_of_store
             )
         self._cancelled = set[int]()
         self._moved: dict[int, NDArray[np.int64]] = {}  # by step, the host blocks to which its moves go
+        self._begun_s: dict[int, float] = {}  # by step in flight
+        self._settled_s = 0.0  # when the result of the last step came
         self._later: list[tuple[Request, int]] = []  # resume points to store after one of their prefixes
         # by id: does the request wait for a load, what came up for it, or else its hit on the host
         self._answers: dict[str, bool | _CameUp | Hit] = {}
@@ -269,7 +274,7 @@ class HostTier:
         Args:
             step: The number of the step.
         """
-        self._carriers.step = step
+        self._carriers.step, self._begun_s[step] = step, self._carriers.now
         kept, self._later = self._later + self.device.engine.take_resume_points(), []
         for request, tokens in kept:
             if max(self.limits.least_tokens, self._hash_block) <= tokens < request.num_tokens:
@@ -326,15 +331,17 @@ class HostTier:
         name = request.request_id
         coming = self._carriers.on_its_way(request, Way.LOAD, hit.tokens, request.num_tokens)
         if coming is not None:  # with another request's load: look again when it has arrived
-            return not self._carriers.is_late(coming)
+            return coming.waits_for_it is not None and not self._carriers.is_late(coming)
         carrier = request.prefix(f"load {self._carriers.number()}", have.tokens + 1)
         carrier.first_hit_tokens = 0  # the request itself is counted when it begins
         route = _Route(self.host, have, self.device, self.device.find_hit(carrier))
-        if not self.limits.is_faster(have.tokens - route.had.tokens, self._carriers.bytes_of(route.columns())):
+        size = self._carriers.bytes_of(route.columns())
+        waits = self.prices.is_faster(have.tokens - route.had.tokens, size, Way.LOAD)
+        if not waits and not self.prices.of[Way.LOAD].retries(self._carriers.now):
             return self._decided(name, waits=False)
         loading = self._carriers.count(Way.LOAD)
-        if loading < self.limits.max_loads and self._begin(Way.LOAD, route, carrier, name):
-            return self._decided(name, waits=True)
+        if loading < self.limits.max_loads and self._begin(Way.LOAD, route, carrier, name if waits else None):
+            return self._decided(name, waits=waits)
         self._counts["loads_refused"] += 1
         return loading > 0  # loads give their rows and blocks back; without any, the request must not wait
 
@@ -369,41 +376,55 @@ class HostTier:
 
     # -- results
 
-    def check_result(self, arrived: Int32, lost: Int32) -> None:
-        """Raise WorkerError unless all transfers are in flight, each once.
+    def check_result(self, result: StepResult) -> None:
+        """Raise WorkerError unless all transfers are in flight, each once, and all that arrived were timed, or none.
 
         Args:
-            arrived: int[n], transfers that arrived.
-            lost: int[n], transfers that failed.
+            result: A result.
         """
-        numbers: list[int] = [*arrived.tolist(), *lost.tolist()]
+        numbers: list[int] = [*result.arrived.tolist(), *result.lost.tolist()]
         unknown = [one for one in numbers if not self._is_in_flight(one)]
         if unknown or len({*numbers}) < len(numbers):
             said = f"transfer {unknown[0]} is not in flight" if unknown else "a transfer is reported twice"
             raise WorkerError(f"{said}: report each transfer of a Step once, as arrived or lost")
+        if len(result.arrived_s) not in {0, len(result.arrived)}:
+            raise WorkerError(
+                f"arrived_s has {len(result.arrived_s)} values for {len(result.arrived)} transfers that arrived: give "
+                "one for each, or none"
+            )
 
-    def settle(self, step: int, arrived: Int32, lost: Int32) -> None:
+    def settle(self, step: Step, result: StepResult) -> None:
         """Note that a step was executed. Blocks of transfers that arrived can be hit; those of lost ones are freed.
 
         Args:
-            step: The number of the step.
-            arrived: int[n], transfers that arrived.
-            lost: int[n], transfers that failed.
+            step: The step.
+            result: Its result, checked.
         """
-        self._moved.pop(step, None)
-        for numbers, is_whole in ((arrived, True), (lost, False)):
-            for number in numbers.tolist():
-                self._finish(number, is_whole=is_whole)
+        now = self._carriers.now
+        self._moved.pop(step.id, None)
+        begun_s = max(self._begun_s.pop(step.id, now), self._settled_s)
+        self._settled_s = now
+        prompts = int(step.num_scheduled[~step.decodes].sum())
+        if prompts and 2 * prompts >= step.num_tokens:
+            self.prices.computed(step.num_tokens, now - begun_s, now)
+        seconds = result.arrived_s.tolist() or [None] * len(result.arrived)
+        for number, took_s in zip(result.arrived.tolist(), seconds, strict=True):
+            moved = self._finish(number, is_whole=True)
+            if moved is not None and took_s is not None:
+                way, size = moved
+                self.prices.of[way].add(size, took_s, now)
+        for number in result.lost.tolist():
+            self._finish(number, is_whole=False)
 
-    def _finish(self, number: int, *, is_whole: bool) -> None:
+    def _finish(self, number: int, *, is_whole: bool) -> tuple[Way, int] | None:
+        """End a transfer; return its way and bytes, unless it was cancelled."""
         if number in self._cancelled:
             self._cancelled.remove(number)
-        elif number not in self._carriers.by_number and self._behind is not None:
-            self._behind.end(number, arrived=is_whole)
-        elif is_whole:
-            self._keep(number)
-        else:
-            self._cancel(number)
+            return None
+        if number not in self._carriers.by_number and self._behind is not None:
+            return Way.SPILL, self._behind.end(number, arrived=is_whole)
+        one = self._keep(number) if is_whole else self._cancel(number)
+        return one.way, one.num_bytes
 
     def fail(self, first_step: int) -> None:
         """Note that steps were not executed: their transfers are lost, and what moved on the host is forgotten.
@@ -414,6 +435,7 @@ class HostTier:
         failed = [number for number, one in self._carriers.by_number.items() if one.step >= first_step]
         for number in failed:
             self._cancel(number)
+        self._begun_s = {step: at for step, at in self._begun_s.items() if step < first_step}
         self._cancelled.update(failed, [] if self._behind is None else self._behind.fail(first_step))
         for step in [step for step in self._moved if step >= first_step]:
             self.host.block_pool.evict_blocks(np.unique(self._moved.pop(step)).astype(np.int32))
@@ -451,7 +473,7 @@ class HostTier:
             return True
         return self._behind is not None and self._behind.begun(number)
 
-    def _keep(self, number: int) -> None:
+    def _keep(self, number: int) -> Carried:
         one = self._carriers.keep(number, self._before_it_is_kept)
         self._answer(one, arrived=True)
         if one.way is Way.STORE:
@@ -461,6 +483,7 @@ class HostTier:
             self._counts.update(loads=1, loaded_bytes=one.num_bytes, loaded_tokens=one.new_tokens)
         else:
             self._counts.update(fetches=1, fetched_bytes=one.num_bytes, fetched_tokens=one.new_tokens)
+        return one
 
     def _demote(self, carrier: Request, tokens: int) -> None:
         """Evict a resume point, which the host has, from the device if its hints say so."""
@@ -471,12 +494,13 @@ class HostTier:
         if one.way is Way.STORE and self._behind is not None:
             self._behind.spill(one)
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, number: int) -> Carried:
         one = self._carriers.cancel(number)
         self._answer(one, arrived=False)
         self._counts["lost"] += 1
         self._counts["loads_lost"] += one.way is Way.LOAD
         self._counts["fetches_lost"] += one.way is Way.FETCH
+        return one
 
     # -- answers
 

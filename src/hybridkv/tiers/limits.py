@@ -28,10 +28,10 @@ class TierLimits:
         max_spills: Spills to the store at once. A resume point that finds no room among them is not spilled. So a slow
             store gets fewer.
         patience_s: Seconds after which a request no longer waits for a transfer.
-        load_bytes_per_s: Bytes per second from the host to the device; ``None`` if unknown.
-        fetch_bytes_per_s: Bytes per second from the store to the host; ``None`` if unknown.
-        tokens_per_s: Tokens per second that the device computes of a prompt; ``None`` if unknown. If both rates are
-            known, a prefix is loaded only where that is faster than computing it.
+        load_bytes_per_s: Bytes per second from the host to the device; ``None``: the tier measures it.
+        fetch_bytes_per_s: Bytes per second from the store to the host; ``None``: the tier measures it.
+        tokens_per_s: Tokens per second that the device computes of a prompt; ``None``: the tier measures it. A prefix
+            is loaded only where that is faster than computing it (``Prices``).
 
     Raises:
         ConfigError: A value is out of range or has another type. The error names the field.
@@ -48,16 +48,3 @@ class TierLimits:
 
     def __post_init__(self) -> None:
         check_types(self)
-
-    def is_faster(self, tokens: int, num_bytes: int, *, fetched: bool = False) -> bool:
-        """Return whether a load takes no longer than computing its tokens.
-
-        Args:
-            tokens: Tokens of the load.
-            num_bytes: Bytes of its copies.
-            fetched: They are fetched from the store before.
-        """
-        if self.tokens_per_s is None:
-            return True
-        rates = (self.load_bytes_per_s, self.fetch_bytes_per_s if fetched else None)
-        return sum(num_bytes / rate for rate in rates if rate is not None) <= tokens / self.tokens_per_s

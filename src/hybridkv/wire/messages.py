@@ -414,6 +414,7 @@ class ResultMessage(_Part, tag_field="kind", tag="result"):
     logprobs: LogprobsMessage | None
     arrived: Int32s
     lost: Int32s
+    arrived_s: Float32s
     schema_version: Version
 
     def __post_init__(self) -> None:
@@ -426,6 +427,9 @@ class ResultMessage(_Part, tag_field="kind", tag="result"):
         ended = np.concatenate((self.arrived.view, self.lost.view))
         if len(np.unique(ended)) != len(ended):
             raise WireError("arrived and lost must name a transfer once")
+        took_s = self.arrived_s.view
+        if len(took_s) not in {0, len(self.arrived)} or not (np.isfinite(took_s) & (took_s >= 0)).all():
+            raise WireError("arrived_s must be seconds, 0 or more, for each of arrived or for none")
 
 
 class StepFailure(Struct, frozen=True, tag_field="kind", tag="failure", forbid_unknown_fields=True):

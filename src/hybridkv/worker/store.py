@@ -10,10 +10,12 @@ store takes is cut into pieces. The first piece has the block's key and is writt
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Final
+from functools import partial
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +32,14 @@ logger = logging.getLogger(__name__)
 
 _THREADS: Final = 2
 _AT_ONCE_BYTES: Final = 64 << 20
+
+
+class Ended(NamedTuple):
+    """A transfer that ended: its number, whether it arrived, and the seconds that it took."""
+
+    number: int
+    is_whole: bool
+    seconds: float
 
 
 class StoreCopier:
@@ -50,7 +60,7 @@ class StoreCopier:
         self._hash_block = hash_block
         self._bytes: list[NDArray[np.uint8]] = [_bytes_of(stacks) for stacks in host.stacks]
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybridkv-store")
-        self._running = deque[tuple[int, Future[bool]]]()
+        self._running = deque[tuple[int, Future[Ended]]]()
 
     def check(self, step: Step) -> None:
         """Raise WorkerError for a transfer of blocks that do not exist, or whose number is in use.
@@ -80,12 +90,13 @@ class StoreCopier:
                 thread of each fetch.
         """
         for one in step.spills:
-            self._running.append((one.number, self._threads.submit(self._spill, one)))
+            self._running.append((one.number, self._threads.submit(self._timed, one.number, partial(self._spill, one))))
         for one in step.fetches:
-            self._running.append((one.number, self._threads.submit(self._fetch, one, before)))
+            fetch = partial(self._fetch, one, before)
+            self._running.append((one.number, self._threads.submit(self._timed, one.number, fetch)))
 
-    def ended(self, *, wait_s: float | None = 0.0) -> list[tuple[int, bool]]:
-        """Return the number of each transfer that ended, and whether it arrived; once each.
+    def ended(self, *, wait_s: float | None = 0.0) -> list[Ended]:
+        """Return each transfer that ended; once.
 
         Args:
             wait_s: seconds to wait for one that is outstanding; ``None``: until one ends.
@@ -95,7 +106,7 @@ class StoreCopier:
         ended = [(number, future) for number, future in self._running if future.done()]
         if ended:
             self._running = deque(one for one in self._running if not one[1].done() or one not in ended)
-        return [(number, future.result()) for number, future in ended]
+        return [future.result() for _, future in ended]
 
     @property
     def num_running(self) -> int:
@@ -111,6 +122,10 @@ class StoreCopier:
         self._threads.shutdown()
 
     # -- on a thread
+
+    def _timed(self, number: int, work: Callable[[], bool]) -> Ended:
+        begun = time.perf_counter()
+        return Ended(number, work(), time.perf_counter() - begun)
 
     def _spill(self, one: StoreTransfer) -> bool:
         try:

@@ -18,6 +18,7 @@ reads them, and no Step writes them, before the load is reported.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,12 +32,12 @@ from numpy.typing import NDArray
 from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.planner.config import KVCacheConfig
-from hybridkv.step import Int32, Step, TierCopies
+from hybridkv.step import Float32, Int32, Step, TierCopies
 from hybridkv.stores import BlockStore
 from hybridkv.units import format_bytes
 from hybridkv.worker.copies import ArenaBlocks, copies_before
 from hybridkv.worker.pages import PagedStorage
-from hybridkv.worker.store import StoreCopier
+from hybridkv.worker.store import Ended, StoreCopier
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +70,10 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Transfers that ended, as the result of Step ``id`` named them."""
+    """Transfers that ended, as the result of Step ``id`` named them; those that arrived with their seconds."""
 
     id: int
-    arrived: list[int]
+    arrived: dict[int, float]
     lost: list[int]
 
 
@@ -85,8 +86,8 @@ class _Lane(Protocol):
     def load(self, loads: Sequence[_Transfer]) -> None:
         """Write device blocks."""
 
-    def ended(self, *, wait: bool) -> list[tuple[int, bool]]:
-        """Return the number of each transfer that ended, and whether it arrived; once each.
+    def ended(self, *, wait: bool) -> list[Ended]:
+        """Return each transfer that ended; once.
 
         With ``wait``, at least one of those that are outstanding ends first.
         """
@@ -151,7 +152,7 @@ class HostTierCopier:
         self._store = None if store is None else StoreCopier(self._host, store, integer("hash_block", hash_block, 1))
         self._outstanding = set[int]()
         self._loads, self._unissued = list[_Transfer](), list[int]()  # of the Step between begin and load
-        self._arrived, self._lost = list[int](), list[int]()  # to be reported
+        self._arrived, self._lost = dict[int, float](), list[int]()  # to be reported
         self._last_id, self._reports = -1, deque[_Report]()
 
     def check(self, step: Step) -> None:
@@ -197,7 +198,7 @@ class HostTierCopier:
                 self._store.settle()
         while self._reports and self._reports[-1].id > step.after:
             report = self._reports.pop()
-            self._arrived, self._lost = [*report.arrived, *self._arrived], [*report.lost, *self._lost]
+            self._arrived, self._lost = report.arrived | self._arrived, [*report.lost, *self._lost]
         self._lost += self._unissued
         self._last_id, self._unissued, self._loads = step.id, [], []
         if not step.has_transfers:
@@ -236,8 +237,8 @@ class HostTierCopier:
         if self._store is not None:
             self._store.close()
 
-    def finish(self, step: Step) -> tuple[Int32, Int32]:
-        """Return the numbers of the transfers that arrived, and of those that are lost, since the call before.
+    def finish(self, step: Step) -> tuple[Int32, Int32, Float32]:
+        """Return the transfers that arrived, those that are lost, and the seconds of the first, since the call before.
 
         If the Step has no tokens and a transfer is outstanding, this waits until one ends; for those of the store at
         most 10 ms, because other requests may arrive.
@@ -246,23 +247,24 @@ class HostTierCopier:
             step: the Step that ``begin`` got.
 
         Returns:
-            int32 each, in the order in which they began.
+            Numbers as int32, in the order in which they ended, and float32.
         """
         waits = not (step.num_tokens or self._arrived or self._lost)
         ended = [] if self._store is None else self._store.ended()
         ended += self._lane.ended(wait=waits and not ended)
         if waits and not ended and self._store is not None:
             ended += self._store.ended(wait_s=_STORE_WAIT_S)
-        for number, whole in ended:
-            (self._arrived if whole else self._lost).append(number)
+        self._arrived |= {one.number: one.seconds for one in ended if one.is_whole}
+        self._lost += [one.number for one in ended if not one.is_whole]
         report = _Report(step.id, self._arrived, self._lost)
-        self._arrived, self._lost = [], []
+        self._arrived, self._lost = {}, []
         if report.arrived or report.lost:
             self._outstanding.difference_update(report.arrived, report.lost)
             self._reports.append(report)
         while self._reports and self._reports[0].id <= step.id - _MOST_IN_FLIGHT:
             self._reports.popleft()
-        return np.array(report.arrived, np.int32), np.array(report.lost, np.int32)
+        seconds = np.array([*report.arrived.values()], np.float32)
+        return np.array([*report.arrived], np.int32), np.array(report.lost, np.int32), seconds
 
     def _checked(self, step: Step) -> tuple[list[_Transfer], Int64, list[_Transfer]]:
         """Return the stores, the copies within the tier as int64[n, 3], and the loads."""
@@ -356,7 +358,7 @@ class _InPlace:
 
     def __init__(self, device: ArenaBlocks, host: ArenaBlocks) -> None:
         self._device, self._host = device, host
-        self._ended = list[tuple[int, bool]]()
+        self._ended = list[Ended]()
 
     def begin(self, stores: Sequence[_Transfer], copies: Int64) -> None:
         self._host.copy(copies)  # no copy within the tier changes a block that a store reads
@@ -367,7 +369,7 @@ class _InPlace:
         for one in loads:
             self._run(one, self._host, self._device)
 
-    def ended(self, *, wait: bool) -> list[tuple[int, bool]]:
+    def ended(self, *, wait: bool) -> list[Ended]:
         del wait
         ended, self._ended = self._ended, []
         return ended
@@ -380,14 +382,14 @@ class _InPlace:
 
     def _run(self, transfer: _Transfer, source: ArenaBlocks, destination: ArenaBlocks) -> None:
         """Copy the parts of a transfer."""
+        begun, is_whole = time.perf_counter(), True
         try:
             for to, read in _pieces_of(transfer, source, destination):
                 to.copy_(read)
         except RuntimeError as error:
             logger.warning("transfer %d is lost: %s", transfer.number, error)
-            self._ended.append((transfer.number, False))
-        else:
-            self._ended.append((transfer.number, True))
+            is_whole = False
+        self._ended.append(Ended(transfer.number, is_whole, time.perf_counter() - begun))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -400,9 +402,10 @@ class _Staged:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Issued:
-    """A transfer on the side stream. ``event`` follows its last copy; ``staged`` must live until then."""
+    """A transfer on the side stream, between two events; ``staged`` must live until the second."""
 
     number: int
+    begin: torch.cuda.Event
     event: torch.cuda.Event
     whole: bool
     staged: _Staged | None = None
@@ -440,14 +443,15 @@ class _SideStream:
         for one in loads:
             self._issue(one, None, _pieces_of(one, self._host, self._device))
 
-    def ended(self, *, wait: bool) -> list[tuple[int, bool]]:
+    def ended(self, *, wait: bool) -> list[Ended]:
         if wait and self._issued:
             self._issued[0].event.synchronize()
-        ended = list[tuple[int, bool]]()
+        ended = list[Ended]()
         while self._issued and self._issued[0].event.query():  # type: ignore[no-untyped-call]  # torch's
             one = self._issued.popleft()
             self._room += 0 if one.staged is None else one.staged.size
-            ended.append((one.number, one.whole))
+            took_ms = one.begin.elapsed_time(one.event)
+            ended.append(Ended(one.number, one.whole, took_ms / 1e3))
         return ended
 
     def settle(self) -> None:
@@ -499,13 +503,19 @@ class _SideStream:
         """Append copies to the side stream."""
         whole = True
         with torch.cuda.stream(self._stream):
+            begin = self._timed()
             try:
                 for to, read in pieces:
                     to.copy_(read, non_blocking=True)
             except RuntimeError as error:
                 logger.warning("transfer %d is lost: %s", transfer.number, error)
                 whole = False
-            self._issued.append(_Issued(transfer.number, self._stream.record_event(), whole, staged))
+            self._issued.append(_Issued(transfer.number, begin, self._timed(), whole, staged))
+
+    def _timed(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        event.record(self._stream)
+        return event
 
 
 def _lock(arena: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """The host tier step by step: what goes down, what comes up, who waits, and that nobody waits for ever."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError, ConfigError, UnsupportedModelError, WorkerError
 from hybridkv.eviction.choice import HAZARD, LRU, Eviction
 from hybridkv.request import Request, SamplingParams
-from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.schedule import Scheduler, SchedulerLimits, WaitReason
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing.configs import cross_spec, full_spec, natural_model_config, ring_spec, state_spec, window_spec
@@ -22,16 +23,23 @@ BLOCK = 16
 
 
 def manager(
-    blocks: int, specs: tuple[KVCacheSpec, ...], like: KVCacheManager | None = None, eviction: Eviction = HAZARD
+    blocks: int,
+    specs: tuple[KVCacheSpec, ...],
+    like: KVCacheManager | None = None,
+    eviction: Eviction = HAZARD,
+    clock: Callable[[], float] = time.monotonic,
 ) -> KVCacheManager:
     """A cache of ``blocks`` blocks; of states and tokens, each block is a slab."""
     config = natural_model_config(blocks + 1, specs, (1,) * len(specs))
-    options = CacheOptions(placement=EndsPlacement(), eviction=eviction, log_resume_points=like is None)
+    options = CacheOptions(placement=EndsPlacement(), eviction=eviction, log_resume_points=like is None, clock=clock)
     return KVCacheManager(config, 8192, hasher=None if like is None else like.hasher, options=options)
 
 
 class Driver:
-    """A scheduler over a device and a host, and a worker whose transfers arrive ``delay`` steps late."""
+    """A scheduler over a device and a host, and a worker whose transfers arrive ``delay`` steps late.
+
+    With ``took_s``, transfers take so many seconds, and each token of a step ``token_s``.
+    """
 
     def __init__(
         self,
@@ -41,9 +49,12 @@ class Driver:
         specs: tuple[KVCacheSpec, ...] = (full_spec(BLOCK),),
         limits: TierLimits | None = None,
         delay: int = 0,
+        took_s: float | None = None,
+        token_s: float = 0.0,
         **scheduling: Any,  # noqa: ANN401 - SchedulerLimits
     ) -> None:
-        self.cache = manager(device, specs)
+        self.now, self.took_s, self.token_s = 0.0, took_s, token_s
+        self.cache = manager(device, specs, clock=time.monotonic if took_s is None else lambda: self.now)
         self.tier = HostTier(self.cache, manager(host, specs, self.cache), limits)
         chosen = SchedulerLimits(**{"max_batched_tokens": 8192, **scheduling})
         self.scheduler = Scheduler(self.cache, chosen, tier=self.tier)
@@ -67,7 +78,9 @@ class Driver:
         self.late = [one for one in self.late if one[0] not in arrived]
         sampled = Csr.from_lists([[7] if samples else [] for samples in step.samples.tolist()])
         accepted = np.diff(sampled.indptr).astype(np.int32) if len(step.drafts.values) else None
-        return StepResult(step.id, sampled, accepted, arrived=np.array(arrived, np.int32))
+        self.now += step.num_tokens * self.token_s
+        seconds = np.full(0 if self.took_s is None else len(arrived), self.took_s or 0.0, np.float32)
+        return StepResult(step.id, sampled, accepted, arrived=np.array(arrived, np.int32), arrived_s=seconds)
 
     def step(self) -> Step:
         step = self.scheduler.schedule()
@@ -194,7 +207,54 @@ def test_prefix_that_is_faster_to_compute_is_not_loaded() -> None:
     run.request("again", [*first[:-1], 5, 6])
     assert len(run.step()) == 1
     assert run.tier.statistics().loads == 0
-    assert TierLimits(load_bytes_per_s=1e9, tokens_per_s=1e6).is_faster(128, 1 << 10)
+
+
+@pytest.mark.parametrize(
+    ("took_s", "token_s", "is_loaded"), [(0.5, 1e-3, False), (0.5, 1e-2, True), (0.05, 1e-3, True)]
+)
+def test_loads_and_steps_are_measured(took_s: float, token_s: float, *, is_loaded: bool) -> None:
+    """A load of 128 tokens takes the one time, computing them another. Four of each decide."""
+    run = Driver(device=9, host=200, took_s=took_s, token_s=token_s)
+    for number in range(8):
+        run.served(f"new {number}", tokens(number, 8))
+    for number in range(4):
+        run.served(f"early {number}", [*tokens(number, 8)[:-1], 5, 6])
+    assert run.tier.statistics().loads == 4
+    run.request("again", [*tokens(5, 8)[:-1], 5, 6])
+    run.run()
+    assert (run.hits["again"] == 128) is is_loaded
+
+
+def test_load_that_only_measures_holds_up_nobody() -> None:
+    run = Driver(device=24, host=400, took_s=0.5, token_s=1e-4, delay=3)
+    for number in range(8):
+        run.served(f"new {number}", tokens(number, 8))
+    for number in range(4):
+        run.served(f"early {number}", [*tokens(number, 8)[:-1], 5, 6])
+    run.now += 31.0
+    old = run.tier.statistics().loads
+    run.request("long", tokens(20, 9), output=20)
+    run.step()
+    for name in ("again", "another"):
+        run.request(name, [*tokens(5, 8)[:-1], 5, 6])
+    assert len(run.step().loads) == 8
+    for _ in range(2):  # they lack memory: that of the load, and of the long request
+        assert {reason for _, reason in run.scheduler.waits()} == {WaitReason.NO_SPACE}
+        run.step()
+    run.run()
+    assert run.tier.statistics().loads == old + 1
+
+
+def test_result_times_all_transfers_or_none() -> None:
+    run = Driver(device=9, host=40)
+    run.request("first", tokens(1, 8))
+    run.step()
+    step = run.scheduler.schedule()
+    assert len(step.stores)
+    result = run.result(step)
+    with pytest.raises(WorkerError, match="arrived_s has 2 values for 1 transfers"):
+        run.scheduler.update(replace(result, arrived_s=np.zeros(2, np.float32)))
+    run.scheduler.update(result)
 
 
 def test_secret_requests_and_short_prefixes_do_not_go_down() -> None:

@@ -72,7 +72,7 @@ def test_message_bytes_match_messagepack() -> None:
     """MessagePack, written by hand."""
     expected = "".join(
         (
-            "88",  # a map of eight
+            "89",  # a map of nine
             "a46b696e64" + "a6726573756c74",  # kind: result
             "a26964" + "07",  # id: 7
             "a773616d706c6564" + "82",  # sampled: a map of two
@@ -84,10 +84,13 @@ def test_message_bytes_match_messagepack() -> None:
             "a761727269766564" + "93" + "a5696e743332" + "9102",  # arrived: int32, [2], 3 and 4
             "c408" + "0300000004000000",
             "a46c6f7374" + "93" + "a5696e743332" + "9100" + "c400",  # lost: int32, [0]
+            "a9617272697665645f73" + "93" + "a7666c6f61743332" + "9102" + "c408" + "0000003f0000003e",  # arrived_s
             "ae736368656d615f76657273696f6e" + "04",  # schema_version: 4
         )
     )
-    result = StepResult(7, Csr.from_lists([[510], []]), arrived=np.array([3, 4], np.int32))
+    result = StepResult(
+        7, Csr.from_lists([[510], []]), arrived=np.array([3, 4], np.int32), arrived_s=np.array([0.5, 0.125], np.float32)
+    )
     assert encode_reply(result).hex() == expected
 
 
@@ -319,6 +322,10 @@ def test_reply_with_wrong_field_is_rejected() -> None:
         (result, "lost", int64(1), r"\.lost\[0\]: Invalid enum value 'int64'"),
         (result, "lost", int32(3, 3), "reply: arrived and lost must name a transfer once"),
         (ended, "lost", int32(5), "reply: arrived and lost must name a transfer once"),
+        (ended, "arrived_s", ["float32", [2], bytes(8)], "arrived_s must be seconds, 0 or more, for each"),
+        (ended, "arrived_s", ["float32", [1], bytes.fromhex("000080bf")], "arrived_s must be seconds, 0 or more"),
+        (ended, "arrived_s", ["float32", [1], bytes.fromhex("0000c07f")], "arrived_s must be seconds, 0 or more"),
+        (ended, "arrived_s", ["float32", [1], bytes.fromhex("0000807f")], "arrived_s must be seconds, 0 or more"),
         (result, "num_accepted", int32(1), "reply: num_accepted is for 1 rows, sampled for 2"),
         (result, "sampled.values", int32(), r"reply\.sampled: indptr must rise from 0 to the 0 values"),
         (failure, "id", -1, r"reply\.id: Expected `int` >= 0"),
