@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from enum import Enum, auto
 from heapq import heappop, heappush
+from itertools import islice
 from typing import Final, NamedTuple
 
 from hybridkv.cache import Admission, Hit, KVCacheBlocks, KVCacheManager, Miss, MissReason, Reason, Refusal, SlotPlan
@@ -102,6 +104,7 @@ class AdmissionControl:
             pcp=cache.pcp_world_size,
         )
         self._num_passed = 0  # requests that this step passed over
+        self._peaks: dict[Request, int] = {}  # the most blocks of each running request
 
     # -- requests that can never run
 
@@ -136,9 +139,7 @@ class AdmissionControl:
         if self.limits.whole_items:
             self._refuse_items(request)
         tokens = self.running.limit_tokens(request) - 1  # the last sampled token is never computed
-        needed = cache.bounds.peak_blocks(
-            self._bounds, self.limits.max_in_flight, self._room_for(tokens), request.num_encoder_tokens
-        )
+        needed = self._peak_blocks(request, tokens)
         usable = cache.bounds.guaranteed_blocks
         if needed <= usable:
             return
@@ -216,7 +217,7 @@ class AdmissionControl:
         return True
 
     def _admit_waiting(self, builder: StepBuilder, now: float) -> None:
-        refused = list[Waiting]()
+        refused, ahead = list[Waiting](), list[Request]()  # ahead: those that the step passes over
         with closing(self.waiting.in_order()) as entries:
             while builder.left and self.running.seats_free:
                 entry = next(entries, None)
@@ -226,6 +227,7 @@ class AdmissionControl:
                 if plan is _Passed.ENDED:
                     continue
                 if plan is _Passed.WAITS or plan is _Passed.LOADS:
+                    ahead.append(entry.request)
                     if not self._passes(entry, now, loads=plan is _Passed.LOADS):
                         break
                     continue
@@ -238,9 +240,45 @@ class AdmissionControl:
                         break
                     continue
                 refused.append(entry)
+                ahead.append(entry.request)
                 if not self._passes(entry, now, lacks_memory=True):
                     break
+            else:
+                self._look_ahead(entries, ahead)
         self._num_passed = 0
+
+    def _look_ahead(self, entries: Iterator[Waiting], ahead: list[Request]) -> None:
+        """Begin transfers for the next requests of a step that has no tokens or rows left for them.
+
+        ahead: requests before them that have not begun. All must fit, so that no transfer evicts what another one
+        brought.
+        """
+        if self._tier is None:
+            return
+        left = self._left_by_running() - sum(self._peak_blocks(one, one.num_tokens) for one in ahead)
+        for entry in islice(entries, self._tier.limits.max_ahead):
+            left -= self._peak_blocks(entry.request, entry.request.num_tokens)
+            if left < 0:
+                break
+            if not entry.in_flight_steps:
+                with suppress(Exception):  # the request ends with the error when it is its turn
+                    self._ask_tier(entry, self._hit(entry))
+
+    def _left_by_running(self) -> int:
+        """Return the blocks that are left if each running request reaches its last token. O(running).
+
+        Memory that a load holds would otherwise preempt a request, perhaps the last one that runs.
+        """
+        running, known = self.running, self._peaks
+        self._peaks = {
+            one: known.get(one) or self._peak_blocks(one, running.limit_tokens(one) - 1) for one in running.requests
+        }
+        return self.cache.bounds.guaranteed_blocks - sum(self._peaks.values())
+
+    def _peak_blocks(self, request: Request, tokens: int) -> int:
+        """Return the most blocks that a request holds while it computes so many tokens."""
+        most, room = self.limits.max_in_flight, self._room_for(tokens)
+        return self.cache.bounds.peak_blocks(self._bounds, most, room, request.num_encoder_tokens)
 
     def _look(self, entry: Waiting, builder: StepBuilder, now: float) -> SlotPlan | _Passed | None:
         """Return the plan of a waiting request's first chunk; ``None`` while it does not fit; or why it is passed."""
@@ -249,11 +287,8 @@ class AdmissionControl:
             if entry.in_flight_steps:
                 return None
             hit = self._hit(entry)
-            if self._tier is not None:
-                entry.loads = self._tier.waits(request, hit)
-                if entry.loads:
-                    entry.lacked = None  # it is not refused now
-                    return _Passed.LOADS
+            if self._ask_tier(entry, hit):
+                return _Passed.LOADS
             if request.hints.prefetch:
                 self._end_prefetch(request, hit)
                 return _Passed.ENDED
@@ -266,6 +301,15 @@ class AdmissionControl:
         except Exception as error:  # noqa: BLE001 - planning changes nothing, so only this request must end
             self.running.end([Finished(request, FinishReason.ERROR, error)])
             return _Passed.ENDED
+
+    def _ask_tier(self, entry: Waiting, hit: Hit) -> bool:
+        """Return whether a waiting request waits for more of its prefix, and begin to bring that up."""
+        if self._tier is None:
+            return False
+        entry.loads = self._tier.waits(entry.request, hit)
+        if entry.loads:
+            entry.lacked = None  # it is not refused now
+        return entry.loads
 
     def _end_prefetch(self, request: Request, hit: Hit) -> None:
         """End a request that only brings up its prefix: nothing more of it comes up."""

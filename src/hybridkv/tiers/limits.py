@@ -27,6 +27,7 @@ class TierLimits:
         max_fetches: Fetches from the store at once.
         max_spills: Spills to the store at once. A resume point that finds no room among them is not spilled. So a slow
             store gets fewer.
+        max_ahead: Waiting requests for which a step without room for them begins transfers.
         patience_s: Seconds after which a request no longer waits for a transfer.
         load_bytes_per_s: Bytes per second from the host to the device; ``None``: the tier measures it.
         fetch_bytes_per_s: Bytes per second from the store to the host; ``None``: the tier measures it.
@@ -41,6 +42,7 @@ class TierLimits:
     least_tokens: Annotated[int, partial(integer, least=1, most=MOST_COUNT)] = 16
     max_fetches: Annotated[int, partial(integer, least=1, most=1 << 10)] = 4
     max_spills: Annotated[int, partial(integer, least=1, most=1 << 10)] = 16
+    max_ahead: Annotated[int, partial(integer, least=0, most=1 << 10)] = 4
     patience_s: Annotated[float, _rate] = 10.0
     load_bytes_per_s: Annotated[float | None, or_none(_rate)] = None
     fetch_bytes_per_s: Annotated[float | None, or_none(_rate)] = None

@@ -347,3 +347,56 @@ def test_check_finds_blocks_that_nobody_stores() -> None:
     assert run.tier.host.allocate_slots(stray, 3) is not None
     with pytest.raises(CacheError, match="stray"):
         run.scheduler.check()
+
+
+# -- ahead of a step that is full
+
+
+def queued(device: int, max_ahead: int) -> tuple[Driver, list[int]]:
+    """A request that runs four steps, then two whose prefixes the host has; return the transfers that load in each."""
+    run = Driver(device=device, host=200, max_running=1, limits=TierLimits(max_ahead=max_ahead))
+    for number in range(12):
+        run.served(f"new {number}", tokens(number, 8))
+    run.request("runs", tokens(20, 2), output=4)
+    for number in range(3):
+        run.request(f"again {number}", [*tokens(number, 8)[:-1], 5, 6])
+    loads = [len({*run.step().loads.transfer.tolist()}) for _ in range(4)]
+    run.step()
+    return run, loads
+
+
+def test_full_step_loads_for_the_next_requests() -> None:
+    """The row is taken for four steps; in the fifth one the next request begins after its hit."""
+    run, loads = queued(60, 2)
+    assert loads == [2, 0, 0, 0]
+    assert run.hits["again 0"] == 128
+    late, loads = queued(60, 0)
+    assert loads == [0, 0, 0, 0]
+    assert "again 0" not in late.hits
+    assert late.run() > run.run()
+    assert late.hits == run.hits
+
+
+@pytest.mark.parametrize(("device", "most"), [(23, 0), (24, 1), (32, 1), (33, 2)])
+def test_load_ahead_takes_no_memory_that_running_requests_need(device: int, most: int) -> None:
+    """It needs 15 blocks for its last token, and each of the others 9."""
+    run = Driver(device=device, host=300, max_running=1)
+    for number in range(8):
+        run.served(f"new {number}", tokens(number, 8))
+    run.request("runs", tokens(20, 2), output=BLOCK * 13)
+    for number in range(3):
+        run.request(f"again {number}", [*tokens(number, 8)[:-1], 5, 6])
+    step = run.step()
+    assert len({*step.loads.transfer.tolist()}) == most
+    run.run(1000)
+    assert run.scheduler.statistics().preemptions == 0
+
+
+def test_step_without_tokens_left_loads_for_the_next_requests() -> None:
+    run = Driver(device=90, host=300, max_batched_tokens=BLOCK * 9)
+    for number in range(12):
+        run.served(f"new {number}", tokens(number, 8))
+    run.request("long", tokens(20, 20))
+    run.request("again", [*tokens(0, 8)[:-1], 5, 6])
+    step = run.step()
+    assert (len(step), step.num_tokens, len(step.loads)) == (1, BLOCK * 9, 8)
