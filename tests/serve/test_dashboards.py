@@ -11,8 +11,9 @@ from typing import Any
 import httpx2
 import pytest
 import yaml
-from serve_support import WAIT, Served, engine_of, serving
+from serve_support import LONGEST, WAIT, Served, engine_of, serving
 
+from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.serve import ServeOptions, listen
 
 BOARDS = Path(__file__).parents[2] / "docs" / "dashboards"
@@ -38,7 +39,9 @@ def exported(text: str) -> dict[str, set[str]]:
 
 
 def test_dashboard_queries_use_exported_metrics() -> None:
-    with serving(engine_of("llama", remembered_losses=100, block_times=True)) as served:
+    options = EngineOptions(remembered_losses=100, block_times=True)
+    engine = Engine(load("tiny:llama"), memory="4MiB", max_model_len=LONGEST, options=options, host_memory="8MiB")
+    with serving(engine) as served:
         served.post("/v1/completions", prompt="a", max_tokens=1)
         names = exported(served.client.get("/metrics").text)
     asked = expressions()
