@@ -6,7 +6,8 @@ python benchmarks/recorded_traces.py
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hybridkv.kv_events.publisher import EventForm, Writer
+from hybridkv.kv_events.exact import without_resume_points
+from hybridkv.kv_events.publisher import EventForm, Writer, attention_of
 from hybridkv.kv_events.recorder import line_of
 from hybridkv.models import read_model
 from hybridkv.planner import Plan
@@ -28,13 +29,14 @@ MEMORY = "4GiB"
 
 
 def recorded(source: RequestSource, plan: Plan, path: Path, **form: bool) -> ReplayReport:
-    """Return the report of ``source``; write the events that such an engine publishes to ``path``."""
+    """Return the report of ``source``; write the raw events that such an engine publishes to ``path``."""
     simulation = simulation_of(plan, ReplaySettings(hardware=H100_UNBOUNDED, step_by_step=True), events=True)
-    replica, writer = simulation.replica(), Writer(plan.config, EventForm(**form))
+    replica = simulation.replica()
+    writer = Writer([attention_of(group.spec) for group in plan.config.groups], EventForm(**form))
     lines: list[str] = []
 
     def step(_at: int) -> None:
-        if events := simulation.scheduler.cache.take_events():
+        if events := without_resume_points(simulation.scheduler.cache.take_events()):
             batch = writer.batch(events, 1.7e9 + replica.clock.now_s)
             lines.append(line_of(len(lines), batch, known=False)[0])
 

@@ -26,8 +26,9 @@ def cache_of(num_blocks: int = 24) -> tuple[KVCacheConfig, KVCacheManager]:
 
 
 def publisher_of(config: KVCacheConfig, form: EventForm | None = None, **options: int) -> KVEventPublisher:
+    """Of raw events."""
     anywhere = "tcp://127.0.0.1:0"
-    return KVEventPublisher(config, anywhere, anywhere, form=form, **options)  # type: ignore[arg-type]  # ints by name
+    return KVEventPublisher(config, anywhere, anywhere, form=form, exact=False, **options)  # type: ignore[arg-type]  # ints by name
 
 
 def prompt(random: Random) -> list[int]:

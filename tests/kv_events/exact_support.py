@@ -23,7 +23,7 @@ from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult
-from hybridkv.testing.configs import full_spec, model_config, natural_model_config, state_spec, window_spec
+from hybridkv.testing.configs import chunk_spec, full_spec, model_config, natural_model_config, state_spec, window_spec
 from hybridkv.tiers import HostTier
 
 Prompt = tuple[str | None, tuple[int, ...]]
@@ -33,7 +33,23 @@ CACHES: Mapping[str, Sequence[str]] = {
     "two states": ("full", "state", "state"),
     "windows": ("full", "window"),
     "all": ("full", "window", "state"),
+    "full": ("full",),
+    "two of full": ("full", "full"),
+    "chunks": ("full", "chunk"),
 }
+ON_THE_DEVICE: Mapping[str, Sequence[str]] = {
+    **CACHES,
+    "all with chunks": ("full", "chunk", "window", "state"),
+    "windows alone": ("window", "small"),
+}
+"""In host memory, windows alone lack the blocks before them, so that nobody can tell their prefixes."""
+LARGE_BLOCKS: Mapping[str, Sequence[str]] = {
+    "large windows": ("full", "large window"),
+    "large full": ("window", "large full"),
+    "large states": ("full", "large state"),
+    "large of all": ("full", "large window", "chunk", "large state"),
+}
+"""With blocks of two sizes: the reference layout alone has them."""
 
 
 _ASKED = WeakKeyDictionary[KVCacheManager, dict[Prompt, Request]]()
@@ -50,7 +66,16 @@ def cache_of_layers(
     above: KVCacheManager | None = None,
 ) -> tuple[KVCacheConfig, KVCacheManager]:
     """``size`` slabs, or blocks. above: the device's, if these are of host memory."""
-    specs = {"full": full_spec(BLOCK), "window": window_spec(BLOCK, 2 * BLOCK + 1), "state": state_spec(BLOCK)}
+    specs = {
+        "full": full_spec(BLOCK),
+        "window": window_spec(BLOCK, 2 * BLOCK + 1),
+        "small": window_spec(BLOCK, 2),
+        "chunk": chunk_spec(BLOCK, 2 * BLOCK),
+        "state": state_spec(BLOCK),
+        "large window": window_spec(2 * BLOCK, 2 * BLOCK + 3),
+        "large full": full_spec(2 * BLOCK),
+        "large state": state_spec(2 * BLOCK),
+    }
     found = [specs[layer] for layer in layers]
     config = natural_model_config(size, found, [2] * len(found)) if natural else model_config(size, found)
     return config, KVCacheManager(
@@ -59,7 +84,6 @@ def cache_of_layers(
         enable_kv_cache_events=True,
         hasher=None if above is None else above.hasher,
         options=CacheOptions(
-            resume_point_events=natural,
             placement=placement,
             eviction=eviction,
             medium=Medium.GPU if above is None else Medium.CPU,

@@ -1,16 +1,16 @@
 """Exact events tell the prefixes that the cache itself can hit, after every step: none more, none less."""
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import pytest
 import zmq
-from events_support import BLOCK, Consumer, asked, cache_of, publisher_of, settled
-from events_support import run as run_full
-from exact_support import CACHES, Known, Prompt, Run, cache_of_layers, can_be_hit
+from events_support import BLOCK, Consumer, asked, publisher_of, settled
+from exact_support import CACHES, LARGE_BLOCKS, ON_THE_DEVICE, Known, Prompt, Run, cache_of_layers, can_be_hit
 
-from hybridkv.cache import KVCacheManager, ResumePointRemoved, ResumePointStored
+from hybridkv.cache import ResumePointRemoved, ResumePointStored
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import eviction_named
@@ -21,20 +21,25 @@ from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler
 from hybridkv.step import Csr, StepResult
-from hybridkv.testing.configs import attention_config, chunk_spec, full_spec, model_config, state_spec, window_spec
+from hybridkv.testing.configs import chunk_spec, full_spec, model_config, natural_model_config, state_spec, window_spec
 
 PLACEMENTS = ("ends", "interval:8", "align:4")
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("natural", [True, False])
-@pytest.mark.parametrize("layers", CACHES)
-def test_exact_events_match_what_can_be_hit(layers: str, natural: bool, seed: int) -> None:
-    random = Random(seed)
+@pytest.mark.parametrize(
+    ("natural", "name", "layers"),
+    [
+        *((True, *one) for one in ON_THE_DEVICE.items()),
+        *((False, *one) for one in {**ON_THE_DEVICE, **LARGE_BLOCKS}.items()),
+    ],
+)
+def test_exact_events_match_what_can_be_hit(natural: bool, name: str, layers: Sequence[str], seed: int) -> None:
+    random = Random(f"{seed} {name}")
     placement = placement_named(random.choice(PLACEMENTS), BLOCK) if natural else None
     eviction = eviction_named(random.choice(["lru", "hazard"])) if natural else None
     config, cache = cache_of_layers(
-        CACHES[layers], natural=natural, size=random.choice([16, 30]), placement=placement, eviction=eviction
+        layers, natural=natural, size=random.choice([20, 36]), placement=placement, eviction=eviction
     )
     exact, known, published, run = ExactEvents(config), Known(), PublishedBlocks(), Run(cache, random)
     most = compared = 0
@@ -88,16 +93,7 @@ def test_exact_events_with_lost_messages_recover(context: zmq.Context[Any]) -> N
     assert most > 4
 
 
-def test_exact_events_of_full_attention_report_every_block() -> None:
-    config, cache = cache_of()
-    random, exact = Random(1), ExactEvents(config)
-    for number in range(40):
-        run_full(cache, random, number)
-        events = cache.take_events()
-        assert exact.filter(events) == events
-
-
-def test_exact_events_off_report_no_resume_points(context: zmq.Context[Any]) -> None:
+def test_raw_events_report_no_resume_points(context: zmq.Context[Any]) -> None:
     config, plain = cache_of_layers(CACHES["states"], natural=True, size=24)
     events = plain.take_events()
     run = Run(plain, Random(2))
@@ -111,11 +107,11 @@ def test_exact_events_off_report_no_resume_points(context: zmq.Context[Any]) -> 
         consumer = Consumer()
         consumer.hear(asked(context, publisher, 0))
         assert consumer.last == 0
-    silent = KVCacheManager(config, 200, enable_kv_cache_events=True)
-    run = Run(silent, Random(2))
+    _, reference = cache_of_layers(CACHES["states"], natural=False, size=24)
+    run = Run(reference, Random(2))
     for _ in range(30):
         run.turn()
-    assert not any(isinstance(event, ResumePointStored | ResumePointRemoved) for event in silent.take_events())
+    assert not any(isinstance(event, ResumePointStored | ResumePointRemoved) for event in reference.take_events())
 
 
 def test_exact_events_report_a_resume_point_when_written() -> None:
@@ -155,13 +151,13 @@ def test_exact_events_with_too_many_resume_points_drop_the_oldest() -> None:
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        (model_config(9, (full_spec(4), chunk_spec(4, 8))), "chunked attention"),
-        (model_config(9, (window_spec(4, 8),)), "full attention"),
-        (model_config(9, (full_spec(4), state_spec(8))), "one size"),
+        (model_config(9, (chunk_spec(4, 8),)), "neither"),
+        (model_config(9, (state_spec(4),)), "neither"),
+        (model_config(9, (full_spec(8), state_spec(4))), "blocks of 4 and 8 tokens"),
+        (natural_model_config(9, (full_spec(4), window_spec(8, 8)), [2, 2]), "blocks of 4 and 8 tokens"),
     ],
 )
 def test_exact_events_for_unsupported_config_are_rejected(config: KVCacheConfig, what: str) -> None:
     anywhere = "tcp://127.0.0.1:0"
     with pytest.raises(ConfigError, match=what):
         KVEventPublisher(config, anywhere, exact=True)
-    assert ExactEvents(attention_config(9, (4, 8))).changes_nothing

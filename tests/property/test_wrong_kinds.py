@@ -258,12 +258,7 @@ def constructions(world: World) -> Calls:
     known |= {"dcp_world_size": 1, "pcp_world_size": 1, "hasher": None, "options": CacheOptions()}
     yield KVCacheManager, {"kv_cache_config": config, "max_model_len": 100, **known}
     options: Valid = {"retention": None, "max_pinned_blocks": 0, "placement": None, "eviction": None}
-    options |= {
-        "max_moved_bytes": None,
-        "partial_block_hits": True,
-        "resume_point_events": False,
-        "max_event_blocks": 9,
-    }
+    options |= {"max_moved_bytes": None, "partial_block_hits": True, "max_event_blocks": 9}
     yield CacheOptions, {**options, "remembered_losses": 0, "block_times": False}
     yield BlockHasher, {"block_size": 4, "algorithm": "sha256_cbor", "seed": "x", "root": None}
     yield BlockPool, {"num_blocks": 9, "num_groups": 1}

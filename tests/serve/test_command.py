@@ -216,7 +216,7 @@ def test_serve_command_second_signal_ends_at_once() -> None:
         (("--speculate", "luck"), "--speculate"),
         (("--grace", "0"), "grace must be positive"),
         (("--allow-origin", "app.example"), "allow_origins must be an origin"),
-        (("--kv-events-form", "exact"), "give --kv-events ENDPOINT too"),
+        (("--kv-events-form", "raw"), "give --kv-events ENDPOINT too"),
         (("--kv-events-medium", "GPU"), "give --kv-events ENDPOINT too"),
         (("--kv-events-medium", "CPU", "--kv-events", "tcp://127.0.0.1:0"), "give --host-memory SIZE too"),
         (("--kv-events-medium", "TAPE"), "'TAPE' is not one of 'GPU', 'CPU'"),

@@ -92,7 +92,7 @@ PROMPT = "a prompt of three blocks, each of sixteen tokens"
 
 @pytest.mark.parametrize(("model", "exact"), [("tiny:llama", False), ("tiny:qwen3_next", True)])
 def test_server_publishes_stored_and_removed_blocks(model: str, exact: bool) -> None:
-    options = EngineOptions(kv_events=True, end_events=exact)
+    options = EngineOptions(kv_events=True)
     engine = Engine(load(model), memory="4MiB", max_model_len=LONGEST, options=options)
     anywhere = "tcp://127.0.0.1:0"
     with (
@@ -107,7 +107,7 @@ def test_server_publishes_stored_and_removed_blocks(model: str, exact: bool) -> 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_server_publishes_blocks_of_host_memory_with_their_medium(exact: bool) -> None:
-    options = EngineOptions(kv_events=True, end_events=exact)
+    options = EngineOptions(kv_events=True)
     engine = Engine(load("tiny:gemma3"), memory="4MiB", max_model_len=LONGEST, options=options, host_memory="8MiB")
     anywhere = "tcp://127.0.0.1:0"
     with (
@@ -182,20 +182,10 @@ def test_serving_page_openai_example_runs(llama: Served) -> None:
 
 
 def test_events_page_example_publishes_events() -> None:
-    snippet, _ = snippets("events.md")
+    (snippet,) = snippets("events.md")
     for port in ("5557", "5558"):
         assert port in snippet
         snippet = snippet.replace(port, str(free_port()))
     names: dict[str, object] = {"model": tiny_model("llama")}
     exec(snippet, names)  # noqa: S102 - our own page
     names["engine"].close()  # type: ignore[attr-defined]  # made by the snippet
-
-
-def test_events_page_exact_example_publishes_events() -> None:
-    before, exact = snippets("events.md")
-    imports = "".join(line + "\n" for line in before.splitlines() if line.startswith("from "))
-    assert "exact=True" in exact
-    names: dict[str, object] = {"model": tiny_model("llama")}
-    exec(imports + exact.replace("5557", str(free_port())), names)  # noqa: S102 - our own page
-    names["publisher"].close()  # type: ignore[attr-defined]  # made by the snippet
-    names["engine"].close()  # type: ignore[attr-defined]  # same

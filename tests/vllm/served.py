@@ -45,6 +45,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",  # what vLLM's keys begin with
 }
+RAW_EVENTS = ("--additional-config", '{"hybridkv": {"kv_events": "raw"}}')
 NATURAL = ("--scheduler-cls", "hybridkv.vllm.NaturalScheduler", "--worker-cls", "hybridkv.vllm.NaturalWorker")
 
 
@@ -59,7 +60,7 @@ class Line:
 
 LINES = (
     Line("stock", ()),
-    Line("reference", ("--scheduler-cls", "hybridkv.vllm.AsyncScheduler")),
+    Line("reference", ("--scheduler-cls", "hybridkv.vllm.AsyncScheduler", *RAW_EVENTS)),
     Line("natural", ("--no-enable-prefix-caching", *NATURAL), more=True),
 )
 

@@ -637,7 +637,7 @@ def assemble(
     most = options.remembered_losses
     times = BlockTimes(layout.num_blocks(config), options.clock) if options.block_times else None
     lost = LostKeys(most, sizes, times) if most else None
-    queue = EventQueue(options.max_event_blocks, resume_points=options.resume_point_events, medium=options.medium)
+    queue = EventQueue(options.max_event_blocks, resume_points=config.slabs is not None, medium=options.medium)
     ranking = layout.eviction.ranking if found is not None and layout.ranks else None
     journal = Journal(
         [observer for observer in (lost, times) if observer is not None],

@@ -112,7 +112,7 @@ class EventsDropped:
 class ResumePointStored:
     """A resume point that is no full block of tokens: a state, or tokens that end inside a block.
 
-    A manager with ``resume_point_events`` reports it, so that a reader can compute where hits can end. It is never sent
+    The natural layout reports it, so that a reader can compute where hits can end. It is never sent
     over the wire.
 
     Attributes:

@@ -40,8 +40,6 @@ class CacheOptions:
             must end there, and no group may drop blocks for EAGLE.
         copied_tokens: With ``hit_unit``: tokens of an attention block that the worker's copy carries, so no hit ends
             after them inside a block. ``None``: all.
-        resume_point_events: Events also report states and partial blocks (ResumePointStored, ResumePointRemoved). An
-            exact KVEventPublisher needs them in the natural layout.
         max_event_blocks: Most blocks in events that wait for ``take_events``. Beyond it the oldest events are dropped,
             and EventsDropped reports them.
         medium: Where the blocks are, for events.
@@ -61,7 +59,6 @@ class CacheOptions:
     partial_block_hits: bool = True
     hit_unit: int | None = None
     copied_tokens: int | None = None
-    resume_point_events: bool = False
     max_event_blocks: int = MAX_EVENT_BLOCKS
     medium: Medium = Medium.GPU
     remembered_losses: int = 0
@@ -75,7 +72,7 @@ class CacheOptions:
         check_fields(self, or_none(partial(integer, least=1)), "max_moved_bytes", "hit_unit")
         check_fields(self, or_none(partial(integer, least=0)), "copied_tokens")
         check_fields(self, partial(integer, least=1), "max_event_blocks")
-        check_fields(self, flag, "partial_block_hits", "resume_point_events", "block_times", "log_resume_points")
+        check_fields(self, flag, "partial_block_hits", "block_times", "log_resume_points")
         if self.copied_tokens is not None and self.hit_unit is None:
             raise ConfigError("copied_tokens means nothing without hit_unit: leave it out")
         instance("shares", self.shares, TenantShares)

@@ -85,8 +85,8 @@ def serve_command(
         "Endpoint on which subscribers ask for events that they missed.", metavar="ENDPOINT"
     ),
     kv_events_form: KVEventsForm = output_option(
-        "Form of the events: raw reports every cached block, exact only the tokens that a request can hit.",
-        default=KVEventsForm.RAW,
+        "Form of the events: exact reports the prefixes that a request can hit, raw every cached block.",
+        default=KVEventsForm.EXACT,
     ),
     kv_events_medium: list[Medium] | None = output_option(
         "Publish events of blocks in this medium only; GPU is the device. May be repeated.", show_default="all"
@@ -125,17 +125,13 @@ def serve_command(
     hosts = [*(allow_host or ()), *([host] if host and not is_address(host) else ())]
     served = ServeOptions(served_model_name, max_waiting, keys, metrics_prefix, hosts, allow_origin or ())
     limits = ConnectionLimits(header_timeout, body_timeout, parse_bytes(body_memory), grace)
-    exact = kv_events_form is KVEventsForm.EXACT
     options = stepping.engine_options(
-        kv_events=kv_events is not None,
-        end_events=exact,
-        remembered_losses=REMEMBERED if explain else 0,
-        block_times=block_times,
+        kv_events=kv_events is not None, remembered_losses=REMEMBERED if explain else 0, block_times=block_times
     )
     if kv_events_replay is not None and kv_events is None:
         raise ConfigError("--kv-events-replay has no effect without --kv-events: give --kv-events ENDPOINT too")
-    if exact and kv_events is None:
-        raise ConfigError("--kv-events-form exact has no effect without --kv-events: give --kv-events ENDPOINT too")
+    if kv_events_form is KVEventsForm.RAW and kv_events is None:
+        raise ConfigError("--kv-events-form raw has no effect without --kv-events: give --kv-events ENDPOINT too")
     if kv_events_medium and kv_events is None:
         raise ConfigError("--kv-events-medium has no effect without --kv-events: give --kv-events ENDPOINT too")
     if kv_events_medium and Medium.CPU in kv_events_medium and tiers.host_memory is None:
@@ -159,6 +155,7 @@ def serve_command(
         if kv_events is not None:
             from hybridkv.kv_events import KVEventPublisher  # noqa: PLC0415  # pyzmq is an extra
 
+            exact = kv_events_form is KVEventsForm.EXACT
             publisher = KVEventPublisher(
                 engine.plan.config, kv_events, kv_events_replay, media=kv_events_medium or None, exact=exact
             )

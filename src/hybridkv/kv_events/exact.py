@@ -11,15 +11,16 @@ full attention before it, the windows that it reads, and the state of each recur
                              `--- position, resume point
 
 A resume point inside a block counts for the full blocks before it. Each medium has a tree of its own, because a hit in
-host memory needs all groups there.
+host memory needs all groups there. The smallest blocks of attention are the positions; larger ones end at some of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import repeat
-from operator import itemgetter
+from itertools import chain, repeat
+from math import lcm
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -47,7 +48,15 @@ from hybridkv.specs import (
 from hybridkv.units import ceil_div
 
 _Part = tuple[bytes, bytes]  # parent key, tokens inside the block (bytes of int32)
+_Reading = SlidingWindowSpec | ChunkedLocalAttentionSpec
 _TOKEN_BYTES: Final = 4
+_INSTEAD: Final = "publish raw events instead (exact=False, --kv-events-form raw)"
+
+PREFIXES: Final[tuple[str, int | None]] = "full_attention", None
+"""Kind and window of exact events: a prefix that can be hit serves a request as full attention alone does."""
+
+PREFIX_GROUP: Final = 0
+"""The group of exact events. They report prefixes of all groups; routers credit group 0 or none (docs/events.md)."""
 
 
 def single_blocks(event: BlockStored) -> Iterator[BlockStored]:
@@ -76,18 +85,19 @@ class _Position:
         key: hash of the block; ``None`` for the root, which is before the first block.
         parent: position of the block before; ``None`` if no event has reported it.
         children: positions of the blocks that follow, by hash.
-        blocks: group -> event that stored its block.
+        event: the first event of the block, as it is published; ``None`` before that.
+        blocks: group -> event that stored its block, which ends here.
         copies: group -> number of stored copies.
         parts: group -> stored resume points at or after this position -> extra keys.
-        published: group -> hash of its published block.
+        published: whether consumers know the block.
         depth: full blocks up to this position; valid if ``whole``.
-        whole: whether every full attention group has all blocks up to this position.
+        whole: whether all blocks up to this position are known, and every full attention group has its own.
         has_resume_point: whether a hit can resume at this position or inside the block that follows.
         backed: number of backed children, plus 1 for ``has_resume_point``.
     """
 
     __slots__ = (
-        *("backed", "blocks", "children", "copies", "depth", "has_resume_point"),
+        *("backed", "blocks", "children", "copies", "depth", "event", "has_resume_point"),
         *("key", "parent", "parts", "published", "whole"),
     )
 
@@ -95,12 +105,12 @@ class _Position:
         self.key = key
         self.parent: _Position | None = None
         self.children: dict[bytes, _Position] = {}
+        self.event: BlockStored | None = None
         self.blocks: dict[int, BlockStored] = {}
         self.copies: dict[int, int] = {}
         self.parts: dict[int, dict[_Part, object]] = {}
-        self.published: dict[int, bytes] = {}
         self.depth = 0
-        self.whole = self.has_resume_point = False
+        self.published = self.whole = self.has_resume_point = False
         self.backed = 0
 
     @property
@@ -114,20 +124,18 @@ class ExactEvents:
 
     Args:
         config: the config of the cache's plan.
+        drops: whether the manager's groups drop a block for EAGLE, though the config does not say so.
 
     Raises:
-        ConfigError: the config has chunked attention, groups that drop blocks for EAGLE, no full attention, or blocks
-            of several sizes.
+        ConfigError: the config has groups that drop blocks for EAGLE, neither full attention nor windows, or, in the
+            natural layout, blocks of several sizes.
     """
 
-    def __init__(self, config: KVCacheConfig) -> None:
+    def __init__(self, config: KVCacheConfig, *, drops: bool = False) -> None:
+        if drops or any(group.is_eagle_group for group in config.groups):
+            raise ConfigError(f"exact events do not support groups that drop a block for EAGLE: {_INSTEAD}")
         self._config = config
         self._trees: dict[str | None, _Tree] = {Medium.GPU: _Tree(config, Medium.GPU)}
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether the config has full attention alone, so that a hit can resume at every block."""
-        return self._trees[Medium.GPU].changes_nothing
 
     def filter(self, events: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
         """Return the events to publish for a batch: removals, then stored blocks with parents first.
@@ -137,8 +145,6 @@ class ExactEvents:
         Args:
             events: the events of the cache since the last call, oldest first.
         """
-        if self.changes_nothing:
-            return without_resume_points(events)
         cleared: list[KVCacheEvent] = []
         for event in events:
             if isinstance(event, AllBlocksCleared | EventsDropped):
@@ -156,24 +162,25 @@ class _Tree:
     Args:
         config: the config of the cache's plan.
         medium: where the blocks are.
-
-    Attributes:
-        changes_nothing: whether the config has full attention alone.
     """
 
     def __init__(self, config: KVCacheConfig, medium: str | None) -> None:
         self._medium = medium
         kinds = [(number, kind_of(group.spec)) for number, group in enumerate(config.groups)]
-        tokens = [(number, spec) for number, spec in kinds if spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}]
-        self._windows = {n: s.sliding_window for n, s in tokens if isinstance(s, SlidingWindowSpec)}
-        self._full = [number for number, _ in tokens if number not in self._windows]
-        self._states = [number for number, spec in kinds if isinstance(spec, MambaSpec)]
         self._is_natural = config.slabs is not None
-        chunked = any(isinstance(spec, ChunkedLocalAttentionSpec) for _, spec in kinds)
-        self.changes_nothing = not (self._windows or self._states or chunked)
-        if not self.changes_nothing:
-            _require_known(config, kinds, natural=self._is_natural)
-        self._block_size = tokens[0][1].block_size if tokens else 1
+        _require_known(kinds, natural=self._is_natural)
+        tokens = [(number, spec) for number, spec in kinds if spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}]
+        self._reads = {n: spec for n, spec in tokens if isinstance(spec, _Reading)}
+        self._full = [number for number, _ in tokens if number not in self._reads]
+        self._states = [number for number, spec in kinds if isinstance(spec, MambaSpec)]
+        self._block_size = min(spec.block_size for _, spec in tokens)
+        states = () if self._is_natural else self._states
+        self._blocks_of = {
+            number: spec.block_size // self._block_size for number, spec in kinds if number in (*dict(tokens), *states)
+        }
+        self._step = lcm(*self._blocks_of.values())
+        reach = max(map(_most_read, self._reads.values()), default=0)
+        self._reach = ceil_div(reach, self._block_size) + self._step - 1
         self._root = _Position(None)
         self._root.whole = True
         self._at: dict[bytes, _Position] = {}
@@ -207,7 +214,8 @@ class _Tree:
 
     def _store(self, block: BlockStored) -> None:
         at, group = self._position(block.block_hashes[0]), block.group_idx
-        if at.parent is None:
+        if at.event is None and block.block_size == self._block_size:
+            at.event = replace(block, group_idx=PREFIX_GROUP)
             at.parent = self._position(block.parent_block_hash)
             at.parent.children[block.block_hashes[0]] = at
         at.copies[group] = at.copies.get(group, 0) + 1
@@ -245,9 +253,8 @@ class _Tree:
         if at.parent is not None:
             self._stale[at.parent] = None  # it has the resume points inside this block
         self._follow_whole(at)
-        reach = max((_columns(window, self._block_size) for window in self._windows.values()), default=0)
         level = [at]
-        for _ in range(reach):
+        for _ in range(self._reach):
             level = [child for one in level for child in one.children.values()]
             self._stale.update(zip(level, repeat(None)))
 
@@ -257,9 +264,10 @@ class _Tree:
         while changed:
             one = changed.pop()
             parent = one.parent
-            whole = parent is not None and parent.whole and all(group in one.blocks for group in self._full)
-            if parent is not None and whole:
+            whole = False
+            if parent is not None and parent.whole:
                 one.depth = parent.depth + 1
+                whole = all(group in one.blocks or one.depth % self._blocks_of[group] for group in self._full)
             if whole != one.whole:
                 one.whole = whole
                 self._stale[one] = None
@@ -269,7 +277,7 @@ class _Tree:
 
     def _has_resume_point(self, at: _Position) -> bool:
         """Return whether a hit can resume at ``at`` or inside the block that follows it."""
-        if not at.whole or at is self._root:
+        if not at.whole or at is self._root or at.depth % self._step:
             return False
         if all(self._has_state(at, group) for group in self._states) and self._has_windows(at, 0):
             return True
@@ -283,14 +291,14 @@ class _Tree:
 
     def _has_windows(self, at: _Position, partial_tokens: int) -> bool:
         """Return whether the window groups have the full blocks that a token ``partial_tokens`` after ``at`` reads."""
-        return all(self._has_window(group, window, at, partial_tokens) for group, window in self._windows.items())
-
-    def _has_window(self, group: int, window: int, at: _Position, partial_tokens: int) -> bool:
         end = at.depth * self._block_size + partial_tokens
-        first = max(0, end - max(window - 1, 1)) // self._block_size
+        return all(self._has_window(group, spec, at, end) for group, spec in self._reads.items())
+
+    def _has_window(self, group: int, spec: _Reading, at: _Position, end: int) -> bool:
+        first = _first_read(spec, end) // self._block_size
         one: _Position | None = at
         for _ in range(at.depth - first):
-            if one is None or group not in one.blocks:
+            if one is None or not (group in one.blocks or one.depth % self._blocks_of[group]):
                 return False
             one = one.parent
         return True
@@ -313,7 +321,7 @@ class _Tree:
         if not self._has_windows(at, len(partial) // _TOKEN_BYTES):
             return False
         extras = next(parts[part] for parts in at.parts.values() if part in parts)
-        covers = [set(self._covers(at, group, parent, partial, extras)) for group in (*self._full, *self._windows)]
+        covers = [set(self._covers(at, group, parent, partial, extras)) for group in (*self._full, *self._reads)]
         if not all(covers):
             return False
         return any(
@@ -343,17 +351,19 @@ class _Tree:
                 at.has_resume_point = has_resume_point
                 self._change_backing(at, 1 if has_resume_point else -1)
         self._stale.clear()
-        removed, stored = list[KVCacheEvent](), list[tuple[int, BlockStored]]()
+        removed, stored = list[bytes](), list[_Position]()
         for at in self._touched:
-            for group in [group for group in at.published if not at.backed or group not in at.blocks]:
-                removed.append(BlockRemoved((at.published.pop(group),), self._medium, group))
-            for group, block in at.blocks.items() if at.backed else ():
-                if group not in at.published:
-                    at.published[group] = block.block_hashes[0]
-                    stored.append((at.depth, block))
+            if at.key is None or at.published == bool(at.backed):
+                continue
+            at.published = not at.published
+            if at.published:
+                stored.append(at)
+            else:
+                removed.append(at.key)
         touched, self._touched = self._touched, {}
         self._drop_unused(touched)
-        return removed + [block for _, block in sorted(stored, key=itemgetter(0))]
+        gone = [BlockRemoved(tuple(removed), self._medium, PREFIX_GROUP)] if removed else []
+        return [*gone, *_joined(sorted(stored, key=attrgetter("depth")))]
 
     def _change_backing(self, at: _Position, more: int) -> None:
         """Add ``more`` to ``backed`` of ``at``, and update its ancestors if it became backed or unbacked."""
@@ -377,9 +387,42 @@ class _Tree:
                 one = parent
 
 
-def _columns(window: int, block_size: int) -> int:
-    """Return how many full blocks before a token its window includes at most."""
-    return ceil_div(max(window - 1, 1), block_size)
+def _first_read(spec: _Reading, end: int) -> int:
+    """Return the first token that a hit of ``end`` tokens needs of a group; ``end`` if it needs none."""
+    if isinstance(spec, SlidingWindowSpec):
+        return max(0, end - max(spec.sliding_window - 1, 1))
+    start = end - end % spec.attention_chunk_size
+    return start if start < end or end % spec.block_size == 0 else end - 1
+
+
+def _most_read(spec: _Reading) -> int:
+    """Return how many tokens before its end a hit needs of a group at most."""
+    return max(spec.sliding_window - 1, 1) if isinstance(spec, SlidingWindowSpec) else spec.attention_chunk_size
+
+
+def _joined(positions: Sequence[_Position]) -> Iterator[BlockStored]:
+    """Yield the blocks of ``positions``, parents first, one event for each chain of blocks without a branch."""
+    left = dict.fromkeys(positions)
+    for first in positions:
+        if first not in left:
+            continue
+        found = [first]
+        del left[first]
+        while following := next((one for one in found[-1].children.values() if one in left), None):
+            found.append(following)
+            del left[following]
+        yield _joined_blocks([one.event for one in found if one.event is not None])
+
+
+def _joined_blocks(blocks: Sequence[BlockStored]) -> BlockStored:
+    """Return one event for a chain of ``blocks`` of one block each."""
+    extras = tuple(None if block.extra_keys is None else block.extra_keys[0] for block in blocks)
+    return replace(
+        blocks[0],
+        block_hashes=tuple(block.block_hashes[0] for block in blocks),
+        token_ids=tuple(chain.from_iterable(block.token_ids for block in blocks)),
+        extra_keys=None if extras.count(None) == len(extras) else extras,
+    )
 
 
 def _extras_of(block: BlockStored) -> object:
@@ -391,19 +434,13 @@ def kind_of(spec: KVCacheSpec) -> KVCacheSpec:
     return spec.layers[0][1] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _require_known(config: KVCacheConfig, kinds: Sequence[tuple[int, KVCacheSpec]], *, natural: bool) -> None:
+def _require_known(kinds: Sequence[tuple[int, KVCacheSpec]], *, natural: bool) -> None:
     """Raise ConfigError if exact events do not support one of the groups."""
-    instead = "publish raw events instead (exact=False, --kv-events-form raw)"
-    chunked = [number for number, spec in kinds if isinstance(spec, ChunkedLocalAttentionSpec)]
-    if chunked:
-        raise ConfigError(f"exact events do not support chunked attention, as in group {chunked[0]}: {instead}")
-    eagle = [number for number, group in enumerate(config.groups) if group.is_eagle_group]
-    if eagle:
-        raise ConfigError(f"exact events do not support group {eagle[0]}, which drops a block for EAGLE: {instead}")
-    if not any(spec.keeps is Keeps.TOKENS for _, spec in kinds):
-        raise ConfigError(f"exact events need a group of full attention, and the plan has only other groups: {instead}")
-    in_blocks = {Keeps.TOKENS, Keeps.WINDOW} if natural else {Keeps.TOKENS, Keeps.WINDOW, Keeps.STATE}
-    sizes = {spec.block_size for _, spec in kinds if spec.keeps in in_blocks}
-    if len(sizes) > 1:
+    if not any(spec.keeps is Keeps.TOKENS or isinstance(spec, SlidingWindowSpec) for _, spec in kinds):
+        raise ConfigError(f"exact events need full attention or windows, and the plan has neither: {_INSTEAD}")
+    in_tokens = {spec.block_size for _, spec in kinds if spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}}
+    sizes = in_tokens if natural else in_tokens | {spec.block_size for _, spec in kinds if spec.keeps is Keeps.STATE}
+    least = min(in_tokens)
+    if (natural and len(sizes) > 1) or any(size % least for size in sizes):
         found = " and ".join(map(str, sorted(sizes)))
-        raise ConfigError(f"exact events need blocks of one size, but the plan has blocks of {found} tokens: {instead}")
+        raise ConfigError(f"exact events do not support blocks of {found} tokens side by side: {_INSTEAD}")

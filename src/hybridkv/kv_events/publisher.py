@@ -35,8 +35,9 @@ import zmq
 from hybridkv.arguments import check_fields, flag, instance, integer
 from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent, Medium
 from hybridkv.errors import ConfigError
-from hybridkv.kv_events.exact import ExactEvents, kind_of, single_blocks, without_resume_points
+from hybridkv.kv_events.exact import PREFIXES, ExactEvents, kind_of, single_blocks, without_resume_points
 from hybridkv.planner.config import KVCacheConfig
+from hybridkv.specs import KVCacheSpec
 from hybridkv.units import ceil_div
 
 logger = logging.getLogger(__name__)
@@ -82,8 +83,8 @@ class KVEventPublisher:
         max_queued: batches that may wait for the thread. Further batches are dropped, and the next batch begins with
             a clearing.
         media: the media of the blocks to publish, such as ("GPU",) for a router that knows no tiers; None for all.
-        exact: whether to publish only blocks from which a hit can resume (docs/events.md). In the natural layout, this
-            needs a manager with ``resume_point_events``.
+        exact: whether to publish the prefixes that a request can hit, each block once, as blocks of full attention of
+            group 0 (docs/events.md); else every cached block of each group.
 
     Attributes:
         endpoint: address of the PUB socket, with its real port.
@@ -106,15 +107,17 @@ class KVEventPublisher:
         kept_batches: int = 10_000,
         max_queued: int = 100_000,
         media: Collection[Medium] | None = None,
-        exact: bool = False,
+        exact: bool = True,
     ) -> None:
         form = EventForm() if form is None else instance("form", form, EventForm)
-        self._writer = Writer(instance("config", config, KVCacheConfig), form)
+        instance("config", config, KVCacheConfig)
+        groups = [PREFIXES] if flag("exact", exact) else [attention_of(group.spec) for group in config.groups]
+        self._writer = Writer(groups, form)
         self._topic = instance("topic", topic, str).encode()
         self._kept = deque[tuple[int, bytes]](maxlen=integer("kept_batches", kept_batches, 0))
         self._queue = Queue[tuple[int, Sequence[KVCacheEvent]] | None](integer("max_queued", max_queued, 1))
         self._media = None if media is None else frozenset(instance("media", one, Medium) for one in media)
-        self._filtered = ExactEvents(config).filter if flag("exact", exact) else without_resume_points
+        self._filtered = ExactEvents(config).filter if exact else without_resume_points
         self._published = PublishedBlocks()
         self._next_number = 0
         self._last_published = -1
@@ -288,20 +291,22 @@ class EventForm:
         return key if key is None or self.whole_hashes else int.from_bytes(key[-8:], "big")
 
 
+def attention_of(spec: KVCacheSpec) -> tuple[str, int | None]:
+    """Return the kind and the window of a group of ``spec``, as raw events name them."""
+    one = kind_of(spec)
+    return _KINDS.get(type(one).__name__, "unknown"), getattr(one, "sliding_window", None)
+
+
 class Writer:
     """Writes batches of one cache's events.
 
     Args:
-        config: the config of the cache's plan; events name the kind and the window of their group.
+        groups: kind and window of each group.
         form: how to write events.
     """
 
-    def __init__(self, config: KVCacheConfig, form: EventForm) -> None:
-        self._form = form
-        specs = [kind_of(group.spec) for group in config.groups]
-        self._groups = [
-            (_KINDS.get(type(one).__name__, "unknown"), getattr(one, "sliding_window", None)) for one in specs
-        ]
+    def __init__(self, groups: Sequence[tuple[str, int | None]], form: EventForm) -> None:
+        self._form, self._groups = form, groups
         self._encoder = msgspec.msgpack.Encoder()
 
     def batch(self, events: Sequence[KVCacheEvent], seconds: float) -> bytes:

@@ -179,7 +179,6 @@ class Engine:
             enable_caching=options.prefix_caching,
             enable_kv_cache_events=options.kv_events,
             options=CacheOptions(
-                resume_point_events=options.end_events,
                 eviction=eviction_of(plan, options.eviction),
                 shares=options.shares,
                 remembered_losses=options.remembered_losses,

@@ -40,7 +40,6 @@ class EngineOptions:
         compile: "decode" runs steps that only decode as CUDA graphs. It needs attention="triton" and a model that
             allows it; else steps run as usual, and the log says why.
         kv_events: the cache reports stored and removed blocks, for the ``events`` of AsyncEngine.
-        end_events: events also report resume points, for an exact KVEventPublisher.
         eviction: name of the eviction policy; None for the plan's own.
         shares: memory shares of tenants.
         remembered_losses: as in CacheOptions.
@@ -60,7 +59,6 @@ class EngineOptions:
     attention: Annotated[AttentionBackend | str, attention_backend] = AttentionBackend.GATHER
     compile: Annotated[str | None, compile_option] = None
     kv_events: bool = False
-    end_events: bool = False
     eviction: Annotated[str | None, or_none(_known_eviction)] = None
     shares: TenantShares = EVERYBODY
     remembered_losses: Count = 0

@@ -72,9 +72,7 @@ def open_tiers(
     """
     if behind.host_memory is None:
         return None
-    kept = CacheOptions(
-        eviction=cache.eviction, shares=options.shares, resume_point_events=options.end_events, medium=Medium.CPU
-    )
+    kept = CacheOptions(eviction=cache.eviction, shares=options.shares, medium=Medium.CPU)
     held = tier_plan(plan, behind.host_memory)
     host = KVCacheManager(held, hasher=cache.hasher, enable_kv_cache_events=options.kv_events, options=kept)
     if behind.store is None or cache.hasher is None:

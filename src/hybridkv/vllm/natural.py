@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Final, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -48,11 +48,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         block_size: tokens of an attention block, which kernels read as one.
         placement: name of the placement; ``None`` for the default of the natural layout.
         eviction: name of the eviction policy; ``None`` for the default.
+        kv_events: form of the KV events (docs/events.md); ``None``: exact, or raw where exact is not supported.
     """
 
     block_size: Annotated[int, msgspec.Meta(ge=1)]
     placement: str | None = None
     eviction: str | None = None
+    kv_events: Literal["exact", "raw"] | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any], block_size: int) -> Self:
@@ -73,9 +75,11 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         eviction: name of the eviction policy; ``None`` for the default.
+        kv_events: form of the KV events (docs/events.md); ``None``: exact, or raw where exact is not supported.
     """
 
     eviction: str | None = None
+    kv_events: Literal["exact", "raw"] | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

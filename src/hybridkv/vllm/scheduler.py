@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from vllm.distributed import kv_events as theirs
@@ -17,8 +18,9 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 import vllm
-from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent
+from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent, KVCacheManager
 from hybridkv.errors import ConfigError
+from hybridkv.kv_events.exact import PREFIXES, ExactEvents, without_resume_points
 from hybridkv.vllm.manager import CacheManager, reference_cache
 from hybridkv.vllm.natural import (
     ATTRIBUTE,
@@ -39,6 +41,8 @@ from hybridkv.vllm.specs import (
     refuse_captured,
     refuse_natural,
 )
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED: Final = ("0.33", "0.32")
 """The supported releases of vLLM: the two newest, the newest first (docs/vllm.md)."""
@@ -83,9 +87,8 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         )
         # chunks end where states are saved, so no block is allocated for a state inside a chunk
         self.mamba_has_prefill_checkpoint_blocks = False
-        self.kv_cache_manager = CacheManager(
-            reference_cache(config, settings), config, settings, EventConverter(config)
-        )
+        cache = reference_cache(config, settings)
+        self.kv_cache_manager = CacheManager(cache, config, settings, EventConverter(config, cache, options.kv_events))
         if self.connector is not None:
             self.connector.bind_kv_cache_manager(self.kv_cache_manager)
 
@@ -165,8 +168,9 @@ class NaturalScheduler(Scheduler):
             max_in_flight_tokens=settings.max_in_flight_tokens,
         )
         laid_out = natural_config(dict(layer_specs(config)), made.config)
-        manager = CacheManager(natural_cache(made, options, settings), laid_out, settings, EventConverter(laid_out))
-        self.kv_cache_manager = manager
+        cache = natural_cache(made, options, settings)
+        events = EventConverter(laid_out, cache, options.kv_events)
+        manager = self.kv_cache_manager = CacheManager(cache, laid_out, settings, events)
         self.need_mamba_block_aligned_split = manager.cache.bounds.keeps_checkpoints
         self.needs_kv_cache_zeroing = False  # StepWriter names the blocks, class by class
         self._writer = StepWriter(manager)
@@ -322,15 +326,36 @@ def _nothing_else(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
 
 
 class EventConverter:
-    """Converts our events to vLLM's, for the groups of one engine. ``config`` is vLLM's KVCacheConfig."""
+    """Converts our events to vLLM's, for the groups of one engine.
 
-    def __init__(self, config: Any) -> None:  # noqa: ANN401 - vLLM is not typed here
-        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-        self._groups = [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+    Args:
+        config: vLLM's KVCacheConfig.
+        cache: the cache that reports the events.
+        form: ``exact`` or ``raw`` (docs/events.md); ``None``: exact, or raw where exact is not supported.
+
+    Raises:
+        ConfigError: ``form`` is ``exact``, which the groups do not support.
+    """
+
+    def __init__(self, config: Any, cache: KVCacheManager, form: str | None) -> None:  # noqa: ANN401 - vLLM's
+        self._filter: Callable[[Sequence[KVCacheEvent]], list[KVCacheEvent]] = without_resume_points
+        self._groups: list[tuple[str, int | None]] = [PREFIXES]
+        if form != "raw":
+            try:
+                self._filter = ExactEvents(cache.config, drops=any(group.kind.drops for group in cache.groups)).filter
+            except ConfigError as error:
+                if form == "exact":
+                    raise
+                logger.warning("KV events report every cached block of each group: %s", error)
+                form = "raw"
+        if form == "raw":
+            specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+            found = [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+            self._groups = found
 
     def __call__(self, events: Sequence[KVCacheEvent]) -> list[Any]:
         """Return vLLM's events in the same order. Lost events become a clearing of all blocks, which clients handle."""
-        return [self._convert(event) for event in events]
+        return [self._convert(event) for event in self._filter(events)]
 
     def _convert(self, event: KVCacheEvent) -> Any:  # noqa: ANN401 - as above
         if isinstance(event, BlockRemoved):
