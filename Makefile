@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-stores bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env vllm-nixl find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients test-stores tiers-demo clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-stores bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env vllm-nixl find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients test-stores tiers-demo test-routers clean
 
 # Install torch first, so that no other package pulls another build.
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -182,6 +182,16 @@ tiers-demo: .venv/stores.stamp
 # Measure shared stores beside the clients of their engines in a minute, and print a table.
 bench-stores: .venv/stores.stamp
 	PYTHONPATH=.venv/stores:tests/stores:tests/support $(BIN)/python benchmarks/shared_stores.py
+
+# Test vllm-router in front of two servers in three minutes, in an environment of its own: 300 MB.
+ROUTERS_ENV ?= .venv/routers
+$(ROUTERS_ENV)/done.stamp:
+	$(PYTHON) -m venv $(ROUTERS_ENV)
+	$(ROUTERS_ENV)/bin/pip install --quiet --disable-pip-version-check vllm-router==0.1.17
+	touch $@
+
+test-routers: .venv/dev.stamp $(ROUTERS_ENV)/done.stamp
+	ROUTERS_BIN=$(abspath $(ROUTERS_ENV)/bin) PYTHONPATH=tests/stores $(BIN)/pytest tests/routers/real_vllm_router.py
 
 # Install other projects' clients in a separate environment, from the package registry: 2.5 GB, mostly torch for guidellm.
 CLIENTS_ENV ?= .venv/clients

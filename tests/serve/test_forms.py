@@ -205,6 +205,11 @@ def test_completion_with_neutral_fields_is_accepted(llama: Served) -> None:
     llama.post(PATH, prompt="a", max_tokens=1, best_of=1, suffix=None, user=None, logprobs=None, stop=None, top_k=-1)
     nothing = {"response_format": {"type": "text"}, "store": False, "modalities": ["text"], "user": None}
     llama.post(CHAT, messages=SAID, max_tokens=1, **nothing)
+    routed = {"no_stop_trim": False, "return_hidden_states": False, "skip_special_tokens": True}
+    llama.post(PATH, prompt="a", max_tokens=1, **routed)
+    reasons = {"separate_reasoning": True, "stream_reasoning": True, "include_reasoning": True}
+    llama.post(CHAT, messages=SAID, max_tokens=1, **routed, **reasons)
+    llama.refused(PATH, 400, prompt="a", return_hidden_states=True)
 
 
 def test_error_with_lone_surrogate_is_valid_json() -> None:

@@ -27,8 +27,9 @@ def is_listening(port: int) -> bool:
 class Server:
     """A process that listens on a port, and can be killed, started again and stopped for a while."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
+    def __init__(self, command: Sequence[str], port: int, log: Path, *, seconds: float = 20) -> None:
         self.port = port
+        self._seconds = seconds
         self._command = command
         self._log = log
         self.start()
@@ -36,9 +37,10 @@ class Server:
     def start(self) -> None:
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)  # noqa: S603 - of this file
-        end = time.monotonic() + 20
+        end = time.monotonic() + self._seconds
         while not is_listening(self.port):
             if self.process.poll() is not None or time.monotonic() > end:
+                self.kill()
                 raise RuntimeError(f"{self._command[0]} did not start: {self._log.read_text()[-2000:]}")
             time.sleep(0.02)
 

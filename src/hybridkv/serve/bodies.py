@@ -29,6 +29,9 @@ _FIRST: Final = Field(fail_fast=True)
 _SOME: Final = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
 _MOST_BIASED: Final = 1 << 12
 
+_OF_ROUTERS: Final = {"no_stop_trim": (False,), "return_hidden_states": (False,), "skip_special_tokens": (True,)}
+"""Neutral values that vllm-router adds to every body that it sends on."""
+
 Ids = Annotated[list[int], _FIRST]
 
 
@@ -225,7 +228,7 @@ class CompletionBody(ChoicesBody):
         "user": (),
         "response_format": ({"type": "text"},),
         "add_special_tokens": (True,),
-        "skip_special_tokens": (True,),
+        **_OF_ROUTERS,
     }
 
     prompt: str | Ids | Annotated[list[str], _FIRST] | Annotated[list[Ids], _FIRST]
@@ -334,7 +337,10 @@ class ChatBody(ChoicesBody, TemplateBody):
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
         "echo": (False,),
-        "skip_special_tokens": (True,),
+        "separate_reasoning": (True,),
+        "stream_reasoning": (True,),
+        "include_reasoning": (True,),
+        **_OF_ROUTERS,
     }
 
     messages: Annotated[list[ChatMessage], _SOME]
