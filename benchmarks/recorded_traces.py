@@ -6,10 +6,10 @@ python benchmarks/recorded_traces.py
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hybridkv.kv_events.exact import without_resume_points
 from hybridkv.kv_events.publisher import EventForm, Writer, attention_of
 from hybridkv.kv_events.recorder import line_of
 from hybridkv.models import read_model
+from hybridkv.observe.prefixes import without_resume_points
 from hybridkv.planner import Plan
 from hybridkv.simulator import (
     H100_UNBOUNDED,

@@ -15,8 +15,8 @@ from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import eviction_named
 from hybridkv.kv_events import SNAPSHOT, KVEventPublisher
-from hybridkv.kv_events.exact import ExactEvents
 from hybridkv.kv_events.publisher import PublishedBlocks
+from hybridkv.observe.prefixes import ExactEvents
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler

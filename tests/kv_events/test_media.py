@@ -21,8 +21,8 @@ from hybridkv.cache import (
 )
 from hybridkv.eviction.choice import HAZARD
 from hybridkv.kv_events import SNAPSHOT, KVEventPublisher
-from hybridkv.kv_events.exact import ExactEvents
 from hybridkv.kv_events.publisher import PublishedBlocks
+from hybridkv.observe.prefixes import ExactEvents
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.testing import EventFollower
 from hybridkv.tiers import HostTier, TierLimits

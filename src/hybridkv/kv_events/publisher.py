@@ -35,7 +35,7 @@ import zmq
 from hybridkv.arguments import check_fields, flag, instance, integer
 from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent, Medium
 from hybridkv.errors import ConfigError
-from hybridkv.kv_events.exact import PREFIXES, ExactEvents, kind_of, single_blocks, without_resume_points
+from hybridkv.observe.prefixes import PREFIXES, ExactEvents, kind_of, single_blocks, without_resume_points
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import KVCacheSpec
 from hybridkv.units import ceil_div

@@ -5,10 +5,11 @@
     prefix          the replica with the fewest tokens to run before the first token of the request: the request's
                     uncached tokens, and those of earlier requests without a first token; then least-loaded
     prefix:S        the same, with an index that knows the caches of S seconds ago
+    raw:S           the same, with an index of raw events
 
-``prefix`` looks up each request in every cache. ``prefix:S`` keeps an index of KV events, as routers outside of an
-engine do. Events describe only blocks of attention. In the natural layout, the index therefore counts prefixes whose
-recurrent state is evicted, and it does not know partial blocks.
+``prefix`` looks up each request in every cache. ``prefix:S`` keeps an index of exact KV events, as routers outside of
+an engine do; it does not know partial blocks. Raw events describe blocks of attention alone, so an index of them also
+counts prefixes whose recurrent state is evicted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, Final, Protocol
 from hybridkv.arguments import integer
 from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.errors import ConfigError
+from hybridkv.observe.prefixes import ExactEvents, without_resume_points
 from hybridkv.planner import Plan
 from hybridkv.request import Request
 from hybridkv.simulator.loop import Progress, Replica, run_replicas, with_known_hits
@@ -35,7 +37,8 @@ from hybridkv.units import shown
 ROUND_ROBIN: Final = "round-robin"
 LEAST_LOADED: Final = "least-loaded"
 PREFIX: Final = "prefix"
-ROUTERS: Final = (ROUND_ROBIN, LEAST_LOADED, PREFIX, f"{PREFIX}:SECONDS")
+RAW: Final = "raw"
+ROUTERS: Final = (ROUND_ROBIN, LEAST_LOADED, PREFIX, f"{PREFIX}:SECONDS", f"{RAW}:SECONDS")
 _MOST_DELAY_S: Final = 1e6
 """Largest delay of an index, in seconds: 11 days, longer than any trace needs. Chosen by hand."""
 
@@ -71,7 +74,8 @@ def router_named(name: str) -> Callable[[], Router]:
     """Return a function that makes a new router.
 
     Args:
-        name: ``round-robin``, ``least-loaded``, ``prefix``, or ``prefix:S`` with a delay of S seconds, 0 to 1e6.
+        name: ``round-robin``, ``least-loaded``, ``prefix``, or ``prefix:S`` or ``raw:S`` with a delay of S seconds, 0
+            to 1e6.
 
     Raises:
         ConfigError: for an unknown name, and for a delay out of range.
@@ -87,14 +91,14 @@ def router_named(name: str) -> Callable[[], Router]:
         delay_s = float(seconds)
     except ValueError:
         kind, delay_s = "", math.nan
-    if kind != PREFIX:
+    if kind not in {PREFIX, RAW}:
         raise ConfigError(f"unknown router {shown(name)}: use one of {', '.join(ROUTERS)}, for example {PREFIX}:0.5")
     if not 0 <= delay_s <= _MOST_DELAY_S:
         raise ConfigError(
             f"the delay of router {shown(name)} must lie in 0 .. {_MOST_DELAY_S:.0f} seconds: use for example "
             f"{PREFIX}:0.5"
         )
-    return lambda: _PrefixAware(_EventIndex(delay_s))
+    return lambda: _PrefixAware(_EventIndex(delay_s), exact=kind == PREFIX)
 
 
 class _RoundRobin(Router):
@@ -117,11 +121,17 @@ class _LeastLoaded(Router):
 
 
 class _PrefixAware(Router):
-    """The routers ``prefix`` and ``prefix:S``."""
+    """The routers ``prefix``, ``prefix:S`` and ``raw:S``."""
 
-    def __init__(self, index: _EventIndex | None) -> None:
-        """Make the router. ``index`` estimates hits; without an index, the caches themselves are asked."""
-        self._index = index
+    def __init__(self, index: _EventIndex | None, *, exact: bool = True) -> None:
+        """Make the router.
+
+        Args:
+            index: estimates hits; without an index, the caches themselves are asked.
+            exact: whether the index hears exact events instead of raw ones.
+        """
+        self._index, self._exact = index, exact
+        self._filters: dict[int, Callable[[Sequence[KVCacheEvent]], list[KVCacheEvent]]] = {}
         self.events = index is not None
         self._sent = Counter[int]()
         self._pending: dict[int, dict[str, int]] = {}  # by replica: uncached tokens of requests without a first token
@@ -149,7 +159,10 @@ class _PrefixAware(Router):
 
     def heard(self, at: int, replica: Replica) -> None:
         if self._index is not None:
-            self._index.add(at, replica.scheduler.cache.take_events(), replica.clock.now_s)
+            cache = replica.scheduler.cache
+            if at not in self._filters:
+                self._filters[at] = ExactEvents(cache.config).filter if self._exact else without_resume_points
+            self._index.add(at, self._filters[at](cache.take_events()), replica.clock.now_s)
 
 
 class _EventIndex:

@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 import vllm
 from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent, KVCacheManager
 from hybridkv.errors import ConfigError
-from hybridkv.kv_events.exact import PREFIXES, ExactEvents, without_resume_points
+from hybridkv.observe.prefixes import PREFIXES, ExactEvents, without_resume_points
 from hybridkv.vllm.manager import CacheManager, reference_cache
 from hybridkv.vllm.natural import (
     ATTRIBUTE,

@@ -101,7 +101,7 @@ LAYOUT_IS_KNOWN = {
     "testing": "checks of both",
     "vllm/natural": "slabs in the memory of vLLM's workers",
     "cli": "words for people",
-    "kv_events/exact": "which events say that a state is kept",
+    "observe/prefixes": "which events say that a state is kept",
 }
 """Who may read ``slabs`` of a config, and so know which layout it is."""
 

@@ -44,7 +44,7 @@ def requests_of(report: FleetReport) -> list[int]:
     return [one.requests for one in report.replicas]
 
 
-@pytest.mark.parametrize("router", ["round-robin", "least-loaded", "prefix", "prefix:0", "prefix:3"])
+@pytest.mark.parametrize("router", ["round-robin", "least-loaded", "prefix", "prefix:0", "prefix:3", "raw:0"])
 @pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-next-80b-a3b"])
 @pytest.mark.parametrize("layout", ["natural", "reference"])
 def test_router_counts_add_up(router: str, model: str, layout: str) -> None:
@@ -78,7 +78,7 @@ def test_router_least_loaded_balances() -> None:
     assert requests_of(shared(*(asked(5.0 * k, k, 64) for k in range(6)), router="least-loaded")) == [3, 3]
 
 
-@pytest.mark.parametrize("router", ["prefix", "prefix:0"])
+@pytest.mark.parametrize("router", ["prefix", "prefix:0", "raw:0"])
 def test_router_prefix_follows_the_prefix(router: str) -> None:
     # two long prompts, asked in turn, each stays where it was first; round robin of three in turn would mix them
     turns = [asked(5.0 * k, k % 3 % 2, 640 if k % 3 % 2 else 656) for k in range(9)]
@@ -130,7 +130,7 @@ def test_router_report_counts_latencies_within_aims() -> None:
 
 
 def test_router_with_invalid_values_is_rejected() -> None:
-    for wrong in ("x", "prefix:", "prefix:x", "least-loaded:1", "least-loaded:x"):
+    for wrong in ("x", "prefix:", "prefix:x", "least-loaded:1", "least-loaded:x", "raw"):
         with pytest.raises(ConfigError, match="unknown router"):
             replay_replicas(SOURCE, plan_of(SOURCE), router=wrong)
     for delay in ("-1", "nan", "1e7", "inf"):

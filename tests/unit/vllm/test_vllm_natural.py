@@ -13,7 +13,7 @@ from engine_groups import SIZE, Asked, Config, FullAttentionSpec, Group, MambaSp
 from hybridkv.cache import BlockRemoved, BlockStored, KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.eviction import HAZARD, LRU
-from hybridkv.kv_events.exact import without_resume_points
+from hybridkv.observe.prefixes import without_resume_points
 from hybridkv.request import Request
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.natural import (

@@ -25,7 +25,7 @@ from typing import Final
 
 import numpy as np
 
-from hybridkv.cache import (
+from hybridkv.cache.journal import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
