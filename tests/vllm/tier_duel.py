@@ -18,7 +18,7 @@ from typing import Any
 
 import connector_faults
 import torch
-from engine_duel import ASYNC, MODELS
+from engine_duel import ASYNC, MODELS, SYNC
 from generate_duel import Match, say
 from generation import Round, make_rounds
 from generators import Plain, VllmError, answers_of, job_of
@@ -76,6 +76,7 @@ REGIMES = (
     Regime("two ranks", RANKS),
     Regime("two ranks, blocks are lost", {**RANKS, "worker_extension_cls": "tier_disturbed.Disturbed"}),
     Regime("drafts", DRAFTS),
+    Regime("our scheduler", scheduler=SYNC, everywhere=True),
     Regime("our scheduler, a step ahead", scheduler=ASYNC, ahead=True),
 )
 
@@ -148,7 +149,7 @@ def missing(theirs: Any, ours: Any, regime: Regime) -> Iterator[str]:  # noqa: A
         yield "the second process hit nothing of the first"
     if regime.second and not counts.get("disk_found_blocks"):
         yield "no block came from the disk"
-    if regime.name == "host memory" and hits(ours) < 0.8 * hits(theirs):
+    if regime.name in {"host memory", "our scheduler"} and hits(ours) < 0.8 * hits(theirs):
         yield f"{hits(ours)} tokens are hit, {hits(theirs)} with much memory"
 
 
@@ -265,10 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = 0
     for match in (match for match in MODELS if match.name in asked.models):
         every = match.name in IN_EVERY_REGIME
-        # our scheduler reports no states, and refuses the connector for them
-        of_ours = match.name not in WITH_STATES
         chosen = [one for one in REGIMES if (one.name in asked.regimes if asked.regimes else every or one.everywhere)]
-        chosen = [one for one in chosen if of_ours or one.scheduler is None]
         wrong += compare(match, chosen, faults=every and not asked.no_faults)
     return int(wrong > 0)
 

@@ -262,7 +262,12 @@ class SlotPlanner:
         """Return the most blocks that ``request`` may still take; see EngineSide.blocks_to_come."""
         row, whole = request.row, Admission(limits, 0)
         unread = [0 if row < 0 else group.rows.each_dropped[row] for group in self._groups]
-        return self._pool.units([max(most, 0) for most in _unheld(self._groups, row, unread, whole)])
+        come = [max(most, 0) for most in _unheld(self._groups, row, unread, whole)]
+        for number, group in enumerate(self._groups if row >= 0 else ()):
+            if group.states is not None and not group.states.rotates:  # its next state needs a column of its own
+                columns = group.policy.most_columns(limits.max_model_len, limits.max_encoder_tokens)
+                come[number] = min(max(columns - group.rows.each_count[row], 0), 1)
+        return self._pool.units(come)
 
     def _adopted(self, request: Request, wanted: SlotDemand) -> Sequence[Int32]:
         """Return the blocks with which a new row begins, by group: the hit, and a cached encoder output.

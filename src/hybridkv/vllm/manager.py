@@ -88,6 +88,7 @@ class CacheManager:
         self.log_stats = settings.new_stats is not None
         kept = [group.spec.keeps for group in cache.config.groups]
         self._attention = [number for number, keeps in enumerate(kept) if keeps not in {Keeps.STATE, Keeps.RING}]
+        self._states = [number for number, one in enumerate(cache.groups) if one.states and not one.states.rotates]
         self.ahead = SlotsAhead(self.cache, self._mirrors, settings.max_model_len)
         self._due = dict[str, int]()  # by request: the token count at which its next block is full
         self._held = dict[str, BlockLock]()
@@ -427,11 +428,23 @@ class CacheManager:
         return [(one.source, one.destination) for one in self.cache.fields.take_transfers().copies]
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Return no offloads: connectors that gather states during a prompt are rejected at start."""
-        return {}
+        """Return the states that can be hit after this step and not before, by request: (group, block, tokens).
+
+        They are those whose keys wait for this step. O(columns of states of the requests that ``ahead`` served).
+        """
+        found = dict[str, list[tuple[int, int, int]]]()
+        step_of, sizes = self.cache.block_pool.keys.step_of, self._sizes
+        for name in self.ahead.served if self._states else ():
+            every = self.cache.get_blocks(name).ids
+            for group in self._states:
+                ids = every[group]
+                for column in np.flatnonzero(ids).tolist():
+                    if step_of(block := ids.item(column)) == self._step:
+                        found.setdefault(name, []).append((group, block, (column + 1) * sizes[group]))
+        return found
 
     def finalize_partial_tail_offloads(self, request: EngineRequest) -> list[tuple[int, int, int]]:
-        """Return no offloads, as in ``take_boundary_state_offloads``."""
+        """Return no offloads: no state inside a block is kept with a connector."""
         del request
         return []
 

@@ -151,10 +151,6 @@ def _states(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
     )
 
 
-_GATHER_STATES: Final = {"OffloadingConnector", "TierConnector"}
-"""The classes of connectors that store the states of ``take_boundary_state_offloads``."""
-
-
 WORKER: Final = "hybridkv.vllm.NaturalWorker"
 TAKES: Final = "supports_natural_layout"
 """Attribute with which a connector's class declares that it supports the natural layout (docs/vllm.md)."""
@@ -264,10 +260,10 @@ def _unsupported_connectors(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - 
                 f"the connector {name}, which reads and locks blocks in vLLM's own pool, and hybridkv replaces that: "
                 "take one that works with the block ids that it is given, like NixlConnector"
             )
-        if states and kinds & _GATHER_STATES:
+        if states and "OffloadingConnector" in kinds:
             yield (
-                f"the connector {name} for models with recurrent states, because it stores states that vLLM reports "
-                "during a prompt, and hybridkv reports none: take one that reads the last state, like NixlConnector"
+                f"the connector {name} for models with recurrent states, because nobody compared its loads with stock: "
+                "take TierConnector"
             )
 
 

@@ -62,10 +62,6 @@ class Gathers(OffloadingConnector):
     """Somebody's own."""
 
 
-class TierConnector:
-    """Of that name is hybridkv's."""
-
-
 class InPool:
     def bind_gpu_block_pool(self, pool: object) -> None:
         pass
@@ -408,7 +404,6 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
     [
         ({"connector": InPool()}, "InPool, which reads and locks blocks in vLLM's own pool"),
         ({"connector": Gathers(), "spec": MambaSpec()}, "Gathers for models with recurrent states"),
-        ({"connector": TierConnector(), "spec": MambaSpec()}, "TierConnector for models with recurrent states"),
         ({"connector": several(object(), several(InPool()))}, "InPool, which reads and locks"),
         ({"connector": several(Gathers()), "spec": MambaSpec()}, "Gathers for models with recurrent"),
         (
@@ -434,7 +429,7 @@ def test_vllm_manager_accepts_supported_vllm_settings() -> None:
     refuse(started(partial=True))
     refuse(started(connector=object(), modules=1))
     refuse(started(connector=several(object(), object()), spec=MambaSpec()))
-    refuse(started(connector=several(Gathers(), TierConnector())))
+    refuse(started(connector=several(Gathers(), object())))
     refuse(started(ranks=2))
 
 
@@ -573,6 +568,32 @@ def test_vllm_manager_load_keeps_the_blocks_reserved_for_prefills() -> None:
     assert admit_load(cache, second, 13, reserved_blocks=needs) is None
     assert admit_load(cache, second, 12, reserved_blocks=needs) is not None
     cache.cache.check()
+
+
+def test_vllm_manager_loaded_state_reserves_the_block_of_the_next_state() -> None:
+    """Else three loads fill the cache, and none of their requests can run."""
+    cache = manager(MambaSpec(), num_blocks=4)
+
+    def to_come(tokens: int = 14) -> list[int]:
+        asked = {"num_tokens": tokens, "num_encoder_tokens": 0}
+        return [cache.coordinator.get_num_blocks_to_allocate(request_id=name, **asked) for name in "ab"]
+
+    admitted = []
+    for name in "abc":
+        with cache.step():
+            got = cache.allocate_slots(
+                Asked(name, [ord(name), *PROMPT[1:]]),
+                0,
+                num_external_computed_tokens=12,
+                delay_cache_blocks=True,
+                full_sequence_must_fit=True,
+                reserved_blocks=sum(to_come()),
+                has_scheduled_reqs=False,
+            )
+        admitted += [] if got is None else [name]
+    assert admitted == ["a", "b"]
+    assert to_come() == [1, 1]
+    assert to_come(12) == [0, 0], "it has its last state"
 
 
 def test_vllm_manager_connector_with_fewer_tokens_shortens_the_hit() -> None:
@@ -757,6 +778,46 @@ def test_vllm_manager_finished_request_hands_over_its_final_state() -> None:
     assert cache.usage > held
     assert not {*chain(*cache.get_block_ids("b"))} & {*chain(*tables)} - {0}
     cache.free(request)
+    cache.cache.check()
+
+
+def test_vllm_manager_hands_each_state_over_once_in_the_step_that_publishes_it() -> None:
+    """Loaded states, states of other requests, and states that retention leaves out are not handed over."""
+    cache = manager(FullAttentionSpec(), MambaSpec(), MambaSpec(), num_blocks=40, retention=0)
+    request = Asked("a", PROMPT)
+
+    def handed(asked: Asked, tokens: int, **more: Any) -> dict[str, list[tuple[int, int, int]]]:  # noqa: ANN401 - vLLM's
+        with cache.step():
+            cache.allocate_slots(asked, tokens, **more)
+            found = cache.take_boundary_state_offloads()
+        asked.num_computed_tokens += tokens + more.get("num_new_computed_tokens", 0)
+        return found
+
+    def states(column: int, name: str = "a") -> list[tuple[int, int, int]]:
+        return [(group, cache.get_block_ids(name)[group][column], 4 * (column + 1)) for group in (1, 2)]
+
+    assert handed(request, 4) == {}, "retention keeps the last boundary before the prompt's end only"
+    assert handed(request, 3) == {}, "the state follows 7 tokens"
+    assert handed(request, 5) == {"a": states(2)}
+    assert handed(request, 2) == {}
+    request.append(7, 8)
+    assert handed(request, 1) == {}
+    other = Asked("b", PROMPT)
+    blocks, hits, _ = cache.get_computed_blocks(other)
+    assert hits == 12
+    assert handed(other, 2, num_new_computed_tokens=12, new_computed_blocks=blocks) == {}, "known already"
+    loaded = Asked("c", [9, *PROMPT])
+    assert handed(loaded, 0, num_external_computed_tokens=12, delay_cache_blocks=True) == {}
+    loaded.num_computed_tokens = 12
+    with cache.step():
+        cache.cache_blocks(loaded, 12)
+        assert cache.take_boundary_state_offloads() == {}
+    gone = Asked("d", [8, *PROMPT])
+    with cache.step():
+        cache.allocate_slots(gone, 12)
+        assert list(cache.take_boundary_state_offloads()) == ["d"]
+        cache.free(gone)
+        assert cache.take_boundary_state_offloads() == {}, "preempted: another request may get its blocks"
     cache.cache.check()
 
 
