@@ -151,6 +151,7 @@ test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/engine_duel.py
 	$(VLLM_PYTHON) tests/vllm/natural_duel.py
 	$(VLLM_PYTHON) tests/vllm/pd_duel.py
+	$(VLLM_PYTHON) tests/vllm/tier_metrics.py
 	$(VLLM_PYTHON) tests/vllm/tier_duel.py
 
 # Compare whole vLLM engines (CPU build) with and without hybridkv: tokens per processor second, first token, hits.

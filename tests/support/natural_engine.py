@@ -7,16 +7,22 @@ was not copied, samples another token.
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_groups import Asked
 from hybridkv.specs import Keeps
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.natural import NaturalStep, StepWriter
 
+if TYPE_CHECKING:
+    from natural_host import Host  # which builds on Worker
+
 VOCABULARY, STOP, MOST_STEPS = 50, 7, 900
 Table = list[list[int]]
+Transfers = tuple[Callable[[], None], Callable[[], None]]
+"""Those of a tier before the moves of a step, and after its copies."""
 
 
 def digest(*parts: object) -> int:
@@ -44,6 +50,10 @@ class Output:
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     scheduled_new_reqs: list[New] = field(default_factory=list)
     scheduled_cached_reqs: Cached = field(default_factory=Cached)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
 
 
 class Kept:
@@ -91,16 +101,22 @@ class Worker:
         self.memory: list[dict[int, dict[int, int]]] = []
         self.class_of: list[int] = []
 
-    def execute(self, output: Output, step: NaturalStep, prompts: dict[str, list[int]]) -> dict[str, int]:
+    def execute(
+        self, output: Output, step: NaturalStep, prompts: dict[str, list[int]], transfers: Transfers | None = None
+    ) -> dict[str, int]:
         """A token behind the last known one of each request that got so far."""
         if step.config is not None and step.config.slabs is not None:
             slabs = step.config.slabs
             self.memory = [{} for _ in slabs.classes]
             self.class_of = [slabs.classes.index(slabs.class_of(group)) for group in range(len(step.config.groups))]
+        if transfers is not None:
+            transfers[0]()
         self.copy(step.moves.tolist(), "moved")
         for of, block in step.zero.tolist():
             self.memory[of][block] = {}
         self.copy(step.copies.tolist(), "copied")
+        if transfers is not None:
+            transfers[1]()
         for cell in step.cells:
             table = self.tables.get(cell.request_id)
             if table is not None and cell.column < len(table[cell.group]):
@@ -223,7 +239,7 @@ class Connector:
 class Engine:
     """ahead: a step is scheduled before the last one's output is in. change: of every NaturalStep, a fault.
 
-    connector: None without one.
+    connector, host: None without one.
     by_priority: who came last is not who is preempted: every third goes last, though it runs. preempted_late: who had
     its slots in the step that preempted it. decodes: steps in which all decode one token.
     """
@@ -238,6 +254,7 @@ class Engine:
         change: Callable[[NaturalStep], NaturalStep] = lambda step: step,
         connector: Connector | None = None,
         by_priority: bool = False,
+        host: "Host | None" = None,
     ) -> None:
         self.manager, self.writer, self.kept = manager, StepWriter(manager), Kept(manager)
         self.worker = Worker(self.kept)
@@ -250,8 +267,9 @@ class Engine:
         self.preemptions = self.preempted_late = self.decodes = 0
         self.by_priority = by_priority
         self.in_flight = deque[tuple[Output, dict[str, Asked], dict[str, int]]]()
-        self.connector = connector
+        self.connector, self.host = connector, host
         self.arrived = list[tuple[Transfer, int]]()
+        self.aside = list[Asked]()  # passed over in this step: their prefixes come up
 
     def add(self, name: str, prompt: list[int], outputs: int) -> Asked:
         request = Asked(name, prompt)
@@ -264,10 +282,13 @@ class Engine:
     def run(self) -> None:
         for _ in range(MOST_STEPS):
             transfers = self.connector is not None and (self.connector.loads or self.connector.sends or self.arrived)
-            if not (self.waiting or self.running or self.in_flight or transfers):
+            busy = self.host is not None and self.host.requests.is_busy
+            if not (self.waiting or self.running or self.in_flight or transfers or busy):
                 return
             self.step()
             self.manager.cache.check()
+            if self.manager.tier is not None:
+                self.manager.tier.check()
         raise AssertionError(f"{len(self.waiting)} wait and {len(self.running)} run after {MOST_STEPS} steps")
 
     def step(self) -> None:
@@ -279,6 +300,9 @@ class Engine:
                 self.take_arrived()
                 if room:
                     self.let_in(output, owners)
+                self.waiting.extendleft(reversed(self.aside))
+                self.aside.clear()
+            work = None if self.host is None else self.host.requests.work(output, self.manager).step
             step = self.change(self.writer.write(output))
         self.manager.scheduled(output)
         for name, count in output.num_scheduled_tokens.items():
@@ -287,7 +311,12 @@ class Engine:
             request.num_in_flight_tokens += count
             if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
                 request.num_output_placeholders += 1
-        self.in_flight.append((output, owners, self.worker.execute(output, step, self.prompts)))
+        host, transfers = self.host, None
+        if host is not None and work is not None:
+            transfers = partial(host.begin, work, self.worker), partial(host.load, self.worker)
+        self.in_flight.append((output, owners, self.worker.execute(output, step, self.prompts, transfers)))
+        if host is not None:
+            host.end(self.worker)
         if self.connector is not None:
             came, sent = self.connector.run(self.worker)
             self.arrived += came
@@ -298,7 +327,7 @@ class Engine:
 
     def decode(self, output: Output, owners: dict[str, Asked]) -> bool:
         """Whether all that runs decodes one token, and nobody is there besides: they are then in ``output``."""
-        if self.waiting or self.arrived or self.connector is not None or len(self.running) > self.budget:
+        if self.waiting or self.arrived or self.connector or self.host or len(self.running) > self.budget:
             return False
         decoded = self.manager.decode(self.running)
         if decoded is None:
@@ -373,6 +402,9 @@ class Engine:
             blocks, hit, loaded = self.manager.empty_kv_cache_blocks, 0, request.num_computed_tokens
             if not loaded:
                 blocks, hit, _ = self.manager.get_computed_blocks(request)
+                if self.host is not None and self.host.requests.matched(request, hit)[0] is None:
+                    self.aside.append(self.waiting.popleft())
+                    continue
                 if self.load(request, blocks, hit):
                     continue
             begins = loaded or hit
@@ -383,6 +415,8 @@ class Engine:
             if new is None:
                 return
             self.running.append(self.waiting.popleft())
+            if self.host is not None:
+                self.host.requests.allocated(request, new, 0)
             hit = request.num_computed_tokens = begins
             self.hits.setdefault(name, hit)
             table = self.manager.get_blocks(name).get_block_ids()

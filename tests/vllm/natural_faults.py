@@ -28,8 +28,8 @@ def shifted() -> Change:
 
     make = Arena.__init__
 
-    def init(self: Arena, storage: Any, slabs: Any) -> None:  # noqa: ANN401 - passed on
-        make(self, storage, slabs)
+    def init(self: Arena, arena: Any, config: Any) -> None:  # noqa: ANN401 - passed on
+        make(self, arena, config)
         self._blocks[-1] = self._blocks[-1][1:]
 
     Arena.__init__ = init  # type: ignore[method-assign]

@@ -92,7 +92,7 @@ def bound(specs: Sequence[KVCacheSpec], layout: KVCacheLayout) -> Bound:
     views = allocate_kv_cache(config, torch.device("cpu"), layout)
     storage = torch.empty(0, dtype=torch.uint8)
     storage.set_(next(iter(views.values())).untyped_storage())
-    return Bound(config, made.slabs, views, Arena(storage, made.slabs))
+    return Bound(config, made.slabs, views, Arena(storage, made))
 
 
 def layouts() -> list[KVCacheLayout]:

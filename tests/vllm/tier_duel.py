@@ -22,6 +22,7 @@ from engine_duel import ASYNC, MODELS, SYNC
 from generate_duel import Match, say
 from generation import Round, make_rounds
 from generators import Plain, VllmError, answers_of, job_of
+from natural_duel import OURS as NATURAL
 
 from hybridkv.runner import tiny_model, wrap
 
@@ -30,11 +31,18 @@ POOLS = {"llama": 22, "gemma3": 22, "granite_hybrid": 22, "qwen3_next": 30, "lla
 """Blocks of the device: few of the rounds stay there."""
 ALONE = {"qwen3_next": {"max_num_seqs": 1}}
 """Options of models in bfloat16, whose rounding depends on the requests that run beside."""
+NATURAL_POOLS = {**POOLS, "mamba2": 16}
+"""The same in the natural layout, where a load needs room beside the states of running requests."""
+ON_A_GRID = {
+    "qwen3_next": {"max_num_batched_tokens": 64, "additional_config": {"hybridkv": {"placement": "interval:64"}}}
+}
+"""The same: chunks must end at the same tokens, with tiers and without."""
 WITH_STATES, WITH_WINDOWS = ("granite_hybrid", "qwen3_next", "mamba2"), ("gemma3",)
 IN_EVERY_REGIME = ("llama", "gemma3", "granite_hybrid")
 SIZES = {"gemma3": {"sliding_window": 80}}
 """So that a window has several blocks."""
 HOST = {"host_memory": "64MiB"}
+STORE = "file://{folder}/store"
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 
@@ -43,8 +51,9 @@ DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3,
 class Regime:
     """options: of vllm.LLM. tiers: of TierConnector, beside host memory. disturbs: of connector_faults, harmless.
 
-    second: a second process is compared, with the disk of the first. salts: rounds of two tenants. loads:
-    whether anything is loaded, None for either. scheduler: ours, or stock's. The others: as in engine_duel.
+    second: a second process is compared, with the disk or store of the first. salts: rounds of two tenants. loads:
+    whether anything is loaded, None for either. scheduler: ours, or stock's. natural: the natural layout, also
+    with much memory. The others: as in engine_duel.
     """
 
     name: str
@@ -55,6 +64,7 @@ class Regime:
     salts: bool = False
     loads: bool | None = True
     scheduler: str | None = None
+    natural: bool = False
     ahead: bool = False
     abort: int = 0
     priorities: bool = False
@@ -72,19 +82,29 @@ REGIMES = (
     Regime("loads fail", disturbs=["loads fail"], everywhere=True),
     Regime("no answers", disturbs=["no answers"], loads=False),
     Regime("disk, second process", tiers={"disk_memory": "64MiB"}, second=True, everywhere=True),
+    Regime("shared store, second process", tiers={"store": STORE}, second=True, everywhere=True),
     Regime("two tenants", salts=True),
     Regime("two ranks", RANKS),
     Regime("two ranks, blocks are lost", {**RANKS, "worker_extension_cls": "tier_disturbed.Disturbed"}),
     Regime("drafts", DRAFTS),
     Regime("our scheduler", scheduler=SYNC, everywhere=True),
     Regime("our scheduler, a step ahead", scheduler=ASYNC, ahead=True),
+    Regime("natural", natural=True, everywhere=True),
+    Regime("natural, a step ahead", natural=True, ahead=True, everywhere=True),
+    Regime("natural, chunks", {"max_num_batched_tokens": 48}, natural=True),
+    Regime("natural, aborts", abort=2, natural=True),
+    Regime("natural, little host memory", tiers={"host_memory": "1MiB"}, natural=True, loads=None),
+    Regime("natural, shared store, second process", tiers={"store": STORE}, natural=True, second=True, everywhere=True),
+    Regime("natural, two tenants", salts=True, natural=True),
+    Regime("natural, two ranks", RANKS, natural=True),
+    Regime("natural, two ranks, second process", RANKS, tiers={"store": STORE}, natural=True, second=True),
 )
 
 
 def run(
     folder: Path, rounds: Sequence[Round], match: Match, regime: Regime, *, tiers: bool = True, fault: str | None = None
 ) -> Any:  # noqa: ANN401 - what vllm_engine.py answers
-    """``tiers``: otherwise stock with so much memory that nothing is evicted."""
+    """``tiers``: otherwise without a connector, with so much memory that nothing is evicted."""
     options = {
         "max_model_len": 320,
         "block_size": 32,
@@ -94,13 +114,21 @@ def run(
         **match.options,
         **ALONE.get(match.name, {}),
     }
+    scheduler = regime.scheduler if tiers else None
+    if regime.natural:
+        options |= {**NATURAL, "additional_config": {}, **ON_A_GRID.get(match.name, {})}
+        scheduler = options.pop("scheduler")
+        if options["async_scheduling"]:
+            scheduler = "hybridkv.vllm.AsyncNaturalScheduler"
     told: dict[str, Any] = {"salts": ["a", "a", "b", "b", "a", "b", "a"] if regime.salts else None}
     if tiers:
         extra = {**HOST, **regime.tiers}
         if "disk_memory" in extra:
             extra["disk"] = str(folder / "disk")
+        if "store" in extra:
+            extra["store"] = extra["store"].format(folder=folder)
         options |= regime.options
-        options["num_gpu_blocks_override"] = POOLS[match.name]
+        options["num_gpu_blocks_override"] = (NATURAL_POOLS if regime.natural else POOLS)[match.name]
         options["kv_transfer_config"] = {
             "kv_connector": "TierConnector",
             "kv_connector_module_path": "hybridkv.vllm",
@@ -111,7 +139,7 @@ def run(
         }
         told |= {"ahead": regime.ahead, "abort": regime.abort, "priorities": regime.priorities}
         told |= {"connector_faults": [*regime.disturbs, *([fault] if fault else [])]}
-    asked = job_of(folder / "model", rounds, options, scheduler=regime.scheduler if tiers else None, **told)
+    asked = job_of(folder / "model", rounds, options, scheduler=scheduler, **told)
     if tiers and regime.second:
         answers_of(asked, folder)
     return answers_of(asked, folder)
@@ -138,19 +166,30 @@ def differences(theirs: Any, ours: Any, rounds: Sequence[Round], regime: Regime)
 
 def missing(theirs: Any, ours: Any, regime: Regime) -> Iterator[str]:  # noqa: ANN401 - as above
     """What the regime is about and did not happen."""
-    counts = ours["counts"]
-    if regime.loads not in {None, bool(ours["loaded"])}:
-        yield f"{ours['loaded']} tokens were loaded"
+    counts, loaded = ours["counts"], loaded_tokens(ours)
+    if regime.loads not in {None, bool(loaded)}:
+        yield f"{loaded} tokens were loaded"
     if bool(ours["failed"]) != ("loads fail" in regime.disturbs):
         yield f"{ours['failed']} loads failed"
     if "blocks are lost" in regime.disturbs and not counts.get("lost_blocks"):
         yield "no block was lost"
     if regime.second and not sum(one["hit_tokens"] for one in ours["rounds"][0]):
         yield "the second process hit nothing of the first"
-    if regime.second and not counts.get("disk_found_blocks"):
-        yield "no block came from the disk"
-    if regime.name in {"host memory", "our scheduler"} and hits(ours) < 0.8 * hits(theirs):
+    if regime.second and not beyond(ours):
+        yield "nothing came from the disk or store"
+    if regime.name in {"host memory", "our scheduler", "natural"} and hits(ours) < 0.8 * hits(theirs):
         yield f"{hits(ours)} tokens are hit, {hits(theirs)} with much memory"
+
+
+def loaded_tokens(answers: Any) -> int:  # noqa: ANN401 - as above
+    """Tokens that came from tiers. In the natural layout they count as hits of the device for vLLM."""
+    return answers["loaded"] or int(answers["counts"].get("host_loaded_tokens", 0))
+
+
+def beyond(answers: Any) -> float:  # noqa: ANN401 - as above
+    """Blocks that came from a disk or store; in the natural layout prefixes."""
+    counts: dict[str, float] = answers["counts"]
+    return sum(counts.get(name, 0) for name in ("disk_found_blocks", "store_found_blocks", "store_loads"))
 
 
 def hits(answers: Any) -> int:  # noqa: ANN401 - as above
@@ -163,14 +202,15 @@ def compare(match: Match, regimes: Sequence[Regime], *, faults: bool) -> int:
     model = tiny_model(match.name, SEED, {**match.fields, **SIZES.get(match.name, {})})
     rounds = whole_blocks(make_rounds(SEED, Plain(wrap(model, name=match.name)).generate))
     wrong = 0
-    stock: dict[bool, Any] = {}
+    stock: dict[tuple[bool, bool], Any] = {}
     for regime in regimes:
         with TemporaryDirectory() as name:
             folder = Path(name)
             model.save_pretrained(folder / "model")
-            if regime.salts not in stock:
-                stock[regime.salts] = run(folder, rounds, match, regime, tiers=False)
-            theirs = stock[regime.salts]
+            kind = regime.salts, regime.natural
+            if kind not in stock:
+                stock[kind] = run(folder, rounds, match, regime, tiers=False)
+            theirs = stock[kind]
             try:
                 ours = run(folder, rounds, match, regime)
             except VllmError as error:
@@ -180,8 +220,8 @@ def compare(match: Match, regimes: Sequence[Regime], *, faults: bool) -> int:
         found = [*differences(theirs, ours, rounds, regime), *missing(theirs, ours, regime)]
         counts = ours["counts"]
         cells = (
-            f"tiny:{match.name}", regime.name, f"{hits(theirs):,}", f"{hits(ours):,}", f"{ours['loaded']:,}",
-            f"{counts.get('host_found_blocks', 0):,.0f}", f"{counts.get('disk_found_blocks', 0):,.0f}",
+            f"tiny:{match.name}", regime.name, f"{hits(theirs):,}", f"{hits(ours):,}", f"{loaded_tokens(ours):,}",
+            f"{counts.get('host_found_blocks', 0) or counts.get('host_loads', 0):,.0f}", f"{beyond(ours):,.0f}",
             f"**{len(found)} differences**" if found else "equal",
         )  # fmt: skip
         say(f"| {' | '.join(cells)} |")
@@ -195,7 +235,8 @@ def compare(match: Match, regimes: Sequence[Regime], *, faults: bool) -> int:
             model.save_pretrained(folder / "model")
             try:
                 ours = run(folder, rounds, match, regime, fault=fault)
-                found = list(differences(stock[regime.salts], ours, rounds, regime)) if regime.salts in stock else []
+                theirs = stock.get((regime.salts, False))
+                found = [] if theirs is None else list(differences(theirs, ours, rounds, regime))
                 told = f"{len(found)} differences" if found else "**not seen**"
             except VllmError as error:
                 found, told = [str(error)], f"error: {error}"
@@ -261,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.first_token:
         first_token()
         return 0
-    say("| model | regime | hit tokens: much memory | with tiers | loaded | blocks from host | from disk | |")
+    say("| model | regime | hit tokens: much memory | with tiers | loaded | blocks from host | from disk, store | |")
     say("|---|---|--:|--:|--:|--:|--:|---|")
     wrong = 0
     for match in (match for match in MODELS if match.name in asked.models):

@@ -84,6 +84,14 @@ class Watched:
             heard(output)
 
         connector.update_connector_output = failed
+        counts = connector.get_kv_connector_stats
+
+        def of_scheduler() -> Any:  # noqa: ANN401 - vLLM's
+            stats = counts()
+            self.counts.update({} if stats is None else stats.data)
+            return stats
+
+        connector.get_kv_connector_stats = of_scheduler
 
     def play(self, asks: list[dict[str, Any]], abort: int = 0, *, hold: bool = False) -> list[dict[str, Any]]:
         """``asks`` side by side, to the last block that is handed over; greedy, every output as long as asked for.
@@ -114,6 +122,8 @@ class Watched:
             for name in ({ask["name"] for ask in asks if ask.get("abort")} - done.keys()) & self.loading():
                 done[name] = {"tokens": [], "hit_tokens": 0, "transfer": None}
                 self.engine.abort_request([name])
+        while not hold and self.core.scheduler.connector is not None and self.core.scheduler.has_requests():
+            self.engine.step()  # what the connector has begun
         return [{**done[ask["name"]], "first_s": first.get(ask["name"])} for ask in asks]
 
     def loading(self) -> set[str]:
@@ -126,6 +136,8 @@ class Watched:
         name = type(self._manager).__module__
         if name.startswith("hybridkv."):
             self._manager.cache.check()
+            if self._manager.tier is not None:
+                self._manager.tier.check()
         queue = self.core.batch_queue
         worker = getattr(self.core.model_executor, "driver_worker", None)  # of the executor of this process alone
         return {

@@ -340,7 +340,7 @@ class ModelRunner:
 
     def settled_tier(self) -> PagedStorage | None:
         """Return the memory of the host tier, once no transfer writes it; None without a tier. Between Steps only."""
-        return None if self._tier is None else self._tier.settled()
+        return None if self._tier is None else self._tier.settled(self.storage)
 
     def execute(self, step: Step) -> StepResult:
         """Run one forward over all tokens of ``step``, and draw the tokens of every row that samples.

@@ -16,7 +16,7 @@ then, so it begins after a hit as any other, and no state is applied twice (docs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -400,20 +400,38 @@ class HostTier:
             step: The step.
             result: Its result, checked.
         """
-        now = self._carriers.now
-        self._moved.pop(step.id, None)
-        begun_s = max(self._begun_s.pop(step.id, now), self._settled_s)
-        self._settled_s = now
+        begun_s = self.executed(step.id)
         prompts = int(step.num_scheduled[~step.decodes].sum())
         if prompts and 2 * prompts >= step.num_tokens:
-            self.prices.computed(step.num_tokens, now - begun_s, now)
+            self.prices.computed(step.num_tokens, self._settled_s - begun_s, self._settled_s)
         seconds = result.arrived_s.tolist() or [None] * len(result.arrived)
-        for number, took_s in zip(result.arrived.tolist(), seconds, strict=True):
+        self.end(zip(result.arrived.tolist(), seconds, strict=True), result.lost.tolist())
+
+    def executed(self, step: int) -> float:
+        """Note that a step was executed; return when it began to run: once the one before had ended, in seconds.
+
+        Args:
+            step: Number of the step.
+        """
+        now = self._carriers.now
+        self._moved.pop(step, None)
+        begun_s = max(self._begun_s.pop(step, now), self._settled_s)
+        self._settled_s = now
+        return begun_s
+
+    def end(self, arrived: Iterable[tuple[int, float | None]], lost: Iterable[int]) -> None:
+        """Note transfers that ended.
+
+        Args:
+            arrived: Those whose blocks can be hit now, and the seconds that each took, if they are known.
+            lost: Those that failed.
+        """
+        for number, took_s in arrived:
             moved = self._finish(number, is_whole=True)
             if moved is not None and took_s is not None:
                 way, size = moved
-                self.prices.of[way].add(size, took_s, now)
-        for number in result.lost.tolist():
+                self.prices.of[way].add(size, took_s, self._carriers.now)
+        for number in lost:
             self._finish(number, is_whole=False)
 
     def _finish(self, number: int, *, is_whole: bool) -> tuple[Way, int] | None:

@@ -16,8 +16,9 @@ r"""hybridkv inside vLLM: vLLM's schedulers with this library's cache manager in
         "kv_connector_module_path": "hybridkv.vllm", "kv_role": "kv_both",
         "kv_connector_extra_config": {"host_memory": "8GiB"}}'
 
-    connector        vLLM's connector: blocks in host memory and on a disk, with stock's scheduler and workers
+    connector        vLLM's connector: blocks in host memory and on a disk
     tier_requests    in the scheduler: prefixes to look for and load, blocks to store --> tier_worker copies pages
+    natural_tier     both in the natural layout: the library's own host tier and its copies
 
 The package patches nothing in vLLM: the scheduler is a subclass that replaces its ``kv_cache_manager`` after
 construction. Only ``scheduler``, ``connector``, ``nixl``, ``natural_config`` and ``natural_worker`` import vLLM. All

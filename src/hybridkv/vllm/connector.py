@@ -1,7 +1,9 @@
-"""vLLM's connector to host memory and disks, for stock workers: ``"kv_connector_module_path": "hybridkv.vllm"``.
+"""vLLM's connector to host memory and disks: ``"kv_connector_module_path": "hybridkv.vllm"``.
 
     scheduler   TierRequests: which prefixes are looked for, loaded, stored -> TierWork on vLLM's SchedulerOutput
     workers     TierWorker: look-ups and copies on threads -> answers with the step's output
+
+In the natural layout NaturalTierRequests and NaturalTierWorker take their places.
 
 Design: docs/design/0042-vllm-tier-connector.md.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -20,21 +22,39 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import vllm
+from hybridkv.planner import Plan
 from hybridkv.stores.prefetch import PrefixRules
+from hybridkv.vllm.manager import CacheManager
+from hybridkv.vllm.natural_tier import NaturalTierRequests, NaturalTierWorker, NaturalWork, host_tier
 from hybridkv.vllm.scheduler import require_version
+from hybridkv.vllm.specs import WORKER
 from hybridkv.vllm.tier_options import TierOptions, identity_of, needs_of, refuse_tiers
 from hybridkv.vllm.tier_requests import TierRequests, TierWork
 from hybridkv.vllm.tier_worker import TierWorker
 
+TIERS: Final = ("host", "disk", "store")
+METRICS: Final = (
+    ("read_bytes", "Bytes that came from the tier.", ("found_bytes", "loaded_bytes")),
+    ("read_time", "Seconds of these reads.", ("found_seconds",)),
+    ("write_bytes", "Bytes that went to the tier.", ("stored_bytes",)),
+    ("write_time", "Seconds of these writes.", ("stored_seconds",)),
+    ("loaded_tokens", "Tokens that came up from the tier.", ("loaded_tokens",)),
+    ("promotion_job_failures", "Loads that failed.", ("loads_lost",)),
+    ("promotion_allocation_failures", "Attempts to load for which there was no room.", ("loads_refused",)),
+    ("backpressure_stores_dropped", "Stores for which the tier had no room.", ("stores_refused", "dropped_blocks")),
+)
+"""Name, description, and the counts of each layout that it sums."""
+_VERSIONS: Final = (vllm.__version__, version("hybridkv"))
+
 
 @dataclass
 class Answers(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is not typed here
-    """The tokens that each rank found, by look-up."""
+    """The tokens that each rank found, by look-up; in the natural layout whether it arrived, by transfer."""
 
     tokens: dict[int, list[int]]
 
@@ -68,31 +88,98 @@ class TierStats(KVConnectorStats):  # type: ignore[misc] # as above
         return not self.data
 
 
+class TierMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # as above
+    """Counts of TierStats by tier, under the names of vLLM's tiers.
+
+    Args:
+        vllm_config: vLLM's config.
+        metric_types: vLLM's classes of metrics.
+        labelnames: names of an engine's labels.
+        per_engine_labelvalues: their values, by engine.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,  # noqa: ANN401 - vLLM's
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(f"vllm:kv_offload_tiering_{name}", said, [*labelnames, "tier"])
+            for name, said, _ in METRICS
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add the counts of an interval.
+
+        Args:
+            transfer_stats_data: counts by name, as ``host_found_bytes``.
+            engine_idx: the engine.
+        """
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, _, parts in METRICS:
+            for tier in TIERS:
+                count = sum(transfer_stats_data.get(f"{tier}_{part}", 0) for part in parts)
+                if count:
+                    self._counters[name].labels(*labels, tier).inc(count)
+
+
 class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as above
     """Keeps blocks of all kinds of groups in host memory and on a disk, and loads prefixes from there.
 
     Args:
-        vllm_config: vLLM's config, with ``kv_connector_extra_config``: ``host_memory``, and ``disk`` with
-            ``disk_memory``, each for one rank.
+        vllm_config: vLLM's config, with ``kv_connector_extra_config``: ``host_memory``, ``disk`` with
+            ``disk_memory``, each for one rank, and ``store``.
         role: scheduler or worker; vLLM makes one of each.
         kv_cache_config: vLLM's cache.
 
     Raises:
         ConfigError: the version, a group or an option is not supported.
+
+    Attributes:
+        natural: the worker's side in the natural layout, else ``None``.
     """
+
+    supports_natural_layout = True
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401 - vLLM's
         require_version(vllm.__version__, "--kv-transfer-config")
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = TierOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         refuse_tiers(vllm_config, kv_cache_config, self._options)
+        self._ranks = vllm_config.parallel_config.world_size
+        self._cache_hit_source = CacheHitSource.HOST if self._options.disk is None else CacheHitSource.DISK
+        if self._options.store is not None:
+            self._cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
+        self._worker: TierWorker | None = None
+        self._requests: Any = None  # of the natural layout: from start_natural on
+        self.natural: NaturalTierWorker | None = None
+        if vllm_config.parallel_config.worker_cls == WORKER:
+            self.natural = NaturalTierWorker(self._options.store, vllm_config.parallel_config.rank)
+            return
         self._rules = PrefixRules(
             needs_of(kv_cache_config), *resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         )
-        self._cache_hit_source = CacheHitSource.HOST if self._options.disk is None else CacheHitSource.DISK
-        ranks = vllm_config.parallel_config.world_size
-        self._requests = TierRequests(self._rules, ranks, remembers=self._options.disk is not None)
-        self._worker: TierWorker | None = None
+        self._requests = TierRequests(self._rules, self._ranks, remembers=self._options.outlives)
+
+    def start_natural(self, manager: CacheManager, made: Plan) -> None:
+        """Put host memory behind the manager of the natural layout.
+
+        Args:
+            manager: the manager.
+            made: its plan.
+
+        Raises:
+            ConfigError: the eviction knows no resume points, or the store cannot be opened.
+            CapacityError: the host memory is too small.
+        """
+        options, cache = self._options, manager.cache
+        said = [cache.config.block_bytes_of(group) for group in range(len(cache.groups))]
+        identity = identity_of(self._vllm_config, self._kv_cache_config, said, _VERSIONS)
+        manager.tier = host_tier(cache, made, options.host_bytes, options.store, identity)
+        self._requests = NaturalTierRequests(manager, manager.tier, self._ranks)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -108,7 +195,8 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
             request: vLLM's Request.
             num_computed_tokens: tokens that the device has.
         """
-        return self._requests.matched(request, num_computed_tokens)
+        found: tuple[int | None, bool] = self._requests.matched(request, num_computed_tokens)
+        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401 - vLLM's
         """Load the tokens into the request's blocks.
@@ -120,13 +208,14 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
         """
         self._requests.allocated(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> TierWork:  # noqa: ANN401 - vLLM's
+    def build_connector_meta(self, scheduler_output: Any) -> TierWork | NaturalWork:  # noqa: ANN401 - vLLM's
         """Return the workers' part of a step.
 
         Args:
             scheduler_output: vLLM's SchedulerOutput.
         """
-        return self._requests.work(scheduler_output, self._kv_cache_manager)
+        work: TierWork | NaturalWork = self._requests.work(scheduler_output, self._kv_cache_manager)
+        return work
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401 - vLLM's
         """Note answers of workers, and loads that failed.
@@ -159,9 +248,12 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
         return self.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """Find no stored block again, for example after new weights."""
-        self._requests.reset()
-        return True
+        """Find no stored block again, for example after new weights; return whether it was done."""
+        return bool(self._requests.reset())
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether the engine should go on with steps although no request is left."""
+        return self._requests is not None and bool(self._requests.is_busy)
 
     # -- the worker's
 
@@ -171,8 +263,10 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
         Args:
             kv_caches: vLLM's tensors by layer; states are lists of tensors.
         """
+        if self.natural is not None:
+            return
         started, config = self._vllm_config, self._kv_cache_config
-        identity = identity_of(started, config, self._rules, (vllm.__version__, version("hybridkv")))
+        identity = identity_of(started, config, self._rules, _VERSIONS)
         parallel = started.parallel_config
         folder = f"replica-{parallel.data_parallel_rank}-rank-{parallel.rank}"
         self._worker = TierWorker(
@@ -241,12 +335,14 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
 
     def build_connector_worker_meta(self) -> Answers | None:
         """Return the answers to look-ups."""
-        answers = {} if self._worker is None else self._worker.answers()
+        worker = self._worker or self.natural
+        answers = {} if worker is None else worker.answers()
         return Answers({number: [tokens] for number, tokens in answers.items()}) if answers else None
 
     def get_kv_connector_stats(self) -> TierStats | None:
-        """Return the worker's counts since the last call."""
-        counts = {} if self._worker is None else self._worker.take_counts()
+        """Return the counts since the last call: the worker's, or in the natural layout the scheduler's."""
+        counter = self._worker if self.natural is None else self._requests
+        counts = {} if counter is None else counter.take_counts()
         return TierStats(counts) if counts else None
 
     @classmethod
@@ -258,8 +354,26 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
         """
         return TierStats(data or {})
 
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,  # noqa: ANN401 - vLLM's
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TierMetrics:
+        """Return the metrics of the tiers.
+
+        Args:
+            vllm_config: vLLM's config.
+            metric_types: vLLM's classes of metrics.
+            labelnames: names of an engine's labels.
+            per_engine_labelvalues: their values, by engine.
+        """
+        return TierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         """Wait for stores that have begun, and close the tiers."""
-        worker, self._worker = self._worker, None
+        worker, self._worker, self.natural = self._worker or self.natural, None, None
         if worker is not None:
             worker.close()

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,11 @@ from hybridkv.cache import BlockLock, CacheOptions, EngineHashes, Hit, KVCacheBl
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.specs import Keeps
+from hybridkv.tiers import HostTier
 from hybridkv.vllm.requests import Admissions, Decoded, EngineRequest, Mirrors, SlotsAhead
 from hybridkv.vllm.specs import Config, Settings, cache_config, copied_tokens
+
+_NONE: Final = np.empty(0, np.int32)
 
 
 def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
@@ -57,6 +60,10 @@ class CacheManager:
         config: vLLM's KVCacheConfig with the same groups.
         settings: the options that vLLM was started with.
         to_engine_events: converts our events to vLLM's event classes.
+
+    Attributes:
+        tier: host memory behind the cache; ``None`` without it. It is set once.
+        looked_up: with a tier, our request and its hit for each request that was looked up and has not begun.
     """
 
     def __init__(
@@ -95,6 +102,8 @@ class CacheManager:
         self._new_ids: list[int] = []
         self._step = -1
         self._in_flight = deque[tuple[int, object]]()
+        self.tier: HostTier | None = None
+        self.looked_up = dict[str, tuple[Request, Hit]]()
 
     # -- steps
 
@@ -104,6 +113,8 @@ class CacheManager:
         self._step += 1
         self.resumed.clear()
         with self.cache.step(self._step):
+            if self.tier is not None:
+                self.tier.store(self._step)
             yield
         self.ahead.end_step()
 
@@ -143,9 +154,11 @@ class CacheManager:
         """Settle the step of ``output`` and all steps before it, because they have run."""
         if all(one is not output for _, one in self._in_flight):
             return
-        step, one = self._in_flight.popleft()
+        one: object = None
         while one is not output:
             step, one = self._in_flight.popleft()
+            if self.tier is not None:
+                self.tier.executed(step)  # its transfers end by themselves
         self.cache.engine.settle(step)
 
     def new_step_starts(self) -> None:
@@ -178,7 +191,10 @@ class CacheManager:
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         mine = self._mirrors.of(request)
-        return self._found(mine, self.cache.find_hit(mine), max_cache_hit_length)
+        hit = self.cache.find_hit(mine)
+        if self.tier is not None:
+            self.looked_up[request.request_id] = mine, hit
+        return self._found(mine, hit, max_cache_hit_length)
 
     def get_computed_blocks_for_connector(
         self, request: EngineRequest, max_cache_hit_length: int | None = None
@@ -402,7 +418,7 @@ class CacheManager:
 
     def take_events(self) -> list[Any]:
         """Return the events since the last call in vLLM's classes."""
-        return self._to_engine_events(self.cache.take_events())
+        return self._to_engine_events((self.cache if self.tier is None else self.tier).take_events())
 
     # -- work for the workers
 

@@ -145,13 +145,15 @@ def natural_plan(config: Config, options: Options, *, name: str, max_model_len: 
     )
 
 
-def natural_cache(made: Plan, options: Options, settings: Settings) -> KVCacheManager:
-    """Return a cache of the plan ``made``. It hashes blocks itself."""
+def natural_cache(made: Plan, options: Options, settings: Settings, *, tiered: bool = False) -> KVCacheManager:
+    """Return a cache of the plan ``made``. It hashes blocks itself. ``tiered``: a tier will lie behind it."""
     return KVCacheManager(
         made,
         enable_caching=settings.enable_caching,
         enable_kv_cache_events=settings.enable_events,
-        options=CacheOptions(eviction=None if options.eviction is None else eviction_named(options.eviction)),
+        options=CacheOptions(
+            eviction=None if options.eviction is None else eviction_named(options.eviction), log_resume_points=tiered
+        ),
     )
 
 

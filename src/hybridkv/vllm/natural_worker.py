@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -29,19 +30,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hybridkv.planner import KVCacheConfig as OurConfig
-    from hybridkv.planner import SlabLayout
     from hybridkv.vllm.natural import Int32
 
 
 class Arena:
     """The bytes of a cache, by class and block.
 
-    ``storage`` is uint8[slabs.arena_bytes] with the views of all layers.
+    ``arena`` is uint8[config.arena_bytes] with the views of all layers. ConfigError for a ``config`` without slabs.
     """
 
-    def __init__(self, storage: torch.Tensor, slabs: SlabLayout) -> None:
+    def __init__(self, arena: torch.Tensor, config: OurConfig) -> None:
+        slabs = config.slabs
+        if slabs is None:
+            raise ConfigError("the scheduler's layout has no slabs")
+        self.arena, self.config = arena, config
         self._blocks = [
-            storage[: slabs.num_slabs * slabs.slab_bytes].view(slabs.num_slabs * one.blocks_per_slab, one.block_bytes)
+            arena[: slabs.num_slabs * slabs.slab_bytes].view(slabs.num_slabs * one.blocks_per_slab, one.block_bytes)
             for one in slabs.classes
         ]
 
@@ -116,9 +120,14 @@ class NaturalLayout:
         arena = self._arena
         if arena is None:
             raise ConfigError("the first step, which has the cache's layout, did not arrive: restart the engine")
+        tier = getattr(get_kv_transfer_group(), "natural", None) if has_kv_transfer_group() else None
+        if tier is not None:
+            tier.begin(scheduler_output.kv_connector_metadata, arena)
         arena.copy(step.moves)
         arena.zero(step.zero)
         arena.copy(step.copies)
+        if tier is not None:
+            tier.load()
         self._rewrite(step.cells)
         output = super().execute_model(scheduler_output)  # type: ignore[misc] # as above
         arena.copy(step.keep)
@@ -126,8 +135,6 @@ class NaturalLayout:
 
     def _lay_out(self, config: OurConfig) -> Arena:
         """Allocate the arena, bind every layer to its view, and run the postponed ``compile_or_warm_up_model``."""
-        if config.slabs is None:
-            raise ConfigError("the scheduler's layout has no slabs")
         made = natural_config(self._specs, config, self._names)
         made.kv_cache_layout = self._theirs.kv_cache_layout
         runner = self.model_runner  # type: ignore[attr-defined] # as above
@@ -136,7 +143,7 @@ class NaturalLayout:
             super().compile_or_warm_up_model()  # type: ignore[misc] # as above
         storage = torch.empty(0, dtype=torch.uint8, device=runner.device)
         storage.set_(runner.kv_caches[0].untyped_storage())
-        return Arena(storage, config.slabs)
+        return Arena(storage, config)
 
     def _rewrite(self, cells: Sequence[Cell]) -> None:
         """Write moved blocks into the block tables, except in cells that the worker does not have yet."""

@@ -168,7 +168,9 @@ class NaturalScheduler(Scheduler):
             max_in_flight_tokens=settings.max_in_flight_tokens,
         )
         laid_out = natural_config(dict(layer_specs(config)), made.config)
-        cache = natural_cache(made, options, settings)
+        laid_out.kv_cache_layout = config.kv_cache_layout
+        tiered = hasattr(self.connector, "start_natural")
+        cache = natural_cache(made, options, settings, tiered=tiered)
         events = EventConverter(laid_out, cache, options.kv_events)
         manager = self.kv_cache_manager = CacheManager(cache, laid_out, settings, events)
         self.need_mamba_block_aligned_split = manager.cache.bounds.keeps_checkpoints
@@ -181,6 +183,8 @@ class NaturalScheduler(Scheduler):
                 config=self.vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=laid_out
             )
             self.connector.bind_kv_cache_manager(manager)
+            if tiered:
+                self.connector.start_natural(manager, made)
             self.block_size = 1  # hits end at any token, so none is cut to a block for a connector that has more
 
     def complete(self, output: Any) -> None:  # noqa: ANN401 - vLLM's

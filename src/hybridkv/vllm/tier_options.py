@@ -14,13 +14,14 @@ import msgspec
 
 from hybridkv.errors import ConfigError
 from hybridkv.specs import ChunkedLocalAttentionSpec, Keeps, SlidingWindowSpec
+from hybridkv.stores import StoreUrl
 from hybridkv.stores.disk import DiskStore
 from hybridkv.stores.memory import MemoryStore
-from hybridkv.stores.prefetch import GroupNeeds, PrefetchLimits, PrefixRules, pieces_of
+from hybridkv.stores.prefetch import GroupNeeds, PrefetchLimits, pieces_of
 from hybridkv.stores.stack import StoreStack
 from hybridkv.stores.store import BlockStore
 from hybridkv.units import MiB, parse_bytes
-from hybridkv.vllm.specs import Config, spec_of
+from hybridkv.vllm.specs import WORKER, Config, spec_of
 
 _SMALL: Final = 256 * MiB
 _SEED: Final = "PYTHONHASHSEED"
@@ -32,6 +33,7 @@ class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_memory: str | int
     disk: str | None = None
     disk_memory: str | int | None = None
+    store: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,18 @@ class TierOptions:
         host_bytes: Most bytes of blocks in host memory.
         disk: Folder of the disk store; ``None`` without one.
         disk_bytes: Bytes of its file.
+        store: A store that engines share; ``None`` without one.
     """
 
     host_bytes: int
     disk: Path | None = None
     disk_bytes: int = 0
+    store: StoreUrl | None = None
+
+    @property
+    def outlives(self) -> bool:
+        """Whether some blocks are kept beyond this process, so that those of other processes may be there."""
+        return self.disk is not None or self.store is not None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -61,10 +70,10 @@ class TierOptions:
             raise ConfigError(f"kv_connector_extra_config of TierConnector: {error}") from None
         if (read.disk is None) != (read.disk_memory is None):
             raise ConfigError("kv_connector_extra_config needs disk, a folder, and disk_memory together, or neither")
-        host_bytes = parse_bytes(read.host_memory)
+        host_bytes, store = parse_bytes(read.host_memory), None if read.store is None else StoreUrl(read.store)
         if read.disk is None or read.disk_memory is None:
-            return cls(host_bytes)
-        return cls(host_bytes, Path(read.disk), parse_bytes(read.disk_memory))
+            return cls(host_bytes, store=store)
+        return cls(host_bytes, Path(read.disk), parse_bytes(read.disk_memory), store)
 
     @property
     def limits(self) -> PrefetchLimits:
@@ -82,12 +91,14 @@ class TierOptions:
             block_bytes: Bytes of a block of each group.
 
         Raises:
-            ConfigError: As DiskStore does.
+            ConfigError: As DiskStore and open_store do.
         """
         stores: dict[str, BlockStore] = {"host": MemoryStore(self.host_bytes)}
         if self.disk is not None:
             sizes = {pieces_of(size)[0].stop for size in block_bytes}
             stores["disk"] = DiskStore(self.disk / folder, self.disk_bytes, identity, sorted(sizes))
+        if self.store is not None:
+            stores["store"] = self.store.open(identity, ())
         return StoreStack(stores)
 
 
@@ -116,19 +127,20 @@ def _needs(layer: str, spec: Any) -> GroupNeeds:  # noqa: ANN401 - vLLM's
     return GroupNeeds(made.block_size)
 
 
-def identity_of(started: Any, config: Config, rules: PrefixRules, versions: Sequence[str]) -> bytes:  # noqa: ANN401 - vLLM's VllmConfig
+def identity_of(started: Any, config: Config, rules: object, versions: Sequence[str]) -> bytes:  # noqa: ANN401 - vLLM's VllmConfig
     """Return 16 bytes that differ wherever a block's bytes or its hash would mean something else.
 
     Args:
         started: vLLM's config of this rank.
         config: vLLM's KVCacheConfig.
-        rules: Which prefixes can be resumed.
+        rules: Which prefixes can be resumed; its ``str`` is read.
         versions: Of vLLM and this library.
     """
     model, cache, parallel = started.model_config, started.cache_config, started.parallel_config
+    weights = list(_weights(Path(model.model)))
     parts = [
         *versions, platform.python_version(), os.environ.get(_SEED), cache.prefix_caching_hash_algo,
-        model.model, model.revision, model.quantization, model.dtype, cache.cache_dtype, *_weights(Path(model.model)),
+        *(weights or [model.model]), model.revision, model.quantization, model.dtype, cache.cache_dtype,
         getattr(config, "kv_cache_layout", None), [repr(group.kv_cache_spec) for group in config.kv_cache_groups],
         [tuple(group.layer_names) for group in config.kv_cache_groups], rules,
         parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.rank,
@@ -137,16 +149,28 @@ def identity_of(started: Any, config: Config, rules: PrefixRules, versions: Sequ
 
 
 def _weights(folder: Path) -> Iterator[str]:
-    """Yield name, size and time of each file of a model's folder: other weights at the same path are another model."""
+    """Yield name, size and some bytes of each file of a model's folder, which is the same model at any path.
+
+    The bytes are 64 pieces of 4 KiB, evenly spaced: all weights of another training differ.
+    """
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         if file.suffix in {".safetensors", ".bin", ".pt", ".gguf", ".json"}:
-            known = file.stat()
-            yield f"{file.name} {known.st_size} {known.st_mtime_ns}"
+            size, read = file.stat().st_size, blake2b(digest_size=16)
+            with file.open("rb") as content:
+                for first in range(0, size, max(size // 64, 4096)):
+                    content.seek(first)
+                    read.update(content.read(4096))
+            yield f"{file.name} {size} {read.hexdigest()}"
 
 
 def refuse_tiers(started: Any, config: Config, options: TierOptions) -> None:  # noqa: ANN401 - vLLM's VllmConfig
     """Raise ConfigError for the first option of vLLM with which TierConnector does not work."""
-    for why in _unsupported(started, config, options):
+    if started.kv_transfer_config.kv_role != "kv_both":
+        raise ConfigError('TierConnector stores and loads: set "kv_role": "kv_both"')
+    natural = started.parallel_config.worker_cls == WORKER
+    if natural and options.disk is not None:
+        raise ConfigError("TierConnector has no disk in the natural layout: set store to file:///folder instead")
+    for why in () if natural else _unsupported(started, config, options):
         raise ConfigError(f"TierConnector {why}")
 
 
@@ -155,8 +179,6 @@ def _unsupported(started: Any, config: Config, options: TierOptions) -> Iterator
     cache, parallel, drafts = started.cache_config, started.parallel_config, started.speculative_config
     if not cache.enable_prefix_caching:
         yield "finds blocks by vLLM's hashes: leave --no-enable-prefix-caching out"
-    if started.kv_transfer_config.kv_role != "kv_both":
-        yield 'stores and loads: set "kv_role": "kv_both"'
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             yield f"does not support {name}, which spreads a block over ranks: leave it out"
@@ -166,5 +188,5 @@ def _unsupported(started: Any, config: Config, options: TierOptions) -> Iterator
         yield "loads whole blocks: leave --prefix-match-unit out"
     if any(getattr(group, "host_resident", False) for group in config.kv_cache_groups):
         yield "does not support groups in host memory: leave HiSparse out"
-    if options.disk is not None and cache.prefix_caching_hash_algo.startswith("xxhash") and _SEED not in os.environ:
+    if options.outlives and cache.prefix_caching_hash_algo.startswith("xxhash") and _SEED not in os.environ:
         yield f"would find no block of another process, because vLLM's hashes begin at random: set {_SEED}, or sha256"

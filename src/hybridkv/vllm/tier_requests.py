@@ -245,7 +245,12 @@ class TierRequests:
         if look_up is not None:
             self._settle(look_up)
 
-    def reset(self) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """False: blocks are stored in the steps that fill them."""
+        return False
+
+    def reset(self) -> bool:
         """Forget all blocks: later keys differ from all earlier ones, those of other processes included."""
         self._epoch = token_bytes(8)
         self._known.clear()
@@ -254,6 +259,7 @@ class TierRequests:
             self._settle(look_up)
         self._look_ups.clear()
         self._hopeful.clear()
+        return True
 
     def _begin(self, request: Any, local: int) -> bool:  # noqa: ANN401 - as above
         """Look for the prefix of a request if it is its turn; return whether it waits."""

@@ -99,6 +99,18 @@ class _Lane(Protocol):
         """Return a call that waits until the transfers issued so far no longer read or write the tier."""
 
 
+class DeviceMemory(Protocol):
+    """The memory of a device: a PagedStorage, or an engine's own.
+
+    Attributes:
+        config: the plan of its blocks.
+        arena: uint8[config.arena_bytes] or longer.
+    """
+
+    config: KVCacheConfig
+    arena: torch.Tensor
+
+
 class HostTierCopier:
     """Owns the arena of the host tier, and executes the transfers of Steps.
 
@@ -122,7 +134,7 @@ class HostTierCopier:
 
     def __init__(
         self,
-        storage: PagedStorage,
+        storage: DeviceMemory,
         config: KVCacheConfig,
         *,
         store: BlockStore | None = None,
@@ -137,7 +149,7 @@ class HostTierCopier:
             raise ConfigError(
                 f"cannot allocate {format_bytes(config.arena_bytes)} of host memory: give the host tier less ({error})"
             ) from error
-        self._layout, self._order, self._config = storage.parts, storage.order, config
+        self._config = config
         self._device, self._host = ArenaBlocks(storage.config, storage.arena), ArenaBlocks(config, self.arena)
         if config.groups != storage.config.groups or _form(self._host) != _form(self._device):
             raise ConfigError(
@@ -224,13 +236,16 @@ class HostTierCopier:
             self._store.begin(step, self._lane.barrier())
         self._loads, self._unissued = [], []
 
-    def settled(self) -> PagedStorage:
+    def settled(self, device: PagedStorage) -> PagedStorage:
         """Return the memory of the tier with the views of its layers, once no transfer writes it.
 
         Between Steps only: those of the store write blocks without keys, and go on.
+
+        Args:
+            device: the memory of the device.
         """
         self._lane.settle()
-        return PagedStorage(self._config, self._layout, order=self._order, arena=self.arena)
+        return PagedStorage(self._config, device.parts, order=device.order, arena=self.arena)
 
     def close(self) -> None:
         """Wait for all transfers to and from the store."""

@@ -120,6 +120,10 @@ class TheirWorker:
         return f"output of {output.name}"
 
 
+CONNECTORS = list[Any]()
+"""vLLM's connector in this process, if there is one."""
+
+
 class Stages:
     """The group of pipeline stages; ``first`` is what the first stage sends, ``None`` in the first stage itself."""
 
@@ -157,6 +161,11 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
         stand_in("vllm.config", set_current_vllm_config=nullcontext),
         stand_in("vllm.distributed"),
         stand_in("vllm.distributed.parallel_state", get_pp_group=Stages),
+        stand_in(
+            "vllm.distributed.kv_transfer",
+            has_kv_transfer_group=lambda: bool(CONNECTORS),
+            get_kv_transfer_group=lambda: CONNECTORS[-1],
+        ),
         stand_in("vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)),
         stand_in("vllm.v1"),
         stand_in("vllm.v1.kv_cache_interface", **interface),
@@ -291,11 +300,42 @@ def test_natural_arena_copies_and_clears_blocks_of_each_class(mixed: type[Any]) 
     """Two classes over the same bytes: blocks of 256 and of 512 in slabs of 512."""
     slabs = SlabLayout(512, 4, (SlabClass(256, 2, (0,)), SlabClass(512, 1, (1,))), (1, 1))
     storage = torch.arange(4 * 2, dtype=torch.uint8).repeat_interleave(256)
-    arena = sys.modules[mixed.__mro__[1].__module__].Arena(storage, slabs)
+    arena = sys.modules[mixed.__mro__[1].__module__].Arena(storage, SimpleNamespace(slabs=slabs))
     arena.copy(np.array([(0, 2, 4), (0, 4, 5), (1, 3, 1)], np.int32))
     assert storage[::256].tolist() == [0, 1, 6, 7, 2, 2, 6, 7]
     arena.zero(np.array([(0, 6), (1, 1)], np.int32))
     assert storage[::256].tolist() == [0, 1, 0, 0, 2, 2, 0, 7]
+
+
+@pytest.mark.parametrize("natural", [True, False])
+def test_natural_worker_runs_transfers_around_its_block_operations(
+    mixed: type[Any], monkeypatch: pytest.MonkeyPatch, *, natural: bool
+) -> None:
+    """A store reads blocks before they move, and a load writes blocks that were cleared."""
+    worker = begun(mixed)
+    seen = list[tuple[str, list[int]]]()
+
+    def see(what: str) -> None:
+        blocks = worker._arena._blocks[0]
+        seen.append((what, [*blocks[2:5, -1].tolist(), len(worker.calls)]))
+
+    tier = SimpleNamespace(
+        begin=lambda work, arena: see(f"begin {work} {arena is worker._arena}"), load=lambda: see("load")
+    )
+    monkeypatch.setattr(sys.modules[__name__], "CONNECTORS", [SimpleNamespace(natural=tier if natural else None)])
+    first = output(replace_config(STEP))
+    first.kv_connector_metadata = "first"
+    worker.execute_model(first)
+    worker._arena._blocks[0][2:5] = torch.tensor([[7], [8], [9]], dtype=torch.uint8)
+    of_class = np.array([[0, 2, 3]], np.int32)
+    step = output(STEP._replace(moves=of_class, zero=np.array([[0, 2]], np.int32)))
+    step.kv_connector_metadata = "second"
+    seen.clear()
+    calls = len(worker.calls)
+    worker.execute_model(step)
+    told = [("begin second True", [7, 8, 9, calls]), ("load", [0, 7, 9, calls])]
+    assert seen == (told if natural else [])
+    assert len(worker.calls) == calls + 1
 
 
 def test_natural_worker_rewrites_tables_after_the_previous_step_read_them(mixed: type[Any]) -> None:

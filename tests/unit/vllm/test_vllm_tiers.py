@@ -22,6 +22,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.stores import GroupNeeds, MemoryStore, PrefetchLimits, PrefixRules, StoreStack
 from hybridkv.vllm import tier_requests
 from hybridkv.vllm.manager import Block
+from hybridkv.vllm.specs import WORKER
 from hybridkv.vllm.tier_options import TierOptions, identity_of, needs_of, refuse_tiers
 from hybridkv.vllm.tier_requests import Find, Load, Store, TierRequests, TierWork, key
 from hybridkv.vllm.tier_worker import TierWorker
@@ -498,6 +499,7 @@ def test_layouts_that_spread_a_page_are_rejected(memory: torch.Tensor, layout: s
         ({"host_memory": 1.5}, r"Expected `int \| str`"),
         ({"host_memory": "8GiB", "disk": "here"}, "disk_memory together, or neither"),
         ({"host_memory": "8GiB", "disk_memory": "1GiB"}, "disk_memory together, or neither"),
+        ({"host_memory": "8GiB", "store": "here"}, "the URL of a store must be like"),
     ],
 )
 def test_wrong_options_are_named(given: dict[str, Any], told: str) -> None:
@@ -519,6 +521,21 @@ def test_options_open_stores_that_hold_each_group(tmp_path: Path) -> None:
         options.open_stores("rank-0", bytes(16), (100, 40 * MiB, 100))
 
 
+def test_shared_store_is_the_last_tier_and_outlives_the_process(tmp_path: Path) -> None:
+    options = TierOptions.of({"host_memory": "1MiB", "store": f"file://{tmp_path}"})
+    assert options.outlives
+    assert not TierOptions(1).outlives
+    stores = [options.open_stores("rank-0", bytes(16), (100,)) for _ in range(2)]
+    assert stores[0].names == ("host", "store")
+    assert stores[0].put([b"a"], [memoryview(b"x" * 100)]) == [True]
+    into = bytearray(100)
+    assert stores[1].get([b"a"], [memoryview(into)]) == [True]
+    assert bytes(into) == b"x" * 100
+    assert stores[1].take_counts()["store_found_blocks"] == 1
+    for store in stores:
+        store.close()
+
+
 def started(**changed: Any) -> Any:  # noqa: ANN401 - vLLM's
     """vLLM's config, with parts ``changed`` by their path with __ for points."""
     made = SimpleNamespace(
@@ -527,7 +544,7 @@ def started(**changed: Any) -> Any:  # noqa: ANN401 - vLLM's
             cache_dtype="auto", enable_prefix_caching=True, prefix_match_unit=None, prefix_caching_hash_algo="sha256"
         ),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=2, pipeline_parallel_size=1, rank=0, decode_context_parallel_size=1
+            tensor_parallel_size=2, pipeline_parallel_size=1, rank=0, decode_context_parallel_size=1, worker_cls="auto"
         ),
         speculative_config=None,
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
@@ -564,6 +581,13 @@ def test_unsupported_options_of_vllm_are_rejected(
     refuse_tiers(started(speculative_config=SimpleNamespace(method="ngram")), GROUPS, DISK)
     with pytest.raises(ConfigError, match=told):
         refuse_tiers(started(**changed), GROUPS, DISK)
+
+
+def test_natural_layout_needs_no_hashes_of_vllm_and_has_no_disk() -> None:
+    natural = started(parallel_config__worker_cls=WORKER, cache_config__enable_prefix_caching=False)
+    refuse_tiers(natural, GROUPS, TierOptions(1))
+    with pytest.raises(ConfigError, match="no disk in the natural layout"):
+        refuse_tiers(natural, GROUPS, DISK)
 
 
 def test_random_hashes_are_accepted_without_a_disk_or_with_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,9 +628,13 @@ def test_identity_differs_wherever_bytes_or_hashes_would(monkeypatch: pytest.Mon
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     os.utime(tmp_path / "model.safetensors", ns=(0, 0))
     changes.append(identity())
-    (tmp_path / "model.safetensors").write_bytes(b"OTHER WEIGHTS AGAIN")
+    (tmp_path / "model.safetensors").write_bytes(b"OTHER WEIGHTS")
     os.utime(tmp_path / "model.safetensors", ns=(0, 0))
     changes.append(identity())
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    (copied / "model.safetensors").write_bytes(b"OTHER WEIGHTS")
+    assert identity(model_config__model=str(copied)) == changes[-1], "the same model at another path"
     assert len({same, *changes}) == len(changes) + 1
 
 
