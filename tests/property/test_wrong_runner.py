@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from wrong_values import arguments_of, trials, unnamed_errors, untyped_fields
 
 from hybridkv import runner
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import ConfigError, HybridKVError
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import (
     AsyncEngine,
@@ -19,10 +20,12 @@ from hybridkv.runner import (
     EngineOptions,
     LoadedModel,
     ModelRunner,
+    ModelShare,
     Stored,
     byte_tokenizer,
     drafters,
     encode,
+    join_sessions,
     load,
     plan_for,
     plan_within,
@@ -233,6 +236,20 @@ def test_wrong_type_for_a_drafter_is_rejected() -> None:
         engine.scheduler.check()
 
 
+def test_bad_share_or_file_of_ranks_is_refused(tmp_path: Path) -> None:
+    share = {"whole": LLAMA.model, "rank": 0, "ranks": 2}
+    assert unnamed(ModelShare.of, share) == []
+    file = tmp_path / "joined"
+    with Engine(LLAMA, memory="1MiB", max_model_len=64) as engine:
+        engine.generate([PROMPT], SAMPLING)
+        engine.export(PROMPT, tmp_path / "alone")
+    found = unnamed(partial(join_sessions, path=file), {"paths": [tmp_path / "alone"], "key": None})
+    assert [one for one in found if "FileNotFoundError" not in one] == []  # a path may name nothing
+    for path in (7, None, "a\0b"):
+        with pytest.raises(ConfigError, match="path must be the path of a file"):
+            join_sessions([tmp_path / "alone"], path)  # type: ignore[arg-type]  # what is refused
+
+
 # -- asyncio
 
 
@@ -284,12 +301,13 @@ def test_bad_request_fails_its_own_caller_only() -> None:
 
 
 def test_wrong_type_tests_cover_every_runner_name() -> None:
-    functions = {"load", "tiny_model", "wrap", "encode", "plan_for", "plan_within"}
+    functions = {"load", "tiny_model", "wrap", "encode", "plan_for", "plan_within", "join_sessions"}
     engines = {Engine, AsyncEngine, ModelRunner, EngineOptions, LoadedModel, Stored}
-    classes = engines | {AdaptiveDrafter, DraftModel, NgramDrafter}
+    classes = engines | {ModelShare, AdaptiveDrafter, DraftModel, NgramDrafter}
     covered = functions | {one.__name__ for one in classes}
     handed_out = {
         "Session",
+        "HandedOver",
         "Completion",
         "Increment",
         "TokenLogprob",

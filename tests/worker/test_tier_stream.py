@@ -73,6 +73,21 @@ class Event:
             self.stream.queue.popleft()()
 
 
+class Timed:
+    """An event that also tells how long the copies between two took."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: Stream) -> None:
+        event = stream.record_event()
+        self.query, self.synchronize = event.query, event.synchronize
+
+    def elapsed_time(self, end: Timed) -> float:
+        assert end.query()
+        return 1.0
+
+
 @contextmanager
 def active(stream: Stream) -> Iterator[None]:
     Stream.active.append(stream)
@@ -102,6 +117,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "copy_", later)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Timed)
     monkeypatch.setattr(torch.cuda, "stream", active)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Compute())
     monkeypatch.setattr(tier, "_lock", lambda _arena: None)

@@ -60,7 +60,7 @@ from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
 from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.runner.self_check import require_same
-from hybridkv.runner.session_file import checked_key
+from hybridkv.runner.session_file import checked_key, checked_path
 from hybridkv.runner.sessions import Session, SessionFiles
 from hybridkv.runner.tiers import Behind, open_tiers
 from hybridkv.schedule import Finished, Outcome, Scheduler, SchedulerLimits, SchedulerStatistics
@@ -438,7 +438,7 @@ class Engine:
             OSError: the file cannot be written.
         """
         self._settle()
-        files, wanted, secret = self._sessions(), Path(path), checked_key(key)
+        files, wanted, secret = self._sessions(), checked_path("path", path), checked_key(key)
         if isinstance(conversation, str):
             live = self._live.get(conversation)
             if live is None or live.request.row < 0:
@@ -486,7 +486,7 @@ class Engine:
             OSError: the file cannot be read.
         """
         self._settle()
-        return self._sessions().load(Path(path), key=checked_key(key))
+        return self._sessions().load(checked_path("path", path), key=checked_key(key))
 
     def resume(self, path: str | Path, *, request_id: str | None = None, key: bytes | None = None) -> str:
         """Go on with a request that another engine exported while it ran; ``step`` returns it with its whole output.

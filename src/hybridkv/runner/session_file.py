@@ -11,6 +11,7 @@ import hmac
 import json
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,6 +124,13 @@ def split_in(described: Mapping[str, Any], name: str) -> Split:
         f"the session does not say how ranks share tensor {name!r}: import it into an engine with as many ranks "
         "as that of its export"
     )
+
+
+def checked_path(name: str, path: object) -> Path:
+    """Return ``path``, the argument ``name``. Raises ConfigError unless it is a str or a path."""
+    if not isinstance(path, str | PathLike) or "\0" in str(path):
+        raise ConfigError(f"{name} must be the path of a file, got {shown(path)}: give a str or a Path")
+    return Path(path)
 
 
 def checked_key(key: bytes | None) -> bytes | None:

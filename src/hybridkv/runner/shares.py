@@ -15,11 +15,19 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from hybridkv.arguments import integer
+from hybridkv.arguments import each, instance, integer
 from hybridkv.errors import ConfigError, SessionError, UnsupportedModelError
 from hybridkv.runner.identity import identity_of
 from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
-from hybridkv.runner.session_file import TOKENS, checked_key, read_session, require_names, split_in, write_session
+from hybridkv.runner.session_file import (
+    TOKENS,
+    checked_key,
+    checked_path,
+    read_session,
+    require_names,
+    split_in,
+    write_session,
+)
 from hybridkv.specs import AttentionSpec, KVCacheSpec, MambaSpec
 from hybridkv.units import shown
 from hybridkv.worker.ranks import Split, splits_of
@@ -54,6 +62,7 @@ class ModelShare:
             ConfigError: there is no such rank.
             UnsupportedModelError: the runner cannot run the whole model.
         """
+        instance("whole", whole, PreTrainedModel)
         integer("ranks", ranks, 1)
         integer("rank", rank, 0, ranks - 1)
         layers = {layer.name: layer.spec for layer in planner_model(whole, block_size=16).layers}
@@ -115,8 +124,8 @@ def join_sessions(paths: Sequence[str | Path], path: str | Path, *, key: bytes |
         SchemaError: a file has another format.
         OSError: a file cannot be read or written.
     """
-    secret = checked_key(key)
-    read = [read_session(Path(one), secret, lambda _: None)[:2] for one in paths]
+    secret, joined_path = checked_key(key), checked_path("path", path)
+    read = [read_session(one, secret, lambda _: None)[:2] for one in each(checked_path)("paths", paths)]
     read.sort(key=lambda one: str(one[0].get("rank")))
     expected = sorted(([number, len(read)] for number in range(len(read))), key=str)
     if not read or [manifest.get("rank") for manifest, _ in read] != expected:
@@ -147,4 +156,4 @@ def join_sessions(paths: Sequence[str | Path], path: str | Path, *, key: bytes |
     except (ConfigError, IndexError, RuntimeError) as error:  # RuntimeError: shapes that torch cannot concatenate
         raise SessionError(f"the files of the ranks do not fit each other: {error}") from error
     manifest = {name: value for name, value in first.items() if name not in {"tensors", "format", "library"}}
-    write_session(Path(path), manifest | {"rank": [0, 1]}, joined, described, secret)
+    write_session(joined_path, manifest | {"rank": [0, 1]}, joined, described, secret)
