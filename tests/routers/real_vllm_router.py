@@ -172,7 +172,7 @@ def bodies(random: Random) -> Iterator[dict[str, Any]]:
         text = f"{text} {words(random, random.randrange(1, 5))}"
         turns = [*turns, {"role": "user", "content": words(random, 6)}]
         for given in ({"prompt": ids}, {"prompt": text}, {"messages": turns}):
-            yield {**given, "max_tokens": 2, "temperature": 0}
+            yield {**given, "max_tokens": 1}  # without outputs, which no later prompt contains
         turns = [*turns, {"role": "assistant", "content": words(random, 3)}]
 
 
