@@ -39,7 +39,7 @@ def test_exact_events_match_what_can_be_hit(natural: bool, name: str, layers: Se
     placement = placement_named(random.choice(PLACEMENTS), BLOCK) if natural else None
     eviction = eviction_named(random.choice(["lru", "hazard"])) if natural else None
     config, cache = cache_of_layers(
-        layers, natural=natural, size=random.choice([20, 36]), placement=placement, eviction=eviction
+        layers, natural=natural, size=random.choice([24, 36]), placement=placement, eviction=eviction
     )
     exact, known, published, run = ExactEvents(config), Known(), PublishedBlocks(), Run(cache, random)
     most = compared = 0

@@ -35,6 +35,7 @@ from hybridkv.cache.journal import (
     ResumePointRemoved,
     ResumePointStored,
 )
+from hybridkv.cache.policies.attention import ChunkSpan, WindowSpan
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import (
@@ -48,7 +49,6 @@ from hybridkv.specs import (
 from hybridkv.units import ceil_div
 
 _Part = tuple[bytes, bytes]  # parent key, tokens inside the block (bytes of int32)
-_Reading = SlidingWindowSpec | ChunkedLocalAttentionSpec
 _TOKEN_BYTES: Final = 4
 _INSTEAD: Final = "publish raw events instead (exact=False, --kv-events-form raw)"
 
@@ -85,7 +85,7 @@ class _Position:
         key: hash of the block; ``None`` for the root, which is before the first block.
         parent: position of the block before; ``None`` if no event has reported it.
         children: positions of the blocks that follow, by hash.
-        event: the first event of the block, as it is published; ``None`` before that.
+        event: the first event of the block, of any group; ``None`` before that.
         blocks: group -> event that stored its block, which ends here.
         copies: group -> number of stored copies.
         parts: group -> stored resume points at or after this position -> extra keys.
@@ -170,7 +170,7 @@ class _Tree:
         self._is_natural = config.slabs is not None
         _require_known(kinds, natural=self._is_natural)
         tokens = [(number, spec) for number, spec in kinds if spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}]
-        self._reads = {n: spec for n, spec in tokens if isinstance(spec, _Reading)}
+        self._reads = {number: span for number, spec in tokens if (span := _span_of(spec)) is not None}
         self._full = [number for number, _ in tokens if number not in self._reads]
         self._states = [number for number, spec in kinds if isinstance(spec, MambaSpec)]
         self._block_size = min(spec.block_size for _, spec in tokens)
@@ -179,7 +179,9 @@ class _Tree:
             number: spec.block_size // self._block_size for number, spec in kinds if number in (*dict(tokens), *states)
         }
         self._step = lcm(*self._blocks_of.values())
-        reach = max(map(_most_read, self._reads.values()), default=0)
+        reach = max(
+            (one.window if isinstance(one, WindowSpan) else one.chunk for one in self._reads.values()), default=0
+        )
         self._reach = ceil_div(reach, self._block_size) + self._step - 1
         self._root = _Position(None)
         self._root.whole = True
@@ -215,7 +217,7 @@ class _Tree:
     def _store(self, block: BlockStored) -> None:
         at, group = self._position(block.block_hashes[0]), block.group_idx
         if at.event is None and block.block_size == self._block_size:
-            at.event = replace(block, group_idx=PREFIX_GROUP)
+            at.event = block
             at.parent = self._position(block.parent_block_hash)
             at.parent.children[block.block_hashes[0]] = at
         at.copies[group] = at.copies.get(group, 0) + 1
@@ -292,10 +294,10 @@ class _Tree:
     def _has_windows(self, at: _Position, partial_tokens: int) -> bool:
         """Return whether the window groups have the full blocks that a token ``partial_tokens`` after ``at`` reads."""
         end = at.depth * self._block_size + partial_tokens
-        return all(self._has_window(group, spec, at, end) for group, spec in self._reads.items())
+        return all(self._has_window(group, span, at, end) for group, span in self._reads.items())
 
-    def _has_window(self, group: int, spec: _Reading, at: _Position, end: int) -> bool:
-        first = _first_read(spec, end) // self._block_size
+    def _has_window(self, group: int, span: WindowSpan | ChunkSpan, at: _Position, end: int) -> bool:
+        first = span.first_needed(end, self._blocks_of[group] * self._block_size) // self._block_size
         one: _Position | None = at
         for _ in range(at.depth - first):
             if one is None or not (group in one.blocks or one.depth % self._blocks_of[group]):
@@ -387,17 +389,15 @@ class _Tree:
                 one = parent
 
 
-def _first_read(spec: _Reading, end: int) -> int:
-    """Return the first token that a hit of ``end`` tokens needs of a group; ``end`` if it needs none."""
-    if isinstance(spec, SlidingWindowSpec):
-        return max(0, end - max(spec.sliding_window - 1, 1))
-    start = end - end % spec.attention_chunk_size
-    return start if start < end or end % spec.block_size == 0 else end - 1
-
-
-def _most_read(spec: _Reading) -> int:
-    """Return how many tokens before its end a hit needs of a group at most."""
-    return max(spec.sliding_window - 1, 1) if isinstance(spec, SlidingWindowSpec) else spec.attention_chunk_size
+def _span_of(spec: KVCacheSpec) -> WindowSpan | ChunkSpan | None:
+    """Return the tokens that a layer of ``spec`` reads before its own; ``None`` for all."""
+    match spec:
+        case SlidingWindowSpec():
+            return WindowSpan(spec.sliding_window)
+        case ChunkedLocalAttentionSpec():
+            return ChunkSpan(spec.attention_chunk_size)
+        case _:
+            return None
 
 
 def _joined(positions: Sequence[_Position]) -> Iterator[BlockStored]:
@@ -416,16 +416,17 @@ def _joined(positions: Sequence[_Position]) -> Iterator[BlockStored]:
 
 def _joined_blocks(blocks: Sequence[BlockStored]) -> BlockStored:
     """Return one event for a chain of ``blocks`` of one block each."""
-    extras = tuple(None if block.extra_keys is None else block.extra_keys[0] for block in blocks)
+    extras = tuple(map(_extras_of, blocks))
     return replace(
         blocks[0],
+        group_idx=PREFIX_GROUP,
         block_hashes=tuple(block.block_hashes[0] for block in blocks),
         token_ids=tuple(chain.from_iterable(block.token_ids for block in blocks)),
         extra_keys=None if extras.count(None) == len(extras) else extras,
     )
 
 
-def _extras_of(block: BlockStored) -> object:
+def _extras_of(block: BlockStored) -> tuple[object, ...] | None:
     return None if block.extra_keys is None else block.extra_keys[0]
 
 

@@ -14,6 +14,7 @@ from hybridkv.cache import BlockRemoved, BlockStored, KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.eviction import HAZARD, LRU
 from hybridkv.observe.prefixes import without_resume_points
+from hybridkv.planner import Plan
 from hybridkv.request import Request
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.natural import (
@@ -51,9 +52,10 @@ def config(memory: int, specs: Sequence[object]) -> Config:
     return Config(groups, 1, [SimpleNamespace(size=memory)])
 
 
-def manager(
-    memory: int = LARGE, specs: Sequence[object] = HYBRID, options: Options = OPTIONS, *, events: bool = False
-) -> CacheManager:
+def planned(
+    memory: int, specs: Sequence[object], options: Options, *, events: bool, tiered: bool = False
+) -> tuple[Plan, CacheManager]:
+    """Return the plan of the layers in vLLM's memory, and its manager. tiered: a host tier comes behind it."""
     given = config(memory, specs)
     settings = Settings(
         max_model_len=LENGTH,
@@ -65,7 +67,13 @@ def manager(
     )
     made = natural_plan(given, options, name="tiny", max_model_len=LENGTH, max_in_flight_tokens=48)
     groups = [Group(group.spec, group.layer_names) for group in made.config.groups]
-    return CacheManager(natural_cache(made, options, settings), Config(groups), settings)
+    return made, CacheManager(natural_cache(made, options, settings, tiered=tiered), Config(groups), settings)
+
+
+def manager(
+    memory: int = LARGE, specs: Sequence[object] = HYBRID, options: Options = OPTIONS, *, events: bool = False
+) -> CacheManager:
+    return planned(memory, specs, options, events=events)[1]
 
 
 def play(engine: Engine) -> tuple[int, int]:

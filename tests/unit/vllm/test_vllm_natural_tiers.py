@@ -8,18 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_vllm_natural import FULL, HYBRID, LENGTH, OPTIONS, SMALL, STATE, WINDOWS, config, play
+from test_vllm_natural import FULL, HYBRID, OPTIONS, SMALL, STATE, WINDOWS, planned, play
 
-from engine_groups import SIZE, Asked, Group
-from engine_groups import Config as Given
+from engine_groups import SIZE, Asked
 from hybridkv.cache import AllBlocksCleared, BlockStored
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.step import NO_TIER_COPIES, Step, StoreTransfer, TierCopies
 from hybridkv.stores import StoreUrl
-from hybridkv.vllm.manager import CacheManager
-from hybridkv.vllm.natural import Options, natural_cache, natural_plan
+from hybridkv.vllm.natural import Options
 from hybridkv.vllm.natural_tier import NaturalTierRequests, NaturalTierWorker, host_tier
-from hybridkv.vllm.specs import Settings
 from natural_engine import Engine
 from natural_host import Host
 
@@ -36,18 +33,7 @@ def tiered(
     events: bool = False,
     store: StoreUrl | None = None,
 ) -> NaturalTierRequests:
-    given = config(memory, specs)
-    settings = Settings(
-        max_model_len=LENGTH,
-        max_in_flight_tokens=48,
-        hash_block_size=SIZE,
-        enable_caching=True,
-        use_eagle=False,
-        enable_events=events,
-    )
-    made = natural_plan(given, options, name="tiny", max_model_len=LENGTH, max_in_flight_tokens=48)
-    groups = [Group(group.spec, group.layer_names) for group in made.config.groups]
-    manager = CacheManager(natural_cache(made, options, settings, tiered=True), Given(groups), settings)
+    made, manager = planned(memory, specs, options, events=events, tiered=True)
     manager.tier = host_tier(manager.cache, made, host_bytes, store, bytes(16))
     return NaturalTierRequests(manager, manager.tier, ranks)
 
