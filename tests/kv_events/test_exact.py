@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 from events_support import BLOCK, Consumer, asked, publisher_of, settled
 from exact_support import CACHES, LARGE_BLOCKS, ON_THE_DEVICE, Known, Prompt, Run, cache_of_layers, can_be_hit
 
-from hybridkv.cache import ResumePointRemoved, ResumePointStored
+from hybridkv.cache import BlockRemoved, BlockStored, ResumePointRemoved, ResumePointStored
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import eviction_named
@@ -112,6 +113,16 @@ def test_raw_events_report_no_resume_points(context: zmq.Context[Any]) -> None:
     for _ in range(30):
         run.turn()
     assert not any(isinstance(event, ResumePointStored | ResumePointRemoved) for event in reference.take_events())
+
+
+def test_exact_events_remove_a_prefix_whose_partial_block_is_gone() -> None:
+    config, _ = cache_of_layers(CACHES["states"], natural=True, size=24)
+    exact, tokens = ExactEvents(config), tuple(range(BLOCK))
+    first = BlockStored((b"1",), None, tokens, BLOCK)
+    inside = np.array(tokens[:2], np.int32).tobytes()
+    assert exact.filter([first, ResumePointStored(1, b"1", b"p", inside)]) == []
+    assert exact.filter([BlockStored((b"2",), b"1", tokens, BLOCK)]) == [first]
+    assert exact.filter([BlockRemoved((b"2",))]) == [BlockRemoved((b"1",))]
 
 
 def test_exact_events_report_a_resume_point_when_written() -> None:

@@ -17,8 +17,7 @@ host memory needs all groups there. The smallest blocks of attention are the pos
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain
 from math import lcm
 from operator import attrgetter
 from typing import Final
@@ -61,14 +60,19 @@ PREFIX_GROUP: Final = 0
 
 def single_blocks(event: BlockStored) -> Iterator[BlockStored]:
     """Yield ``event`` as one event for each block."""
-    size, parent = event.block_size, event.parent_block_hash
+    size, parent, extras = event.block_size, event.parent_block_hash, event.extra_keys
     for at, key in enumerate(event.block_hashes):
-        yield replace(
-            event,
+        yield BlockStored(
             block_hashes=(key,),
             parent_block_hash=parent,
             token_ids=event.token_ids[at * size : (at + 1) * size],
-            extra_keys=None if event.extra_keys is None else event.extra_keys[at : at + 1],
+            block_size=size,
+            lora_id=event.lora_id,
+            lora_name=event.lora_name,
+            medium=event.medium,
+            extra_keys=None if extras is None else extras[at : at + 1],
+            group_idx=event.group_idx,
+            cache_salt=event.cache_salt,
         )
         parent = key
 
@@ -85,38 +89,42 @@ class _Position:
         key: hash of the block; ``None`` for the root, which is before the first block.
         parent: position of the block before; ``None`` if no event has reported it.
         children: positions of the blocks that follow, by hash.
-        event: the first event of the block, of any group; ``None`` before that.
-        blocks: group -> event that stored its block, which ends here.
-        copies: group -> number of stored copies.
+        tokens: token ids of the block; empty if no event has reported it.
+        extras: extra keys of the block.
+        request: adapter id, adapter name and salt of the request that stored the block first.
+        copies: group -> number of stored copies of its block that ends here.
         parts: group -> stored resume points at or after this position -> extra keys.
         published: whether consumers know the block.
-        depth: full blocks up to this position; valid if ``whole``.
+        depth: full blocks up to this position; valid if ``parent.whole``.
         whole: whether all blocks up to this position are known, and every full attention group has its own.
+        runs: for each window group, the blocks up to this position that it has without a gap, at most ``_Tree._reach``.
         has_resume_point: whether a hit can resume at this position or inside the block that follows.
         backed: number of backed children, plus 1 for ``has_resume_point``.
     """
 
     __slots__ = (
-        *("backed", "blocks", "children", "copies", "depth", "event", "has_resume_point"),
-        *("key", "parent", "parts", "published", "whole"),
+        *("backed", "children", "copies", "depth", "extras", "has_resume_point"),
+        *("key", "parent", "parts", "published", "request", "runs", "tokens", "whole"),
     )
 
-    def __init__(self, key: bytes | None) -> None:
+    def __init__(self, key: bytes | None, runs: tuple[int, ...] = ()) -> None:
         self.key = key
         self.parent: _Position | None = None
         self.children: dict[bytes, _Position] = {}
-        self.event: BlockStored | None = None
-        self.blocks: dict[int, BlockStored] = {}
+        self.tokens: tuple[int, ...] = ()
+        self.extras: tuple[object, ...] | None = None
+        self.request: tuple[int | None, str | None, str | None] = None, None, None
         self.copies: dict[int, int] = {}
         self.parts: dict[int, dict[_Part, object]] = {}
         self.depth = 0
         self.published = self.whole = self.has_resume_point = False
+        self.runs = runs
         self.backed = 0
 
     @property
     def is_unused(self) -> bool:
         """Whether nothing refers to the position any more."""
-        return self.key is not None and not (self.blocks or self.parts or self.children or self.published)
+        return not (self.copies or self.parts or self.children or self.published or self.key is None)
 
 
 class ExactEvents:
@@ -170,23 +178,24 @@ class _Tree:
         self._is_natural = config.slabs is not None
         _require_known(kinds, natural=self._is_natural)
         tokens = [(number, spec) for number, spec in kinds if spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}]
-        self._reads = {number: span for number, spec in tokens if (span := _span_of(spec)) is not None}
-        self._full = [number for number, _ in tokens if number not in self._reads]
+        self._windows = [(number, span) for number, spec in tokens if (span := _span_of(spec)) is not None]
         self._states = [number for number, spec in kinds if isinstance(spec, MambaSpec)]
         self._block_size = min(spec.block_size for _, spec in tokens)
         states = () if self._is_natural else self._states
         self._blocks_of = {
             number: spec.block_size // self._block_size for number, spec in kinds if number in (*dict(tokens), *states)
         }
+        windows = dict(self._windows)
+        self._full = [(number, self._blocks_of[number]) for number, _ in tokens if number not in windows]
         self._step = lcm(*self._blocks_of.values())
-        reach = max(
-            (one.window if isinstance(one, WindowSpan) else one.chunk for one in self._reads.values()), default=0
-        )
-        self._reach = ceil_div(reach, self._block_size) + self._step - 1
-        self._root = _Position(None)
+        reach = max((one.window if isinstance(one, WindowSpan) else one.chunk for one in windows.values()), default=0)
+        self._reach = ceil_div(reach, self._block_size) + self._step
+        self._no_runs = (0,) * len(windows)
+        self._root = _Position(None, self._no_runs)
         self._root.whole = True
         self._at: dict[bytes, _Position] = {}
         self._part_at: dict[tuple[int, _Part], _Position] = {}
+        self._changed: dict[_Position, None] = {}
         self._touched: dict[_Position, None] = {}
         self._stale: dict[_Position, None] = {}
 
@@ -194,11 +203,9 @@ class _Tree:
         """Note an event of this medium."""
         match event:
             case BlockStored():
-                for one in single_blocks(event):
-                    self._store(one)
+                self._store(event)
             case BlockRemoved():
-                for key in event.block_hashes:
-                    self._remove(event.group_idx, key)
+                self._remove(event)
             case ResumePointStored():
                 self._add_resume_point(event)
             case ResumePointRemoved():
@@ -211,28 +218,35 @@ class _Tree:
             return self._root
         found = self._at.get(key)
         if found is None:
-            found = self._at[key] = _Position(key)
+            found = self._at[key] = _Position(key, self._no_runs)
         return found
 
-    def _store(self, block: BlockStored) -> None:
-        at, group = self._position(block.block_hashes[0]), block.group_idx
-        if at.event is None and block.block_size == self._block_size:
-            at.event = block
-            at.parent = self._position(block.parent_block_hash)
-            at.parent.children[block.block_hashes[0]] = at
-        at.copies[group] = at.copies.get(group, 0) + 1
-        if at.copies[group] == 1:
-            at.blocks[group] = block
-            self._note(at)
+    def _store(self, event: BlockStored) -> None:
+        group, size, extras = event.group_idx, event.block_size, event.extra_keys
+        request, before = (event.lora_id, event.lora_name, event.cache_salt), event.parent_block_hash
+        for number, key in enumerate(event.block_hashes):
+            at = self._position(key)
+            if not at.tokens and size == self._block_size:
+                at.tokens = event.token_ids[number * size : (number + 1) * size]
+                at.extras = None if extras is None else extras[number]
+                at.request = request
+                at.parent = self._position(before)
+                at.parent.children[key] = at
+            copies = at.copies[group] = at.copies.get(group, 0) + 1
+            if copies == 1:
+                self._changed[at] = None
+            before = key
 
-    def _remove(self, group: int, key: bytes) -> None:
-        at = self._at.get(key)
-        if at is None or group not in at.copies:
-            return
-        at.copies[group] -= 1
-        if not at.copies[group]:
-            del at.copies[group], at.blocks[group]
-            self._note(at)
+    def _remove(self, event: BlockRemoved) -> None:
+        group = event.group_idx
+        for key in event.block_hashes:
+            at = self._at.get(key)
+            if at is None or group not in at.copies:
+                continue
+            at.copies[group] -= 1
+            if not at.copies[group]:
+                del at.copies[group]
+                self._changed[at] = None
 
     def _add_resume_point(self, event: ResumePointStored) -> None:
         at, part = self._position(event.block_hash), (event.parent, event.partial_tokens)
@@ -249,31 +263,47 @@ class _Tree:
                 del at.parts[event.group_idx]
             self._touched[at] = self._stale[at] = None
 
-    def _note(self, at: _Position) -> None:
-        """Record that a group got or lost its block at ``at``, and mark all resume points that depend on it."""
-        self._touched[at] = self._stale[at] = None
-        if at.parent is not None:
-            self._stale[at.parent] = None  # it has the resume points inside this block
-        self._follow_whole(at)
-        level = [at]
-        for _ in range(self._reach):
-            level = [child for one in level for child in one.children.values()]
-            self._stale.update(zip(level, repeat(None)))
+    def _follow_changes(self) -> None:
+        """Update ``depth``, ``whole`` and ``runs`` of the positions that groups got or lost, and of those that follow.
 
-    def _follow_whole(self, at: _Position) -> None:
-        """Update ``whole`` of ``at`` and of the positions that follow it."""
-        changed = [at]
-        while changed:
-            one = changed.pop()
-            parent = one.parent
-            whole = False
-            if parent is not None and parent.whole:
-                one.depth = parent.depth + 1
-                whole = all(group in one.blocks or one.depth % self._blocks_of[group] for group in self._full)
-            if whole != one.whole:
-                one.whole = whole
-                self._stale[one] = None
-                changed += one.children.values()
+        A run never grows past ``_reach``, so that a change reaches only the positions whose windows contain it. Mark
+        all positions where a hit may now resume, or no longer.
+        """
+        changed, self._changed = self._changed, {}
+        self._touched.update(changed)
+        self._stale.update(changed)
+        left = sorted(changed, key=attrgetter("depth"))
+        # a parent has the resume points inside the block that follows it
+        self._stale.update((at.parent, None) for at in left if at.parent is not None)
+        left.reverse()
+        waiting = set(left)
+        while left:
+            at = left.pop()
+            parent = at.parent
+            if parent is None or at not in waiting:
+                continue
+            waiting.remove(at)
+            whole = parent.whole
+            if whole:
+                at.depth = parent.depth + 1
+                for group, blocks in self._full:
+                    if group not in at.copies and not at.depth % blocks:
+                        whole = False
+            runs = self._runs_of(at, parent) if self._windows else ()
+            if whole != at.whole or runs != at.runs:
+                at.whole, at.runs = whole, runs
+                self._stale[at] = None
+                left += at.children.values()
+                waiting.update(at.children.values())
+
+    def _runs_of(self, at: _Position, parent: _Position) -> tuple[int, ...]:
+        runs = zip(self._windows, parent.runs, strict=True)
+        return tuple(
+            [
+                min(run + 1, self._reach) if group in at.copies or at.depth % self._blocks_of[group] else 0
+                for (group, _), run in runs
+            ]
+        )
 
     # -- where a hit can resume
 
@@ -281,28 +311,25 @@ class _Tree:
         """Return whether a hit can resume at ``at`` or inside the block that follows it."""
         if not at.whole or at is self._root or at.depth % self._step:
             return False
-        if all(self._has_state(at, group) for group in self._states) and self._has_windows(at, 0):
+        if self._has_states(at) and self._has_windows(at, 0):
             return True
-        return self._is_natural and any(self._has_partial(at, part) for part in self._candidates(at))
+        if not (self._is_natural and at.parts):
+            return False
+        return any(self._has_partial(at, part) for part in self._candidates(at))
 
-    def _has_state(self, at: _Position, group: int) -> bool:
-        """Return whether ``group`` has the state after ``at``."""
+    def _has_states(self, at: _Position) -> bool:
+        """Return whether all recurrent groups have the state after ``at``."""
         if not self._is_natural:
-            return group in at.blocks
-        return at.key is not None and (at.key, b"") in at.parts.get(group, ())
+            return all(group in at.copies for group in self._states)
+        return all((at.key, b"") in at.parts.get(group, ()) for group in self._states)
 
     def _has_windows(self, at: _Position, partial_tokens: int) -> bool:
         """Return whether the window groups have the full blocks that a token ``partial_tokens`` after ``at`` reads."""
         end = at.depth * self._block_size + partial_tokens
-        return all(self._has_window(group, span, at, end) for group, span in self._reads.items())
-
-    def _has_window(self, group: int, span: WindowSpan | ChunkSpan, at: _Position, end: int) -> bool:
-        first = span.first_needed(end, self._blocks_of[group] * self._block_size) // self._block_size
-        one: _Position | None = at
-        for _ in range(at.depth - first):
-            if one is None or not (group in one.blocks or one.depth % self._blocks_of[group]):
+        for (group, span), run in zip(self._windows, at.runs, strict=True):
+            first = span.first_needed(end, self._blocks_of[group] * self._block_size) // self._block_size
+            if at.depth - first > run:
                 return False
-            one = one.parent
         return True
 
     def _candidates(self, at: _Position) -> list[_Part]:
@@ -323,7 +350,8 @@ class _Tree:
         if not self._has_windows(at, len(partial) // _TOKEN_BYTES):
             return False
         extras = next(parts[part] for parts in at.parts.values() if part in parts)
-        covers = [set(self._covers(at, group, parent, partial, extras)) for group in (*self._full, *self._reads)]
+        groups = [group for group, _ in (*self._full, *self._windows)]
+        covers = [set(self._covers(at, group, parent, partial, extras)) for group in groups]
         if not all(covers):
             return False
         return any(
@@ -337,9 +365,8 @@ class _Tree:
             if found == parent and tokens.startswith(partial):
                 yield tokens
         for child in at.children.values():
-            block = child.blocks.get(group)
-            if block is not None and _extras_of(block) == extras:
-                tokens = np.array(block.token_ids, np.int32).tobytes()
+            if group in child.copies and child.extras == extras:
+                tokens = np.array(child.tokens, np.int32).tobytes()
                 if tokens.startswith(partial):
                     yield tokens
 
@@ -347,6 +374,7 @@ class _Tree:
 
     def changes(self) -> list[KVCacheEvent]:
         """Return the events for all changes since the last call."""
+        self._follow_changes()
         for at in self._stale:
             has_resume_point = self._has_resume_point(at)
             if has_resume_point != at.has_resume_point:
@@ -365,7 +393,26 @@ class _Tree:
         touched, self._touched = self._touched, {}
         self._drop_unused(touched)
         gone = [BlockRemoved(tuple(removed), self._medium, PREFIX_GROUP)] if removed else []
-        return [*gone, *_joined(sorted(stored, key=attrgetter("depth")))]
+        chains = _chains(sorted(stored, key=attrgetter("depth")))
+        return [*gone, *(self._event_of(positions) for positions in chains)]
+
+    def _event_of(self, positions: Sequence[_Position]) -> BlockStored:
+        """Return one event for a chain of blocks."""
+        first = positions[0]
+        lora_id, lora_name, salt = first.request
+        extras = tuple(one.extras for one in positions)
+        return BlockStored(
+            block_hashes=tuple(one.key for one in positions if one.key is not None),
+            parent_block_hash=None if first.parent is None else first.parent.key,
+            token_ids=tuple(chain.from_iterable(one.tokens for one in positions)),
+            block_size=self._block_size,
+            lora_id=lora_id,
+            lora_name=lora_name,
+            medium=self._medium,
+            extra_keys=None if extras.count(None) == len(extras) else extras,
+            group_idx=PREFIX_GROUP,
+            cache_salt=salt,
+        )
 
     def _change_backing(self, at: _Position, more: int) -> None:
         """Add ``more`` to ``backed`` of ``at``, and update its ancestors if it became backed or unbacked."""
@@ -400,34 +447,16 @@ def _span_of(spec: KVCacheSpec) -> WindowSpan | ChunkSpan | None:
             return None
 
 
-def _joined(positions: Sequence[_Position]) -> Iterator[BlockStored]:
-    """Yield the blocks of ``positions``, parents first, one event for each chain of blocks without a branch."""
-    left = dict.fromkeys(positions)
-    for first in positions:
-        if first not in left:
-            continue
-        found = [first]
-        del left[first]
-        while following := next((one for one in found[-1].children.values() if one in left), None):
-            found.append(following)
-            del left[following]
-        yield _joined_blocks([one.event for one in found if one.event is not None])
-
-
-def _joined_blocks(blocks: Sequence[BlockStored]) -> BlockStored:
-    """Return one event for a chain of ``blocks`` of one block each."""
-    extras = tuple(map(_extras_of, blocks))
-    return replace(
-        blocks[0],
-        group_idx=PREFIX_GROUP,
-        block_hashes=tuple(block.block_hashes[0] for block in blocks),
-        token_ids=tuple(chain.from_iterable(block.token_ids for block in blocks)),
-        extra_keys=None if extras.count(None) == len(extras) else extras,
-    )
-
-
-def _extras_of(block: BlockStored) -> tuple[object, ...] | None:
-    return None if block.extra_keys is None else block.extra_keys[0]
+def _chains(positions: Sequence[_Position]) -> list[list[_Position]]:
+    """Split ``positions``, parents first, into chains of blocks without a branch."""
+    chains, by_last = list[list[_Position]](), dict[_Position | None, list[_Position]]()
+    for one in positions:
+        found = by_last.pop(one.parent, None)
+        if found is None:
+            chains.append(found := [])
+        found.append(one)
+        by_last[one] = found
+    return chains
 
 
 def kind_of(spec: KVCacheSpec) -> KVCacheSpec:
