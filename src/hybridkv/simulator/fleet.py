@@ -2,6 +2,8 @@
 
     round-robin     each replica in turn
     least-loaded    the replica with the fewest running and waiting requests
+    affinity        the replica that got the last request whose whole prompt this one begins with, as if a session were
+                    bound to its replica; without such a request, least-loaded
     prefix          the replica with the fewest tokens to run before the first token of the request: the request's
                     uncached tokens, and those of earlier requests without a first token; then least-loaded
     prefix:S        the same, with an index that knows the caches of S seconds ago
@@ -36,9 +38,10 @@ from hybridkv.units import shown
 
 ROUND_ROBIN: Final = "round-robin"
 LEAST_LOADED: Final = "least-loaded"
+AFFINITY: Final = "affinity"
 PREFIX: Final = "prefix"
 RAW: Final = "raw"
-ROUTERS: Final = (ROUND_ROBIN, LEAST_LOADED, PREFIX, f"{PREFIX}:SECONDS", f"{RAW}:SECONDS")
+ROUTERS: Final = (ROUND_ROBIN, LEAST_LOADED, AFFINITY, PREFIX, f"{PREFIX}:SECONDS", f"{RAW}:SECONDS")
 _MOST_DELAY_S: Final = 1e6
 """Largest delay of an index, in seconds: 11 days, longer than any trace needs. Chosen by hand."""
 
@@ -74,8 +77,8 @@ def router_named(name: str) -> Callable[[], Router]:
     """Return a function that makes a new router.
 
     Args:
-        name: ``round-robin``, ``least-loaded``, ``prefix``, or ``prefix:S`` or ``raw:S`` with a delay of S seconds, 0
-            to 1e6.
+        name: ``round-robin``, ``least-loaded``, ``affinity``, ``prefix``, or ``prefix:S`` or ``raw:S`` with a delay of
+            S seconds, 0 to 1e6.
 
     Raises:
         ConfigError: for an unknown name, and for a delay out of range.
@@ -84,6 +87,8 @@ def router_named(name: str) -> Callable[[], Router]:
         return _RoundRobin
     if name == LEAST_LOADED:
         return _LeastLoaded
+    if name == AFFINITY:
+        return _Affinity
     if name == PREFIX:
         return lambda: _PrefixAware(None)
     kind, _, seconds = name.partition(":")
@@ -117,6 +122,23 @@ class _LeastLoaded(Router):
     def choose(self, _request: Request, replicas: Sequence[Replica], _now_s: float) -> int:
         chosen = min(range(len(replicas)), key=lambda at: (len(replicas[at].live), self._sent[at], at))
         self._sent[chosen] += 1
+        return chosen
+
+
+class _Affinity(Router):
+    """Keeps the requests of a session at one replica."""
+
+    def __init__(self) -> None:
+        self._least_loaded = _LeastLoaded()
+        self._replicas: dict[bytes, int] = {}  # by the hash of the last full block of a prompt
+
+    def choose(self, request: Request, replicas: Sequence[Replica], now_s: float) -> int:
+        found = (self._replicas[key] for key in reversed(request.hashes) if key in self._replicas)
+        chosen = next(found, None)
+        if chosen is None:
+            chosen = self._least_loaded.choose(request, replicas, now_s)
+        if request.hashes:
+            self._replicas[request.hashes[-1]] = chosen
         return chosen
 
 

@@ -44,7 +44,9 @@ def requests_of(report: FleetReport) -> list[int]:
     return [one.requests for one in report.replicas]
 
 
-@pytest.mark.parametrize("router", ["round-robin", "least-loaded", "prefix", "prefix:0", "prefix:3", "raw:0"])
+@pytest.mark.parametrize(
+    "router", ["round-robin", "least-loaded", "affinity", "prefix", "prefix:0", "prefix:3", "raw:0"]
+)
 @pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-next-80b-a3b"])
 @pytest.mark.parametrize("layout", ["natural", "reference"])
 def test_router_counts_add_up(router: str, model: str, layout: str) -> None:
@@ -76,6 +78,22 @@ def test_router_least_loaded_balances() -> None:
     report = shared(slow, *(asked(1.0 + k, 2 + k, 64) for k in range(4)), router="least-loaded")
     assert requests_of(report) == [1, 4]
     assert requests_of(shared(*(asked(5.0 * k, k, 64) for k in range(6)), router="least-loaded")) == [3, 3]
+
+
+def test_router_affinity_keeps_a_session_at_its_replica() -> None:
+    # two sessions share 160 tokens and grow; while each first turn runs, the other session begins elsewhere
+    def turn(time_s: float, session: int, tokens: int, output: int = 2) -> TraceRequest:
+        prompt = Pieces(0, ((1, 0, 160), (1 + session, 0, tokens)))
+        return TraceRequest(time_s, prompt, Pieces(0, ((1 + session, tokens, output),)))
+
+    first = [turn(0.0, 1, 320, 900), turn(1.0, 2, 320, 900)]
+    later = [turn(90.0 + k, 1 + k % 3 % 2, 480 + 16 * k) for k in range(9)]  # 1 2 1 1 2 1 ...
+    report = shared(*first, *later, router="affinity")
+    assert requests_of(report) == [7, 4]
+    mixed = shared(*first, *later, router="round-robin").whole.hit_tokens
+    assert (report.whole.hit_tokens or 0) > (mixed or 0)
+    branch = shared(turn(0.0, 1, 320, 900), turn(1.0, 2, 8), router="affinity")
+    assert requests_of(branch) == [1, 1]  # it shares a beginning, but continues no prompt
 
 
 @pytest.mark.parametrize("router", ["prefix", "prefix:0", "raw:0"])
