@@ -91,6 +91,10 @@ def serve_command(
     kv_events_medium: list[Medium] | None = output_option(
         "Publish events of blocks in this medium only; GPU is the device. May be repeated.", show_default="all"
     ),
+    requests: str | None = output_option(
+        "Endpoint on which requests are published as they end, for `hybridkv trace record --requests`.",
+        metavar="ENDPOINT",
+    ),
     spans: bool = output_option(
         "Send an OpenTelemetry span for each request to OTEL_EXPORTER_OTLP_ENDPOINT.", "--spans", default=False
     ),
@@ -139,18 +143,24 @@ def serve_command(
     listening = listen(host, port)  # a port that is in use should be reported before a model is loaded
     loaded = model.load()
     drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts else None
-    engine = Engine(
-        loaded,
-        options=options,
-        memory=memory,
-        max_model_len=max_model_len,
-        **tiers.behind(),
-        stored=stored.stored(),
-        speculate=drafter,
-    )
     shown_host, shown_port = listening.getsockname()[:2]
     at = f"http://[{shown_host}]:{shown_port}" if ":" in shown_host else f"http://{shown_host}:{shown_port}"
     with ExitStack() as ending:
+        published = None
+        if requests is not None:
+            from hybridkv.kv_events import RequestPublisher  # noqa: PLC0415  # pyzmq is an extra
+
+            published = ending.enter_context(RequestPublisher(requests))
+        engine = Engine(
+            loaded,
+            options=options,
+            memory=memory,
+            max_model_len=max_model_len,
+            **tiers.behind(),
+            stored=stored.stored(),
+            speculate=drafter,
+            requests=published,
+        )
         events = None
         if kv_events is not None:
             from hybridkv.kv_events import KVEventPublisher  # noqa: PLC0415  # pyzmq is an extra

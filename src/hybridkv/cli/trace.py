@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
@@ -80,13 +81,21 @@ def record_command(
             show_default="no earlier events",
         ),
     ] = None,
+    requests: Annotated[
+        bool, typer.Option("--requests", help="Record the requests of `hybridkv serve --requests ENDPOINT` instead.")
+    ] = False,
     topic: Annotated[str, typer.Option(help="Topic of the messages to record.", show_default="any")] = "",
     seconds: Annotated[
         float | None,
         typer.Option(help="Duration of the recording, in seconds.", min=0, show_default="until interrupted"),
     ] = None,
 ) -> None:
-    """Record the KV events of a running engine of hybridkv or vLLM: block hashes and times, no token ids."""
+    """Record the KV events of a running engine, or its requests, as a trace: times and which tokens are equal."""
+    if requests:
+        if replay is not None or topic:
+            raise ConfigError("--replay and --topic are of KV events: leave them out with --requests")
+        _record_requests(endpoint, out, seconds)
+        return
     from hybridkv.kv_events import Recorded, record  # noqa: PLC0415  # pyzmq is an extra
 
     next_s, last = time.monotonic(), Recorded()
@@ -106,6 +115,23 @@ def record_command(
             say(f"{_recorded(last.batches, last.blocks)}{lost}, written to {out}")
     if not last.batches:
         say(f"no events arrived: {out} is empty")
+
+
+def _record_requests(endpoint: str, out: Path, seconds: float | None) -> None:
+    from hybridkv.kv_events import ended_requests  # noqa: PLC0415  # pyzmq is an extra
+    from hybridkv.simulator.live import LiveRequests  # noqa: PLC0415  # same
+
+    lost = 0
+
+    def count(more: int) -> None:
+        nonlocal lost
+        lost += more
+
+    if out.exists():
+        raise FileExistsError(errno.EEXIST, "the file exists", str(out))
+    written = convert(LiveRequests(endpoint, ended_requests(endpoint, seconds, count)), out)
+    more = f", {format_count(lost)} lost" if lost else ""
+    say(f"{format_count(written)} requests{more}, written to {out}")
 
 
 def _recorded(batches: int, blocks: int) -> str:

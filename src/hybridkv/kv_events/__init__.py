@@ -5,6 +5,8 @@
                                   v
               ExactEvents, if asked for -> messages with sequence numbers -> PUB; replays and snapshots -> ROUTER
 
+    engine: request ended -> RequestPublisher -> PUB       another socket, for recordings alone
+
     record(endpoint, file)                                 writes a publisher's batches to a file, for replays
 
 Needs pyzmq (extra ``events``). It needs no model and no torch.
@@ -12,5 +14,15 @@ Needs pyzmq (extra ``events``). It needs no model and no torch.
 
 from hybridkv.kv_events.publisher import SNAPSHOT, EventForm, KVEventPublisher
 from hybridkv.kv_events.recorder import Recorded, record
+from hybridkv.kv_events.requests import EndedRequest, RequestPublisher, ended_requests
 
-__all__ = ["SNAPSHOT", "EventForm", "KVEventPublisher", "Recorded", "record"]
+__all__ = [
+    "SNAPSHOT",
+    "EndedRequest",
+    "EventForm",
+    "KVEventPublisher",
+    "Recorded",
+    "RequestPublisher",
+    "ended_requests",
+    "record",
+]

@@ -18,6 +18,7 @@ beginning and has one U+FFFD for each later byte. All other text equals ``decode
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -227,6 +228,7 @@ class Progress:
         logprobs: of the output so far.
         prompt_logprobs: of the prompt. All branches of a request share the list: any of them may compute the prompt.
         read: whether the last Increment was taken.
+        added_s: when it was added, on the clock of ``time.monotonic``.
     """
 
     request: Request
@@ -244,7 +246,7 @@ class Progress:
     _read_tokens: int = 0
     _read_characters: int = 0
     _begun_to_read: bool = False
-    _added: float = field(default_factory=time.monotonic)
+    added_s: float = field(default_factory=time.monotonic)
     _begun: float | None = None
 
     def __post_init__(self, tokenizer: Any) -> None:  # noqa: ANN401  # transformers' tokenizers share no typed base
@@ -344,7 +346,7 @@ class Progress:
             prompt_logprobs=None if request.sampling.prompt_logprobs is None else tuple(self.prompt_logprobs),
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
-            queue_seconds=(time.monotonic() if self._begun is None else self._begun) - self._added,
+            queue_seconds=(time.monotonic() if self._begun is None else self._begun) - self.added_s,
         )
 
     def take(self) -> Increment | None:
@@ -386,6 +388,11 @@ def count_step(live: Mapping[str, Progress], step: Step, result: StepResult, out
         if counts[row]:
             grown.append(one)
     return grown
+
+
+def oldest_s(live: Iterable[Progress]) -> float:
+    """Return when the oldest of ``live`` was added; infinite without any. O(live)."""
+    return min((one.added_s for one in live), default=math.inf)
 
 
 def raise_first(outputs: Iterable[Progress]) -> None:

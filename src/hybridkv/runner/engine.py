@@ -32,7 +32,7 @@ from hybridkv.eviction import eviction_of
 from hybridkv.planner import Plan
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.runner.attention.formulas import AttentionBackend
-from hybridkv.runner.completion import Completion, Progress, Stream, count_step, raise_first
+from hybridkv.runner.completion import Completion, Progress, Stream, count_step, oldest_s, raise_first
 from hybridkv.runner.drafting import Drafting
 from hybridkv.runner.handover import HandedOver
 from hybridkv.runner.images import Images, PromptImages, attends_both_ways
@@ -54,7 +54,7 @@ from hybridkv.runner.inputs import (
     with_word_ids,
 )
 from hybridkv.runner.load import LoadedModel, own_mode
-from hybridkv.runner.options import EngineOptions, RequestOptions
+from hybridkv.runner.options import EngineOptions, RequestOptions, RequestSink
 from hybridkv.runner.planning import plan_of
 from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
@@ -88,16 +88,15 @@ class Engine:
         tokenizer: the tokenizer of a transformers model. Without one, prompts and outputs are token ids.
         memory: bytes, or a size such as "8GiB", for a plan made here.
         max_model_len: tokens of the longest request, for a plan made here.
-        host_memory: bytes, or a size, of host memory that keeps prefixes after the device has evicted them; None for
-            none. Plans in the natural layout only.
+        host_memory: bytes, or a size, of host memory for prefixes that the device evicts; in the natural layout only.
         store: a store behind the host memory, which outlives the engine, such as DiskFolder; None for none.
         stored: the form of keys and values in pages, for a plan made here.
         observer: called with the logits of every Step (hybridkv.runner.runner.Observer).
         speculate: a Drafter; the model verifies its tokens, and the outputs stay the same. The engine closes it. A plan
             needs room for drafts in recurrent layers (num_speculative_tokens). A request that decodes waits for its
-            result before its next step is scheduled, even with ``in_flight=2``; except for one step after the drafter
-            had no drafts at all. If it raises or proposes invalid tokens, the log says so, and the engine continues
-            without it (``drafter`` is None).
+            result before its next step is scheduled, even with ``in_flight=2``; except for one step after no drafts
+            at all. If it raises or proposes invalid tokens, the log says so, and ``drafter`` becomes None.
+        requests: receives each request as it ends, such as RequestPublisher; None for none.
 
     Raises:
         ConfigError: the plan is of another model, or arguments contradict each other.
@@ -119,6 +118,7 @@ class Engine:
         stored: Stored = AS_COMPUTED,
         observer: Observer | None = None,
         speculate: Drafter | None = None,
+        requests: RequestSink | None = None,
     ) -> None:
         self.options = EngineOptions() if options is None else instance("options", options, EngineOptions)
         or_none(one_of(Plan))("plan", plan)
@@ -149,14 +149,13 @@ class Engine:
             if speculate is not None:
                 undo.callback(speculate.close)
             self._closing = undo.pop_all()
-        self._closed = False
+        self._requests = requests
+        self._closed, self._next_id, self._idle = False, 0, 0
         self._in_flight: deque[Step] = deque()
         self._running: Future[StepResult] | None = None
         self._seconds = 0.0  # of the forward that ran last
         self._live: dict[str, Progress] = {}
         self._ended: list[Progress] = []
-        self._next_id = 0
-        self._idle = 0
 
     def _assemble(self, drafts: int, observer: Observer | None, behind: Behind, undo: ExitStack) -> None:
         """Make cache, scheduler and runner for the plan; from here on the model runs on pages."""
@@ -689,6 +688,8 @@ class Engine:
         if live is None or live.request is not request:
             return
         self._forget(live)
+        if self._requests is not None:
+            self._requests.ended(request, live.added_s, oldest_s(self._live.values()))
         live.end(finished.reason, finished.error)
         if live.streamed_as is None:
             self._ended.append(live)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, TypedDict
+from typing import Annotated, Protocol, TypedDict
 
 from hybridkv.arguments import Count, Positive, check_types, integer, or_none, text
 from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named
-from hybridkv.request import Hints
+from hybridkv.request import Hints, Request
 from hybridkv.runner.attention.formulas import AttentionBackend, attention_backend
 from hybridkv.runner.decode_graphs import compile_option
 from hybridkv.runner.images import Images
@@ -67,6 +67,20 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_types(self)
+
+
+class RequestSink(Protocol):
+    """Receives requests as they end. RequestPublisher is one."""
+
+    def ended(self, request: Request, arrival_s: float, oldest_s: float) -> None:
+        """Take a request that ended. This call must not block; it runs between steps.
+
+        Args:
+            request: the request, with all its tokens.
+            arrival_s: when it was added, on the clock of ``time.monotonic``.
+            oldest_s: when the oldest request that has not ended was added; infinite without one.
+        """
+        ...
 
 
 class RequestOptions(TypedDict, total=False):

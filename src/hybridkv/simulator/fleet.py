@@ -129,7 +129,7 @@ class _Affinity(Router):
     """Keeps the requests of a session at one replica."""
 
     def __init__(self) -> None:
-        self._least_loaded = _LeastLoaded()
+        self._least_loaded: Router = router_named(LEAST_LOADED)()
         self._replicas: dict[bytes, int] = {}  # by the hash of the last full block of a prompt
 
     def choose(self, request: Request, replicas: Sequence[Replica], now_s: float) -> int:
