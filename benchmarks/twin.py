@@ -30,6 +30,7 @@ from hybridkv.runner import AsyncEngine, Engine, EngineOptions, LoadedModel, loa
 from hybridkv.simulator import ReplaySettings, TraceFile, convert, replay
 from hybridkv.simulator.hardware import FP32, Hardware, hardware_named
 from hybridkv.simulator.live import LiveRequests
+from hybridkv.simulator.twin import fitted_time_scale
 
 
 @dataclass(frozen=True)
@@ -147,11 +148,20 @@ async def _serve(engine: Engine, requests: Sequence[Asked]) -> Counted:
     return Counted(counts.prompt_tokens, counts.hit_tokens, counts.preemptions)
 
 
-def predicted(trace: Path, plan: Plan, setting: Setting, hardware: Hardware) -> Counted:
-    """Replay the recorded requests."""
-    settings = ReplaySettings(
-        max_running=MAX_RUNNING, token_budget=TOKEN_BUDGET, hardware=hardware, weights=FP32, eviction=setting.eviction
+def settings_of(setting: Setting, hardware: Hardware, scale: float = 1.0) -> ReplaySettings:
+    """Return the settings of a replay."""
+    return ReplaySettings(
+        max_running=MAX_RUNNING,
+        token_budget=TOKEN_BUDGET,
+        time_scale=scale,
+        hardware=hardware,
+        weights=FP32,
+        eviction=setting.eviction,
     )
+
+
+def predicted(trace: Path, plan: Plan, settings: ReplaySettings) -> Counted:
+    """Replay the recorded requests."""
     report = replay(TraceFile(trace), plan, settings)
     return Counted(report.prompt_tokens, report.hit_tokens or 0, report.preemptions)
 
@@ -175,11 +185,14 @@ def main() -> None:
             command = (sys.executable, "-m", "hybridkv", "calibrate", "--model", name, "--out", str(machine))
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - our own program
         hardware = hardware_named(str(machine))
-        trace, lines = Path(folder) / "trace.jsonl", list[dict[str, object]]()
+        trace, lines, scale = Path(folder) / "trace.jsonl", list[dict[str, object]](), 1.0
         for number, setting in enumerate(SETTINGS):
             plan = plan_of(loaded, setting, given.memory)
             real = served(loaded, plan, setting, requests, None if number else trace)
-            twin = predicted(trace, plan, setting, hardware)
+            if not number:
+                scale = fitted_time_scale(TraceFile(trace), plan, settings_of(setting, hardware))
+                print(f"time scale {scale:.3f}, fitted to the recorded times")
+            twin = predicted(trace, plan, settings_of(setting, hardware, scale))
             print(
                 f"{setting!s:40} hit rate {real.rate:6.2f} % real, {twin.rate:6.2f} % replayed; "
                 f"preemptions {real.preemptions} and {twin.preemptions}"

@@ -101,7 +101,7 @@ def test_recorded_requests_keep_tenant_marks_and_hints() -> None:
 
 
 def ended(arrival_s: float, oldest_s: float = math.inf) -> EndedRequest:
-    return EndedRequest(arrival_s, oldest_s, 1, tokens_of([int(arrival_s), 0]))
+    return EndedRequest(arrival_s, arrival_s + 0.25, oldest_s, 1, tokens_of([int(arrival_s), 0]))
 
 
 def test_requests_are_written_in_the_order_of_their_arrivals(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_requests_are_written_in_the_order_of_their_arrivals(tmp_path: Path) -> 
     assert convert(LiveRequests("engine", endings), tmp_path / "out.jsonl") == 100
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
     assert [one["timestamp"] for one in lines] == [1000 * arrival for arrival in range(100)]
-    assert len(list(TraceFile(tmp_path / "out.jsonl"))) == 100
+    assert [one.took_s for one in TraceFile(tmp_path / "out.jsonl")] == [0.25] * 100
 
 
 def test_request_is_written_before_the_recording_ends() -> None:
@@ -141,7 +141,7 @@ def test_interrupt_keeps_all_requests_that_ended() -> None:
 
 
 def test_requests_without_output_are_left_out() -> None:
-    aborted = EndedRequest(0.5, 0.5, 2, tokens_of([1, 2]))
+    aborted = EndedRequest(0.5, 0.5, 0.5, 2, tokens_of([1, 2]))
     assert [one.timestamp_s for one in traced([aborted, ended(1.0), ended(3.0)])] == [0.0, 2.0]
 
 

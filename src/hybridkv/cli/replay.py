@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hybridkv.cli.explain import WHY, WhyOptions
-from hybridkv.cli.options import checked_page, output_option, page_option, write_page
+from hybridkv.cli.options import checked_page, output_option, page_option, run_option, write_page
 from hybridkv.cli.output import (
     NAME_COLUMNS,
     UNKNOWN,
@@ -33,6 +34,7 @@ from hybridkv.report import replay_page
 from hybridkv.report.caches import of_store
 from hybridkv.simulator import Progress, ReplayReport
 from hybridkv.simulator.report import Recording, explained_file
+from hybridkv.simulator.twin import fitted_time_scale
 from hybridkv.units import format_bytes, format_count
 
 _WIDTH: Final = 46
@@ -58,6 +60,11 @@ def replay_command(
     trace: TraceArgument,
     options: RunOptions,
     why: WhyOptions,
+    fit_times: bool = run_option(
+        "Multiply --time-scale by the factor with which requests take as long as when they were recorded.",
+        "--fit-times",
+        default=False,
+    ),
     as_json: bool = output_option("Print the report as JSON.", "--json", default=False),
     page_file: Path | None = page_option(),
 ) -> None:
@@ -67,9 +74,14 @@ def replay_command(
     )
     page_file = checked_page(page_file)
     run = options.prepare(trace, settings)
+    if fit_times:
+        scale = fitted_time_scale(run.source, run.plan, settings)
+        run = options.prepare(trace, replace(settings, time_scale=scale))
     plan, summary = run.plan, run.summary
     if not as_json:
         _show_plan(run)
+        if fit_times:
+            print_facts({"time scale": f"{run.settings.time_scale:.4g}, fitted to recorded times"})
         set_by = f"from {summary.longest_at}" if options.max_model_len is None else f"set by {run.length_from}"
         own = run.own_length
         beyond = f"; the limit of {plan.model.name} is {format_count(own)}" if own and own < plan.max_model_len else ""

@@ -35,6 +35,7 @@ class EndedRequest(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         arrival_s: when it arrived, Unix time in seconds.
+        ended_s: when it ended, Unix time in seconds.
         oldest_s: when the oldest request that still waits or runs arrived; infinite without one.
         num_prompt_tokens: tokens of its prompt.
         tokens: token ids of prompt and output, little-endian int32.
@@ -45,6 +46,7 @@ class EndedRequest(msgspec.Struct, frozen=True, array_like=True):
     """
 
     arrival_s: float
+    ended_s: float
     oldest_s: float
     num_prompt_tokens: int
     tokens: bytes
@@ -108,6 +110,7 @@ class RequestPublisher:
         self.send(
             EndedRequest(
                 arrival_s=self._began_s + arrival_s,
+                ended_s=time.time(),
                 oldest_s=self._began_s + oldest_s,
                 num_prompt_tokens=request.num_prompt_tokens,
                 tokens=tokens_of(request.token_ids(0, request.num_tokens)),

@@ -367,6 +367,8 @@ def _record(request: TraceRequest, numbers: defaultdict[tuple[int, int], int]) -
         "prompt": numbered(request.prompt),
         "output": numbered(request.output),
     }
+    if request.took_s is not None:
+        made["took"] = round(request.took_s * 1000, 3)
     if request.marks:
         made["marks"] = list(request.marks)
     if request.tenant is not None:

@@ -73,5 +73,6 @@ class LiveRequests:
             Pieces(0, output),
             marks=one.marks,
             tenant=one.tenant,
+            took_s=max(one.ended_s - one.arrival_s, 0.0),
             hints=Hints(**one.hints),  # type: ignore[arg-type]  # the fields of another process's Hints
         )

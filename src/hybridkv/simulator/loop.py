@@ -206,6 +206,7 @@ class Replica:
         clock: the simulation's clock.
         live: unfinished requests, by request id.
         most_at_once: largest number of unfinished requests at one time so far.
+        request_s: seconds from arrival to end, summed over the finished requests.
         first_token_s: time to first token of each finished request, in seconds, in the order of their ends.
         per_token_s: time per output token of these requests, in seconds; NaN for an output of one token.
 
@@ -235,6 +236,7 @@ class Replica:
         self.copies = [0] * len(self.scheduler.cache.groups)
         self.block_bytes = [self.scheduler.cache.config.block_bytes_of(group) for group in range(len(self.copies))]
         self.moves = self.moved_bytes = 0
+        self.request_s = 0.0
         self.first_token_s, self.per_token_s = array("d"), array("d")
 
     def advance(self, until_s: float | None, on_steps: Callable[[], None] | None = None) -> None:
@@ -389,6 +391,7 @@ class Replica:
         """Record the latencies of a request that ended now."""
         live = self.live.pop(request.request_id)
         self.requests += 1
+        self.request_s += self.clock.now_s - live.trace.timestamp_s
         if self.recording is not None:
             begun_s = live.first_token_s if live.begun_s is None else live.begun_s
             times = (live.trace.timestamp_s, begun_s, live.first_token_s, self.clock.now_s)

@@ -9,7 +9,8 @@ mooncake: ``hash_ids`` has one id for each trace block of the prompt, ceil(input
 tokens of a block are a function of its id. Output tokens occur nowhere else.
 
 token-exact: ``marks`` (optional) lists resume marks as token counts, from 1 to the tokens of prompt and output. If only
-lengths are known, prompt and output are both token counts.
+lengths are known, prompt and output are both token counts. ``took`` (optional) is the time from
+arrival to end in milliseconds.
 
 mooncake and token-exact: ``tenant`` (optional) is the name of the tenant, and ``hints`` (optional) holds fields of
 hybridkv.request.Hints: {"over": true, "goes_on": true, "within_s": s, "shared_tokens": n, "scratch": true,
@@ -123,6 +124,7 @@ class _Exact(Struct):
     prompt: Tokens | list[tuple[_Segment, _Count, _Count]]
     output: Tokens | list[tuple[_Segment, _Count, _Count]]
     marks: list[Annotated[int, Meta(ge=1)]] = []
+    took: Milliseconds | None = None
 
 
 def _parse_exact(record: Record, origin: str, number: int) -> tuple[TraceRequest]:
@@ -138,7 +140,8 @@ def _parse_exact(record: Record, origin: str, number: int) -> tuple[TraceRequest
         raise MalformedLineError("prompt and output must both be lists of pieces, or both counts of tokens")
     if marks and marks[-1] > prompt.num_tokens + output.num_tokens:
         raise MalformedLineError(f"a mark must lie in 1 .. {prompt.num_tokens + output.num_tokens}, got {marks[-1]}")
-    return (TraceRequest(timestamp_s, prompt, output, marks, origin, *about),)
+    took_s = None if line.took is None else line.took / 1000
+    return (TraceRequest(timestamp_s, prompt, output, marks, origin, *about, took_s=took_s),)
 
 
 def _pieces(given: list[Piece], name: str) -> Pieces:

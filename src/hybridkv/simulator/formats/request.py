@@ -77,6 +77,7 @@ class TraceRequest:
         tenant: as in Request.
         hints: as in Request.
         delayed: whether it is a later turn of a session, so that requests of later lines may arrive before it.
+        took_s: seconds from its arrival to its end in the engine that was recorded; ``None`` if unknown.
     """
 
     timestamp_s: float
@@ -87,6 +88,7 @@ class TraceRequest:
     tenant: str | None = None
     hints: Hints = NO_HINTS
     delayed: bool = False
+    took_s: float | None = None
 
     @property
     def tokens_known(self) -> bool:
