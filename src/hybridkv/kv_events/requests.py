@@ -87,6 +87,7 @@ class RequestPublisher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, _MOST_UNSENT)
+        self._socket.setsockopt(zmq.LINGER, 1000)  # a reader that is gone does not keep the process
         try:
             self._socket.bind(text("endpoint", endpoint))
         except (ConfigError, zmq.ZMQError) as error:
@@ -133,7 +134,7 @@ class RequestPublisher:
 
     def close(self) -> None:
         """Send what waits, for a second at most, and close the socket. A second call does nothing."""
-        self._context.destroy(linger=1000)
+        self._context.destroy()
 
     def __enter__(self) -> Self:
         return self

@@ -331,6 +331,10 @@ class CacheManager:
 
     # -- end of a request
 
+    def mirror(self, request: EngineRequest) -> Request:
+        """Return this library's request for ``request``, up to date with it."""
+        return self._mirrors.of(request)
+
     def free(self, request: EngineRequest) -> None:
         """Free the blocks of a request, the last first.
 

@@ -49,12 +49,14 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         placement: name of the placement; ``None`` for the default of the natural layout.
         eviction: name of the eviction policy; ``None`` for the default.
         kv_events: form of the KV events (docs/events.md); ``None``: exact, or raw where exact is not supported.
+        requests: endpoint on which requests are published as they end (docs/traces.md); ``None`` for none.
     """
 
     block_size: Annotated[int, msgspec.Meta(ge=1)]
     placement: str | None = None
     eviction: str | None = None
     kv_events: Literal["exact", "raw"] | None = None
+    requests: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any], block_size: int) -> Self:
@@ -76,10 +78,12 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         eviction: name of the eviction policy; ``None`` for the default.
         kv_events: form of the KV events (docs/events.md); ``None``: exact, or raw where exact is not supported.
+        requests: endpoint on which requests are published as they end (docs/traces.md); ``None`` for none.
     """
 
     eviction: str | None = None
     kv_events: Literal["exact", "raw"] | None = None
+    requests: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -20,6 +22,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 import vllm
 from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent, KVCacheManager
 from hybridkv.errors import ConfigError
+from hybridkv.kv_events import RequestPublisher
 from hybridkv.observe.prefixes import PREFIXES, ExactEvents, without_resume_points
 from hybridkv.vllm.manager import CacheManager, reference_cache
 from hybridkv.vllm.natural import (
@@ -87,6 +90,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         )
         # chunks end where states are saved, so no block is allocated for a state inside a chunk
         self.mamba_has_prefill_checkpoint_blocks = False
+        self._published = None if options.requests is None else RequestPublisher(options.requests)
         cache = reference_cache(config, settings)
         self.kv_cache_manager = CacheManager(cache, config, settings, EventConverter(config, cache, options.kv_events))
         if self.connector is not None:
@@ -131,6 +135,15 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         self.kv_cache_manager.executed(scheduler_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+        """Free a request that ended as vLLM does, and publish it if that is wanted."""
+        if self._published is not None:
+            oldest = min((one.arrival_time for one in self.requests.values() if one is not request), default=math.inf)
+            before = time.time() - time.monotonic()  # vLLM's times are Unix times
+            mine = self.kv_cache_manager.mirror(request)
+            self._published.ended(mine, request.arrival_time - before, oldest - before)
+        return super()._free_request(request, *args, **kwargs)
+
 
 class AsyncScheduler(Scheduler, TheirAsyncScheduler):  # type: ignore[misc] # as above
     """The Scheduler that schedules a step while earlier forward passes still run (vLLM's default)."""
@@ -159,6 +172,7 @@ class NaturalScheduler(Scheduler):
         refuse_natural(self.vllm_config, self.kv_cache_config, self.connector)
         config = self.kv_cache_config
         options = Options.of(self.vllm_config.additional_config, default_block_size(config))
+        self._published = None if options.requests is None else RequestPublisher(options.requests)
         settings = _settings(self, hash_block_size=options.block_size, enable_caching=True, use_eagle=False)
         made = natural_plan(
             config,
