@@ -10,6 +10,7 @@ from hybridkv.runner.engine import Engine
 from hybridkv.runner.handover import HandedOver
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel, load, wrap
+from hybridkv.runner.lockstep import follow, lead
 from hybridkv.runner.options import EngineOptions
 from hybridkv.runner.planning import plan_for, plan_within
 from hybridkv.runner.probe import Stored
@@ -39,7 +40,9 @@ __all__ = [
     "TokenLogprob",
     "byte_tokenizer",
     "encode",
+    "follow",
     "join_sessions",
+    "lead",
     "load",
     "plan_for",
     "plan_within",

@@ -54,6 +54,7 @@ from hybridkv.runner.inputs import (
     with_word_ids,
 )
 from hybridkv.runner.load import LoadedModel, own_mode
+from hybridkv.runner.lockstep import Lockstep, require_alone, require_sendable
 from hybridkv.runner.options import EngineOptions, RequestOptions, RequestSink
 from hybridkv.runner.planning import plan_of
 from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
@@ -82,8 +83,7 @@ class Engine:
 
     Args:
         model: a transformers model, or a LoadedModel.
-        plan: a plan of this model; its ``max_model_len`` limits prompt and output together. None for one made by
-            ``plan_within``.
+        plan: a plan of this model, whose ``max_model_len`` limits prompt and output; None for one of ``plan_within``.
         options: how the engine runs.
         tokenizer: the tokenizer of a transformers model. Without one, prompts and outputs are token ids.
         memory: bytes, or a size such as "8GiB", for a plan made here.
@@ -201,10 +201,9 @@ class Engine:
             forwards=forwards,
             attention=options.attention,
             compiled=options.compile,
-            tier=None if tiers is None else tiers.host.host.config,
-            store=None if tiers is None else tiers.store,
-            hash_block=1 if tiers is None else tiers.hash_block,
+            **({} if tiers is None else tiers.of_runner),
         )
+        self.worker: ModelRunner | Lockstep = self.runner
 
     @property
     def drafter(self) -> Drafter | None:
@@ -354,6 +353,7 @@ class Engine:
         params = checked_sampling(sampling) or SamplingParams()
         for name, value in (("request_id", request_id), ("cache_salt", cache_salt), ("tenant", tenant)):
             or_none(text)(name, value)
+        require_sendable(self.worker, params, images)
         params = with_word_ids(params, self.loaded)
         require_vocabulary(params, self.loaded)
         ids, pictures = self._ids(prompt, images, starts=feed is not None)
@@ -514,8 +514,8 @@ class Engine:
         return name
 
     def _sessions(self) -> SessionFiles:
-        host = None if self.tier is None else self.tier.host
-        return SessionFiles(self.loaded, self.plan, self.cache, self.runner, host)
+        require_alone(self.worker)
+        return SessionFiles(self.loaded, self.plan, self.cache, self.runner, self.tier)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, in host memory too; return whether no request held blocks, so that it was done.
@@ -616,7 +616,7 @@ class Engine:
 
     def _execute(self, step: Step) -> StepResult:
         began = time.perf_counter()
-        result = self.runner.execute(step)
+        result = self.worker.execute(step)
         self._seconds = time.perf_counter() - began
         return result
 

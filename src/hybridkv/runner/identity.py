@@ -14,7 +14,6 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from hybridkv.planner import Plan
 from hybridkv.runner.probe import Stored
 from hybridkv.tiers.prefixes import IDENTITY_BYTES
 
@@ -40,21 +39,14 @@ def identity_of(model: PreTrainedModel, stored: Stored) -> dict[str, Any]:
     }
 
 
-def blocks_identity(model: PreTrainedModel, plan: Plan, hash_block: int) -> bytes:
-    """Return a hash of all that gives the bytes of a block their meaning, 16 bytes. O(weights * 1024).
-
-    It covers the model, the groups of the plan with their blocks, the tokens of a hash block, and the version of
-    hybridkv.
+def blocks_identity(*said: object) -> bytes:
+    """Return a hash of what gives the bytes of a block their meaning, and of the version of hybridkv: 16 bytes.
 
     Args:
-        model: the model.
-        plan: the plan of its cache.
-        hash_block: tokens of a hash block.
+        said: values of JSON.
     """
-    groups = [(of.layer_names, repr(of.spec)) for of in plan.config.groups]
-    sizes = [plan.config.block_bytes_of(group) for group in range(len(groups))]
-    said = [identity_of(model, Stored.of_plan(plan)), groups, sizes, hash_block, version("hybridkv")]
-    return hashlib.blake2b(json.dumps(said).encode(), digest_size=IDENTITY_BYTES).digest()
+    text = json.dumps([*said, version("hybridkv")])
+    return hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).digest()
 
 
 def weights_sum(model: PreTrainedModel) -> str:

@@ -83,6 +83,7 @@ from hybridkv.worker import (
     copy_kernels,
     layer_pages,
 )
+from hybridkv.worker.store import StoreForm
 from hybridkv.worker.tables import group_reads
 from hybridkv.worker.triton_attention import LayerShape
 
@@ -140,6 +141,7 @@ class ModelRunner:
             transfers are rejected.
         store: a store behind the host tier; None without one. It stays open.
         hash_block: tokens of a hash block, for marks in the store.
+        form: how blocks lie in the store; None: as they lie in the tier.
 
     Raises:
         ConfigError: a forward caches other bytes than planned, another runner holds the model, or ``tier`` does not fit
@@ -165,6 +167,7 @@ class ModelRunner:
         tier: KVCacheConfig | None = None,
         store: BlockStore | None = None,
         hash_block: int = 1,
+        form: StoreForm | None = None,
     ) -> None:
         require_model(model)
         instance("config", config, KVCacheConfig)
@@ -191,7 +194,9 @@ class ModelRunner:
         self._device = model.device
         self.storage = PagedStorage(config, page_layout(planned, probed), self._device)
         self._copier = BlockCopier(self.storage, kernels=copy_kernels(self._device))
-        self._tier = None if tier is None else HostTierCopier(self.storage, tier, store=store, hash_block=hash_block)
+        self._tier = None
+        if tier is not None:
+            self._tier = HostTierCopier(self.storage, tier, store=store, hash_block=hash_block, form=form)
         self.tables = MultiGroupBlockTable.of_config(
             config,
             max_num_reqs=max_running,

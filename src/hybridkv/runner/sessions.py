@@ -32,17 +32,19 @@ from hybridkv.errors import CacheError, CapacityError, ConfigError, SessionError
 from hybridkv.planner import Plan
 from hybridkv.request import Request
 from hybridkv.runner.handover import HandedOver
-from hybridkv.runner.identity import bits_of, identity_of
+from hybridkv.runner.identity import bits_of
 from hybridkv.runner.inputs import encode, require_vocabulary
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import Stored
 from hybridkv.runner.runner import ModelRunner
 from hybridkv.runner.session_file import TOKENS, read_session, require_names, split_in, write_session
+from hybridkv.runner.shares import splits_in, whole_identity
 from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec
+from hybridkv.tiers import HostTier
 from hybridkv.units import format_count, shown
 from hybridkv.worker.copies import ArenaBlocks, copy_kernels
 from hybridkv.worker.pages import PagedStorage
-from hybridkv.worker.ranks import Run, splits_of
+from hybridkv.worker.ranks import Run
 
 Int32 = NDArray[np.int32]
 
@@ -122,18 +124,14 @@ class SessionFiles:
         plan: its plan.
         cache: its cache.
         runner: its runner.
-        host: the manager of its host tier; None without one.
+        tier: its host tier; None without one.
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        plan: Plan,
-        cache: KVCacheManager,
-        runner: ModelRunner,
-        host: KVCacheManager | None = None,
+        self, loaded: LoadedModel, plan: Plan, cache: KVCacheManager, runner: ModelRunner, tier: HostTier | None = None
     ) -> None:
-        self._loaded, self._cache, self._runner, self._host = loaded, cache, runner, host
+        self._loaded, self._cache, self._runner = loaded, cache, runner
+        self._host = None if tier is None else tier.host
         self._device = _Memory(cache, runner.storage)
         self._stored = Stored.of_plan(plan)
         self._max_model_len = plan.max_model_len
@@ -433,18 +431,13 @@ class SessionFiles:
 
     def _identity(self) -> dict[str, Any]:
         """Return what two engines must have in common: of the whole model, if this one is a rank's share."""
-        model, share = self._loaded.model, self._loaded.share
-        return identity_of(model, self._stored) if share is None else share.identity_of(self._stored)
+        return whole_identity(self._loaded.model, self._loaded.share, self._stored)
 
     def _splits(self, layer: _Layer) -> tuple[tuple[int, tuple[Run, ...]] | None, ...]:
         """Return how ranks share each part of a layer; None where that is unknown."""
         shapes = [tuple(view.shape[1 if layer.is_state else 2 :]) for view in layer.parts.values()]
-        share = self._loaded.share
-        try:
-            found = splits_of(layer.spec, shapes) if share is None else share.splits(layer.name, layer.spec, shapes)
-        except UnsupportedModelError:
-            if share is not None:
-                raise
+        found = splits_in(self._loaded.share, layer.name, layer.spec, shapes)
+        if found is None:
             return (None,) * len(shapes)
         return tuple((split.axis, split.runs) for split in found)
 

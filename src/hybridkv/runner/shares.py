@@ -108,6 +108,39 @@ class ModelShare:
         return tuple(split.cut(torch.empty(shape, dtype=torch.uint8), self.rank, self.ranks).shape)
 
 
+def whole_identity(model: PreTrainedModel, share: ModelShare | None, stored: Stored) -> dict[str, Any]:
+    """Return the identity of a model, or of the whole one of which it is a share. O(weights * 1024) without a share.
+
+    Args:
+        model: the model.
+        share: the rank that it is of a whole one; None for a whole one.
+        stored: how its keys and values are stored.
+    """
+    return identity_of(model, stored) if share is None else share.identity_of(stored)
+
+
+def splits_in(
+    share: ModelShare | None, layer: str, spec: KVCacheSpec, shapes: Sequence[tuple[int, ...]]
+) -> tuple[Split, ...] | None:
+    """Return how ranks share each part of a layer's page; None if that is unknown, and the model is whole.
+
+    Args:
+        share: the rank that the model is of a whole one; None for a whole one.
+        layer: its name.
+        spec: its spec on this rank.
+        shapes: the shapes of its parts on this rank: of one token, or of a state.
+
+    Raises:
+        UnsupportedModelError: that is unknown, and the model is a share.
+    """
+    if share is not None:
+        return share.splits(layer, spec, shapes)
+    try:
+        return splits_of(spec, shapes)
+    except UnsupportedModelError:
+        return None
+
+
 def join_sessions(paths: Sequence[str | Path], path: str | Path, *, key: bytes | None = None) -> None:
     """Make a session of the files that all ranks of an engine exported. Engines with any number of ranks import it.
 

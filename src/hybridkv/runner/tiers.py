@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from hybridkv.cache import CacheOptions, KVCacheManager, Medium
 from hybridkv.errors import ConfigError
@@ -12,9 +14,15 @@ from hybridkv.planner import Plan, tier_plan
 from hybridkv.runner.identity import blocks_identity
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.options import EngineOptions
-from hybridkv.stores import BlockStore, StoreChoice
+from hybridkv.runner.probe import Stored, page_layout, probe
+from hybridkv.runner.shares import splits_in, whole_identity
+from hybridkv.specs import AttentionSpec, Keeps
+from hybridkv.stores import BlockStore, DiskFolder, StoreChoice
 from hybridkv.stores.store import pieces_of
 from hybridkv.tiers import HostTier, Prefixes, StoreLookups, parts_of
+from hybridkv.worker.pages import PagePart
+from hybridkv.worker.ranks import Run, Split, Strip, shares_of
+from hybridkv.worker.store import StoreForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +53,18 @@ class Tiers:
         host: the host tier.
         store: the store behind it; None without one.
         hash_block: tokens of a hash block.
+        form: how blocks lie in the store; None without one.
     """
 
     host: HostTier
-    store: BlockStore | None
-    hash_block: int
+    store: BlockStore | None = None
+    hash_block: int = 1
+    form: StoreForm | None = None
+
+    @property
+    def of_runner(self) -> dict[str, Any]:
+        """The arguments of a ModelRunner."""
+        return {"tier": self.host.host.config, "store": self.store, "hash_block": self.hash_block, "form": self.form}
 
 
 def open_tiers(
@@ -66,7 +81,7 @@ def open_tiers(
         undo: closes the store.
 
     Raises:
-        ConfigError: the cache cannot have tiers, or the store cannot be opened.
+        ConfigError: the cache cannot have tiers, the store cannot be opened, or it does not serve several ranks.
         CapacityError: the host memory is too small.
         UnsupportedModelError: a layer keeps something that tiers cannot hold.
     """
@@ -76,11 +91,14 @@ def open_tiers(
     held = tier_plan(plan, behind.host_memory)
     host = KVCacheManager(held, hasher=cache.hasher, enable_kv_cache_events=options.kv_events, options=kept)
     if behind.store is None or cache.hasher is None:
-        return Tiers(HostTier(cache, host), None, 1)
+        return Tiers(HostTier(cache, host))
+    if loaded.share is not None and loaded.share.ranks > 1 and isinstance(behind.store, DiskFolder):
+        raise ConfigError(
+            "one process uses a DiskFolder: give ranks a store that they share, StoreUrl('file:///FOLDER')"
+        )
     hash_block = cache.hasher.block_size
-    identity = blocks_identity(loaded.model, plan, hash_block)
-    prefixes = Prefixes(parts_of(host), identity, hash_block)
-    sizes = {plan.config.block_bytes_of(group) for group in range(len(plan.config.groups))}
+    form, identity, sizes = _form(loaded, plan, hash_block)
+    prefixes = Prefixes(parts_of(host, form.kinds, form.counts), identity, hash_block)
     cut = {piece for size in sizes for piece in pieces_of(size)}
     store = behind.store.open(identity, sorted({*cut, prefixes.mark_bytes}))
     undo.callback(store.close)
@@ -88,4 +106,49 @@ def open_tiers(
     if not behind.store.looks_up_at_once:
         threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv-lookup")
         undo.callback(threads.shutdown)
-    return Tiers(HostTier(cache, host, lookups=StoreLookups(store, prefixes, threads)), store, hash_block)
+    return Tiers(HostTier(cache, host, lookups=StoreLookups(store, prefixes, threads)), store, hash_block, form)
+
+
+def _form(loaded: LoadedModel, plan: Plan, hash_block: int) -> tuple[StoreForm, bytes, set[int]]:
+    """Return how blocks lie in a store, the identity of these bytes, and the sizes of shares.
+
+    The identity is that of the whole model. It knows neither groups nor ranks, so engines of other ranks, or with other
+    groups in other memory, have it in common.
+    """
+    layout, groups = page_layout(plan.model, probe(loaded.model)), plan.config.groups
+    group_of = {name: number for number, group in enumerate(groups) for name in group.layer_names}
+    kinds, kind_of = list[tuple[object, ...]](), [0] * len(groups)
+    splits, pages, said = (
+        list[dict[str, tuple[Split, ...]]](),
+        dict[str, tuple[int, Sequence[PagePart]]](),
+        list[object](),
+    )
+    for layer in plan.model.layers:
+        if not (parts := layout.get(layer.name)):
+            continue
+        number, is_state = group_of[layer.name], layer.spec.keeps is Keeps.STATE
+        of = groups[number].spec
+        rule = of.keeps, 0 if is_state else of.block_size, of.mask if of.keeps is Keeps.WINDOW else None
+        if rule not in kinds:
+            kinds.append(rule)
+            splits.append({})
+        kind_of[number] = kinds.index(rule)
+        spec = of.layer_spec(layer.name)
+        found = splits_in(loaded.share, layer.name, spec, [part.shape for part in parts])
+        if found is None:
+            found = tuple(Split(-1, (Run(1, part.shape[-1]),)) for part in parts)
+        splits[kind_of[number]][layer.name] = found
+        pages[layer.name] = spec.num_states if isinstance(spec, AttentionSpec) else 1, parts
+        said.append([layer.name, rule, [(of.axis, of.runs) for of in found], [str(part.dtype) for part in parts]])
+    rank = (0, 1) if loaded.share is None else (loaded.share.rank, loaded.share.ranks)
+    cut = [shares_of(of, *rank) for of in splits]
+    form = StoreForm(tuple(kind_of), tuple(shares for shares, _ in cut), tuple(count for _, count in cut))
+    sizes = {sum(_bytes(one, *pages[one.layer]) for one in share.strips) for shares in form.shares for share in shares}
+    whole = whole_identity(loaded.model, loaded.share, Stored.of_plan(plan))
+    return form, blocks_identity(whole, said, hash_block), sizes
+
+
+def _bytes(strip: Strip, rows: int, parts: Sequence[PagePart]) -> int:
+    """Return the bytes of a strip of a block with some rows."""
+    part = parts[strip.part]
+    return rows * part.token_bytes // part.shape[strip.axis] * strip.length

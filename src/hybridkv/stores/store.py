@@ -27,6 +27,16 @@ def pieces_of(size: int) -> list[int]:
     return [min(MOST_PIECE_BYTES, size - first) for first in range(0, size, MOST_PIECE_BYTES)]
 
 
+def share_key(key: bytes, number: int) -> bytes:
+    """Return the key of a share of a block; share 0 has that of the block.
+
+    Args:
+        key: The key of the block.
+        number: The number of the share.
+    """
+    return key + number.to_bytes(2, "little") if number else key
+
+
 class BlockStore(Protocol):
     """Blocks by key. A store is a cache: it may drop any block at any time, and then answers False.
 

@@ -10,7 +10,8 @@ A request that resumes after E tokens needs, by kind of group:
 
 Every key contains the hash of the whole hash blocks before it, in which salt, adapter and images are. The key of a
 block that is used in part contains the tail too, and the images in it. A mark is written after all blocks of its
-prefix. It says where to look, and the blocks that the store has say what is there.
+prefix. It says where to look, and the blocks that the store has say what is there. A block is there when all its shares
+are: ranks write them one by one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import Extra
 from hybridkv.stores import BlockStore
 from hybridkv.stores.marks import mark_bytes, tails_of
+from hybridkv.stores.store import share_key
 
 IDENTITY_BYTES: Final = 16
 """Bytes of the identity in each key."""
@@ -80,17 +82,21 @@ class Part:
 
     Attributes:
         group: Number of the group.
+        kind: Groups of one kind need the same columns, and have their keys in common.
         block_size: Tokens of a column.
         first_needed: Returns the first token that must be there to resume after so many tokens; that many for none.
         reads_all: It is always token 0.
         is_state: One block instead: the state after exactly the last token.
+        shares: Entries of a block in the store.
     """
 
     group: int
+    kind: int
     block_size: int
     first_needed: Callable[[int], int]
     reads_all: bool = False
     is_state: bool = False
+    shares: int = 1
 
     def columns(self, tokens: int) -> range:
         """Return the columns that are needed to resume after some tokens; ``range(1)`` for a state.
@@ -136,8 +142,9 @@ class Prefixes:
         self.mark_bytes = mark_bytes(hash_block)
         self._identity = identity
         self._hash_block = hash_block
-        self._whole = [part for part in self.parts if part.reads_all]
-        self._others = [part for part in self.parts if not part.reads_all]
+        kinds = {part.kind: part for part in self.parts}.values()
+        self._whole = [part for part in kinds if part.reads_all]
+        self._others = [part for part in kinds if not part.reads_all]
         self._common = lcm(*(part.block_size for part in self._whole))
 
     def renewed(self) -> Prefixes:
@@ -155,7 +162,7 @@ class Prefixes:
             part: The group.
             columns: Columns that the prefix needs.
         """
-        start, hashes, each = self._start(part.group), request.hashes, part.block_size // self._hash_block
+        start, hashes, each = self._start(part.kind), request.hashes, part.block_size // self._hash_block
         whole = 0 if part.is_state else tokens // part.block_size
         found = [start + hashes[(column + 1) * each - 1] + _NO_TAIL for column in columns if column < whole]
         if len(found) < len(columns):
@@ -172,8 +179,8 @@ class Prefixes:
         depth = tokens // self._hash_block
         return Mark(self._mark_key(request, depth), request.token_bytes(depth * self._hash_block, tokens))
 
-    def _start(self, group: int) -> bytes:
-        return self._identity + group.to_bytes(1, "little")
+    def _start(self, kind: int) -> bytes:
+        return self._identity + kind.to_bytes(1, "little")
 
     def _end(self, request: Tokens, tokens: int) -> bytes:
         depth, rest = divmod(tokens, self._hash_block)
@@ -217,8 +224,8 @@ class Prefixes:
         for part in self._whole:
             whole, first = limit // part.block_size, least // part.block_size
             columns = range(first, min(whole, len(request.hashes) * self._hash_block // part.block_size))
-            found = store.exists(self.keys(request, columns.stop * part.block_size, part, columns))
-            run = first + (found.index(False) if False in found else len(found))
+            found = store.exists(self._shares(request, columns.stop * part.block_size, part, columns))
+            run = first + (found.index(False) if False in found else len(found)) // part.shares
             limit = min(limit, (run + 1) * part.block_size - 1)
         return limit
 
@@ -248,8 +255,13 @@ class Prefixes:
             columns = part.columns(tokens)
             if part.reads_all:
                 columns = range(least // part.block_size, columns.stop)
-            keys += self.keys(request, tokens, part, columns)
+            keys += self._shares(request, tokens, part, columns)
         return all(store.exists(keys))
+
+    def _shares(self, request: Tokens, tokens: int, part: Part, columns: Sequence[int]) -> list[bytes]:
+        """Return the keys of all shares of blocks, those of one block next to each other."""
+        keys = self.keys(request, tokens, part, columns)
+        return [share_key(key, number) for key in keys for number in range(part.shares)]
 
 
 def _extras_inside(request: Tokens, depth: int, rest: int) -> list[object]:
@@ -259,13 +271,16 @@ def _extras_inside(request: Tokens, depth: int, rest: int) -> list[object]:
     return [one for one in found or () if one[0] != "mm" or one[2] < rest]  # type: ignore[operator]
 
 
-def parts_of(manager: KVCacheManager) -> tuple[Part, ...]:
+def parts_of(manager: KVCacheManager, kinds: Sequence[int] = (), shares: Sequence[int] = ()) -> tuple[Part, ...]:
     """Return what each group of a manager needs to resume. Groups without keys need nothing.
 
     Args:
         manager: The manager.
+        kinds: The kind of each group; by default each group is a kind.
+        shares: By kind, the entries of a block in the store; by default one.
     """
+    of_kind = kinds or range(len(manager.config.groups))
     return tuple(
-        Part(rule.group, rule.block_size, rule.first_needed, reads_all=rule.reads_all, is_state=rule.is_state)
+        Part(**rule._asdict(), kind=of_kind[rule.group], shares=shares[of_kind[rule.group]] if shares else 1)
         for rule in manager.engine.resume_rules
     )

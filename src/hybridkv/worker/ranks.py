@@ -9,18 +9,28 @@
 The whole part is the canonical form: it does not know how many ranks there were. A *run* is a number of units next to
 each other, such as heads, which are never cut. Ranks share a run evenly. If it has fewer units than there are ranks,
 ranks next to each other hold copies of one. As in vLLM 0.33: ``get_num_kv_heads``, ``mamba_v2_sharded_weight_loader``.
+
+A store keeps *shares*, which no rank divides: at most eight of the units of a run.
+
+    8 KV heads, 8 shares                   [ h0 ] [ h1 ] [ h2 ] .. [ h7 ]     rank 0 of 2 writes and reads four of them
+    4 KV heads, 8 ranks                    [ h0 ] [ h1 ] [ h2 ] [ h3 ]        two ranks read each, the first one writes
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import gcd
+from typing import Final, NamedTuple
 
 import torch
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.specs import AttentionSpec, KVCacheSpec, MambaSpec
+
+MOST_SHARES: Final = 8
+"""Shares of a run at most: the ranks of one machine. More would be shorter values, and more keys."""
 
 
 class Run(NamedTuple):
@@ -119,6 +129,69 @@ def splits_of(
     raise UnsupportedModelError(
         f"it is not known how tensor parallel ranks share {type(spec).__name__} with parts {list(shapes)}: use one rank"
     )
+
+
+class Strip(NamedTuple):
+    """Elements of one part of a layer's page that are next to each other along an axis on this rank."""
+
+    layer: str
+    part: int
+    axis: int
+    first: int
+    length: int
+
+
+class Share(NamedTuple):
+    """What a store keeps under one key: strips of the pages of several layers.
+
+    Attributes:
+        number: its number among the shares of these layers, which does not depend on the ranks.
+        strips: where it lies on this rank.
+        is_own: whether this rank writes it. Another one does if that has the first copy.
+    """
+
+    number: int
+    strips: tuple[Strip, ...]
+    is_own: bool
+
+
+def shares_of(splits: Mapping[str, Sequence[Split]], rank: int = 0, ranks: int = 1) -> tuple[tuple[Share, ...], int]:
+    """Return the shares of the pages of layers that one rank holds, and how many all ranks hold together.
+
+    Runs of equally many units, in all parts and layers, are cut alike, so they have shares in common. O(strips).
+
+    Args:
+        splits: how ranks share each part of a page, by layer.
+        rank: number of the rank, from 0.
+        ranks: how many there are.
+
+    Raises:
+        ConfigError: so many ranks cannot share a run, or would have to divide a share.
+    """
+    runs = defaultdict[int, list[tuple[Strip, int]]](list)
+    for layer, parts in splits.items():
+        for part, split in enumerate(parts):
+            first = 0
+            for units, width in split.runs:
+                length = _share(units, rank, ranks)[1] * width
+                runs[units].append((Strip(layer, part, split.axis, first, length), width))
+                first += length
+    shares, total = [], 0
+    for units, held in sorted(runs.items()):
+        count = units if units <= MOST_SHARES else gcd(units, MOST_SHARES)
+        each = units // count
+        first, mine = _share(units, rank, ranks)
+        if first % each or mine % each:
+            raise ConfigError(
+                f"{ranks} ranks cannot share {units} heads or channels, which stores keep in {count} parts: use a "
+                f"divisor of {count}"
+            )
+        is_own = rank % max(ranks // units, 1) == 0
+        for number in range(mine // each):
+            strips = [one._replace(first=one.first + number * each * w, length=each * w) for one, w in held]
+            shares.append(Share(total + first // each + number, tuple(strips), is_own))
+        total += count
+    return tuple(shares), total
 
 
 def _runs_of_state(spec: MambaSpec, *, channels_first: bool) -> tuple[tuple[Run, ...], ...] | None:

@@ -3,8 +3,11 @@
     spill     [which keys are missing?][write these blocks][write the mark]         reads blocks that are locked
     fetch     (after the loads of its Step) [read the blocks into their places]     writes blocks of a carrier
 
-A block of the natural layout is one piece of the arena, so nothing is copied on the way. A block that is longer than a
-store takes is cut into pieces. The first piece has the block's key and is written last.
+A store keeps the blocks of a kind of groups together, because they have the same tokens, and cut into shares, so that
+they do not depend on the groups of a plan or on the number of ranks (``hybridkv.worker.ranks``, docs/design/0045):
+
+    key            share 0                    key + number of the share       other shares
+    .. + 1 byte    pieces after the first, of a share that is longer than a store takes; the first one is written last
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -25,13 +29,19 @@ from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.step import Step, StoreTransfer
 from hybridkv.stores import BlockStore
 from hybridkv.stores.marks import put_mark
-from hybridkv.stores.store import MOST_PIECE_BYTES, pieces_of
+from hybridkv.stores.store import MOST_PIECE_BYTES, pieces_of, share_key
 from hybridkv.worker.copies import ArenaBlocks
+from hybridkv.worker.pages import PagedStorage
+from hybridkv.worker.ranks import Share
 
 logger = logging.getLogger(__name__)
 
+Bytes = NDArray[np.uint8]
+Int64 = NDArray[np.int64]
+
 _THREADS: Final = 2
-_AT_ONCE_BYTES: Final = 64 << 20
+_AT_ONCE_BYTES: Final = 32 << 20
+"""Bytes between the tier and the store, of one thread."""
 
 
 class Ended(NamedTuple):
@@ -42,6 +52,64 @@ class Ended(NamedTuple):
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class StoreForm:
+    """How blocks of the host tier lie in a store.
+
+    Attributes:
+        kinds: by group, the number of its kind. Blocks of one kind have one key if they have the same tokens.
+        shares: by kind, the shares that this rank holds.
+        counts: by kind, the shares of all ranks.
+    """
+
+    kinds: tuple[int, ...]
+    shares: tuple[tuple[Share, ...], ...]
+    counts: tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """Where a share lies in the tier: for each strip its group, and uint8[blocks, ...], a view of the arena."""
+
+    number: int
+    is_own: bool
+    strips: list[tuple[int, Bytes]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(view[0].size for _, view in self.strips)
+
+
+class _Rows(NamedTuple):
+    """Some blocks of a share: their keys, and the block of each in each group, -1 if the transfer has none."""
+
+    place: _Place
+    keys: list[bytes]
+    blocks: Mapping[int, Int64]
+
+    def take(self, at: Sequence[int]) -> _Rows:
+        return _Rows(self.place, [self.keys[i] for i in at], {group: of[at] for group, of in self.blocks.items()})
+
+    def read(self) -> Bytes:
+        """Return the blocks as uint8[n, bytes]."""
+        made, first = np.empty((len(self.keys), self.place.num_bytes), np.uint8), 0
+        for group, view in self.place.strips:
+            blocks = self.blocks[group]
+            if blocks.min() < 0:
+                raise WorkerError(f"a spill lacks a block of group {group} that other groups of its kind have")
+            size = view[0].size
+            made[:, first : first + size] = view[blocks].reshape(len(blocks), size)
+            first += size
+        return made
+
+    def write(self, rows: Bytes) -> None:
+        """Write uint8[n, bytes] to the blocks."""
+        first = 0
+        for group, view in self.place.strips:
+            here, size = self.blocks[group] >= 0, view[0].size
+            view[self.blocks[group][here]] = rows[here, first : first + size].reshape(-1, *view.shape[1:])
+            first += size
+
+
 class StoreCopier:
     """Executes the spills and fetches of Steps.
 
@@ -49,16 +117,31 @@ class StoreCopier:
         host: the blocks of the host tier, in the natural layout.
         store: the store. Several threads call it at once.
         hash_block: tokens of a hash block.
+        form: how blocks lie in the store; None: as they lie in the tier, by group.
+        pages: with a form, the memory of the tier with the views of its layers.
 
     Raises:
         ConfigError: a block is not one piece of the arena, as in the reference layout.
     """
 
-    def __init__(self, host: ArenaBlocks, store: BlockStore, hash_block: int) -> None:
+    def __init__(
+        self,
+        host: ArenaBlocks,
+        store: BlockStore,
+        hash_block: int,
+        *,
+        form: StoreForm | None = None,
+        pages: PagedStorage | None = None,
+    ) -> None:
         self._host = host
         self._store = store
         self._hash_block = hash_block
-        self._bytes: list[NDArray[np.uint8]] = [_bytes_of(stacks) for stacks in host.stacks]
+        whole = [_bytes_of(stacks) for stacks in host.stacks]
+        self._kinds = np.arange(len(host.class_of))
+        self._places = [[_Place(0, True, [(group, whole[of])])] for group, of in enumerate(host.class_of)]  # noqa: FBT003
+        if form is not None and pages is not None:
+            self._kinds = np.array(form.kinds)
+            self._places = [[_place(pages, share) for share in shares] for shares in form.shares]
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybridkv-store")
         self._running = deque[tuple[int, Future[Ended]]]()
 
@@ -129,10 +212,13 @@ class StoreCopier:
 
     def _spill(self, one: StoreTransfer) -> bool:
         try:
-            known = self._store.exists(one.keys)
-            missing = [at for at, is_known in enumerate(known) if not is_known]
-            if not all(all(self._store.put(keys, parts)) for keys, parts in self._batches(one, missing)):
-                return False
+            mine = [rows for rows in self._rows(one) if rows.place.is_own]
+            known = iter(self._store.exists([share_key(key, of.place.number) for of in mine for key in of.keys]))
+            missing = [of.take([at for at, _ in enumerate(of.keys) if not next(known)]) for of in mine]
+            for batch in _batches(missing):
+                keys, parts = _pieces(batch, [rows.read() for rows in batch])
+                if not all(self._store.put(keys, parts)):
+                    return False
             return not one.mark or put_mark(self._store, one.mark, one.tail, self._hash_block)
         except Exception as error:  # noqa: BLE001 - a store that fails takes nothing, and no step ends by it
             logger.warning("the store failed to take transfer %d: %r", one.number, error)
@@ -141,33 +227,76 @@ class StoreCopier:
     def _fetch(self, one: StoreTransfer, before: Callable[[], None]) -> bool:
         try:
             before()
-            return all(all(self._store.get(keys, parts)) for keys, parts in self._batches(one, range(len(one))))
+            return all(self._read(batch) for batch in _batches(self._rows(one)))
         except Exception as error:  # noqa: BLE001 - as above
             logger.warning("the store failed to give transfer %d: %r", one.number, error)
             return False
 
-    def _batches(self, one: StoreTransfer, places: Sequence[int]) -> Iterator[tuple[list[bytes], list[memoryview]]]:
-        """Yield keys and pieces of the blocks at some places of a transfer, up to 64 MiB at once."""
-        keys, parts, size = list[bytes](), list[memoryview](), 0
-        for at in places:
-            block = memoryview(self._bytes[self._host.class_of[one.group[at]]][one.block[at]])
-            cuts = pieces_of(len(block))
+    def _read(self, batch: Sequence[_Rows]) -> bool:
+        into = [np.empty((len(rows.keys), rows.place.num_bytes), np.uint8) for rows in batch]
+        if not all(self._store.get(*_pieces(batch, into))):
+            return False
+        for rows, made in zip(batch, into, strict=True):
+            rows.write(made)
+        return True
+
+    def _rows(self, one: StoreTransfer) -> Iterator[_Rows]:
+        """Yield the shares of all blocks of a transfer that this rank holds."""
+        kinds = self._kinds[one.group]
+        for kind in np.unique(kinds).tolist():
+            mine = np.flatnonzero(kinds == kind).tolist()
+            keys = {one.keys[at]: 0 for at in mine}
+            keys = {key: number for number, key in enumerate(keys)}
+            blocks = {group: np.full(len(keys), -1) for group in np.flatnonzero(self._kinds == kind).tolist()}
+            for at in mine:
+                blocks[int(one.group[at])][keys[one.keys[at]]] = one.block[at]
+            for place in self._places[kind]:
+                yield _Rows(place, list(keys), blocks)
+
+
+def _batches(wanted: Iterable[_Rows]) -> Iterator[list[_Rows]]:
+    """Yield rows of up to 64 MiB at once, or one row."""
+    batch, size = list[_Rows](), 0
+    for rows in wanted:
+        most = max(1, _AT_ONCE_BYTES // rows.place.num_bytes)
+        for first in range(0, len(rows.keys), most):
+            batch.append(rows.take(range(first, min(first + most, len(rows.keys)))))
+            size += len(batch[-1].keys) * rows.place.num_bytes
+            if size >= _AT_ONCE_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(batch: Iterable[_Rows], memory: Iterable[Bytes]) -> tuple[list[bytes], list[memoryview]]:
+    """Return the keys and the pieces of rows in memory; the first piece of a row comes last."""
+    keys, parts = list[bytes](), list[memoryview]()
+    for rows, made in zip(batch, memory, strict=True):
+        cuts = pieces_of(rows.place.num_bytes)
+        for key, row in zip(rows.keys, made, strict=True):
             for number in range(len(cuts) - 1, -1, -1):
                 first = number * MOST_PIECE_BYTES
-                keys.append(one.keys[at] + (number.to_bytes(2, "little") if number else b""))
-                parts.append(block[first : first + cuts[number]])
-                size += cuts[number]
-                if size >= _AT_ONCE_BYTES:
-                    yield keys, parts
-                    keys, parts, size = [], [], 0
-        if keys:
-            yield keys, parts
+                keys.append(share_key(key, rows.place.number) + (bytes([number]) if number else b""))
+                parts.append(memoryview(row)[first : first + cuts[number]])
+    return keys, parts
 
 
-def _bytes_of(stacks: Sequence[torch.Tensor]) -> NDArray[np.uint8]:
+def _place(pages: PagedStorage, share: Share) -> _Place:
+    """Return where a share lies in the memory of a tier."""
+    groups = {name: number for number, group in enumerate(pages.config.groups) for name in group.layer_names}
+    strips = []
+    for layer, part, axis, first, length in share.strips:
+        group, view = groups[layer], pages.views[layer][part]
+        blocks = view.view(-1, pages.config.kernel_blocks_of(group), *view.shape[1:])  # a block's tokens in order
+        strips.append((group, blocks.narrow(axis, first, length).view(torch.uint8).numpy()))
+    return _Place(share.number, share.is_own, strips)
+
+
+def _bytes_of(stacks: Sequence[torch.Tensor]) -> Bytes:
     """Return the blocks of a class as uint8[blocks, bytes], in the memory of the arena. Raises as StoreCopier does."""
     pages = [page for stack in stacks for page in stack]
     if len(pages) != 1:
         raise ConfigError("a store keeps blocks of the natural layout only: leave it out (store=, --disk, --store)")
-    blocks: NDArray[np.uint8] = pages[0].view(torch.uint8).numpy()
+    blocks: Bytes = pages[0].view(torch.uint8).numpy()
     return blocks

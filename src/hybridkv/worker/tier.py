@@ -37,7 +37,7 @@ from hybridkv.stores import BlockStore
 from hybridkv.units import format_bytes
 from hybridkv.worker.copies import ArenaBlocks, copies_before
 from hybridkv.worker.pages import PagedStorage
-from hybridkv.worker.store import Ended, StoreCopier
+from hybridkv.worker.store import Ended, StoreCopier, StoreForm
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ class HostTierCopier:
         config: the plan of the tier: the plan of ``storage`` with another number of blocks or slabs.
         store: a store behind the tier; ``None`` without one. It stays open.
         hash_block: tokens of a hash block, for marks in the store.
+        form: how blocks lie in the store, if ``storage`` has views of layers; None: as they lie in the tier.
         staging_bytes: device memory for stores that are on their way. The Step waits for a transfer that finds too
             little. Not used on a CPU.
 
@@ -139,6 +140,7 @@ class HostTierCopier:
         *,
         store: BlockStore | None = None,
         hash_block: int = 1,
+        form: StoreForm | None = None,
         staging_bytes: int = _STAGING_BYTES,
     ) -> None:
         instance("config", config, KVCacheConfig)
@@ -161,7 +163,10 @@ class HostTierCopier:
             if storage.arena.device.type == "cuda"
             else _InPlace(self._device, self._host)
         )
-        self._store = None if store is None else StoreCopier(self._host, store, integer("hash_block", hash_block, 1))
+        self._store = None
+        if store is not None:
+            pages = None if form is None else self._pages(instance("storage", storage, PagedStorage))
+            self._store = StoreCopier(self._host, store, integer("hash_block", hash_block, 1), form=form, pages=pages)
         self._outstanding = set[int]()
         self._loads, self._unissued = list[_Transfer](), list[int]()  # of the Step between begin and load
         self._arrived, self._lost = dict[int, float](), list[int]()  # to be reported
@@ -245,6 +250,9 @@ class HostTierCopier:
             device: the memory of the device.
         """
         self._lane.settle()
+        return self._pages(device)
+
+    def _pages(self, device: PagedStorage) -> PagedStorage:
         return PagedStorage(self._config, device.parts, order=device.order, arena=self.arena)
 
     def close(self) -> None:

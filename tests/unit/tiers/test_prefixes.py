@@ -46,15 +46,15 @@ class Store:
 
 
 def full(group: int, size: int) -> Part:
-    return Part(group, size, lambda tokens: tokens * 0, reads_all=True)
+    return Part(group, group, size, lambda tokens: tokens * 0, reads_all=True)
 
 
 def window(group: int, size: int, tokens_read: int) -> Part:
-    return Part(group, size, lambda tokens: max(0, tokens - tokens_read))
+    return Part(group, group, size, lambda tokens: max(0, tokens - tokens_read))
 
 
 def state(group: int) -> Part:
-    return Part(group, HASH_BLOCK, lambda tokens: tokens, is_state=True)
+    return Part(group, group, HASH_BLOCK, lambda tokens: tokens, is_state=True)
 
 
 KINDS: Final = {

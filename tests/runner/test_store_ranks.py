@@ -1,0 +1,120 @@
+"""Engines with other numbers of ranks find each other's prefixes in a store; each rank is a process with its heads."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runner_support import generated, greedy, loaded_model, shared_prompts
+
+import warm
+from hybridkv.runner import Engine, EngineOptions, plan_for
+from hybridkv.stores import StoreUrl
+
+TOKENS = 8
+PROMPTS = shared_prompts(2, 6, prefix=40, longest=9)
+TAIL = [65, 66, 67]
+KEY = b"a key of 16 bytes"
+
+RANK = """
+import json, sys
+from datetime import timedelta
+sys.path[:0] = {path!r}
+import torch.distributed as dist
+from rank_models import share_of
+from runner_support import loaded_model
+from test_store_ranks import KEY, engine, served
+from hybridkv.runner import ModelShare, follow, lead, wrap
+from hybridkv.wire import Listener, connect
+
+rank, ranks = int(sys.argv[1]), {ranks}
+dist.init_process_group("gloo", "file://" + {meeting!r}, timedelta(seconds=60), ranks, rank)
+whole = loaded_model({name!r}).model
+loaded = wrap(share_of(whole, rank, ranks), share=ModelShare.of(whole, rank, ranks))
+listeners = [Listener(("127.0.0.1", 0), authkey=KEY) for _ in range(1, ranks)] if not rank else []
+places = [[one.address for one in listeners]]
+dist.broadcast_object_list(places)
+{before}
+with engine(loaded, {store!r}) as running:
+    if rank:
+        follow(running, connect(places[0][rank - 1], authkey=KEY))
+    else:
+        lead(running, [one.accept(timeout_s=60) for one in listeners])
+        print(json.dumps(served(running, {prompts!r})), flush=True)
+"""
+
+DIES = """
+if rank:
+    import os, signal
+    from hybridkv.stores import SharedStore
+    puts, put = [], SharedStore.put
+    def dies(self, keys, blocks):
+        puts.append(1)
+        if len(puts) > {puts}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return put(self, keys, blocks)
+    SharedStore.put = dies
+"""
+
+
+def engine(loaded: Any, store: str) -> Engine:  # noqa: ANN401  # a LoadedModel
+    plan = plan_for(loaded, [120] * 2)
+    options = EngineOptions(self_check=False, max_running=2)
+    return Engine(loaded, plan, options, host_memory="8MiB", store=StoreUrl(f"file://{store}?timeout_s=20"))
+
+
+def served(running: Engine, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
+    """Generate one after the other; return the hit and the tokens of each."""
+    done = []
+    for prompt in prompts:
+        done += running.generate([prompt], greedy(TOKENS))
+        running.settle_tiers()
+    return [(one.hit_tokens, list(one.token_ids)) for one in done]
+
+
+def by_ranks(
+    name: str, ranks: int, prompts: list[list[int]], folder: Path, store: Path, before: str = ""
+) -> list[list[Any]] | None:
+    """What an engine of some ranks says of the prompts; None if a rank died."""
+    folder.mkdir()
+    script, values = folder / "rank.py", {"path": sys.path, "meeting": str(folder / "meeting"), "store": str(store)}
+    script.write_text(RANK.format(name=name, ranks=ranks, prompts=prompts, before=before, **values))
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(warm.Warm([script, str(rank)], environment={"OMP_NUM_THREADS": "1"}))
+            for rank in range(ranks)
+        ]
+        outputs = [one.communicate(timeout=120) for one in started]
+    if before:
+        return None
+    assert [one.returncode for one in started] == [0] * ranks, outputs
+    said: list[list[Any]] = json.loads(outputs[0][0].splitlines()[-1])
+    return said
+
+
+def expected(name: str, prompts: list[list[int]]) -> list[list[int]]:
+    return [list(generated(loaded_model(name), prompt, TOKENS)) for prompt in prompts]
+
+
+def turns(name: str) -> list[list[int]]:
+    return [[*prompt, *made, *TAIL] for prompt, made in zip(PROMPTS, expected(name, PROMPTS), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "others"),
+    [("llama", 2, 1), ("llama", 1, 4), ("llama", 4, 2), ("qwen3_next", 2, 1), ("qwen3_next", 1, 2)],
+)
+def test_prefixes_of_some_ranks_are_found_by_others(name: str, ranks: int, others: int, tmp_path: Path) -> None:
+    """Four ranks of two KV heads: each head is copied, and written once."""
+    first, again = PROMPTS, turns(name)
+    for number, prompts in ((ranks, first), (others, again)):
+        if number == 1:
+            with engine(loaded_model(name), str(tmp_path / "store")) as running:
+                said = served(running, prompts)
+        else:
+            said = by_ranks(name, number, prompts, tmp_path / f"of {number}", tmp_path / "store")
+        assert [tokens for _, tokens in said] == expected(name, prompts)
+    assert [hit for hit, _ in said] == [len(prompt) - len(TAIL) - 1 for prompt in again]
