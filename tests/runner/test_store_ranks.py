@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from hybridkv.stores import StoreUrl
 TOKENS = 8
 PROMPTS = shared_prompts(2, 6, prefix=40, longest=9)
 TAIL = [65, 66, 67]
+MARK_DIGITS = 98
+"""Of the file of a mark: identity, kind and hash."""
 KEY = b"a key of 16 bytes"
 
 RANK = """
@@ -76,9 +77,9 @@ def served(running: Engine, prompts: list[list[int]]) -> list[tuple[int, list[in
 
 
 def by_ranks(
-    name: str, ranks: int, prompts: list[list[int]], folder: Path, store: Path, before: str = ""
-) -> list[list[Any]] | None:
-    """What an engine of some ranks says of the prompts; None if a rank died."""
+    name: str, ranks: int, prompts: list[list[int]], folder: Path, *, store: Path, before: str = ""
+) -> list[tuple[int, list[int]]]:
+    """What an engine of some ranks says of the prompts; nothing if ``before`` kills a rank."""
     folder.mkdir()
     script, values = folder / "rank.py", {"path": sys.path, "meeting": str(folder / "meeting"), "store": str(store)}
     script.write_text(RANK.format(name=name, ranks=ranks, prompts=prompts, before=before, **values))
@@ -89,10 +90,9 @@ def by_ranks(
         ]
         outputs = [one.communicate(timeout=120) for one in started]
     if before:
-        return None
+        return []
     assert [one.returncode for one in started] == [0] * ranks, outputs
-    said: list[list[Any]] = json.loads(outputs[0][0].splitlines()[-1])
-    return said
+    return [(hit, tokens) for hit, tokens in json.loads(outputs[0][0].splitlines()[-1])]
 
 
 def expected(name: str, prompts: list[list[int]]) -> list[list[int]]:
@@ -115,6 +115,21 @@ def test_prefixes_of_some_ranks_are_found_by_others(name: str, ranks: int, other
             with engine(loaded_model(name), str(tmp_path / "store")) as running:
                 said = served(running, prompts)
         else:
-            said = by_ranks(name, number, prompts, tmp_path / f"of {number}", tmp_path / "store")
+            said = by_ranks(name, number, prompts, tmp_path / f"of {number}", store=tmp_path / "store")
         assert [tokens for _, tokens in said] == expected(name, prompts)
     assert [hit for hit, _ in said] == [len(prompt) - len(TAIL) - 1 for prompt in again]
+
+
+@pytest.mark.parametrize("puts", [0, 1])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_blocks_that_a_dead_rank_did_not_write_are_misses(name: str, puts: int, tmp_path: Path) -> None:
+    """Rank 1 is killed when it writes. Rank 0 has written its own shares, and the mark that promises them all."""
+    store = tmp_path / "store"
+    by_ranks(name, 2, PROMPTS, tmp_path / "dies", store=store, before=DIES.format(puts=puts))
+    marks = [file for file in store.rglob("*") if len(file.name) == MARK_DIGITS]
+    assert len(marks) == puts + 1
+    again = turns(name)
+    with engine(loaded_model(name), str(store)) as running:
+        said = served(running, again)
+    assert [tokens for _, tokens in said] == expected(name, again)
+    assert said[0][0] == (len(PROMPTS[0]) - 1 if puts else 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.options import EngineOptions
 from hybridkv.runner.probe import Stored, page_layout, probe
 from hybridkv.runner.shares import splits_in, whole_identity
-from hybridkv.specs import AttentionSpec, Keeps
+from hybridkv.specs import AttentionSpec
 from hybridkv.stores import BlockStore, DiskFolder, StoreChoice
 from hybridkv.stores.store import pieces_of
 from hybridkv.tiers import HostTier, Prefixes, StoreLookups, parts_of
 from hybridkv.worker.pages import PagePart
-from hybridkv.worker.ranks import Run, Split, Strip, shares_of
+from hybridkv.worker.ranks import Run, Split, Strip
 from hybridkv.worker.store import StoreForm
 
 
@@ -117,38 +116,28 @@ def _form(loaded: LoadedModel, plan: Plan, hash_block: int) -> tuple[StoreForm, 
     """
     layout, groups = page_layout(plan.model, probe(loaded.model)), plan.config.groups
     group_of = {name: number for number, group in enumerate(groups) for name in group.layer_names}
-    kinds, kind_of = list[tuple[object, ...]](), [0] * len(groups)
-    splits, pages, said = (
-        list[dict[str, tuple[Split, ...]]](),
-        dict[str, tuple[int, Sequence[PagePart]]](),
-        list[object](),
-    )
-    for layer in plan.model.layers:
-        if not (parts := layout.get(layer.name)):
-            continue
-        number, is_state = group_of[layer.name], layer.spec.keeps is Keeps.STATE
-        of = groups[number].spec
-        rule = of.keeps, 0 if is_state else of.block_size, of.mask if of.keeps is Keeps.WINDOW else None
-        if rule not in kinds:
-            kinds.append(rule)
-            splits.append({})
-        kind_of[number] = kinds.index(rule)
-        spec = of.layer_spec(layer.name)
-        found = splits_in(loaded.share, layer.name, spec, [part.shape for part in parts])
-        if found is None:
-            found = tuple(Split(-1, (Run(1, part.shape[-1]),)) for part in parts)
-        splits[kind_of[number]][layer.name] = found
-        pages[layer.name] = spec.num_states if isinstance(spec, AttentionSpec) else 1, parts
-        said.append([layer.name, rule, [(of.axis, of.runs) for of in found], [str(part.dtype) for part in parts]])
+    splits, rows = dict[str, tuple[Split, ...]](), dict[str, int]()
+    for name in (layer.name for layer in plan.model.layers if layout.get(layer.name)):
+        spec, shapes = groups[group_of[name]].spec.layer_spec(name), [part.shape for part in layout[name]]
+        known = splits_in(loaded.share, name, spec, shapes)
+        splits[name] = tuple(Split(-1, (Run(1, shape[-1]),)) for shape in shapes) if known is None else known
+        rows[name] = spec.num_states if isinstance(spec, AttentionSpec) else 1
     rank = (0, 1) if loaded.share is None else (loaded.share.rank, loaded.share.ranks)
-    cut = [shares_of(of, *rank) for of in splits]
-    form = StoreForm(tuple(kind_of), tuple(shares for shares, _ in cut), tuple(count for _, count in cut))
-    sizes = {sum(_bytes(one, *pages[one.layer]) for one in share.strips) for shares in form.shares for share in shares}
+    form = StoreForm.of(plan.config, splits, *rank)
+    sizes = {
+        sum(rows[one.layer] * _row_bytes(one, layout[one.layer][one.part]) for one in share.strips)
+        for shares in form.shares
+        for share in shares
+    }
+    said = [
+        (name, form.kinds[group_of[name]], rows[name], [(str(part.dtype), of.axis, of.runs) for part, of in held])
+        for name in splits
+        for held in [list(zip(layout[name], splits[name], strict=True))]
+    ]
     whole = whole_identity(loaded.model, loaded.share, Stored.of_plan(plan))
     return form, blocks_identity(whole, said, hash_block), sizes
 
 
-def _bytes(strip: Strip, rows: int, parts: Sequence[PagePart]) -> int:
-    """Return the bytes of a strip of a block with some rows."""
-    part = parts[strip.part]
-    return rows * part.token_bytes // part.shape[strip.axis] * strip.length
+def _row_bytes(strip: Strip, part: PagePart) -> int:
+    """Return the bytes of a strip of one token or state."""
+    return part.token_bytes // part.shape[strip.axis] * strip.length

@@ -177,7 +177,7 @@ def shares_of(splits: Mapping[str, Sequence[Split]], rank: int = 0, ranks: int =
                 runs[units].append((Strip(layer, part, split.axis, first, length), width))
                 first += length
     shares, total = [], 0
-    for units, held in sorted(runs.items()):
+    for units, held in runs.items():
         count = units if units <= MOST_SHARES else gcd(units, MOST_SHARES)
         each = units // count
         first, mine = _share(units, rank, ranks)

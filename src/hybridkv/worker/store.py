@@ -26,13 +26,15 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
+from hybridkv.planner.config import KVCacheConfig
+from hybridkv.specs import Keeps
 from hybridkv.step import Step, StoreTransfer
 from hybridkv.stores import BlockStore
 from hybridkv.stores.marks import put_mark
 from hybridkv.stores.store import MOST_PIECE_BYTES, pieces_of, share_key
 from hybridkv.worker.copies import ArenaBlocks
 from hybridkv.worker.pages import PagedStorage
-from hybridkv.worker.ranks import Share
+from hybridkv.worker.ranks import Share, Split, shares_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,37 @@ class StoreForm:
     kinds: tuple[int, ...]
     shares: tuple[tuple[Share, ...], ...]
     counts: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, config: KVCacheConfig, splits: Mapping[str, Sequence[Split]], rank: int = 0, ranks: int = 1
+    ) -> StoreForm:
+        """Return the form of the blocks of one rank.
+
+        Kinds are numbered by their first layer, so they do not depend on the groups into which a plan deals layers.
+
+        Args:
+            config: the plan of its blocks.
+            splits: how ranks share each part of a page, by layer, in the order of the model.
+            rank: number of the rank, from 0.
+            ranks: how many there are.
+
+        Raises:
+            ConfigError: so many ranks cannot share the pages.
+        """
+        group_of = {name: number for number, group in enumerate(config.groups) for name in group.layer_names}
+        rules, kinds, of_kind = list[tuple[object, ...]](), [0] * len(config.groups), list[dict[str, Sequence[Split]]]()
+        for name, parts in splits.items():
+            spec = config.groups[group_of[name]].spec
+            size = 0 if spec.keeps is Keeps.STATE else spec.block_size
+            rule = spec.keeps, size, spec.mask if spec.keeps is Keeps.WINDOW else None
+            if rule not in rules:
+                rules.append(rule)
+                of_kind.append({})
+            kind = kinds[group_of[name]] = rules.index(rule)
+            of_kind[kind][name] = parts
+        cut = [shares_of(of, rank, ranks) for of in of_kind]
+        return cls(tuple(kinds), tuple(shares for shares, _ in cut), tuple(count for _, count in cut))
 
 
 class _Place(NamedTuple):
@@ -142,6 +175,7 @@ class StoreCopier:
         if form is not None and pages is not None:
             self._kinds = np.array(form.kinds)
             self._places = [[_place(pages, share) for share in shares] for shares in form.shares]
+        self._marks = any(place.is_own and not place.number for place in self._places[0])  # on one rank of all
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybridkv-store")
         self._running = deque[tuple[int, Future[Ended]]]()
 
@@ -219,7 +253,7 @@ class StoreCopier:
                 keys, parts = _pieces(batch, [rows.read() for rows in batch])
                 if not all(self._store.put(keys, parts)):
                     return False
-            return not one.mark or put_mark(self._store, one.mark, one.tail, self._hash_block)
+            return not (one.mark and self._marks) or put_mark(self._store, one.mark, one.tail, self._hash_block)
         except Exception as error:  # noqa: BLE001 - a store that fails takes nothing, and no step ends by it
             logger.warning("the store failed to take transfer %d: %r", one.number, error)
             return False

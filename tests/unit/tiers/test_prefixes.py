@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
@@ -64,13 +65,23 @@ KINDS: Final = {
     "full and window": [full(0, 8), window(1, 4, 6)],
     "state": [state(0)],
     "hybrid": [full(0, 8), state(1), window(2, 4, 9)],
+    "full of ranks": [replace(full(0, 8), shares=3)],
+    "hybrid of ranks": [
+        replace(one, shares=shares)
+        for one, shares in ((full(0, 8), 2), (state(1), 4), (replace(state(2), kind=1), 4), (window(3, 4, 9), 1))
+    ],
 }
+
+
+def shares(part: Part, keys: Sequence[bytes]) -> list[bytes]:
+    """What the store has for blocks: share 0 under the key itself."""
+    return [key + (bytes([number, 0]) if number else b"") for key in keys for number in range(part.shares)]
 
 
 def put(store: Store, prefixes: Prefixes, request: Request, tokens: int) -> None:
     """Store the prefix of ``tokens`` tokens as the worker does."""
     for part in prefixes.parts:
-        for key in prefixes.keys(request, tokens, part, part.columns(tokens)):
+        for key in shares(part, prefixes.keys(request, tokens, part, part.columns(tokens))):
             store.blocks[key] = b"x"
     mark = prefixes.mark(request, tokens)
     store.blocks[mark.key] = mark_with(store.blocks.get(mark.key, b""), mark.tail, HASH_BLOCK)
@@ -110,13 +121,16 @@ def test_finds_the_longest_prefix_that_was_stored_whole(kind: str) -> None:
             needed = [
                 key
                 for part in parts
-                for key in prefixes.keys(
-                    request,
-                    found,
+                for key in shares(
                     part,
-                    range(least // part.block_size, part.columns(found).stop)
-                    if part.reads_all
-                    else part.columns(found),
+                    prefixes.keys(
+                        request,
+                        found,
+                        part,
+                        range(least // part.block_size, part.columns(found).stop)
+                        if part.reads_all
+                        else part.columns(found),
+                    ),
                 )
             ]
             del store.blocks[random.choice(needed)]
