@@ -22,7 +22,9 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 def share_of(whole: PreTrainedModel, rank: int, ranks: int) -> PreTrainedModel:
     """The model of one rank: its heads of attention and of delta rules; all of the rest."""
     config: Any = copy.deepcopy(whole.config)
-    cuts = _attention(config, rank, ranks)
+    cuts = (
+        _latent_attention(config, rank, ranks) if hasattr(config, "kv_lora_rank") else _attention(config, rank, ranks)
+    )
     if hasattr(config, "linear_num_key_heads"):
         cuts |= _delta_rules(config, rank, ranks)
 
@@ -50,6 +52,18 @@ def _attention(config: Any, rank: int, ranks: int) -> dict[str, Cut]:  # noqa: A
         "k_proj": lambda weight: rows_of(weight, kv_mine, width),
         "v_proj": lambda weight: rows_of(weight, kv_mine, width),
         "o_proj": lambda weight: rows_of(weight.T, mine, width).T,
+    }
+
+
+def _latent_attention(config: Any, rank: int, ranks: int) -> dict[str, Cut]:  # noqa: ANN401  # a config of transformers
+    """How the weights of attention over latents are cut: each rank has the whole latent."""
+    heads, nope, value = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+    mine = range(rank * heads // ranks, (rank + 1) * heads // ranks)
+    config.num_attention_heads = config.num_key_value_heads = len(mine)
+    return {
+        "q_b_proj": lambda weight: rows_of(weight, mine, nope + config.qk_rope_head_dim),
+        "kv_b_proj": lambda weight: rows_of(weight, mine, nope + value),
+        "o_proj": lambda weight: rows_of(weight.T, mine, value).T,
     }
 
 

@@ -105,7 +105,10 @@ def turns(name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "others"),
-    [("llama", 2, 1), ("llama", 1, 4), ("llama", 4, 2), ("qwen3_next", 2, 1), ("qwen3_next", 1, 2)],
+    [
+        *(("llama", 2, 1), ("llama", 1, 4), ("llama", 4, 2)),
+        *(("qwen3_next", 2, 1), ("qwen3_next", 1, 2), ("deepseek_v3", 4, 1), ("deepseek_v3", 1, 2)),
+    ],
 )
 def test_prefixes_of_some_ranks_are_found_by_others(name: str, ranks: int, others: int, tmp_path: Path) -> None:
     """Four ranks of two KV heads: each head is copied, and written once."""
