@@ -106,10 +106,7 @@ class _Place(NamedTuple):
     number: int
     is_own: bool
     strips: list[tuple[int, Bytes]]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(view[0].size for _, view in self.strips)
+    num_bytes: int
 
 
 class _Rows(NamedTuple):
@@ -138,8 +135,10 @@ class _Rows(NamedTuple):
         """Write uint8[n, bytes] to the blocks."""
         first = 0
         for group, view in self.place.strips:
-            here, size = self.blocks[group] >= 0, view[0].size
-            view[self.blocks[group][here]] = rows[here, first : first + size].reshape(-1, *view.shape[1:])
+            blocks, size = self.blocks[group], view[0].size
+            content = rows[:, first : first + size].reshape(len(blocks), *view.shape[1:])
+            here = slice(None) if blocks.min() >= 0 else blocks >= 0
+            view[blocks[here]] = content[here]
             first += size
 
 
@@ -171,7 +170,10 @@ class StoreCopier:
         self._hash_block = hash_block
         whole = [_bytes_of(stacks) for stacks in host.stacks]
         self._kinds = np.arange(len(host.class_of))
-        self._places = [[_Place(0, True, [(group, whole[of])])] for group, of in enumerate(host.class_of)]  # noqa: FBT003
+        self._places = [
+            [_Place(0, True, [(group, whole[of])], whole[of].shape[1])]  # noqa: FBT003
+            for group, of in enumerate(host.class_of)
+        ]
         if form is not None and pages is not None:
             self._kinds = np.array(form.kinds)
             self._places = [[_place(pages, share) for share in shares] for shares in form.shares]
@@ -294,7 +296,8 @@ def _batches(wanted: Iterable[_Rows]) -> Iterator[list[_Rows]]:
     for rows in wanted:
         most = max(1, _AT_ONCE_BYTES // rows.place.num_bytes)
         for first in range(0, len(rows.keys), most):
-            batch.append(rows.take(range(first, min(first + most, len(rows.keys)))))
+            every = range(first, min(first + most, len(rows.keys)))
+            batch.append(rows if len(every) == len(rows.keys) else rows.take(every))
             size += len(batch[-1].keys) * rows.place.num_bytes
             if size >= _AT_ONCE_BYTES:
                 yield batch
@@ -317,14 +320,40 @@ def _pieces(batch: Iterable[_Rows], memory: Iterable[Bytes]) -> tuple[list[bytes
 
 
 def _place(pages: PagedStorage, share: Share) -> _Place:
-    """Return where a share lies in the memory of a tier."""
+    """Return where a share lies in the memory of a tier. Strips that are equally far apart are one view."""
     groups = {name: number for number, group in enumerate(pages.config.groups) for name in group.layer_names}
-    strips = []
+    runs = list[tuple[int, list[torch.Tensor]]]()
     for layer, part, axis, first, length in share.strips:
         group, view = groups[layer], pages.views[layer][part]
         blocks = view.view(-1, pages.config.kernel_blocks_of(group), *view.shape[1:])  # a block's tokens in order
-        strips.append((group, blocks.narrow(axis, first, length).view(torch.uint8).numpy()))
-    return _Place(share.number, share.is_own, strips)
+        strip = blocks.narrow(axis, first, length).view(torch.uint8)
+        if runs and runs[-1][0] == group and _continues(runs[-1][1], strip):
+            runs[-1][1].append(strip)
+        else:
+            runs.append((group, [strip]))
+    stacked = [(group, _stacked(strips)) for group, strips in runs]
+    return _Place(share.number, share.is_own, stacked, sum(view[0].size for _, view in stacked))
+
+
+def _continues(strips: Sequence[torch.Tensor], strip: torch.Tensor) -> bool:
+    """Return whether a strip lies as far after the last of some as that one after the one before."""
+    last = strips[-1]
+    if (last.shape, last.stride()) != (strip.shape, strip.stride()):
+        return False
+    return len(strips) == 1 or _step(last, strip) == _step(*strips[-2:])
+
+
+def _stacked(strips: Sequence[torch.Tensor]) -> Bytes:
+    """Return strips as uint8[blocks, strips, ...]."""
+    first, *others = strips
+    strides = first.stride(0), _step(first, others[0]) if others else 0, *first.stride()[1:]
+    shape = len(first), len(strips), *first.shape[1:]
+    stacked: Bytes = first.as_strided(shape, strides, first.storage_offset()).numpy()
+    return stacked
+
+
+def _step(one: torch.Tensor, other: torch.Tensor) -> int:
+    return int(other.storage_offset() - one.storage_offset())
 
 
 def _bytes_of(stacks: Sequence[torch.Tensor]) -> Bytes:
