@@ -61,6 +61,21 @@ def test_second_engine_resumes_what_the_first_one_left_on_the_disk(name: str, tm
     assert second.scheduler.prompt_tokens_found[1] == sum(len(one) for one in longer) - 4 * len(longer)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "falcon_h1"])
+def test_engine_with_other_groups_resumes_the_same_prefixes(name: str, tmp_path: Path) -> None:
+    """More memory deals the layers to other groups."""
+    loaded, prompts = loaded_model(name), chats(2, 1)
+    plan, disk = small_plan(loaded, prompts), DiskFolder(tmp_path / "disk", "64MiB")
+    made, _ = served(loaded, plan, prompts, disk)
+    longer = [[*prompt, *output, 5, 6, 7] for prompt, output in zip(prompts, made, strict=True)]
+    larger = plan_for(loaded, [100], memory="64MiB", max_model_len=plan.max_model_len)
+    layers, others = ({group.layer_names for group in one.config.groups} for one in (plan, larger))
+    assert layers != others
+    again, second = served(loaded, larger, longer, disk)
+    assert again == [list(generated(loaded, prompt, OUTPUT)) for prompt in longer]
+    assert second.scheduler.prompt_tokens_found[1] == sum(len(one) for one in longer) - 4 * len(longer)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_engines_share_a_store_of_their_own_model_only(name: str, tmp_path: Path) -> None:
     """One engine fills the store while it runs; one of another model finds nothing there."""
