@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from hybridkv.runner import (
     byte_tokenizer,
     drafters,
     encode,
+    follow,
     join_sessions,
+    lead,
     load,
     plan_for,
     plan_within,
@@ -250,6 +253,16 @@ def test_bad_share_or_file_of_ranks_is_refused(tmp_path: Path) -> None:
             join_sessions([tmp_path / "alone"], path)  # type: ignore[arg-type]  # what is refused
 
 
+def test_engine_and_channels_of_ranks() -> None:
+    near, far = Pipe()
+    far.close()  # so that an engine that follows ends at once
+    model = load("tiny:llama").model
+    rank = wrap(model, share=ModelShare.of(model, 0, 2))
+    with near, Engine(rank, memory="1MiB", max_model_len=64) as engine:
+        assert unnamed(follow, {"engine": engine, "channel": near}) == []
+        assert unnamed(lead, {"engine": engine, "channels": [near]}) == []
+
+
 # -- asyncio
 
 
@@ -301,7 +314,7 @@ def test_bad_request_fails_its_own_caller_only() -> None:
 
 
 def test_wrong_type_tests_cover_every_runner_name() -> None:
-    functions = {"load", "tiny_model", "wrap", "encode", "plan_for", "plan_within", "join_sessions"}
+    functions = {"load", "tiny_model", "wrap", "encode", "plan_for", "plan_within", "join_sessions", "follow", "lead"}
     engines = {Engine, AsyncEngine, ModelRunner, EngineOptions, LoadedModel, Stored}
     classes = engines | {ModelShare, AdaptiveDrafter, DraftModel, NgramDrafter}
     covered = functions | {one.__name__ for one in classes}

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
+from hybridkv.arguments import each, instance
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.request import SamplingParams
 from hybridkv.step import Step, StepResult
+from hybridkv.units import shown
 from hybridkv.wire import Channel, Executor, RemoteWorker, StepFailure, serve
 
 if TYPE_CHECKING:  # an engine asks its Lockstep
@@ -92,18 +94,21 @@ def lead(engine: Engine, channels: Sequence[Channel]) -> None:
         channels: connections to ranks 1, 2 and so on, in order, as for a ``RemoteWorker``.
 
     Raises:
-        ConfigError: the engine is not of rank 0 of so many ranks, or its model takes encoder inputs.
+        ConfigError: the engine is not of rank 0 of so many ranks, its model takes encoder inputs, or something else is
+            no connection.
     """
+    _require_engine(engine)
+    ends = each(_channel)("channels", channels)
     share = engine.loaded.share
-    if share is None or share.rank or share.ranks != len(channels) + 1:
+    if share is None or share.rank or share.ranks != len(ends) + 1:
         said = "no ModelShare" if share is None else f"rank {share.rank} of {share.ranks}"
         raise ConfigError(
-            f"the engine has {said}, and there are {len(channels)} connections: lead with rank 0, and give one to each "
+            f"the engine has {said}, and there are {len(ends)} connections: lead with rank 0, and give one to each "
             "of the others"
         )
     if engine.runner.cross is not None:
         raise ConfigError("encoder inputs are not sent to other ranks: run an encoder-decoder on one rank")
-    engine.worker = Lockstep(engine.runner, [RemoteWorker(one) for one in channels])
+    engine.worker = Lockstep(engine.runner, [RemoteWorker(one) for one in ends])
 
 
 def follow(engine: Engine, channel: Channel) -> None:
@@ -115,10 +120,24 @@ def follow(engine: Engine, channel: Channel) -> None:
         channel: a connection to rank 0, as for ``serve``.
 
     Raises:
+        ConfigError: the channel is no connection.
         WireError: a message is no Step.
         SchemaError: a message has another schema version.
     """
-    serve(channel, engine.runner)
+    _require_engine(engine)
+    serve(_channel("channel", channel), engine.runner)
+
+
+def _require_engine(engine: object) -> None:
+    from hybridkv.runner.engine import Engine  # noqa: PLC0415 - an engine asks its Lockstep, so it imports this module
+
+    instance("engine", engine, Engine)
+
+
+def _channel(name: str, value: object) -> Channel:
+    if not all(callable(getattr(value, one, None)) for one in ("send_bytes", "recv_bytes")):
+        raise ConfigError(f"{name} must have send_bytes and recv_bytes, got {shown(value)}: give a Link or a pipe")
+    return cast("Channel", value)
 
 
 def require_alone(worker: object) -> None:
