@@ -169,9 +169,9 @@ def transfer(rank: Rank, kinds: dict[str, int]) -> StoreTransfer:
 KINDS = {"full": 0, "latent": 0, "window": 1, "mamba": 2, "delta": 2, "conv": 2, "narrow": 3}
 
 
-def run(rank: Rank, way: str) -> bool:
+def run(rank: Rank, way: str, kinds: dict[str, int] | None = None) -> bool:
     """Run one Step with all blocks; return whether its transfer arrived."""
-    one = transfer(rank, {name: KINDS[name.split()[0]] for name in LAYERS})
+    one = transfer(rank, kinds or {name: KINDS[name.split()[0]] for name in LAYERS})
     step: Step = small_step(spills=(one,)) if way == "spills" else small_step(fetches=(one,))
     rank.copier.check(step)
     rank.copier.begin(step)
@@ -239,3 +239,23 @@ def test_ranks_that_would_divide_a_share_are_named() -> None:
             ConfigError, match=f"{ranks} ranks cannot share 48 heads or channels, which stores keep in 8"
         ):
             shares_of(splits, 0, ranks)
+
+
+def test_blocks_without_a_form_lie_in_the_store_as_in_the_tier() -> None:
+    """As vLLM's workers keep them: whole blocks, each under its own key, with what lies between pages."""
+    store, made = MemoryStore(1 << 24), list[Rank]()
+    for _ in range(2):
+        rng = np.random.default_rng(1)
+        (rank,) = ranks_of(1, store, rng)
+        copier = HostTierCopier(PagedStorage(rank.config), rank.config, store=store)
+        made.append(rank._replace(copier=copier, storage=copier.settled(PagedStorage(rank.config))))
+    writer, reader = made
+    writer.storage.arena.random_(0, 256)
+    kinds = {name: number for number, name in enumerate(LAYERS)}  # no two groups have a key in common
+    assert [run(writer, "spills", kinds), run(reader, "fetches", kinds)] == [True, True]
+    assert writer.config.slabs is not None
+    for group, blocks in writer.blocks.items():
+        size = writer.config.slabs.class_of(group).block_bytes
+        for block in blocks:
+            there, here = (one.storage.arena[block * size : (block + 1) * size] for one in (writer, reader))
+            assert torch.equal(there, here)

@@ -8,11 +8,14 @@ they do not depend on the groups of a plan or on the number of ranks (``hybridkv
 
     key            share 0                    key + number of the share       other shares
     .. + 1 byte    pieces after the first, of a share that is longer than a store takes; the first one is written last
+
+A share that is one piece of the tier is not copied on the way.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +45,7 @@ Bytes = NDArray[np.uint8]
 Int64 = NDArray[np.int64]
 
 _THREADS: Final = 2
-_AT_ONCE_BYTES: Final = 32 << 20
+_AT_ONCE_BYTES: Final = 16 << 20
 """Bytes between the tier and the store, of one thread."""
 
 
@@ -119,27 +122,39 @@ class _Rows(NamedTuple):
     def take(self, at: Sequence[int]) -> _Rows:
         return _Rows(self.place, [self.keys[i] for i in at], {group: of[at] for group, of in self.blocks.items()})
 
-    def read(self) -> Bytes:
-        """Return the blocks as uint8[n, bytes]."""
-        made, first = np.empty((len(self.keys), self.place.num_bytes), np.uint8), 0
-        for group, view in self.place.strips:
-            blocks = self.blocks[group]
-            if blocks.min() < 0:
-                raise WorkerError(f"a spill lacks a block of group {group} that other groups of its kind have")
-            size = view[0].size
-            made[:, first : first + size] = view[blocks].reshape(len(blocks), size)
-            first += size
-        return made
+    @property
+    def is_piece(self) -> bool:
+        """Whether each share is one piece of the tier, so that the store can read and write it there."""
+        group, view = self.place.strips[0]
+        return len(self.place.strips) == 1 and view[0].flags.c_contiguous and self.blocks[group].min() >= 0
 
-    def write(self, rows: Bytes) -> None:
-        """Write uint8[n, bytes] to the blocks."""
+    def in_place(self) -> list[Bytes]:
+        """Return the pieces of the tier, uint8[bytes] each."""
+        ((group, view),) = self.place.strips
+        return [view[block].reshape(-1) for block in self.blocks[group].tolist()]
+
+    def _strips(self, memory: Sequence[Bytes]) -> Iterator[tuple[Bytes, Bytes | None]]:
+        """Yield strips of memory, and the same in the tier: None for a block that the transfer lacks."""
         first = 0
         for group, view in self.place.strips:
-            blocks, size = self.blocks[group], view[0].size
-            content = rows[:, first : first + size].reshape(len(blocks), *view.shape[1:])
-            here = slice(None) if blocks.min() >= 0 else blocks >= 0
-            view[blocks[here]] = content[here]
+            size = view[0].size
+            for row, block in zip(memory, self.blocks[group].tolist(), strict=True):
+                strip = row[first : first + size].reshape(view.shape[1:])
+                yield strip, None if block < 0 else view[block]
             first += size
+
+    def read(self, memory: Sequence[Bytes]) -> None:
+        """Copy the blocks to memory, uint8[bytes] each."""
+        for strip, held in self._strips(memory):
+            if held is None:
+                raise WorkerError("a spill lacks a block of one group that other groups of its kind have")
+            strip[...] = held
+
+    def write(self, memory: Sequence[Bytes]) -> None:
+        """Copy memory to the blocks."""
+        for strip, held in self._strips(memory):
+            if held is not None:
+                held[...] = strip
 
 
 class StoreCopier:
@@ -178,6 +193,7 @@ class StoreCopier:
             self._kinds = np.array(form.kinds)
             self._places = [[_place(pages, share) for share in shares] for shares in form.shares]
         self._marks = any(place.is_own and not place.number for place in self._places[0])  # on one rank of all
+        self._scratch = threading.local()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybridkv-store")
         self._running = deque[tuple[int, Future[Ended]]]()
 
@@ -251,10 +267,8 @@ class StoreCopier:
             mine = [rows for rows in self._rows(one) if rows.place.is_own]
             known = iter(self._store.exists([share_key(key, of.place.number) for of in mine for key in of.keys]))
             missing = [of.take([at for at, _ in enumerate(of.keys) if not next(known)]) for of in mine]
-            for batch in _batches(missing):
-                keys, parts = _pieces(batch, [rows.read() for rows in batch])
-                if not all(self._store.put(keys, parts)):
-                    return False
+            if not all(self._write(batch) for batch in _batches(missing)):
+                return False
             return not (one.mark and self._marks) or put_mark(self._store, one.mark, one.tail, self._hash_block)
         except Exception as error:  # noqa: BLE001 - a store that fails takes nothing, and no step ends by it
             logger.warning("the store failed to take transfer %d: %r", one.number, error)
@@ -268,13 +282,37 @@ class StoreCopier:
             logger.warning("the store failed to give transfer %d: %r", one.number, error)
             return False
 
+    def _write(self, batch: Sequence[_Rows]) -> bool:
+        memory = self._memory(batch)
+        for rows, held in zip(batch, memory, strict=True):
+            if not rows.is_piece:
+                rows.read(held)
+        return all(self._store.put(*_pieces(batch, memory)))
+
     def _read(self, batch: Sequence[_Rows]) -> bool:
-        into = [np.empty((len(rows.keys), rows.place.num_bytes), np.uint8) for rows in batch]
-        if not all(self._store.get(*_pieces(batch, into))):
+        memory = self._memory(batch)
+        if not all(self._store.get(*_pieces(batch, memory))):
             return False
-        for rows, made in zip(batch, into, strict=True):
-            rows.write(made)
+        for rows, held in zip(batch, memory, strict=True):
+            if not rows.is_piece:
+                rows.write(held)
         return True
+
+    def _memory(self, batch: Sequence[_Rows]) -> list[list[Bytes]]:
+        """Return memory for each share of each of some rows: of the tier, or of this thread until its next call."""
+        size = sum(len(rows.keys) * rows.place.num_bytes for rows in batch if not rows.is_piece)
+        scratch: Bytes | None = getattr(self._scratch, "bytes", None)
+        if scratch is None or len(scratch) < size:
+            scratch = self._scratch.bytes = np.empty(size, np.uint8)
+        memory, first = list[list[Bytes]](), 0
+        for rows in batch:
+            if rows.is_piece:
+                memory.append(rows.in_place())
+                continue
+            end = first + len(rows.keys) * rows.place.num_bytes
+            memory.append(list(scratch[first:end].reshape(len(rows.keys), -1)))
+            first = end
+        return memory
 
     def _rows(self, one: StoreTransfer) -> Iterator[_Rows]:
         """Yield the shares of all blocks of a transfer that this rank holds."""
@@ -291,7 +329,7 @@ class StoreCopier:
 
 
 def _batches(wanted: Iterable[_Rows]) -> Iterator[list[_Rows]]:
-    """Yield rows of up to 64 MiB at once, or one row."""
+    """Yield rows of up to 32 MiB at once, or one row."""
     batch, size = list[_Rows](), 0
     for rows in wanted:
         most = max(1, _AT_ONCE_BYTES // rows.place.num_bytes)
@@ -306,16 +344,16 @@ def _batches(wanted: Iterable[_Rows]) -> Iterator[list[_Rows]]:
         yield batch
 
 
-def _pieces(batch: Iterable[_Rows], memory: Iterable[Bytes]) -> tuple[list[bytes], list[memoryview]]:
+def _pieces(batch: Iterable[_Rows], memory: Iterable[Sequence[Bytes]]) -> tuple[list[bytes], list[memoryview]]:
     """Return the keys and the pieces of rows in memory; the first piece of a row comes last."""
     keys, parts = list[bytes](), list[memoryview]()
-    for rows, made in zip(batch, memory, strict=True):
+    for rows, held in zip(batch, memory, strict=True):
         cuts = pieces_of(rows.place.num_bytes)
-        for key, row in zip(rows.keys, made, strict=True):
+        for key, row in zip(rows.keys, held, strict=True):
             for number in range(len(cuts) - 1, -1, -1):
                 first = number * MOST_PIECE_BYTES
                 keys.append(share_key(key, rows.place.number) + (bytes([number]) if number else b""))
-                parts.append(memoryview(row)[first : first + cuts[number]])
+                parts.append(row.data[first : first + cuts[number]])
     return keys, parts
 
 
