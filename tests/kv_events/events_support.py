@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
+from time import sleep
 from typing import Any
 
 import msgspec
 import zmq
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.kv_events import EventForm, KVEventPublisher
+from hybridkv.kv_events import SNAPSHOT, EventForm, KVEventPublisher
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request
 from hybridkv.testing import attention_config
@@ -138,7 +139,8 @@ def asked(context: zmq.Context[Any], publisher: KVEventPublisher, what: bytes | 
         found.append((int.from_bytes(number, "big"), batch))
 
 
-def settled(publisher: KVEventPublisher, context: zmq.Context[Any], last: int) -> None:
-    """Wait until batch ``last`` was told."""
-    while not asked(context, publisher, last):
-        pass
+def settled(publisher: KVEventPublisher, context: zmq.Context[Any]) -> int:
+    """The number of the last batch, after all that wait were told."""
+    while not publisher._queue.empty():
+        sleep(0.001)
+    return asked(context, publisher, SNAPSHOT)[-1][0]  # its thread answers after it told what it took

@@ -72,16 +72,14 @@ def believed(consumer: Consumer, prompts: set[Prompt]) -> set[Prompt]:
 def test_exact_events_with_lost_messages_recover(context: zmq.Context[Any]) -> None:
     random = Random(5)
     config, cache = cache_of_layers(CACHES["states"], natural=True, size=24)
-    anywhere, run, count, most = "tcp://127.0.0.1:0", Run(cache, random), 0, 0
+    anywhere, run, most = "tcp://127.0.0.1:0", Run(cache, random), 0
     with KVEventPublisher(config, anywhere, anywhere, exact=True, kept_batches=8) as publisher:
         steady, lossy = Consumer(), Consumer()
         for turn in range(90):
             run.turn()
             if events := cache.take_events():
                 publisher.publish(events)
-                count += 1
-                settled(publisher, context, count - 1)
-                steady.hear(asked(context, publisher, count - 1))
+                steady.hear(asked(context, publisher, settled(publisher, context)))
             if turn % 30 < 25 or not run.settled:
                 continue
             late = Consumer()
@@ -104,10 +102,10 @@ def test_raw_events_report_no_resume_points(context: zmq.Context[Any]) -> None:
     assert {type(event) for event in events} >= {ResumePointStored, ResumePointRemoved}
     with publisher_of(config) as publisher:
         publisher.publish([ResumePointStored(0, None, b"p", b"1234"), ResumePointRemoved(0, b"p", b"1234")])
-        settled(publisher, context, 0)
+        last = settled(publisher, context)
         consumer = Consumer()
         consumer.hear(asked(context, publisher, 0))
-        assert consumer.last == 0
+        assert consumer.last == last
     _, reference = cache_of_layers(CACHES["states"], natural=False, size=24)
     run = Run(reference, Random(2))
     for _ in range(30):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from events_support import cache_of, publisher_of, run, settled
+from events_support import asked, cache_of, publisher_of, run, settled
 from recorded_traces import recorded
 
 from hybridkv.cli import outcome
@@ -54,23 +54,31 @@ def test_recording_starts_at_the_first_batch(context: zmq.Context[Any], tmp_path
         for number in range(40):
             run(cache, random, number)
             publisher.publish(cache.take_events())
-        settled(publisher, context, publisher._next_number - 1)
+        settled(publisher, context)
         path = tmp_path / "events.jsonl"
         options = {"replay_endpoint": publisher.replay_endpoint, "seconds": 2.0, "on_batch": told.append}
         thread = Thread(target=record, args=(publisher.endpoint, path), kwargs=options)
         thread.start()
-        while len(told) < publisher._next_number and thread.is_alive():
+        while not told and thread.is_alive():
             thread.join(0.01)
         for number in range(40, 60):
             run(cache, random, number)
             publisher.publish(cache.take_events())
         thread.join()
-        count = publisher._next_number
+        numbers = [number for number, _ in asked(context, publisher, 0)]
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    assert [line["seq"] for line in lines] == list(range(count))
-    assert not any("known" in line for line in lines)
+    assert [line["seq"] for line in lines] == numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert len(numbers) > 40
+    told_before, known = set[int](), list[int]()
+    for line in lines:
+        hashes = {key for event in line["events"] for key in event["block_hashes"]}
+        if "known" in line:  # the first, and the one for the recorder's subscription
+            known.append(len(hashes))
+            assert hashes <= told_before
+        told_before |= hashes
+    assert (len(known), known[0], known[1] > 10) == (2, 0, True)
     blocks = sum(len(event["block_hashes"]) for line in lines for event in line["events"])
-    assert told[-1] == Recorded(count, blocks, 0)
+    assert told[-1] == Recorded(len(numbers), blocks, 0)
     assert describe(TraceFile(path)).requests > 10
 
 
@@ -83,7 +91,7 @@ def test_recording_of_a_snapshot_adds_no_request(
         for number in range(40):
             run(cache, random, number)
             publisher.publish(cache.take_events())
-        settled(publisher, context, publisher._next_number - 1)
+        settled(publisher, context)
         path = tmp_path / "events.jsonl"
         record(publisher.endpoint, path, replay_endpoint=publisher.replay_endpoint, seconds=0.3)
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
@@ -97,13 +105,13 @@ def test_recording_counts_lost_batches(context: zmq.Context[Any], tmp_path: Path
     with publisher_of(config) as publisher:
         for at in range(4):
             run(cache, random, at, [at] * 12)
-            publisher._next_number += 4 if at == 3 else 0  # as batches that are dropped
+            publisher._lost += 4 if at == 3 else 0  # as batches that are dropped
             publisher.publish(cache.take_events())
-        settled(publisher, context, 7)
+        settled(publisher, context)
         done = record(
             publisher.endpoint, tmp_path / "events.jsonl", replay_endpoint=publisher.replay_endpoint, seconds=0.0
         )
-    assert (done.batches, done.lost) == (4, 4)
+    assert (done.batches, done.lost) == (5, 4)
 
 
 def test_recording_to_existing_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,11 +138,11 @@ def test_record_command_writes_a_trace(
         for at in range(2):
             run(cache, Random(7), at, [at] * 13)
             publisher.publish(cache.take_events())
-        settled(publisher, context, 1)
+        settled(publisher, context)
         command = ["hybridkv", "trace", "record", publisher.endpoint, str(path)]
         monkeypatch.setattr("sys.argv", [*command, "--replay", str(publisher.replay_endpoint), "--seconds", "0"])
         assert outcome.run() == 0
-        assert "2 batches, 6 blocks, written to " in capsys.readouterr().out
+        assert "3 batches, 6 blocks, written to " in capsys.readouterr().out
         assert outcome.run() == 2
         assert "File exists" in capsys.readouterr().err
     assert [one.num_prompt_tokens for one in TraceFile(path)] == [12, 12]

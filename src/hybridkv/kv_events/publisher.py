@@ -8,6 +8,11 @@
 A late consumer asks for a snapshot, or for batches from 0 on, and continues with the next number. If the publisher no
 longer keeps these batches, it answers under their numbers with a clearing and all published blocks.
 
+Numbers begin with the clock, in microseconds, so that a restarted publisher continues above its predecessor: consumers
+ignore numbers that they know. After each new subscription, a batch with a clearing and all published blocks goes to all
+consumers: without a batch, a consumer does not notice that it lacks some, and vllm-router reads no replay that begins
+above the number that it asked for.
+
 Batches are MessagePack. Events are tagged maps or positional arrays:
 
     batch   [seconds, [event, ...], rank]
@@ -59,6 +64,8 @@ NUMBER_BYTES: Final = 8
 _END: Final = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 _SNAPSHOT_BLOCKS: Final = 1024
 """Blocks of one batch of a snapshot, chosen by hand."""
+_PAUSE_SECONDS: Final = 1.0
+"""Shortest time between two batches for new subscriptions, chosen by hand: each writes all blocks."""
 _POLL_SECONDS: Final = 0.02
 """Longest time that a replay request waits while nothing is published, chosen by hand."""
 _MOST_READ: Final = 64
@@ -116,17 +123,20 @@ class KVEventPublisher:
         self._topic = instance("topic", topic, str).encode()
         self._kept = deque[tuple[int, bytes]](maxlen=integer("kept_batches", kept_batches, 0))
         self._queue = Queue[tuple[int, Sequence[KVCacheEvent]] | None](integer("max_queued", max_queued, 1))
+        self._lost = 0  # batches that were dropped since the last one in the queue
         self._media = None if media is None else frozenset(instance("media", one, Medium) for one in media)
         self._filtered = ExactEvents(config).filter if exact else without_resume_points
         self._published = PublishedBlocks()
-        self._next_number = 0
-        self._last_published = -1
+        self._first_number = time.time_ns() // 1000
+        self._last_published = self._first_number - 1
+        self._unsent = 0  # batches since the last one that was published
         self.dropped = 0
         self.unanswered = 0
         self._context = zmq.Context()
         self._context.setsockopt(zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES)  # holds for all sockets of the context
         try:
-            self._pub, self.endpoint = self._listen(zmq.PUB, endpoint)
+            self._pub, self.endpoint = self._listen(zmq.XPUB, endpoint)
+            self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # tell of every subscription, not of the first alone
             self._router = None
             self.replay_endpoint = None
             if replay_endpoint is not None:
@@ -156,11 +166,11 @@ class KVEventPublisher:
         """
         if not events:
             return
-        number = self._next_number
-        self._next_number += 1  # a batch that is dropped leaves a gap
         try:
-            self._queue.put_nowait((number, events))
+            self._queue.put_nowait((self._lost, events))
+            self._lost = 0
         except Full:
+            self._lost += 1
             self.dropped += 1
 
     def close(self) -> None:
@@ -180,7 +190,13 @@ class KVEventPublisher:
     # -- the thread
 
     def _work(self) -> None:
+        self._tell_all()
+        told, has_new = time.monotonic(), False
         while True:
+            has_new = self._has_subscribed() or has_new
+            if has_new and time.monotonic() >= told + _PAUSE_SECONDS:
+                self._tell_all()
+                told, has_new = time.monotonic(), False
             self._answer()
             with suppress(Empty):
                 for _ in range(max(1, self._queue.qsize())):  # all waiting batches, so that answers never delay them
@@ -189,19 +205,39 @@ class KVEventPublisher:
                         return
                     self._send(*found)
 
-    def _send(self, number: int, events: Sequence[KVCacheEvent]) -> None:
-        """Publish a batch. After a gap it begins with a clearing, because consumers missed events."""
-        if number != self._last_published + 1:
+    def _has_subscribed(self) -> bool:
+        """Return whether a consumer subscribed since the last call."""
+        has_new = False
+        for _ in range(_MOST_READ):
+            if not self._pub.poll(0):
+                break
+            has_new = self._pub.recv_multipart()[0][:1] == b"\x01" or has_new
+        return has_new
+
+    def _tell_all(self) -> None:
+        """Publish all blocks, which replace what consumers know. O(blocks)."""
+        (batch,) = self._snapshot(most=1)
+        self._sent(self._last_published + 1, batch)
+
+    def _send(self, lost: int, events: Sequence[KVCacheEvent]) -> None:
+        """Publish a batch. After ``lost`` ones it begins with a clearing, because consumers missed events."""
+        self._unsent += lost
+        if self._unsent:
             events = [AllBlocksCleared(), *events]
         try:
             events = self._filtered(events if self._media is None else _within(self._media, events))
             batch = self._writer.batch(events, time.time())
         except Exception:  # count it as dropped; the next batch begins with a clearing
-            logger.exception("events of batch %d could not be written", number)
+            logger.exception("events of batch %d could not be written", self._last_published + self._unsent + 1)
             self.dropped += 1
+            self._unsent += 1
             return
-        self._last_published = number
         self._published.add(events)
+        number, self._unsent = self._last_published + self._unsent + 1, 0  # batches that were not sent leave a gap
+        self._sent(number, batch)
+
+    def _sent(self, number: int, batch: bytes) -> None:
+        self._last_published = number
         self._kept.append((number, batch))
         self._pub.send_multipart((self._topic, _bytes_of(number), batch))
 
@@ -240,15 +276,13 @@ class KVEventPublisher:
         """Return the batches from number ``first`` on, or a snapshot under their numbers."""
         if first > self._last_published:
             return []
-        if self._kept and first >= self._kept[0][0]:
+        if self._kept and max(first, self._first_number) >= self._kept[0][0]:
             return [(number, batch) for number, batch in self._kept if number >= first]
         batches = self._snapshot(most=self._last_published - first + 1)
         return [*enumerate(batches[:-1], first), (self._last_published, batches[-1])]
 
     def _snapshot(self, most: int | None = None) -> list[bytes]:
         """Return a clearing and all published blocks, in at most ``most`` batches if given."""
-        if self._last_published < 0:
-            return []
         events: list[KVCacheEvent] = [AllBlocksCleared(), *self._published.snapshot()]
         size, now = max(_SNAPSHOT_BLOCKS, ceil_div(len(events), most or len(events))), time.time()
         return [self._writer.batch(events[at : at + size], now) for at in range(0, len(events), size)]

@@ -85,11 +85,12 @@ def record(
         with Path(path).open("x", encoding="utf-8") as file, closing(_connect(context, zmq.SUB, endpoint)) as socket:
             socket.setsockopt_string(zmq.SUBSCRIBE, topic)
             before = [] if replay_endpoint is None else _replay(context, replay_endpoint)
-            known = _is_snapshot(before)
+            known, stored = _is_snapshot(before), set[int | bytes]()
             for number, batch in _joined(before, _received(socket, seconds)):
                 gap = max(number - last - 1, 0) if recorded.batches else 0
                 last = number
-                line, blocks = line_of(number, batch, known=known and number <= before[-1][0])
+                is_known = (known and number <= before[-1][0]) or _tells_all(number, batch, stored)
+                line, blocks = line_of(number, batch, known=is_known)
                 recorded = Recorded(recorded.batches + 1, recorded.blocks + blocks, recorded.lost + gap)
                 file.write(line)
                 file.flush()
@@ -163,6 +164,19 @@ def _is_snapshot(batches: Sequence[Numbered]) -> bool:
     _, first = decoded[0]
     cleared = bool(first) and first[0].get("type") == CLEARED
     return cleared and len({seconds for seconds, _ in decoded}) == 1
+
+
+def _tells_all(number: int, batch: bytes, stored: set[int | bytes]) -> bool:
+    """Add the blocks of a batch to ``stored``, and return whether the batch only replaces them after a clearing.
+
+    A publisher sends such a batch after each new subscription. It is the first one with blocks if nothing was replayed.
+    """
+    _, events = _decoded(number, batch)
+    hashes = [event.get("block_hashes") for event in events if event.get("type") == STORED]
+    blocks = {key for one in hashes if isinstance(one, list) for key in one if isinstance(key, int | bytes)}
+    is_known = bool(events) and events[0].get("type") == CLEARED and (not stored or blocks <= stored)
+    stored |= blocks
+    return is_known
 
 
 def line_of(number: int, batch: bytes, *, known: bool) -> tuple[str, int]:
