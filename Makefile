@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-stores bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env vllm-nixl find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients test-stores tiers-demo test-routers clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-stores bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env vllm-nixl find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients test-stores tiers-demo test-routers routers-demo clean
 
 # Install torch first, so that no other package pulls another build.
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -184,15 +184,19 @@ tiers-demo: .venv/stores.stamp
 bench-stores: .venv/stores.stamp
 	PYTHONPATH=.venv/stores:tests/stores:tests/support $(BIN)/python benchmarks/shared_stores.py
 
-# Test vllm-router in front of two servers in three minutes, in an environment of its own: 300 MB.
+# Test routers in front of two servers in ten minutes, each from an environment of its own: 1.3 GB, without torch.
 ROUTERS_ENV ?= .venv/routers
-$(ROUTERS_ENV)/done.stamp:
-	$(PYTHON) -m venv $(ROUTERS_ENV)
-	$(ROUTERS_ENV)/bin/pip install --quiet --disable-pip-version-check vllm-router==0.1.17
+ROUTERS = vllm-router dynamo ray smg
+$(ROUTERS_ENV)/%/done.stamp: tests/routers/environments/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
 	touch $@
 
-test-routers: .venv/dev.stamp $(ROUTERS_ENV)/done.stamp
-	ROUTERS_BIN=$(abspath $(ROUTERS_ENV)/bin) PYTHONPATH=tests/stores $(BIN)/pytest tests/routers/real_vllm_router.py
+test-routers: .venv/dev.stamp $(ROUTERS:%=$(ROUTERS_ENV)/%/done.stamp)
+	ROUTERS_ENV=$(abspath $(ROUTERS_ENV)) PYTHONPATH=tests/stores $(BIN)/pytest tests/routers/real_routers.py tests/routers/real_vllm_router.py
+
+routers-demo: .venv/dev.stamp $(ROUTERS_ENV)/vllm-router/done.stamp
+	ROUTERS_ENV=$(abspath $(ROUTERS_ENV)) PYTHONPATH=tests/stores:tests/routers $(BIN)/python benchmarks/routers_demo.py
 
 # Install other projects' clients in a separate environment, from the package registry: 2.5 GB, mostly torch for guidellm.
 CLIENTS_ENV ?= .venv/clients

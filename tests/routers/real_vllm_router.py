@@ -1,165 +1,44 @@
-"""vllm-router in front of two servers credits a worker with the tokens that it finds. ROUTERS_BIN: its folder."""
+"""vllm-router in front of two servers credits a worker with the tokens that it finds, for each kind of model."""
 
-import json
-import os
-import re
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
-from threading import Thread
-from typing import Any, NamedTuple
-from urllib.request import Request, urlopen
+from typing import Any
 
-import msgspec
 import pytest
 import zmq
-from servers import Server, free_port
+from workers import Answer, Between, Change, Worker, same, words
 
-BLOCK = 16
+from routers import VllmRouter
+
 KINDS = ("llama", "qwen3_next", "granite_hybrid", "gemma3", "llama4", "deepseek_v3")
 """Full attention, gated delta rule, Mamba 2, windows, chunks, latents."""
 
-DECIDED = re.compile(r'KV prefix decision .*?worker="(?P<worker>[^"]+)".*?credited_prefix_tokens=(?P<credited>\d+)')
-SETTLED_S = 20.0
-Change = Callable[[dict[str, Any]], dict[str, Any] | None]
-
-
-class Answer(NamedTuple):
-    """What the router expected a worker to find, and what it found, in tokens."""
-
-    worker: int
-    credited: int
-    found: int
-    prompt: int
-
-
-class Worker:
-    """A server of a tiny model that publishes its events."""
-
-    def __init__(self, model: str, folder: Path) -> None:
-        port, self.events, self.replay = free_port(), free_port(), free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        sent = ("--kv-events", address(self.events), "--kv-events-replay", address(self.replay))
-        room = ("--memory", "16MiB", "--max-model-len", "512", "--grace", "0.1")
-        command = (sys.executable, "-m", "hybridkv", "serve", "--model", model, *room, "--port", str(port), *sent)
-        self.server = Server(command, port, folder / f"worker {port}.log", seconds=120)
-
-    def settle(self) -> None:
-        """Wait until the last answer is published: the next step of the engine comes with the next request."""
-        time.sleep(0.2)
-
-
-class Between:
-    """A proxy of a worker's events that changes or drops some."""
-
-    def __init__(self, context: zmq.Context[Any], worker: Worker, change: Change) -> None:
-        self.port = free_port()
-        self._in, self._out, self._change, self._ended = context.socket(zmq.SUB), context.socket(zmq.PUB), change, False
-        self._in.connect(address(worker.events))
-        self._in.subscribe(b"")
-        self._out.bind(address(self.port))
-        self._thread = Thread(target=self._work)
-        self._thread.start()
-
-    def _work(self) -> None:
-        while not self._ended:
-            if not self._in.poll(50):
-                continue
-            topic, number, batch = self._in.recv_multipart()
-            seconds, events, rank = msgspec.msgpack.decode(batch)
-            changed = [one for one in map(self._change, events) if one is not None]
-            self._out.send_multipart((topic, number, msgspec.msgpack.encode([seconds, changed, rank])))
-
-    def close(self) -> None:
-        self._ended = True
-        self._thread.join()
-        self._in.close(0)
-        self._out.close(0)
-
-
-def address(port: int) -> str:
-    return f"tcp://127.0.0.1:{port}"
-
-
-def asked(url: str, body: dict[str, Any] | None = None) -> Any:  # noqa: ANN401 - what it says
-    data = None if body is None else json.dumps(body).encode()
-    with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=60) as answer:  # noqa: S310 - loopback
-        return json.load(answer)
-
 
 class Fleet:
-    """Two workers and a router in front of them."""
+    """Two workers and a router in front of them. Events that are changed are not asked for again."""
 
     def __init__(self, model: str, folder: Path, stack: ExitStack, change: Change | None = None) -> None:
-        self.model, self._folder, self._stack = f"tiny:{model}", folder, stack
-        self.workers = [Worker(self.model, folder) for _ in range(2)]
+        self.workers = [Worker(f"tiny:{model}", folder) for _ in range(2)]
         for worker in self.workers:
             stack.enter_context(worker.server)
-        self._ports = [worker.events for worker in self.workers]
+        ports = [worker.events for worker in self.workers]
         if change is not None:
             context = stack.enter_context(zmq.Context())
             between = [Between(context, worker, change) for worker in self.workers]
             for one in between:
                 stack.callback(one.close)
-            self._ports = [one.port for one in between]
-        self._changed = change is not None
-        self.start_router()
-
-    def start_router(self) -> None:
-        """Start a router that knows nothing. Events that were changed are not asked for again."""
-        port = free_port()
-        command = [str(Path(os.environ["ROUTERS_BIN"]) / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--prometheus-port", str(free_port())]
-        command += ["--policy", "kv_aware", "--worker-urls", *(worker.url for worker in self.workers)]
-        for worker, events in zip(self.workers, self._ports, strict=True):
-            command += ["--kv-event-source", f"{worker.url}={address(events)}"]
-            if not self._changed:
-                command += ["--kv-event-replay-source", f"{worker.url}={address(worker.replay)}"]
-        command += ["--kv-event-block-size", str(BLOCK), "--kv-event-model", self.model, "--log-level", "debug"]
-        self._log, self.url = self._folder / f"router {port}.log", f"http://127.0.0.1:{port}"
-        self.router = self._stack.enter_context(Server(command, port, self._log, seconds=120))
-        while not all(worker.url in self._log.read_text("utf-8") for worker in self.workers):
-            time.sleep(0.05)
-        time.sleep(0.5)  # its subscriptions reach the publishers
+            ports = [one.port for one in between]
+        self._router = VllmRouter(self.workers, ports, folder, stack, replays=change is None)
 
     def prime(self, worker: int, body: dict[str, Any]) -> None:
         """Ask a worker past the router."""
-        self._post(self.workers[worker].url, body)
+        self.workers[worker].post(body)
 
     def ask(self, body: dict[str, Any]) -> Answer:
         """Ask the router while all workers are idle."""
-        begun = len(self._log.read_text("utf-8"))
-        answer = self._post(self.url, body)
-        end = time.monotonic() + SETTLED_S
-        while not (told := DECIDED.search(re.sub(r"\x1b\[[0-9;]*m", "", self._log.read_text("utf-8")[begun:]))):
-            assert time.monotonic() < end, "the router told no decision"
-            time.sleep(0.02)
-        worker = [one.url for one in self.workers].index(told["worker"])
-        usage = answer["usage"]
-        found, prompt = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
-        return Answer(worker, int(told["credited"]), found, prompt)
-
-    def _post(self, url: str, body: dict[str, Any]) -> Any:  # noqa: ANN401 - what it says
-        answer = asked(f"{url}/v1/{'chat/' if 'messages' in body else ''}completions", {"model": self.model, **body})
-        for worker in self.workers:
-            worker.settle()
-        return answer
-
-
-def same(found: Answer) -> bool:
-    """Whether the router credited the whole blocks of what was found.
-
-    It credits all of a prompt that ends with a block, though its last token is always computed.
-    """
-    all_known = found.found == found.prompt - 1 and found.credited == found.prompt
-    return all_known or found.credited == found.found // BLOCK * BLOCK
-
-
-def words(random: Random, count: int) -> str:
-    return " ".join("".join(random.choices("abcdefgh", k=5)) for _ in range(count))
+        return self._router.ask(body)
 
 
 def bodies(random: Random) -> Iterator[dict[str, Any]]:
@@ -225,35 +104,6 @@ def test_router_sends_prompts_to_the_worker_that_has_them(form: str, tmp_path: P
         fleet.prime(worker, {**first, "max_tokens": 1})
         found = fleet.ask({**then, "max_tokens": 1})
         assert (found.worker, found.credited > 0, same(found)) == (worker, True, True)
-
-
-def test_restarted_router_learns_what_workers_have(tmp_path: Path, stack: ExitStack) -> None:
-    fleet = Fleet("granite_hybrid", tmp_path, stack)
-    heads = [[random.randrange(5, 200) for _ in range(80)] for random in map(Random, range(6))]
-    for number, head in enumerate(heads):
-        fleet.prime(number % 2, {"prompt": head, "max_tokens": 1})
-    fleet.router.kill()
-    fleet.start_router()
-    for worker in (0, 1):  # a batch, so that the router sees which ones it lacks
-        fleet.prime(worker, {"prompt": [3 + worker] * 40, "max_tokens": 1})
-    answers = [fleet.ask({"prompt": [*head, 1, 2], "max_tokens": 1}) for head in heads]
-    assert [(one.worker, one.credited) for one in answers] == [(number % 2, 80) for number in range(6)]
-    assert all(map(same, answers))
-
-
-def test_restarted_worker_is_credited_what_it_has_after_one_request(tmp_path: Path, stack: ExitStack) -> None:
-    """The router ignores batches whose numbers it knows, so it learns of a new process by an answer at most."""
-    fleet = Fleet("qwen3_next", tmp_path, stack)
-    body: dict[str, Any] = {"prompt": list(range(5, 105)), "max_tokens": 1}
-    fleet.prime(1, body)
-    first = fleet.ask(body)
-    assert (first.worker, first.credited) == (1, 96)
-    fleet.workers[1].server.kill()
-    fleet.workers[1].server.start()
-    fleet.prime(1, {"prompt": [3] * 40, "max_tokens": 1})
-    assert fleet.ask(body).found == 0
-    then = fleet.ask(body)
-    assert (then.worker, then.credited, same(then)) == (1, 96, True)
 
 
 def dropped(event: dict[str, Any]) -> dict[str, Any] | None:
