@@ -14,7 +14,7 @@ from recorded_traces import recorded
 
 from hybridkv.cli import outcome
 from hybridkv.errors import ConfigError
-from hybridkv.kv_events import EventForm, Recorded, record
+from hybridkv.kv_events import EventForm, KVEventPublisher, Recorded, record
 from hybridkv.kv_events.recorder import line_of
 from hybridkv.models import read_model
 from hybridkv.simulator import TraceFile, Workload, describe, plan_for_trace, replay
@@ -112,6 +112,24 @@ def test_recording_counts_lost_batches(context: zmq.Context[Any], tmp_path: Path
             publisher.endpoint, tmp_path / "events.jsonl", replay_endpoint=publisher.replay_endpoint, seconds=0.0
         )
     assert (done.batches, done.lost) == (5, 4)
+
+
+def test_restarted_publisher_is_recorded_without_lost_batches(tmp_path: Path) -> None:
+    random, told, path = Random(7), list[Recorded](), tmp_path / "events.jsonl"
+    config, cache = cache_of()
+    with publisher_of(config) as first:
+        thread = Thread(target=record, args=(first.endpoint, path), kwargs={"seconds": 5.0, "on_batch": told.append})
+        thread.start()
+        endpoint = first.endpoint
+        while not told:  # its subscription is answered
+            thread.join(0.01)
+        run(cache, random, 0)
+        first.publish(cache.take_events())
+    with KVEventPublisher(config, endpoint, exact=False):
+        thread.join()
+    numbers = [json.loads(line)["seq"] for line in path.read_text("utf-8").splitlines()]
+    assert numbers[-1] - numbers[0] > 1_000_000
+    assert told[-1].lost == 0
 
 
 def test_recording_to_existing_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

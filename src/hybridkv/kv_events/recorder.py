@@ -25,6 +25,8 @@ from hybridkv.units import shown
 
 _POLL_MS: Final = 200
 _ANSWER_MS: Final = 5000
+_RESTARTED: Final = 1_000_000
+"""A gap of a second of the clock that numbers begin with: another process, not lost batches."""
 _FRAMES: Final = ("topic", "number", "batch")
 _POSITIONS: Final = (
     *("type", "block_hashes", "parent_block_hash", None, "block_size", None, "medium", None, None),
@@ -88,7 +90,7 @@ def record(
             known, stored = _is_snapshot(before), set[int | bytes]()
             for number, batch in _joined(before, _received(socket, seconds)):
                 gap = max(number - last - 1, 0) if recorded.batches else 0
-                last = number
+                gap, last = 0 if gap >= _RESTARTED else gap, number
                 is_known = (known and number <= before[-1][0]) or _tells_all(number, batch, stored)
                 line, blocks = line_of(number, batch, known=is_known)
                 recorded = Recorded(recorded.batches + 1, recorded.blocks + blocks, recorded.lost + gap)
