@@ -1,4 +1,4 @@
-"""The simulated router `prefix:0` chooses the worker that vllm-router chooses. ROUTERS_BIN: its folder."""
+"""The simulated router `prefix:0` chooses the worker that vllm-router chooses. ROUTERS_ENV: environments of routers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
