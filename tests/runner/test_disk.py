@@ -15,9 +15,16 @@ from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.runner import Engine, EngineOptions, LoadedModel, Stored, plan_for
 from hybridkv.stores import DiskFolder, StoreChoice, StoreUrl
+from hybridkv.tiers import Prices
 
 OUTPUT = 6
 OPTIONS = EngineOptions(max_running=2, self_check=False)
+
+
+@pytest.fixture(autouse=True)
+def _fetches_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine measures a slow disk and leaves it alone (tests/unit/tiers/test_prices.py)."""
+    monkeypatch.setattr(Prices, "is_faster", lambda *_: True)
 
 
 def chats(count: int, seed: int) -> list[list[int]]:
