@@ -13,6 +13,7 @@ from runner_support import REPRESENTATIVE, generated, greedy, loaded_model
 
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
+from hybridkv.request import Hints
 from hybridkv.runner import Engine, EngineOptions, LoadedModel, Stored, plan_for
 from hybridkv.stores import DiskFolder, StoreChoice, StoreUrl
 from hybridkv.tiers import Prices
@@ -101,6 +102,24 @@ def test_engines_share_a_store_of_their_own_model_only(name: str, tmp_path: Path
     assert second.tier is not None
     assert second.tier.statistics().fetches >= len(prompts) // 2
     assert second.scheduler.prompt_tokens_found[1] > sum(map(len, prompts)) // 2  # a late look-up is a miss
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+def test_prompts_that_stay_in_memory_are_in_host_memory_and_not_on_the_disk(name: str, tmp_path: Path) -> None:
+    loaded, prompts = loaded_model(name), [one[21:] for one in chats(4, 5)]  # they share nothing
+    plan, disk = small_plan(loaded, prompts), DiskFolder(tmp_path / "disk", "64MiB")
+    with Engine(loaded, plan, OPTIONS, host_memory="32MiB", store=disk) as engine:
+        for prompt in prompts[:3]:
+            list(engine.stream(prompt, greedy(OUTPUT), hints=Hints(in_memory=True)))
+        list(engine.stream(prompts[3], greedy(OUTPUT)))
+        engine.settle_tiers()
+        assert engine.tier is not None
+        counts = engine.tier.statistics()
+    assert counts.stores >= 2 * counts.spills > 0
+    made, second = served(loaded, plan, prompts, disk)
+    assert made == [list(generated(loaded, prompt, OUTPUT)) for prompt in prompts]
+    assert second.tier is not None
+    assert second.tier.statistics().fetches == 1
 
 
 def test_engine_without_room_for_the_disk_computes_the_tokens(tmp_path: Path) -> None:

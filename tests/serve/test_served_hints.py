@@ -1,5 +1,7 @@
 """Hints in bodies: what clients know of when a prefix is wanted again reaches the cache, and harms nobody else."""
 
+import json
+import random
 from typing import Any
 
 import pytest
@@ -7,8 +9,9 @@ from openai import BadRequestError, OpenAI
 from serve_support import Served, serving
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.eviction import EVERYBODY, Share, TenantShares
 from hybridkv.request import NO_HINTS, Hints, Request
-from hybridkv.runner import Engine, load
+from hybridkv.runner import Engine, EngineOptions, load, plan_for
 from hybridkv.serve.bodies import HintsBody
 
 PATHS: dict[str, dict[str, Any]] = {
@@ -69,6 +72,95 @@ def test_prompt_cache_options_that_are_invalid_are_rejected(llama: Served) -> No
     assert "say the same: leave one" in llama.refused("/v1/completions", 400, prompt="a", **both)["message"]
     late = {"hints": {"over": True}, "prompt_cache_options": {"ttl": "5s"}}
     assert "hints say ttl_s of what is over" in llama.refused("/v1/completions", 400, prompt="a", **late)["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_prompt_cache_key_and_retention_of_openai_reach_the_cache(
+    llama: Served, heard: list[Hints], path: str, stream: bool
+) -> None:
+    """A day is a promise to come back, which a client's own hints replace; a key changes nothing."""
+    day = {"prompt_cache_retention": "24h"}
+    for fields, hints in (
+        ({"prompt_cache_key": "k" * 64}, NO_HINTS),
+        (day | {"prompt_cache_key": "a"}, Hints(within_s=86400.0)),
+        (day | {"hints": {"within_s": 5}}, Hints(within_s=5)),
+        (day | {"hints": {"over": True}}, Hints(over=True)),
+        (day | {"prompt_cache_options": {"ttl": "1h"}}, Hints(within_s=86400.0, ttl_s=3600.0)),
+        ({"prompt_cache_retention": "in_memory", "hints": {"goes_on": True}}, Hints(goes_on=True, in_memory=True)),
+        ({"prompt_cache_retention": None, "prompt_cache_key": None}, NO_HINTS),
+    ):
+        heard.clear()
+        answer = llama.client.post(path, json={**PATHS[path], **fields, "stream": stream})
+        assert (answer.status_code, set(heard)) == (200, {hints})
+
+
+def test_prompt_cache_key_and_retention_are_in_a_response(llama: Served) -> None:
+    with OpenAI(base_url=f"{llama.url}/v1", api_key="none") as client:
+        asked: dict[str, Any] = {"model": "tiny:llama", "input": "a", "max_output_tokens": 1}
+        made = client.responses.create(**asked, prompt_cache_key="chat-7", prompt_cache_retention="24h")
+        assert (made.prompt_cache_key, made.prompt_cache_retention) == ("chat-7", "24h")
+        made = client.responses.create(**asked)
+        assert (made.prompt_cache_key, made.prompt_cache_retention) == (None, None)
+
+
+def test_prompt_cache_key_neither_parts_nor_joins_what_is_shared(llama: Served) -> None:
+    def cached(prompt: str, **fields: str) -> int:
+        usage = llama.post("/v1/completions", prompt=prompt, max_tokens=1, **fields)["usage"]
+        found: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    text = "a key says which requests begin alike, and no more than that"
+    assert cached(text, prompt_cache_key="a", cache_salt="one") == 0
+    assert cached(text, prompt_cache_key="b", cache_salt="one") == len(text) - 1
+    assert cached(text, prompt_cache_key="b", cache_salt="other") == 0
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/completions/render", "/v1/chat/completions/render"])
+@pytest.mark.parametrize(
+    ("field", "wrong", "said"),
+    [
+        ("prompt_cache_key", "k" * 65, "at most 64 characters"),
+        ("prompt_cache_key", "", "at least 1 character"),
+        ("prompt_cache_key", 7, "valid string"),
+        ("prompt_cache_retention", "48h", "'in_memory' or '24h'"),
+    ],
+)
+def test_prompt_cache_key_or_retention_that_is_invalid_is_rejected(
+    llama: Served, path: str, field: str, wrong: object, said: str
+) -> None:
+    error = llama.refused(path, 400, **PATHS[path.removesuffix("/render")], **{field: wrong})
+    assert (error["type"], error["param"]) == ("invalid_request_error", field)
+    assert said in error["message"]
+
+
+def completed(served: Served, prompt: list[int], salt: str, **fields: object) -> tuple[int, list[int]]:
+    """Cached tokens of a prompt, and its answer of four tokens, at once or as a stream."""
+    body = {"prompt": prompt, "cache_salt": salt, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+    lines = served.client.post("/v1/completions", json=body | fields).text.split("data: ")
+    parts = [json.loads(line) for line in lines if line.startswith("{")]
+    answer = [token for part in parts for one in part["choices"] for token in one["token_ids"]]
+    return parts[-1]["usage"]["prompt_tokens_details"]["cached_tokens"], answer
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2"])
+def test_session_that_pauses_for_a_tool_resumes_at_its_end_if_its_hint_or_share_says_so(kind: str) -> None:
+    """While the tool runs, another tenant fills the device with prompts."""
+    draw, loaded = random.Random(11), load(f"tiny:{kind}")
+    turn, *others = ([draw.randrange(3, 200) for _ in range(tokens)] for tokens in (40, *[60] * 24))
+    plan, shares = plan_for(loaded, [64] * 4, max_model_len=65), TenantShares((Share("a", 0.4), Share("b", 0.4)))
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    returns, day = {"hints": {"within_s": 1000}}, {"prompt_cache_retention": "24h"}
+    hits = []
+    for mine, theirs, shared in (({}, day, EVERYBODY), ({}, day, shares), (returns, stream, EVERYBODY)):
+        options = EngineOptions(shares=shared, self_check=False)
+        with serving(Engine(loaded, plan, options)) as served:
+            _, answer = completed(served, turn, "a", **mine)
+            for prompt in others:
+                completed(served, prompt, "b", **theirs)
+            hits.append(completed(served, [*turn, *answer, *[7] * 10], "a", **stream)[0])
+    end = len(turn) + len(answer) - 1
+    assert hits[0] < end == hits[1] == hits[2]
 
 
 @pytest.mark.parametrize("stream", [False, True])

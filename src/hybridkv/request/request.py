@@ -52,6 +52,7 @@ class Hints:
         ttl_s: What the request keeps is evicted after everything else of its tenant, for so many seconds.
         demote: What the request keeps leaves the device once a tier has it.
         prefetch: Nothing is computed: the request ends once the device has what a tier keeps of its prompt.
+        in_memory: What the request keeps is not written to a store behind the host.
 
     Raises:
         ConfigError: A value is invalid, or two hints contradict each other.
@@ -66,6 +67,7 @@ class Hints:
     ttl_s: float | None = None
     demote: bool = False
     prefetch: bool = False
+    in_memory: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -21,6 +21,9 @@ _MOST_STOPS: Final = 16
 _MOST_STOP_CHARACTERS: Final = 256
 _MOST_STOP_IDS: Final = 1024
 _MOST_SEED: Final = 1 << 62
+_MOST_KEY_CHARACTERS: Final = 64
+"""The limit of OpenAI's API for ``prompt_cache_key``."""
+_DAY_S: Final = 86400.0
 
 StopString = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
 Text = Annotated[str, Field(min_length=1)]
@@ -96,6 +99,7 @@ class HintsBody(Body):
             seconds.
         demote: what is kept leaves the device once host memory has it.
         prefetch: bring up from host memory what is kept of the prompt, and compute nothing.
+        in_memory: nothing that is kept is written to a disk or another store.
     """
 
     over: bool = False
@@ -107,6 +111,7 @@ class HintsBody(Body):
     ttl_s: float | None = None
     demote: bool = False
     prefetch: bool = False
+    in_memory: bool = False
 
     def said(self) -> Hints:
         """Return the hints as a request has them. ConfigError for invalid or contradictory values."""
@@ -139,6 +144,11 @@ class SamplingBody(Body):
     """The fields of all bodies that generate: sampling, and hints about the prompt's future.
 
     ``top_k`` 0 and -1 are off. Requests share cached blocks only with requests of the same ``cache_salt``.
+
+    Attributes:
+        prompt_cache_key: names requests that begin alike, for routers. The cache finds prefixes by their tokens.
+        prompt_cache_retention: ``24h``: the prompt is used again within a day, unless hints say more. ``in_memory``: as
+            the hint of that name.
     """
 
     model: str | None = None
@@ -158,12 +168,18 @@ class SamplingBody(Body):
     cache_salt: Text | None = None
     hints: HintsBody | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_key: Annotated[str, Field(min_length=1, max_length=_MOST_KEY_CHARACTERS)] | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     stream: bool | None = None
 
     @property
     def said_hints(self) -> Hints:
         """The hints for each prompt. ConfigError if hints and prompt_cache_options contradict each other."""
         hints = NO_HINTS if self.hints is None else self.hints.said()
+        if self.prompt_cache_retention == "in_memory":
+            hints = replace(hints, in_memory=True)
+        elif self.prompt_cache_retention and not (hints.goes_on or hints.over or hints.scratch or hints.secret):
+            hints = replace(hints, within_s=_DAY_S)
         ttl_s = None if self.prompt_cache_options is None else self.prompt_cache_options.ttl_s
         if ttl_s is None:
             return hints

@@ -454,6 +454,8 @@ class ResponseAnswer(TypedDict):
     output: list[OutputMessage]
     parallel_tool_calls: bool
     previous_response_id: None
+    prompt_cache_key: str | None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None
     store: bool
     temperature: float
     top_p: float
@@ -533,6 +535,8 @@ class ResponseForm:
             "output": [] if done is None else [self._message(status, done.text or "")],
             "parallel_tool_calls": True,
             "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "prompt_cache_retention": body.prompt_cache_retention,
             "store": False,
             "temperature": self._asked.sampling.temperature,
             "top_p": self._asked.sampling.top_p,

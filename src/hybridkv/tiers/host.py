@@ -509,7 +509,7 @@ class HostTier:
             self.device.eviction_policy.give_up(carrier, tokens)
 
     def _before_it_is_kept(self, one: Carried) -> None:
-        if one.way is Way.STORE and self._behind is not None:
+        if one.way is Way.STORE and self._behind is not None and not one.wanted.carrier.hints.in_memory:
             self._behind.spill(one)
 
     def _cancel(self, number: int) -> Carried:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import oracle_hints
 import pytest
-from test_tenants import Cache, chat, unique
+from test_tenants import HYBRID, Cache, chat, unique
 
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import EVERYBODY, Share, TenantShares, hazard
@@ -25,6 +25,8 @@ from hybridkv.eviction.resume_points import (
 from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.simulator import Pieces, TraceRequest
 from hybridkv.simulator.tokens import NEW_OUTPUT, PROMPT_SEGMENT
+from hybridkv.specs import KVCacheSpec
+from hybridkv.testing.configs import full_spec, window_spec
 
 # -- what a hint is
 
@@ -50,6 +52,7 @@ def test_hint_with_return_time_continues_the_session() -> None:
         ({"ttl_s": -1}, "ttl_s must lie in"),
         ({"ttl_s": True}, "ttl_s must be a number"),
         ({"demote": 1}, "demote must be true or false"),
+        ({"in_memory": 1}, "in_memory must be true or false"),
         ({"ttl_s": 5, "over": True}, "hints say ttl_s of what is over, which nobody wants again"),
         ({"demote": True, "scratch": True}, "hints say demote of what is scratch"),
         ({"prefetch": True, "secret": True}, "hints say prefetch of what is secret"),
@@ -162,6 +165,41 @@ def test_time_to_live_yields_to_running_requests_and_to_shares() -> None:
     assert cache.run(chat(19, 1), "b") == 10
     assert cache.run(chat(0, 1), "b") == 0
     cache.cache.check()
+
+
+KINDS = pytest.mark.parametrize("specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9)), HYBRID])
+
+
+@KINDS
+def test_session_that_pauses_for_a_tool_keeps_its_end_while_its_hint_says_so(specs: tuple[KVCacheSpec, ...]) -> None:
+    """Other prompts fill the memory while the tool runs; what they leave saves as many tokens per byte."""
+
+    def keeps_end(hints: Hints, pause_s: float) -> bool:
+        cache = Cache(EVERYBODY, 14, specs)
+        cache.run(chat(1, 1), hints=hints)
+        for prompt, _ in zip(unique(), range(20), strict=False):
+            cache.now += pause_s / 20
+            cache.run(prompt[:13])
+        cache.cache.check()
+        return cache.run(chat(1, 2)) == 11
+
+    assert [keeps_end(Hints(within_s=60), pause_s) for pause_s in (0, 30, 200, 1000)] == [True, True, False, False]
+    assert not any(keeps_end(hints, 30) for hints in (NO_HINTS, Hints(over=True), Hints(within_s=4)))
+
+
+@KINDS
+@pytest.mark.parametrize("pauses", [Hints(within_s=86400.0), Hints(ttl_s=86400.0)])
+def test_paused_sessions_above_a_share_evict_their_own_tenant(specs: tuple[KVCacheSpec, ...], pauses: Hints) -> None:
+    """A tenant that promises to return with everything, for a day, takes nothing from another's guaranteed share."""
+    cache = Cache(TenantShares((Share("a", 0.4), Share("b", 0.4))), 20, specs)
+    for person in range(2):
+        cache.run(chat(person, 1), "a")
+    for person in range(2, 42):
+        cache.run(chat(person, 1), "b", hints=pauses)
+    cache.cache.check()
+    asked = [Request("r", chat(person, 1), hasher=cache.cache.hasher) for person in range(42)]
+    kept = [cache.cache.find_hit(request).tokens == 10 for request in asked]
+    assert (all(kept[:2]), any(kept[2:]), all(kept[2:])) == (True, True, False)
 
 
 def test_ends_of_many_times_to_live_take_bounded_memory() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_vllm_natural import FULL, HYBRID, OPTIONS, SMALL, STATE, WINDOWS, planned, play
 
-from engine_groups import SIZE, Asked
+from engine_groups import SIZE, Asked, Sampling
 from hybridkv.cache import AllBlocksCleared, BlockStored
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.step import NO_TIER_COPIES, Step, StoreTransfer, TierCopies
@@ -230,15 +230,19 @@ def test_workers_of_two_processes_share_a_store_each_with_its_rank(tmp_path: Pat
     store.close()
 
 
-def test_host_tier_looks_into_its_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_host_tier_looks_into_its_store(tmp_path: Path, *, in_memory: bool) -> None:
     requests = tiered(store=StoreUrl(f"file://{tmp_path}"))
     assert requests._tier.has_store
     engine = Engine(requests._manager, host=Host(requests))
-    asked = [engine.add("a", [*range(1, 40)], 8)]
+    asked = engine.add("a", [*range(1, 40)], 8)
+    asked.sampling_params = Sampling({"hybridkv_hints": {"in_memory": in_memory}})
     engine.step()
     for _ in range(200):
         engine.step()
         if requests._tier.statistics().spilling:
             break
-    assert requests._tier.statistics().spilling, "what arrived on the host goes to the store"
-    assert asked[0].num_computed_tokens
+    counts = requests._tier.statistics()
+    assert bool(counts.spilling) is not in_memory, "what arrived on the host goes to the store, unless hints say no"
+    assert counts.stores
+    assert asked.num_computed_tokens
