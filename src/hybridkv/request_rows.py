@@ -112,6 +112,7 @@ class RequestRows:
         """Renew the memory views after columns became new arrays: numpy takes twice as long for one cell."""
         self.each_num_tokens, self.each_num_computed = self.num_tokens.data, self.num_computed.data
         self.each_in_flight, self._each_partial = self.in_flight.data, self.partial_block.data
+        self._all_partial = self.partial_block.reshape(-1).data
 
     @property
     def capacity(self) -> int:
@@ -282,6 +283,11 @@ class RequestRows:
         if request is None:
             raise CacheError(f"row {row} belongs to no request")
         return request
+
+    def partial_bytes(self, row: int, first: int, last: int) -> bytes:
+        """Return tokens ``first`` .. ``last`` - 1 of the partial block of ``row``, as bytes of int32."""
+        start = row * self.hash_block_size
+        return self._all_partial[start + first : start + last].tobytes()
 
     def last_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the last known token of each row, int32[len(rows)]."""

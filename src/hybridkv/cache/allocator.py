@@ -211,7 +211,7 @@ class Slots:
         Thus one group can take the blocks that another one drops, and no group evicts the hit of another.
         """
         work = tuple(zip(self._groups, plan.groups, strict=True))
-        for group, part in work:
+        for group, part in () if plan.begins else work:
             self._drop(group, row, part.drop)
         touched = list[Int32]()
         for place, (group, part) in enumerate(work):

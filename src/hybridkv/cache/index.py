@@ -523,10 +523,11 @@ class KnownTokens:
 
 
 def add_known(known: KnownTokens, keys: Sequence[bytes]) -> None:
-    """Remember the keys of a request, in order. O(keys)."""
-    known.young.update(map(hash, keys))
-    if len(known.young) > max(known.most // 2, 1):
-        known.old, known.young = known.young, set(map(hash, keys))
+    """Remember the keys of a request, in order. O(log keys + keys that are not young)."""
+    young = known.young
+    young.update(map(hash, keys[bisect_left(keys, 1, key=lambda key: hash(key) not in young) :]))
+    if len(young) > max(known.most // 2, 1):
+        known.old, known.young = young, set(map(hash, keys))
 
 
 def leading_known(known: KnownTokens, keys: Sequence[bytes]) -> int:

@@ -175,6 +175,8 @@ class SlotPlanner:
         groups = residents.groups
         self.max_model_len = max_model_len
         self._groups = groups
+        self._no_facts = (RowFacts(),) * len(groups)
+        self._none = (0,) * len(groups)
         self._encoded = tuple(group for group in groups if group.kind.spec.keeps is Keeps.ENCODER)
         self._pool = pool
         self._request_rows = residents.request_rows
@@ -192,14 +194,15 @@ class SlotPlanner:
         if row < 0 and demand.by_digest:
             for group in self._encoded:  # the keys to publish: a hasher may fail here, and not when the plan is done
                 request.encoder_keys(group.policy.block_size)
-        facts = [group.facts(row) for group in groups]
+        facts = self._no_facts if row < 0 else [group.facts(row) for group in groups]
         adopted = self._adopted(request, wanted)
         plans = tuple(
             [group.policy.plan(known, ids, demand) for group, known, ids in zip(groups, facts, adopted, strict=True)]
         )
         sources = self._sources(wanted, plans)
-        freed = _freed_blocks(groups, facts, plans, row, pool)
-        needs = _needed_blocks(plans, sources, pool)
+        freed = self._none if row < 0 else _freed_blocks(groups, facts, plans, row, pool)
+        kept = _needed_blocks(plans, pool)
+        needs = _with_sources(kept, sources, pool)
         taken, given_back = pool.by_class(needs), pool.by_class(freed)
         needed, free = pool.space.weigh(taken, given_back)
         if needed > free:
@@ -211,8 +214,6 @@ class SlotPlanner:
         if blocked is not None:
             return Refusal(Reason.PREFIX_NOT_WRITTEN, blocked, needed, free)
         if admission is not None:
-            # sources are held for this step alone
-            kept = _needed_blocks(plans, (0,) * len(plans), pool) if any(sources) else needs
             later = _later_blocks(groups, plans, row, demand.computed, admission)
             both = pool.by_class([now + then for now, then in zip(kept, later, strict=True)])
             in_all = pool.space.weigh(both, given_back).needed
@@ -288,7 +289,7 @@ class SlotPlanner:
 
         With tokens that are loaded from elsewhere, no state is copied, and no block whose column is then null.
         """
-        sources = wanted.hit.sources or (0,) * len(self._groups)
+        sources = wanted.hit.sources or self._none
         if not wanted.external_tokens:
             return sources
         loaded, whole = wanted.hit.tokens + wanted.external_tokens, self.loads.whole
@@ -378,13 +379,16 @@ def _demand_of(
     )
 
 
-def _needed_blocks(plans: Sequence[GroupPlan], sources: Sequence[int], pool: BlockPool) -> list[int]:
-    """Return the free blocks that ``plans`` use up, by group: blocks to take, and free blocks of hits and sources."""
-    needs = []
-    for plan, source in zip(plans, sources, strict=True):
-        touched = pool.count_free(plan.reuse[plan.reuse != 0]) if len(plan.reuse) else 0
-        needs.append(plan.take + touched + (source != 0 and not pool.ref_count(source)))
-    return needs
+def _needed_blocks(plans: Sequence[GroupPlan], pool: BlockPool) -> list[int]:
+    """Return the free blocks that ``plans`` use up, by group: blocks to take, and free blocks of hits."""
+    return [plan.take + (pool.count_free(plan.reuse[plan.reuse != 0]) if len(plan.reuse) else 0) for plan in plans]
+
+
+def _with_sources(needs: list[int], sources: Sequence[int], pool: BlockPool) -> list[int]:
+    """Return ``needs``, by group, with the free blocks among ``sources``, which are held for this step alone."""
+    if not any(sources):
+        return needs
+    return [need + (source != 0 and not pool.ref_count(source)) for need, source in zip(needs, sources, strict=True)]
 
 
 def _freed_blocks(

@@ -144,13 +144,15 @@ class Publisher:
         Also publish its resume points up to ``known_tokens``.
         """
         writes = request.writes_prefix_cache
+        passes = known_tokens >= self.next_resume_point(request.row)
         for group, plan in zip(self._groups, plans, strict=True):
             self._publish_columns(group, request, plan.publish, plan.decided)
-            if group in self._shared_in_part:
+            if passes and group in self._shared_in_part:
                 self._publish_resume_points(group, request, known_tokens)
             if not writes:
                 group.published[request.row] = UNPUBLISHED
-        self._pass_resume_points(request, known_tokens)
+        if passes:
+            self._pass_resume_points(request, known_tokens)
 
     def publish_computed(self, request: Request, num_computed_tokens: int, *, written: bool = False) -> None:
         """Publish the full blocks of the first ``num_computed_tokens`` tokens, for which the request holds blocks.
@@ -176,6 +178,8 @@ class Publisher:
         """
         known = request.num_computed_tokens
         self.publish_computed(request, known)
+        if known < self.next_resume_point(request.row):
+            return
         for group in self._shared_in_part:
             self._publish_resume_points(group, request, known)
         self._pass_resume_points(request, known)
@@ -188,12 +192,12 @@ class Publisher:
         Columns ascend; null ones are skipped. ``written``: the blocks are written, whichever step is open.
         """
         row = request.row
-        group.published[row] = decided
+        group.each_published[row] = decided
         if not columns.size:
             return
         ids = group.rows.row_at(row, columns)
-        held = ids != 0
-        if np.count_nonzero(held) < len(held):
+        if np.count_nonzero(ids) < len(ids):
+            held = ids != 0
             ids, columns = ids[held], columns[held]
             if not ids.size:
                 return
@@ -346,13 +350,14 @@ class Publisher:
 
     def _resume_points_of(self, request: Request) -> list[int]:
         """Return the resume points of ``request``, ascending: before its prompt's last token, and its marks."""
-        asked, unit = {request.num_prompt_tokens - 1, *request.marks}, self.unit
+        last, unit = request.num_prompt_tokens - 1, self.unit
+        if not request.marks:
+            return [one] if (one := last // unit * unit) else []
+        asked = {last, *request.marks}
         return sorted((asked if unit == 1 else {one // unit * unit for one in asked}) - {0})
 
     def _publish_resume_points(self, group: CacheGroup, request: Request, known_tokens: int) -> None:
         """Publish the resume points of ``group`` up to ``known_tokens`` that are not handled yet."""
-        if known_tokens < self.next_resume_point(request.row):
-            return
         ended = self._passed_tokens.item(request.row)
         for end in self._resume_points_of(request):
             if ended < end <= known_tokens:

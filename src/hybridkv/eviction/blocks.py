@@ -110,6 +110,8 @@ class PointBlocks:
     def window(self, point: ResumePoint) -> list[int] | None:
         """Return the whole blocks that windows and chunks read before it; None if one is missing. O(windows)."""
         found = list[int]()
+        if not self._windows:
+            return found
         keys_read: dict[tuple[int, int, int], list[bytes]] = {}  # groups with the same window read the same keys
         for group in self._windows:
             size, stride = group.policy.block_size, group.hashes_per_block
@@ -242,8 +244,7 @@ class PointBlocks:
         """Return the known keys of blocks that begin with the tokens of ``point`` inside a block; empty without any."""
         if not point.inside[1]:
             return set()
-        keys = {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
-        return keys.union(request.hashes[point.depth : point.depth + 1])
+        return self._keys_of(point.own).union(request.hashes[point.depth : point.depth + 1])
 
     def _put_below(self, point: ResumePoint, parent: ResumePoint) -> list[ResumePoint]:
         """Put ``point`` below ``parent``, now known to be its prefix. Return the points with changed costs."""
@@ -301,15 +302,18 @@ class PointBlocks:
 
         Resume points with children pay for no segment, so they are left out unless windows overlap.
         """
-        owners = self.owners
-        found = [
-            one for block in point.own + (segment or []) if block in owners for one in owners[block] if one is not point
-        ]
-        others = siblings_of(point)
-        keys = {key for block in point.own if (key := self._pool.keys.key_of(block)) is not None}
-        if keys:  # resume points that continue after its partial block
+        owners, blocks = self.owners, point.own + (segment or [])
+        found, others = list[ResumePoint](), siblings_of(point)
+        if not owners.keys().isdisjoint(blocks):
+            found = [one for block in blocks if block in owners for one in owners[block] if one is not point]
+        if keys := self._keys_of(point.own):  # resume points that continue after its partial block
             others += [one for before in level_of(point) for key in sorted(keys) for one in few(before, key)]
-        return found + [one for one in others if self.overlaps or not one.children]
+        return found + [one for one in others if self.overlaps or not one.children] if others else found
+
+    def _keys_of(self, blocks: Sequence[int]) -> set[bytes]:
+        """Return the keys of ``blocks`` that have one."""
+        key_of = self._pool.keys.key_of
+        return {key for block in blocks if (key := key_of(block)) is not None}
 
     # -- changes of blocks
 
@@ -328,17 +332,16 @@ class PointBlocks:
         """
         lost, released = dict[int, int](), list[Int64]()
         for fact in facts:
-            match fact:
-                case Released(ids):
-                    released.append(np.asarray(ids, np.int64))
-                case Lost(ids):
-                    if np.count_nonzero(counts := self.counts[ids]):
-                        needed = ids[counts > 0]
-                        lost.update(zip(needed.tolist(), self.counts[needed].tolist(), strict=True))
-                        self._discharge(needed)
-                        self.counts[needed] = 0
-                case Moved(moves):
-                    lost = self._follow(moves, lost)
+            if isinstance(fact, Released):
+                released.append(np.asarray(fact.ids, np.int64))
+            elif isinstance(fact, Lost):
+                if np.count_nonzero(counts := self.counts[fact.ids]):
+                    needed = fact.ids[counts > 0]
+                    lost.update(zip(needed.tolist(), self.counts[needed].tolist(), strict=True))
+                    self._discharge(needed)
+                    self.counts[needed] = 0
+            elif isinstance(fact, Moved):
+                lost = self._follow(fact.moves, lost)
         self._mark_unneeded(released)
         return lost
 

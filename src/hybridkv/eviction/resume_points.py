@@ -462,12 +462,12 @@ class ResumePointTree:
             request: Its tokens are compared.
             limit: Most tokens of a resume point.
         """
-        hashes, get, size = request.hashes, self._places.get, self._hash_block
+        hashes, known, get, size = request.hashes, self._places.keys(), self._places.get, self._hash_block
         stop, chunk = min(limit // size, len(hashes)), _FIRST_CHUNK
         while stop > 0:
             start = max(stop - chunk, 0)
-            places = list(map(get, reversed(hashes[start:stop])))
-            for depth, place in zip(range(stop, start, -1), places, strict=True) if any(places) else ():
+            for depth in () if known.isdisjoint(hashes[start:stop]) else range(stop, start, -1):
+                place = get(hashes[depth - 1])
                 if place is None:
                     continue
                 found, lengths = place.by_inside, sorted(place.lengths, reverse=True)

@@ -312,7 +312,7 @@ class Request:
         rows = self._rows
         if rows is None:
             return len(self._tokens) if self._lent is None else self._lent.lender.num_tokens
-        return rows.num_tokens.item(self.row)
+        return rows.each_num_tokens[self.row]
 
     @property
     def is_lent(self) -> bool:
@@ -333,7 +333,7 @@ class Request:
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is in the cache or scheduled; set by the scheduler."""
         rows = self._rows
-        return self._computed if rows is None else rows.num_computed.item(self.row)
+        return self._computed if rows is None else rows.each_num_computed[self.row]
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, tokens: int) -> None:
@@ -389,16 +389,14 @@ class Request:
             start: First token, 0 or more; not checked.
             stop: Token after the last one.
         """
-        whole = len(self._tokens)
-        if stop <= whole and self._lent is None:
-            return self._tokens[start:stop].tobytes()
-        end = min(stop, self.num_tokens)
+        tokens, rows = self._tokens, self._rows
+        whole = len(tokens)
         if self._lent is not None:
-            return np.array(self._lent.lender.all_token_ids[start:end], np.int32).tobytes()
-        head = self._tokens[start:end].tobytes()
-        if self._rows is None or end <= whole:
-            return head
-        return head + self._rows.partial_block[self.row, max(start - whole, 0) : end - whole].tobytes()
+            return np.array(self._lent.lender.all_token_ids[start : min(stop, self.num_tokens)], np.int32).tobytes()
+        if stop <= whole or rows is None:
+            return tokens[start:stop].tobytes()
+        rest = rows.partial_bytes(self.row, max(start - whole, 0), min(stop, rows.each_num_tokens[self.row]) - whole)
+        return tokens[start:].tobytes() + rest if start < whole else rest
 
     def token_tuple(self, start: int, stop: int) -> tuple[int, ...]:
         """Return known tokens as a tuple. O(stop - start).

@@ -350,7 +350,8 @@ class RunningRows:
     def _free(self, request: Request, *, written: bool = True) -> None:
         """Free the row of an ended request; publish its blocks before, if they were ``written`` and can be trusted."""
         if written and request.row not in self._distrusted:
-            self._cache.cache_blocks(request, request.num_computed_tokens)
+            if not self._cache.bounds.keeps_resume_points:  # a resume point publishes them itself
+                self._cache.cache_blocks(request, request.num_computed_tokens)
             self._cache.keep_resume_point(request)
         self._distrusted.discard(request.row)
         self._ended_rows.append(request.row)

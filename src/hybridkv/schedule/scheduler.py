@@ -331,6 +331,8 @@ class Scheduler:
 
     def _schedule_running(self, builder: StepBuilder) -> bool:
         """Give running requests their tokens and blocks; return whether one had to be preempted."""
+        if not self._running.requests:
+            return False
         preempted, start = False, 0
         parents = self._waiting.parents(self._running.requests) if self._waiting.families else []
         held = [parent.row for _, parent in parents if self._running.steps[parent.row]]  # a fork waits for its steps

@@ -432,11 +432,10 @@ class BlockHits:
     span: Span
     block_size: int
     copies: bool = False
+    downward_closed: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def downward_closed(self) -> bool:
-        """Whether every earlier token is read."""
-        return self.span.downward_closed
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "downward_closed", self.span.downward_closed)
 
     def columns(self, num_tokens: int) -> int:
         """Return the full columns."""
@@ -471,11 +470,10 @@ class TokenHits:
     span: Span
     block_size: int
     copies: bool = True
+    downward_closed: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def downward_closed(self) -> bool:
-        """Whether every earlier token is read."""
-        return self.span.downward_closed
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "downward_closed", self.span.downward_closed)
 
     def columns(self, num_tokens: int) -> int:
         """Return the full columns."""
@@ -483,7 +481,7 @@ class TokenHits:
 
     def first_needed(self, num_tokens: int) -> int:
         """Return the answer of the span; 0 if every earlier token is read."""
-        return 0 if self.span.downward_closed else self.span.first_needed(num_tokens, self.block_size)
+        return 0 if self.downward_closed else self.span.first_needed(num_tokens, self.block_size)
 
     def longest(self, index: PrefixIndex, request: Request, keys: Sequence[bytes], search: Search) -> GroupHit:
         """Search for the largest end that is cached. O(columns read).

@@ -169,9 +169,9 @@ class SlabHoles:
         of_each = self._first_handles.searchsorted(ids, "right") - 1
         return [(of, some) for of in range(first, last + 1) if len(some := ids[of_each == of])]
 
-    def owns(self, block: int) -> bool:
-        """Return whether ``block`` is no hole and lies in a slab that its class owns. O(log classes)."""
-        return not self._hole_bytes[block] and self.owner[self.slab_of(block)] == self.class_of(block)
+    def owns(self, block: int, slab: int, of: int) -> bool:
+        """Return whether ``block``, of class ``of``, is no hole and lies in a ``slab`` that its class owns."""
+        return not self._hole_bytes[block] and self.owner[slab] == of
 
     def find_unowned(self, part: Part) -> int | None:
         """Return a block of ``part`` that is a hole, or lies in a slab that its class does not own. O(part)."""
@@ -291,9 +291,8 @@ class SlabHoles:
         self.referenced[part.of] += more * len(part.ids)
         self._count(part, held=more)
 
-    def hold_one(self, block: int, of: int, more: int) -> None:
-        """Make one block of class ``of`` referenced or cached. O(1)."""
-        slab = (block - self.bases[of]) // self.ks[of]
+    def hold_one(self, slab: int, of: int, more: int) -> None:
+        """Make one block of ``slab`` of class ``of`` referenced or cached. O(1)."""
         self.referenced[of] += more
         self.num_held[slab] += more
         self._file(slab, of)
@@ -336,12 +335,7 @@ class SlabHoles:
         """
         of, slabs = part.of, part.slabs
         if isinstance(slabs, list):
-            for slab in slabs:
-                self.num_held[slab] += held
-                self.num_holes[slab] += holes
-            for slab in dict.fromkeys(slabs) if self.ks[of] > 1 else ():  # a slab of one block is never half full
-                self._file(slab, of)
-            return slabs
+            return self._count_few(slabs, [1] * len(slabs), of, held, holes)
         if self.ks[of] == 1:  # each block has a slab of its own, which is never half full
             self.all_held[slabs] += held
             self.all_holes[slabs] += holes
@@ -353,11 +347,22 @@ class SlabHoles:
         slabs, runs = slabs[ends], ends.astype(np.int32)
         runs[0] += 1
         runs[1:] -= ends[:-1]
+        if len(ends) <= _FEW:
+            return self._count_few(slabs.tolist(), runs.tolist(), of, held, holes)
         if held:
             np.add.at(self.all_held, slabs, held * runs)
         if holes:
             np.add.at(self.all_holes, slabs, runs)
         self._file_many(slabs, of)
+        return slabs
+
+    def _count_few(self, slabs: list[int], runs: list[int], of: int, held: int, holes: int) -> list[int]:
+        """Add ``held`` and ``holes`` to each of ``slabs``, times its run."""
+        for slab, run in zip(slabs, runs, strict=True):
+            self.num_held[slab] += held * run
+            self.num_holes[slab] += holes * run
+        for slab in dict.fromkeys(slabs) if self.ks[of] > 1 else ():  # a slab of one block is never half full
+            self._file(slab, of)
         return slabs
 
     def _disown(self, slabs: Slabs, of: int) -> None:

@@ -27,6 +27,7 @@ Cached blocks of each class are ordered by stamps:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import sub
@@ -289,17 +290,18 @@ class SlabSpace:
 
     def append_one(self, block: int) -> None:
         """Cache one referenced block, without arrays of one element."""
-        holes, of = self._holes, self._holes.class_of(block)
+        holes, of = self._holes, bisect_right(self.bases, block) - 1
+        slab = (block - self.bases[of]) // self.ks[of]
         if self._each_place[block] != NOWHERE:
             raise BlockError(f"block {block} is cached: no request holds it")
-        if not holes.owns(block):
+        if not holes.owns(block, slab, of):
             raise BlockError(f"block {block} is free: no request holds it")
         if any(self.locked_slabs):
             self._refuse_locked(np.array([block]))
         self.now += 1
         self._each_stamp[block] = self.now
         self._lru[of].append_one(block)
-        holes.hold_one(block, of, -1)
+        holes.hold_one(slab, of, -1)
 
     def prepend_one(self, block: int) -> None:
         """Make one referenced block a hole."""
