@@ -213,16 +213,13 @@ class Slots:
         work = tuple(zip(self._groups, plan.groups, strict=True))
         for group, part in () if plan.begins else work:
             self._drop(group, row, part.drop)
-        touched = list[Int32]()
         for place, (group, part) in enumerate(work):
             if part.reuse.size:
-                touched.append(part.reuse[part.reuse != 0])
+                self._pool.hold(part.reuse[part.reuse != 0])
                 group.rows.extend(row, part.reuse)
             if plan.sources and plan.sources[place]:
-                touched.append(np.array([plan.sources[place]], np.int32))
+                self._pool.hold(np.array([plan.sources[place]], np.int32))
                 self._transfers.owe_copy(group, plan.sources[place], row, group.policy.hits.columns(plan.hit_tokens))
-        if touched:
-            self._pool.hold(touched[0] if len(touched) == 1 else np.concatenate(touched))
         if plan.begins:
             self._publisher.begin(plan.request, plan.computed_tokens)
         new = tuple([self._append(group, row, part) for group, part in work])
@@ -425,7 +422,7 @@ class Slots:
         """
         row = self._residents.row_of(request)
         self._loads.refuse(request)
-        if self._publisher.publishes:
+        if self._publisher.publishes and num_computed_tokens >= self._residents.next_event(row):
             self._refuse_short(request, num_computed_tokens)
             self._publisher.publish_computed(request, num_computed_tokens, written=written)
             self._residents.refresh(row)
@@ -445,7 +442,7 @@ class Slots:
             CacheError: The request holds no blocks.
         """
         row = self._residents.row_of(request)
-        if self._publisher.boundaries(request) is None or row in self._loading:
+        if not (self._publisher.publishes and request.writes_prefix_cache) or row in self._loading:
             return
         computed = request.num_computed_tokens
         self.publish_computed(request, computed, written=True)

@@ -393,9 +393,9 @@ class PrefixIndex:
 
     def partial_key(self, request: Request, tokens: int) -> tuple[bytes, bytes]:
         """Return the parent and the tokens of the partial key of the first ``tokens`` tokens."""
-        column = tokens // self._block_size
-        parent = parent_key(request, column * self._hashes_per_block, self._hashes_per_block)
-        return parent, request.token_bytes(column * self._block_size, tokens)
+        column, inside = divmod(tokens, self._block_size)
+        parent, own = opening(request, column * self._hashes_per_block, self._hashes_per_block)
+        return parent, own[: inside * TOKEN_BYTES]
 
     def _whole(self, request: Request, column: int) -> int | None:
         place = (column + 1) * self._hashes_per_block - 1
@@ -405,11 +405,10 @@ class PrefixIndex:
         """Return the partial entries of ``column`` with which the request's own tokens begin, oldest first."""
         if not self.num_partial:
             return ()
-        found = self._partial.get(parent_key(request, column * self._hashes_per_block, self._hashes_per_block), ())
+        parent, own = opening(request, column * self._hashes_per_block, self._hashes_per_block)
+        found = self._partial.get(parent)
         if not found:
             return ()
-        start = column * self._block_size
-        own = request.token_bytes(start, start + self._block_size)
         if len(found) == 1:
             return found if own.startswith(found[0].tokens) else ()
         return [entry for entry in found if own.startswith(entry.tokens)]
@@ -548,3 +547,18 @@ def parent_key(request: Request, first: int, count: int) -> bytes:
         return parent
     extras = request.extra_keys(first, count)
     return parent if extras is None else parent + cbor2.dumps(extras, canonical=True)
+
+
+def opening(request: Request, first: int, count: int) -> tuple[bytes, bytes]:
+    """Return the parent of partial entries in hash blocks first .. first + count - 1, and their known tokens as bytes.
+
+    A request remembers its last answer, because the entries of one position are asked for several times.
+    """
+    asked = (first, count, request.num_tokens, request.truncations)
+    known = request.opening
+    if known is None or known[0] != asked:
+        parent = parent_key(request, first, count)
+        size = 0 if request.hasher is None else request.hasher.block_size
+        own = request.token_bytes(first * size, (first + count) * size)
+        known = request.opening = asked, parent, own
+    return known[1], known[2]

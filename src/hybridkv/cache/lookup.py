@@ -213,6 +213,8 @@ class PrefixLookup:
             agreed = True
             for group in groups:
                 before, past = hits.get(group.number), int(group.kind.drops and group.number not in dropped)
+                if before is not None and before.tokens == candidate and not past:
+                    continue  # it answered this before
                 if before is not None and group.policy.hits.downward_closed:
                     hit = _trimmed(before, min(before.tokens, candidate), group.policy.block_size)
                 else:

@@ -428,12 +428,12 @@ class BlockPool:
         Args:
             ids: int32[n].
         """
-        free = ids[self._ref[ids] == 0]
-        if free.size:
-            self.space.remove(free)
+        held = self._ref[ids]
+        if np.count_nonzero(held) < len(held):
+            self.space.remove(ids if len(ids) == 1 else ids[held == 0])
         if self.journal.times:
             self.journal.record(Used(ids.copy(), self.journal.clock()))
-        self._ref[ids] += 1
+        self._ref[ids] = held + 1
         self.epoch += 1
 
     def free_blocks(self, ordered: Int32) -> None:

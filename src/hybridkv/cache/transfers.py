@@ -756,6 +756,9 @@ def _columns_of(
     group: CacheGroup, states: StatePolicy, spans: RowSpans, owner: Int64, drafts_before: Int64
 ) -> _Columns:
     """Return where the states of ``group`` are. ``owner`` and ``drafts_before`` are those of ``_written``."""
+    if states.rotates and spans.drafts is None:  # the state never leaves its column
+        column = np.zeros_like(spans.rows)
+        return _Columns(column, _NO_BLOCKS, _NO_BLOCKS, column)
     computed, certain = spans.computed, spans.computed + spans.certain
     before, after = states.state_column(computed), states.state_column(certain)
     accepted = group.accepted[spans.rows]

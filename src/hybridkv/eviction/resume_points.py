@@ -42,7 +42,7 @@ from enum import IntEnum
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from hybridkv.cache.index import parent_key
+from hybridkv.cache.index import TOKEN_BYTES, opening
 from hybridkv.errors import CacheError
 from hybridkv.request import NO_HINTS, Hints, Request
 
@@ -472,8 +472,8 @@ class ResumePointTree:
                     continue
                 found, lengths = place.by_inside, sorted(place.lengths, reverse=True)
                 if lengths[0]:
-                    chain, begin = parent_key(request, depth, 1), depth * size
-                    own = request.token_bytes(begin, min(limit, begin + size - 1))
+                    chain, own = opening(request, depth, 1)
+                    own = own[: min(limit - depth * size, size - 1) * TOKEN_BYTES]
                     for length in lengths:
                         if 0 < length <= len(own) and (point := found.get((chain, own[:length]))) is not None:
                             yield point
@@ -497,7 +497,8 @@ class ResumePointTree:
         depth, rest = divmod(tokens, self._hash_block)
         if not rest:
             return WHOLE
-        return parent_key(request, depth, 1), request.token_bytes(depth * self._hash_block, tokens)
+        chain, own = opening(request, depth, 1)
+        return chain, own[: rest * TOKEN_BYTES]
 
     def place_of(self, request: Request, tokens: int) -> Place | None:
         """Return the place of a resume point at ``tokens`` tokens of ``request``; None below one known hash block."""

@@ -138,6 +138,7 @@ class Request:
         first_hit_tokens: Tokens that its first admission found in the cache; ``None`` before.
         branches: Number of branches forked off it.
         truncations: How often tokens were forgotten; invalidates hits that were found before.
+        opening: The last answer of ``hybridkv.cache.index.opening``.
         branch_tokens: Token count up to which earlier requests had the same tokens but left no state; 0 if unknown.
     """
 
@@ -163,6 +164,7 @@ class Request:
         "multimodal",
         "num_preemptions",
         "num_prompt_tokens",
+        "opening",
         "priority",
         "request_id",
         "row",
@@ -255,6 +257,7 @@ class Request:
         self._computed = 0
         self.num_preemptions = self.branch_tokens = self.branches = self.truncations = 0
         self.first_hit_tokens: int | None = None
+        self.opening: tuple[tuple[int, int, int, int], bytes, bytes] | None = None
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -103,6 +103,9 @@ class AdmissionControl:
             dcp=cache.dcp_world_size,
             pcp=cache.pcp_world_size,
         )
+        most = self._bounds.max_encoder_tokens
+        longest = cache.bounds.peak_blocks(self._bounds, limits.max_in_flight, cache.max_model_len, most)
+        self._any_fits = not cache.bounds.reads_encoder and longest <= cache.bounds.guaranteed_blocks
         self._num_passed = 0  # requests that this step passed over
         self._peaks: dict[Request, int] = {}  # the most blocks of each running request
 
@@ -138,6 +141,12 @@ class AdmissionControl:
             )
         if self.limits.whole_items:
             self._refuse_items(request)
+        if not self._any_fits:
+            self._refuse_too_long(request)
+
+    def _refuse_too_long(self, request: Request) -> None:
+        """Raise CapacityError for a request that may need more blocks than there are."""
+        cache = self.cache
         tokens = self.running.limit_tokens(request) - 1  # the last sampled token is never computed
         needed = self._peak_blocks(request, tokens)
         usable = cache.bounds.guaranteed_blocks

@@ -235,6 +235,11 @@ class FreeOrder:
         self._place[ids] = NOWHERE
         self.count -= len(ids)
 
+    def remove_one(self, block: int) -> None:
+        """Remove one free block."""
+        self._each_place[block] = NOWHERE
+        self.count -= 1
+
     def append(self, ids: Ids) -> None:
         """Append ``ids``: they are taken last, in this order."""
         n = len(ids)

@@ -309,9 +309,23 @@ class SlabSpace:
 
     def remove(self, ids: Ids) -> None:
         """Make cached blocks ``ids`` (distinct, of any classes) referenced again. O(ids)."""
+        if len(ids) == 1:
+            self._remove_one(ids.item(0))
+            return
         for of, some in self._cached_by_class(ids):
             self._uncache(of, some)
             self._holes.hold(self._holes.part(of, some), 1)
+
+    def _remove_one(self, block: int) -> None:
+        """Make one cached block referenced again, without arrays of one element."""
+        if not 0 <= block < self.num_blocks or self._each_place[block] == NOWHERE:
+            self._cached_by_class(np.array([block]))  # raises
+        of = bisect_right(self.bases, block) - 1
+        if self.num_unneeded[of] and self.is_unneeded[block]:
+            self.num_unneeded[of] -= 1
+            self.is_unneeded[block] = False
+        self._lru[of].remove_one(block)
+        self._holes.hold_one((block - self.bases[of]) // self.ks[of], of, 1)
 
     def append(self, ids: Ids) -> None:
         """Cache referenced blocks ``ids`` (distinct, of any classes), which have keys. O(ids) amortised.
