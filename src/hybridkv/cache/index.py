@@ -256,6 +256,10 @@ class PrefixIndex:
         """Return whether ``block`` has a partial entry."""
         return block in self._parent
 
+    def partial_among(self, blocks: Sequence[int]) -> set[int]:
+        """Return the ``blocks`` with a partial entry. O(blocks)."""
+        return self._parent.keys() & blocks
+
     def partial_keys_in(self, blocks: Sequence[int]) -> list[tuple[int, bytes, bytes]]:
         """Return the partial entries of ``blocks``: (index in ``blocks``, parent, tokens)."""
         found = [(place, block) for place, block in enumerate(blocks) if block in self._parent]
@@ -286,11 +290,9 @@ class PrefixIndex:
         self._parent[entry.block] = parent
         return gone
 
-    def remove_partial(self, block: int) -> bool:
-        """Remove all partial entries of ``block``. Returns whether there were any."""
-        parent = self._parent.pop(block, None)
-        if parent is None:
-            return False
+    def remove_partial(self, block: int) -> None:
+        """Remove all partial entries of ``block``, which has some."""
+        parent = self._parent.pop(block)
         found = self._partial[parent]
         kept = [entry for entry in found if entry.block != block]
         if kept:
@@ -298,7 +300,6 @@ class PrefixIndex:
         else:
             del self._partial[parent]
         self.num_partial -= len(found) - len(kept)
-        return True
 
     def partial_entries(self) -> Iterator[tuple[bytes, PartialBlock]]:
         """Yield every (parent, partial entry); those of one parent oldest first."""

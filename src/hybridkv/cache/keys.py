@@ -238,9 +238,9 @@ class BlockKeys:
         for group, index in enumerate(self.indexes if self.journal.reports_resume_points else ()):
             for _, parent, tokens in index.partial_keys_in(blocks) if index.num_partial else ():
                 self._put_removed(group, parent, tokens)
-        partial_blocks = self._forget_partial(blocks, groups)
-        for group, count in enumerate(np.bincount(groups).tolist()):
-            self.lost[group] += count
+        partial_blocks = self._forget_partial(blocks)
+        for group in set(groups):
+            self.lost[group] += groups.count(group)
         if None in keys:
             if any(key is None and block not in partial_blocks for key, block in zip(keys, blocks, strict=True)):
                 block = next(b for key, b in zip(keys, blocks, strict=True) if key is None and b not in partial_blocks)
@@ -266,14 +266,14 @@ class BlockKeys:
             lost = [(parent, tokens) for _, parent, tokens in entries]
             self.journal.record(KeysLost(group, named, lost, timed, len(mine), self.journal.clock()))
 
-    def _forget_partial(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
-        """Remove the partial keys of ``blocks`` of ``groups``. Returns the blocks that had one."""
-        if not any(index.num_partial for index in self.indexes):
-            return set()
-        partial_blocks = set()
-        for block, group in zip(blocks, groups, strict=True):
-            if self.indexes[group].remove_partial(block):
-                partial_blocks.add(block)
+    def _forget_partial(self, blocks: Sequence[int]) -> set[int]:
+        """Remove the partial keys of ``blocks``. Returns the blocks that had one."""
+        partial_blocks = set[int]()
+        for index in self.indexes:
+            mine = index.partial_among(blocks) if index.num_partial else ()
+            for block in mine:
+                index.remove_partial(block)
+            partial_blocks.update(mine)
         return partial_blocks
 
     def _wipe(self, ids: Int32) -> None:

@@ -29,6 +29,9 @@ def check_points(kept: RankedResumePoints) -> Iterator[str]:
     for point in points:
         yield from _place(kept, point)
         yield from _follows_nearest(point, at)
+        segment = needs.segment(point)
+        if segment is not None and not np.array_equal(needs.kept_segment(point), segment):
+            yield f"the blocks remembered for the segment of the resume point of {point.tokens} tokens are others now"
         yield from _saved_and_ranked(kept, point)
     for point in kept._tree.points.values():
         if point.kept == (point.serial in kept._ghost_entries[point.tenant]):

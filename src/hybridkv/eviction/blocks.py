@@ -51,8 +51,13 @@ from hybridkv.request import Request
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-_FEW: Final = 3
-"""Pricing this many blocks one by one takes less time than a test that all have one size; chosen by hand."""
+_FEW: Final = 8
+"""Up to this many blocks are priced one by one, because arrays have a fixed cost; chosen by hand."""
+
+_MOST_SEGMENTS: Final = 256
+"""Segments whose blocks are remembered; chosen by hand."""
+
+_NO_BLOCKS: Final = np.empty(0, np.int64)
 
 
 class PointBlocks:
@@ -89,23 +94,48 @@ class PointBlocks:
         self.weights = Weights(tenants)
         self.payers = np.zeros(pool.num_blocks if tenants > 1 else 0, np.int32)
         self._pool = pool
+        self._segments: dict[int, tuple[list[bytes], Int64]] = {}  # by serial of a point; its keys, and their blocks
+        self._segments_at = 0  # losses of keys before the first of them was found
         self._bytes = np.array(block_bytes, np.int64)
         self._bytes_of = [float(size) for size in block_bytes]
         tokens = [one for one in groups if one.kind.keeps_tokens]
         self._states = tuple(one for one in groups if one.kind.in_place)
         self._full = tuple(one for one in tokens if one.policy.hits.downward_closed)
         self._windows = tuple(one for one in tokens if not one.policy.hits.downward_closed)
+        classes = {pool.classes[group.number] for group in tokens}
+        self._token_bytes = self._bytes_of[min(classes)] if len(classes) == 1 else None  # of a block of any such group
         self.overlaps = bool(self._windows) or any(group.hashes_per_block > 1 for group in self._full)
         """Whether a resume point may need blocks before its parent: for windows, and columns of several hash blocks."""
 
     # -- find the blocks of a resume point
 
-    def segment(self, point: ResumePoint) -> list[int] | None:
+    def segment(self, point: ResumePoint) -> Int64 | None:
         """Return the blocks of full attention in its segment, in order; None if one is missing. O(segment)."""
         start, found = point.depth - len(point.segment), list[int]()
         for group in self._full:
             found += group.index.blocks_of(_columns(group, point.segment, start))
-        return None if 0 in found else found
+        return None if 0 in found else np.array(found, np.int64)
+
+    def kept_segment(self, point: ResumePoint) -> Int64:
+        """Return the blocks of the segment of a kept point, without a block if one is missing.
+
+        A choice of victims asks several times for the same segments. They are remembered until a block loses its key.
+        """
+        if self._segments_at == self._pool.keys.evictions:
+            known = self._segments.get(point.serial)
+            if known is not None and known[0] is point.segment:
+                return known[1]
+        found = self.segment(point)
+        if found is None:
+            return _NO_BLOCKS
+        self._remember(point, found)
+        return found
+
+    def _remember(self, point: ResumePoint, segment: Int64) -> None:
+        if self._segments_at != self._pool.keys.evictions or len(self._segments) >= _MOST_SEGMENTS:
+            self._segments.clear()
+            self._segments_at = self._pool.keys.evictions
+        self._segments[point.serial] = point.segment, segment
 
     def window(self, point: ResumePoint) -> list[int] | None:
         """Return the whole blocks that windows and chunks read before it; None if one is missing. O(windows)."""
@@ -134,15 +164,18 @@ class PointBlocks:
 
     # -- costs
 
-    def _more_blocks(self, point: ResumePoint) -> list[int]:
+    def _more_blocks(self, point: ResumePoint) -> Int64:
         """Return the blocks that ``point`` pays for next to its own: windows, and its segment if it is a leaf."""
-        found = self.window(point) or [] if self._windows else []
-        return found if point.children else found + (self.segment(point) or [])
+        segment = _NO_BLOCKS if point.children else self.kept_segment(point)
+        if not self._windows or not (window := self.window(point)):
+            return segment
+        return np.concatenate((np.array(window, np.int64), segment))
 
     def look(self, point: ResumePoint) -> tuple[float, bool]:
         """Return ``saved`` of ``point``, and whether its eviction frees nothing: requests hold all its blocks."""
-        held, more = self._pool.ref_count, self._more_blocks(point)
-        return self._saved(point, more), all(map(held, point.own)) and all(map(held, more))
+        more = self._more_blocks(point)
+        held = all(map(self._pool.ref_count, point.own)) and np.count_nonzero(self._pool.ref_counts(more)) == len(more)
+        return self._saved(point, more), held
 
     def frees(self, point: ResumePoint, gone: Counter[int], taken: dict[int, int]) -> list[int]:
         """Return how many more blocks of each class become free if ``point`` is evicted too.
@@ -155,7 +188,7 @@ class PointBlocks:
             gone: For each block that several resume points need, how many victims need it; updated.
             taken: Bytes that each tenant is no longer charged without the victims; updated.
         """
-        ids = np.array(point.own + self._more_blocks(point), np.int64)
+        ids = np.concatenate((np.array(point.own, np.int64), self._more_blocks(point)))
         counts = self.counts[ids]
         shared = ids[counts > 1].tolist()
         gone.update(shared)
@@ -187,18 +220,24 @@ class PointBlocks:
         """
         return self._saved(point, self._more_blocks(point))
 
-    def _saved(self, point: ResumePoint, more: list[int]) -> float:
-        price = (self._price(point.own) if point.own else 0.0) + (self._price(more) if more else 0.0)
+    def _saved(self, point: ResumePoint, more: Int64) -> float:
+        price = self._price(point.own) + (self._price_of_many(more) if len(more) > _FEW else self._price(more.tolist()))
         before = 0 if point.parent is None else point.parent.tokens
         return (point.tokens - before) / price if price else 0.0
 
     def _price(self, ids: list[int]) -> float:
         """Return the bytes of ``ids``, each divided by the number of resume points that need it."""
         sizes, bases, counts = self._bytes_of, self._pool.bases, self._each
-        if len(bases) == 1 or (len(ids) > _FEW and bisect_right(bases, min(ids)) == bisect_right(bases, max(ids))):
-            size = sizes[bisect_right(bases, ids[0]) - 1]
-            return sum([size / (counts[block] or 1) for block in ids])
         return sum([sizes[bisect_right(bases, block) - 1] / (counts[block] or 1) for block in ids])
+
+    def _price_of_many(self, ids: Int64) -> float:
+        """Return ``_price`` of blocks of tokens: additions in the same order, which sums of whole bytes do not need."""
+        size, counts = self._token_bytes, self.counts[ids]
+        if size is None:
+            return self._price(ids.tolist())
+        if np.maximum.reduce(counts) <= 1:
+            return size * len(ids)
+        return sum([size / (count or 1) for count in counts.tolist()])
 
     # -- resume points come and go
 
@@ -215,7 +254,8 @@ class PointBlocks:
         if segment is None or window is None:
             point.segment, point.parent, point.own = [], None, []
             return None
-        self._add(np.array(segment + window + own, np.int64), point.tenant)
+        self._add(np.concatenate((segment, np.array(window + own, np.int64))), point.tenant)
+        self._remember(point, segment)
         for block in own:
             self.owners.setdefault(block, []).append(point)
         following = self._following(request, point)
@@ -250,7 +290,7 @@ class PointBlocks:
         """Put ``point`` below ``parent``, now known to be its prefix. Return the points with changed costs."""
         changed, at = [point], parent
         while at is not point.parent and at.parent is not None:
-            changed += [at, *self._others(at, self.segment(at))]
+            changed += [at, *self._others(at, self.kept_segment(at))]
             at = at.parent
         before = unlink(point)
         length = parent.depth - before.depth
@@ -264,18 +304,17 @@ class PointBlocks:
 
         Each of its children then needs its segment. Returns its parent, and the points with changed costs.
         """
-        segment = self.segment(point)
+        segment, children = self.kept_segment(point), children_of(point)
         changed = self._others(point, segment)
-        gone, children = point.own + (self.window(point) or [])[::-1], children_of(point)
+        gone = np.array(point.own + (self.window(point) or [])[::-1], np.int64)
         if not children:
-            gone += (segment or [])[::-1]
-        elif segment:
-            ids = np.array(segment, np.int64)
-            self.counts[ids] += len(children) - 1
+            gone = np.concatenate((gone, segment[::-1]))
+        elif segment.size:
+            self.counts[segment] += len(children) - 1
             if self.payers.size:
-                self._discharge(ids)
-                self._charge(ids, children[0].tenant)
-        loose = self._drop(np.array(gone, np.int64))
+                self._discharge(segment)
+                self._charge(segment, children[0].tenant)
+        loose = self._drop(gone)
         if loose.size:
             loose = loose[self._pool.ref_counts(loose) == 0]
         if loose.size:
@@ -293,16 +332,17 @@ class PointBlocks:
             owners.remove(point)
             if not owners:
                 del self.owners[block]
+        self._segments.pop(point.serial, None)
         around = detach(point)
         point.own, point.segment, point.kept = [], [], False
         return around
 
-    def _others(self, point: ResumePoint, segment: list[int] | None) -> list[ResumePoint]:
+    def _others(self, point: ResumePoint, segment: Int64) -> list[ResumePoint]:
         """Return other resume points that may share the cost of a block of ``point``, except parent and children.
 
         Resume points with children pay for no segment, so they are left out unless windows overlap.
         """
-        owners, blocks = self.owners, point.own + (segment or [])
+        owners, blocks = self.owners, point.own + segment.tolist()
         found, others = list[ResumePoint](), siblings_of(point)
         if not owners.keys().isdisjoint(blocks):
             found = [one for block in blocks if block in owners for one in owners[block] if one is not point]
@@ -381,6 +421,7 @@ class PointBlocks:
     def clear(self) -> None:
         """Need no block, since all blocks lost their keys."""
         self.owners.clear()
+        self._segments.clear()
         self.counts.fill(0)
         self.weights.replace([0] * len(self.weights.of))
 
@@ -420,7 +461,9 @@ class PointBlocks:
 
     def _blocks_of(self, point: ResumePoint) -> Int64:
         """Return the blocks that it needs, without a segment or window that misses a block."""
-        return np.array([*(self.segment(point) or []), *(self.window(point) or []), *point.own], np.int64)
+        own = np.array([*(self.window(point) or []), *point.own], np.int64)
+        segment = self.segment(point)
+        return own if segment is None else np.concatenate((segment, own))
 
     # -- counts, and charges of tenants
 
