@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=4 << 20)
     parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--rate", type=float, default=6.0)
-    parser.add_argument("--hardware", type=Path)
+    parser.add_argument("--hardware", type=Path, help="a file of `hybridkv calibrate`; measured here by default")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     loaded = load(given.model) if Path(given.model).is_dir() else wrap(tiny_model(given.model), name=given.model)
