@@ -31,6 +31,7 @@ from hybridkv.errors import (
 )
 from hybridkv.request import Request
 from hybridkv.runner import Completion, Engine, EngineOptions, Stored, load, plan_for
+from hybridkv.runner.identity import identity_of
 from hybridkv.runner.sessions import SessionFiles
 from hybridkv.stores import DiskFolder
 
@@ -576,6 +577,14 @@ def test_unchanged_file_is_accepted_when_signed_anew(tmp_path: Path) -> None:
     resigned(tmp_path / "a", tmp_path / "b", lambda *_: None)
     with engine("qwen3_next") as running:
         assert running.import_(tmp_path / "b").resume_tokens == len(PROMPT) + TOKENS - 1
+
+
+def test_saved_model_has_the_identity_that_it_had(tmp_path: Path) -> None:
+    loaded = load("tiny:llama", seed=2)
+    before = identity_of(loaded.model, Stored())
+    loaded.model.save_pretrained(tmp_path / "saved")
+    saved = type(loaded.model).from_pretrained(tmp_path / "saved", dtype=loaded.model.dtype)
+    assert before == identity_of(loaded.model, Stored()) == identity_of(saved, Stored())
 
 
 @pytest.mark.parametrize(

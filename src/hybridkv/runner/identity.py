@@ -19,8 +19,10 @@ from hybridkv.tiers.prefixes import IDENTITY_BYTES
 
 _SAMPLED: Final = 1024
 """Elements of each weight that the identity of a model covers: a few megabytes of any model."""
-_OWN_FIELDS: Final = frozenset({"transformers_version", "name_or_path", "dtype", "torch_dtype", "attn_implementation"})
-"""Fields of a config that say how a model was loaded, not what it computes."""
+_OWN_FIELDS: Final = frozenset(
+    {"architectures", "transformers_version", "name_or_path", "dtype", "torch_dtype", "attn_implementation"}
+)
+"""Fields of a config that say how a model was loaded or saved, not what it computes."""
 
 
 def identity_of(model: PreTrainedModel, stored: Stored) -> dict[str, Any]:
