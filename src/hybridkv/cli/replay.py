@@ -32,7 +32,7 @@ from hybridkv.cli.output import (
 from hybridkv.cli.running import Prepared, RunOptions, TraceArgument, unknown_facts
 from hybridkv.report import replay_page
 from hybridkv.report.caches import of_store
-from hybridkv.simulator import Progress, ReplayReport
+from hybridkv.simulator import Progress, ReplayReport, simulation_of
 from hybridkv.simulator.report import Recording, explained_file
 from hybridkv.simulator.twin import fitted_time_scale
 from hybridkv.units import format_bytes, format_count
@@ -75,8 +75,8 @@ def replay_command(
     page_file = checked_page(page_file)
     run = options.prepare(trace, settings)
     if fit_times:
-        scale = fitted_time_scale(run.source, run.plan, settings)
-        run = options.prepare(trace, replace(settings, time_scale=scale))
+        settings = replace(settings, time_scale=fitted_time_scale(run.source, run.plan, settings))
+        run = replace(run, settings=settings, simulation=simulation_of(run.plan, settings))
     plan, summary = run.plan, run.summary
     if not as_json:
         _show_plan(run)

@@ -121,16 +121,11 @@ def _record_requests(endpoint: str, out: Path, seconds: float | None) -> None:
     from hybridkv.kv_events import ended_requests  # noqa: PLC0415  # pyzmq is an extra
     from hybridkv.simulator.live import LiveRequests  # noqa: PLC0415  # same
 
-    lost = 0
-
-    def count(more: int) -> None:
-        nonlocal lost
-        lost += more
-
+    lost = list[int]()
     if out.exists():
         raise FileExistsError(errno.EEXIST, "the file exists", str(out))
-    written = convert(LiveRequests(endpoint, ended_requests(endpoint, seconds, count)), out)
-    more = f", {format_count(lost)} lost" if lost else ""
+    written = convert(LiveRequests(endpoint, ended_requests(endpoint, seconds, lost.append)), out)
+    more = f", {format_count(sum(lost))} lost" if lost else ""
     say(f"{format_count(written)} requests{more}, written to {out}")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from hashlib import sha256
 from typing import Final, Self
 
@@ -21,21 +20,20 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import text
 from hybridkv.errors import ConfigError
-from hybridkv.request import NO_HINTS, Request
+from hybridkv.request import Request
 
 _TOPIC: Final = b"hybridkv.requests"
 _MOST_UNSENT: Final = 10_000
 """Messages that wait for a slow subscriber; later ones are lost and leave a gap in the numbers. Chosen by hand."""
 _POLL_MS: Final = 200
-_NO_HINTS: Final = asdict(NO_HINTS)
 
 
 class EndedRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that ended.
 
     Attributes:
-        arrival_s: when it arrived, Unix time in seconds.
-        ended_s: when it ended, Unix time in seconds.
+        arrival_s: when it arrived, in seconds on the engine's clock, as the next two.
+        ended_s: when it ended.
         oldest_s: when the oldest request that still waits or runs arrived; infinite without one.
         num_prompt_tokens: tokens of its prompt.
         tokens: token ids of prompt and output, little-endian int32.
@@ -53,7 +51,7 @@ class EndedRequest(msgspec.Struct, frozen=True, array_like=True):
     space: str = ""
     tenant: str | None = None
     marks: tuple[int, ...] = ()
-    hints: dict[str, float | int | bool | None] = {}
+    hints: dict[str, object] = {}
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
@@ -75,6 +73,7 @@ class RequestPublisher:
 
     Args:
         endpoint: address of the PUB socket, such as ``tcp://127.0.0.1:5559``; port ``*`` chooses a free one.
+        clock: the clock of the engine's arrival times, in seconds.
 
     Attributes:
         endpoint: the address, with its real port.
@@ -83,7 +82,7 @@ class RequestPublisher:
         ConfigError: the endpoint cannot be bound.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, _MOST_UNSENT)
@@ -97,37 +96,27 @@ class RequestPublisher:
             ) from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._encoder, self._number = msgspec.msgpack.Encoder(), 0
-        self._began_s = time.time() - time.monotonic()
+        self._clock = clock
 
     def ended(self, request: Request, arrival_s: float, oldest_s: float) -> None:
-        """Publish a request of this process. O(tokens).
+        """Publish a request. Only one thread may publish. It never blocks. O(tokens).
 
         Args:
             request: the request, with all its tokens.
-            arrival_s: when it arrived, on the clock of ``time.monotonic``.
-            oldest_s: when the oldest request that has not ended arrived, on the same clock; infinite without one.
+            arrival_s: when it arrived, on ``clock``.
+            oldest_s: when the oldest request that has not ended arrived, on ``clock``; infinite without one.
         """
-        hints = asdict(request.hints)
-        self.send(
-            EndedRequest(
-                arrival_s=self._began_s + arrival_s,
-                ended_s=time.time(),
-                oldest_s=self._began_s + oldest_s,
-                num_prompt_tokens=request.num_prompt_tokens,
-                tokens=tokens_of(request.token_ids(0, request.num_tokens)),
-                space=space_of(request.cache_salt, request.lora, request.multimodal, request.encoder),
-                tenant=request.tenant,
-                marks=request.marks,
-                hints={name: value for name, value in hints.items() if value != _NO_HINTS[name]},
-            )
+        ended = EndedRequest(
+            arrival_s=arrival_s,
+            ended_s=self._clock(),
+            oldest_s=oldest_s,
+            num_prompt_tokens=request.num_prompt_tokens,
+            tokens=tokens_of(request.token_ids(0, request.num_tokens)),
+            space=space_of(request.cache_salt, request.lora, request.multimodal, request.encoder),
+            tenant=request.tenant,
+            marks=request.marks,
+            hints=request.hints.given(),
         )
-
-    def send(self, ended: EndedRequest) -> None:
-        """Publish a request. Only one thread may send. It never blocks.
-
-        Args:
-            ended: the request.
-        """
         frames = _TOPIC, self._number.to_bytes(8, "big"), self._encoder.encode(ended)
         self._number += 1
         self._socket.send_multipart(frames, zmq.NOBLOCK)

@@ -106,6 +106,10 @@ class Hints:
             raise ConfigError(f"hints have no field {shown(unknown[0])}: use {', '.join(known)}")
         return cls(**given)
 
+    def given(self) -> dict[str, object]:
+        """Return the fields that differ from their defaults, as ``parse`` takes them."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+
 
 NO_HINTS: Final = Hints()
 

@@ -26,7 +26,6 @@ from typing import BinaryIO, Final
 from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError, TraceError
 from hybridkv.regular_files import written_whole
-from hybridkv.request import NO_HINTS
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.report import Distribution
 from hybridkv.simulator.tokens import Pieces
@@ -309,9 +308,6 @@ def _bins(lengths: Sequence[int]) -> tuple[LengthBin, ...]:
     )
 
 
-_NO_HINTS = asdict(NO_HINTS)
-
-
 def convert(source: RequestSource, path: str | Path) -> int:
     """Write a source as a token-exact trace and return the number of requests.
 
@@ -373,7 +369,6 @@ def _record(request: TraceRequest, numbers: defaultdict[tuple[int, int], int]) -
         made["marks"] = list(request.marks)
     if request.tenant is not None:
         made["tenant"] = request.tenant
-    hints = {name: value for name, value in asdict(request.hints).items() if value != _NO_HINTS[name]}
-    if hints:
+    if hints := request.hints.given():
         made["hints"] = hints
     return made

@@ -74,5 +74,5 @@ class LiveRequests:
             marks=one.marks,
             tenant=one.tenant,
             took_s=max(one.ended_s - one.arrival_s, 0.0),
-            hints=Hints(**one.hints),  # type: ignore[arg-type]  # the fields of another process's Hints
+            hints=Hints.parse(one.hints),
         )

@@ -90,7 +90,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         )
         # chunks end where states are saved, so no block is allocated for a state inside a chunk
         self.mamba_has_prefill_checkpoint_blocks = False
-        self._published = None if options.requests is None else RequestPublisher(options.requests)
+        self._published = None if options.requests is None else RequestPublisher(options.requests, time.time)
         cache = reference_cache(config, settings)
         self.kv_cache_manager = CacheManager(cache, config, settings, EventConverter(config, cache, options.kv_events))
         if self.connector is not None:
@@ -139,9 +139,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         """Free a request that ended as vLLM does, and publish it if that is wanted."""
         if self._published is not None:
             oldest = min((one.arrival_time for one in self.requests.values() if one is not request), default=math.inf)
-            before = time.time() - time.monotonic()  # vLLM's times are Unix times
-            mine = self.kv_cache_manager.mirror(request)
-            self._published.ended(mine, request.arrival_time - before, oldest - before)
+            self._published.ended(self.kv_cache_manager.mirror(request), request.arrival_time, oldest)
         return super()._free_request(request, *args, **kwargs)
 
 
@@ -172,7 +170,7 @@ class NaturalScheduler(Scheduler):
         refuse_natural(self.vllm_config, self.kv_cache_config, self.connector)
         config = self.kv_cache_config
         options = Options.of(self.vllm_config.additional_config, default_block_size(config))
-        self._published = None if options.requests is None else RequestPublisher(options.requests)
+        self._published = None if options.requests is None else RequestPublisher(options.requests, time.time)
         settings = _settings(self, hash_block_size=options.block_size, enable_caching=True, use_eagle=False)
         made = natural_plan(
             config,

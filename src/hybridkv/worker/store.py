@@ -319,8 +319,7 @@ class StoreCopier:
         kinds = self._kinds[one.group]
         for kind in np.unique(kinds).tolist():
             mine = np.flatnonzero(kinds == kind).tolist()
-            keys = {one.keys[at]: 0 for at in mine}
-            keys = {key: number for number, key in enumerate(keys)}
+            keys = {key: number for number, key in enumerate(dict.fromkeys(one.keys[at] for at in mine))}
             blocks = {group: np.full(len(keys), -1) for group in np.flatnonzero(self._kinds == kind).tolist()}
             for at in mine:
                 blocks[int(one.group[at])][keys[one.keys[at]]] = one.block[at]
