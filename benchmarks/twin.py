@@ -1,10 +1,11 @@
 """Record an engine's requests, and predict its hits and preemptions under other settings.
 
-    python twin.py [--model qwen3_next|DIR] [--requests 150] [--rate 6] [--out FILE]
+    python twin.py [--model qwen3_next|DIR] [--requests 1000] [--chats 50] [--rate 9] [--outputs 4 40] [--out FILE]
 
 An engine serves random chats with shared beginnings on this machine, under the first of several settings. Its requests
 are recorded as `hybridkv trace record --requests` records them. The trace is then replayed under each setting, and the
-same requests are served under it by a real engine. The machine's rates are those of `hybridkv calibrate`.
+same requests are served under it by a real engine. The machine's rates are those of `hybridkv calibrate`. The first
+setting is served once more at the end: two real runs differ, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+
+import torch
 
 from hybridkv.kv_events import RequestPublisher, ended_requests
 from hybridkv.planner import Plan
@@ -65,20 +68,25 @@ class Asked:
     output: int
 
 
-def asked(count: int, rate: float, vocabulary: int, seed: int = 1) -> list[Asked]:
+def asked(count: int, rate: float, vocabulary: int, *, chats: int, outputs: Sequence[int]) -> list[Asked]:
     """Chats that share one of three beginnings; each turn continues the one before."""
-    random = Random(seed)  # noqa: S311 - a load
+    random = Random(1)  # noqa: S311 - a load
 
     def some(least: int, most: int) -> list[int]:
         return [random.randrange(5, vocabulary) for _ in range(random.randint(least, most))]
 
-    heads, chats, found, now = [some(40, 120) for _ in range(3)], [list[int]() for _ in range(12)], list[Asked](), 0.0
+    heads, turns, found, now = (
+        [some(40, 120) for _ in range(3)],
+        [list[int]() for _ in range(chats)],
+        list[Asked](),
+        0.0,
+    )
     for _ in range(count):
         now += random.expovariate(rate)
-        at = random.randrange(len(chats))
-        chats[at] = [*(chats[at] or random.choice(heads)), *some(5, 60)]
-        found.append(Asked(now, tuple(chats[at]), random.randint(4, 40)))
-        chats[at] = [] if len(chats[at]) > MAX_MODEL_LEN - 150 else [*chats[at], *some(4, 30)]
+        at = random.randrange(chats)
+        turns[at] = [*(turns[at] or random.choice(heads)), *some(5, 60)]
+        found.append(Asked(now, tuple(turns[at]), random.randint(*outputs)))
+        turns[at] = [] if len(turns[at]) > MAX_MODEL_LEN - 110 - outputs[-1] else [*turns[at], *some(4, 30)]
     return found
 
 
@@ -171,13 +179,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3_next")
     parser.add_argument("--memory", type=int, default=4 << 20)
-    parser.add_argument("--requests", type=int, default=150)
-    parser.add_argument("--rate", type=float, default=6.0)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--chats", type=int, default=50)
+    parser.add_argument("--outputs", type=int, nargs=2, default=(4, 40))
+    parser.add_argument("--rate", type=float, default=9.0)
+    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="how many of the settings to serve")
     parser.add_argument("--hardware", type=Path, help="a file of `hybridkv calibrate`; measured here by default")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     loaded = load(given.model) if Path(given.model).is_dir() else wrap(tiny_model(given.model), name=given.model)
-    requests = asked(given.requests, given.rate, loaded.model.config.get_text_config().vocab_size)
+    if not Path(given.model).is_dir():
+        torch.set_num_threads(1)  # as commands do for tiny models
+    vocabulary = loaded.model.config.get_text_config().vocab_size
+    requests = asked(given.requests, given.rate, vocabulary, chats=given.chats, outputs=given.outputs)
     with tempfile.TemporaryDirectory() as folder:
         machine = given.hardware or Path(folder) / "machine.toml"
         if given.hardware is None:
@@ -186,18 +200,22 @@ def main() -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - our own program
         hardware = hardware_named(str(machine))
         trace, lines, scale = Path(folder) / "trace.jsonl", list[dict[str, object]](), 1.0
-        for number, setting in enumerate(SETTINGS):
+        for number, setting in enumerate(SETTINGS[: given.settings]):
             plan = plan_of(loaded, setting, given.memory)
             real = served(loaded, plan, setting, requests, None if number else trace)
             if not number:
                 scale = fitted_time_scale(TraceFile(trace), plan, settings_of(setting, hardware))
-                print(f"time scale {scale:.3f}, fitted to the recorded times")
+                print(f"time scale {scale:.3f}, fitted to the recorded times", flush=True)
             twin = predicted(trace, plan, settings_of(setting, hardware, scale))
             print(
                 f"{setting!s:40} hit rate {real.rate:6.2f} % real, {twin.rate:6.2f} % replayed; "
-                f"preemptions {real.preemptions} and {twin.preemptions}"
+                f"preemptions {real.preemptions} and {twin.preemptions}",
+                flush=True,
             )
             lines.append({"setting": str(setting), "real": vars(real), "replayed": vars(twin)})
+        again = served(loaded, plan_of(loaded, SETTINGS[0], given.memory), SETTINGS[0], requests)
+        print(f"{SETTINGS[0]!s:40} hit rate {again.rate:6.2f} % real, once more; preemptions {again.preemptions}")
+        lines.append({"setting": str(SETTINGS[0]), "real": vars(again)})
     if given.out:
         given.out.write_text(json.dumps(lines, indent=1) + "\n", "utf-8")
 

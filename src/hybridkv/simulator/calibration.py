@@ -3,11 +3,11 @@
     Shape (rows x prompt + output) -> steps_of: its Steps -> measured seconds -> fitted: Hardware
 
 The modelled seconds of a step are ``max(a * operations of weights + b * operations of attention, c * bytes) + d * rows
-+ e`` (hybridkv.simulator.cost). The fit finds ``a`` to ``e``. The larger side of the maximum depends on these rates, so
-the fit alternates. With the side of each step fixed, the rest is linear. Least squares of relative errors solve it,
-with every rate at least 0; the new rates then choose the sides. The search starts once for each of several ridges
-(Williams et al., CACM 52(4), 2009): at first, steps with fewer operations per byte than the ridge are bound by memory.
-The rates with the smallest error are the result.
++ e * rows of several tokens + f`` (hybridkv.simulator.cost). The fit finds ``a`` to ``f``. The larger side of the
+maximum depends on these rates, so the fit alternates. With the side of each step fixed, the rest is linear. Least
+squares of relative errors solve it, with every rate at least 0; the new rates then choose the sides. The search starts
+once for each of several ridges (Williams et al., CACM 52(4), 2009): at first, steps with fewer operations per byte than
+the ridge are bound by memory. The rates with the smallest error are the result.
 """
 
 from __future__ import annotations
@@ -153,21 +153,21 @@ def fitted(measured: Sequence[Measured], cost: StepCost, name: str) -> Hardware:
     """Fit a machine to measured shapes. Its rates are reached rates, so its efficiencies are 1.
 
     Args:
-        measured: at least five shapes.
+        measured: at least six shapes.
         cost: the cost of the measured model; its hardware does not matter.
         name: name of the machine.
 
     Raises:
-        ConfigError: for fewer than five shapes, and for a shape without seconds.
+        ConfigError: for fewer than six shapes, and for a shape without seconds.
     """
     work = [np.array([_work(step, cost) for step in one.steps]) for one in measured]
     seconds = np.array([one.seconds for one in measured])
-    if len(measured) < 5:
-        raise ConfigError(f"{len(measured)} shapes do not determine 5 rates: measure at least 5 shapes")
+    if len(measured) < 6:
+        raise ConfigError(f"{len(measured)} shapes do not determine 6 rates: measure at least 6 shapes")
     if not (seconds > 0).all():
         fastest = measured[int(seconds.argmin())]
         raise ConfigError(f"shape {fastest.shape} took {fastest.seconds:g} s, not above 0 s: measure it again")
-    best, least = np.zeros(5), float("inf")
+    best, least = np.zeros(6), float("inf")
     intensity = [one[:, :2].sum(axis=1) / one[:, 2] for one in work]  # operations per byte
     for ridge in (0.0, *np.quantile(np.concatenate(intensity), _RIDGES).tolist(), float("inf")):
         bound = [one < ridge for one in intensity]
@@ -181,7 +181,7 @@ def fitted(measured: Sequence[Measured], cost: StepCost, name: str) -> Hardware:
                 break
             bound = now
     weights, attention, moved = np.maximum(best[:3], 1 / _FASTEST).tolist()
-    row_s, overhead_s = best[3:].tolist()
+    row_s, prompt_row_s, overhead_s = best[3:].tolist()
     return Hardware(
         name,
         flops_per_s=1 / weights,
@@ -191,6 +191,7 @@ def fitted(measured: Sequence[Measured], cost: StepCost, name: str) -> Hardware:
         overhead_s=overhead_s,
         attention_efficiency=weights / attention,
         row_s=row_s,
+        prompt_row_s=prompt_row_s,
     )
 
 
@@ -216,7 +217,7 @@ def relative_errors(measured: Iterable[Measured], cost: StepCost) -> NDArray[np.
 
 _FITTED_FIELDS: Final = (
     *("flops_per_s", "bytes_per_s", "compute_efficiency", "memory_efficiency", "attention_efficiency"),
-    *("overhead_s", "row_s"),
+    *("overhead_s", "row_s", "prompt_row_s"),
 )
 
 
@@ -232,21 +233,21 @@ def toml_of(hardware: Hardware, comments: Sequence[str] = ()) -> str:
     return "\n".join([*(f"# {line}" for line in comments), f'name = "{name}"', *rates, ""])
 
 
-def _work(step: Step, cost: StepCost) -> tuple[float, float, float, float, float]:
-    """Return one step's operations of weights, operations of attention, bytes, rows, and a 1 for its overhead."""
+def _work(step: Step, cost: StepCost) -> tuple[float, float, float, float, float, float]:
+    """Return one step's operations of weights and of attention, bytes, rows, rows of several tokens, and a 1."""
     computed, scheduled = step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64)
     flops, weight_bytes = cost.work(step.num_tokens, encoded_tokens(step))
     moved = weight_bytes + cost.traffic.bytes_of(step)
-    return flops, cost.operations.of_rows(computed, scheduled), moved, len(step), 1
+    return flops, cost.operations.of_rows(computed, scheduled), moved, len(step), int((scheduled > 1).sum()), 1
 
 
 def _summed(work: NDArray[np.float64], bound_by_bytes: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the work of all steps of a shape, float64[5].
+    """Return the work of all steps of a shape, float64[6].
 
     Steps that are bound by memory count without operations, other steps without bytes.
 
     Args:
-        work: work of each step, float64[steps, 5], as _work returns it.
+        work: work of each step, float64[steps, 6], as _work returns it.
         bound_by_bytes: the steps that are bound by memory, bool[steps].
     """
     counted = work.copy()
@@ -257,7 +258,7 @@ def _summed(work: NDArray[np.float64], bound_by_bytes: NDArray[np.bool_]) -> NDA
 
 
 def _seconds(work: Sequence[NDArray[np.float64]], rates: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the modelled seconds of each shape, float64[shapes], with ``rates`` in seconds per unit, float64[5]."""
+    """Return the modelled seconds of each shape, float64[shapes], with ``rates`` in seconds per unit, float64[6]."""
     return np.array([_step_seconds(one, rates).sum() for one in work])
 
 
@@ -268,12 +269,12 @@ def _step_seconds(work: NDArray[np.float64], rates: NDArray[np.float64]) -> NDAr
 
 
 def _solved(work: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the seconds per unit of each kind of work, float64[5], by least squares of relative errors.
+    """Return the seconds per unit of each kind of work, float64[6], by least squares of relative errors.
 
     While a solution has kinds below 0, the lowest kind is fixed at 0 and the rest is solved again.
 
     Args:
-        work: work of each shape, float64[shapes, 5].
+        work: work of each shape, float64[shapes, 6].
         seconds: measured seconds of each shape, float64[shapes].
     """
     scaled = work / seconds[:, None]

@@ -1,6 +1,7 @@
 """The modelled time of a step: a roofline over compute and memory, and fixed overheads.
 
-    seconds = time_scale * (max(compute, memory) + reductions + rows * seconds of a row + overhead)
+    seconds = time_scale * (max(compute, memory) + reductions + rows * seconds of a row
+                            + rows of several tokens * their seconds + overhead)
     compute = 2 * active parameters / tp * tokens / (FLOP/s * compute efficiency)
               + operations of attention and states / (FLOP/s * attention efficiency)
     memory  = (weights read / tp * bytes of a weight + cache bytes moved) / (bytes/s * memory efficiency)
@@ -506,7 +507,8 @@ class StepCost:
         made = self.operations.of_rows(step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64))
         compute_s = weights_s + made / self._attention_per_s
         memory_s = (weight_bytes + self.traffic.bytes_of(step)) / self._bytes_per_s
-        return self.time_scale * (max(compute_s, memory_s) + self._not_overlapped_s(step.num_tokens, len(step)))
+        fixed_s = self._not_overlapped_s(step.num_tokens, len(step), int((step.num_scheduled > 1).sum()))
+        return self.time_scale * (max(compute_s, memory_s) + fixed_s)
 
     def decode_seconds(
         self, computed: NDArray[np.int64], steps: int, copies: Sequence[Transfer | Copy] = ()
@@ -569,13 +571,13 @@ class StepCost:
         flops, read = self.work(tokens, encoded)
         return flops / (peak * machine.compute_efficiency), read
 
-    def _not_overlapped_s(self, tokens: int, rows: int) -> float:
+    def _not_overlapped_s(self, tokens: int, rows: int, prompt_rows: int = 0) -> float:
         """Return the seconds that do not overlap with compute or memory: sums over ranks, rows, and the step itself."""
         machine = self.hardware
         reduced_s = self.sums * machine.link_latency_s
         if machine.link_bytes_per_s:
             reduced_s += self.reduced_bytes * tokens / (machine.link_bytes_per_s * machine.link_efficiency)
-        return reduced_s + rows * machine.row_s + machine.overhead_s
+        return reduced_s + rows * machine.row_s + prompt_rows * machine.prompt_row_s + machine.overhead_s
 
     @property
     def _attention_per_s(self) -> float:

@@ -63,6 +63,8 @@ class Hardware:
         attention_efficiency: reached share of ``flops_per_s`` in attention and recurrent states; 0: the same as
             ``compute_efficiency``.
         row_s: seconds that each row adds to a step.
+        prompt_row_s: seconds that each row of several tokens adds besides; engines that run recurrent layers row by row
+            have them.
         memory_bytes: bytes for weights and cache; 0: no limit.
         host_bytes_per_s: peak rate of copies to or from host memory, in bytes per second for each direction.
         host_efficiency: reached share of ``host_bytes_per_s``.
@@ -84,6 +86,7 @@ class Hardware:
     link_latency_s: float = 0.0
     attention_efficiency: float = 0.0
     row_s: float = 0.0
+    prompt_row_s: float = 0.0
     memory_bytes: float = 0.0
     host_bytes_per_s: float = 32e9
     host_efficiency: float = 0.8
@@ -97,7 +100,7 @@ class Hardware:
             *("flops_per_s", "bytes_per_s", "compute_efficiency", "memory_efficiency", "link_efficiency"),
             *("host_bytes_per_s", "host_efficiency"),
         )
-        others = ("overhead_s", "row_s", "fp8_flops_per_s", "attention_efficiency", "memory_bytes")
+        others = ("overhead_s", "row_s", "prompt_row_s", "fp8_flops_per_s", "attention_efficiency", "memory_bytes")
         for name in (*rates, *others, "link_bytes_per_s", "link_latency_s"):
             value = real(name, getattr(self, name))
             if not 0 <= value <= _MOST or (not value and name in rates):

@@ -127,6 +127,7 @@ def test_replay_command_prints_json(trace: Path) -> None:
             "link_latency_s": 0.0,
             "attention_efficiency": 0.0,
             "row_s": 0.0,
+            "prompt_row_s": 0.0,
             "memory_bytes": 80e9,
             "host_bytes_per_s": 64e9,
             "host_efficiency": 0.8,

@@ -30,6 +30,7 @@ LIMITS = SchedulerLimits(max_running=64, max_batched_tokens=2048)
 MACHINES = {
     "a processor": Hardware("cpu", 2e11, 2e10, 1.0, 1.0, 0.01, attention_efficiency=0.4, row_s=0.001),
     "an accelerator": HARDWARE["h100"],
+    "prompts that run row by row": Hardware("rows", 2e11, 2e10, 1.0, 1.0, 0.01, row_s=0.001, prompt_row_s=0.02),
     "one that waits for bytes": Hardware("narrow", 1e15, 1e10, 1.0, 1.0, 0.0),
 }
 
@@ -55,6 +56,13 @@ def test_calibration_recovers_a_known_machine(name: str, machine: str) -> None:
     found = fitted(measured(made, FITTED, MACHINES[machine]), StepCost.of(made), "found")
     off = relative_errors(measured(made, HELD_BACK, MACHINES[machine]), StepCost.of(made, hardware=found))
     assert np.abs(off).max() < 0.02
+
+
+def test_calibration_tells_rows_of_prompts_from_rows_that_decode() -> None:
+    made, machine = planned(), MACHINES["prompts that run row by row"]
+    found = fitted(measured(made, FITTED, machine), StepCost.of(made), "found")
+    assert found.row_s == pytest.approx(0.001, rel=0.02)
+    assert found.prompt_row_s == pytest.approx(0.02, rel=0.02)
 
 
 def test_calibration_with_noise_averages_it() -> None:
@@ -97,8 +105,8 @@ def test_calibration_file_round_trips(tmp_path: Path) -> None:
 
 def test_calibration_with_too_few_shapes_is_rejected() -> None:
     made = planned()
-    some = measured(made, FITTED[:4], MACHINES["a processor"])
-    with pytest.raises(ConfigError, match="4 shapes do not determine 5 rates: measure at least 5"):
+    some = measured(made, FITTED[:5], MACHINES["a processor"])
+    with pytest.raises(ConfigError, match="5 shapes do not determine 6 rates: measure at least 6"):
         fitted(some, StepCost.of(made), "found")
     nothing = [one._replace(seconds=0.0) for one in measured(made, FITTED, MACHINES["a processor"])]
     with pytest.raises(ConfigError, match=r"shape 1 x 16 \+ 1 took 0 s, not above 0 s: measure it again"):

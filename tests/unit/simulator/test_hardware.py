@@ -129,6 +129,10 @@ def test_hardware_row_overhead_is_counted() -> None:
     assert rows._not_overlapped_s(100, 3) == cost._not_overlapped_s(100, 3) + 0.75
     computed = np.full(3, 50, np.int64)
     assert rows.decode_seconds(computed, 2) - cost.decode_seconds(computed, 2) == pytest.approx([0.75, 0.75])
+    prompts = replace(cost, hardware=replace(H100, prompt_row_s=0.25))
+    assert (prompts.decode_seconds(computed, 2) == cost.decode_seconds(computed, 2)).all()
+    assert prompts.prompt_tokens_per_s(64) == pytest.approx(64 / (64 / cost.prompt_tokens_per_s(64) + 0.25))
+    assert prompts.prompt_tokens_per_s(1) == cost.prompt_tokens_per_s(1)
 
 
 def test_hardware_file_that_changed_is_another_cell(tmp_path: Path) -> None:
