@@ -35,7 +35,16 @@ from hybridkv.models.layers import (
     refuse_layer_types,
 )
 from hybridkv.models.model import ASSUMED, MOST_LAYERS, Layer, ReadFact
-from hybridkv.models.reading import ATTENTION_CODES, CONFIG, LAYER_TYPES, LAYERS, Reading, class_defaults
+from hybridkv.models.reading import (
+    ATTENTION_CODES,
+    CONFIG,
+    LAYER_TYPES,
+    LAYERS,
+    SHARE_FACTOR,
+    SHARES,
+    Reading,
+    class_defaults,
+)
 from hybridkv.spec_fields import SparseCacheRole
 from hybridkv.specs import AttentionSpec, Keeps, KVCacheSpec, MLAAttentionSpec
 from hybridkv.units import ceil_div, dtype_bytes, shown
@@ -69,13 +78,14 @@ UNDERSTOOD: Final = (
     *(*LAYERS, *HEADS, *KV_HEADS, *WIDTH, *HIDDEN, *POSITIONS, *SOURCES, *LAYER_TYPES, *WINDOW),
     *("v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim", "indexer_types", "num_kv_shared_layers"),
     *("use_sliding_window", "max_window_layers", "attention_chunk_size", "per_layer_config", "cross_attention_layers"),
-    *MTP_FIELDS,
+    *(SHARES, SHARE_FACTOR, *MTP_FIELDS),
 )
 """Fields that mean the same in every model type."""
 _OTHER_MECHANISMS: Final = re.compile(
     r"ssm|mamba|conv|rwkv|recurrent|lru|linear_|lora|latent|index|compress|retention|delta|hyena|lightning|cross_att"
     r"|shar|reuse|chunk|local|window|block_type|layer_pattern|hybrid|sparse_att|memory|mem_len|state|lsh|per_layer"
     r"|attn_layer|attention_layer|attention_type|global_|num_mem|key_value_map|kv_map|k_eq_v|mtp_|prefix|ngram|patch"
+    r"|swa_|loop|param_sink"
 )
 _HARMLESS: Final = re.compile(
     r"expert|moe|initializ|cls_|chunk_size_feed_forward|embedding|dropout|bias|rope|position|vocab|q_lora_rank"
@@ -126,9 +136,13 @@ def general(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
     number = layer_count(reading)
     types = layer_types(reading, number, known=known is not None)
     shapes = _shapes(reading, types, options, known=known is not None)
-    kept = _shared(reading, number)
+    owners = _owners(reading, types)
     images = set(fields.integers("cross_attention_layers") or ())
-    layers = [layer for i in range(kept) for layer in _layers_of(reading, i, types[i], shapes[i], options)]
+    layers = [
+        _read_by(layer, [j for j in readers if j != i])
+        for i, readers in owners.items()
+        for layer in _layers_of(reading, i, types[i], shapes[i], options)
+    ]
     layers = [_cross(one, shapes[one.index], reading, options) if one.index in images else one for one in layers]
     longest = _image_tokens(reading) if images else 0
     if fields.flag("is_encoder_decoder"):
@@ -136,7 +150,7 @@ def general(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
         longest = reading.required("tokens of the encoder", SOURCES)
     indexers = {one.index for one in layers if one.name.endswith(".indexer")}
     attentions = [
-        Attention(shape.heads, shape.v_head_dim or shape.head_dim, kind, kept=i < kept, indexer=i in indexers)
+        Attention(shape.heads, shape.v_head_dim or shape.head_dim, kind, kept=i in owners, indexer=i in indexers)
         for i, (kind, shape) in enumerate(zip(types, shapes, strict=True))
     ]
     plain = known is not None and not images and not longest
@@ -284,18 +298,34 @@ def _changes(reading: Reading, types: Sequence[str]) -> dict[int, dict[str, int]
     return changes
 
 
-def _shared(reading: Reading, count: int) -> int:
-    """Return how many layers keep something. The last ``num_kv_shared_layers`` read the keys and values of others."""
+def _owners(reading: Reading, types: Sequence[str]) -> dict[int, range]:
+    """Return the layers that keep something, each with the layers that read it, itself included.
+
+    The last ``num_kv_shared_layers`` read the keys and values of others. With ``use_cla`` (Hunyuan, arXiv 2405.12981),
+    each ``cla_share_factor`` neighbours read those of the first, as in vLLM's hunyuan_v1.py.
+    """
+    count, fields = len(types), reading.fields
     shared = reading.integer(
         "last layers that read other layers' keys and values", ("num_kv_shared_layers",), minimum=0
     )
-    if not shared:
-        return count
-    if shared >= count:
-        raise reading.fields.fail(
-            f"num_kv_shared_layers {shared} leaves none of {count} layers a cache: correct one of them"
+    if shared and shared >= count:
+        raise fields.fail(f"num_kv_shared_layers {shared} leaves none of {count} layers a cache: correct one of them")
+    if not fields.flag(SHARES):
+        return {i: range(i, i + 1) for i in range(count - (shared or 0))}
+    factor = reading.required("neighbouring layers that share keys and values", (SHARE_FACTOR,))
+    owners = {i: range(i, min(i + factor, count)) for i in range(0, count, factor)}
+    if shared or any(types[i] != types[j] for i, readers in owners.items() for j in readers):
+        raise fields.fail(
+            f"{SHARES} lets layers of different types share keys and values, which is not supported: correct "
+            f"{SHARE_FACTOR}, layer_types or num_kv_shared_layers"
         )
-    return count - shared
+    return owners
+
+
+def _read_by(layer: Layer, readers: Sequence[int]) -> Layer:
+    """Return ``layer`` as an entry that layers ``readers`` read, too."""
+    prefix = f"model.layers.{layer.index}."
+    return replace(layer, read_by=tuple(layer.name.replace(prefix, f"model.layers.{j}.", 1) for j in readers))
 
 
 def _layers_of(reading: Reading, index: int, kind: str, shapes: _Shapes, options: ReadOptions) -> list[Layer]:

@@ -86,20 +86,25 @@ def _codes(inner: Fields, key: str, count: int, default: int | None = None) -> S
     return found
 
 
-# -- Step-3.5 and -3.7: windowed layers with more query heads
+# -- Step-3, -3.5 and -3.7: windowed layers with more query heads, or one KV head for all
+
+MFA: Final = "step3_text"
 
 
 def step_3(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """Read Step-3.5 and -3.7: ``num_attention_groups`` KV heads, windows by ``layer_types``.
+    """Read Step-3, -3.5 and -3.7: ``num_attention_groups`` KV heads, windows by ``layer_types``.
 
     Windowed layers have as many KV heads as the others; only query heads differ (``num_sliding_attention_heads``, or
-    ``attention_other_setting``). Sources: configuration_step3p7.py of transformers, model_executor/models/step3p5.py of
-    vLLM.
+    ``attention_other_setting``). Step-3 has one KV head for queries that share a matrix (multi-matrix factorization
+    attention), and no windows. Sources: configuration_step3p7.py of transformers, model_executor/models/step3p5.py and
+    step3_text.py of vLLM.
     """
     reading = Reading(fields, class_defaults(fields.text("model_type") or "") or {}, given)
     number = layer_count(reading)
     types = step_types(reading, number)
     heads = step_heads(reading)
+    if fields.text("model_type") == MFA and heads[FULL].kv_heads != 1:
+        raise reading.refuse_value("num_attention_groups", heads[FULL].kv_heads)
     if heads[SLIDING].kv_heads != heads[FULL].kv_heads or heads[SLIDING].head_dim != heads[FULL].head_dim:
         raise reading.fields.fail(
             f"num_attention_groups or head_dim of {_OTHER} differs from the config's, and engines do not read it: "
@@ -154,4 +159,7 @@ def step_heads(reading: Reading) -> Mapping[str, Heads]:
     return {FULL: heads, SLIDING: windowed}
 
 
-INDEXED_DECODERS: Final[Mapping[str, NotingFamily]] = {"minimax_m3_vl_text": minimax_m3, "step3p5": step_3}
+INDEXED_DECODERS: Final[Mapping[str, NotingFamily]] = {
+    "minimax_m3_vl_text": minimax_m3,
+    **dict.fromkeys((MFA, "step3p5"), step_3),
+}

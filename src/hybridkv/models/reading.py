@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
@@ -25,6 +26,10 @@ LAYERS: Final = (
 LAYER_TYPES: Final = ("layer_types", "layers_block_type")
 ATTENTION_CODES: Final = "attn_type_list"
 """Field of MiniMax's files: 0 for a layer of lightning attention, 1 for one of softmax attention."""
+
+SHARES: Final = "use_cla"
+SHARE_FACTOR: Final = "cla_share_factor"
+"""Fields of Hunyuan: whether neighbouring layers share keys and values, and how many do."""
 
 MADE_BY_CLASS: Final = "?"
 """In the table of defaults: the class computes the field from others by a rule that the table does not hold."""
@@ -170,16 +175,22 @@ class Reading:
 
 # -- fields that assign types to layers and that no reader knows: an error names them, so that no such field is ignored
 
-# A list with one entry per layer decides about the cache. So does a number or word with a name like an interval or a
-# pattern of layers. The exceptions are listed: fields that a reader reads (read_by in the table of types, which also
-# lists model types with a cache that does not depend on the field), and fields that only weights, positions or training
-# depend on. Tests compare the lists with transformers' config classes (5.19).
+# A list with one entry per layer decides about the cache. So does a list of layers, or a number, word or switch with
+# a name like an interval or a pattern of layers. The exceptions are listed: fields that a reader reads (read_by in the
+# table of types, which also lists model types with a cache that does not depend on the field), and fields that only
+# weights, positions or training depend on. Tests compare the lists with transformers' config classes (5.19).
 
-_READ_BY_ALL: Final = (ATTENTION_CODES, "cross_attention_layers", "indexer_types")
+_READ_BY_ALL: Final = (ATTENTION_CODES, "cross_attention_layers", "indexer_types", SHARES)
 """Fields that the general reader reads in every model type."""
 _PLACING: Final = re.compile(
     r"interval|period|layer_group|group_layers|every|pattern|stride|attn_types?|attention_types?|layers?_types?"
-    r"|layers?_block_type|block_types?$|layer_freq|layer_step"
+    r"|layers?_block_type|block_types?$|layer_freq|layer_step|hybrid"
+)
+_SWITCHING: Final = re.compile(
+    rf"hybrid|^{SHARES}$|^(use|is|with|enable)_(linear_att(n|ention)|lightning\w*|mamba2?|recurrent\w*|kda|gdn)$"
+)
+_LISTING: Final = re.compile(
+    r"layer|attn|attention|hybrid|full|linear|mamba|conv|recurrent|window|local|global|kda|gdn|swa"
 )
 _PLACES_NOTHING: Final = re.compile(
     r"moe|mlp|expert|ffn|ff_|feed_forward|intermediate|sparse_step|sparsity|swiglu|topk|rope|rotary|theta|token|mtp_"
@@ -207,11 +218,28 @@ def refuse_unread(fields: Fields, model_type: str, *, general: bool) -> None:
             or _PLACES_NOTHING.search(name)
         ):
             continue
-        if isinstance(value, list | tuple) and layers and abs(len(value) - layers) <= 1 and len(value) > 1:
-            raise _refusal(fields, key, f"has {len(value)} entries, as many as layers", model_type)
+        for inner, one in value.items() if isinstance(value, dict) else ((key, value),):
+            within = "" if one is value else f"has {shown(inner)}, which "
+            if isinstance(one, list | tuple) and layers and abs(len(one) - layers) <= 1 and len(one) > 1:
+                raise _refusal(fields, key, f"{within}has {len(one)} entries, as many as layers", model_type)
+            if not placed and _LISTING.search(str(inner)) and _lists_layers(one, layers):
+                raise _refusal(fields, key, f"{within}is {shown(one)}, a list of layers", model_type)
+        if placed:
+            continue
         switched = isinstance(value, str) or (type(value) is int and value > 1)
-        if switched and value and not placed and name not in _POSITIONS and _PLACING.search(name):
+        if (switched and value and name not in _POSITIONS and _PLACING.search(name)) or (
+            (value is True or isinstance(value, dict)) and value and _SWITCHING.search(name)
+        ):
             raise _refusal(fields, key, f"is {shown(value)}", model_type)
+
+
+def _lists_layers(value: object, layers: int) -> bool:
+    """Return whether ``value`` is a list of indices of layers in order, from 0 or from 1, or such a list as text."""
+    if isinstance(value, str) and re.fullmatch(r"\s*\d{1,5}(\s*,\s*\d{1,5})+\s*", value):
+        value = [int(one) for one in value.split(",")]
+    if not isinstance(value, list | tuple) or not value or not all(type(one) is int for one in value):
+        return False
+    return value[0] >= 0 and value[-1] <= layers and all(one < after for one, after in pairwise(value))
 
 
 def _refusal(fields: Fields, key: str, what: str, model_type: str) -> UnsupportedModelError:

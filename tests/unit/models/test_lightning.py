@@ -13,8 +13,8 @@ from hybridkv.specs import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 from hybridkv.units import GiB
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-CONFIGS: list[dict[str, object]] = json.loads(Path(__file__).with_name("lightning_configs.json").read_text("utf-8"))
-MINIMAX_M1, RING_MINI, LING_3_FLASH = CONFIGS
+CONFIGS: dict[str, dict[str, object]] = json.loads(Path(__file__).with_name("hand_configs.json").read_text("utf-8"))
+MINIMAX_M1, RING_MINI, LING_3_FLASH = (CONFIGS[one] for one in ("minimax-m1", "ring-mini-linear-2.0", "ling-3.0-flash"))
 """As in MiniMaxAI/MiniMax-M1-80k, which names no dtype, and inclusionAI/Ring-mini-linear-2.0.
 
 Of inclusionAI/Ling-3.0-flash the fields that its cache depends on.

@@ -30,6 +30,8 @@ STRANGER: dict[str, object] = {
 MIXTRAL = {**STRANGER, "model_type": "mixtral"}
 LATENT = {**STRANGER, "model_type": "deepseek_v32", "kv_lora_rank": 32, "qk_rope_head_dim": 8, "index_head_dim": 128}
 
+STEP_3 = {"model_type": "step3_text", "num_hidden_layers": 2, "dtype": "bfloat16"}
+
 
 def without(config: dict[str, object], *keys: str) -> dict[str, object]:
     return {key: value for key, value in config.items() if key not in keys}
@@ -113,6 +115,9 @@ def test_general_reader_reports_class_defaults() -> None:
         {"conv_kernel": 4},
         {"block_types": ["recurrent"]},
         {"local_window": 16},
+        {"swa_num_key_value_heads": 4},
+        {"loop_num": 2},
+        {"param_sink_number": 128},
         {"mla_latent": 16},
         {"cross_attention_interval": 2},
         {"sliding_window_pattern": 2},
@@ -158,6 +163,48 @@ def test_general_reader_gives_shared_kv_layers_no_cache() -> None:
     ]
     with pytest.raises(ConfigError, match="num_kv_shared_layers 4 leaves none of 4 layers"):
         read_model({**STRANGER, "num_kv_shared_layers": 4})
+
+
+def test_general_reader_shares_layers_of_cla() -> None:
+    """Five layers in twos: 0, 2 and 4 keep, 1 and 3 read. Without use_cla the factor means nothing (Hunyuan-7B)."""
+    shared = {**STRANGER, "num_hidden_layers": 5, "use_cla": True, "cla_share_factor": 2}
+    for config in (shared, {**shared, "model_type": "mixtral"}, {**shared, "model_type": "hunyuan"}):
+        model = read_model(config)
+        assert {one.name: one.read_by for one in model.layers} == {
+            "model.layers.0.self_attn": ("model.layers.1.self_attn",),
+            "model.layers.2.self_attn": ("model.layers.3.self_attn",),
+            "model.layers.4.self_attn": (),
+        }
+        assert model.depth == 5
+        # 3 of 5 layers of 2 KV heads of 8, keys and values of 2 bytes
+        assert model.kv_bytes_per_token == 3 * 2 * 2 * 8 * 2
+    whole = read_model({**shared, "use_cla": False})
+    assert (len(whole.layers), whole.layers) == (5, read_model(without(shared, "use_cla")).layers)
+    dense = {**MIXTRAL, "model_type": "hunyuan_v1_dense", "intermediate_size": 128}
+    # a layer that reads has no matrices for its two heads' keys and values
+    fewer = read_model(dense).parameters - read_model({**dense, "use_cla": True, "cla_share_factor": 4}).parameters
+    assert fewer == 3 * (2 * 64 * 2 * 8 + 8)
+    for wrong, field in (
+        ({"cla_share_factor": None}, "cla_share_factor"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"], "sliding_window": 8}, "cla"),
+    ):
+        with pytest.raises(ConfigError, match=field):
+            read_model({**shared, **wrong})
+    # a reader of its own does not know the field
+    with pytest.raises(UnsupportedModelError, match="use_cla"):
+        read_model({**shared, "model_type": "gemma3_text"})
+
+
+def test_step_3_keeps_one_kv_head_on_every_rank() -> None:
+    for tp in (1, 8, 64):
+        assert (
+            read_model({"model_type": "step3_vl", "text_config": {**STEP_3}}, tp=tp).kv_bytes_per_token
+            == 2 * 2 * 256 * 2
+        )
+    assert read_model(STEP_3).max_model_len == 65536
+    with pytest.raises(ConfigError, match="num_attention_groups"):
+        read_model({**STEP_3, "num_attention_groups": 8})
 
 
 def test_general_reader_leaves_out_draft_layers_and_reports_them() -> None:

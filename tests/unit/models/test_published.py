@@ -1,5 +1,7 @@
 """The public models known by name: what they are called, where they were read, sizes against independent numbers."""
 
+import csv
+import json
 import re
 import subprocess
 import sys
@@ -12,8 +14,9 @@ from hybridkv.errors import ConfigError
 from hybridkv.models import known_model, known_models, read_model
 from hybridkv.models.compressed import COMPRESSED
 from hybridkv.planner.plan import padding_of
-from hybridkv.specs import Keeps
+from hybridkv.specs import ChunkedLocalAttentionSpec, Keeps, SlidingWindowSpec
 
+ROOT = Path(__file__).parents[3]
 KNOWN = known_models()
 NAMES = [one.name for one in KNOWN]
 
@@ -85,57 +88,38 @@ def test_published_model_is_planned_in_both_layouts(name: str, layout: str) -> N
         assert {group.spec.block_size for group in made.config.groups} == {16}
 
 
-def gqa(layers: int, kv_heads: int, width: int) -> int:
-    return layers * 2 * kv_heads * width * 2
+BY_HAND = list(csv.DictReader((ROOT / "docs" / "data" / "models-by-hand.csv").read_text("utf-8").splitlines()))
+"""Bytes worked by hand from what is published of the architectures: layers, then what each of them keeps.
+
+2 * KV heads * width * 2 bytes for keys and values; a latent of 512 and 64 elements; 128 values of 8 bits and a scale of
+4 bytes for an indexer; for a state K - 1 columns of the convolution, and a matrix for each head.
+"""
+OTHERS: dict[str, dict[str, object]] = json.loads(Path(__file__).with_name("hand_configs.json").read_text("utf-8"))
+"""Configs of models that have no name here."""
 
 
-def mla(layers: int, latent: int = 512, rope: int = 64) -> int:
-    return layers * (latent + rope) * 2
+def worked(formula: str) -> float:
+    """The value of sums and products of numbers; 0 for a dash."""
+    assert re.fullmatch(r"-|[\d+*/() -]+", formula)
+    return 0 if formula == "-" else float(eval(formula))  # noqa: S307 - digits and operators
 
 
-@pytest.mark.parametrize(
-    ("name", "token", "window", "state"),
-    [
-        # by hand from what is published of the architectures; keys and values of 2 bytes
-        ("llama-3.1-405b", gqa(126, 8, 128), 0, 0),
-        ("llama-3.2-1b", gqa(16, 8, 64), 0, 0),
-        ("qwen3-235b-a22b", gqa(94, 4, 128), 0, 0),
-        ("qwen3-coder-480b-a35b", gqa(62, 8, 128), 0, 0),
-        ("qwen3-vl-30b-a3b", gqa(48, 4, 128), 0, 0),
-        ("qwen2.5-vl-7b", gqa(28, 4, 128), 0, 0),
-        ("mixtral-8x22b", gqa(56, 8, 128), 0, 0),
-        ("phi-4", gqa(40, 10, 128), 0, 0),
-        ("glm-4.5", gqa(92, 8, 128), 0, 0),
-        ("minimax-m2", gqa(62, 8, 128), 0, 0),
-        ("smollm3-3b", gqa(36, 4, 128), 0, 0),
-        ("deepseek-r1", mla(61), 0, 0),
-        ("kimi-k2", mla(61), 0, 0),
-        ("glm-4.7-flash", mla(47), 0, 0),
-        # an indexer's keys: 128 values of 8 bits and a scale of 4 bytes
-        ("deepseek-v3.2", mla(61) + 61 * 132, 0, 0),
-        ("glm-5", mla(78) + 78 * 132, 0, 0),
-        # windows in 2 of 2, 5 of 6, 4 of 5, 3 of 4 layers
-        ("gemma-2-9b", gqa(21, 8, 256), gqa(21, 8, 256), 0),
-        ("gemma-3-12b", gqa(8, 8, 256), gqa(40, 8, 256), 0),
-        ("gpt-oss-20b", gqa(12, 8, 64), gqa(12, 8, 64), 0),
-        ("olmo-3-32b", gqa(16, 8, 128), gqa(48, 8, 128), 0),
-        ("llama-4-maverick", gqa(12, 8, 128), gqa(36, 8, 128), 0),
-        # wide heads in global layers; the last 20 of 35 layers read what others keep: 3 full and 12 windowed remain
-        ("gemma-4-31b", gqa(10, 4, 512), gqa(50, 16, 256), 0),
-        ("gemma-4-e2b", gqa(3, 1, 512), gqa(12, 1, 256), 0),
-        # keys of 192, values of 128; twice the heads in windows
-        ("mimo-v2-flash", 9 * 4 * 320 * 2, 39 * 8 * 320 * 2, 0),
-        # states: 3 columns of the convolution in 2 bytes, a matrix a head in 4
-        ("qwen3.5-27b", gqa(16, 4, 256), 0, 48 * (3 * (2 * 16 * 128 + 48 * 128) * 2 + 48 * 128 * 128 * 4)),
-        ("kimi-linear-48b-a3b", mla(7), 0, 20 * (3 * 3 * 32 * 128 * 2 + 32 * 128 * 128 * 4)),
-        ("granite-4.0-h-small", gqa(4, 8, 128), 0, 36 * (3 * (128 * 64 + 2 * 128) * 2 + 128 * 64 * 128 * 2)),
-    ],
-)
-def test_published_model_bytes_match_hand_calculation(name: str, token: int, window: int, state: int) -> None:
-    model = read_model(name, dtype="bf16")
-    assert model.kv_bytes_per_token == token
-    assert model.window_bytes_per_token == window
-    assert model.state_bytes == state
+@pytest.mark.parametrize("row", BY_HAND, ids=[row["model"] for row in BY_HAND])
+def test_bytes_of_a_model_match_the_table_worked_by_hand(row: dict[str, str]) -> None:
+    name, token, window, width, state = row.values()
+    model = read_model(OTHERS.get(name, name), dtype="bf16")
+    assert model.kv_bytes_per_token == worked(token)
+    assert model.window_bytes_per_token == worked(window)
+    assert model.state_bytes == worked(state)
+    specs = [one.spec for one in model.layers]
+    widths = {one.sliding_window for one in specs if isinstance(one, SlidingWindowSpec)}
+    widths |= {one.attention_chunk_size for one in specs if isinstance(one, ChunkedLocalAttentionSpec)}
+    assert widths == ({int(width)} if width != "-" else set())
+
+
+def test_table_worked_by_hand_has_40_models() -> None:
+    assert len({row["model"] for row in BY_HAND}) == 40
+    assert OTHERS.keys() <= {row["model"] for row in BY_HAND}
 
 
 PUBLISHED = {
@@ -180,10 +164,9 @@ def test_published_model_has_cross_attention_only_with_encoder() -> None:
 
 
 def test_published_model_table_in_docs_is_current(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
     path = tmp_path / "models.csv"
     done = subprocess.run(  # noqa: S603  # our own script
-        [sys.executable, str(root / "tests" / "runner" / "published_table.py"), str(path)],
+        [sys.executable, str(ROOT / "tests" / "runner" / "published_table.py"), str(path)],
         check=True,
         capture_output=True,
         timeout=120,
@@ -191,5 +174,5 @@ def test_published_model_table_in_docs_is_current(tmp_path: Path) -> None:
     )
     assert done.stderr == ""
     written = path.read_text("utf-8")
-    assert written == (root / "docs" / "data" / "models-by-name.csv").read_text("utf-8")
+    assert written == (ROOT / "docs" / "data" / "models-by-name.csv").read_text("utf-8")
     assert all(f"\n{name}," in written for name in NAMES)
