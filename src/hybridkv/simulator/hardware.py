@@ -246,7 +246,9 @@ def _room(model: Model, hardware: Hardware, weights: str, ranks: int) -> int:
 
 
 def _weight_bytes(model: Model, weights: str) -> float:
-    """Return the bytes of one rank's weights."""
+    """Return the bytes of one rank's weights: of the checkpoint, with its scales, if ``weights`` is its format."""
+    if weights == _format_of_checkpoint(model):
+        return model.weight_bytes / model.tp
     return (model.parameters or 0) / model.tp * WEIGHT_BYTES[weights]
 
 

@@ -66,6 +66,14 @@ def test_machine_for_many_experts_names_enough_ranks() -> None:
     assert "use --tp 16, or" in error(*asked, "--weights", "fp8")
 
 
+def test_machine_counts_the_scales_of_the_checkpoint() -> None:
+    """gpt-oss-120b: 60.8 GiB on the hub. Its 116.8e9 weights of half a byte alone would be 54.4 GiB."""
+    asked = ("replay", "workload:uniform", "--model", "gpt-oss-120b", "--weights", "int4", "--memory")
+    assert "does not fit: 60.77 GiB of int4 weights and 18 GiB of cache" in error(*asked, "18GiB")
+    assert "60.77 GiB of int4 weights + 10 GiB of cache" in run(*asked, "10GiB").stdout
+    assert "or --weights int4 as in its checkpoint" in error(*asked[:4], *asked[-1:], "10GiB")
+
+
 def test_machine_unbounded_is_accepted_for_hits_only() -> None:
     """One of any memory has the same times, and its name says that nobody has it; without times there is none."""
     fits, any_memory, timeless = (
