@@ -157,11 +157,11 @@ def _groups(plan: Plan) -> Table:
     slabs = plan.config.slabs
     columns = ("group", "layers", "tokens", "a layer", "a block", "padding")
     shown = table(*columns, *(("in a slab",) if slabs else ()), numbers_from=2)
-    for at, group in enumerate(plan.capacity.groups):
+    for at, (group, layers) in enumerate(zip(plan.capacity.groups, plan.layers_of_groups, strict=True)):
         sizes = (group.page_bytes, group.block_bytes, group.padding_bytes)
         shown.add_row(
             str(at),
-            f"{group.layers} x {in_words(group.kind)}",
+            f"{layers} x {in_words(group.kind)}",
             format_count(group.block_size),
             *map(format_bytes, sizes),
             *((format_count(slabs.class_of(at).blocks_per_slab),) if slabs else ()),

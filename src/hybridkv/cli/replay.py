@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -168,7 +168,7 @@ def _show(report: ReplayReport, run: Prepared) -> None:
         counts.add_row(name, value)
     console().print(counts)
     _show_misses(report)
-    _show_groups(report)
+    _show_groups(report, run.plan.layers_of_groups)
     _show_ends(report)
     show_tenants(report.tenants)
     if run.summary.first_bad is not None:
@@ -213,12 +213,12 @@ def _show_misses(report: ReplayReport) -> None:
     console().print(misses)
 
 
-def _show_groups(report: ReplayReport) -> None:
-    """Print the counts of each group's blocks."""
+def _show_groups(report: ReplayReport, layers: Sequence[int]) -> None:
+    """Print the counts of each group's blocks, and its number of layers."""
     groups = table("group", "layers", "block", "published", "evictions", "cached", "copied", numbers_from=2)
-    for at, group in enumerate(report.groups):
+    for at, (group, many) in enumerate(zip(report.groups, layers, strict=True)):
         counts = (group.block_size, group.published, group.evictions, group.cached_blocks, group.copies)
-        groups.add_row(str(at), f"{group.layers} x {in_words(group.kind)}", *map(format_count, counts))
+        groups.add_row(str(at), f"{many} x {in_words(group.kind)}", *map(format_count, counts))
     console().print(groups)
 
 

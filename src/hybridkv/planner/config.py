@@ -305,7 +305,7 @@ class GroupCapacity:
 
     Attributes:
         kind: name of the class of the group's spec.
-        layers: number of layers.
+        layers: number of entries; a layer with an indexer has two.
         block_size: tokens per block.
         page_bytes: bytes of one block in one layer; in all layers for a uniform type.
         block_bytes: bytes that one block holds in all layers of the group, without padding.

@@ -98,6 +98,12 @@ class Plan:
         """The capacity of the config."""
         return capacity_of(self.config, self.memory_bytes, self.limits)
 
+    @property
+    def layers_of_groups(self) -> tuple[int, ...]:
+        """The number of decoder layers of each group. A layer may keep several entries: keys, and an indexer's keys."""
+        index = {layer.name: layer.index for layer in self.model.layers}
+        return tuple(len({index[name] for name in group.layer_names}) for group in self.config.groups)
+
 
 def plan(
     model: Model,

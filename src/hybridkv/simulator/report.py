@@ -74,7 +74,7 @@ class GroupReport:
 
     Attributes:
         kind: class of the group's spec.
-        layers: number of layers.
+        layers: number of entries; a layer with an indexer has two.
         block_size: tokens of a block.
         published: blocks that got a key, so that requests can hit them.
         evictions: keys that were evicted.

@@ -294,6 +294,14 @@ def test_plan_command_titles_count_the_layers(name: str, layers: int) -> None:
     assert next(one["layers"] for one in known if one["name"] == name) == layers
 
 
+def test_plan_and_replay_commands_count_a_layer_with_an_indexer_once() -> None:
+    """122 entries of 61 layers: latents, and an indexer's keys."""
+    options = ("deepseek-v3.2", "--memory", "80GiB")
+    assert re.search(r"\n 0 +61 x attention, mixed widths +16 ", run("plan", *options).stdout)
+    short = ("workload:chat", "--hours", "0.001", "--hardware", "h100-unbounded", "--memory", "8GiB")
+    assert re.search(r"\n 0 +61 x attention, mixed", run("replay", *short, "--model", "deepseek-v3.2").stdout)
+
+
 def test_plan_command_of_known_models_counts_config_layers() -> None:
     keys = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "num_layers")
     for known in known_models():
