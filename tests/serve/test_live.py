@@ -50,6 +50,7 @@ def metric(served: Served, name: str) -> float:
 
 
 def test_live_sample_matches_metrics(llama: Served) -> None:
+    until(lambda: llama.front.live.listeners == 0)
     for _ in range(2):
         llama.post(PATH, **ASKED)
     found = one_sample(llama)
@@ -70,6 +71,7 @@ def test_live_sample_matches_metrics(llama: Served) -> None:
     assert found["map"]["states"].count("c") > 0
     assert {len(one) for one in found["map"].values()} == {len(found["map"]["states"])}
     assert found["misses"] is None
+    assert found["ttft"] is found["tpot"] is None  # nothing ended while somebody listened
 
 
 def test_live_page_without_listeners_costs_nothing(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +117,11 @@ def test_live_finished_requests_are_sorted_by_time() -> None:
             if len(slowest) == 2:
                 break
     assert [one[7] for one in slowest] == [40, 4]
+    found = json.loads(line[6:])
+    longer, shorter = slowest
+    assert found["ttft"] == pytest.approx(sorted((longer[3], shorter[3])), abs=1e-4)
+    each = sorted((one[4] - one[3]) / (one[7] - 1) for one in slowest)
+    assert found["tpot"] == pytest.approx(each, abs=1e-4)
     for _, ago, queued, first, whole, prompt, found, _, preempted in slowest:
         assert 0 <= queued < first < whole
         assert 0 <= ago < 60
@@ -246,10 +253,13 @@ def test_live_page_matches_metrics(llama: Served, width: int, scheme: str) -> No
             assert float(tile.get_attribute("data-value")) == metric(llama, name), figure
             assert tile.inner_text() == f"{int(metric(llama, name)):,}"
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.locator(".uplot").count() == 4
+        assert page.locator(".uplot").count() == 6
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 29)"
         assert dark == (scheme == "dark")
         page.wait_for_selector("#slowest li")
+        for name in ("ttft", "tpot"):
+            holds(page, f"/^[0-9.]+ m?s$/.test(document.getElementById('{name}').textContent)")
+            holds(page, f"/^[0-9.]+ m?s$/.test(document.getElementById('{name}-p99').textContent)")
         page.locator("#groups button").press("Enter")
         assert page.locator("#groups button").get_attribute("aria-pressed") == "true"
         page.locator("#map").press("ArrowRight")

@@ -226,8 +226,6 @@ def _first_token(one: Swept) -> float:
 
 
 _SHOWN: Final = 20
-_BELOW: Final = 80
-"""Pixels of an axis with its title. The legend is below it."""
 _MEETS, _BEST, _NEXT = 2, 0, 1
 """Colours of settings that meet the aims, of the best one and of the runner-up."""
 
@@ -303,7 +301,7 @@ def _charts(tried: Sequence[Tried], names: Sequence[str], aims: Sequence[Aim]) -
         "Latencies compared with the aims",
         f"1 is the aim; a longer bar misses it.{some}",
         taken,
-        _lying_layout("share of the aim", height, [0, most], [edge]),
+        _lying_layout("share of the aim", [0, most], [edge]),
         height,
     )
     tokens = [one.tokens for one in shown]
@@ -315,22 +313,15 @@ def _charts(tried: Sequence[Tried], names: Sequence[str], aims: Sequence[Aim]) -
         if (values := [value for value, one in zip(tokens, shown, strict=True) if one.keeps_aims is meets])
     ]
     height = 130 + 24 * len(shown)
-    layout = _lying_layout("output tokens", height, None, [])
+    layout = _lying_layout("output tokens", None, [])
     layout["yaxis"] = {**layout["yaxis"], "categoryorder": "array", "categoryarray": labels}
     said = f"Output tokens for one unit of the currency.{some}"
     yield Chart("Output tokens for the price", said, parts, layout, height)
 
 
-def _lying_layout(title: str, height: int, span: list[float] | None, shapes: list[Trace]) -> dict[str, Any]:
+def _lying_layout(title: str, span: list[float] | None, shapes: list[Trace]) -> dict[str, Any]:
     axis = {"title": title, **({} if span is None else {"range": span})}
-    return {
-        "hovermode": "closest",
-        "xaxis": axis,
-        "yaxis": {"type": "category"},
-        "shapes": shapes,
-        "bargap": 0.25,
-        "legend": {"y": -_BELOW / (height - _BELOW)},
-    }
+    return {"hovermode": "closest", "xaxis": axis, "yaxis": {"type": "category"}, "shapes": shapes, "bargap": 0.25}
 
 
 def _cost(served: Sequence[Tried], names: Sequence[str]) -> Chart:

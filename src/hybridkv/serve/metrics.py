@@ -48,6 +48,8 @@ MOST_REQUESTS: Final = 40
 """Running requests in a sample, and as many waiting ones."""
 MOST_ENDED: Final = 20
 """Requests in a sample that ended within _ENDED_FOR_S seconds and took longest."""
+LATENCY_S: Final = 10.0
+"""The latencies of a sample are those of requests that ended within as many seconds."""
 _FRESH: Final = 0.8
 _ENDED_FOR_S: Final = 5.0  # a listener that skips a sample sees them in the next
 _REMEMBERED: Final = 2000
@@ -393,12 +395,16 @@ class Live:
 
     def _sample(self, look: Look) -> dict[str, Any]:
         """Return ``look`` with the fields that the page reads."""
-        ended = [one for one in self._ended if self._made_at - one.at < _ENDED_FOR_S]
+        recent = [one for one in self._ended if self._made_at - one.at < LATENCY_S]
+        ended = [one for one in recent if self._made_at - one.at < _ENDED_FOR_S]
         slowest = sorted(ended, key=lambda one: -one.whole_s)[:MOST_ENDED]
+        times = [(one.fields[1], one.whole_s - one.fields[1], one.fields[5]) for one in recent]
         return {
             "time": round(time.time(), 3),
             "model": self._metrics.families.model_name,
             "output": self._metrics.output_tokens,
+            "ttft": _percentiles([first for first, _, _ in times]),
+            "tpot": _percentiles([later / (tokens - 1) for _, later, tokens in times if tokens > 1]),
             **look.fields,
             "map": self._map(look),
             "slowest": [[one.id, round(self._made_at - one.at, 4), *one.fields] for one in slowest],
@@ -424,6 +430,13 @@ class Live:
             "groups": "".join(_DIGITS[one] for one in groups.tolist()),
             "ages": "".join(map(str, digits.tolist())),
         }
+
+
+def _percentiles(seconds: Sequence[float]) -> list[float] | None:
+    """Return the nearest-rank 50th and 99th percentile; ``None`` without values. O(n log n)."""
+    if not seconds:
+        return None
+    return [round(float(one), 6) for one in np.percentile(seconds, (50, 99), method="inverted_cdf")]
 
 
 def _look(engine: Engine) -> Look:

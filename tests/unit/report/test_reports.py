@@ -284,6 +284,22 @@ def test_report_pages_are_written_by_plan_and_replay(tmp_path: Path) -> None:
     assert "Missed prompt tokens, by reason" in charts(replay.read_text("utf-8"))
 
 
+COVERED = """[...document.querySelectorAll(".chart")].flatMap((chart) => {
+    const boxed = (one) => [one.textContent, one.getBoundingClientRect()];
+    const all = (name) => [...chart.querySelectorAll(name)].map(boxed);
+    const across = (a, b) => a.left < b.right - 1 && b.left < a.right - 1;
+    const over = ([, a], [, b]) => across(a, b) && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+    const turned = (one) => one[1].height > 30; // the boxes of turned labels cross where the labels do not
+    const beside = ["xtick", "ytick"].flatMap((name) => {
+        const ticks = all(`.${name} text`).filter((one) => !turned(one));
+        return ticks.filter((one, at) => ticks.slice(at + 1).some((other) => over(one, other)));
+    });
+    const below = all(".legend").filter((one) => all(".xtitle").some((other) => over(one, other)));
+    return [...beside, ...below].map((one) => one[0]);
+})"""
+"""Text of labels that cover others on an axis, and of legends that cover the title of an axis."""
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 @pytest.mark.parametrize(
     ("width", "scheme"),
@@ -321,5 +337,10 @@ def test_report_pages_are_drawn_by_a_browser(
             assert view.evaluate("document.documentElement.scrollWidth") <= width
             dark = view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 29)"
             assert dark == (scheme == "dark")
+            assert view.evaluate(COVERED) == []
+            if name == "plan":  # a logarithmic axis has whole numbers
+                assert "1,000" in view.evaluate(
+                    "[...document.querySelectorAll('.xtick text')].map((one) => one.textContent)"
+                )
             assert not errors
         browser.close()

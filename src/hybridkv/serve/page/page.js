@@ -15,7 +15,8 @@ const at = (id) => document.getElementById(id);
 const count = new Intl.NumberFormat("en");
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const share = (part) => (part === null ? "-" : `${(100 * part).toFixed(1)}%`);
-const seconds = (value) => (value >= 10 ? `${value.toFixed(0)} s` : value >= 1 ? `${value.toFixed(1)} s` : `${(1000 * value).toFixed(0)} ms`);
+const seconds = (value) => (value >= 10 ? `${value.toFixed(0)} s` : value >= 1 ? `${value.toFixed(1)} s` : `${(1000 * value).toFixed(value && value < 0.01 ? 1 : 0)} ms`);
+const LATENCIES = ["ttft", "tpot"]; // p50 and p99 of the requests that ended in the last 10 s, or null
 
 function bytes(value) {
   const unit = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]].find(([, size]) => value >= size);
@@ -40,8 +41,8 @@ function keep(sample) {
   }
   const held = sample.groups.reduce((sum, [, size, held]) => sum + size * held, 0);
   const cached = sample.groups.reduce((sum, [, size, , , evictable]) => sum + size * evictable, 0);
-  const { time, queries, hits, output, running, waiting, misses, preemptions, evictions } = sample;
-  seen.push({ time, queries, hits, output, running, waiting, misses, preemptions, evictions, held, cached });
+  const { time, queries, hits, output, ttft, tpot, running, waiting, misses, preemptions, evictions } = sample;
+  seen.push({ time, queries, hits, output, ttft, tpot, running, waiting, misses, preemptions, evictions, held, cached });
   const oldest = sample.time - KEPT_S;
   while (seen[0].time < oldest) seen.shift();
   while (marks.length && marks[0].time < oldest) marks.shift();
@@ -71,7 +72,10 @@ function hitNow(place) {
 
 const drawn = {};
 
-function chart(id, series, { range, format }) {
+const ROUND = [...Array(30).keys()].map((power) => [1, 2, 5][power % 3] * 10 ** Math.floor(power / 3)); // ticks of counts
+const BINARY = [...Array(50).keys()].map((power) => 2 ** power); // ticks of bytes
+
+function chart(id, series, { range, format, incrs, tick = format }) {
   const host = at(id);
   host.replaceChildren();
   const axis = { stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 } };
@@ -81,7 +85,7 @@ function chart(id, series, { range, format }) {
     series: [{}, ...series.map(([label, name]) => ({
       label, stroke: colour(name), width: 2, spanGaps: false, points: { show: false }, value: (_, one) => (one === null || one === undefined ? "-" : format(one)),
     }))],
-    axes: [{ ...axis, space: 70 }, { ...axis, size: 74, values: (_, all) => all.map(format) }],
+    axes: [{ ...axis, space: 70 }, { ...axis, size: 74, ...(incrs && { incrs }), values: (_, all) => all.map(tick) }],
     hooks: { draw: [drawMarks] },
   };
   drawn[id] = new uPlot(options, [[], ...series.map(() => [])], host);
@@ -111,11 +115,15 @@ let reasons = [];
 
 function makeCharts() {
   const palette = ["running", "cached", "pinned", "preempted", "evicted", "queued", "soft", "focus"];
-  chart("chart-hits", [["last 10 s", "running"], ["total", "cached"]], { range: [0, 1], format: share });
-  chart("chart-requests", [["running", "running"], ["waiting", "cached"]], { format: (one) => count.format(one) });
-  chart("chart-memory", [["held", "running"], ["held or cached", "cached"]], { format: bytes });
+  chart("chart-hits", [["last 10 s", "running"], ["total", "cached"]], { range: [0, 1], format: share, tick: (one) => `${Math.round(100 * one)}%` });
+  chart("chart-requests", [["running", "running"], ["waiting", "cached"]], { format: (one) => count.format(one), incrs: ROUND });
+  for (const name of LATENCIES) {
+    const range = (_, least, most) => [0, (most || 0.001) * 1.05];
+    chart(`chart-${name}`, [["p50", "running"], ["p99", "cached"]], { range, format: seconds });
+  }
+  chart("chart-memory", [["held", "running"], ["held or cached", "cached"]], { format: bytes, incrs: BINARY });
   chart("chart-misses", reasons.map((one, place) => [one.replaceAll("_", " "), palette[place % palette.length]]), {
-    format: (one) => `${count.format(Math.round(one))}/s`,
+    format: (one) => `${count.format(Math.round(one))}/s`, incrs: ROUND,
   });
 }
 
@@ -125,6 +133,7 @@ function drawCharts() {
   const data = {
     "chart-hits": [column((_, place) => hitNow(place)), column((one) => (one.queries ? one.hits / one.queries : null))],
     "chart-requests": [column((one) => one.running), column((one) => one.waiting)],
+    ...Object.fromEntries(LATENCIES.map((name) => [`chart-${name}`, [0, 1].map((place) => column((one) => one[name]?.[place] ?? null))])),
     "chart-memory": [column((one) => one.held), column((one) => one.held + one.cached)],
     "chart-misses": reasons.map((name) => column((_, place) => {
       const more = grown(place, (one) => one.misses?.[name] ?? 0); // null: a sample from before --explain
@@ -319,6 +328,11 @@ function show(sample) {
   at("usage").textContent = share(sample.usage);
   at("usage").dataset.value = sample.usage;
   at("held").textContent = `of ${bytes(sample.arena)}`;
+  for (const name of LATENCIES) {
+    const [half, most] = sample[name] ?? [];
+    at(name).textContent = half === undefined ? "-" : seconds(half);
+    at(`${name}-p99`).textContent = most === undefined ? "-" : seconds(most);
+  }
   const rate = grown(place, "output");
   at("rate").textContent = rate ? count.format(Math.round(rate.more / rate.seconds)) : "-";
   at("unexplained").hidden = sample.misses !== null;
