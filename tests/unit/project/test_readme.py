@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from cli_support import run
+from hybridkv.models import read_model
+from hybridkv.simulator import HARDWARE
+from hybridkv.simulator.hardware import too_large
+from hybridkv.units import parse_bytes
 
 README = Path(__file__).parents[3] / "README.md"
 TEXT = README.read_text("utf-8")
@@ -64,6 +68,31 @@ def test_readme_output_is_printed_by_the_command(
         done = run(*arguments).stdout
     rest = iter([one.rstrip() for one in done.splitlines()])
     assert [one for one in shown if one not in rest] == []
+
+
+TIMED = re.compile(r"hybridkv (?:replay|sweep|tune|explain|doctor) ([^`|\n]*)")
+"""Commands that need a machine."""
+
+
+def test_documented_commands_fit_the_machines_they_name() -> None:
+    """One setting of each at least: a search shows which others are refused."""
+    wrong, seen = [], 0
+    for path in DOCUMENTS:
+        for found in TIMED.finditer(path.read_text("utf-8").replace("\\\n", " ")):
+            asked = dict(re.findall(r"--(model|memory|hardware|weights|tp) (\S+)", found[1]))
+            machines = [one for one in asked.get("hardware", "h100").split(",") if one in HARDWARE]
+            shows_a_refusal = found.string.startswith("\nerror: ", found.end())
+            outline = not {"model", "memory"} <= asked.keys() or asked["model"].isupper()
+            if shows_a_refusal or outline or not machines:
+                continue
+            model, memory = (re.split("[,:]", asked[key])[0] for key in ("model", "memory"))
+            of_rank = read_model(model, tp=int(asked.get("tp", "1").split(",")[0]))
+            weights = asked.get("weights", "bf16").split(",")[0]
+            refused = [too_large(of_rank, parse_bytes(memory), HARDWARE[one], weights) for one in machines]
+            wrong += [] if None in refused else [(path.name, found[1])]
+            seen += 1
+    assert wrong == []
+    assert seen > 20
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)#]+)", TEXT))
